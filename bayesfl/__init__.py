@@ -1,0 +1,39 @@
+"""bayesfl: Bayesian inference for federated models.
+
+Personal, calibrated models for clients whose data may not be pooled: published Bayesian and personalised federated methods as
+short compositions of the same few parts, and those parts on their own.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from bayesfl.blocks import Algorithm, Block
+from bayesfl.engine import Engine
+from bayesfl.local import DivergenceError
+from bayesfl.result import load
+from bayesfl.simulate import simulate
+
+if TYPE_CHECKING:
+    from bayesfl import algorithms, data, metrics, models, plots, posteriors
+
+__version__ = "0.1.0"
+__all__ = [
+    "Algorithm",
+    "Block",
+    "DivergenceError",
+    "Engine",
+    "algorithms",
+    "data",
+    "load",
+    "metrics",
+    "models",
+    "plots",
+    "posteriors",
+    "simulate",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("algorithms", "data", "metrics", "models", "plots", "posteriors"):
+        return importlib.import_module(f"bayesfl.{name}")
+    raise AttributeError(f"module 'bayesfl' has no attribute {name!r}")

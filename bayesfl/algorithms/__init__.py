@@ -1,0 +1,82 @@
+"""Published methods, one file each: the paper's model as docstring, then a short composition of blocks and phases."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from bayesfl.algorithms.ditto import ditto
+from bayesfl.algorithms.fedavg import fedavg, fedavg_ft
+from bayesfl.algorithms.fedbabu import fedbabu
+from bayesfl.algorithms.fedper import fedper
+from bayesfl.algorithms.fedprox import fedprox
+from bayesfl.algorithms.fedrep import fedrep
+from bayesfl.algorithms.lg_fedavg import lg_fedavg
+from bayesfl.algorithms.local import local
+from bayesfl.algorithms.pfedmap import pfedmap
+from bayesfl.algorithms.pfedme import pfedme
+from bayesfl.algorithms.pfedvem import pfedvem
+from bayesfl.blocks import Algorithm
+
+PAPERS: dict[str, tuple[Callable[..., Algorithm], str, str]] = {
+    "local": (local, "Local", "-"),
+    "fedavg": (fedavg, "FedAvg", "McMahan et al., AISTATS 2017"),
+    "fedavg_ft": (fedavg_ft, "FedAvg-FT", "Marfoq et al., NeurIPS 2021 (FedAvg+)"),
+    "fedprox": (fedprox, "FedProx", "Li et al., MLSys 2020"),
+    "fedper": (fedper, "FedPer", "Arivazhagan et al., 2019"),
+    "fedrep": (fedrep, "FedRep", "Collins et al., ICML 2021"),
+    "lg_fedavg": (lg_fedavg, "LG-FedAvg", "Liang et al., 2020"),
+    "fedbabu": (fedbabu, "FedBABU", "Oh, Kim, Yun, ICLR 2022"),
+    "ditto": (ditto, "Ditto", "Li et al., ICML 2021"),
+    "pfedme": (pfedme, "pFedMe", "Dinh, Tran, Nguyen, NeurIPS 2020"),
+    "pfedmap": (pfedmap, "pFedMAP", "Zhu, Ma, Blaschko, FL-NeurIPS 2022"),
+    "pfedvem": (pfedvem, "pFedVEM", "Zhu, Ma, Blaschko, FL-NeurIPS 2022"),
+}
+"""Name in code -> what builds it, its name in print, its paper."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A line of the table of what is implemented.
+
+    Args:
+        name: The function in `bayesfl.algorithms`.
+        title: The method's name in print.
+        paper: Who published it.
+        posterior: What a client believes, block by block.
+        sent: What leaves a client each round.
+        private: What stays on it.
+    """
+
+    name: str
+    title: str
+    paper: str
+    posterior: str
+    sent: str
+    private: str
+
+
+def available() -> list[Entry]:
+    """What is implemented, read off the compositions themselves."""
+    from bayesfl.models import mlp
+
+    entries = []
+    for name, (make, title, paper) in PAPERS.items():
+        algorithm = make(mlp(2, hidden=2, outputs=2))
+        held = {**algorithm.blocks}
+        posteriors = {block: type(b.posterior).__name__ for block, b in held.items()}
+        private = [block for block, b in held.items() if b.private]
+        kept = [f"{block} ({', '.join(k for k in algorithm.rows(algorithm.init(1))[block] if k not in b.pool.sends)})"
+                for block, b in held.items() if b.keep and b.pool and len(algorithm.rows(algorithm.init(1))[block]) > len(b.pool.sends)]  # fmt: skip
+        entries.append(
+            Entry(
+                name,
+                title,
+                paper,
+                ", ".join(f"{block}: {kind}" for block, kind in posteriors.items()),
+                ", ".join(key.removesuffix(".loc") for key in algorithm.uplink()) or "nothing",
+                ", ".join(private + kept) or "nothing",
+            )
+        )
+    return entries
+
+
+__all__ = ["PAPERS", "Entry", "available", *PAPERS]

@@ -1,0 +1,64 @@
+"""Ditto: a global model by FedAvg, and beside it a personal one that is pulled towards the global model received in the round.
+
+Personal objective of client j:  F_j(v) + lambda / 2 |v - w|^2,  F_j a mean over its data: the prior N(w, 1 / (lambda n_j)) on v.
+
+The authors' code takes the steps of both models on the same batches; here each takes its own pass. The centre is fixed during
+the round, so neither model's steps depend on the other's.
+
+Source: Li, Hu, Beirami, Smith, "Ditto: fair and robust federated learning through personalization", ICML 2021, algorithm 1.
+"""
+
+from torch import nn
+
+from bayesfl.blocks import Algorithm, Block, Energy
+from bayesfl.likelihood import Categorical
+from bayesfl.optim import SGD, Rate
+from bayesfl.phases import Descend, Once
+from bayesfl.pools import Mean, equal
+from bayesfl.priors import Normal, inverse_size, server_mean
+from bayesfl.protocols import Batch, Likelihood, Server, View
+
+
+def ditto(
+    model: nn.Module,
+    *,
+    lam: float = 1.0,
+    epochs: int = 5,
+    batch_size: int | None = 16,
+    lr: Rate = 1e-2,
+    momentum: float = 0.0,
+    weight_decay: float = 0.0,
+    adapt_epochs: int = 20,
+    likelihood: Likelihood = Categorical(),
+) -> Algorithm:
+    """Federate `model` by Ditto.
+
+    Args:
+        model: Any module.
+        lam: Strength of the pull towards the global model; 0 is local training. Steps need lr (curvature + lam) < 2.
+        epochs: Passes over a client's data each round, for each of the two models.
+        batch_size: Examples of a step; None for all of the client's.
+        lr: Learning rate, or a schedule (round, rounds) -> rate.
+        momentum: Of SGD; the authors' code has none.
+        weight_decay: L2 coefficient, entering the gradient.
+        adapt_epochs: Passes of a client that joins later, from the global model.
+        likelihood: What y is.
+    """
+    tied = Normal(centre=server_mean("w"), variance=inverse_size(lam))
+    rest = {"batch_size": batch_size, "optimiser": SGD(lr, momentum, weight_decay)}
+    own = Energy("v", ("v",), likelihood="mean")
+
+    def start(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
+        return view | {"v": given["w"]}
+
+    return Algorithm(
+        model,
+        {"w": Block(pool=Mean(equal)), "v": Block(prior=tied, pool=None, keep=True)},
+        (
+            Descend("v", own, epochs=epochs, **rest),
+            Descend("w", Energy("w", ("w",), likelihood="mean"), epochs=epochs, **rest),
+        ),
+        parts=("v",),
+        likelihood=likelihood,
+        adapt=(Once(start), Descend("v", own, epochs=adapt_epochs, **rest)),
+    )

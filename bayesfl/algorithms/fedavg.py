@@ -1,0 +1,76 @@
+"""FedAvg: one model for all, the size-weighted mean of what the clients make of it; FedAvg-FT fine-tunes it on each client.
+
+Source: McMahan, Moore, Ramage, Hampson, Agüera y Arcas, "Communication-efficient learning of deep networks from decentralized
+data", AISTATS 2017, algorithm 1. Fine-tuning: Marfoq et al., "Federated multi-task learning under a mixture of distributions",
+NeurIPS 2021, where FedAvg+ takes one more local epoch before each evaluation.
+"""
+
+from dataclasses import replace
+
+from torch import nn
+
+from bayesfl.blocks import Algorithm, Block, Energy
+from bayesfl.likelihood import Categorical
+from bayesfl.optim import SGD, Rate
+from bayesfl.phases import Descend
+from bayesfl.protocols import Likelihood
+
+
+def fedavg(
+    model: nn.Module,
+    *,
+    epochs: int = 5,
+    batch_size: int | None = 50,
+    lr: Rate = 1e-2,
+    momentum: float = 0.9,
+    weight_decay: float = 0.0,
+    likelihood: Likelihood = Categorical(),
+) -> Algorithm:
+    """Federate `model` by FedAvg.
+
+    Args:
+        model: Any module.
+        epochs: Passes over a client's data each round.
+        batch_size: Examples of a step; None for all of the client's.
+        lr: Learning rate, or a schedule (round, rounds) -> rate.
+        momentum: Of SGD; its state starts anew each round.
+        weight_decay: L2 coefficient, entering the gradient.
+        likelihood: What y is.
+    """
+    step = Descend(
+        "w", Energy("w", ("w",), likelihood="mean"), epochs=epochs, batch_size=batch_size, optimiser=SGD(lr, momentum, weight_decay)
+    )
+    return Algorithm(model, {"w": Block()}, (step,), parts=("w",), likelihood=likelihood)
+
+
+def fedavg_ft(
+    model: nn.Module,
+    *,
+    epochs: int = 5,
+    batch_size: int | None = 50,
+    lr: Rate = 1e-2,
+    momentum: float = 0.9,
+    weight_decay: float = 0.0,
+    finetune_epochs: int = 1,
+    finetune_lr: Rate | None = None,
+    likelihood: Likelihood = Categorical(),
+) -> Algorithm:
+    """FedAvg, every client fine-tuning all of the model on a copy before it predicts.
+
+    Args:
+        model: Any module.
+        epochs: As in `fedavg`.
+        batch_size: As in `fedavg`.
+        lr: As in `fedavg`.
+        momentum: As in `fedavg`.
+        weight_decay: As in `fedavg`.
+        finetune_epochs: Passes over a client's data before it predicts.
+        finetune_lr: Learning rate of these; that of training where None.
+        likelihood: What y is.
+    """
+    plain = fedavg(
+        model, epochs=epochs, batch_size=batch_size, lr=lr, momentum=momentum, weight_decay=weight_decay, likelihood=likelihood
+    )
+    (step,) = plain.phases
+    rate = lr if finetune_lr is None else finetune_lr
+    return replace(plain, finetune=(replace(step, epochs=finetune_epochs, optimiser=replace(step.optimiser, rate=rate)),))

@@ -1,0 +1,66 @@
+"""FedBABU: only the body is trained and averaged, under one random head that nobody changes; clients fine-tune to predict.
+
+Source: Oh, Kim, Yun, "FedBABU: toward enhanced representation for federated image classification", ICLR 2022, algorithm 1.
+"""
+
+from torch import nn
+
+from bayesfl.blocks import Algorithm, Block, Energy
+from bayesfl.likelihood import Categorical
+from bayesfl.optim import SGD, Rate
+from bayesfl.phases import Descend
+from bayesfl.pools import Mean, equal
+from bayesfl.protocols import Likelihood
+
+
+def fedbabu(
+    model: nn.Module,
+    *,
+    epochs: int = 5,
+    batch_size: int | None = 50,
+    lr: Rate = 1e-2,
+    momentum: float = 0.9,
+    weight_decay: float = 0.0,
+    finetune_epochs: int = 5,
+    finetune_lr: Rate | None = None,
+    likelihood: Likelihood = Categorical(),
+) -> Algorithm:
+    """Federate `model` (its parts named `body` and `head`) by FedBABU.
+
+    Args:
+        model: A `bf.models.Split`, or any module whose parameters are named `body.*` and `head.*`; its head is the common one.
+        epochs: Passes over a client's data for the body each round.
+        batch_size: Examples of a step; None for all of the client's.
+        lr: Learning rate, or a schedule; the paper's MobileNet takes `bf.optim.multistep(0.1)`.
+        momentum: Of SGD; its state starts anew each round.
+        weight_decay: L2 coefficient, entering the gradient.
+        finetune_epochs: Passes over a client's data, on all parameters, before it predicts.
+        finetune_lr: Learning rate of these; that of training where None.
+        likelihood: What y is.
+    """
+    both = ("body", "head")
+    rate = lr if finetune_lr is None else finetune_lr
+    return Algorithm(
+        model,
+        {"body": Block("body.*", pool=Mean(equal)), "head": Block("head.*", pool=None)},
+        (
+            Descend(
+                "body",
+                Energy("body", both, likelihood="mean"),
+                epochs=epochs,
+                batch_size=batch_size,
+                optimiser=SGD(lr, momentum, weight_decay),
+            ),
+        ),
+        parts=both,
+        likelihood=likelihood,
+        finetune=(
+            Descend(
+                both,
+                Energy(both, both, likelihood="mean"),
+                epochs=finetune_epochs,
+                batch_size=batch_size,
+                optimiser=SGD(rate, momentum, weight_decay),
+            ),
+        ),
+    )

@@ -1,0 +1,47 @@
+"""FedPer: a shared body under personal heads, trained together.
+
+Source: Arivazhagan, Aggarwal, Singh, Choudhary, "Federated learning with personalization layers", arXiv:1912.00818, 2019.
+"""
+
+from torch import nn
+
+from bayesfl.blocks import Algorithm, Block, Energy
+from bayesfl.likelihood import Categorical
+from bayesfl.optim import SGD, Rate
+from bayesfl.phases import Descend
+from bayesfl.protocols import Likelihood
+
+
+def fedper(
+    model: nn.Module,
+    *,
+    epochs: int = 5,
+    batch_size: int | None = 50,
+    lr: Rate = 1e-2,
+    momentum: float = 0.9,
+    weight_decay: float = 0.0,
+    adapt_epochs: int = 20,
+    likelihood: Likelihood = Categorical(),
+) -> Algorithm:
+    """Federate `model` (its parts named `body` and `head`) by FedPer.
+
+    Args:
+        model: A `bf.models.Split`, or any module whose parameters are named `body.*` and `head.*`.
+        epochs: Passes over a client's data each round.
+        batch_size: Examples of a step; None for all of the client's.
+        lr: Learning rate, or a schedule (round, rounds) -> rate.
+        momentum: Of SGD; its state starts anew each round.
+        weight_decay: L2 coefficient, entering the gradient.
+        adapt_epochs: Passes of a client that joins later, on its head.
+        likelihood: What y is.
+    """
+    both = ("body", "head")
+    rest = {"batch_size": batch_size, "optimiser": SGD(lr, momentum, weight_decay)}
+    return Algorithm(
+        model,
+        {"body": Block("body.*"), "head": Block("head.*", pool=None, keep=True)},
+        (Descend(both, Energy(both, both, likelihood="mean"), epochs=epochs, **rest),),
+        parts=both,
+        likelihood=likelihood,
+        adapt=(Descend("head", Energy("head", both, likelihood="mean"), epochs=adapt_epochs, **rest),),
+    )

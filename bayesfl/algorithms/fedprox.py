@@ -1,0 +1,46 @@
+"""FedProx: FedAvg whose clients are held near the model they received, F_j(v) + mu / 2 |v - w|^2 with F_j a mean over the data.
+
+The pull is a Gaussian prior N(w, 1 / (mu n_j)) on the client's weights. It is part of the gradient, so with momentum it enters the
+velocity; some public implementations add it after the velocity.
+
+Source: Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith, "Federated optimization in heterogeneous networks", MLSys 2020, algorithm 2.
+"""
+
+from torch import nn
+
+from bayesfl.blocks import Algorithm, Block, Energy
+from bayesfl.likelihood import Categorical
+from bayesfl.optim import SGD, Rate
+from bayesfl.phases import Descend
+from bayesfl.priors import Normal, inverse_size, server_mean
+from bayesfl.protocols import Likelihood
+
+
+def fedprox(
+    model: nn.Module,
+    *,
+    mu: float = 0.1,
+    epochs: int = 5,
+    batch_size: int | None = 50,
+    lr: Rate = 1e-2,
+    momentum: float = 0.0,
+    weight_decay: float = 0.0,
+    likelihood: Likelihood = Categorical(),
+) -> Algorithm:
+    """Federate `model` by FedProx.
+
+    Args:
+        model: Any module.
+        mu: Strength of the pull towards the received model; 0 is FedAvg.
+        epochs: Passes over a client's data each round.
+        batch_size: Examples of a step; None for all of the client's.
+        lr: Learning rate, or a schedule (round, rounds) -> rate.
+        momentum: Of SGD; the paper has none.
+        weight_decay: L2 coefficient, entering the gradient.
+        likelihood: What y is.
+    """
+    prior = Normal(centre=server_mean("w"), variance=inverse_size(mu))
+    step = Descend(
+        "w", Energy("w", ("w",), likelihood="mean"), epochs=epochs, batch_size=batch_size, optimiser=SGD(lr, momentum, weight_decay)
+    )
+    return Algorithm(model, {"w": Block(prior=prior)}, (step,), parts=("w",), likelihood=likelihood)

@@ -1,0 +1,50 @@
+"""FedRep: a shared body under personal heads; the head is fitted first, then the body takes its steps under it.
+
+Source: Collins, Hassani, Mokhtari, Shakkottai, "Exploiting shared representations for personalized federated learning", ICML 2021,
+algorithm 1; the values of its CIFAR-10 experiments.
+"""
+
+from torch import nn
+
+from bayesfl.blocks import Algorithm, Block, Energy
+from bayesfl.likelihood import Categorical
+from bayesfl.optim import SGD, Rate
+from bayesfl.phases import Descend
+from bayesfl.protocols import Likelihood
+
+
+def fedrep(
+    model: nn.Module,
+    *,
+    head_epochs: int = 10,
+    body_epochs: int = 1,
+    batch_size: int | None = 10,
+    lr: Rate = 1e-2,
+    momentum: float = 0.5,
+    weight_decay: float = 0.0,
+    likelihood: Likelihood = Categorical(),
+) -> Algorithm:
+    """Federate `model` (its parts named `body` and `head`) by FedRep.
+
+    Args:
+        model: A `bf.models.Split`, or any module whose parameters are named `body.*` and `head.*`.
+        head_epochs: Passes over a client's data for its head each round; also of a client that joins later.
+        body_epochs: Passes for the body after that.
+        batch_size: Examples of a step; None for all of the client's.
+        lr: Learning rate, or a schedule (round, rounds) -> rate.
+        momentum: Of SGD; its state starts anew in each phase.
+        weight_decay: L2 coefficient, entering the gradient.
+        likelihood: What y is.
+    """
+    both = ("body", "head")
+    rest = {"batch_size": batch_size, "optimiser": SGD(lr, momentum, weight_decay)}
+    fit_head = Descend("head", Energy("head", both, likelihood="mean"), epochs=head_epochs, **rest)
+    fit_body = Descend("body", Energy("body", both, likelihood="mean"), epochs=body_epochs, **rest)
+    return Algorithm(
+        model,
+        {"body": Block("body.*"), "head": Block("head.*", pool=None, keep=True)},
+        (fit_head, fit_body),
+        parts=both,
+        likelihood=likelihood,
+        adapt=(fit_head,),
+    )

@@ -1,0 +1,50 @@
+"""LG-FedAvg: personal bodies under a shared head, the reverse of FedPer.
+
+The paper starts from a model trained by FedAvg: train one, and pass the module with its weights.
+
+Source: Liang, Liu, Ziyin, Allen, Auerbach, Brent, Salakhutdinov, Morency, "Think locally, act globally: federated learning with local
+and global representations", arXiv:2001.01523, 2020.
+"""
+
+from torch import nn
+
+from bayesfl.blocks import Algorithm, Block, Energy
+from bayesfl.likelihood import Categorical
+from bayesfl.optim import SGD, Rate
+from bayesfl.phases import Descend
+from bayesfl.protocols import Likelihood
+
+
+def lg_fedavg(
+    model: nn.Module,
+    *,
+    epochs: int = 1,
+    batch_size: int | None = 50,
+    lr: Rate = 5e-2,
+    momentum: float = 0.5,
+    weight_decay: float = 0.0,
+    adapt_epochs: int = 20,
+    likelihood: Likelihood = Categorical(),
+) -> Algorithm:
+    """Federate `model` (its parts named `body` and `head`) by LG-FedAvg.
+
+    Args:
+        model: A `bf.models.Split`, or any module whose parameters are named `body.*` and `head.*`.
+        epochs: Passes over a client's data each round.
+        batch_size: Examples of a step; None for all of the client's.
+        lr: Learning rate, or a schedule (round, rounds) -> rate; the paper's is 0.05 on MNIST and 0.1 on CIFAR-10.
+        momentum: Of SGD; its state starts anew each round.
+        weight_decay: L2 coefficient, entering the gradient.
+        adapt_epochs: Passes of a client that joins later, on its body under the shared head.
+        likelihood: What y is.
+    """
+    both = ("body", "head")
+    rest = {"batch_size": batch_size, "optimiser": SGD(lr, momentum, weight_decay)}
+    return Algorithm(
+        model,
+        {"body": Block("body.*", pool=None, keep=True), "head": Block("head.*")},
+        (Descend(both, Energy(both, both, likelihood="mean"), epochs=epochs, **rest),),
+        parts=both,
+        likelihood=likelihood,
+        adapt=(Descend("body", Energy("body", both, likelihood="mean"), epochs=adapt_epochs, **rest),),
+    )

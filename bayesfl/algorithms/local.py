@@ -1,0 +1,44 @@
+"""Local: every client trains alone, from a common start; nothing is sent. The baseline of every personalised method."""
+
+from torch import nn
+
+from bayesfl.blocks import Algorithm, Block, Energy
+from bayesfl.likelihood import Categorical
+from bayesfl.optim import SGD, Rate
+from bayesfl.phases import Descend
+from bayesfl.protocols import Likelihood
+
+
+def local(
+    model: nn.Module,
+    *,
+    epochs: int = 1,
+    batch_size: int | None = 50,
+    lr: Rate = 1e-2,
+    momentum: float = 0.9,
+    weight_decay: float = 0.0,
+    adapt_epochs: int = 100,
+    likelihood: Likelihood = Categorical(),
+) -> Algorithm:
+    """Train `model` on each client alone.
+
+    Args:
+        model: Any module.
+        epochs: Passes over the client's data each round; Zhu et al. (FL-NeurIPS 2022) train 100 rounds of one.
+        batch_size: Examples of a step; None for all of the client's.
+        lr: Learning rate, or a schedule (round, rounds) -> rate.
+        momentum: Of SGD; its state starts anew each round.
+        weight_decay: L2 coefficient, entering the gradient.
+        adapt_epochs: Passes of a client that joins later, over its own data.
+        likelihood: What y is.
+    """
+    energy, optimiser = Energy("w", ("w",), likelihood="mean"), SGD(lr, momentum, weight_decay)
+    return Algorithm(
+        model,
+        {"w": Block(pool=None, keep=True)},
+        (Descend("w", energy, epochs=epochs, batch_size=batch_size, optimiser=optimiser),),
+        parts=("w",),
+        likelihood=likelihood,
+        adapt=(Descend("w", energy, epochs=adapt_epochs, batch_size=batch_size, optimiser=optimiser),),
+        train="all",
+    )

@@ -1,0 +1,72 @@
+"""pFedMe: personal models theta_j as proximal points of the client's copy w_j of the global one, which follows the Moreau envelope.
+
+theta_j(w) = argmin F_j(theta) + lambda / 2 |theta - w|^2, by K steps on one batch;  then  w_j <- w_j - lr lambda (w_j - theta_j).
+The server moves by w <- (1 - beta) w + beta mean_j w_j. Everyone trains; a part is gathered.
+
+Source: Dinh, Tran, Nguyen, "Personalized federated learning with Moreau envelopes", NeurIPS 2020, algorithm 1. As in the authors' code
+the inner steps go on from the previous theta_j within a round, which starts at w; the server's mean is uniform, as in the paper.
+"""
+
+from torch import nn
+
+from bayesfl.blocks import Algorithm, Block, Energy
+from bayesfl.likelihood import Categorical
+from bayesfl.optim import SGD
+from bayesfl.phases import Descend, Once, Repeat
+from bayesfl.pools import Mean, Relaxed, equal
+from bayesfl.priors import Normal, inverse_size, own_mean
+from bayesfl.protocols import Batch, Likelihood, Server, View
+
+
+def pfedme(
+    model: nn.Module,
+    *,
+    lam: float = 15.0,
+    batches: int = 20,
+    inner_steps: int = 5,
+    batch_size: int | None = 20,
+    lr: float = 5e-3,
+    personal_lr: float = 9e-2,
+    beta: float = 1.0,
+    weight_decay: float = 0.0,
+    warm_start: bool = True,
+    likelihood: Likelihood = Categorical(),
+) -> Algorithm:
+    """Federate `model` by pFedMe.
+
+    Args:
+        model: Any module.
+        lam: Strength of the pull of theta_j towards w_j; the mean loss makes it the prior N(w_j, 1 / (lam n_j)).
+        batches: Batches of a round, each with one inner problem and one envelope step (the paper's R).
+        inner_steps: Gradient steps on each inner problem (the paper's K).
+        batch_size: Examples of a batch; None for all of the client's.
+        lr: Step along the envelope's gradient, lam (w_j - theta_j).
+        personal_lr: Learning rate of the inner steps.
+        beta: The server's step; 1 is the mean, the authors' tuned runs take 2.
+        weight_decay: L2 coefficient of the inner steps; the authors' code has 1e-3.
+        warm_start: Whether an inner problem starts from the last one's theta_j, as in the authors' code, or from w_j.
+        likelihood: What y is.
+    """
+    tied = Normal(centre=own_mean("w"), variance=inverse_size(lam))
+    inner = Descend(
+        "theta", Energy("theta", ("theta",), likelihood="mean"), epochs=inner_steps, optimiser=SGD(personal_lr, weight_decay=weight_decay)
+    )
+
+    def restart(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
+        return view | {"theta": view["w"]}
+
+    def follow_envelope(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
+        w, theta = view["w"]["loc"], view["theta"]["loc"]
+        return view | {"w": {"loc": w - lr * lam * (w - theta)}}
+
+    again = () if warm_start else (Once(restart),)
+    phases = (Once(restart), Repeat((*again, inner, Once(follow_envelope)), times=batches, batch_size=batch_size))
+    return Algorithm(
+        model,
+        {"w": Block(pool=Relaxed(Mean(equal), beta)), "theta": Block(prior=tied, pool=None, keep=True)},
+        phases,
+        parts=("theta",),
+        likelihood=likelihood,
+        adapt=phases,
+        train="all",
+    )

@@ -1,0 +1,125 @@
+"""pFedVEM: personal heads tied by a hierarchical Gaussian, learned by variational EM.
+
+Model.  w_j | w ~ N(w, rho_j^2 I) for the head of client j, flat prior on w; a body shared by all.
+E step  (client)  q_j(w_j) = N(mu_j, diag sigma_j^2)  maximises  E_q[log p(D_j | w_j)] - KL(q_j || N(w, rho_j^2 I)).
+M step  (client)  rho_j^2 = (sum sigma_j^2 + |mu_j - w|^2) / D.
+M step  (server)  w = sum_j mu_j / rho_j^2  over  sum_j 1 / rho_j^2:  a confident client counts for more.
+
+Source: Zhu, Ma, Blaschko, "Tackling personalized federated learning with label concept drift via hierarchical Bayesian
+modeling", FL-NeurIPS 2022, equations 5 to 7 and algorithm 1.
+"""
+
+import math
+from typing import Literal
+
+import torch
+from torch import nn
+
+from bayesfl.blocks import Algorithm, Block, Energy, standard_normal
+from bayesfl.likelihood import Categorical
+from bayesfl.optim import SGD
+from bayesfl.phases import Descend, Once
+from bayesfl.pools import Mean, Relaxed
+from bayesfl.posteriors import MeanField
+from bayesfl.priors import Normal, closest_scale, server_mean
+from bayesfl.protocols import AdditivePool, Batch, Likelihood, Server, Uplink, View
+
+
+def pfedvem(
+    model: nn.Module,
+    *,
+    head_epochs: int = 20,
+    body_epochs: int = 5,
+    batch_size: int | None = 50,
+    head_lr: float = 1e-3,
+    body_lr: float = 1e-2,
+    momentum: float = 0.9,
+    draws: int = 5,
+    init_scale: float = 1.0,
+    scale_floor: float = 1e-3,
+    scale_prior: tuple[float, float] | None = None,
+    scale_update: Literal["before", "after"] = "before",
+    beta: float = 0.0,
+    likelihood_scale: Literal["sum", "mean"] = "sum",
+    likelihood: Likelihood = Categorical(),
+) -> Algorithm:
+    """Federate `model` (its parts named `body` and `head`) by pFedVEM.
+
+    Args:
+        model: A `bf.models.Split`, or any module whose parameters are named `body.*` and `head.*`.
+        head_epochs: Full-batch variational steps on the head each round; the authors' code calls one step an epoch.
+        body_epochs: Passes over the client's data for the body each round, the head held at its posterior.
+        batch_size: Examples of a step on the body; None for all of the client's.
+        head_lr: Learning rate of the head's means and scales.
+        body_lr: Learning rate of the body.
+        momentum: Of SGD; its state starts anew in each phase.
+        draws: Posterior draws of the head per step.
+        init_scale: Standard deviation of q_j at the start, and of the server's first head.
+        scale_floor: Smallest rho_j, in units of `init_scale`; keeps a client whose scale collapses from overflowing.
+        scale_prior: Shape and scale of an inverse-gamma prior on rho_j^2, which keeps such a client from dictating the centre.
+        scale_update: Whether rho_j is updated before the head moves, as in the authors' code, or after, as in a textbook M step.
+        beta: Share of the old body and centre that the server keeps.
+        likelihood_scale: Whether the head's likelihood is a sum over the client's data, or a mean.
+        likelihood: What y is.
+
+    Raises:
+        ValueError: `scale_update` is neither word, or `beta` lies outside [0, 1).
+    """
+    if scale_update not in ("before", "after"):
+        raise ValueError(f"scale_update must be 'before' or 'after', got {scale_update!r}")
+    if not 0 <= beta < 1:
+        raise ValueError(f"beta is the share of the old state that is kept and must lie in [0, 1), got {beta}")
+    both = ("body", "head")
+    floor = (scale_floor * init_scale) ** 2
+    shape, scale = scale_prior or (0.0, 0.0)
+
+    def relaxed(pool: AdditivePool) -> AdditivePool:
+        return Relaxed(pool, 1 - beta) if beta else pool
+
+    head = Block(
+        "head.*",
+        posterior=MeanField(init_scale=init_scale),
+        prior=Normal(centre=server_mean("head"), variance=lambda given, view: view["rho2"][..., None]),
+        pool=relaxed(Mean(weight=lambda server, uplink: 1 / uplink["rho2"])),
+        keep=True,
+        start=standard_normal(init_scale),
+    )
+
+    def update_scale(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
+        rho2 = closest_scale(head.posterior.moments(view["head"]), given["head"]["loc"], shape=shape, scale=scale)
+        return view | {"rho2": rho2.clamp_min(floor)}
+
+    def pooled_scale(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
+        # A client never seen starts from the population's scale, not from its own first guess.
+        return view | {"rho2": given["log_rho2"].exp()}
+
+    def combine(server: Server, ids: torch.Tensor, uplink: Uplink) -> Server:
+        precision = 1 / uplink["rho2"]
+        return {"log_rho2": uplink["rho2"].log().mean(), "largest_share": precision.max() / precision.sum()}
+
+    head_step = Descend(
+        "head", Energy("head", both, likelihood=likelihood_scale), epochs=head_epochs, optimiser=SGD(head_lr, momentum), draws=draws
+    )
+    body_step = Descend(
+        "body",
+        Energy("body", both, likelihood="mean"),
+        epochs=body_epochs,
+        batch_size=batch_size,
+        optimiser=SGD(body_lr, momentum),
+        draws=draws,
+    )
+    scale_step = Once(update_scale)
+    return Algorithm(
+        model,
+        blocks={"body": Block("body.*", pool=relaxed(Mean())), "head": head},
+        phases=((scale_step, head_step) if scale_update == "before" else (head_step, scale_step)) + (body_step,),
+        private=lambda given: {"rho2": torch.tensor(init_scale**2)},
+        server=lambda blocks, clients: {"log_rho2": torch.tensor(2 * math.log(init_scale)), "largest_share": torch.tensor(1 / clients)},
+        report=lambda given, view: {"rho2": view["rho2"]},
+        combine=combine,
+        adapt=(Once(pooled_scale), head_step, scale_step, head_step),
+        parts=both,
+        likelihood=likelihood,
+        train="all",
+        sampling="bernoulli",
+    )

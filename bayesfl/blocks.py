@@ -1,0 +1,333 @@
+"""Block, Energy, Algorithm: a published method as a value. Blocks say what is believed, tied, sent and kept; phases what is trained."""
+
+import copy
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils._pytree import tree_map
+
+from bayesfl.layout import Layout
+from bayesfl.likelihood import Categorical
+from bayesfl.pools import Mean
+from bayesfl.posteriors import Point
+from bayesfl.priors import Flat
+from bayesfl.protocols import AdditivePool, Batch, Likelihood, Posterior, Prior, Server, StackedPool, Tensors, Uplink, View
+from bayesfl.random import Purpose, generator
+
+RESERVED = ("n", "ids", "round", "rounds")
+Start: TypeAlias = Callable[[np.random.Generator, int], Tensor]
+"""Initial weights of a block: (generator, D) -> [D], float32."""
+
+
+def standard_normal(scale: float = 1.0) -> Start:
+    """Initial weights drawn from N(0, scale^2)."""
+    return lambda rng, size: scale * torch.from_numpy(rng.standard_normal(size, dtype=np.float32))
+
+
+@dataclass(frozen=True)
+class Block:
+    """One part of the model and everything the federation knows about it.
+
+    | | `pool` is a rule (sent) | `pool=None` (never sent) |
+    |---|---|---|
+    | `keep=False` (starts each round from the server) | *shared*: FedAvg's w | *frozen*: FedBABU's head |
+    | `keep=True` (starts from the client's own last state) | *hierarchical*: pFedVEM's head | *private*: FedRep's head |
+
+    Args:
+        names: Shell-style pattern over the model's parameter names.
+        posterior: What a client believes about these parameters.
+        prior: What ties that belief to the federation.
+        pool: How the federation gathers it; None if it never leaves the client.
+        keep: Whether the client keeps its own state between rounds.
+        start: Initial weights: the module's, or drawn.
+
+    Raises:
+        ValueError: A posterior with an entropy stands under a flat prior.
+    """
+
+    names: str = "*"
+    posterior: Posterior = field(default_factory=Point)
+    prior: Prior = field(default_factory=Flat)
+    pool: AdditivePool | StackedPool | None = field(default_factory=Mean)
+    keep: bool = False
+    start: Literal["module"] | Start = "module"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.prior, Flat) and self.posterior.noise_size(1):
+            raise ValueError(
+                f"block {self.names!r}: a {type(self.posterior).__name__} posterior under a Flat prior has no optimum (its width grows "
+                "without bound along directions that the data do not see); give the block a Normal prior, or a Point posterior"
+            )
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether its posterior draws."""
+        return self.posterior.noise_size(1) > 0
+
+    @property
+    def private(self) -> bool:
+        """Whether it stays on the client."""
+        return self.keep and self.pool is None
+
+
+@dataclass(frozen=True)
+class Energy:
+    """Expected negative log likelihood of the client's data plus the KL divergence of the trained blocks to their priors, in nats.
+
+    Args:
+        block: The block or blocks whose KL counts: those that are trained.
+        parts: The blocks that make the predictor.
+        likelihood: `sum` over the client's n examples (n times the batch's mean, plus the KL), or `mean` (plus KL / n). The same
+            prior under the two differs in strength by a factor n.
+    """
+
+    block: str | tuple[str, ...]
+    parts: tuple[str, ...]
+    likelihood: Literal["sum", "mean"] = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.likelihood not in ("sum", "mean"):
+            raise ValueError(f"likelihood must be 'sum' or 'mean', got {self.likelihood!r}")
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """The trained blocks as a tuple."""
+        return (self.block,) if isinstance(self.block, str) else tuple(self.block)
+
+    def scales(self, n: Tensor) -> tuple[Tensor, Tensor]:
+        """What multiplies the mean negative log likelihood, and the KL, for clients of `n` [...] examples."""
+        one = torch.ones_like(n)
+        return (n, one) if self.likelihood == "sum" else (one, 1 / n)
+
+    def __call__(
+        self, algorithm: "Algorithm", beliefs: Mapping[str, Tensors], given: Server, view: View, batch: Batch, noise: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """The energy of one client, and its mean negative log likelihood over the batch; both scalars.
+
+        Args:
+            algorithm: Whose blocks these are.
+            beliefs: The trained blocks; the others are read from `view`.
+            given: What the server sent to everyone.
+            view: The client's view.
+            batch: Its examples.
+            noise: {block: [S, noise size]} for the blocks that draw.
+        """
+        view = {**view, **beliefs}
+        draws = len(next(iter(noise.values()))) if noise else 1
+        nll = torch.stack(
+            [algorithm.nll(algorithm.leaves(self.parts, view, {k: e[s] for k, e in noise.items()}), batch) for s in range(draws)]
+        ).mean()
+        scale, weight = self.scales(view["n"])
+        return scale * nll + weight * sum(algorithm.divergence(name, view[name], given, view) for name in self.blocks), nll
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """A federated method: blocks x phases, and what it must share, report and combine beyond the blocks.
+
+    Args:
+        model: Architecture and initial weights; copied, never changed. Parameters that no block covers stay as they are.
+        blocks: The model's parts by name; they need not partition it (Ditto has two over all of it).
+        phases: Local work of a round, in order.
+        parts: The blocks that make the personal predictor, each parameter at most once.
+        likelihood: What y is.
+        server: (blocks, number of clients) -> initial server state beyond the blocks.
+        private: (given) -> further private state of one client.
+        share: (server, ids [C]) -> what every client receives, and what is addressed to each of these, [C, ...].
+        report: (given, view) -> further uplink of one client; reads blocks and what `private` names.
+        combine: (server, ids, uplink) -> what changed on the server; runs after the pools, sees what was reported, stacked over
+            the cohort, and the blocks with a stacked pool.
+        finetune: Phases that every client runs on a copy of its view before it predicts.
+        adapt: Phases that a client never seen in training runs once.
+        predictive: The paper's number of posterior draws for a prediction; 0 predicts at the mean.
+        train: Who trains, `cohort` or `all` (then only the cohort is gathered): the paper's default.
+        sampling: How a cohort is drawn, `fixed` or `bernoulli`: the paper's default.
+
+    Raises:
+        ValueError: A pattern matches nothing, two parts claim one parameter, or the model draws or counts in training.
+    """
+
+    model: nn.Module
+    blocks: Mapping[str, Block]
+    phases: tuple[Any, ...]
+    _: KW_ONLY
+    parts: tuple[str, ...]
+    likelihood: Likelihood = field(default_factory=Categorical)
+    server: Callable[[Server, int], Server] = lambda blocks, clients: {}
+    private: Callable[[Server], View] = lambda given: {}
+    share: Callable[[Server, Tensor], tuple[Server, View]] = lambda server, ids: (server, {})
+    report: Callable[[Server, View], Uplink] = lambda given, view: {}
+    combine: Callable[[Server, Tensor, Uplink], Server] = lambda server, ids, uplink: {}
+    finetune: tuple[Any, ...] = ()
+    adapt: tuple[Any, ...] = ()
+    predictive: int = 0
+    train: Literal["cohort", "all"] = "cohort"
+    sampling: Literal["fixed", "bernoulli"] = "fixed"
+
+    def __post_init__(self) -> None:
+        _refuse_impure(self.model)
+        object.__setattr__(self, "model", copy.deepcopy(self.model))
+        reserved = [name for name in self.blocks if name in RESERVED]
+        if reserved:
+            raise ValueError(f"block names {reserved} are reserved; choose others than {RESERVED}")
+        layouts = {name: Layout(self.model, block.names) for name, block in self.blocks.items()}
+        object.__setattr__(self, "_layouts", layouts)
+        self.check_parts(self.parts)
+        for phase in (*self.phases, *self.finetune, *self.adapt):
+            phase.check(self)
+
+    def check_parts(self, parts: Iterable[str]) -> None:
+        """That `parts` are blocks and claim each parameter at most once.
+
+        Raises:
+            ValueError: They are not, or do not.
+        """
+        owner: dict[str, str] = {}
+        for part in parts:
+            if part not in self.blocks:
+                raise ValueError(f"{part!r} is not a block; the blocks are {list(self.blocks)}")
+            for name in self.layout(part).names:
+                if name in owner:
+                    raise ValueError(
+                        f"blocks {owner[name]!r} and {part!r} both claim parameter {name!r} in one predictor; narrow one pattern, "
+                        "or name only one of them in parts"
+                    )
+                owner[name] = part
+
+    def layout(self, block: str) -> Layout:
+        """Which parameters a block covers, and how its vector is laid out."""
+        return self._layouts[block]  # type: ignore[attr-defined]
+
+    def shared_parts(self) -> tuple[str, ...] | None:
+        """The blocks that make a global model: those that the server holds, if together they cover what `parts` cover."""
+        held = tuple(name for name, block in self.blocks.items() if not block.private)
+        covered = [name for block in held for name in self.layout(block).names]
+        wanted = {name for part in self.parts for name in self.layout(part).names}
+        return held if len(covered) == len(set(covered)) and set(covered) == wanted else None
+
+    # What the mathematics needs
+
+    def module(self, like: Tensor) -> nn.Module:
+        """This thread's own copy of the model, in the precision and on the device of `like`; the copy may be overwritten."""
+        copies = _LOCAL.__dict__.setdefault("modules", weakref.WeakKeyDictionary()).setdefault(self.model, {})
+        key = (like.dtype, like.device)
+        if key not in copies:
+            copies[key] = copy.deepcopy(self.model).to(dtype=like.dtype, device=like.device).requires_grad_(False)
+        return copies[key]
+
+    def leaves(self, parts: Iterable[str], view: View, noise: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """Parameters by name, [..., *shape]: a draw from each part's belief where there is noise [..., D], else its mean."""
+        noise = noise or {}
+        return {
+            name: leaf
+            for part in parts
+            for name, leaf in self.layout(part).leaves(self.blocks[part].posterior.sample(view[part], noise.get(part))).items()
+        }
+
+    def outputs(self, leaves: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        """The model's outputs [B, O] for one client's `x` [B, *] under its parameters."""
+        return functional_call(self.module(next(iter(leaves.values()))), dict(leaves), (x,))
+
+    def nll(self, leaves: Mapping[str, Tensor], batch: Batch) -> Tensor:
+        """Mean negative log likelihood of one client's batch, in nats; padding does not count."""
+        losses = self.likelihood.nll(self.outputs(leaves, batch["x"]), batch["y"])
+        return (losses * batch["weight"]).sum() / batch["weight"].sum()
+
+    def divergence(self, block: str, belief: Tensors, given: Server, view: View) -> Tensor:
+        """KL(q || prior) [...] in nats of a block's belief; for a point, its energy -log p."""
+        this = self.blocks[block]
+        return this.prior.energy(*this.posterior.moments(belief), given, view) - this.posterior.entropy(belief)
+
+    # What a federation needs
+
+    def init(self, clients: int, *, seed: int = 0, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Server:
+        """The server's state before the first round: for each block what travels of it (of a private one its centre), and more."""
+        weights = {name: p.detach().float() for name, p in self.model.named_parameters()}
+        state: Server = {}
+        for index, (name, block) in enumerate(self.blocks.items()):
+            layout = self.layout(name)
+            loc = layout.ravel(weights)
+            if block.start != "module":
+                loc = torch.as_tensor(block.start(generator(seed, Purpose.START, index=index), layout.size))
+            belief = block.posterior.init(loc.to(dtype=dtype, device=device))
+            state[name] = {key: belief[key].clone() for key in (block.pool.sends if block.pool else ("loc",))}
+        return state | tree_map(lambda t: torch.as_tensor(t).to(dtype=dtype, device=device), self.server(state, clients))
+
+    def given(self, common: Server, round: int, rounds: int) -> Server:
+        """What every client receives in a round; private blocks, of which the server only knows the start, are not in it."""
+        kept = {k: v for k, v in common.items() if k not in self.blocks or not self.blocks[k].private}
+        return kept | {"round": round, "rounds": rounds}
+
+    def belief(self, block: str, entry: Tensors) -> Tensors:
+        """A client's belief about a block as it comes from the server's entry; may alias it."""
+        return {**self.blocks[block].posterior.init(entry["loc"]), **entry}
+
+    def rows(self, server: Server) -> View:
+        """One client's private state at its start, made from the server's: the blocks it keeps, and what `private` names."""
+        loc = next(iter(server[name]["loc"] for name in self.blocks))
+        kept = {name: self.belief(name, server[name]) for name, block in self.blocks.items() if block.keep}
+        more = tree_map(lambda t: torch.as_tensor(t).to(loc), self.private(self.given(server, 0, 1)))
+        return kept | more
+
+    def views(self, given: Server, addressed: View, rows: View, counts: Tensor) -> View:
+        """Views of a chunk of clients, [C, ...] throughout: common blocks expanded, private rows, what was addressed, "n"."""
+        chunk = len(counts)
+        common = {
+            name: tree_map(lambda t: t.expand(chunk, *t.shape), self.belief(name, given[name]))
+            for name, block in self.blocks.items()
+            if not block.keep and name in given
+        }
+        return common | rows | addressed | {"n": counts}
+
+    def sent(self, view: View) -> dict[str, Tensors]:
+        """What pools gather from a view: of each block the tensors that travel."""
+        return {name: {key: view[name][key] for key in block.pool.sends} for name, block in self.blocks.items() if block.pool}
+
+    def uplink(self, dtype: torch.dtype = torch.float32) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Name, shape and precision of every tensor that a client sends; "n" is known to the server from the start.
+
+        Raises:
+            ValueError: `report` reads something that `private` does not name.
+        """
+        server = self.init(1, dtype=dtype)
+        given = self.given(self.share(server, torch.zeros(1, dtype=torch.long))[0], 0, 1)
+        view = tree_map(lambda t: t[0], self.views(given, {}, tree_map(lambda t: t[None], self.rows(server)), torch.ones(1, dtype=dtype)))
+        try:
+            more = self.report(given, view)
+        except KeyError as error:
+            raise ValueError(f"report reads {error} before any phase has run; give it an initial value in `private`") from error
+        return {name: (tuple(t.shape), t.dtype) for name, t in flatten(self.sent(view) | more).items()}
+
+
+_LOCAL = threading.local()
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A nest of mappings as one, its keys joined by dots; what is not a mapping is a leaf."""
+    out: dict[str, Any] = {}
+    for key, value in tree.items():
+        out |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return out
+
+
+def _refuse_impure(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if not module.training:
+            continue
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+            raise ValueError(
+                f"module {name!r} ({type(module).__name__}) draws its own randomness in training, which no address could repeat; "
+                "remove it, set p=0, or put it in eval mode"
+            )
+        if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:
+            raise ValueError(
+                f"module {name!r} ({type(module).__name__}) updates its buffers in training, and buffers are constants here; "
+                "use nn.GroupNorm instead, or put it in eval mode"
+            )

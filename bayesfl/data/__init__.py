@@ -1,0 +1,22 @@
+"""Federations of data: recipes that share a data set out, and your own arrays."""
+
+from bayesfl.data.federated import FederatedData, SourceInfo, Split, from_arrays, from_datasets
+from bayesfl.data.recipes import concept_drift, diabetes, dirichlet, heart_disease, iid, labels_per_client
+from bayesfl.data.sources import Source, available, load
+
+__all__ = [
+    "FederatedData",
+    "Source",
+    "SourceInfo",
+    "Split",
+    "available",
+    "concept_drift",
+    "diabetes",
+    "dirichlet",
+    "from_arrays",
+    "from_datasets",
+    "heart_disease",
+    "iid",
+    "labels_per_client",
+    "load",
+]

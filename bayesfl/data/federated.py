@@ -1,0 +1,722 @@
+"""A federation's data: named splits of every client, as places in tensors that all clients share."""
+
+import hashlib
+import json
+import math
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, TensorDataset
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from bayesfl.random import Purpose, generator
+
+Task: TypeAlias = Literal["classification", "regression"]
+Array: TypeAlias = np.ndarray | Tensor | Sequence[Any]
+"""Numbers of one client, or of all: an array, a tensor, or nested lists."""
+
+_SHARES, _TEST, _NOVEL = 0, 1, 2  # words of the addresses under Purpose.SPLIT
+_CHUNK = 1024  # rows looked at together, so that a check or a hash of images needs little memory
+
+_digests = WeakTensorKeyDictionary()
+_finite = WeakTensorKeyDictionary()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceInfo:
+    """Where data come from, and on what terms.
+
+    Args:
+        name: What the data are called.
+        licence: The terms as the origin states them.
+        citation: What its authors ask to be cited.
+        url: Where it is published.
+    """
+
+    name: str
+    licence: str = "not stated"
+    citation: str = ""
+    url: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """One named part (train, test, ...) of every client's data, as places in shared tensors: nothing is copied per client.
+
+    Args:
+        x: Inputs [N, ...], floating point; shared between splits and clients.
+        y: Class labels [N] int64, or targets [N] or [N, O], floating point.
+        index: Rows of `x` and `y`, client after client, [sum of counts] int64.
+        counts: Number of examples of each client, [J] int64.
+
+    Raises:
+        ValueError: The four don't fit each other.
+    """
+
+    x: Tensor
+    y: Tensor
+    index: Tensor
+    counts: np.ndarray
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "counts", np.asarray(self.counts, dtype=np.int64))
+        if not self.x.is_floating_point():
+            raise ValueError(f"x must hold floating-point numbers, got {self.x.dtype}; convert it with x.float()")
+        if not (self.y.is_floating_point() or self.y.dtype == torch.int64):
+            raise ValueError(f"y must hold int64 class labels or floating-point targets, got {self.y.dtype}; convert it with y.long()")
+        if len(self.x) != len(self.y):
+            raise ValueError(f"x and y must have as many rows, got {len(self.x)} and {len(self.y)}")
+        if self.y.dim() not in (1, 2) or (self.y.dim() == 2 and not self.y.is_floating_point()):
+            raise ValueError(f"y must be class labels [N] or targets [N] or [N, O], got {self.y.dtype} of shape {list(self.y.shape)}")
+        if self.index.dtype != torch.int64 or self.index.dim() != 1:
+            raise ValueError(f"index must be a vector of int64, got {self.index.dtype} of shape {list(self.index.shape)}")
+        if self.counts.ndim != 1 or (self.counts < 0).any() or int(self.counts.sum()) != len(self.index):
+            raise ValueError(f"counts must be >= 0 and add up to the {len(self.index)} entries of index, got a sum of {self.counts.sum()}")
+        if len(self.index) and not 0 <= int(self.index.min()) <= int(self.index.max()) < len(self.x):
+            raise ValueError(f"index must lie within [0, {len(self.x)}), got {int(self.index.min())} to {int(self.index.max())}")
+
+    @property
+    def clients(self) -> int:
+        """Number of clients J."""
+        return len(self.counts)
+
+    @cached_property
+    def offsets(self) -> np.ndarray:
+        """Where each client starts in `index`, [J] int64."""
+        return np.cumsum(self.counts) - self.counts
+
+    def rows(self, j: int) -> Tensor:
+        """Client j's places in `x` and `y`, [n_j] int64."""
+        return self.index.narrow(0, int(self.offsets[j]), int(self.counts[j]))
+
+    def client(self, j: int) -> tuple[Tensor, Tensor]:
+        """Client j's inputs [n_j, ...] and labels or targets [n_j, ...], copied out of the shared tensors."""
+        rows = self.rows(j)
+        return self.x[rows], self.y[rows]
+
+    def select(self, ids: Iterable[int]) -> "Split":
+        """Only the clients `ids`, in that order, numbered from 0."""
+        chosen = list(ids)
+        index = torch.cat([self.rows(j) for j in chosen]) if chosen else self.index[:0]
+        return replace(self, index=index, counts=self.counts[chosen])
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "Split":
+        """On `device`, with floating-point `x` and `y` in `dtype`; itself when nothing changes."""
+        x = self.x.to(device=device, dtype=dtype)
+        y = self.y.to(device=device, dtype=dtype if self.y.is_floating_point() else None)
+        index = self.index.to(device=device)
+        if x is self.x and y is self.y and index is self.index:
+            return self
+        return replace(self, x=x, y=y, index=index)
+
+    def padded_labels(self) -> tuple[Tensor, Tensor]:
+        """Labels or targets [J, max n] (or [J, max n, O]) and their mask [J, max n] bool; padded rows are 0."""
+        width = int(self.counts.max(initial=0))
+        mask = torch.arange(width) < torch.from_numpy(self.counts)[:, None]
+        mask = mask.to(self.y.device)
+        y = self.y.new_zeros(self.clients, width, *self.y.shape[1:])
+        y[mask] = self.y[self.index]
+        return y, mask
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class FederatedData:
+    """Every client's splits, and where they come from.
+
+    Args:
+        splits: `train`, and optionally `test`, `validation`, `calibration`; each has the same clients.
+        outputs: Outputs that a network needs: the number of classes, or of targets.
+        task: `classification` or `regression`.
+        inputs: Shape of one example.
+        client_names: One per client.
+        source: Name, terms and citation of the data.
+        recipe: What made this partition, JSON-able: its name, every argument and the seed.
+        class_names: One per class, where classes have names.
+
+    Raises:
+        ValueError: Labels or inputs that cannot be right, a client without training data, or splits that don't fit each other.
+    """
+
+    splits: Mapping[str, Split]
+    outputs: int
+    task: Task
+    inputs: tuple[int, ...]
+    client_names: tuple[str, ...]
+    source: SourceInfo
+    recipe: Mapping[str, Any]
+    class_names: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if "train" not in self.splits:
+            raise ValueError(f"splits must hold 'train', got {list(self.splits)}")
+        if self.task not in ("classification", "regression"):
+            raise ValueError(f"task must be 'classification' or 'regression', got {self.task!r}")
+        if self.class_names is not None and len(self.class_names) != self.outputs:
+            raise ValueError(f"class_names must name each of the {self.outputs} classes, got {len(self.class_names)} names")
+        try:
+            json.dumps(dict(self.recipe))
+        except TypeError as error:
+            raise ValueError(f"recipe must hold only what JSON can write (numbers, text, lists, dicts): {error}") from None
+        for name, split in self.splits.items():
+            if split.clients != len(self.client_names):
+                raise ValueError(
+                    f"split {name!r} has {split.clients} clients, client_names has {len(self.client_names)}: every split holds the same "
+                    "clients, in the same order; a client without data there has a count of 0"
+                )
+            if tuple(split.x.shape[1:]) != self.inputs:
+                raise ValueError(f"split {name!r} has examples of shape {tuple(split.x.shape[1:])}, inputs says {self.inputs}")
+            self._check_targets(name, split)
+            self._check_finite(name, split)
+        empty = np.flatnonzero(self.splits["train"].counts == 0)
+        if len(empty):
+            raise ValueError(
+                f"client {self.client_names[empty[0]]!r} has no training example ({len(empty)} of {self.clients} clients have none): "
+                "leave such clients out, or use fewer clients"
+            )
+        self._check_overlap()
+
+    def _first_client(self, split: Split, places: Tensor) -> str:
+        """Name of the first client one of whose entries of `index` is marked in `places` [sum n_j] bool."""
+        entry = int(places.nonzero()[0, 0])
+        return self.client_names[int(np.searchsorted(np.cumsum(split.counts), entry, side="right"))]
+
+    def _check_targets(self, name: str, split: Split) -> None:
+        if self.task == "regression":
+            if not split.y.is_floating_point():
+                raise ValueError(f"task 'regression' needs floating-point targets, split {name!r} has {split.y.dtype}; use y.float()")
+            if (outputs := math.prod(split.y.shape[1:])) != self.outputs:
+                raise ValueError(f"outputs is {self.outputs}, but split {name!r} has {outputs} targets per example")
+            return
+        if split.y.is_floating_point():
+            raise ValueError(f"task 'classification' needs integer labels, split {name!r} has {split.y.dtype}; use y.long()")
+        y = split.y[split.index]
+        wrong = (y < 0) | (y >= self.outputs)
+        if wrong.any():
+            raise ValueError(
+                f"labels must lie within [0, {self.outputs}), client {self._first_client(split, wrong)!r} has {int(y[wrong][0])} in split "
+                f"{name!r}: number the classes from 0, or pass outputs={max(int(split.y.max()) + 1, 1)}"
+            )
+
+    def _check_finite(self, name: str, split: Split) -> None:
+        for what, values in (("x", split.x), ("y", split.y)):
+            bad = _not_finite(values)
+            if bad is not None and (places := bad[split.index]).any():
+                raise ValueError(
+                    f"{what} holds NaN or infinite numbers: first in client {self._first_client(split, places)!r}, split {name!r}; "
+                    "drop those examples or fill them in"
+                )
+
+    def _check_overlap(self) -> None:
+        train = self.splits["train"]
+        for name, split in self.splits.items():
+            if name == "train" or split.x is not train.x:
+                continue
+            used = torch.zeros(len(train.x), dtype=torch.bool, device=train.index.device)
+            used[train.index] = True
+            both = used[split.index]
+            if both.any():
+                raise ValueError(
+                    f"splits 'train' and {name!r} share {int(both.sum())} examples, first in client {self._first_client(split, both)!r}: "
+                    "what is measured there must not have been trained on"
+                )
+
+    def _split(self, name: str, remedy: str) -> Split:
+        if name not in self.splits:
+            raise ValueError(f"this federation has no {name!r} split, only {list(self.splits)}; {remedy}")
+        return self.splits[name]
+
+    @property
+    def train(self) -> Split:
+        """What clients learn from."""
+        return self.splits["train"]
+
+    @property
+    def test(self) -> Split:
+        """What results are measured on."""
+        return self._split("test", "pass test= or test_share= when you make it")
+
+    @property
+    def validation(self) -> Split:
+        """What options are tuned on."""
+        return self._split("validation", "pass validation=0.1 to the recipe that makes it")
+
+    @property
+    def calibration(self) -> Split:
+        """What a temperature or a conformal threshold is fitted to."""
+        return self._split("calibration", "pass calibration=0.1 to the recipe that makes it")
+
+    @property
+    def clients(self) -> int:
+        """Number of clients J."""
+        return len(self.client_names)
+
+    @property
+    def classes(self) -> int:
+        """Number of classes.
+
+        Raises:
+            ValueError: The task is a regression.
+        """
+        if self.task != "classification":
+            raise ValueError("a regression has no classes; data.outputs is the number of targets")
+        return self.outputs
+
+    @property
+    def counts(self) -> dict[str, np.ndarray]:
+        """Number of examples of each client in each split, [J] int64 each."""
+        return {name: split.counts for name, split in self.splits.items()}
+
+    @cached_property
+    def hash(self) -> str:
+        """SHA-256 over the recipe, the partition and the data, the same on every platform, device and precision."""
+        recipe = {"recipe": dict(self.recipe), "outputs": self.outputs, "task": self.task, "splits": sorted(self.splits)}
+        digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode())
+        for _, split in sorted(self.splits.items()):
+            digest.update(split.counts.astype("<i8").tobytes())
+            digest.update(split.index.cpu().numpy().astype("<i8").tobytes())
+            digest.update(_digest(split.y).encode())
+            digest.update(_digest(split.x).encode())
+        return digest.hexdigest()
+
+    def select(self, ids: Iterable[int]) -> "FederatedData":
+        """Only the clients `ids`, in that order, numbered from 0.
+
+        Raises:
+            ValueError: An id that does not exist, is given twice, or no id at all.
+        """
+        chosen = [int(j) for j in ids]
+        if not chosen or len(set(chosen)) < len(chosen) or not all(0 <= j < self.clients for j in chosen):
+            raise ValueError(f"ids must be one or more different clients within [0, {self.clients}), got {chosen}")
+        return replace(
+            self,
+            splits={name: split.select(chosen) for name, split in self.splits.items()},
+            client_names=tuple(self.client_names[j] for j in chosen),
+            recipe={"recipe": "select", "ids": chosen, "of": dict(self.recipe)},
+        )
+
+    def hold_out(self, clients: int | float, *, seed: int = 0) -> tuple["FederatedData", "FederatedData"]:
+        """The federation without some clients drawn at random, and those clients: novel ones, never seen in training.
+
+        Args:
+            clients: How many to hold out, or which share of them, within (0, 1).
+            seed: Seed of the draw.
+
+        Raises:
+            ValueError: Nobody would be left on one of the two sides.
+        """
+        number = max(1, round(clients * self.clients)) if isinstance(clients, float) else clients
+        if isinstance(clients, bool) or (isinstance(clients, float) and not 0 < clients < 1) or not 0 < number < self.clients:
+            raise ValueError(f"clients to hold out must be a number within [1, {self.clients - 1}] or a share within (0, 1), got {clients}")
+        order = generator(seed, Purpose.SPLIT, phase=_NOVEL).permutation(self.clients)
+        return self.select(np.sort(order[number:]).tolist()), self.select(np.sort(order[:number]).tolist())
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "FederatedData":
+        """On `device`, with floating-point inputs and targets in `dtype`; tensors that splits share stay shared."""
+        moved: dict[int, Tensor] = {}
+
+        def move(tensor: Tensor) -> Tensor:
+            if id(tensor) not in moved:
+                moved[id(tensor)] = tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)
+            return moved[id(tensor)]
+
+        splits = {name: replace(split, x=move(split.x), y=move(split.y), index=move(split.index)) for name, split in self.splits.items()}
+        if all(move(t) is t for split in self.splits.values() for t in (split.x, split.y, split.index)):
+            return self
+        return replace(self, splits=splits)
+
+    def table(self) -> str:
+        """One row per client: its examples in each split, and in each class of the training data where there are at most 20."""
+        head = ["client", *self.splits]
+        columns = [list(self.client_names), *([str(n) for n in split.counts] for split in self.splits.values())]
+        if self.task == "classification" and self.outputs <= 20:
+            owner = np.repeat(np.arange(self.clients), self.train.counts)
+            label = self.train.y[self.train.index].cpu().numpy()
+            counts = np.bincount(owner * self.outputs + label, minlength=self.clients * self.outputs).reshape(self.clients, self.outputs)
+            head += [str(name)[:12] for name in (self.class_names or range(self.outputs))]
+            columns += [[str(n) for n in column] for column in counts.T]
+        widths = [max(len(title), *map(len, column)) for title, column in zip(head, columns, strict=True)]
+        lines = [head, *map(list, zip(*columns, strict=True))]
+        text = ["  ".join([line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))]) for line in lines]
+        return "\n".join([*text, f"{self.source.name}, {self.task}, {self.clients} clients, hash {self.hash[:12]}"])
+
+
+def _digest(tensor: Tensor) -> str:
+    """SHA-256 of a tensor's shape and numbers, as int64 or float32 whatever its device and precision; kept while the tensor lives."""
+    known = _digests.get(tensor)
+    if known is None or known[0] != tensor._version:
+        digest = hashlib.sha256(repr(tuple(tensor.shape)).encode())
+        for rows in tensor.detach().split(_CHUNK):
+            numbers = (rows.float() if rows.is_floating_point() else rows.long()).cpu().contiguous().numpy()
+            digest.update(numbers.astype(numbers.dtype.newbyteorder("<")).tobytes())
+        known = _digests[tensor] = (tensor._version, digest.hexdigest())
+    return known[1]
+
+
+def _not_finite(tensor: Tensor) -> Tensor | None:
+    """Which rows [N] bool hold a NaN or an infinity; None where no row does. Kept while the tensor lives."""
+    if not tensor.is_floating_point() or not len(tensor):
+        return None
+    known = _finite.get(tensor)
+    if known is None or known[0] != tensor._version:
+        bad = torch.cat([~rows.flatten(1).isfinite().all(1) if rows.dim() > 1 else ~rows.isfinite() for rows in tensor.split(_CHUNK)])
+        known = _finite[tensor] = (tensor._version, bad if bad.any() else None)
+    return known[1]
+
+
+def stratified(labels: np.ndarray | None, rows: np.ndarray, number: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Takes `number` of `rows` at random, each class in proportion.
+
+    A class gives its last row only where the number cannot be reached otherwise, so that it stays in what is left.
+
+    Args:
+        labels: Class of each of `rows`, [n]; None takes them whatever their class.
+        rows: What to take from, [n].
+        number: How many, within [0, n].
+        rng: Source of the draws.
+
+    Returns:
+        What is left and what was taken, both in the order of `rows`.
+    """
+    group = np.zeros(len(rows), dtype=np.int64) if labels is None else np.unique(labels, return_inverse=True)[1].reshape(-1)
+    sizes = np.bincount(group)
+    room = sizes - 1 if number <= (sizes - 1).sum() else sizes
+    quota = number * sizes / max(len(rows), 1)
+    take = np.minimum(np.floor(quota).astype(np.int64), room)
+    order = rng.permutation(len(sizes))  # breaks ties
+    while take.sum() < number:
+        gap = np.where(take < room, quota - take, -np.inf)[order]
+        take[order[np.argmax(gap)]] += 1
+    taken = np.zeros(len(rows), dtype=bool)
+    for k, amount in enumerate(take):
+        taken[rng.permutation(np.flatnonzero(group == k))[:amount]] = True
+    return rows[~taken], rows[taken]
+
+
+def _plain_numbers(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """A recipe whose numbers are Python's own, so that `seed=numpy.int64(3)` makes what `seed=3` makes."""
+    return json.loads(json.dumps(recipe, default=lambda value: value.item()))
+
+
+def check_shares(**shares: float) -> None:
+    """Refuses shares outside [0, 1) and shares that leave nothing to train on.
+
+    Raises:
+        ValueError: Names the share.
+    """
+    for name, share in shares.items():
+        if not 0 <= share < 1:
+            raise ValueError(f"{name} is a share of each client's examples and must lie within [0, 1), got {share}")
+    if sum(shares.values()) >= 1:
+        raise ValueError(f"{' and '.join(shares)} must leave something to train on, got {sum(shares.values())} together")
+
+
+def _take(labels: np.ndarray | None, rows: np.ndarray, share: float, of: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Takes `share` of `of` examples, at least one, out of `rows`; where that leaves none, what is left comes back empty."""
+    number = min(max(1, round(share * of)), len(rows))
+    return stratified(None if labels is None else labels[rows], rows, number, rng)
+
+
+def assemble(
+    x: Tensor,
+    y: Tensor,
+    rows: Mapping[str, Sequence[np.ndarray]],
+    *,
+    outputs: int,
+    task: Task,
+    names: Sequence[str],
+    class_names: Sequence[str] | None,
+    source: SourceInfo,
+    recipe: Mapping[str, Any],
+    validation: float,
+    calibration: float,
+    seed: int,
+) -> FederatedData:
+    """Federated data of shared tensors and the rows of each client, validation and calibration taken out of its training rows.
+
+    Args:
+        x: Inputs [N, ...].
+        y: Labels or targets [N, ...].
+        rows: For `train` and, where there is one, `test`: the rows of each client.
+        outputs: Classes or targets.
+        task: `classification` or `regression`.
+        names: One per client.
+        class_names: One per class.
+        source: Where the data come from.
+        recipe: What made the partition; the two shares and the seed are added to it.
+        validation: Share of each client's training rows, 0 for no such split.
+        calibration: Likewise, disjoint from it.
+        seed: Seed of the two draws.
+
+    Raises:
+        ValueError: A share out of range, or a client that would have nothing left to train on.
+    """
+    check_shares(validation=validation, calibration=calibration)
+    parts = {"train": [np.asarray(r, dtype=np.int64) for r in rows["train"]]}
+    if "test" in rows:
+        parts["test"] = [np.asarray(r, dtype=np.int64) for r in rows["test"]]
+    shares = {name: share for name, share in (("validation", validation), ("calibration", calibration)) if share > 0}
+    labels = y.numpy() if task == "classification" else None
+    parts |= {name: [] for name in shares}
+    for j, given in enumerate(parts["train"]):
+        rng = generator(seed, Purpose.SPLIT, client=j, phase=_SHARES)
+        left = given
+        for name, share in shares.items():
+            left, taken = _take(labels, left, share, len(given), rng)
+            parts[name].append(taken)
+        if len(given) and not len(left):
+            asked = " and ".join(f"{name}={share}" for name, share in shares.items())
+            raise ValueError(
+                f"client {names[j]!r} has {len(given)} training examples, and {asked} (at least one example each) would leave none to "
+                "train on: use smaller shares, a larger min_size or fewer clients"
+            )
+        parts["train"][j] = left
+    splits = {
+        name: Split(x, y, torch.from_numpy(np.concatenate([*lists, np.empty(0, np.int64)])), np.array([len(r) for r in lists], np.int64))
+        for name, lists in parts.items()
+    }
+    return FederatedData(
+        splits=splits,
+        outputs=outputs,
+        task=task,
+        inputs=tuple(x.shape[1:]),
+        client_names=tuple(names),
+        source=source,
+        recipe=_plain_numbers({**recipe, "validation": validation, "calibration": calibration, "seed": seed}),
+        class_names=None if class_names is None else tuple(class_names),
+    )
+
+
+def _tensor(values: Array, what: str) -> Tensor:
+    """Any numbers as a tensor; integers and floats stay what they are, in int64 and float32."""
+    if isinstance(values, Tensor):
+        tensor = values.detach().cpu()
+    else:
+        try:
+            array = np.asarray(values)
+            if array.dtype.kind not in "fiub":
+                raise TypeError(f"numbers of type {array.dtype}")
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{what} must be an array of numbers, all rows of one shape: {error}") from None
+        native = array.dtype.newbyteorder("=")
+        tensor = torch.from_numpy(np.array(array, dtype=np.int64 if array.dtype.kind == "u" else native, order="C"))
+    if tensor.is_complex():
+        raise ValueError(f"{what} must be real numbers, got {tensor.dtype}")
+    return tensor.float() if tensor.is_floating_point() else tensor.long()
+
+
+def _per_client(x: Any, y: Any, what: str) -> tuple[list[Tensor], list[Tensor]]:
+    """Lists of one tensor per client; the first client that does not fit is named by its place."""
+    if len(x) != len(y):
+        raise ValueError(f"{what}: x has {len(x)} clients, y has {len(y)}; pass as many arrays of labels as of inputs")
+    if not len(x):
+        raise ValueError(f"{what}: there is no client; pass one array for each")
+    xs = [_tensor(value, f"{what}: x of client {j}").float() for j, value in enumerate(x)]
+    ys = [_tensor(value, f"{what}: y of client {j}") for j, value in enumerate(y)]
+    for j, (xj, yj) in enumerate(zip(xs, ys, strict=True)):
+        if xj.dim() < 1 or yj.dim() < 1 or len(xj) != len(yj):
+            raise ValueError(
+                f"{what}: client {j} has x of shape {list(xj.shape)} and y of shape {list(yj.shape)}; they must have as many rows. "
+                "Are these pooled arrays? Then pass client_ids, one per row"
+            )
+        if xj.shape[1:] != xs[0].shape[1:] or yj.shape[1:] != ys[0].shape[1:]:
+            raise ValueError(
+                f"{what}: client {j} has examples of shape {list(xj.shape[1:])} and labels of shape {list(yj.shape[1:])}, "
+                f"client 0 has {list(xs[0].shape[1:])} and {list(ys[0].shape[1:])}; bring all clients to one shape"
+            )
+    return xs, ys
+
+
+def _plain(values: Any) -> list[Hashable]:
+    """Client ids as Python values that compare and print as one expects."""
+    return (
+        values.tolist()
+        if isinstance(values, np.ndarray | Tensor)
+        else [v.item() if isinstance(v, np.generic | Tensor) else v for v in values]
+    )
+
+
+def _by_client(x: Any, y: Any, ids: Any, known: Sequence[Hashable] | None, what: str) -> tuple[list[Tensor], list[Tensor], list[Hashable]]:
+    """Pooled rows as one tensor per client, clients in the order of their sorted ids (or as in `known`)."""
+    xs, ys = _per_client([x], [y], what)
+    owners = _plain(ids)
+    if len(owners) != len(xs[0]):
+        raise ValueError(f"{what}: client_ids must name a client for each of the {len(xs[0])} rows, got {len(owners)}")
+    places: dict[Hashable, list[int]] = {}
+    for row, owner in enumerate(owners):
+        places.setdefault(owner, []).append(row)
+    if known is None:
+        try:
+            order: list[Hashable] = sorted(places)  # pyright: ignore[reportArgumentType]
+        except TypeError:
+            order = sorted(places, key=lambda owner: (type(owner).__name__, str(owner)))
+    else:
+        order = list(known)
+        if strangers := [owner for owner in places if owner not in set(order)]:
+            raise ValueError(f"{what}: client {strangers[0]!r} has no training data; known clients are {order[:10]}")
+    rows = [torch.tensor(places.get(owner, []), dtype=torch.int64) for owner in order]
+    return [xs[0][r] for r in rows], [ys[0][r] for r in rows], order
+
+
+def from_arrays(
+    x: Array | Sequence[Array],
+    y: Array | Sequence[Array],
+    *,
+    client_ids: Sequence[Hashable] | np.ndarray | Tensor | None = None,
+    test: tuple[Any, ...] | None = None,
+    test_share: float = 0.2,
+    validation: float = 0.0,
+    calibration: float = 0.0,
+    outputs: int | None = None,
+    task: Task | None = None,
+    names: Sequence[str] | None = None,
+    class_names: Sequence[str] | None = None,
+    source: SourceInfo | None = None,
+    seed: int = 0,
+) -> FederatedData:
+    """Federated data from your own arrays or tensors.
+
+    Either one array per client, `from_arrays([x_0, x_1], [y_0, y_1])`, or pooled arrays and the client of each row,
+    `from_arrays(x, y, client_ids=hospital)`. Numbers are used as they are (in float32): standardise them first.
+
+    Args:
+        x: Inputs [n_j, ...] of each client, or [N, ...] of all.
+        y: Integer labels, [n_j] or [N], for classification; floats, also [., O], for regression.
+        client_ids: The client of each row of pooled arrays; clients are numbered in the order of their sorted ids.
+        test: Test data in the same form, `(xs, ys)` or `(x, y, client_ids)`; without it, `test_share` of each client's examples.
+        test_share: Share of each client's examples, stratified by class, at least one; 0 for no test split.
+        validation: Share of each client's training examples for tuning; 0 for no such split.
+        calibration: Likewise, for temperatures and conformal thresholds.
+        outputs: Number of classes; one more than the largest label unless given.
+        task: `classification` or `regression`; read from the type of `y` unless given.
+        names: Name of each client.
+        class_names: Name of each class.
+        source: Name, terms and citation of the data.
+        seed: Seed of the splits.
+
+    Raises:
+        ValueError: Arrays that don't fit each other, or a client with too few examples for the splits asked for.
+    """
+    pooled = client_ids is not None
+    if pooled:
+        xs, ys, order = _by_client(x, y, client_ids, None, "from_arrays")
+        found = [str(owner) for owner in order]
+    else:
+        if isinstance(x, np.ndarray | Tensor):
+            raise ValueError(f"x is one array of shape {list(x.shape)}: pass client_ids, one per row, or a list with one array per client")
+        xs, ys = _per_client(x, y, "from_arrays")
+        order, found = list(range(len(xs))), [f"client {j}" for j in range(len(xs))]
+    clients = len(xs)
+    named = found if names is None else [str(name) for name in names]
+    if len(named) != clients:
+        raise ValueError(f"names must name each of the {clients} clients, got {len(named)}")
+    empty = [name for name, yj in zip(named, ys, strict=True) if not len(yj)]
+    if empty:
+        raise ValueError(f"client {empty[0]!r} has no training example: leave it out")
+
+    tests: tuple[list[Tensor], list[Tensor]] = ([], [])
+    if test is not None:
+        if len(test) != (3 if pooled else 2):
+            raise ValueError(
+                f"test must be {'(x, y, client_ids)' if pooled else '(xs, ys)'}, in the form of the training data, got {len(test)} parts"
+            )
+        tests = _by_client(test[0], test[1], test[2], order, "test")[:2] if pooled else _per_client(test[0], test[1], "test")
+        if len(tests[0]) != clients:
+            raise ValueError(
+                f"test has {len(tests[0])} clients, the training data {clients}; a client without test data has arrays of length 0"
+            )
+        if tests[0][0].shape[1:] != xs[0].shape[1:] or tests[1][0].shape[1:] != ys[0].shape[1:]:
+            raise ValueError(f"test examples have shape {list(tests[0][0].shape[1:])}, training examples {list(xs[0].shape[1:])}")
+
+    every = [*ys, *tests[1]]
+    if task is None:
+        task = "regression" if any(yj.is_floating_point() for yj in ys) else "classification"
+    if task == "classification":
+        for yj in every:
+            if yj.is_floating_point() and not (yj == yj.round()).all():
+                raise ValueError("task 'classification' needs whole numbers as labels, y holds fractions; pass task='regression'")
+            if yj.dim() != 1:
+                raise ValueError(f"labels must be [n], got {list(yj.shape)}; one-hot labels become classes by y.argmax(1)")
+        pooled_y = torch.cat([yj.long() for yj in every])
+        outputs = int(pooled_y.max()) + 1 if outputs is None else outputs
+    else:
+        pooled_y = torch.cat([yj.float() for yj in every])
+        outputs = math.prod(pooled_y.shape[1:]) if outputs is None else outputs
+    pooled_x = torch.cat([*xs, *tests[0]])
+
+    ends = np.cumsum([len(yj) for yj in every])
+    places = [np.arange(end - len(yj), end, dtype=np.int64) for end, yj in zip(ends, every, strict=True)]
+    rows = {"train": places[:clients]}
+    check_shares(test_share=test_share)
+    if test is not None:
+        rows["test"] = places[clients:]
+    elif test_share > 0:
+        labels = pooled_y.numpy() if task == "classification" else None
+        rows["test"] = []
+        for j, given in enumerate(places):
+            if len(given) < 2:
+                raise ValueError(
+                    f"client {named[j]!r} has 1 example, too few for training and test: leave it out, pass test=, or "
+                    "test_share=0 for no test split"
+                )
+            number = min(max(1, round(test_share * len(given))), len(given) - 1)
+            rng = generator(seed, Purpose.SPLIT, client=j, phase=_TEST)
+            rows["train"][j], held = stratified(None if labels is None else labels[given], given, number, rng)
+            rows["test"].append(held)
+    return assemble(
+        pooled_x,
+        pooled_y,
+        rows,
+        outputs=outputs,
+        task=task,
+        names=named,
+        class_names=class_names,
+        source=source or SourceInfo(name="arrays"),
+        recipe={"recipe": "from_arrays", "test": "given" if test is not None else test_share},
+        validation=validation,
+        calibration=calibration,
+        seed=seed,
+    )
+
+
+def _materialise(dataset: Dataset, what: str) -> tuple[Tensor, Tensor]:
+    """All examples of a map-style data set, as x [n, ...] and y [n, ...]."""
+    if isinstance(dataset, TensorDataset) and len(dataset.tensors) == 2:
+        return dataset.tensors[0], dataset.tensors[1]
+    xs, ys = [], []
+    try:
+        for i in range(len(dataset)):  # pyright: ignore[reportArgumentType]
+            example, label = dataset[i]
+            xs.append(torch.as_tensor(example))
+            ys.append(torch.as_tensor(label))
+        if not xs:
+            raise ValueError("it is empty")
+        return torch.stack(xs), torch.stack(ys)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"{what} must be a map-style data set of pairs (numbers of one shape, label): {error}. "
+            "Images need a transform that makes them tensors, such as torchvision's ToTensor()"
+        ) from error
+
+
+def from_datasets(datasets: Sequence[Dataset], *, test: Sequence[Dataset] | None = None, **options: Any) -> FederatedData:
+    """Federated data from one map-style torch data set per client, each giving pairs (x, y); all are read into memory once.
+
+    Args:
+        datasets: One per client.
+        test: Test data sets, one per client; without them a share of each client's examples.
+        **options: Those of `from_arrays`.
+
+    Raises:
+        ValueError: A data set that does not give pairs of numbers.
+    """
+    pairs = [_materialise(dataset, f"data set of client {j}") for j, dataset in enumerate(datasets)]
+    held = None
+    if test is not None:
+        tests = [_materialise(dataset, f"test data set of client {j}") for j, dataset in enumerate(test)]
+        held = ([x for x, _ in tests], [y for _, y in tests])
+    return from_arrays([x for x, _ in pairs], [y for _, y in pairs], test=held, **options)

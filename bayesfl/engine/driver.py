@@ -1,0 +1,163 @@
+"""The driver of phases: which kernel runs a phase, and how large a chunk of clients it gets."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from bayesfl.blocks import Algorithm
+from bayesfl.engine import descent, layers, live, reference, vmap
+from bayesfl.engine.crew import Crew
+from bayesfl.engine.plan import Plan
+from bayesfl.models import Split
+from bayesfl.phases import Descend, Phase, Repeat
+from bayesfl.protocols import Batch, Info, Server, View
+
+T = TypeVar("T")
+Kernel: TypeAlias = Literal["auto", "reference", "live", "layers", "vmap"]
+KERNELS = ("auto", "reference", "live", "layers", "vmap")
+
+# benchmarks/engines.py: chunks of 10 keep one client's weights in cache; smaller ones pay more calls for each product.
+CPU_CHUNK = 10
+# A client in training holds its weights about eight times: state, leaves, gradients, momentum, pull and temporaries.
+COPIES = 8
+
+
+@dataclass(frozen=True)
+class Engine:
+    """How the local work of a round is run; none of it changes what is computed.
+
+    Args:
+        kernel: `reference` (pure steps, one client after another), `live` (the module itself, client by client), `layers` (layer
+            rules for a whole chunk), `vmap` (any module that torch.func can batch), or `auto`, which decides for each phase.
+        chunk: Clients at once; None decides from the cohort on a CPU, from free memory on a GPU.
+        workers: Threads that run chunks, each with one intra-op thread; None for the cores this process may use (1 on a GPU, and
+            under `vmap`, whose Python holds the lock).
+
+    Raises:
+        ValueError: An unknown kernel, or a chunk or number of workers below 1.
+    """
+
+    kernel: Kernel = "auto"
+    chunk: int | None = None
+    workers: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.kernel not in KERNELS:
+            raise ValueError(f"kernel must be one of {KERNELS}, got {self.kernel!r}")
+        for name, value in {"chunk": self.chunk, "workers": self.workers}.items():
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+
+    def chunk_size(self, clients: int, algorithm: Algorithm, device: torch.device) -> int:
+        """Clients at once, of a cohort of `clients`; never a function of the workers, so that they don't change the bits."""
+        if self.chunk is not None:
+            return self.chunk
+        if device.type != "cuda":
+            return max(1, min(CPU_CHUNK, -(-clients // 2)))
+        size = sum(p.numel() for p in algorithm.model.parameters()) * 4 * COPIES
+        return max(1, min(clients, int(0.5 * torch.cuda.mem_get_info(device)[0] / size)))
+
+    def worker_count(self, device: torch.device) -> int:
+        """Threads that run chunks."""
+        if self.workers is not None:
+            return self.workers
+        return 1 if device.type == "cuda" or self.kernel == "vmap" else len(os.sched_getaffinity(0))
+
+    def crew(self, device: torch.device) -> Crew:
+        """Worker threads for the chunks of a run."""
+        return Crew(self.worker_count(device))
+
+    def map(self, fn: Callable[[View], T], views: View) -> T:
+        """A pure function of one client, over a chunk."""
+        if self.kernel == "reference":
+            chunk = len(views["n"])
+            return tree_map(lambda *rows: torch.stack(rows), *[fn(tree_map(lambda t, c=c: t[c], views)) for c in range(chunk)])
+        return torch.func.vmap(fn)(views)
+
+    def choose(self, algorithm: Algorithm, phase: Descend | None, device: torch.device) -> Kernel:
+        """The kernel that runs a phase, or predictions where there is none.
+
+        Known layers go by rules, but a CPU trains and applies convolutions fastest one client at a time, channels last, and
+        runs a module without rules fastest as it is; a GPU maps them.
+
+        Raises:
+            ValueError: The kernel asked for has no rule for a layer of the model, or cannot batch it.
+        """
+        model = algorithm.model
+        if self.kernel == "layers" and not layers.supported(model):
+            raise ValueError(f"the layers kernel has no rule for a layer of {type(model).__name__}; use kernel='auto', 'live' or 'vmap'")
+        if self.kernel == "vmap":
+            vmap.refuse(model)
+        if self.kernel != "auto":
+            return self.kernel
+        convolutions = live.has_convolutions(model)
+        if phase is not None and phase.batch_size is None and isinstance(model, Split):
+            moving = {*phase.blocks, *phase.noise(algorithm)}
+            if all(name.startswith("head.") for block in moving for name in algorithm.layout(block).names):
+                convolutions = live.has_convolutions(model.head)
+        if layers.supported(model) and not convolutions:
+            return "layers"
+        return "vmap" if device.type == "cuda" and vmap.batches(model) else "live"
+
+    def run(self, algorithm: Algorithm, phase: Phase | Repeat, given: Server, views: View, plan: Plan) -> tuple[View, Info]:
+        """One phase for one chunk of clients, stacked [C, ...]: their views afterwards, and what people may read."""
+        device = views["n"].device
+        algorithm.module(views["n"])  # made here, since no copy can be made inside torch.func
+        trained = _descents(phase)
+        kernel = self.choose(algorithm, trained[0] if trained else None, device)
+        if kernel == "reference" or not phase.batched:
+            return reference.run(algorithm, phase, given, views, plan)
+        if kernel != "live" or not trained:
+            return self._chunk(algorithm, phase, given, views, plan, kernel)
+        done = [
+            self._chunk(algorithm, phase, given, tree_map(lambda t, c=c: t[c : c + 1], views), plan.client(c), kernel)
+            for c in range(len(plan.rows))
+        ]
+        return tree_map(lambda *rows: torch.cat(rows), *done)
+
+    def _chunk(self, algorithm: Algorithm, phase: Phase | Repeat, given: Server, views: View, plan: Plan, kernel: Kernel) -> tuple[View, Info]:
+        if not isinstance(phase, Repeat):
+            return self._phase(algorithm, phase, given, views, plan, kernel, None)
+        info: Info = {}
+        for t in range(phase.times):
+            batch = plan.batch(t, len(plan.rows))
+            for inner in phase.phases:
+                views, new = self._phase(algorithm, inner, given, views, plan, kernel, batch)
+                info |= new
+        return views, info
+
+    def _phase(
+        self, algorithm: Algorithm, phase: Phase, given: Server, views: View, plan: Plan, kernel: Kernel, batch: Batch | None
+    ) -> tuple[View, Info]:
+        if not isinstance(phase, Descend):
+            return vmap.run(algorithm, phase, given, views, plan, batch)
+        place = live.place if kernel == "live" else torch.Tensor.contiguous
+        return descent.descend(algorithm, phase, given, views, plan, FORWARDS[kernel], place=place, batch=batch)
+
+    def outputs(self, algorithm: Algorithm, parts: tuple[str, ...], views: View, x: Tensor, noise: dict[str, Tensor]) -> Tensor:
+        """Outputs [C, S, N, O] of a chunk of clients at `x` [C, N, *]: at draws where there is noise {block: [C, S, D]}, else at the mean."""
+        kernel = self.choose(algorithm, None, x.device)
+        if kernel == "reference":
+            kernel = "live"
+        if kernel == "live" and len(x) > 1:
+            one = [
+                self.outputs(algorithm, parts, tree_map(lambda t, c=c: t[c : c + 1], views), x[c : c + 1], {k: e[c : c + 1] for k, e in noise.items()})
+                for c in range(len(x))
+            ]
+            return torch.cat(one)
+        leaves = {key: leaf for part in parts for key, leaf in descent.drawn(algorithm, part, views[part], noise).items()}
+        with torch.no_grad():
+            return descent.Network(algorithm.module(views["n"]), FORWARDS[kernel])(leaves, x)
+
+
+FORWARDS: dict[str, descent.Forward] = {"live": live.forward, "layers": layers.forward, "vmap": vmap.forward}
+
+
+def _descents(phase: Phase | Repeat) -> list[Descend]:
+    inner = phase.phases if isinstance(phase, Repeat) else (phase,)
+    return [p for p in inner if isinstance(p, Descend)]

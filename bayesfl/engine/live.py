@@ -1,0 +1,41 @@
+"""The live kernel: one client after another through the module itself, convolutions in channels-last memory; best for CNNs on a CPU."""
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from bayesfl.engine import layers
+
+
+def has_convolutions(module: nn.Module) -> bool:
+    """Whether channels-last memory matters to it."""
+    return any(isinstance(part, nn.Conv2d) for part in module.modules())
+
+
+def forward(module: nn.Module, leaves: dict[str, Tensor], x: Tensor, lifted: bool) -> tuple[Tensor, bool]:
+    """Outputs of a chunk of one client; see `descent.Forward`. Stacks without convolutions go by the layer rules."""
+    if not has_convolutions(module) and layers.supported(module):
+        return layers.forward(module, leaves, x, lifted)
+    own = dict(module.named_parameters())
+    leaves = {name: leaf.squeeze(0) for name, leaf in leaves.items()}
+    drawn = {name: leaf for name, leaf in leaves.items() if leaf.dim() > own[name].dim()}
+    x = x.squeeze(0)
+    if not drawn and not lifted:
+        return functional_call(module, leaves, (_channels_last(x),)).unsqueeze(0), False
+    draws = len(x) if lifted else len(next(iter(drawn.values())))
+    out = [
+        functional_call(module, leaves | {name: leaf[s] for name, leaf in drawn.items()}, (_channels_last(x[s] if lifted else x),))
+        for s in range(draws)
+    ]
+    return torch.stack(out).unsqueeze(0), True
+
+
+def _channels_last(x: Tensor) -> Tensor:
+    return x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x
+
+
+def place(leaf: Tensor) -> Tensor:
+    """A leaf [1, *shape] of one client in the memory layout that its layer likes."""
+    if leaf.dim() == 5:
+        return leaf.squeeze(0).contiguous(memory_format=torch.channels_last).unsqueeze(0)
+    return leaf.contiguous()

@@ -1,0 +1,146 @@
+"""The plan of one phase for a chunk of clients: who is at work in which step, on which examples, with which noise.
+
+Everything random is drawn here, from addresses; kernels only compute. Clients come longest first, so those still at work in
+step t are a prefix of the chunk.
+"""
+
+from collections.abc import Mapping
+from functools import cached_property
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bayesfl.data import Split
+from bayesfl.protocols import Batch
+from bayesfl.random import Purpose, Stage, generator
+
+
+class Plan:
+    """Batches and noise of one phase for a chunk of C clients.
+
+    Args:
+        phase: Its epochs, steps and batch size.
+        split: The clients' training data.
+        rows: Places of the clients in `split`, [C], longest first.
+        ids: Addresses of their randomness, [C]; the rows unless told otherwise.
+        seed: The experiment's seed.
+        round: Round of the federation.
+        stage: Training, fine-tuning or adaptation.
+        position: Place of the phase in its list.
+        dtype: Precision of weights and noise.
+
+    Attributes:
+        steps: Steps of each client, [C], not increasing.
+        seconds: Time spent on `batches`, `noise` and `steps`; the kernels add the last.
+    """
+
+    def __init__(
+        self,
+        phase: Any,
+        split: Split,
+        rows: np.ndarray,
+        *,
+        ids: np.ndarray | None = None,
+        seed: int = 0,
+        round: int = 0,
+        stage: Stage = Stage.TRAIN,
+        position: int = 0,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self._phase, self._split, self._dtype = phase, split, dtype
+        self._seed, self._address = seed, {"round": round, "stage": int(stage), "phase": position}
+        self.rows, self.ids = rows, rows if ids is None else ids
+        self._counts = split.counts[rows]
+        size = phase.batch_size
+        self._per_epoch = np.ones_like(self._counts) if size is None else -(-self._counts // size)
+        self.steps = np.full(len(rows), phase.steps) if phase.steps else phase.epochs * self._per_epoch
+        self.seconds = {"steps": 0.0, "batches": 0.0, "noise": 0.0}
+
+    def client(self, place: int) -> "Plan":
+        """The same plan for the client at `place` alone; it shares the clock, and goes on reading the same noise."""
+        one = Plan.__new__(Plan)
+        one.__dict__.update({k: v for k, v in self.__dict__.items() if k not in ("_everything", "_orders")})
+        for name in ("rows", "ids", "_counts", "_per_epoch", "steps"):
+            setattr(one, name, getattr(self, name)[place : place + 1])
+        one._generators = self._generators[place : place + 1]
+        return one
+
+    def active(self, step: int) -> int:
+        """How many clients are still at work: a prefix."""
+        return int((self.steps > step).sum())
+
+    def batch(self, step: int, active: int) -> Batch:
+        """The examples of the first `active` clients in `step`, [active, B, ...]; padding has weight 0."""
+        start = perf_counter()
+        if self._phase.batch_size is None:
+            batch = {key: value[:active] for key, value in self._everything.items()}
+        else:
+            index, places, weight, widths = self._orders
+            width = widths[step]
+            batch = self._gather(index[step, :active, :width]) | {"weight": weight[step, :active, :width], "index": places[step, :active, :width]}
+        self.seconds["batches"] += perf_counter() - start
+        return batch
+
+    def noise(self, shapes: Mapping[str, tuple[int, int]], active: int) -> dict[str, Tensor]:
+        """Standard normals {block: [active, S, size]}; every client's generator is read block after block."""
+        if not shapes:
+            return {}
+        start = perf_counter()
+        out = {}
+        for name, shape in shapes.items():
+            buffer = np.empty((active, *shape), np.float32)
+            for place in range(active):
+                self._generators[place].standard_normal(out=buffer[place], dtype=np.float32)
+            out[name] = torch.from_numpy(buffer).to(dtype=self._dtype, device=self._split.x.device)
+        self.seconds["noise"] += perf_counter() - start
+        return out
+
+    @cached_property
+    def _generators(self) -> list[np.random.Generator]:
+        return [generator(self._seed, Purpose.NOISE, client=int(i), **self._address) for i in self.ids]
+
+    def _gather(self, index: Tensor) -> Batch:
+        flat = index.reshape(-1)
+        x, y = self._split.x, self._split.y
+        return {
+            "x": x.index_select(0, flat).unflatten(0, index.shape),
+            "y": y.index_select(0, flat).unflatten(0, index.shape),
+        }
+
+    @cached_property
+    def _everything(self) -> Batch:
+        """All examples of every client, padded to the longest."""
+        places = np.arange(self._counts.max())[None]
+        inside = places < self._counts[:, None]
+        index = self._split.offsets[self.rows][:, None] + np.where(inside, places, 0)
+        batch = self._gather(self._split.index[torch.from_numpy(index).to(self._split.index.device)])
+        weight = torch.from_numpy(inside).to(dtype=self._dtype, device=self._split.x.device)
+        return batch | {"weight": weight, "index": torch.from_numpy(np.where(inside, places, 0)).to(self._split.x.device)}
+
+    @cached_property
+    def _orders(self) -> tuple[Tensor, Tensor, Tensor, list[int]]:
+        """Of every step: places in the shared tensors and in the client's own rows [T, C, B], weights, and the widest batch."""
+        total, chunk = int(self.steps.max()), len(self.rows)
+        size = int(min(self._phase.batch_size, self._counts.max()))
+        places = np.zeros((total, chunk, size), np.int64)
+        weight = np.zeros((total, chunk, size), bool)
+        for c, (client, n, steps, per_epoch) in enumerate(zip(self.ids, self._counts, self.steps, self._per_epoch, strict=True)):
+            epochs = -(-int(steps) // int(per_epoch))
+            order = np.zeros((epochs, int(per_epoch) * size), np.int64)
+            for epoch in range(epochs):
+                rng = generator(self._seed, Purpose.PERMUTATION, client=int(client), index=epoch, **self._address)
+                order[epoch, :n] = rng.permutation(int(n))
+            places[:steps, c] = order.reshape(-1, size)[:steps]
+            weight[:steps, c] = np.broadcast_to(np.arange(order.shape[1]) < n, order.shape).reshape(-1, size)[:steps]
+        widths = weight.sum(2).max(1).tolist()
+        index = places + self._split.offsets[self.rows][None, :, None]
+        device = self._split.x.device
+        return (
+            self._split.index[torch.from_numpy(index).to(self._split.index.device)],
+            torch.from_numpy(places).to(device),
+            torch.from_numpy(weight).to(dtype=self._dtype, device=device),
+            widths,
+        )

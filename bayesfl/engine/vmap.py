@@ -1,0 +1,67 @@
+"""The vmap kernel: torch.func carries any module, and any pure phase, over a chunk of clients."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+from torch.utils._pytree import tree_map
+
+from bayesfl.blocks import Algorithm
+from bayesfl.engine.plan import Plan
+from bayesfl.phases import Phase
+from bayesfl.protocols import Batch, Info, Server, View
+
+
+def batches(module: nn.Module) -> bool:
+    """Whether torch.func can batch it."""
+    return not any(isinstance(part, nn.RNNBase) for part in module.modules())
+
+
+def refuse(module: nn.Module) -> None:
+    """Raises ValueError, naming the submodule, where torch.func cannot batch the module."""
+    for name, part in module.named_modules():
+        if not batches(part) and not any(True for _ in part.children()):
+            raise ValueError(f"torch.func cannot batch module {name!r} ({type(part).__name__}); use kernel='live' or 'auto'")
+
+
+def forward(module: nn.Module, leaves: dict[str, Tensor], x: Tensor, lifted: bool) -> tuple[Tensor, bool]:
+    """Outputs of a chunk of clients; see `descent.Forward`."""
+    own = dict(module.named_parameters())
+    drawn = {name: leaf for name, leaf in leaves.items() if leaf.dim() == own[name].dim() + 2}
+    fixed = {name: leaf for name, leaf in leaves.items() if name not in drawn}
+
+    def client(drawn: dict[str, Tensor], fixed: dict[str, Tensor], x: Tensor) -> Tensor:
+        if not drawn and not lifted:
+            return functional_call(module, fixed, (x,))
+        return vmap(lambda d, x: functional_call(module, fixed | d, (x,)), in_dims=(0, 0 if lifted else None))(drawn, x)
+
+    return vmap(client)(drawn, fixed, x), lifted or bool(drawn)
+
+
+def run(algorithm: Algorithm, phase: Phase, given: Server, views: View, plan: Plan, batch: Batch | None = None) -> tuple[View, Info]:
+    """Runs any pure phase for a chunk of clients, step by step over those still at work.
+
+    Args:
+        algorithm: Whose phase it is.
+        phase: Its carry must be a nest of tensors.
+        given: What the server sent to everyone.
+        views: [C, ...] throughout.
+        plan: Batches and noise.
+        batch: The batch that `Repeat` shares among its phases, if any.
+    """
+    chunk = len(plan.rows)
+    carry = vmap(lambda view: phase.begin(algorithm, given, view))(views)
+    steps = [0] * (phase.steps or phase.epochs) if batch is not None else range(int(plan.steps.max()))
+    for t in steps:
+        active = chunk if batch is not None else plan.active(t)
+        data = batch if batch is not None else plan.batch(t, active) if getattr(phase, "data", True) else {}
+        noise = plan.noise(phase.noise(algorithm), active)
+
+        def step(carry: Any, view: View, batch: Batch, noise: dict[str, Tensor]) -> Any:
+            return phase.step(algorithm, carry, given, view, batch, noise)
+
+        front = lambda tree, active=active: tree_map(lambda leaf: leaf[:active], tree)  # noqa: E731
+        new = vmap(step)(front(carry), front(views), data, noise)
+        carry = new if active == chunk else tree_map(lambda n, c, a=active: torch.cat([n, c[a:]]), new, carry)
+    return vmap(lambda carry, view: phase.end(algorithm, carry, given, view))(carry, views)

@@ -1,0 +1,122 @@
+"""The local work of a round: phases in order, for a chunk of clients, checked after each."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from bayesfl.blocks import Algorithm, flatten
+from bayesfl.data import Split
+from bayesfl.engine import Engine, Plan
+from bayesfl.protocols import Info, Server, View
+from bayesfl.random import Stage
+
+if TYPE_CHECKING:
+    from bayesfl.result import Result
+
+
+class DivergenceError(RuntimeError):
+    """Training left the finite numbers.
+
+    Attributes:
+        client: Whose training.
+        round: In which round, from 0.
+        phase: In which of the method's phases, from 0.
+        result: The run up to its last finite round; None while adapting new clients.
+    """
+
+    def __init__(self, client: int, round: int, phase: int, name: str) -> None:
+        super().__init__(
+            f"client {client} is no longer finite after phase {phase} ({name}) of round {round}: a loss became NaN or infinite; "
+            "lower the learning rate, or look at this client's data"
+        )
+        self.client, self.round, self.phase = client, round, phase
+        self.result: Result | None = None
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a chunk of clients has done.
+
+    Args:
+        ids: Its clients [C], longest first.
+        given: What every client received.
+        views: Their views afterwards, [C, ...].
+        info: What people may read, [C] each.
+        seconds: Time of steps, batches and noise.
+        received: Bytes that the chunk received.
+    """
+
+    ids: np.ndarray
+    given: Server
+    views: View
+    info: Info
+    seconds: dict[str, float]
+    received: int
+
+
+@dataclass(frozen=True)
+class Local:
+    """The local work of a chunk of clients: phases in order, checked after each."""
+
+    algorithm: Algorithm
+    phases: tuple[Any, ...]
+    engine: Engine
+    train: Split
+    seed: int
+    rounds: int
+    stage: Stage = Stage.TRAIN
+
+    def __call__(self, ids: np.ndarray, server: Server, private: View, round: int, phases: int | None = None) -> Done:
+        """Runs the first `phases` phases, or all, for the clients `ids`, longest first.
+
+        Raises:
+            DivergenceError: A client's state is no longer finite.
+        """
+        dtype, device = self.train.x.dtype, self.train.x.device
+        places = torch.from_numpy(ids).to(device)
+        common, addressed = self.algorithm.share(server, places)
+        given = self.algorithm.given(common, round, self.rounds)
+        rows = tree_map(lambda t: t.index_select(0, places), private)
+        counts = torch.from_numpy(self.train.counts[ids]).to(dtype=dtype, device=device)
+        views = self.algorithm.views(given, addressed, rows, counts)
+        info: Info = {}
+        seconds: dict[str, float] = {}
+        for position, phase in enumerate(self.phases[:phases]):
+            plan = Plan(phase, self.train, ids, seed=self.seed, round=round, stage=self.stage, position=position, dtype=dtype)
+            before = views
+            views, new = self.engine.run(self.algorithm, phase, given, views, plan)
+            info |= new
+            seconds = {key: seconds.get(key, 0.0) + value for key, value in plan.seconds.items()}
+            changed = [t for key in views if views[key] is not before.get(key) for t in tree_leaves(views[key])]
+            # A sum is finite only where all of its terms are, and takes one pass.
+            finite = torch.stack([t.reshape(len(ids), -1).sum(1).isfinite() for t in changed]).all(0) if changed else None
+            if finite is not None and not bool(finite.all()):
+                raise DivergenceError(int(ids[int((~finite).nonzero()[0])]), round, position, type(phase).__name__)
+        received = len(ids) * sum(t.nbytes for t in self._travels(given)) + sum(t.nbytes for t in tree_leaves(addressed))
+        return Done(ids, given, views, info, seconds, received)
+
+    def _travels(self, given: Server) -> list[Tensor]:
+        """What a client receives each round: frozen blocks it has had from the start."""
+        frozen = [name for name, block in self.algorithm.blocks.items() if block.pool is None]
+        return [t for key, t in flatten(given).items() if isinstance(t, Tensor) and key.split(".")[0] not in frozen]
+
+
+def private_rows(algorithm: Algorithm, server: Server, clients: int) -> View:
+    """The private state of all clients at their start, [J, ...] each."""
+    return tree_map(lambda t: t.expand(clients, *t.shape).clone(), algorithm.rows(server))
+
+
+def write_rows(private: View, ids: np.ndarray, views: View) -> View:
+    """Writes the clients' rows into `private`, in place, and returns the old ones."""
+    device = tree_leaves(private)[0].device if tree_leaves(private) else torch.device("cpu")
+    places = torch.from_numpy(ids).to(device)
+    old = tree_map(lambda t: t.index_select(0, places), private)
+    for key in private:
+        tree_map(lambda kept, new: kept.index_copy_(0, places, new), private[key], views[key])
+    return old
+
+

@@ -1,0 +1,280 @@
+"""Networks as a body and a head, which is how personal federated learning cuts them.
+
+Every network here has parameters named `body.*` and `head.*`, draws its start from its own seed and leaves torch's global
+generator alone. `split` gives any other module the same two names.
+"""
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from bayesfl.random import Purpose, generator
+
+_BODY, _HEAD = 0, 1  # words of the addresses under Purpose.MODEL
+
+
+class Split(nn.Module):
+    """A network cut in two: `head(body(x))`.
+
+    Args:
+        body: What clients usually share.
+        head: What they usually keep.
+    """
+
+    def __init__(self, body: nn.Module, head: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+        self.head = head
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Outputs [B, O] of inputs [B, ...]."""
+        return self.head(self.body(x))
+
+
+def split(module: nn.Module, *, head: str = "fc", example: Tensor | None = None) -> Split:
+    """Cuts any module whose last step is the submodule `head` into a body and that head; the module itself is not changed.
+
+    Args:
+        module: Any module.
+        head: Name of its last submodule, as `named_modules()` gives it: `fc`, `classifier.6`.
+        example: Inputs [B, ...] on which to check that the cut network computes what the module did.
+
+    Raises:
+        ValueError: There is no such submodule, it has no parameters of its own, or it is not the last step.
+    """
+    names = [name for name, _ in module.named_modules() if name]
+    if head not in names:
+        raise ValueError(f"the module has no submodule {head!r}; it has {names or 'none at all'}. Pass the name of the last one as head=")
+    body = copy.deepcopy(module)
+    last = body.get_submodule(head)
+    if not any(True for _ in last.parameters()):
+        with_some = [name for name in names if any(True for _ in module.get_submodule(name).parameters())]
+        raise ValueError(f"submodule {head!r} has no parameters, so it cannot be a head; those with parameters are {with_some}")
+    parent, _, child = head.rpartition(".")
+    setattr(body.get_submodule(parent), child, nn.Identity())
+    shared = {id(p) for p in last.parameters()} & {id(p) for p in body.parameters()}
+    if shared:
+        raise ValueError(
+            f"submodule {head!r} shares parameters with the rest of the module, so the two cannot be told apart: untie them first"
+        )
+    cut = Split(body, last)
+    if example is not None:
+        before, after = _outputs(module, example), _outputs(cut, example)
+        if before.shape != after.shape or not torch.allclose(before, after, equal_nan=True):
+            raise ValueError(f"submodule {head!r} is not the last step of the module: cut there, it computes something else")
+    return cut
+
+
+def _outputs(module: nn.Module, example: Tensor) -> Tensor:
+    """Outputs of a copy in evaluation mode."""
+    with torch.no_grad():
+        return copy.deepcopy(module).eval()(example)
+
+
+def _seeded(make: Callable[[], Split], seed: int, head_scale: float | None) -> Split:
+    """What `make` builds, on the CPU and from `seed` alone; the head drawn from N(0, head_scale^2) where that is given."""
+    if head_scale is not None and not head_scale > 0:
+        raise ValueError(f"head_scale is a standard deviation and must be > 0, got {head_scale}")
+    word = int(generator(seed, Purpose.MODEL, index=_BODY).integers(2**63))
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.default_generator.manual_seed(word)
+        model = make()
+    if head_scale is not None:
+        rng = generator(seed, Purpose.MODEL, index=_HEAD)
+        with torch.no_grad():
+            for p in model.head.parameters():
+                draw = rng.standard_normal(tuple(p.shape), dtype="float32")
+                p.copy_(torch.from_numpy(draw).to(p.dtype) * head_scale)
+    return model
+
+
+def _shape(inputs: int | Sequence[int], outputs: int) -> tuple[int, ...]:
+    shape = (inputs,) if isinstance(inputs, int) else tuple(int(n) for n in inputs)
+    if not shape or min(shape) < 1:
+        raise ValueError(f"inputs must be a number of features or the shape of one example, such as data.inputs; got {inputs}")
+    if outputs < 1:
+        raise ValueError(f"outputs must be at least 1, such as data.outputs; got {outputs}")
+    return shape
+
+
+def _image(inputs: Sequence[int] | int, outputs: int, smallest: int) -> tuple[int, int, int]:
+    shape = _shape(inputs, outputs)
+    if len(shape) != 3 or min(shape[1:]) < smallest:
+        raise ValueError(
+            f"inputs must be (channels, height, width) of at least {smallest} x {smallest}, got {shape}; for others there is mlp"
+        )
+    return shape[0], shape[1], shape[2]
+
+
+def mlp(
+    inputs: int | Sequence[int], *, outputs: int, hidden: int | Sequence[int] = 100, head_scale: float | None = None, seed: int = 0
+) -> Split:
+    """Fully connected network with ReLUs: hidden layers | output layer.
+
+    Args:
+        inputs: Number of features, or the shape of one example, which is flattened.
+        outputs: Number of outputs.
+        hidden: Width of the hidden layer, or of each.
+        head_scale: Draw the head's weights and biases from N(0, head_scale^2) instead of torch's default.
+        seed: Seed of the start.
+
+    Raises:
+        ValueError: A size below 1.
+    """
+    shape = _shape(inputs, outputs)
+    widths = (hidden,) if isinstance(hidden, int) else tuple(hidden)
+    if not widths or min(widths) < 1:
+        raise ValueError(f"hidden must be one width or several, each at least 1, got {hidden}; the head alone would leave no body")
+
+    def make() -> Split:
+        layers: list[nn.Module] = [nn.Flatten()] if len(shape) > 1 else []
+        for before, after in zip((math.prod(shape), *widths), widths, strict=False):
+            layers += [nn.Linear(before, after), nn.ReLU()]
+        return Split(nn.Sequential(*layers), nn.Linear(widths[-1], outputs))
+
+    return _seeded(make, seed, head_scale)
+
+
+def lenet(
+    inputs: Sequence[int],
+    *,
+    outputs: int,
+    channels: tuple[int, int] = (6, 16),
+    hidden: tuple[int, int] = (120, 84),
+    head_scale: float | None = None,
+    seed: int = 0,
+) -> Split:
+    """LeNet-5 with ReLUs and max-pooling: conv 5x5, pool, conv 5x5, pool, 120, 84 | outputs.
+
+    Images smaller than 32 x 32 are padded by 2 in the first convolution, as LeCun et al. pad MNIST.
+
+    Args:
+        inputs: (channels, height, width) of an image.
+        outputs: Number of outputs.
+        channels: Channels of the two convolutions; (16, 32) is pFedVEM's network for CIFAR-10.
+        hidden: Widths of the two fully connected layers.
+        head_scale: Draw the head's weights and biases from N(0, head_scale^2) instead of torch's default.
+        seed: Seed of the start.
+
+    Raises:
+        ValueError: Inputs that are no images, or too small.
+
+    References:
+        LeCun et al., "Gradient-based learning applied to document recognition", Proceedings of the IEEE 86(11), 1998.
+    """
+    depth, height, width = _image(inputs, outputs, 12)
+    padding = 2 if min(height, width) < 32 else 0
+    size = [((side + 2 * padding - 4) // 2 - 4) // 2 for side in (height, width)]
+
+    def make() -> Split:
+        body = nn.Sequential(
+            nn.Conv2d(depth, channels[0], 5, padding=padding),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(channels[0], channels[1], 5),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(channels[1] * size[0] * size[1], hidden[0]),
+            nn.ReLU(),
+            nn.Linear(hidden[0], hidden[1]),
+            nn.ReLU(),
+        )
+        return Split(body, nn.Linear(hidden[1], outputs))
+
+    return _seeded(make, seed, head_scale)
+
+
+def cifar100_cnn(inputs: Sequence[int] = (3, 32, 32), *, outputs: int = 20, head_scale: float | None = None, seed: int = 0) -> Split:
+    """The network of pFedVEM for CIFAR-100: five 3x3 convolutions, averaged | outputs.
+
+    Widths 32, 64, 128, 256, 100, each with a ReLU; a 2x2 max-pooling with padding 1 after the first four; then the average over
+    all places.
+
+    Args:
+        inputs: (channels, height, width) of an image.
+        outputs: Number of outputs; 20 superclasses in the paper.
+        head_scale: Draw the head's weights and biases from N(0, head_scale^2) instead of torch's default; 1 in the paper's code.
+        seed: Seed of the start.
+
+    Raises:
+        ValueError: Inputs that are no images.
+
+    References:
+        Zhu, Ma, Blaschko, "Tackling personalized federated learning with label concept drift via hierarchical Bayesian modeling",
+        FL-NeurIPS 2022, experiments; details from the authors' code, github.com/JunyiZhu-AI/confidence_aware_PFL.
+    """
+    depth = _image(inputs, outputs, 1)[0]
+    widths = (32, 64, 128, 256, 100)
+
+    def make() -> Split:
+        layers: list[nn.Module] = []
+        for before, after in zip((depth, *widths), widths, strict=False):
+            layers += [nn.Conv2d(before, after, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2, padding=1)]
+        layers[-1] = nn.AdaptiveAvgPool2d(1)
+        return Split(nn.Sequential(*layers, nn.Flatten()), nn.Linear(widths[-1], outputs))
+
+    return _seeded(make, seed, head_scale)
+
+
+class _Residual(nn.Module):
+    """Two 3x3 convolutions with group norm, added to their input."""
+
+    def __init__(self, before: int, after: int, stride: int, groups: int) -> None:
+        super().__init__()
+        self.steps = nn.Sequential(
+            nn.Conv2d(before, after, 3, stride=stride, padding=1, bias=False),
+            nn.GroupNorm(groups, after),
+            nn.ReLU(),
+            nn.Conv2d(after, after, 3, padding=1, bias=False),
+            nn.GroupNorm(groups, after),
+        )
+        same = before == after and stride == 1
+        self.shortcut = (
+            nn.Identity() if same else nn.Sequential(nn.Conv2d(before, after, 1, stride=stride, bias=False), nn.GroupNorm(groups, after))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.steps(x) + self.shortcut(x))
+
+
+def resnet18(
+    inputs: Sequence[int], *, outputs: int, groups: int = 2, width: int = 64, head_scale: float | None = None, seed: int = 0
+) -> Split:
+    """ResNet-18 for small images, with group norm instead of batch norm: 3x3 stem, four stages, averaged | outputs.
+
+    Batch norm's running averages have no meaning in a federation with label skew, and vmap refuses them.
+
+    Args:
+        inputs: (channels, height, width) of an image.
+        outputs: Number of outputs.
+        groups: Groups of each norm.
+        width: Channels of the first stage, a multiple of `groups`.
+        head_scale: Draw the head's weights and biases from N(0, head_scale^2) instead of torch's default.
+        seed: Seed of the start.
+
+    Raises:
+        ValueError: Inputs that are no images, or groups that don't divide the width.
+
+    References:
+        He et al., "Deep residual learning for image recognition", CVPR 2016. Group norm in federated learning: Hsieh et al., "The
+        non-IID data quagmire of decentralized machine learning", ICML 2020; two groups: Reddi et al., "Adaptive federated
+        optimization", ICLR 2021.
+    """
+    depth = _image(inputs, outputs, 8)[0]
+    if groups < 1 or width < 1 or width % groups:
+        raise ValueError(f"groups must divide width, got {groups} groups and a width of {width}")
+
+    def make() -> Split:
+        layers: list[nn.Module] = [nn.Conv2d(depth, width, 3, padding=1, bias=False), nn.GroupNorm(groups, width), nn.ReLU()]
+        before = width
+        for stage in range(4):
+            after = width * 2**stage
+            layers += [_Residual(before, after, 1 if stage == 0 else 2, groups), _Residual(after, after, 1, groups)]
+            before = after
+        return Split(nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten()), nn.Linear(before, outputs))
+
+    return _seeded(make, seed, head_scale)

@@ -1,0 +1,166 @@
+"""Optimisers as values: a pure step for one client, and the same step in place for a chunk of clients.
+
+`update` returns new tensors and is what the reference kernel uses. `update_` changes lists of tensors whose first axis may
+be clients; the two agree to rounding. A learning rate is a number or a schedule (round, rounds) -> number.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+Schedule: TypeAlias = Callable[[int, int], float]
+Rate: TypeAlias = float | Schedule
+
+
+def multistep(rate: float, *, milestones: Sequence[float] = (0.5, 0.75), factor: float = 0.1) -> Schedule:
+    """`rate`, multiplied by `factor` as each share of the rounds in `milestones` has passed."""
+    return lambda round, rounds: rate * factor ** sum(round >= share * rounds for share in milestones)
+
+
+def cosine(rate: float, *, final: float = 0.0) -> Schedule:
+    """From `rate` in the first round to `final` at the end of the last, along half a cosine."""
+    return lambda round, rounds: final + 0.5 * (rate - final) * (1 + math.cos(math.pi * round / rounds))
+
+
+def rate_at(rate: Rate, round: int, rounds: int) -> float:
+    """The learning rate of one round."""
+    return rate(round, rounds) if callable(rate) else rate
+
+
+class Optimiser(Protocol):
+    """What a phase asks of an optimiser; `state` holds nests of tensors and the number of steps taken."""
+
+    @property
+    def rate(self) -> Rate:
+        """Learning rate, a number or a schedule over rounds."""
+        ...
+
+    def init(self, params: Any) -> Any:
+        """The state before the first step."""
+        ...
+
+    def update(self, params: Any, grads: Any, state: Any, rate: float) -> tuple[Any, Any]:
+        """New parameters and state; nothing is changed."""
+        ...
+
+    def update_(self, params: list[Tensor], grads: list[Tensor], state: Any, rate: float, active: int) -> None:
+        """One step in place: `params` and `grads` hold the first `active` clients, `state` all of them."""
+        ...
+
+
+def _check(**values: float) -> None:
+    for name, value in values.items():
+        if not 0 <= value < math.inf:
+            raise ValueError(f"{name} must be >= 0 and finite, got {value}")
+
+
+def _matched(params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
+    # The fused kernels read memory, not shapes: a gradient must lie as its parameter does.
+    return [g if g.stride() == p.stride() else torch.empty_like(p).copy_(g) for p, g in zip(params, grads, strict=True)]
+
+
+@dataclass(frozen=True)
+class SGD:
+    """Stochastic gradient descent, v <- momentum v + g + weight_decay w, w <- w - rate v.
+
+    Args:
+        rate: Learning rate > 0, or a schedule (round, rounds) -> rate.
+        momentum: Heavy-ball coefficient, undamped, in [0, 1).
+        weight_decay: L2 coefficient, entering the gradient.
+    """
+
+    rate: Rate = 0.01
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check(momentum=self.momentum, weight_decay=self.weight_decay, **({} if callable(self.rate) else {"rate": self.rate}))
+
+    def init(self, params: Any) -> Any:
+        """Zero velocities, one for each parameter; none without momentum."""
+        return tree_map(torch.zeros_like, params) if self.momentum else None
+
+    def update(self, params: Any, grads: Any, state: Any, rate: float) -> tuple[Any, Any]:
+        """See `Optimiser.update`."""
+        step = tree_map(lambda w, g: g + self.weight_decay * w, params, grads)
+        if self.momentum:
+            step = state = tree_map(lambda v, g: self.momentum * v + g, state, step)
+        return tree_map(lambda w, s: w - rate * s, params, step), state
+
+    def update_(self, params: list[Tensor], grads: list[Tensor], state: Any, rate: float, active: int) -> None:
+        """See `Optimiser.update_`."""
+        velocity = [v[:active] for v in state] if self.momentum else []
+        torch._fused_sgd_(
+            params,
+            _matched(params, grads),
+            velocity,
+            weight_decay=self.weight_decay,
+            momentum=self.momentum,
+            lr=rate,
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+            is_first_step=False,
+        )
+
+
+@dataclass(frozen=True)
+class Adam:
+    """Adam with L2 weight decay in the gradient (Kingma and Ba, "Adam: a method for stochastic optimization", ICLR 2015).
+
+    Args:
+        rate: Learning rate > 0, or a schedule (round, rounds) -> rate.
+        betas: Decay of the running mean and of the running square, each in [0, 1).
+        eps: Added to the root of the running square.
+        weight_decay: L2 coefficient, entering the gradient.
+    """
+
+    rate: Rate = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check(eps=self.eps, weight_decay=self.weight_decay, **({} if callable(self.rate) else {"rate": self.rate}))
+        if not all(0 <= b < 1 for b in self.betas):
+            raise ValueError(f"betas must lie in [0, 1), got {self.betas}")
+
+    def init(self, params: Any) -> Any:
+        """Zero moments and no step taken."""
+        return {"mean": tree_map(torch.zeros_like, params), "square": tree_map(torch.zeros_like, params), "steps": 0}
+
+    def _corrections(self, steps: int) -> tuple[float, float]:
+        return 1 - self.betas[0] ** steps, math.sqrt(1 - self.betas[1] ** steps)
+
+    def update(self, params: Any, grads: Any, state: Any, rate: float) -> tuple[Any, Any]:
+        """See `Optimiser.update`."""
+        first, second = self.betas
+        grads = tree_map(lambda w, g: g + self.weight_decay * w, params, grads)
+        mean = tree_map(lambda m, g: first * m + (1 - first) * g, state["mean"], grads)
+        square = tree_map(lambda v, g: second * v + (1 - second) * g * g, state["square"], grads)
+        steps = state["steps"] + 1
+        a, b = self._corrections(steps)
+        params = tree_map(lambda w, m, v: w - rate / a * m / (v.sqrt() / b + self.eps), params, mean, square)
+        return params, {"mean": mean, "square": square, "steps": steps}
+
+    def update_(self, params: list[Tensor], grads: list[Tensor], state: Any, rate: float, active: int) -> None:
+        """See `Optimiser.update_`; the active clients have all taken the same number of steps."""
+        first, second = self.betas
+        grads = _matched(params, grads)
+        mean, square = [m[:active] for m in state["mean"]], [v[:active] for v in state["square"]]
+        state["steps"] += 1
+        a, b = self._corrections(state["steps"])
+        if self.weight_decay:
+            grads = list(torch._foreach_add(grads, params, alpha=self.weight_decay))
+        torch._foreach_lerp_(mean, grads, 1 - first)
+        torch._foreach_mul_(square, second)
+        torch._foreach_addcmul_(square, grads, grads, 1 - second)
+        root = torch._foreach_sqrt(square)
+        torch._foreach_div_(root, b)
+        torch._foreach_add_(root, self.eps)
+        torch._foreach_addcdiv_(params, mean, root, -rate / a)

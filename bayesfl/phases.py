@@ -1,0 +1,206 @@
+"""Phases: the local work of a round, written for ONE client and pure. Engines run them for one client or for many at once."""
+
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from bayesfl.blocks import Algorithm, Energy
+from bayesfl.optim import SGD, Optimiser, rate_at
+from bayesfl.protocols import Batch, Carry, Info, Server, View
+
+Noise: TypeAlias = dict[str, Tensor]
+Update: TypeAlias = Callable[[Algorithm, Server, View, Batch], View]
+
+
+class Phase(Protocol):
+    """What an engine asks of a phase. A phase by hand is a class with these members; vmap, or `batched=False`, carries it."""
+
+    @property
+    def epochs(self) -> int:
+        """Passes over the client's data; with no batch size, full-batch steps."""
+        ...
+
+    @property
+    def steps(self) -> int | None:
+        """Steps instead of passes; wins over `epochs`."""
+        ...
+
+    @property
+    def batch_size(self) -> int | None:
+        """Examples of a step; None for all of the client's."""
+        ...
+
+    @property
+    def batched(self) -> bool:
+        """False where vmap cannot carry it: it then runs client by client."""
+        ...
+
+    def check(self, algorithm: Algorithm) -> None:
+        """Raises ValueError where the phase does not fit the algorithm."""
+        ...
+
+    def noise(self, algorithm: Algorithm) -> dict[str, tuple[int, int]]:
+        """{block: (S, noise size)} of one step."""
+        ...
+
+    def begin(self, algorithm: Algorithm, given: Server, view: View) -> Carry:
+        """What the steps carry."""
+        ...
+
+    def step(self, algorithm: Algorithm, carry: Carry, given: Server, view: View, batch: Batch, noise: Noise) -> Carry:
+        """One step."""
+        ...
+
+    def end(self, algorithm: Algorithm, carry: Carry, given: Server, view: View) -> tuple[View, Info]:
+        """The client's view afterwards, and what people may read."""
+        ...
+
+
+@dataclass(frozen=True)
+class Descend:
+    """Minimise an energy over one block, or over several together, by gradient steps.
+
+    Args:
+        block: What is trained.
+        energy: What is minimised.
+        epochs: Passes over the client's data, the last short batch included; with `batch_size=None`, full-batch steps. Inside
+            `Repeat`, steps on the shared batch.
+        steps: Steps instead of passes; wins over `epochs`.
+        batch_size: Examples of a step; None for all of the client's.
+        optimiser: Starts anew in every phase of every round.
+        draws: Posterior draws of a step, shared by its examples.
+    """
+
+    block: str | tuple[str, ...]
+    energy: Energy
+    _: KW_ONLY
+    epochs: int = 1
+    steps: int | None = None
+    batch_size: int | None = None
+    optimiser: Optimiser = SGD()
+    draws: int = 1
+    batched = True
+
+    def __post_init__(self) -> None:
+        for name, value in {"epochs": self.epochs, "steps": self.steps, "batch_size": self.batch_size, "draws": self.draws}.items():
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """The trained blocks as a tuple."""
+        return (self.block,) if isinstance(self.block, str) else tuple(self.block)
+
+    def check(self, algorithm: Algorithm) -> None:
+        """See `Phase.check`."""
+        algorithm.check_parts(self.energy.parts)
+        if missing := [name for name in self.blocks if name not in self.energy.parts]:
+            raise ValueError(f"blocks {missing} are trained on an energy whose predictor {self.energy.parts} does not contain them")
+
+    def noise(self, algorithm: Algorithm) -> dict[str, tuple[int, int]]:
+        """See `Phase.noise`: every part with an entropy draws."""
+        blocks = algorithm.blocks
+        return {
+            name: (self.draws, blocks[name].posterior.noise_size(algorithm.layout(name).size))
+            for name in self.energy.parts
+            if blocks[name].stochastic
+        }
+
+    def begin(self, algorithm: Algorithm, given: Server, view: View) -> Carry:
+        """See `Phase.begin`."""
+        beliefs = {name: view[name] for name in self.blocks}
+        return beliefs, self.optimiser.init(beliefs), torch.zeros_like(view["n"]), 0
+
+    def step(self, algorithm: Algorithm, carry: Carry, given: Server, view: View, batch: Batch, noise: Noise) -> Carry:
+        """See `Phase.step`."""
+        beliefs, state, total, count = carry
+
+        def energy(beliefs: Any) -> tuple[Tensor, Tensor]:
+            return self.energy(algorithm, beliefs, given, view, batch, noise)
+
+        gradient, nll = torch.func.grad(energy, has_aux=True)(beliefs)
+        rate = rate_at(self.optimiser.rate, given["round"], given["rounds"])
+        beliefs, state = self.optimiser.update(beliefs, gradient, state, rate)
+        return beliefs, state, total + nll.detach(), count + 1
+
+    def end(self, algorithm: Algorithm, carry: Carry, given: Server, view: View) -> tuple[View, Info]:
+        """See `Phase.end`; the information is the batches' mean negative log likelihood, in nats."""
+        beliefs, _, total, count = carry
+        return view | beliefs, {"nll": total / count}
+
+
+@dataclass(frozen=True)
+class Once:
+    """One pure function of a client's view: closed forms, statistics, restarts.
+
+    Args:
+        fn: (algorithm, given, view, batch) -> view. A key that it adds dies with the round unless `private` names it.
+        data: Whether it reads the client's data; without, `batch` is empty (inside `Repeat` it is always the shared batch).
+        batched: False where vmap cannot carry `fn`.
+    """
+
+    fn: Update
+    _: KW_ONLY
+    data: bool = False
+    batched: bool = True
+    epochs = 1
+    steps = None
+    batch_size = None
+
+    def check(self, algorithm: Algorithm) -> None:
+        """Fits any algorithm."""
+
+    def noise(self, algorithm: Algorithm) -> dict[str, tuple[int, int]]:
+        """Draws nothing."""
+        return {}
+
+    def begin(self, algorithm: Algorithm, given: Server, view: View) -> Carry:
+        """See `Phase.begin`."""
+        return view
+
+    def step(self, algorithm: Algorithm, carry: Carry, given: Server, view: View, batch: Batch, noise: Noise) -> Carry:
+        """See `Phase.step`."""
+        return self.fn(algorithm, given, carry, batch)
+
+    def end(self, algorithm: Algorithm, carry: Carry, given: Server, view: View) -> tuple[View, Info]:
+        """See `Phase.end`."""
+        return carry, {}
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """`times` batches; on each, the inner phases one after another. A nested loop, not a phase: engines unroll it.
+
+    Args:
+        phases: `Descend` (taking `epochs`, or `steps`, steps on the batch) and `Once`.
+        times: How many batches; passes over the data follow one another.
+        batch_size: Examples of a batch; None for all of the client's.
+    """
+
+    phases: tuple[Descend | Once, ...]
+    _: KW_ONLY
+    times: int
+    batch_size: int | None = None
+    epochs = 1
+
+    def __post_init__(self) -> None:
+        if self.times < 1:
+            raise ValueError(f"times must be at least 1, got {self.times}")
+
+    @property
+    def steps(self) -> int:
+        """One for each batch."""
+        return self.times
+
+    @property
+    def batched(self) -> bool:
+        """Whether vmap carries all of its phases."""
+        return all(phase.batched for phase in self.phases)
+
+    def check(self, algorithm: Algorithm) -> None:
+        """As its inner phases."""
+        for phase in self.phases:
+            phase.check(algorithm)

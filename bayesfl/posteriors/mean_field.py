@@ -1,0 +1,51 @@
+"""Mean-field Gaussian posterior: every weight its own mean and standard deviation."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bayesfl.numerics import inverse_softplus, log_softplus
+from bayesfl.protocols import Tensors
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeanField:
+    """q(w) = N(loc, diag(softplus(rho)^2)).
+
+    The parametrisation of Blundell et al., "Weight uncertainty in neural networks", ICML 2015, section 3.2.
+
+    Args:
+        init_scale: Standard deviation of every weight at the start, > 0.
+    """
+
+    init_scale: float = 0.1
+
+    def __post_init__(self) -> None:
+        if not 0 < self.init_scale < math.inf:
+            raise ValueError(f"init_scale is a standard deviation and must be > 0 and finite, got {self.init_scale}")
+
+    def init(self, loc: Tensor) -> Tensors:
+        """Start at `loc` [..., D], which it aliases, with the same standard deviation everywhere."""
+        rho = inverse_softplus(torch.tensor(self.init_scale, dtype=torch.float64)).to(loc)
+        return {"loc": loc, "rho": rho.expand_as(loc).clone()}
+
+    def noise_size(self, size: int) -> int:
+        """Standard normals that one draw of `size` weights takes."""
+        return size
+
+    def sample(self, q: Tensors, noise: Tensor | None = None) -> Tensor:
+        """One reparameterised draw [..., D] from standard normal `noise` [..., D]; the mean where there is none."""
+        if noise is None:
+            return q["loc"]
+        return q["loc"] + F.softplus(q["rho"]) * noise
+
+    def moments(self, q: Tensors) -> tuple[Tensor, Tensor]:
+        """Mean and variance of each weight, [..., D] each."""
+        return q["loc"], F.softplus(q["rho"]).square()
+
+    def entropy(self, q: Tensors) -> Tensor:
+        """Differential entropy [...] in nats."""
+        return (log_softplus(q["rho"]) + 0.5 * math.log(2 * math.pi * math.e)).sum(-1)

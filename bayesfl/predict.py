@@ -1,0 +1,200 @@
+"""Predictions of every client: personal, after aggregation, fine-tuned where the method says so; and those of the shared model."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from bayesfl import metrics
+from bayesfl.blocks import Algorithm
+from bayesfl.data import FederatedData, Split
+from bayesfl.engine import Crew, Engine, Plan
+from bayesfl.protocols import Server, Tensors, View
+from bayesfl.random import Purpose, Stage, generator
+
+# Inputs gathered at once for predictions, in bytes: enough to fill a core, little beside the data.
+GATHER = 2**26
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """Predictive distributions for J clients of at most N examples; rows that pad a shorter client are NaN.
+
+    Args:
+        mask: Which rows are examples, [J, N] bool.
+        epistemic: The part of the uncertainty that more data would remove, [J, N]: mutual information in nats for classes, the
+            variance of the means for regression; NaN at the plug-in, which has none.
+        probs: Class probabilities [J, N, O]; None for regression.
+        mean: Predictive means [J, N, O]; None for classes.
+        variance: Predictive variances [J, N, O], noise included; None for classes.
+    """
+
+    mask: Tensor
+    epistemic: Tensor
+    probs: Tensor | None = None
+    mean: Tensor | None = None
+    variance: Tensor | None = None
+
+    def client(self, j: int) -> "Predictions":
+        """Client j's alone, without padding: tensors [n_j, ...]."""
+        inside = self.mask[j]
+        cut = {k: None if v is None else v[j][inside] for k, v in vars(self).items()}
+        return Predictions(**cut)  # type: ignore[arg-type]
+
+    def summary(self, split: Split) -> dict[str, float]:
+        """The measures of `bayesfl.metrics` that apply, against the labels or targets of `split`; clients without rows left out."""
+        labels, _ = split.padded_labels()
+        labels = labels[:, : self.mask.shape[1]]
+        if self.probs is not None:
+            return metrics.classification_summary(self.probs, labels.long(), self.mask)
+        assert self.mean is not None and self.variance is not None
+        return metrics.regression_summary(self.mean, self.variance, labels, self.mask)
+
+
+class Collector:
+    """Predictions of clients as they come, chunk by chunk, into padded tensors on the CPU."""
+
+    def __init__(self, split: Split) -> None:
+        self._counts = split.counts
+        self._width = int(split.counts.max(initial=0))
+        self._seen = np.zeros(split.clients, bool)
+        self._tensors: Tensors = {}
+
+    def add(self, rows: np.ndarray, chunk: Tensors) -> None:
+        """Predictions of the clients `rows`, {name: [C, N', ...]}; padding beyond a client's examples is ignored."""
+        self._seen[rows] = True
+        for name, values in chunk.items():
+            if name not in self._tensors:
+                shape = (len(self._counts), self._width, *values.shape[2:])
+                self._tensors[name] = torch.full(shape, torch.nan, dtype=values.dtype)
+            for row, value in zip(rows, values.cpu(), strict=True):
+                n = int(self._counts[row])
+                self._tensors[name][row, :n] = value[:n]
+
+    def predictions(self) -> Predictions:
+        """All of them; clients never added have no rows."""
+        counts = torch.from_numpy(np.where(self._seen, self._counts, 0))
+        return Predictions(mask=torch.arange(self._width) < counts[:, None], **self._tensors)
+
+
+def of_views(
+    algorithm: Algorithm,
+    parts: tuple[str, ...],
+    views: View,
+    split: Split,
+    rows: np.ndarray,
+    engine: Engine,
+    *,
+    seed: int,
+    round: int,
+    draws: int,
+    ids: np.ndarray | None = None,
+) -> Tensors:
+    """Predictions of a chunk of clients from their views, {name: [C, N, ...]}; draws come from each client's own address."""
+    noise: dict[str, Tensor] = {}
+    n = views["n"]
+    for index, name in enumerate(algorithm.blocks):
+        if draws and name in parts and algorithm.blocks[name].stochastic:
+            size = algorithm.blocks[name].posterior.noise_size(algorithm.layout(name).size)
+            buffer = np.stack(
+                [
+                    generator(seed, Purpose.PREDICT, round=round, client=int(i), index=index).standard_normal((draws, size), np.float32)
+                    for i in (rows if ids is None else ids)
+                ]
+            )
+            noise[name] = torch.from_numpy(buffer).to(n)
+    pieces = []
+    for x in _inputs(split, rows):
+        outputs = engine.outputs(algorithm, parts, views, x, noise)
+        piece = algorithm.likelihood.predictive(outputs)
+        if not noise:
+            piece["epistemic"] = torch.full_like(piece["epistemic"], torch.nan)
+        pieces.append(piece)
+    return {name: torch.cat([piece[name] for piece in pieces], 1) for name in pieces[0]}
+
+
+def _inputs(split: Split, rows: np.ndarray) -> Iterator[Tensor]:
+    """The inputs of a chunk of clients [C, N, *], a piece of rows at a time; short clients repeat their first row."""
+    counts, width = split.counts[rows], int(split.counts[rows].max())
+    size = max(1, GATHER // max(1, len(rows) * split.x[:1].nbytes))
+    for start in range(0, max(width, 1), size):
+        places = np.arange(start, min(start + size, max(width, 1)))[None]
+        index = split.offsets[rows][:, None] + np.where(places < counts[:, None], places, 0)
+        flat = split.index[torch.from_numpy(np.minimum(index, len(split.index) - 1)).to(split.index.device)]
+        yield split.x.index_select(0, flat.reshape(-1)).unflatten(0, flat.shape)
+
+
+def personal(
+    algorithm: Algorithm,
+    server: Server,
+    private: View,
+    data: FederatedData,
+    split: Split,
+    engine: Engine,
+    crew: Crew,
+    *,
+    seed: int,
+    round: int,
+    rounds: int,
+    draws: int | None = None,
+) -> Predictions:
+    """Every client's own predictor after `round` rounds, on a split of its data.
+
+    Args:
+        algorithm: Its `finetune` phases run first, on a copy of each view, over the training data.
+        server: The server's state.
+        private: Private rows [J, ...].
+        data: The clients, on the run's device and in its precision.
+        split: What is predicted; its clients are those of `data`.
+        engine: How it is computed.
+        crew: Who computes it.
+        seed: The experiment's seed.
+        round: Rounds done; an address.
+        rounds: Rounds in all; schedules read it.
+        draws: Posterior draws; 0 predicts at the mean, None as the method's paper does.
+    """
+    train = data.train
+    dtype, device = train.x.dtype, train.x.device
+    counts = torch.from_numpy(train.counts).to(dtype=dtype, device=device)
+    order = np.argsort(-train.counts, kind="stable")
+
+    def work(rows: np.ndarray) -> tuple[np.ndarray, Tensors]:
+        ids = torch.from_numpy(rows).to(device)
+        common, addressed = algorithm.share(server, ids)
+        given = algorithm.given(common, round, rounds)
+        views = algorithm.views(given, addressed, tree_map(lambda t: t.index_select(0, ids), private), counts[ids])
+        for position, phase in enumerate(algorithm.finetune):
+            plan = Plan(phase, train, rows, seed=seed, round=round, stage=Stage.FINETUNE, position=position, dtype=dtype)
+            views, _ = engine.run(algorithm, phase, given, views, plan)
+        wanted = algorithm.predictive if draws is None else draws
+        return rows, of_views(algorithm, algorithm.parts, views, split, rows, engine, seed=seed, round=round, draws=wanted)
+
+    collector = Collector(split)
+    size = engine.chunk_size(len(order), algorithm, device)
+    for rows, chunk in crew.over([order[s : s + size] for s in range(0, len(order), size)], work):
+        collector.add(rows, chunk)
+    return collector.predictions()
+
+
+def shared(
+    algorithm: Algorithm, server: Server, split: Split, engine: Engine, *, seed: int, round: int, rounds: int
+) -> Predictions | None:
+    """The server's model, at its mean, on every client's split; None where the server holds no whole model.
+
+    One model serves all clients, so their rows go through it together.
+    """
+    parts = algorithm.shared_parts()
+    if parts is None:
+        return None
+    given = algorithm.given(server, round, rounds)
+    views = {name: tree_map(lambda t: t.unsqueeze(0), algorithm.belief(name, given[name])) for name in parts}
+    views["n"] = torch.ones(1, dtype=split.x.dtype, device=split.x.device)
+    everyone = Split(split.x, split.y, split.index, np.array([len(split.index)]))
+    flat = of_views(algorithm, parts, views, everyone, np.zeros(1, np.int64), engine, seed=seed, round=round, draws=0)
+    collector = Collector(split)
+    for j, (start, n) in enumerate(zip(split.offsets, split.counts, strict=True)):
+        collector.add(np.array([j]), {name: value[:, start : start + n] for name, value in flat.items()})
+    return collector.predictions()

@@ -1,0 +1,204 @@
+"""What a federation has learnt: predictions, adaptation to new clients, saving and loading."""
+
+import os
+from dataclasses import asdict, dataclass, field, replace
+from typing import Literal
+
+import numpy as np
+import torch
+
+from bayesfl import checkpoint, predict
+from bayesfl.blocks import Algorithm
+from bayesfl.data import FederatedData, Split
+from bayesfl.engine import Engine
+from bayesfl.history import History
+from bayesfl.local import Local, private_rows, write_rows
+from bayesfl.predict import Predictions
+from bayesfl.protocols import Server, View
+from bayesfl.random import Purpose, Stage, generator
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a run is made; what a resumed run must share with the one it goes on from is all but `rounds`.
+
+    Args:
+        rounds: Rounds in all; schedules read it.
+        participation: Expected share of the clients in a cohort, in (0, 1].
+        sampling: `fixed` takes max(1, floor(J participation)) clients; `bernoulli` each with that probability, redrawn until
+            min(2, J) are in.
+        train: Who trains: the `cohort`, or `all`, of whom only the cohort is gathered.
+        seed: Of everything random.
+        evaluate_every: Rounds between evaluations; the last round is always evaluated. None: never.
+    """
+
+    rounds: int
+    participation: float
+    sampling: Literal["fixed", "bernoulli"]
+    train: Literal["cohort", "all"]
+    seed: int
+    evaluate_every: int | None
+
+    def __post_init__(self) -> None:
+        if self.rounds < 1:
+            raise ValueError(f"rounds must be at least 1, got {self.rounds}")
+        if not 0 < self.participation <= 1:
+            raise ValueError(f"participation is a share of the clients and must lie in (0, 1], got {self.participation}")
+        if self.sampling not in ("fixed", "bernoulli"):
+            raise ValueError(f"sampling must be 'fixed' or 'bernoulli', got {self.sampling!r}")
+        if self.train not in ("cohort", "all"):
+            raise ValueError(f"train must be 'cohort' or 'all', got {self.train!r}")
+        if self.evaluate_every is not None and self.evaluate_every < 1:
+            raise ValueError(f"evaluate_every must be at least 1, or None for never, got {self.evaluate_every}")
+
+    def cohort(self, clients: int, round: int) -> np.ndarray:
+        """The ids of one round's cohort, ascending."""
+        rng = generator(self.seed, Purpose.COHORT, round=round)
+        if self.sampling == "fixed":
+            return np.sort(rng.permutation(clients)[: max(1, int(clients * self.participation + 1e-9))])
+        while True:
+            chosen = np.flatnonzero(rng.random(clients) < self.participation)
+            if len(chosen) >= min(2, clients):
+                return chosen
+
+    def evaluates(self, round: int) -> bool:
+        """Whether the measures are taken after this round."""
+        every = self.evaluate_every
+        return every is not None and ((round + 1) % every == 0 or round + 1 == self.rounds)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a federation has learnt.
+
+    Args:
+        algorithm: The method.
+        data: The clients.
+        settings: How the run was made.
+        engine: How it was computed, its chunk decided.
+        round: Rounds done.
+        server: The server's state.
+        private: The clients' own states, [J, ...] each.
+        history: One row a round.
+        device: Where it was computed, and where its predictions are.
+        dtype: Precision of its state.
+    """
+
+    algorithm: Algorithm
+    data: FederatedData
+    settings: Settings
+    engine: Engine
+    round: int
+    server: Server
+    private: View
+    history: History = field(default_factory=History)
+    device: torch.device = torch.device("cpu")
+    dtype: torch.dtype = torch.float32
+
+    def predict(self, split: Split | None = None, *, draws: int | None = None) -> Predictions:
+        """Every client's predictive distribution on a split of its data, after aggregation (and fine-tuning where the method has it).
+
+        Args:
+            split: `test` unless given; its clients are those of the training data.
+            draws: Posterior draws to average over; 0 predicts at the mean, None as the method's paper does.
+
+        Raises:
+            ValueError: The split has other clients, or `draws` is negative.
+        """
+        data = self.data.to(self.device, self.dtype)
+        split = data.test if split is None else split.to(self.device, self.dtype)
+        if split.clients != data.clients:
+            raise ValueError(f"the split has {split.clients} clients, the result {data.clients}; use result.adapt(...) for new clients")
+        if draws is not None and draws < 0:
+            raise ValueError(f"draws must be >= 0, or None for the paper's number, got {draws}")
+        with self.engine.crew(self.device) as crew:
+            return predict.personal(
+                self.algorithm,
+                self.server,
+                self.private,
+                data,
+                split,
+                self.engine,
+                crew,
+                seed=self.settings.seed,
+                round=self.round,
+                rounds=self.settings.rounds,
+                draws=draws,
+            )
+
+    def adapt(self, novel: FederatedData) -> "Result":
+        """The same federation for clients never seen in training: their private state made from the server's, and adapted once.
+
+        Args:
+            novel: The new clients; the method's `adapt` phases read their training data.
+
+        Raises:
+            ValueError: Their inputs or outputs differ from the federation's.
+            DivergenceError: Their training is not finite.
+        """
+        if (novel.inputs, novel.outputs, novel.task) != (self.data.inputs, self.data.outputs, self.data.task):
+            raise ValueError(
+                f"new clients have inputs {novel.inputs} and {novel.outputs} outputs ({novel.task}), the federation "
+                f"{self.data.inputs} and {self.data.outputs} ({self.data.task}); adapt clients of the same problem"
+            )
+        train = novel.to(self.device, self.dtype).train
+        private = private_rows(self.algorithm, self.server, novel.clients)
+        order = np.argsort(-train.counts, kind="stable")
+        local = Local(self.algorithm, self.algorithm.adapt, self.engine, train, self.settings.seed, self.settings.rounds, Stage.ADAPT)
+        size = self.engine.chunk_size(novel.clients, self.algorithm, self.device)
+        with self.engine.crew(self.device) as crew:
+            chunks = [order[s : s + size] for s in range(0, len(order), size)]
+            for done in crew.over(chunks, lambda ids: local(ids, self.server, private, self.round)):
+                write_rows(private, done.ids, done.views)
+        return replace(self, data=novel, private=private, history=History())
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the state, the settings and the history into the folder `path`; `bf.load` reads them.
+
+        What is not in it: the model's code and the data, which `bf.load` is given and checks.
+        """
+        meta = {
+            "settings": asdict(self.settings),
+            "engine": asdict(self.engine),
+            "round": self.round,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "history": self.history.rows,
+            "algorithm": checkpoint.identity(self.algorithm),
+            "data": self.data.hash,
+        }
+        checkpoint.write(path, meta, {"server": self.server, "private": self.private})
+
+
+def load(path: str | os.PathLike[str], algorithm: Algorithm, clients: FederatedData, *, device: torch.device | str = "cpu") -> Result:
+    """A saved run.
+
+    Args:
+        path: The folder that `Result.save` wrote.
+        algorithm: The method it was made with.
+        clients: The data it was made on.
+        device: Where its state goes.
+
+    Raises:
+        CheckpointError: There is no run, it is damaged, or it was made with another method or on other data.
+    """
+    meta, state = checkpoint.read(path, device)
+    mine, theirs = checkpoint.identity(algorithm), meta["algorithm"]
+    if different := sorted(key for key in mine.keys() | theirs.keys() if mine.get(key) != theirs.get(key)):
+        details = "; ".join(f"{key}: saved {theirs.get(key)}, given {mine.get(key)}" for key in different)
+        raise checkpoint.CheckpointError(f"{str(path)!r} was made with another algorithm, which differs in {different} ({details})")
+    if meta["data"] != clients.hash:
+        raise checkpoint.CheckpointError(
+            f"{str(path)!r} was made on other data (hash {meta['data'][:12]}, given {clients.hash[:12]}); give the same recipe and seed"
+        )
+    return Result(
+        algorithm,
+        clients,
+        Settings(**meta["settings"]),
+        Engine(**meta["engine"]),
+        meta["round"],
+        state["server"],
+        state.get("private", {}),
+        History(meta["history"]),
+        torch.device(device),
+        getattr(torch, meta["dtype"]),
+    )

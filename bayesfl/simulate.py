@@ -1,0 +1,261 @@
+"""Federated training on one machine: rounds of local work, in chunks of clients, and what the server makes of it."""
+
+import math
+import os
+from dataclasses import replace
+from time import perf_counter
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch.utils._pytree import tree_map
+
+from bayesfl import predict
+from bayesfl.blocks import Algorithm
+from bayesfl.data import FederatedData, Split
+from bayesfl.engine import Crew, Engine
+from bayesfl.history import History
+from bayesfl.local import DivergenceError, Done, Local, private_rows, write_rows
+from bayesfl.predict import Collector
+from bayesfl.protocols import Server, StackedPool, Tensors, Uplink, View
+from bayesfl.result import Result, Settings, load
+
+
+def simulate(
+    algorithm: Algorithm,
+    clients: FederatedData,
+    *,
+    rounds: int,
+    participation: float = 1.0,
+    sampling: Literal["fixed", "bernoulli"] | None = None,
+    train: Literal["cohort", "all"] | None = None,
+    seed: int = 0,
+    evaluate_every: int | None = 1,
+    engine: Engine | None = None,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    resume: "Result | str | os.PathLike[str] | None" = None,
+    progress: bool | None = None,
+) -> Result:
+    """Trains a federation on this machine.
+
+    Args:
+        algorithm: A method, from `bf.algorithms` or composed.
+        clients: Their data.
+        rounds: Rounds in all, those of a resumed run included.
+        participation: Expected share of the clients whose work is gathered in a round, in (0, 1].
+        sampling: `fixed` number of clients, or `bernoulli`; None for the method's own.
+        train: `cohort`, or `all` (then only the cohort is gathered); None for the method's own.
+        seed: The same seed gives the same draws, whatever the engine.
+        evaluate_every: Rounds between evaluations; the last round is always evaluated. None: never.
+        engine: How it is computed; changes nothing but speed and rounding.
+        device: Where.
+        dtype: In which precision.
+        resume: A result, or the folder of a saved one, to go on from, bit for bit.
+        progress: Whether to show a bar; None where standard error is a terminal.
+
+    Raises:
+        ValueError: Something does not fit: the message names it and the remedy.
+        DivergenceError: Training left the finite numbers; it carries the result up to the last finite round.
+    """
+    settings = Settings(
+        rounds=rounds,
+        participation=participation,
+        sampling=sampling or algorithm.sampling,
+        train=train or algorithm.train,
+        seed=seed,
+        evaluate_every=evaluate_every,
+    )
+    device = _device(device)
+    _check(algorithm, clients)
+    if evaluate_every is not None and "test" not in clients.splits:
+        raise ValueError("the data have no test split to evaluate on; give them one, or pass evaluate_every=None")
+    data = clients.to(device, dtype)
+    if resume is None:
+        trained = clients.clients if settings.train == "all" else max(1, int(clients.clients * participation + 1e-9))
+        engine = engine or Engine()
+        engine = replace(engine, chunk=engine.chunk_size(trained, algorithm, device))
+        server = algorithm.init(clients.clients, seed=seed, dtype=dtype, device=device)
+        private = private_rows(algorithm, server, clients.clients)
+        result = Result(algorithm, clients, settings, engine, 0, server, private, History(), device, dtype)
+    else:
+        saved = resume if isinstance(resume, Result) else load(resume, algorithm, clients, device=device)
+        result = _resumed(saved, settings, engine, dtype)
+    with engine.crew(device) as crew:
+        return _rounds(result, data, crew, progress)
+
+
+def _resumed(saved: Result, settings: Settings, engine: Engine | None, dtype: torch.dtype) -> Result:
+    """A saved run under new settings: more rounds and other workers are fine, the rest would be another experiment."""
+    if settings.rounds < saved.round:
+        raise ValueError(f"rounds counts all rounds, and {saved.round} are already done; got {settings.rounds}")
+    free = {"rounds": settings.rounds, "evaluate_every": settings.evaluate_every}
+    if replace(saved.settings, **free) != settings or saved.dtype != dtype:
+        raise ValueError(f"a resumed run keeps its settings: saved {saved.settings} in {saved.dtype}, given {settings} in {dtype}")
+    chunk, kernel = saved.engine.chunk, saved.engine.kernel
+    if engine is not None and (engine.kernel != kernel or engine.chunk not in (None, chunk)):
+        raise ValueError(f"a resumed run keeps its kernel and chunk, {kernel!r} and {chunk}; got {engine.kernel!r} and {engine.chunk}")
+    workers = saved.engine.workers if engine is None else engine.workers
+    return replace(saved, settings=settings, engine=replace(saved.engine, workers=workers))
+
+
+def _rounds(result: Result, data: FederatedData, crew: Crew, progress: bool | None) -> Result:
+    settings, algorithm = result.settings, result.algorithm
+    from tqdm import tqdm
+
+    private = tree_map(torch.clone, result.private)
+    server, history = result.server, History(result.history.rows)
+    local = Local(algorithm, algorithm.phases, result.engine, data.train, settings.seed, settings.rounds)
+    up = sum(math.prod(shape) * dtype.itemsize for shape, dtype in algorithm.uplink(result.dtype).values())
+    spare = len(algorithm.phases) - _wasted(algorithm)
+    with tqdm(total=settings.rounds, initial=result.round, unit="round", disable=None if progress is None else not progress) as bar:
+        for round in range(result.round, settings.rounds):
+            start = perf_counter()
+            chosen = settings.cohort(data.clients, round)
+            rest = np.setdiff1d(np.arange(data.clients), chosen) if settings.train == "all" else chosen[:0]
+            evaluates = settings.evaluates(round)
+            # The rest in chunks of their own, so that whether they are measured does not change who shares a chunk.
+            chunks = [(ids, True) for ids in _chunks(chosen, data.train, result.engine)]
+            chunks += [(ids, False) for ids in _chunks(rest, data.train, result.engine)]
+            gather = _Gather(algorithm, server)
+            undo: list[tuple[np.ndarray, View]] = []
+            before = Collector(data.test) if evaluates else None
+            seconds = {"steps": 0.0, "batches": 0.0, "noise": 0.0}
+            down, nll, measuring = 0, [], 0.0
+
+            def work(item: tuple[np.ndarray, bool], round: int = round, evaluates: bool = evaluates) -> tuple[Done, Uplink, Tensors, float]:
+                ids, sends = item
+                done = local(ids, server, private, round, None if sends or evaluates else spare)
+                uplink = result.engine.map(lambda view: algorithm.report(done.given, view), done.views) if sends else {}
+                clock = perf_counter()
+                seen: Tensors = {}
+                if evaluates:
+                    seen = predict.of_views(
+                        algorithm, algorithm.parts, done.views, data.test, ids, result.engine, seed=settings.seed, round=round + 1, draws=algorithm.predictive
+                    )
+                return done, uplink, seen, perf_counter() - clock
+
+            try:
+                for (_, sends), (done, reported, seen, spent) in zip(chunks, crew.over(chunks, work), strict=True):
+                    undo.append((done.ids, write_rows(private, done.ids, done.views)))
+                    if sends:
+                        gather.add(done, reported)
+                        nll.append(done.info.get("nll", torch.full((len(done.ids),), torch.nan)).double().cpu())
+                    if before is not None:
+                        before.add(done.ids, seen)
+                    down += done.received
+                    measuring += spent
+                    seconds = {key: seconds[key] + done.seconds.get(key, 0.0) for key in seconds}
+                server = gather.server(round)
+            except DivergenceError as error:
+                for ids, old in undo:
+                    write_rows(private, ids, old)
+                error.result = replace(result, round=round, server=server, private=private, history=history)
+                raise
+            # Measuring ran in the workers, beside training; its share of the round's time is taken out.
+            spent = perf_counter() - start - measuring / min(len(chunks), result.engine.worker_count(result.device))
+            row: dict[str, Any] = {"round": round + 1, "cohort": len(chosen), "seconds": spent}
+            row |= {f"seconds_{key}": value for key, value in seconds.items()}
+            row |= {"bytes_up": up * len(chosen), "bytes_down": down, "train_nll": float(torch.cat(nll).mean())}
+            result = replace(result, round=round + 1, server=server, private=private, history=history)
+            if before is not None:
+                row |= {f"before_pool_{key}": value for key, value in before.predictions().summary(data.test).items()}
+                row |= _measure(result, data, crew)
+            history.append(row)
+            bar.update()
+            if evaluates:
+                key = "personal_accuracy" if data.task == "classification" else "personal_rmse"
+                bar.set_postfix({key: f"{row[key]:.3f}"}, refresh=False)
+    return result
+
+
+def _measure(result: Result, data: FederatedData, crew: Crew) -> dict[str, float]:
+    """Columns of the models after aggregation."""
+    settings, algorithm, row = result.settings, result.algorithm, {}
+    for name, prefix in (("test", "personal"), ("validation", "validation")):
+        if name in data.splits:
+            split = data.splits[name]
+            personal = predict.personal(
+                algorithm, result.server, result.private, data, split, result.engine, crew,
+                seed=settings.seed, round=result.round, rounds=settings.rounds,
+            )  # fmt: skip
+            row |= {f"{prefix}_{key}": value for key, value in personal.summary(split).items()}
+    shared = predict.shared(
+        algorithm, result.server, data.test, result.engine, seed=settings.seed, round=result.round, rounds=settings.rounds
+    )
+    if shared is not None:
+        row |= {f"global_{key}": value for key, value in shared.summary(data.test).items()}
+    return row
+
+
+class _Gather:
+    """What the server adds up over a round."""
+
+    def __init__(self, algorithm: Algorithm, server: Server) -> None:
+        self._algorithm, self._server = algorithm, server
+        self._totals: dict[str, Tensors] = {}
+        self._stacked: list[Uplink] = []
+        self._pools = {name: block.pool for name, block in algorithm.blocks.items() if block.pool}
+
+    def add(self, done: Done, reported: Uplink) -> None:
+        """The uplinks of a chunk, client after client."""
+        sent = self._algorithm.sent(done.views)
+        ids = torch.from_numpy(done.ids).to(done.views["n"].device)
+        extra = reported | {"n": done.views["n"], "ids": ids}
+        for name, pool in self._pools.items():
+            if not isinstance(pool, StackedPool):
+                self._totals[name] = pool.accumulate(self._totals.get(name), self._server, name, sent | extra)
+        self._stacked.append(extra | {name: sent[name] for name, pool in self._pools.items() if isinstance(pool, StackedPool)})
+
+    def server(self, round: int) -> Server:
+        """The server's next state."""
+        uplink = tree_map(lambda *rows: torch.cat(rows), *self._stacked)
+        new = dict(self._server)
+        for name, pool in self._pools.items():
+            if isinstance(pool, StackedPool):
+                new[name] = pool(self._server, name, uplink)
+            else:
+                new[name] = pool.solve(self._server, name, self._totals[name])
+        return new | self._algorithm.combine(new, uplink["ids"], uplink)
+
+
+def _chunks(ids: np.ndarray, train: Split, engine: Engine) -> list[np.ndarray]:
+    """Clients longest first, ties by id, in chunks."""
+    order = ids[np.argsort(-train.counts[ids], kind="stable")]
+    size = engine.chunk or len(order)
+    return [order[s : s + size] for s in range(0, len(order), size)]
+
+
+def _wasted(algorithm: Algorithm) -> int:
+    """How many phases at the end train only what a client outside the cohort neither keeps nor sends."""
+    count = 0
+    for phase in reversed(algorithm.phases):
+        trained = getattr(phase, "blocks", None)
+        if not trained or any(algorithm.blocks[name].keep for name in trained):
+            break
+        count += 1
+    return count
+
+
+def _device(device: torch.device | str) -> torch.device:
+    device = torch.device(device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device {str(device)!r} is absent: torch finds no CUDA device; use device='cpu'")
+    return device
+
+
+def _check(algorithm: Algorithm, data: FederatedData) -> None:
+    """That the method's likelihood and the model's outputs fit the data, before training starts."""
+    if algorithm.likelihood.task != data.task:
+        raise ValueError(
+            f"likelihood {type(algorithm.likelihood).__name__} is for {algorithm.likelihood.task}, the data are for {data.task}; "
+            "build the algorithm with likelihood=" + ("Gaussian(scale=...)" if data.task == "regression" else "Categorical()")
+        )
+    module = algorithm.module(torch.empty(0, dtype=data.train.x.dtype))
+    try:
+        with torch.no_grad():
+            outputs = module(data.train.x[:1].cpu())
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(f"the model does not take inputs of shape {data.inputs}: {error}") from error
+    if type(algorithm.likelihood).__name__ == "Categorical" and outputs.shape[-1] != data.outputs:
+        raise ValueError(f"the model has {outputs.shape[-1]} outputs, the data {data.outputs} classes; build it with outputs={data.outputs}")

@@ -1,0 +1,341 @@
+"""How fast a round is, in units of a bare loop: a module and a torch.optim.SGD per client, one after another, on one thread.
+
+python benchmarks/engines.py [--quick] [--rows NAME ...]
+
+Every row runs its sides in turn, repetition by repetition, and takes medians of the ratios within a repetition, so that a
+disturbance of the machine falls on both. Seconds are wall; CPU seconds and the resident memory that a side adds (in a process of
+its own) stand beside. Results: benchmarks/results/engines.json.
+"""
+
+import argparse
+import contextlib
+import copy
+import gc
+import json
+import multiprocessing
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+import bayesfl as bf
+from bayesfl import report
+from bayesfl.data import FederatedData, SourceInfo, Split
+
+RESULTS = Path(__file__).parent / "results" / "engines.json"
+LR, MOMENTUM, BATCH = 0.05, 0.9, 50
+Round = Callable[[], float]
+
+
+def federation(sizes: list[int], shape: tuple[int, ...] = (784,), classes: int = 10) -> FederatedData:
+    """Random inputs and labels: speed does not read them."""
+    rng = torch.Generator().manual_seed(0)
+    n = sum(sizes)
+    x, y = torch.rand(n, *shape, generator=rng), torch.randint(0, classes, (n,), generator=rng)
+    split = Split(x, y, torch.arange(n), np.array(sizes))
+    return FederatedData(
+        splits={"train": split},
+        outputs=classes,
+        task="classification",
+        inputs=shape,
+        client_names=tuple(str(j) for j in range(len(sizes))),
+        class_names=None,
+        source=SourceInfo(name="random"),
+        recipe={},
+    )
+
+
+def unequal(clients: int = 40) -> list[int]:
+    """Sizes from 10 to 500."""
+    return [int(n) for n in np.clip(np.random.default_rng(0).exponential(180, clients), 10, 500)]
+
+
+def bare_fedavg(model: torch.nn.Module, data: FederatedData, epochs: int) -> Round:
+    """FedAvg as a loop."""
+    clients = [data.train.client(j) for j in range(data.clients)]
+    models = [copy.deepcopy(model) for _ in clients]
+    server = [p.detach().clone() for p in model.parameters()]
+
+    def one_round() -> float:
+        start = time.perf_counter()
+        for net, (x, y) in zip(models, clients, strict=True):
+            params = list(net.parameters())
+            with torch.no_grad():
+                for p, s in zip(params, server, strict=True):
+                    p.copy_(s)
+            optimiser = torch.optim.SGD(params, lr=LR, momentum=MOMENTUM)
+            for _ in range(epochs):
+                for rows in torch.randperm(len(x)).split(BATCH):
+                    optimiser.zero_grad()
+                    F.cross_entropy(net(x[rows]), y[rows]).backward()
+                    optimiser.step()
+        with torch.no_grad():
+            weight = torch.tensor([len(x) for x, _ in clients]) / sum(len(x) for x, _ in clients)
+            for k, s in enumerate(server):
+                s.copy_(torch.einsum("j,j...->...", weight, torch.stack([list(net.parameters())[k] for net in models])))
+        return time.perf_counter() - start
+
+    return one_round
+
+
+def bare_pfedvem(model: torch.nn.Module, data: FederatedData, head_epochs: int, body_epochs: int, draws: int) -> Round:
+    """pFedVEM as a loop: the same gradient steps and the same number of draws."""
+    clients = [data.train.client(j) for j in range(data.clients)]
+    bodies = [copy.deepcopy(model.body) for _ in clients]
+    server = [p.detach().clone() for p in model.body.parameters()]
+    centre = [model.head.weight.detach().clone(), model.head.bias.detach().clone()]
+    heads = [[*(c.clone() for c in centre), *(torch.full_like(c, 0.5413) for c in centre)] for _ in clients]
+
+    def losses(features: torch.Tensor, y: torch.Tensor, head: list[torch.Tensor], reduction: str) -> torch.Tensor:
+        w, b, s, t = head[0], head[1], F.softplus(head[2]), F.softplus(head[3])
+        total = torch.zeros(())
+        for _ in range(draws):
+            logits = F.linear(features, w + s * torch.randn_like(s), b + t * torch.randn_like(t))
+            total = total + F.cross_entropy(logits, y, reduction=reduction) / draws
+        return total
+
+    def one_round() -> float:
+        start = time.perf_counter()
+        for body, head, (x, y) in zip(bodies, heads, clients, strict=True):
+            size = sum(c.numel() for c in centre)
+            with torch.no_grad():
+                for p, s in zip(body.parameters(), server, strict=True):
+                    p.copy_(s)
+                rho2 = sum((F.softplus(r).square() + (m - c).square()).sum() for m, r, c in zip(head[:2], head[2:], centre, strict=True)) / size
+            for p in head:
+                p.requires_grad_(True)
+            optimiser = torch.optim.SGD(head, lr=1e-3, momentum=MOMENTUM)
+            for _ in range(head_epochs):
+                optimiser.zero_grad()
+                with torch.no_grad():
+                    features = body(x)
+                loss = losses(features, y, head, "sum")
+                for m, r, c in zip(head[:2], head[2:], centre, strict=True):
+                    s2 = F.softplus(r).square()
+                    loss = loss + 0.5 * ((s2 + (m - c).square()) / rho2 - 1 + (rho2 / s2).log()).sum()
+                loss.backward()
+                optimiser.step()
+            for p in head:
+                p.requires_grad_(False)
+            optimiser = torch.optim.SGD(body.parameters(), lr=1e-2, momentum=MOMENTUM)
+            for _ in range(body_epochs):
+                for rows in torch.randperm(len(x)).split(BATCH):
+                    optimiser.zero_grad()
+                    losses(body(x[rows]), y[rows], head, "mean").backward()
+                    optimiser.step()
+        with torch.no_grad():
+            for k, s in enumerate(server):
+                s.copy_(torch.stack([list(body.parameters())[k] for body in bodies]).mean(0))
+        return time.perf_counter() - start
+
+    return one_round
+
+
+class Ours:
+    """The same round by `simulate`, one call a round, with what it spent where."""
+
+    def __init__(self, algorithm: bf.Algorithm, data: FederatedData, engine: bf.Engine, **options: object) -> None:
+        self._run = lambda rounds, resume: bf.simulate(
+            algorithm, data, rounds=rounds, engine=engine, evaluate_every=None, progress=False, resume=resume, train="cohort", sampling="fixed", **options
+        )
+        self._result: object = None
+        self._done = 0
+        self.workers = engine.workers or 1
+        self.parts: list[dict[str, float]] = []
+
+    def __call__(self) -> float:
+        self._done += 1
+        self._result = self._run(self._done, self._result)
+        row = self._result.history.rows[-1]  # type: ignore[attr-defined]
+        self.parts.append({k: row[k] for k in ("seconds", "seconds_steps", "seconds_batches", "seconds_noise")})
+        return row["seconds"]
+
+    def shares(self) -> dict[str, float]:
+        """Shares of the workers' time, medians over repetitions; `rest` is neither steps nor batches nor noise."""
+        out: dict[str, list[float]] = {"batches": [], "noise": [], "rest": []}
+        for part in self.parts[1:]:
+            total = part["seconds"] * self.workers
+            out["batches"].append(part["seconds_batches"] / total)
+            out["noise"].append(part["seconds_noise"] / total)
+            out["rest"].append(1 - (part["seconds_steps"] + part["seconds_batches"] + part["seconds_noise"]) / total)
+        return {key: statistics.median(values) for key, values in out.items()}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table.
+
+    Args:
+        title: What is run.
+        unit: The side that everything is measured in.
+        sides: {name: makes a round}.
+        limits: {name: at most this ratio}.
+        repetitions: Of all sides, after one that warms up.
+    """
+
+    title: str
+    unit: str
+    sides: dict[str, Callable[[], Round]]
+    limits: dict[str, float]
+    repetitions: int
+
+
+def rows(quick: bool) -> dict[str, Row]:
+    """The table's rows by name."""
+    epochs = 2 if quick else 10
+    mlp = bf.models.mlp(784, hidden=100, outputs=10)
+    fedavg = bf.algorithms.fedavg(mlp, epochs=epochs, lr=LR, momentum=MOMENTUM)
+    one, two = bf.Engine(workers=1), bf.Engine(workers=2)
+
+    def against(bare: Callable[[], Round], algorithm: bf.Algorithm, data: Callable[[], FederatedData]) -> dict[str, Callable[[], Round]]:
+        return {
+            "bare": bare,
+            "bare, 2 threads": lambda: _threaded(bare(), 2),
+            "1 worker": lambda: Ours(algorithm, data(), one),
+            "2 workers": lambda: Ours(algorithm, data(), two),
+        }
+
+    def make(title: str, bare, algorithm: bf.Algorithm, data, at_two: float, at_one: float, repetitions: int) -> Row:
+        return Row(title, "bare", against(bare, algorithm, data), {"2 workers": at_two, "1 worker": at_one}, 2 if quick else repetitions)
+
+    ten, hundred = (lambda: federation([250] * 10)), (lambda: federation([250] * (20 if quick else 100)))
+    forty, images = (lambda: federation(unequal())), (lambda: federation([125] * (4 if quick else 20), (1, 28, 28)))
+    net = bf.models.lenet((1, 28, 28), outputs=10)
+    cnn = bf.algorithms.fedavg(net, epochs=2, lr=LR, momentum=MOMENTUM)
+    vem = bf.algorithms.pfedvem(mlp, head_epochs=epochs, body_epochs=epochs)
+    ditto = bf.algorithms.ditto(mlp, epochs=epochs, batch_size=BATCH, lr=LR, momentum=MOMENTUM)
+    return {
+        "mlp10": make("FedAvg, MLP 784-100-10, 10 clients x 250", lambda: bare_fedavg(mlp, ten(), epochs), fedavg, ten, 0.45, 0.72, 9),
+        "mlp100": make("the same, 100 clients", lambda: bare_fedavg(mlp, hundred(), epochs), fedavg, hundred, 0.40, 0.65, 3),
+        "unequal": make("40 clients of 10 to 500", lambda: bare_fedavg(mlp, forty(), epochs), fedavg, forty, 0.45, 0.65, 5),
+        "lenet": make("LeNet 6-16-120-84, 20 clients x 125", lambda: bare_fedavg(net, images(), 2), cnn, images, 0.55, 0.95, 7),
+        "pfedvem": make("pFedVEM, 10 clients, 5 draws", lambda: bare_pfedvem(mlp, ten(), epochs, epochs, 5), vem, ten, 0.40, 0.60, 7),
+        "ditto": Row(
+            "Ditto, in units of our own FedAvg round",
+            "FedAvg",
+            {
+                "FedAvg": lambda: Ours(fedavg, ten(), one),
+                "1 worker": lambda: Ours(ditto, ten(), one),
+                "FedAvg, 2 workers": lambda: Ours(fedavg, ten(), two),
+                "2 workers": lambda: Ours(ditto, ten(), two),
+            },
+            {"1 worker": 2.3, "2 workers": 2.3},
+            2 if quick else 9,
+        ),
+    }
+
+
+def _threaded(one_round: Round, threads: int) -> Round:
+    def run() -> float:
+        torch.set_num_threads(threads)
+        seconds = one_round()
+        torch.set_num_threads(1)
+        return seconds
+
+    return run
+
+
+@contextlib.contextmanager
+def neighbour(busy: bool) -> Iterator[None]:
+    """A process that spins on one core, or none."""
+    if not busy:
+        yield
+        return
+    process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+def measure(row: Row) -> dict[str, dict[str, float]]:
+    """All sides of a row in turn."""
+    sides = {name: make() for name, make in row.sides.items()}
+    for side in sides.values():
+        side()
+    wall: dict[str, list[float]] = {name: [] for name in sides}
+    cpu: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(row.repetitions):
+        for name, side in sides.items():
+            gc.collect()
+            start = time.process_time()
+            wall[name].append(side())
+            cpu[name].append(time.process_time() - start)
+    out = {}
+    for name, side in sides.items():
+        unit = wall[f"{row.unit}, {name}" if f"{row.unit}, {name}" in wall else row.unit]
+        out[name] = {
+            "seconds": statistics.median(wall[name]),
+            "cpu_seconds": statistics.median(cpu[name]),
+            "ratio": statistics.median(a / b for a, b in zip(wall[name], unit, strict=True)),
+            **(side.shares() if isinstance(side, Ours) else {}),
+        }
+        if name in row.limits:
+            out[name]["at_most"] = row.limits[name]
+    return out
+
+
+def _peak(name: str, side: str, quick: bool, pipe) -> None:
+    torch.set_num_threads(1)
+    one_round = rows(quick)[name].sides[side]
+    before = _high_water()
+    one_round()()
+    pipe.send(_high_water() - before)
+
+
+def _high_water() -> float:
+    """Largest resident memory of this process so far, in MiB; getrusage would count the parent's too."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) / 1024
+
+
+def peak_memory(name: str, side: str, quick: bool) -> float:
+    """MiB that one round of a side adds, its data included, in a process of its own."""
+    here, there = multiprocessing.get_context("spawn").Pipe(duplex=False)
+    process = multiprocessing.get_context("spawn").Process(target=_peak, args=(name, side, quick, there))
+    process.start()
+    process.join()
+    return here.recv()
+
+
+def main() -> None:
+    """Runs the rows, prints the table, writes the results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="small sizes and few repetitions: shows that it runs; nothing is written")
+    parser.add_argument("--rows", nargs="+", choices=list(rows(True)), default=list(rows(True)))
+    parser.add_argument("--no-neighbour", action="store_true", help="leave out the rows with a busy neighbour")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    print(f"torch {torch.__version__}, {report.environment()['cores']} cores, 1 intra-op thread unless said", flush=True)
+    results: dict[str, dict] = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() and not arguments.quick else {}
+    table = rows(arguments.quick)
+    for name in arguments.rows:
+        row = table[name]
+        for busy in (False, True)[: 1 if arguments.no_neighbour or name == "ditto" else 2]:
+            with neighbour(busy):
+                sides = measure(row)
+            if not busy:
+                for side, figures in sides.items():
+                    figures["memory_mib"] = peak_memory(name, side, arguments.quick)
+            title = row.title + (", busy neighbour" if busy else "")
+            print(title)
+            for side, f in sides.items():
+                shares = f"  batches {f['batches']:.1%} noise {f['noise']:.1%} rest {f['rest']:.1%}" if "rest" in f else ""
+                limit = f" (at most {f['at_most']:.2f})" if "at_most" in f and not busy else ""
+                memory = f"  {f['memory_mib']:.0f} MiB" if "memory_mib" in f else ""
+                print(f"  {side:18s} {f['seconds']:.3f} s  cpu {f['cpu_seconds']:.3f} s  ratio {f['ratio']:.2f}{limit}{memory}{shares}", flush=True)
+            results[f"{name}{'_busy' if busy else ''}"] = {"title": title, "repetitions": row.repetitions, "sides": sides}
+            if not arguments.quick:
+                report.write_json(RESULTS, {"command": " ".join(["python", *sys.argv]), "environment": report.environment(), "rows": results})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,266 @@
+"""Recipes: structure, determinism, shares of test rows, and the published protocols."""
+
+import os
+import time
+
+import numpy as np
+import pytest
+import torch
+from torch.testing import assert_close
+
+from bayesfl.data import Source, concept_drift, diabetes, dirichlet, heart_disease, iid, labels_per_client, load
+from bayesfl.data.sources import FINE_TO_COARSE
+
+torch.set_num_threads(1)
+needs_files = pytest.mark.skipif("BAYESFL_DATA" not in os.environ, reason="BAYESFL_DATA names no folder of data sets")
+
+
+def fine_labels(data, source, split):
+    """Original class of each example of each client."""
+    part = data.splits[split]
+    return [source.y[part.rows(j)].numpy() for j in range(data.clients)]
+
+
+@pytest.fixture(scope="module")
+def hundred():
+    """CIFAR-100 in shape: 100 classes of 500 and 100, the superclasses of the original, one number per image."""
+    superclasses = tuple(tuple(k for k in range(100) if FINE_TO_COARSE[k] == c) for c in range(20))
+    rng = np.random.default_rng(0)
+    train, test = rng.permutation(np.repeat(np.arange(100), 500)), rng.permutation(np.repeat(np.arange(100), 100))
+    return Source.from_parts(
+        torch.arange(50_000.0)[:, None],
+        torch.from_numpy(train),
+        torch.arange(10_000.0)[:, None],
+        torch.from_numpy(test),
+        name="hundred",
+        superclasses=superclasses,
+    )
+
+
+def check_concept_drift(data, source, clients):
+    fine = fine_labels(data, source, "train")
+    held = np.array([[np.unique(mine[np.array(FINE_TO_COARSE)[mine] == c]) for c in range(20)] for mine in fine])
+    assert held.shape == (clients, 20, 1)  # one subclass of every superclass
+    assert (np.array(FINE_TO_COARSE)[held[:, :, 0]] == np.arange(20)).all()
+    for group in held[:, :, 0].reshape(-1, 5, 20):
+        assert len(np.unique(group)) == 100  # within a group every subclass is used once
+    sizes = np.array([np.bincount(mine, minlength=100) for mine in fine])
+    pieces = sizes.max(1)
+    assert all(set(mine) == {0, piece} for mine, piece in zip(sizes, pieces, strict=True))  # the same cuts for all classes
+    by_group = pieces.reshape(-1, 5)
+    assert (by_group == by_group[:, :1]).all()
+    assert by_group[:, 0].sum() == 500
+    assert by_group.min() >= 1
+    used = data.train.index
+    assert len(used.unique()) == len(used) == 50_000
+    for train, test in zip(fine, fine_labels(data, source, "test"), strict=True):
+        assert len(test) == 2000
+        assert set(test) == set(train)
+    assert torch.equal(data.train.y, torch.tensor(FINE_TO_COARSE)[source.y])
+    assert data.classes == 20
+
+
+@pytest.mark.parametrize("clients", [50, 100, 200])
+def test_concept_drift_is_the_published_partition(hundred, clients):
+    check_concept_drift(concept_drift(hundred, clients=clients, seed=1), hundred, clients)
+
+
+@needs_files
+def test_concept_drift_on_the_images():
+    source = load("cifar100")
+    data = concept_drift("cifar100", clients=100)
+    check_concept_drift(data, source, 100)
+    assert data.inputs == (3, 32, 32)
+
+
+def test_concept_drift_of_digits_pairs_classes():
+    data, source = concept_drift("digits", clients=20), load("digits")
+    assert data.class_names == ("0/1", "2/3", "4/5", "6/7", "8/9")
+    assert data.test.x is data.train.x
+    for train, test in zip(fine_labels(data, source, "train"), fine_labels(data, source, "test"), strict=True):
+        assert sorted(set(train // 2)) == [0, 1, 2, 3, 4]
+        assert len(set(train)) == 5
+        assert set(test) == set(train)
+    assert data.train.counts.sum() == source.train
+    assert data.train.counts.max() > 3 * data.train.counts.min()
+
+
+def test_concept_drift_with_superclasses_of_your_own():
+    groups = [[0, 6, 8], [1, 4, 7]]
+    data, source = concept_drift("digits", clients=9, superclasses=groups, min_piece=20), load("digits")
+    assert data.classes == 2
+    assert data.train.counts.min() >= 40
+    assert set(np.concatenate(fine_labels(data, source, "train"))) == {0, 1, 4, 6, 7, 8}
+    assert data.class_names == ("0/6/8", "1/4/7")
+
+
+def test_labels_per_client():
+    source = load("digits")
+    for sizes in ("equal", "random"):
+        data = labels_per_client(clients=15, labels=3, sizes=sizes)
+        assert len(data.train.index.unique()) == len(data.train.index) == source.train
+        for train, test in zip(fine_labels(data, source, "train"), fine_labels(data, source, "test"), strict=True):
+            assert len(set(train)) == 3
+            assert set(test) == set(train)
+            assert len(test) == sum(int((source.y_test == k).sum()) for k in set(train))
+    equal = labels_per_client(clients=15, labels=3)
+    assert equal.train.counts.max() - equal.train.counts.min() <= 27  # a class has four or five clients: parts of 29 to 36
+    assert labels_per_client(clients=15, labels=3, sizes="random").train.counts.std() > equal.train.counts.std()
+
+
+def test_dirichlet_deals_test_rows_like_training_rows():
+    source = load("digits")
+    data = dirichlet(clients=10, alpha=0.3)
+    assert len(data.train.index.unique()) == len(data.train.index) == source.train
+    assert data.train.counts.min() >= 10
+    assert data.test.counts.min() >= 1
+    assert data.recipe["moved"] == 0
+    for k in range(10):
+        train, test = (
+            np.array([int((mine == k).sum()) for mine in fine_labels(data, source, part)], dtype=float) for part in ("train", "test")
+        )
+        assert np.abs(test - train / train.sum() * test.sum()).max() <= 1.5
+    skew = [np.mean([len(set(m)) for m in fine_labels(dirichlet(clients=10, alpha=a), source, "train")]) for a in (0.1, 10.0)]
+    assert skew[0] < skew[1]
+
+
+def test_dirichlet_ends_for_many_clients_and_little_alpha(hundred):
+    start = time.perf_counter()
+    data = dirichlet(hundred, clients=500, alpha=0.05)
+    assert time.perf_counter() - start < 10
+    assert data.train.counts.min() >= 10
+    assert data.test.counts.min() >= 1
+    assert len(data.train.index.unique()) == len(data.train.index) == 50_000
+    for train, test in zip(fine_labels(data, hundred, "train"), fine_labels(data, hundred, "test"), strict=True):
+        assert set(test) <= set(train)
+
+
+def test_iid_deals_everything():
+    data, source = iid(clients=7), load("digits")
+    for split, size in ((data.train, source.train), (data.test, len(source.x) - source.train)):
+        assert len(split.index.unique()) == size
+        assert split.counts.max() - split.counts.min() <= 1
+
+
+def test_diabetes():
+    for data in (diabetes(), diabetes(by="age")):
+        assert (data.task, data.outputs, data.inputs) == ("regression", 1, (10,))
+        assert data.train.counts.sum() == 354
+        x, y = data.train.x[data.train.index], data.train.y[data.train.index]
+        assert_close(x.mean(0), torch.zeros(10), atol=1e-5, rtol=0)
+        assert_close(y.std(correction=0), torch.tensor(1.0), atol=1e-5, rtol=0)
+        assert 100 < data.recipe["target_mean"] < 200
+    by_age = diabetes(by="age")
+    youngest, oldest = by_age.train.client(0)[0][:, 0], by_age.train.client(9)[0][:, 0]
+    assert youngest.max() < oldest.min()
+    assert by_age.test.client(0)[0][:, 0].mean() < by_age.test.client(9)[0][:, 0].mean()
+
+
+def write_hearts(root, patients=40):
+    """A table of made-up patients in the layout of the real one, some incomplete."""
+    rng = np.random.default_rng(0)
+    lines = ["centre,age,sex,cp,trestbps,chol,fbs,restecg,thalach,exang,oldpeak,slope,ca,thal,num"]
+    for hospital in ("cleveland", "hungarian", "switzerland", "va"):
+        for i in range(patients):
+            chol = 0 if hospital == "switzerland" else rng.integers(150, 300)
+            fbs = "" if i % 10 == 0 else i % 2
+            lines.append(f"{hospital},{40 + i},{i % 2},{1 + i % 4},120,{chol},{fbs},{i % 3},{100 + i},0,{i / 10},,,,{i % 5}")
+    (root / "heart_disease").mkdir()
+    (root / "heart_disease" / "heart.csv").write_text("\n".join(lines))
+
+
+def test_heart_disease_protocol_on_made_up_patients(tmp_path):
+    write_hearts(tmp_path)
+    data = heart_disease(root=tmp_path, seed=1)
+    assert data.client_names == ("cleveland", "hungarian", "switzerland", "va")
+    assert data.inputs == (13,)
+    assert data.counts["test"].tolist() == [13] * 4  # of 36 complete patients, rounded up
+    for j in range(4):
+        x, y = data.train.client(j)
+        assert_close(x.mean(0), torch.zeros(13), atol=1e-5, rtol=0)
+        spread = x.std(0, correction=0)
+        assert_close(spread, (spread > 0.5).float(), atol=1e-5, rtol=0)  # a constant attribute stays at 0
+        assert abs(y.float().mean() - data.test.client(j)[1].float().mean()) < 0.06
+    assert data.train.client(2)[0][:, 3].abs().max() == 0
+    assert heart_disease(root=tmp_path, seed=2).hash != data.hash
+
+
+@needs_files
+def test_heart_disease_has_the_published_counts():
+    data = heart_disease()
+    assert data.counts["train"].tolist() == [199, 172, 30, 85]
+    assert data.counts["test"].tolist() == [104, 89, 16, 45]
+    assert data.hash == heart_disease().hash
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda **options: concept_drift(clients=10, **options),
+        lambda **options: labels_per_client(clients=10, **options),
+        lambda **options: labels_per_client(clients=10, sizes="random", **options),
+        lambda **options: dirichlet(clients=10, **options),
+        lambda **options: iid(clients=10, **options),
+        lambda **options: diabetes(clients=10, **options),
+        lambda **options: diabetes(clients=10, by="bmi", **options),
+    ],
+    ids=["concept_drift", "labels", "labels-random", "dirichlet", "iid", "diabetes", "diabetes-by"],
+)
+def test_every_recipe_is_determined_by_its_arguments(make):
+    data = make(seed=5)
+    assert make(seed=5).hash == data.hash
+    assert make(seed=6).hash != data.hash
+    assert not torch.equal(make(seed=6).train.index, data.train.index)
+    shared = make(seed=5, validation=0.1, calibration=0.1)
+    assert shared.hash != data.hash
+    assert shared.train.x is data.train.x  # one copy of the data, whatever is made of it
+    together = torch.cat([split.index for name, split in shared.splits.items() if name != "test"])
+    assert torch.equal(together.sort()[0], data.train.index.sort()[0])
+    assert torch.equal(shared.test.index, data.test.index)
+    source = load(str(data.source.name))
+    assert (data.train.index < source.train).all()
+    assert (data.test.index >= source.train).all()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: concept_drift(clients=5), "multiple of 2"),
+        (lambda: concept_drift(clients=0), "multiple of 2"),
+        (lambda: concept_drift(clients=20.0), "multiple of 2"),  # pyright: ignore[reportArgumentType]
+        (lambda: concept_drift(clients=2000), "at most 278"),
+        (lambda: concept_drift(clients=60, min_piece=10), "at most 26"),
+        (lambda: concept_drift(min_piece=0), "min_piece must be at least 1"),
+        (lambda: concept_drift(superclasses=[[0, 1], [2]]), "groups of one size"),
+        (lambda: concept_drift(superclasses=[[0, 1], [1, 2]]), "different classes"),
+        (lambda: concept_drift(superclasses=[[0, 10]]), "different classes within"),
+        (lambda: concept_drift("diabetes"), "is a regression"),
+        (lambda: labels_per_client(labels=11), r"labels must lie within \[1, 10\]"),
+        (lambda: labels_per_client(labels=0), r"labels must lie within \[1, 10\]"),
+        (lambda: labels_per_client(sizes="some"), "sizes must be"),  # pyright: ignore[reportArgumentType]
+        (lambda: labels_per_client(clients=1400, labels=9), "use fewer clients or fewer labels"),
+        (lambda: dirichlet(alpha=0), "alpha is a concentration"),
+        (lambda: dirichlet(alpha=float("inf")), "alpha is a concentration"),
+        (lambda: dirichlet(min_size=0), "min_size must be at least 1"),
+        (lambda: dirichlet(clients=500), "500 clients of at least 10 examples need 5000, 'digits' has 1438"),
+        (lambda: iid(clients=0), "clients must be a whole number"),
+        (lambda: iid(clients=2.5), "clients must be a whole number"),  # pyright: ignore[reportArgumentType]
+        (lambda: iid(clients=360), "clients must be a whole number"),
+        (lambda: diabetes(by="height"), "by must be one of age"),  # pyright: ignore[reportArgumentType]
+        (lambda: dirichlet(min_size=1, alpha=0.01, validation=0.5, calibration=0.4), "a larger min_size"),
+    ],
+)
+def test_errors_say_what_and_what_to_do(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_numbers_of_numpy_are_numbers():
+    data = concept_drift(clients=np.int64(10), seed=np.int64(3))  # pyright: ignore[reportArgumentType]
+    assert data.hash == concept_drift(clients=10, seed=3).hash
+
+
+def test_odd_classes_have_no_pairs(hundred):
+    source = Source.from_parts(torch.zeros(6, 1), torch.tensor([0, 1, 2] * 2), torch.zeros(3, 1), torch.tensor([0, 1, 2]), name="three")
+    with pytest.raises(ValueError, match="don't make pairs: pass superclasses="):
+        concept_drift(source, clients=2)

@@ -1,0 +1,200 @@
+"""Networks: sizes, seeds, the cut into body and head."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call, grad, vmap
+from torch.testing import assert_close
+
+from bayesfl import models
+
+torch.set_num_threads(1)
+
+MAKERS = {
+    "mlp": lambda **o: models.mlp(64, outputs=10, **o),
+    "mlp-deep": lambda **o: models.mlp((1, 28, 28), outputs=3, hidden=(50, 20), **o),
+    "lenet-grey": lambda **o: models.lenet((1, 28, 28), outputs=10, **o),
+    "lenet-colour": lambda **o: models.lenet((3, 32, 32), outputs=10, **o),
+    "cifar100_cnn": lambda **o: models.cifar100_cnn(**o),
+    "resnet18": lambda **o: models.resnet18((3, 16, 16), outputs=10, width=8, **o),
+}
+INPUTS = {
+    "mlp": (64,),
+    "mlp-deep": (1, 28, 28),
+    "lenet-grey": (1, 28, 28),
+    "lenet-colour": (3, 32, 32),
+    "cifar100_cnn": (3, 32, 32),
+    "resnet18": (3, 16, 16),
+}
+every = pytest.mark.parametrize("name", MAKERS)
+
+
+def size(model):
+    return sum(p.numel() for p in model.parameters())
+
+
+def test_published_sizes():
+    assert size(models.mlp(784, outputs=10)) == 79_510  # FedSI, MNIST
+    assert size(models.lenet((3, 32, 32), outputs=10)) == 62_006  # FedSI, CIFAR-10
+    assert size(models.lenet((1, 28, 28), outputs=10)) == 61_706  # LeNet-5
+    pfedvem = models.lenet((3, 32, 32), outputs=10, channels=(16, 32))
+    assert pfedvem.body[7].in_features == 800  # pyright: ignore[reportIndexIssue, reportAttributeAccessIssue]
+    widths = (3, 32, 64, 128, 256, 100)
+    convs = sum(9 * a * b + b for a, b in pairwise(widths))
+    assert size(models.cifar100_cnn()) == convs + 100 * 20 + 20
+    assert size(models.resnet18((3, 32, 32), outputs=10)) == 11_173_962  # as with batch norm
+
+
+@every
+def test_shapes_and_names(name):
+    model = MAKERS[name]()
+    x = torch.randn(2, *INPUTS[name])
+    outputs = model(x)
+    assert outputs.shape == (2, model.head.out_features)
+    assert_close(outputs, model.head(model.body(x)))
+    assert_close(model(x[:1]), outputs[:1], atol=1e-5, rtol=1e-5)  # a batch of one keeps its axis
+    assert {key.partition(".")[0] for key, _ in model.named_parameters()} == {"body", "head"}
+    assert not list(model.buffers())
+
+
+@every
+def test_the_seed_decides_and_the_global_generator_is_left_alone(name):
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    first = MAKERS[name](seed=4)
+    assert torch.equal(torch.rand(3), expected)
+    torch.manual_seed(99)
+    again, other = MAKERS[name](seed=4), MAKERS[name](seed=5)
+    for (key, p), q, r in zip(first.named_parameters(), again.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, q)
+        if p.unique().numel() > 1:  # a norm starts at ones
+            assert not torch.equal(p, r), key
+
+
+@every
+def test_head_scale_draws_the_head_and_leaves_the_body(name):
+    plain, scaled, unit = MAKERS[name](), MAKERS[name](head_scale=0.3), MAKERS[name](head_scale=1.0)
+    for p, q in zip(plain.body.parameters(), scaled.body.parameters(), strict=True):
+        assert torch.equal(p, q)
+    draws = {key: p.detach() for key, p in unit.head.named_parameters()}
+    assert_close(scaled.head.get_parameter("weight").detach(), 0.3 * draws["weight"])
+    assert_close(scaled.head.get_parameter("bias").detach(), 0.3 * draws["bias"])
+    assert draws["weight"].std().item() == pytest.approx(1, abs=0.2)
+    assert draws["bias"].std().item() == pytest.approx(1, abs=0.7)
+
+
+@every
+def test_one_gradient_per_client_under_vmap(name):
+    """Stacked copies under vmap give the gradients that each copy gives alone."""
+    model = MAKERS[name]().double()
+    copies = [MAKERS[name](seed=s).double() for s in range(2)]
+    stacked = {key: torch.stack([dict(c.named_parameters())[key].detach() for c in copies]) for key, _ in model.named_parameters()}
+    x = torch.randn(2, 3, *INPUTS[name], dtype=torch.float64)
+
+    def loss(parameters, x):
+        return functional_call(model, parameters, (x,)).square().mean()
+
+    together = vmap(grad(loss))(stacked, x)
+    for j in range(2):
+        alone = grad(loss)({key: p[j] for key, p in stacked.items()}, x[j])
+        for key, value in alone.items():
+            assert_close(together[key][j], value)
+
+
+@pytest.mark.parametrize("name", ["mlp", "mlp-deep", "lenet-grey", "lenet-colour", "cifar100_cnn"])
+def test_bodies_are_trees_of_the_layers_that_kernels_know(name):
+    known = (nn.Sequential, nn.Linear, nn.Conv2d, nn.ReLU, nn.MaxPool2d, nn.AdaptiveAvgPool2d, nn.Flatten)
+    assert {type(module) for module in MAKERS[name]().body.modules()} <= set(known)
+
+
+def test_the_cifar100_network_pools_with_padding():
+    pools = [layer for layer in models.cifar100_cnn().body.modules() if isinstance(layer, nn.MaxPool2d)]
+    assert [pool.padding for pool in pools] == [1] * 4
+    x, places = torch.randn(1, 3, 32, 32), []
+    for layer in models.cifar100_cnn().body:  # pyright: ignore[reportGeneralTypeIssues]
+        x = layer(x)
+        if isinstance(layer, nn.MaxPool2d):
+            places.append(x.shape[-1])
+    assert places == [17, 9, 5, 3]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: models.mlp((), outputs=3), "inputs must be a number"),
+        (lambda: models.mlp(0, outputs=3), "inputs must be a number"),
+        (lambda: models.mlp(4, outputs=0), "outputs must be at least 1"),
+        (lambda: models.mlp(4, outputs=2, hidden=()), "hidden must be"),
+        (lambda: models.mlp(4, outputs=2, hidden=(3, 0)), "hidden must be"),
+        (lambda: models.mlp(4, outputs=2, head_scale=0.0), "head_scale is a standard deviation"),
+        (lambda: models.lenet((64,), outputs=10), "for others there is mlp"),
+        (lambda: models.lenet((1, 8, 8), outputs=10), "at least 12 x 12"),
+        (lambda: models.cifar100_cnn((32, 32)), "for others there is mlp"),
+        (lambda: models.resnet18((3, 32, 32), outputs=10, groups=3), "groups must divide width"),
+    ],
+)
+def test_errors_say_what_and_what_to_do(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+@pytest.mark.parametrize("side", [12, 13, 28, 31, 32, 33])
+def test_lenet_takes_any_size(side):
+    assert models.lenet((2, side, side + 3), outputs=4)(torch.randn(2, 2, side, side + 3)).shape == (2, 4)
+
+
+class Pretrained(nn.Module):
+    """Like torchvision's networks: features, a flattening in forward, a last layer called fc."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, 3)
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.fc = nn.Linear(4, 5)
+
+    def forward(self, x):
+        return self.fc(torch.flatten(self.pool(torch.relu(self.conv(x))), 1))
+
+
+def test_split_cuts_a_copy():
+    module, x = Pretrained(), torch.randn(3, 1, 8, 8)
+    before = {key: value.clone() for key, value in module.state_dict().items()}
+    cut = models.split(module, example=x)
+    assert_close(cut(x), module(x))
+    assert {key for key, _ in cut.named_parameters()} == {"body.conv.weight", "body.conv.bias", "head.weight", "head.bias"}
+    with torch.no_grad():
+        for p in cut.parameters():
+            p.zero_()
+    assert isinstance(module.fc, nn.Linear)
+    for key, value in module.state_dict().items():
+        assert torch.equal(value, before[key])
+
+
+def test_split_takes_a_dotted_name():
+    module = nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.ReLU(), nn.Linear(4, 2)))
+    cut = models.split(module, head="1.1")
+    x = torch.randn(5, 3)
+    assert_close(cut(x), module(x))
+    assert cut.head.weight.shape == (2, 4)
+
+
+def test_split_says_why_not():
+    with pytest.raises(ValueError, match=r"no submodule 'head'; it has \['conv', 'pool', 'fc'\]"):
+        models.split(Pretrained(), head="head")
+    with pytest.raises(ValueError, match=r"'pool' has no parameters.*\['conv', 'fc'\]"):
+        models.split(Pretrained(), head="pool")
+    with pytest.raises(ValueError, match="not the last step"):
+        models.split(nn.Sequential(nn.Linear(3, 4), nn.Tanh()), head="0", example=torch.randn(2, 3))
+    tied = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    tied[1].weight = tied[0].weight
+    with pytest.raises(ValueError, match="shares parameters"):
+        models.split(tied, head="1")
+
+
+def test_default_device_does_not_matter():
+    with torch.device("meta"):
+        model = models.mlp(4, outputs=2, head_scale=1.0)
+    assert next(model.parameters()).device.type == "cpu"

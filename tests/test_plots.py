@@ -1,0 +1,211 @@
+"""What the axes contain, without looking at them; headless, and without a trace in pyplot."""
+
+import math
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from bayesfl.metrics import reliability_bins
+from bayesfl.report import atomic_path, mean_and_error
+
+pytest.importorskip("matplotlib")
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from bayesfl import plots
+
+torch.set_num_threads(1)
+
+
+def federation(clients: int = 14, rows: int = 40) -> tuple[Tensor, Tensor, Tensor]:
+    """Random predictions of clients of different sizes; padded rows are NaN, and client 1 has no examples."""
+    rng = torch.Generator().manual_seed(0)
+    probs = (2 * torch.randn(clients, rows, 3, generator=rng)).softmax(-1)
+    labels = torch.multinomial(probs.flatten(0, 1), 1, generator=rng).view(clients, rows)
+    mask = torch.arange(rows) < torch.randint(10, rows, (clients, 1), generator=rng)
+    mask[1] = False
+    return probs.masked_fill(~mask[..., None], math.nan), labels, mask
+
+
+def bars(ax: Axes, gid: str) -> list:
+    return [patch for patch in ax.patches if patch.get_gid() == gid]
+
+
+def beneath(ax: Axes) -> Axes:
+    """The histogram that shares the diagram's x axis."""
+    (histogram,) = [a for a in ax.figure.axes if a.get_label() == "histogram" and a.get_shared_x_axes().joined(a, ax)]
+    return histogram
+
+
+@pytest.fixture(autouse=True)
+def _no_trace_in_pyplot():
+    """No figure is registered with pyplot, and drawing switches no backend."""
+    import matplotlib
+    import matplotlib.pyplot as plt
+
+    before = matplotlib.rcParams._get("backend")
+    yield
+    assert plt.get_fignums() == []
+    assert matplotlib.rcParams._get("backend") == before
+
+
+def test_matplotlib_is_imported_late():
+    """`import bayesfl.plots` alone must not need it."""
+    import subprocess
+
+    code = "import sys, bayesfl.plots, bayesfl.metrics, bayesfl.report; sys.exit('matplotlib' in sys.modules or 'scipy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[1]).returncode == 0
+
+
+@pytest.mark.parametrize("own", [None, "subplot", "free"])
+def test_diagram_shows_the_bins(own):
+    """Bars are accuracies, gaps reach from accuracy to confidence, the histogram counts every example once."""
+    case = federation()
+    bins = reliability_bins(*case, bins=10)
+    given = {None: lambda: None, "subplot": lambda: Figure().subplots(1, 2)[1], "free": lambda: Figure().add_axes((0.1, 0.1, 0.8, 0.8))}[
+        own
+    ]()
+    ax = plots.reliability(*case, bins=10, ax=given, title="here")
+    assert given is None or ax is given
+    np.testing.assert_allclose([bar.get_height() for bar in bars(ax, "accuracy")], np.nan_to_num(bins.accuracy))
+    np.testing.assert_allclose([bar.get_x() for bar in bars(ax, "accuracy")], bins.edges[:-1])
+    counts = [bar.get_height() for bar in bars(beneath(ax), "count")]
+    assert counts == bins.count.tolist()
+    assert sum(counts) == case[2].sum()
+    over, under = bars(ax, "overconfident"), bars(ax, "underconfident")
+    assert len(over) + len(under) == (bins.count > 0).sum()
+    above, below = (bins.confidence >= bins.accuracy), (bins.confidence < bins.accuracy)
+    np.testing.assert_allclose([bar.get_y() for bar in over], bins.accuracy[above])
+    np.testing.assert_allclose([bar.get_y() + bar.get_height() for bar in over], bins.confidence[above])
+    np.testing.assert_allclose([bar.get_y() for bar in under], bins.confidence[below])
+    (diagonal,) = [line for line in ax.lines if line.get_gid() == "diagonal"]
+    np.testing.assert_array_equal(diagonal.get_xydata(), [[0, 0], [1, 1]])
+    (words,) = [text.get_text() for text in ax.texts]
+    assert words.startswith(f"ECE {100 * bins.ece:.1f}%\nMCE {100 * bins.mce:.1f}%\nn = {bins.examples}")
+    assert ax.get_title() == "here"
+    legend = ax.get_legend() or ax.figure.legends[0]
+    assert [text.get_text() for text in legend.get_texts()] == ["accuracy", "overconfident", "underconfident"]
+    ax.figure.canvas.draw()
+
+
+def test_sources_are_equivalent():
+    """Tensors, a tuple, a result, and one client's rows without a client axis or mask."""
+    probs, labels, mask = federation()
+
+    class Test:
+        def padded_labels(self) -> tuple[Tensor, Tensor]:
+            return labels, mask
+
+    test = Test()
+    result = SimpleNamespace(data=SimpleNamespace(test=test), predict=lambda data: SimpleNamespace(probs=probs if data is test else None))
+    drawn = [plots.reliability(probs, labels, mask), plots.reliability((probs, labels, mask)), plots.reliability(result)]
+    heights = [[bar.get_height() for bar in bars(ax, "accuracy")] for ax in drawn]
+    assert heights[0] == heights[1] == heights[2]
+    single = plots.reliability(probs[0][mask[0]], labels[0][mask[0]])
+    chosen = plots.reliability(probs, labels, mask, clients=[0])
+    assert [bar.get_height() for bar in bars(single, "accuracy")] == [bar.get_height() for bar in bars(chosen, "accuracy")]
+    with pytest.raises(ValueError, match="brings its own"):
+        plots.reliability(result, labels, mask)
+    with pytest.raises(ValueError, match="need labels"):
+        plots.reliability(probs)
+
+
+def test_by_client():
+    """One diagram a client: those asked for, or the first 12 that have examples."""
+    case = federation()
+    axes = plots.reliability(*case, by="client", title="all")
+    assert [ax.get_title() for ax in axes] == [f"client {j}" for j in (0, *range(2, 13))]
+    for j, ax in zip((0, *range(2, 13)), axes, strict=True):
+        assert sum(bar.get_height() for bar in bars(beneath(ax), "count")) == case[2][j].sum()
+    assert axes[0].figure.get_suptitle() == "all"
+    few = plots.reliability(*case, by="client", clients=[5, 3, 1])
+    assert [ax.get_title() for ax in few] == ["client 5", "client 3", "client 1"]
+    assert few[2].texts[0].get_text() == "no examples"
+    few[0].figure.canvas.draw()
+
+
+def test_compare(tmp_path: Path):
+    """One diagram a method with its histogram, all histograms on one scale; the figure can be saved atomically."""
+    probs, labels, mask = federation()
+    figure = plots.reliability_compare(
+        {"a": (probs, labels, mask), "b": (probs[:3], labels[:3], mask[:3]), "c": (probs, labels, mask)}, columns=2
+    )
+    panels = [ax for ax in figure.axes if ax.get_label() != "histogram"]
+    assert [ax.get_title() for ax in panels] == ["a", "b", "c"]
+    assert len({beneath(ax).get_ylim() for ax in panels}) == 1
+    with atomic_path(tmp_path / "compare.png") as temporary:
+        figure.savefig(temporary)
+    assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
+
+
+def history(seed: int, rounds: int = 20, every: int = 5) -> dict[str, np.ndarray]:
+    """Evaluated every few rounds, NaN between."""
+    at = np.arange(1, rounds + 1)
+    values = np.random.default_rng(seed).random(rounds)
+    return {"round": at, "personal_accuracy": np.where(at % every == 0, values, math.nan), "loss": values}
+
+
+def test_learning_curves():
+    """A line without the rounds that were not evaluated; several seeds give their mean and a band of one standard error."""
+    seeds = [history(s) for s in range(3)]
+    ax: Any = plots.learning_curves({"one": seeds[0], "three": seeds, "result": SimpleNamespace(history=seeds[1])})
+    one, three, result = ax.lines
+    assert one.get_xdata().tolist() == [5, 10, 15, 20]
+    np.testing.assert_allclose(one.get_ydata(), seeds[0]["personal_accuracy"][4::5])
+    np.testing.assert_allclose(result.get_ydata(), seeds[1]["personal_accuracy"][4::5])
+    values = np.array([seed["personal_accuracy"][4::5] for seed in seeds])
+    np.testing.assert_allclose(three.get_ydata(), values.mean(0))
+    (band,) = ax.collections
+    mean, error = mean_and_error(values[:, 0])
+    edge = [y for x, y in band.get_paths()[0].vertices if x == 5]
+    assert (min(edge), max(edge)) == (pytest.approx(mean - error), pytest.approx(mean + error))
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["one", "three", "result"]
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("round", "personal accuracy")
+    assert ax.yaxis.get_major_formatter()(0.5).endswith("%")
+    ax.figure.canvas.draw()
+
+
+def test_learning_curves_options():
+    """Another measure, another abscissa, own axes, and seeds that were evaluated at different rounds."""
+    mine = Figure().add_subplot()
+    ax: Any = plots.learning_curves({"a": [history(0, every=5), history(1, every=10)]}, ax=mine, title="t")
+    assert ax is mine
+    assert ax.lines[0].get_xdata().tolist() == [10, 20]
+    assert ax.get_title() == "t"
+    assert ax.get_legend() is None
+    loss: Any = plots.learning_curves({"a": history(0)}, metric="loss", x="round")
+    assert len(loss.lines[0].get_xdata()) == 20
+    assert not loss.yaxis.get_major_formatter()(0.5).endswith("%")
+    many = plots.learning_curves({str(k): history(k) for k in range(20)})
+    assert len({(line.get_color(), line.get_linestyle()) for line in many.lines}) == 20
+
+
+def test_errors_name_the_remedy():
+    """At the boundary, before anything is drawn."""
+    case = federation()
+    with pytest.raises(ValueError, match=r"clients \[14\] are not there"):
+        plots.reliability(*case, clients=[14])
+    with pytest.raises(ValueError, match="by must be"):
+        plots.reliability(*case, by="all")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="leave ax out"):
+        plots.reliability(*case, by="client", ax=Figure().add_subplot())
+    with pytest.raises(ValueError, match="no client with examples"):
+        plots.reliability(case[0], case[1], torch.zeros_like(case[2]), by="client")
+    with pytest.raises(ValueError, match="entries is empty"):
+        plots.reliability_compare({})
+    with pytest.raises(ValueError, match="columns"):
+        plots.reliability_compare({"a": case}, columns=0)
+    with pytest.raises(ValueError, match="histories is empty"):
+        plots.learning_curves({})
+    with pytest.raises(ValueError, match=r"no 'auroc'.*'round', 'personal_accuracy', 'loss'"):
+        plots.learning_curves({"a": history(0)}, metric="auroc")
+    with pytest.raises(ValueError, match="at no round that all seeds share"):
+        plots.learning_curves({"a": [history(0, every=20), history(1, every=19)]})
+    with pytest.raises(ValueError, match="of one length"):
+        plots.learning_curves({"a": {"round": [1, 2], "personal_accuracy": [0.5]}})

@@ -1,0 +1,190 @@
+"""Tables that align, files that are whole or absent, a record of the machine."""
+
+import csv
+import json
+import math
+import os
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from bayesfl import report
+from bayesfl.report import Column, table
+
+torch.set_num_threads(1)
+
+ROWS = {
+    "FedAvg": {"accuracy": [0.811, 0.807], "nll": [0.5, 0.6]},
+    "Ditto": {"accuracy": [0.9, 0.84], "nll": [12.3, 14.3], "seconds": 3.0},
+    "diverged": {"accuracy": [math.nan, 0.3]},
+}
+
+
+def test_mean_and_error():
+    """std(ddof=1) / sqrt(n); one seed has no error, none has no mean."""
+    mean, error = report.mean_and_error([1.0, 2.0, 6.0])
+    assert (mean, error) == (3.0, pytest.approx(math.sqrt(7 / 3)))
+    mean, error = report.mean_and_error(torch.tensor([2.0]))
+    assert mean == 2
+    assert math.isnan(error)
+    assert all(math.isnan(value) for value in (*report.mean_and_error([]), *report.mean_and_error([1, math.nan])))
+
+
+def test_text_table():
+    """Numbers aligned at the point and the sign, the best marked, what is missing a dash."""
+    text = table(ROWS, columns=[Column("accuracy", better="higher"), Column("nll", better="lower"), "seconds"])
+    assert text.splitlines() == [
+        "method    accuracy (%)              nll  seconds",
+        "--------  ------------  ---------------  -------",
+        "FedAvg     80.9 ± 0.2    0.550 ± 0.050*        -",
+        "Ditto      87.0 ± 3.0*  13.300 ± 1.000     3.000",
+        "diverged    nan              -                 -",
+    ]
+
+
+def test_markdown_table():
+    """Valid markdown with bars escaped, the best in bold, columns of equal width."""
+    lines = table(ROWS | {"a|b": {"accuracy": [0.5]}}, columns=[Column("accuracy", better="higher"), "nll"], style="markdown").splitlines()
+    assert [cell.strip() for cell in lines[0].strip("|").split("|")] == ["method", "accuracy (%)", "nll"]
+    assert set(lines[1]) == set("|-: ")
+    assert "| **87.0 ± 3.0** |" in lines[3]
+    assert "| a\\|b " in lines[5]
+    assert len({len(line) for line in lines}) == 1
+
+
+def test_nothing_is_marked_unasked():
+    """Neither style marks a column that does not say which end is better, nor a lone method."""
+    assert "*" not in table(ROWS)
+    assert "*" not in table(ROWS, style="markdown")
+    assert "*" not in table({"only": {"nll": [1.0]}}, columns=[Column("nll", better="lower")])
+
+
+def test_methods_that_print_alike_are_best_together():
+    """A difference that is not shown is not claimed."""
+    rows = {"a": {"accuracy": [0.81204]}, "b": {"accuracy": [0.81201]}, "c": {"accuracy": [0.8]}}
+    text = table(rows, columns=[Column("accuracy", better="higher")])
+    assert [line.endswith("*") for line in text.splitlines()[2:]] == [True, True, False]
+
+
+def test_columns():
+    """Defaults by name, own choices, all keys when none are given, and errors."""
+    assert (Column("pooled_accuracy").title, Column("pooled_accuracy").scale, Column("pooled_accuracy").digits) == (
+        "pooled accuracy (%)",
+        100,
+        1,
+    )
+    assert (Column("ece").title, Column("ece").scale, Column("ece").digits) == ("ece", 1, 3)
+    assert "1.50" in table({"a": {"ece": 0.015}}, columns=[Column("ece", title="ECE (%)", scale=100, digits=2)])
+    assert "1500 ± 100" in table({"a": {"ms": [1.4, 1.6]}}, columns=[Column("ms", scale=1000, digits=0)])
+    assert table(ROWS).splitlines()[0].split() == ["method", "accuracy", "(%)", "nll", "seconds"]
+    with pytest.raises(ValueError, match=r"\['auroc'\] are in no row"):
+        table(ROWS, columns=["auroc"])
+    with pytest.raises(ValueError, match="style"):
+        table(ROWS, style="html")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="better"):
+        Column("nll", better="less")  # type: ignore[arg-type]
+
+
+def test_failed_writer_leaves_the_old_file_and_nothing_else(tmp_path: Path):
+    """The point of writing atomically."""
+    path = tmp_path / "result.json"
+    report.write_json(path, {"round": 1})
+
+    def half() -> None:
+        with report.atomic_path(path) as temporary:
+            assert (temporary.parent, temporary.suffix) == (path.parent, ".json")
+            temporary.write_text('{"rou')
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        half()
+    assert json.loads(path.read_text()) == {"round": 1}
+    assert [p.name for p in tmp_path.iterdir()] == ["result.json"]
+    with pytest.raises(TypeError):
+        report.write_json(path, {"round": object()})
+    with pytest.raises(FileNotFoundError, match="nothing was written"), report.atomic_path(path):
+        pass
+    assert [p.name for p in tmp_path.iterdir()] == ["result.json"]
+    assert json.loads(path.read_text()) == {"round": 1}
+
+
+def test_atomic_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Text and bytes, into a folder that is made; the content is on disk before the name is given."""
+    report.atomic_write(tmp_path / "new" / "a.txt", "é\n")
+    report.atomic_write(str(tmp_path / "new" / "b.bin"), b"\x00\xff")
+    assert (tmp_path / "new" / "a.txt").read_bytes() == b"\xc3\xa9\n"
+    assert (tmp_path / "new" / "b.bin").read_bytes() == b"\x00\xff"
+    calls, fsync, replace = [], os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda fd: (calls.append("fsync"), fsync(fd))[1])
+    monkeypatch.setattr(os, "replace", lambda a, b: (calls.append("replace"), replace(a, b))[1])
+    report.atomic_write(tmp_path / "new" / "a.txt", "two")
+    assert calls[:2] == ["fsync", "replace"]
+    assert (tmp_path / "new" / "a.txt").read_text() == "two"
+
+
+def test_csv(tmp_path: Path):
+    """Keys in order of appearance, missing cells empty, floats exact."""
+    path = tmp_path / "clients.csv"
+    report.write_csv(path, [{"client": 0, "accuracy": 0.1 + 0.2}, {"client": 1, "note": 'a, "b"', "accuracy": np.float64(0.5)}])
+    with path.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert rows == [{"client": "0", "accuracy": repr(0.1 + 0.2), "note": ""}, {"client": "1", "accuracy": "0.5", "note": 'a, "b"'}]
+    report.write_csv(path, [{"loss": torch.tensor(0.25)}])  # type: ignore[dict-item]
+    assert path.read_text() == "loss\n0.25\n"
+    report.write_csv(path, [])
+    assert path.read_text() == ""
+
+
+def test_json(tmp_path: Path):
+    """Tensors, arrays, paths, dataclasses; what JSON cannot say becomes null, so that every reader can read it."""
+
+    @dataclass(frozen=True)
+    class Options:
+        lr: float
+        sizes: tuple[int, ...]
+
+    obj = {
+        "nan": [math.nan, math.inf, 1.5],
+        "tensor": torch.tensor([[1, 2]]),
+        "array": np.array([0.5, np.nan]),
+        "scalar": np.int64(3),
+        "path": Path("runs") / "a",
+        "options": Options(0.1, (1, 2)),
+        7: None,
+        "flag": True,
+    }
+    report.write_json(tmp_path / "a.json", obj)
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    assert json.loads((tmp_path / "a.json").read_text(), parse_constant=refuse) == {
+        "nan": [None, None, 1.5],
+        "tensor": [[1, 2]],
+        "array": [0.5, None],
+        "scalar": 3,
+        "path": os.path.join("runs", "a"),
+        "options": {"lr": 0.1, "sizes": [1, 2]},
+        "7": None,
+        "flag": True,
+    }
+
+
+def test_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Everything is there and can be written; without git there is no commit and no error."""
+    record = report.environment()
+    assert {"date", "bayesfl", "python", "platform", "torch", "numpy", "cpu", "cores", "threads", "accelerator", "commit"} == set(record)
+    assert record["torch"] == torch.__version__
+    assert record["cores"] >= 1
+    assert record["commit"] is None or len(record["commit"].removesuffix("-dirty")) == 40
+    report.write_json(tmp_path / "environment.json", record)
+
+    def missing(*args: object, **options: object) -> None:
+        raise FileNotFoundError("git")
+
+    monkeypatch.setattr(subprocess, "run", missing)
+    assert report.environment()["commit"] is None
