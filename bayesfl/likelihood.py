@@ -30,6 +30,14 @@ class Categorical:
         flat = F.cross_entropy(outputs.flatten(0, -2), y.expand(outputs.shape[:-1]).flatten(), reduction="none")
         return flat.view(outputs.shape[:-1])
 
+    def nll_and_slope(self, outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """`nll` [..., B] and its derivative by `outputs`, softmax(outputs) - onehot(y) [..., B, O]."""
+        # Across a few classes torch's softmax is several times slower along the last axis than along the one before.
+        log_probs = outputs.mT.contiguous().log_softmax(-2).mT
+        places = y.expand(outputs.shape[:-1]).unsqueeze(-1)
+        nll = -log_probs.gather(-1, places).squeeze(-1)
+        return nll, log_probs.exp_().scatter_add_(-1, places, log_probs.new_full((), -1.0).expand_as(places))
+
     def predictive(self, outputs: Tensor) -> Tensors:
         """`probs` [..., N, O] and `epistemic` [..., N] (mutual information, nats) from draws `outputs` [..., S, N, O]."""
         return _class_predictive(outputs.log_softmax(-1))
@@ -45,6 +53,10 @@ class Bernoulli:
         """Binary cross-entropy [..., B] in nats of `outputs` [..., B, 1] at labels `y` [..., B] in {0, 1}, which broadcast."""
         logit = outputs.squeeze(-1)
         return F.softplus(logit) - y * logit
+
+    def nll_and_slope(self, outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """`nll` [..., B] and its derivative by `outputs`, sigmoid(outputs) - y [..., B, 1]."""
+        return self.nll(outputs, y), outputs.sigmoid() - y.unsqueeze(-1)
 
     def predictive(self, outputs: Tensor) -> Tensors:
         """`probs` [..., N, 2] and `epistemic` [..., N] (mutual information, nats) from draws `outputs` [..., S, N, 1]."""
@@ -68,9 +80,15 @@ class Gaussian:
 
     def nll(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Negative log density [..., B] in nats, summed over the outputs; `y` [..., B] where O is 1, else [..., B, O]."""
-        y = y.unsqueeze(-1) if y.dim() < outputs.dim() and outputs.shape[-1] == 1 else y
-        squares = ((outputs - y) / self.scale).square().sum(-1)
+        squares = (self._residual(outputs, y) / self.scale).square().sum(-1)
         return 0.5 * squares + outputs.shape[-1] * (0.5 * math.log(2 * math.pi) + math.log(self.scale))
+
+    def nll_and_slope(self, outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """`nll` [..., B] and its derivative by `outputs`, (outputs - y) / scale^2 [..., B, O]."""
+        return self.nll(outputs, y), self._residual(outputs, y) / self.scale**2
+
+    def _residual(self, outputs: Tensor, y: Tensor) -> Tensor:
+        return outputs - (y.unsqueeze(-1) if y.dim() < outputs.dim() and outputs.shape[-1] == 1 else y)
 
     def predictive(self, outputs: Tensor) -> Tensors:
         """Moments of the mixture over draws [..., S, N, O]: `mean`, `variance` [..., N, O]; `epistemic` [..., N], the means' variance."""

@@ -59,6 +59,10 @@ def _check(**values: float) -> None:
             raise ValueError(f"{name} must be >= 0 and finite, got {value}")
 
 
+def _front(state: list[Tensor], active: int) -> list[Tensor]:
+    return state if len(state[0]) == active else [v[:active] for v in state]
+
+
 def _matched(params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
     # The fused kernels read memory, not shapes: a gradient must lie as its parameter does.
     return [g if g.stride() == p.stride() else torch.empty_like(p).copy_(g) for p, g in zip(params, grads, strict=True)]
@@ -94,7 +98,7 @@ class SGD:
 
     def update_(self, params: list[Tensor], grads: list[Tensor], state: Any, rate: float, active: int) -> None:
         """See `Optimiser.update_`."""
-        velocity = [v[:active] for v in state] if self.momentum else []
+        velocity = _front(state, active) if self.momentum else []
         torch._fused_sgd_(
             params,
             _matched(params, grads),
@@ -152,7 +156,7 @@ class Adam:
         """See `Optimiser.update_`; the active clients have all taken the same number of steps."""
         first, second = self.betas
         grads = _matched(params, grads)
-        mean, square = [m[:active] for m in state["mean"]], [v[:active] for v in state["square"]]
+        mean, square = _front(state["mean"], active), _front(state["square"], active)
         state["steps"] += 1
         a, b = self._corrections(state["steps"])
         if self.weight_decay:

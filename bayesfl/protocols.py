@@ -118,6 +118,10 @@ class Likelihood(Protocol):
         """Negative log likelihood [..., B] in nats, of `outputs` [..., B, O] at `y` [..., B] (or [..., B, O])."""
         ...
 
+    def nll_and_slope(self, outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """The same [..., B], and its derivative by `outputs` [..., B, O]."""
+        ...
+
     def predictive(self, outputs: Tensor) -> Tensors:
         """The predictive distribution averaged over draws `outputs` [..., S, N, O], its epistemic part kept apart."""
         ...

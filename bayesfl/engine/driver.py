@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from bayesfl.blocks import Algorithm
-from bayesfl.engine import descent, layers, live, reference, vmap
+from bayesfl.engine import descent, layers, live, network, reference, vmap
 from bayesfl.engine.crew import Crew
 from bayesfl.engine.plan import Plan
 from bayesfl.models import Split
@@ -21,8 +21,8 @@ T = TypeVar("T")
 Kernel: TypeAlias = Literal["auto", "reference", "live", "layers", "vmap"]
 KERNELS = ("auto", "reference", "live", "layers", "vmap")
 
-# benchmarks/engines.py: chunks of 10 keep one client's weights in cache; smaller ones pay more calls for each product.
-CPU_CHUNK = 10
+# benchmarks/engines.py: with larger chunks the weights of an MLP leave the cache, smaller ones pay more calls for each product.
+CPU_CHUNK = 5
 # A client in training holds its weights about eight times: state, leaves, gradients, momentum, pull and temporaries.
 COPIES = 8
 
@@ -137,7 +137,7 @@ class Engine:
         if not isinstance(phase, Descend):
             return vmap.run(algorithm, phase, given, views, plan, batch)
         place = live.place if kernel == "live" else torch.Tensor.contiguous
-        return descent.descend(algorithm, phase, given, views, plan, FORWARDS[kernel], place=place, batch=batch)
+        return descent.descend(algorithm, phase, given, views, plan, KERNEL_OF[kernel], place=place, batch=batch)
 
     def outputs(self, algorithm: Algorithm, parts: tuple[str, ...], views: View, x: Tensor, noise: dict[str, Tensor]) -> Tensor:
         """Outputs [C, S, N, O] of a chunk of clients at `x` [C, N, *]: at draws where there is noise {block: [C, S, D]}, else at the mean."""
@@ -150,12 +150,13 @@ class Engine:
                 for c in range(len(x))
             ]
             return torch.cat(one)
-        leaves = {key: leaf for part in parts for key, leaf in descent.drawn(algorithm, part, views[part], noise).items()}
-        with torch.no_grad():
-            return descent.Network(algorithm.module(views["n"]), FORWARDS[kernel])(leaves, x)
+        drawn = {part: descent.draw(algorithm, part, views[part], noise) for part in parts}
+        leaves = {key: leaf for part, vector in drawn.items() for key, leaf in algorithm.layout(part).leaves(vector).items()}
+        outputs, lifted, _ = network.Network(algorithm.module(views["n"]), KERNEL_OF[kernel])(leaves, x)
+        return outputs if lifted else outputs.unsqueeze(1)
 
 
-FORWARDS: dict[str, descent.Forward] = {"live": live.forward, "layers": layers.forward, "vmap": vmap.forward}
+KERNEL_OF: dict[str, network.Kernel] = {"live": live.kernel, "layers": layers.kernel, "vmap": vmap.kernel}
 
 
 def _descents(phase: Phase | Repeat) -> list[Descend]:

@@ -1,118 +1,170 @@
 """The layers kernel: a stack of known layers, run for a whole chunk of clients by rules of a few lines each.
 
-Activations are [C, B, ...], or [C, S, B, ...] once a layer's weights are draws ("lifted"). Autograd stays outside.
+A rule takes a layer forward and returns the way back, so that no graph is built: on small layers autograd costs as much as the
+products (docs/decisions/0004-layer-rules-go-back-by-hand.md). Layers without a way back of their own go back by autograd, alone.
 """
 
 from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bayesfl.engine.network import Pass, by_autograd
 from bayesfl.models import Split
 
-
-class _Affine(torch.autograd.Function):
-    """x [C, B, i] times W [C, o, i] transposed, plus b [C, o]: weight gradients come out contiguous, without transposed copies."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # type: ignore[override]
-        ctx.save_for_backward(x, weight)
-        return torch.bmm(x, weight.mT) if bias is None else torch.baddbmm(bias.unsqueeze(1), x, weight.mT)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):  # type: ignore[override]
-        x, weight = ctx.saved_tensors
-        for_x, for_weight, for_bias = ctx.needs_input_grad
-        return (
-            torch.bmm(grad, weight) if for_x else None,
-            torch.bmm(grad.mT, x) if for_weight else None,
-            grad.sum(1) if for_bias else None,
-        )
+Rule: TypeAlias = Callable[[Any, dict[str, Tensor], bool, Tensor, bool, bool], Pass]
+"""(layer, its weights, whether their slopes are wanted, x, lifted, whether the slope at x is wanted) -> what went through."""
 
 
 def _affine(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return _Affine.apply(x, weight, bias)  # type: ignore[return-value]
+    return torch.bmm(x, weight.mT) if bias is None else torch.baddbmm(bias.unsqueeze(1), x, weight.mT)
 
 
-def _linear(module: nn.Linear, weights: dict[str, Tensor], x: Tensor, lifted: bool) -> tuple[Tensor, bool]:
+def _linear(layer: nn.Linear, weights: dict[str, Tensor], wanted: bool, x: Tensor, lifted: bool, through: bool) -> Pass:
     weight, bias = weights["weight"], weights.get("bias")
-    if weight.dim() == 3 and not lifted:
-        return _affine(x, weight, bias), False
-    if weight.dim() == 3:
-        return _affine(x.flatten(1, 2), weight, bias).unflatten(1, x.shape[1:3]), True
-    draws = weight.shape[1]
-    if not lifted:  # S draws of one layer are one product with S * o outputs
-        out = _affine(x, weight.flatten(1, 2), None if bias is None else bias.flatten(1, 2))
-        return out.unflatten(-1, (draws, -1)).transpose(1, 2), True
-    out = _affine(x.flatten(0, 1), weight.flatten(0, 1), None if bias is None else bias.flatten(0, 1))
-    return out.unflatten(0, (-1, draws)), True
+    drawn = weight.dim() == 4
+    shape, batch = weight.shape, x.shape[-2]
+    # In every case one product of stacks: S draws of one layer are S * o outputs, lifted inputs are S * B rows, and where both
+    # have draws the stack holds C * S products.
+    if drawn and lifted:
+        x, weight, bias = x.flatten(0, 1), weight.flatten(0, 1), None if bias is None else bias.flatten(0, 1)
+    elif drawn:
+        weight, bias = weight.flatten(1, 2), None if bias is None else bias.flatten(1, 2)
+    elif lifted:
+        x = x.flatten(1, 2)
+    flat = _affine(x, weight, bias)
+    if drawn and lifted:
+        outputs = flat.unflatten(0, shape[:2])
+    elif drawn:
+        outputs = flat.unflatten(-1, shape[1:3]).transpose(1, 2)
+    elif lifted:
+        outputs = flat.unflatten(1, (-1, batch))
+    else:
+        outputs = flat
+
+    def back(slope: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
+        if drawn and not lifted:
+            slope = slope.transpose(1, 2)
+        slope = slope.reshape(flat.shape)
+        slopes = {}
+        if wanted:
+            slopes["weight"] = torch.bmm(slope.mT, x).view(shape)
+            if bias is not None:
+                slopes["bias"] = slope.sum(1).view(shape[:-1])
+        into = None
+        if through:
+            into = torch.bmm(slope, weight)
+            if lifted:
+                into = into.unflatten(0, shape[:2]) if drawn else into.unflatten(1, (-1, batch))
+        return into, slopes
+
+    return Pass(outputs, drawn or lifted, back)
 
 
-def _conv(module: nn.Conv2d, weights: dict[str, Tensor], x: Tensor, lifted: bool) -> tuple[Tensor, bool]:
+def _relu(layer: nn.Module, weights: dict[str, Tensor], wanted: bool, x: Tensor, lifted: bool, through: bool) -> Pass:
+    outputs = F.relu(x)
+    return Pass(outputs, lifted, lambda slope: (torch.ops.aten.threshold_backward(slope, outputs, 0) if through else None, {}))
+
+
+def _flatten(layer: nn.Module, weights: dict[str, Tensor], wanted: bool, x: Tensor, lifted: bool, through: bool) -> Pass:
+    return Pass(x.flatten(2 + lifted), lifted, lambda slope: (slope.reshape(x.shape) if through else None, {}))
+
+
+def _convolve(layer: nn.Conv2d, weights: dict[str, Tensor], x: Tensor, lifted: bool) -> tuple[Tensor, bool]:
     weight, bias = weights["weight"], weights.get("bias")
-    drawn = weight.dim() == 6
+    drawn, draws = weight.dim() == 6, 1
     if drawn or lifted:
         draws = weight.shape[1] if drawn else x.shape[1]
-        spread = lambda t, has: (t if has else t.unsqueeze(1).expand(-1, draws, *t.shape[1:])).flatten(0, 1)  # noqa: E731
-        x, weight = spread(x, lifted), spread(weight, drawn)
-        bias = None if bias is None else spread(bias, drawn)
-    rest = (module.stride, module.padding, module.dilation, module.groups)
+
+        def spread(t: Tensor, has: bool) -> Tensor:
+            return (t if has else t.unsqueeze(1).expand(-1, draws, *t.shape[1:])).flatten(0, 1)
+
+        x, weight, bias = spread(x, lifted), spread(weight, drawn), None if bias is None else spread(bias, drawn)
+    options = (layer.stride, layer.padding, layer.dilation)
     if x.is_cuda:  # one grouped convolution
-        clients, batch = x.shape[:2]
-        stacked = x.transpose(0, 1).flatten(1, 2)
-        out = F.conv2d(stacked, weight.flatten(0, 1), None if bias is None else bias.flatten(), *rest[:3], clients * module.groups)
-        out = out.unflatten(1, (clients, -1)).transpose(0, 1)
+        clients = len(x)
+        flat_bias = None if bias is None else bias.flatten()
+        stacked = F.conv2d(x.transpose(0, 1).flatten(1, 2), weight.flatten(0, 1), flat_bias, *options, clients * layer.groups)
+        outputs = stacked.unflatten(1, (clients, -1)).transpose(0, 1)
     else:  # one client after another is faster than grouped on a CPU
-        out = torch.stack([F.conv2d(x[c], weight[c], None if bias is None else bias[c], *rest) for c in range(len(x))])
-    return (out.unflatten(0, (-1, draws)), True) if drawn or lifted else (out, False)
+        rows = [F.conv2d(x[c], weight[c], None if bias is None else bias[c], *options, layer.groups) for c in range(len(x))]
+        outputs = torch.stack(rows)
+    return (outputs.unflatten(0, (-1, draws)), True) if drawn or lifted else (outputs, False)
 
 
-def _flatten(module: nn.Flatten, x: Tensor, lifted: bool) -> Tensor:
-    return x.flatten(2 + lifted)
+def _elementwise(layer: nn.Module, weights: dict[str, Tensor], x: Tensor, lifted: bool) -> tuple[Tensor, bool]:
+    return layer(x), lifted
 
 
-def _relu(module: nn.Module, x: Tensor, lifted: bool) -> Tensor:
-    return F.relu(x)
+def _folded(layer: nn.Module, weights: dict[str, Tensor], x: Tensor, lifted: bool) -> tuple[Tensor, bool]:
+    return layer(x.flatten(0, 1 + lifted)).unflatten(0, x.shape[: 2 + lifted]), lifted
 
 
-def _elementwise(module: nn.Module, x: Tensor, lifted: bool) -> Tensor:
-    return module(x)
+def _graph(call: Callable[..., tuple[Tensor, bool]]) -> Rule:
+    kernel = by_autograd(call)
+    return lambda layer, weights, wanted, x, lifted, through: kernel(
+        layer, weights, frozenset(weights) if wanted else frozenset(), x, lifted, through
+    )
 
 
-def _folded(module: nn.Module, x: Tensor, lifted: bool) -> Tensor:
-    lead = x.shape[: 2 + lifted]
-    return module(x.flatten(0, 1 + lifted)).unflatten(0, lead)
-
-
-WEIGHTED: dict[type, Callable[..., tuple[Tensor, bool]]] = {nn.Linear: _linear, nn.Conv2d: _conv}
-PLAIN: dict[type, Callable[..., Tensor]] = {
+RULES: dict[type, Rule] = {
+    nn.Linear: _linear,
     nn.ReLU: _relu,
     nn.Flatten: _flatten,
-    **dict.fromkeys((nn.Tanh, nn.GELU, nn.SiLU, nn.Sigmoid, nn.ELU, nn.LeakyReLU, nn.Identity), _elementwise),
-    **dict.fromkeys((nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d), _folded),
+    nn.Conv2d: _graph(_convolve),
+    **dict.fromkeys((nn.Tanh, nn.GELU, nn.SiLU, nn.Sigmoid, nn.ELU, nn.LeakyReLU, nn.Identity), _graph(_elementwise)),
+    **dict.fromkeys((nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d), _graph(_folded)),
 }
 
 
 def supported(module: nn.Module) -> bool:
     """Whether every submodule has a rule."""
-    if isinstance(module, nn.Conv2d):
-        return module.padding_mode == "zeros"
-    if isinstance(module, nn.Flatten):
-        return module.start_dim == 1 and module.end_dim == -1
+    if isinstance(module, nn.Conv2d) and module.padding_mode != "zeros":
+        return False
+    if isinstance(module, nn.Flatten) and (module.start_dim, module.end_dim) != (1, -1):
+        return False
     if type(module) in (nn.Sequential, Split):
         return all(supported(child) for child in module.children())
-    return type(module) in WEIGHTED or type(module) in PLAIN
+    return type(module) in RULES
 
 
-def forward(module: nn.Module, leaves: dict[str, Tensor], x: Tensor, lifted: bool) -> tuple[Tensor, bool]:
-    """Outputs of a chunk of clients; see `descent.Forward`."""
-    if type(module) in (nn.Sequential, Split):
-        for name, child in module.named_children():
-            inner = {key[len(name) + 1 :]: leaf for key, leaf in leaves.items() if key.startswith(f"{name}.")}
-            x, lifted = forward(child, inner, x, lifted)
-        return x, lifted
-    if rule := WEIGHTED.get(type(module)):
-        frozen = {key: p.expand(len(x), *p.shape) for key, p in module.named_parameters() if key not in leaves}
-        return rule(module, frozen | leaves, x, lifted)
-    return PLAIN[type(module)](module, x, lifted), lifted
+@lru_cache(maxsize=64)
+def _stack(module: nn.Module) -> tuple[tuple[str, nn.Module, tuple[str, ...]], ...]:
+    """The layers of a supported module in order: prefix, layer, names of its parameters."""
+    if type(module) not in (nn.Sequential, Split):
+        return (("", module, tuple(name for name, _ in module.named_parameters())),)
+    return tuple((f"{name}.{prefix}", layer, names) for name, child in module.named_children() for prefix, layer, names in _stack(child))
+
+
+def kernel(module: nn.Module, leaves: dict[str, Tensor], wanted: frozenset[str], x: Tensor, lifted: bool, through: bool) -> Pass:
+    """See `network.Kernel`; a layer's parameters are wanted all or none."""
+    passes: list[tuple[str, Pass]] = []
+    reached = through
+    for prefix, layer, names in _stack(module):
+        weights = {}
+        for name in names:
+            leaf = leaves.get(prefix + name)
+            if leaf is None:  # no block covers it: the same for everyone
+                own = layer.get_parameter(name)
+                leaf = own.expand(len(x), *own.shape)
+            weights[name] = leaf
+        mine = any(prefix + name in wanted for name in names)
+        passed = RULES[type(layer)](layer, weights, mine, x, lifted, reached)
+        reached = reached or mine
+        x, lifted = passed.outputs, passed.lifted
+        if reached:
+            passes.append((prefix, passed))
+
+    def back(slope: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
+        slopes: dict[str, Tensor] = {}
+        into: Tensor | None = slope
+        for prefix, passed in reversed(passes):
+            assert passed.back is not None and into is not None
+            into, new = passed.back(into)
+            slopes |= {prefix + name: value for name, value in new.items()}
+        return into, slopes
+
+    return Pass(x, lifted, back if passes else None)

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from bayesfl.engine import layers
+from bayesfl.engine.network import Pass, by_autograd
 
 
 def has_convolutions(module: nn.Module) -> bool:
@@ -12,10 +13,7 @@ def has_convolutions(module: nn.Module) -> bool:
     return any(isinstance(part, nn.Conv2d) for part in module.modules())
 
 
-def forward(module: nn.Module, leaves: dict[str, Tensor], x: Tensor, lifted: bool) -> tuple[Tensor, bool]:
-    """Outputs of a chunk of one client; see `descent.Forward`. Stacks without convolutions go by the layer rules."""
-    if not has_convolutions(module) and layers.supported(module):
-        return layers.forward(module, leaves, x, lifted)
+def _forward(module: nn.Module, leaves: dict[str, Tensor], x: Tensor, lifted: bool) -> tuple[Tensor, bool]:
     own = dict(module.named_parameters())
     leaves = {name: leaf.squeeze(0) for name, leaf in leaves.items()}
     drawn = {name: leaf for name, leaf in leaves.items() if leaf.dim() > own[name].dim()}
@@ -30,12 +28,25 @@ def forward(module: nn.Module, leaves: dict[str, Tensor], x: Tensor, lifted: boo
     return torch.stack(out).unsqueeze(0), True
 
 
+_module_itself = by_autograd(_forward)
+
+
+def kernel(module: nn.Module, leaves: dict[str, Tensor], wanted: frozenset[str], x: Tensor, lifted: bool, through: bool) -> Pass:
+    """See `network.Kernel`, for a chunk of one client. Stacks without convolutions go by the layer rules."""
+    rules = layers.supported(module) and not has_convolutions(module)
+    return (layers.kernel if rules else _module_itself)(module, leaves, wanted, x, lifted, through)
+
+
 def _channels_last(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x
 
 
 def place(leaf: Tensor) -> Tensor:
-    """A leaf [1, *shape] of one client in the memory layout that its layer likes."""
-    if leaf.dim() == 5:
-        return leaf.squeeze(0).contiguous(memory_format=torch.channels_last).unsqueeze(0)
-    return leaf.contiguous()
+    """A leaf [1, *shape] of one client in the memory layout that its layer likes.
+
+    Strides decide which layout a convolution works in, and `contiguous` leaves those of a single channel as they are.
+    """
+    if leaf.dim() != 5:
+        return leaf.contiguous()
+    one = leaf.squeeze(0)
+    return torch.empty(one.shape, dtype=leaf.dtype, device=leaf.device, memory_format=torch.channels_last).copy_(one).unsqueeze(0)

@@ -62,7 +62,7 @@ class Plan:
     def client(self, place: int) -> "Plan":
         """The same plan for the client at `place` alone; it shares the clock, and goes on reading the same noise."""
         one = Plan.__new__(Plan)
-        one.__dict__.update({k: v for k, v in self.__dict__.items() if k not in ("_everything", "_orders")})
+        one.__dict__.update({k: v for k, v in self.__dict__.items() if k not in ("_everything", "_orders", "_active")})
         for name in ("rows", "ids", "_counts", "_per_epoch", "steps"):
             setattr(one, name, getattr(self, name)[place : place + 1])
         one._generators = self._generators[place : place + 1]
@@ -70,7 +70,7 @@ class Plan:
 
     def active(self, step: int) -> int:
         """How many clients are still at work: a prefix."""
-        return int((self.steps > step).sum())
+        return self._active[step]
 
     def batch(self, step: int, active: int) -> Batch:
         """The examples of the first `active` clients in `step`, [active, B, ...]; padding has weight 0."""
@@ -97,6 +97,10 @@ class Plan:
             out[name] = torch.from_numpy(buffer).to(dtype=self._dtype, device=self._split.x.device)
         self.seconds["noise"] += perf_counter() - start
         return out
+
+    @cached_property
+    def _active(self) -> list[int]:
+        return (self.steps > np.arange(self.steps.max())[:, None]).sum(1).tolist()
 
     @cached_property
     def _generators(self) -> list[np.random.Generator]:

@@ -8,6 +8,7 @@ from torch.func import functional_call, vmap
 from torch.utils._pytree import tree_map
 
 from bayesfl.blocks import Algorithm
+from bayesfl.engine.network import by_autograd
 from bayesfl.engine.plan import Plan
 from bayesfl.phases import Phase
 from bayesfl.protocols import Batch, Info, Server, View
@@ -25,8 +26,7 @@ def refuse(module: nn.Module) -> None:
             raise ValueError(f"torch.func cannot batch module {name!r} ({type(part).__name__}); use kernel='live' or 'auto'")
 
 
-def forward(module: nn.Module, leaves: dict[str, Tensor], x: Tensor, lifted: bool) -> tuple[Tensor, bool]:
-    """Outputs of a chunk of clients; see `descent.Forward`."""
+def _forward(module: nn.Module, leaves: dict[str, Tensor], x: Tensor, lifted: bool) -> tuple[Tensor, bool]:
     own = dict(module.named_parameters())
     drawn = {name: leaf for name, leaf in leaves.items() if leaf.dim() == own[name].dim() + 2}
     fixed = {name: leaf for name, leaf in leaves.items() if name not in drawn}
@@ -37,6 +37,9 @@ def forward(module: nn.Module, leaves: dict[str, Tensor], x: Tensor, lifted: boo
         return vmap(lambda d, x: functional_call(module, fixed | d, (x,)), in_dims=(0, 0 if lifted else None))(drawn, x)
 
     return vmap(client)(drawn, fixed, x), lifted or bool(drawn)
+
+
+kernel = by_autograd(_forward)
 
 
 def run(algorithm: Algorithm, phase: Phase, given: Server, views: View, plan: Plan, batch: Batch | None = None) -> tuple[View, Info]:
