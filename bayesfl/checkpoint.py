@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesfl.blocks import Algorithm, flatten
-from bayesfl.report import atomic_path
+from bayesfl.files import atomic_path
 
 FORMAT = 1
 STATE = "state.safetensors"
@@ -54,7 +54,7 @@ def read(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> tu
     try:
         with safe_open(str(file), "pt") as opened:
             header = opened.metadata() or {}
-            flat = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118: not a mapping
+            flat = {name: opened.get_tensor(name) for name in list(opened.keys())}
     except SafetensorError as error:
         raise CheckpointError(f"{str(file)!r} is damaged: {error}") from error
     text = header.get("bayesfl", "")

@@ -22,17 +22,14 @@ class DivergenceError(RuntimeError):
     """Training left the finite numbers.
 
     Attributes:
-        client: Whose training.
+        client: Whose training; None for the server.
         round: In which round, from 0.
-        phase: In which of the method's phases, from 0.
+        phase: In which of the method's phases, from 0; None for the server.
         result: The run up to its last finite round; None while adapting new clients.
     """
 
-    def __init__(self, client: int, round: int, phase: int, name: str) -> None:
-        super().__init__(
-            f"client {client} is no longer finite after phase {phase} ({name}) of round {round}: a loss became NaN or infinite; "
-            "lower the learning rate, or look at this client's data"
-        )
+    def __init__(self, message: str, *, round: int, client: int | None = None, phase: int | None = None) -> None:
+        super().__init__(message)
         self.client, self.round, self.phase = client, round, phase
         self.result: Result | None = None
 
@@ -95,7 +92,14 @@ class Local:
             # A sum is finite only where all of its terms are, and takes one pass.
             finite = torch.stack([t.reshape(len(ids), -1).sum(1).isfinite() for t in changed]).all(0) if changed else None
             if finite is not None and not bool(finite.all()):
-                raise DivergenceError(int(ids[int((~finite).nonzero()[0])]), round, position, type(phase).__name__)
+                client = int(ids[int((~finite).nonzero()[0])])
+                raise DivergenceError(
+                    f"client {client} is no longer finite after phase {position} ({type(phase).__name__}) of round {round}: a loss became "
+                    "NaN or infinite; lower the learning rate, or look at this client's data",
+                    round=round,
+                    client=client,
+                    phase=position,
+                )
         received = len(ids) * sum(t.nbytes for t in self._travels(given)) + sum(t.nbytes for t in tree_leaves(addressed))
         return Done(ids, given, views, info, seconds, received)
 
@@ -118,5 +122,3 @@ def write_rows(private: View, ids: np.ndarray, views: View) -> View:
     for key in private:
         tree_map(lambda kept, new: kept.index_copy_(0, places, new), private[key], views[key])
     return old
-
-

@@ -50,7 +50,8 @@ class Predictions:
         labels = labels[:, : self.mask.shape[1]]
         if self.probs is not None:
             return metrics.classification_summary(self.probs, labels.long(), self.mask)
-        assert self.mean is not None and self.variance is not None
+        assert self.mean is not None
+        assert self.variance is not None
         return metrics.regression_summary(self.mean, self.variance, labels, self.mask)
 
 
@@ -179,9 +180,7 @@ def personal(
     return collector.predictions()
 
 
-def shared(
-    algorithm: Algorithm, server: Server, split: Split, engine: Engine, *, seed: int, round: int, rounds: int
-) -> Predictions | None:
+def shared(algorithm: Algorithm, server: Server, split: Split, engine: Engine, *, seed: int, round: int, rounds: int) -> Predictions | None:
     """The server's model, at its mean, on every client's split; None where the server holds no whole model.
 
     One model serves all clients, so their rows go through it together.

@@ -1,6 +1,7 @@
-"""The types that the parts agree on. Index convention, everywhere in code and documentation:
+"""The types that the parts agree on.
 
-`J` clients, `C` cohort or chunk of clients, `N` examples, `B` batch, `S` posterior draws, `D` parameters of a block, `O` outputs.
+Index convention, everywhere in code and documentation: `J` clients, `C` cohort or chunk of clients, `N` examples, `B` batch,
+`S` posterior draws, `D` parameters of a block, `O` outputs.
 
 What a part says for one client holds for many: tensors carry any leading axes, written [...].
 """

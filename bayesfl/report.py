@@ -1,4 +1,4 @@
-"""Tables for people, files that are whole or absent, and a record of the machine.
+"""Tables for people, written whole or not at all, and a record of the machine.
 
 >>> rows = {"FedAvg": {"accuracy": [0.811, 0.807]}, "FedEM": {"accuracy": [0.835, 0.841]}}
 >>> print(table(rows, columns=[Column("accuracy", better="higher")]))
@@ -8,7 +8,6 @@ FedAvg   80.9 ± 0.2
 FedEM    83.8 ± 0.3*
 """
 
-import contextlib
 import csv
 import dataclasses
 import datetime
@@ -18,9 +17,8 @@ import json
 import math
 import os
 import platform
-import secrets
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -28,6 +26,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor
+
+from bayesfl.files import atomic_write
 
 _SHARES = ("accuracy", "coverage")  # printed in percent unless a Column says otherwise
 
@@ -140,46 +140,6 @@ def _cells(spec: Column, rows: Sequence[Mapping[str, Any]], style: str) -> list[
         cell = mean.rjust(width) + (f" ± {error.rjust(tail)}" if error else " " * (tail + 3) if tail else "")
         cells.append(cell + ("" if spec.better is None else "*" if wins else " "))
     return cells
-
-
-@contextlib.contextmanager
-def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A temporary path to write to, which becomes `path` only when the block ends well: `path` is never half-written.
-
-    For writers that take a path, as in `with atomic_path("figure.png") as temporary: figure.savefig(temporary)`. The temporary file is in
-    the same folder, hidden, and has the same suffix; the folder is made if need be. If the block raises, the temporary file is removed and
-    an earlier `path` stays as it was.
-
-    Yields:
-        The temporary path.
-
-    Raises:
-        FileNotFoundError: The block wrote nothing to the temporary path.
-    """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.stem}.{secrets.token_hex(8)}{path.suffix}")
-    try:
-        yield temporary
-        if not temporary.is_file():
-            raise FileNotFoundError(f"nothing was written for {path}: write to the path that atomic_path yields, with its suffix unchanged")
-        with temporary.open("rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    if os.name == "posix":
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-
-
-def atomic_write(path: str | os.PathLike[str], content: str | bytes) -> None:
-    """Write `content` (text as UTF-8) to `path` whole or not at all, see `atomic_path`."""
-    with atomic_path(path) as temporary:
-        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def write_csv(path: str | os.PathLike[str], rows: Sequence[Mapping[str, float | int | str]]) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from bayesfl import predict
 from bayesfl.blocks import Algorithm
@@ -81,7 +81,7 @@ def simulate(
     else:
         saved = resume if isinstance(resume, Result) else load(resume, algorithm, clients, device=device)
         result = _resumed(saved, settings, engine, dtype)
-    with engine.crew(device) as crew:
+    with result.engine.crew(device) as crew:
         return _rounds(result, data, crew, progress)
 
 
@@ -100,73 +100,79 @@ def _resumed(saved: Result, settings: Settings, engine: Engine | None, dtype: to
 
 
 def _rounds(result: Result, data: FederatedData, crew: Crew, progress: bool | None) -> Result:
-    settings, algorithm = result.settings, result.algorithm
     from tqdm import tqdm
 
-    private = tree_map(torch.clone, result.private)
-    server, history = result.server, History(result.history.rows)
-    local = Local(algorithm, algorithm.phases, result.engine, data.train, settings.seed, settings.rounds)
-    up = sum(math.prod(shape) * dtype.itemsize for shape, dtype in algorithm.uplink(result.dtype).values())
-    spare = len(algorithm.phases) - _wasted(algorithm)
+    settings = result.settings
+    result = replace(result, private=tree_map(torch.clone, result.private), history=History(result.history.rows))
+    measure = "personal_accuracy" if data.task == "classification" else "personal_rmse"
     with tqdm(total=settings.rounds, initial=result.round, unit="round", disable=None if progress is None else not progress) as bar:
-        for round in range(result.round, settings.rounds):
-            start = perf_counter()
-            chosen = settings.cohort(data.clients, round)
-            rest = np.setdiff1d(np.arange(data.clients), chosen) if settings.train == "all" else chosen[:0]
-            evaluates = settings.evaluates(round)
-            # The rest in chunks of their own, so that whether they are measured does not change who shares a chunk.
-            chunks = [(ids, True) for ids in _chunks(chosen, data.train, result.engine)]
-            chunks += [(ids, False) for ids in _chunks(rest, data.train, result.engine)]
-            gather = _Gather(algorithm, server)
-            undo: list[tuple[np.ndarray, View]] = []
-            before = Collector(data.test) if evaluates else None
-            seconds = {"steps": 0.0, "batches": 0.0, "noise": 0.0}
-            down, nll, measuring = 0, [], 0.0
-
-            def work(item: tuple[np.ndarray, bool], round: int = round, evaluates: bool = evaluates) -> tuple[Done, Uplink, Tensors, float]:
-                ids, sends = item
-                done = local(ids, server, private, round, None if sends or evaluates else spare)
-                uplink = result.engine.map(lambda view: algorithm.report(done.given, view), done.views) if sends else {}
-                clock = perf_counter()
-                seen: Tensors = {}
-                if evaluates:
-                    seen = predict.of_views(
-                        algorithm, algorithm.parts, done.views, data.test, ids, result.engine, seed=settings.seed, round=round + 1, draws=algorithm.predictive
-                    )
-                return done, uplink, seen, perf_counter() - clock
-
-            try:
-                for (_, sends), (done, reported, seen, spent) in zip(chunks, crew.over(chunks, work), strict=True):
-                    undo.append((done.ids, write_rows(private, done.ids, done.views)))
-                    if sends:
-                        gather.add(done, reported)
-                        nll.append(done.info.get("nll", torch.full((len(done.ids),), torch.nan)).double().cpu())
-                    if before is not None:
-                        before.add(done.ids, seen)
-                    down += done.received
-                    measuring += spent
-                    seconds = {key: seconds[key] + done.seconds.get(key, 0.0) for key in seconds}
-                server = gather.server(round)
-            except DivergenceError as error:
-                for ids, old in undo:
-                    write_rows(private, ids, old)
-                error.result = replace(result, round=round, server=server, private=private, history=history)
-                raise
-            # Measuring ran in the workers, beside training; its share of the round's time is taken out.
-            spent = perf_counter() - start - measuring / min(len(chunks), result.engine.worker_count(result.device))
-            row: dict[str, Any] = {"round": round + 1, "cohort": len(chosen), "seconds": spent}
-            row |= {f"seconds_{key}": value for key, value in seconds.items()}
-            row |= {"bytes_up": up * len(chosen), "bytes_down": down, "train_nll": float(torch.cat(nll).mean())}
-            result = replace(result, round=round + 1, server=server, private=private, history=history)
+        while result.round < settings.rounds:
+            before = Collector(data.test) if settings.evaluates(result.round) else None
+            result, row = _round(result, data, crew, before)
             if before is not None:
                 row |= {f"before_pool_{key}": value for key, value in before.predictions().summary(data.test).items()}
                 row |= _measure(result, data, crew)
-            history.append(row)
+                bar.set_postfix({measure: f"{row[measure]:.3f}"}, refresh=False)
+            result.history.append(row)
             bar.update()
-            if evaluates:
-                key = "personal_accuracy" if data.task == "classification" else "personal_rmse"
-                bar.set_postfix({key: f"{row[key]:.3f}"}, refresh=False)
     return result
+
+
+def _round(result: Result, data: FederatedData, crew: Crew, before: Collector | None) -> tuple[Result, dict[str, Any]]:
+    """One round: the result after it, its private rows changed in place, and what the history says of it."""
+    start = perf_counter()
+    algorithm, settings, engine, round = result.algorithm, result.settings, result.engine, result.round
+    server, private = result.server, result.private
+    local = Local(algorithm, algorithm.phases, engine, data.train, settings.seed, settings.rounds)
+    chosen = settings.cohort(data.clients, round)
+    rest = np.setdiff1d(np.arange(data.clients), chosen) if settings.train == "all" else chosen[:0]
+    # The rest come in chunks of their own, so that whether they are measured does not change who shares a chunk; unmeasured,
+    # they leave out the phases whose result would be thrown away.
+    chunks = [(ids, True) for ids in _chunks(chosen, data.train, engine)] + [(ids, False) for ids in _chunks(rest, data.train, engine)]
+    kept = len(algorithm.phases) - _wasted(algorithm)
+
+    def work(chunk: tuple[np.ndarray, bool]) -> tuple[Done, Uplink, Tensors, float]:
+        ids, sends = chunk
+        done = local(ids, server, private, round, None if sends or before is not None else kept)
+        reported = engine.map(lambda view: algorithm.report(done.given, view), done.views) if sends else {}
+        clock = perf_counter()
+        seen: Tensors = {}
+        if before is not None:
+            parts, draws = algorithm.parts, algorithm.predictive
+            seen = predict.of_views(algorithm, parts, done.views, data.test, ids, engine, seed=settings.seed, round=round + 1, draws=draws)
+        return done, reported, seen, perf_counter() - clock
+
+    gather = _Gather(algorithm, server)
+    undo: list[tuple[np.ndarray, View]] = []
+    finished: list[Done] = []
+    measuring = 0.0
+    try:
+        for (_, sends), (done, reported, seen, seconds) in zip(chunks, crew.over(chunks, work), strict=True):
+            undo.append((done.ids, write_rows(private, done.ids, done.views)))
+            if sends:
+                gather.add(done, reported)
+            if before is not None:
+                before.add(done.ids, seen)
+            measuring += seconds
+            finished.append(replace(done, given={}, views={}))
+        server = gather.server()
+        if not all(bool(t.isfinite().all()) for t in tree_leaves(server)):
+            raise DivergenceError(f"the server is no longer finite after round {round}; lower the learning rates", round=round)
+    except DivergenceError as error:
+        for ids, old in undo:
+            write_rows(private, ids, old)
+        error.result = result
+        raise
+    # Predictions ran in the workers, beside training; their share of the time is taken out.
+    row: dict[str, Any] = {"round": round + 1, "cohort": len(chosen)}
+    row["seconds"] = perf_counter() - start - measuring / min(len(chunks), engine.worker_count(result.device))
+    for part in ("steps", "batches", "noise"):
+        row[f"seconds_{part}"] = sum(done.seconds.get(part, 0.0) for done in finished)
+    sent = sum(math.prod(shape) * dtype.itemsize for shape, dtype in algorithm.uplink(result.dtype).values())
+    row |= {"bytes_up": sent * len(chosen), "bytes_down": sum(done.received for done in finished)}
+    losses = [done.info["nll"].double().cpu() for (_, sends), done in zip(chunks, finished, strict=True) if sends and "nll" in done.info]
+    row["train_nll"] = float(torch.cat(losses).mean()) if losses else math.nan
+    return replace(result, round=round + 1, server=server), row
 
 
 def _measure(result: Result, data: FederatedData, crew: Crew) -> dict[str, float]:
@@ -175,10 +181,8 @@ def _measure(result: Result, data: FederatedData, crew: Crew) -> dict[str, float
     for name, prefix in (("test", "personal"), ("validation", "validation")):
         if name in data.splits:
             split = data.splits[name]
-            personal = predict.personal(
-                algorithm, result.server, result.private, data, split, result.engine, crew,
-                seed=settings.seed, round=result.round, rounds=settings.rounds,
-            )  # fmt: skip
+            address = {"seed": settings.seed, "round": result.round, "rounds": settings.rounds}
+            personal = predict.personal(algorithm, result.server, result.private, data, split, result.engine, crew, **address)
             row |= {f"{prefix}_{key}": value for key, value in personal.summary(split).items()}
     shared = predict.shared(
         algorithm, result.server, data.test, result.engine, seed=settings.seed, round=result.round, rounds=settings.rounds
@@ -207,7 +211,7 @@ class _Gather:
                 self._totals[name] = pool.accumulate(self._totals.get(name), self._server, name, sent | extra)
         self._stacked.append(extra | {name: sent[name] for name, pool in self._pools.items() if isinstance(pool, StackedPool)})
 
-    def server(self, round: int) -> Server:
+    def server(self) -> Server:
         """The server's next state."""
         uplink = tree_map(lambda *rows: torch.cat(rows), *self._stacked)
         new = dict(self._server)
@@ -258,4 +262,6 @@ def _check(algorithm: Algorithm, data: FederatedData) -> None:
     except (RuntimeError, ValueError) as error:
         raise ValueError(f"the model does not take inputs of shape {data.inputs}: {error}") from error
     if type(algorithm.likelihood).__name__ == "Categorical" and outputs.shape[-1] != data.outputs:
-        raise ValueError(f"the model has {outputs.shape[-1]} outputs, the data {data.outputs} classes; build it with outputs={data.outputs}")
+        raise ValueError(
+            f"the model has {outputs.shape[-1]} outputs, the data {data.outputs} classes; build the model with outputs={data.outputs}"
+        )

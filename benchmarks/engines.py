@@ -86,7 +86,7 @@ def bare_fedavg(model: torch.nn.Module, data: FederatedData, epochs: int) -> Rou
 
 
 def bare_pfedvem(model: torch.nn.Module, data: FederatedData, head_epochs: int, body_epochs: int, draws: int) -> Round:
-    """pFedVEM as a loop: the same gradient steps and the same number of draws."""
+    """PFedVEM as a loop: the same gradient steps and the same number of draws."""
     clients = [data.train.client(j) for j in range(data.clients)]
     bodies = [copy.deepcopy(model.body) for _ in clients]
     server = [p.detach().clone() for p in model.body.parameters()]
@@ -108,7 +108,10 @@ def bare_pfedvem(model: torch.nn.Module, data: FederatedData, head_epochs: int, 
             with torch.no_grad():
                 for p, s in zip(body.parameters(), server, strict=True):
                     p.copy_(s)
-                rho2 = sum((F.softplus(r).square() + (m - c).square()).sum() for m, r, c in zip(head[:2], head[2:], centre, strict=True)) / size
+                rho2 = (
+                    sum((F.softplus(r).square() + (m - c).square()).sum() for m, r, c in zip(head[:2], head[2:], centre, strict=True))
+                    / size
+                )
             for p in head:
                 p.requires_grad_(True)
             optimiser = torch.optim.SGD(head, lr=1e-3, momentum=MOMENTUM)
@@ -143,7 +146,16 @@ class Ours:
 
     def __init__(self, algorithm: bf.Algorithm, data: FederatedData, engine: bf.Engine, **options: object) -> None:
         self._run = lambda rounds, resume: bf.simulate(
-            algorithm, data, rounds=rounds, engine=engine, evaluate_every=None, progress=False, resume=resume, train="cohort", sampling="fixed", **options
+            algorithm,
+            data,
+            rounds=rounds,
+            engine=engine,
+            evaluate_every=None,
+            progress=False,
+            resume=resume,
+            train="cohort",
+            sampling="fixed",
+            **options,
         )
         self._result: object = None
         self._done = 0
@@ -151,6 +163,7 @@ class Ours:
         self.parts: list[dict[str, float]] = []
 
     def __call__(self) -> float:
+        """One more round."""
         self._done += 1
         self._result = self._run(self._done, self._result)
         row = self._result.history.rows[-1]  # type: ignore[attr-defined]
@@ -331,10 +344,15 @@ def main() -> None:
                 shares = f"  batches {f['batches']:.1%} noise {f['noise']:.1%} rest {f['rest']:.1%}" if "rest" in f else ""
                 limit = f" (at most {f['at_most']:.2f})" if "at_most" in f and not busy else ""
                 memory = f"  {f['memory_mib']:.0f} MiB" if "memory_mib" in f else ""
-                print(f"  {side:18s} {f['seconds']:.3f} s  cpu {f['cpu_seconds']:.3f} s  ratio {f['ratio']:.2f}{limit}{memory}{shares}", flush=True)
+                print(
+                    f"  {side:18s} {f['seconds']:.3f} s  cpu {f['cpu_seconds']:.3f} s  ratio {f['ratio']:.2f}{limit}{memory}{shares}",
+                    flush=True,
+                )
             results[f"{name}{'_busy' if busy else ''}"] = {"title": title, "repetitions": row.repetitions, "sides": sides}
             if not arguments.quick:
-                report.write_json(RESULTS, {"command": " ".join(["python", *sys.argv]), "environment": report.environment(), "rows": results})
+                report.write_json(
+                    RESULTS, {"command": " ".join(["python", *sys.argv]), "environment": report.environment(), "rows": results}
+                )
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from bayesfl.metrics import reliability_bins
-from bayesfl.report import atomic_path, mean_and_error
+from bayesfl.files import atomic_path
+from bayesfl.report import mean_and_error
 
 pytest.importorskip("matplotlib")
 from matplotlib.axes import Axes

@@ -95,7 +95,7 @@ def test_failed_writer_leaves_the_old_file_and_nothing_else(tmp_path: Path):
     report.write_json(path, {"round": 1})
 
     def half() -> None:
-        with report.atomic_path(path) as temporary:
+        with files.atomic_path(path) as temporary:
             assert (temporary.parent, temporary.suffix) == (path.parent, ".json")
             temporary.write_text('{"rou')
             raise KeyboardInterrupt
@@ -106,7 +106,7 @@ def test_failed_writer_leaves_the_old_file_and_nothing_else(tmp_path: Path):
     assert [p.name for p in tmp_path.iterdir()] == ["result.json"]
     with pytest.raises(TypeError):
         report.write_json(path, {"round": object()})
-    with pytest.raises(FileNotFoundError, match="nothing was written"), report.atomic_path(path):
+    with pytest.raises(FileNotFoundError, match="nothing was written"), files.atomic_path(path):
         pass
     assert [p.name for p in tmp_path.iterdir()] == ["result.json"]
     assert json.loads(path.read_text()) == {"round": 1}
@@ -114,14 +114,14 @@ def test_failed_writer_leaves_the_old_file_and_nothing_else(tmp_path: Path):
 
 def test_atomic_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Text and bytes, into a folder that is made; the content is on disk before the name is given."""
-    report.atomic_write(tmp_path / "new" / "a.txt", "é\n")
-    report.atomic_write(str(tmp_path / "new" / "b.bin"), b"\x00\xff")
+    files.atomic_write(tmp_path / "new" / "a.txt", "é\n")
+    files.atomic_write(str(tmp_path / "new" / "b.bin"), b"\x00\xff")
     assert (tmp_path / "new" / "a.txt").read_bytes() == b"\xc3\xa9\n"
     assert (tmp_path / "new" / "b.bin").read_bytes() == b"\x00\xff"
     calls, fsync, replace = [], os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda fd: (calls.append("fsync"), fsync(fd))[1])
     monkeypatch.setattr(os, "replace", lambda a, b: (calls.append("replace"), replace(a, b))[1])
-    report.atomic_write(tmp_path / "new" / "a.txt", "two")
+    files.atomic_write(tmp_path / "new" / "a.txt", "two")
     assert calls[:2] == ["fsync", "replace"]
     assert (tmp_path / "new" / "a.txt").read_text() == "two"
 

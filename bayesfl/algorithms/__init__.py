@@ -61,22 +61,32 @@ def available() -> list[Entry]:
     entries = []
     for name, (make, title, paper) in PAPERS.items():
         algorithm = make(mlp(2, hidden=2, outputs=2))
-        held = {**algorithm.blocks}
-        posteriors = {block: type(b.posterior).__name__ for block, b in held.items()}
-        private = [block for block, b in held.items() if b.private]
-        kept = [f"{block} ({', '.join(k for k in algorithm.rows(algorithm.init(1))[block] if k not in b.pool.sends)})"
-                for block, b in held.items() if b.keep and b.pool and len(algorithm.rows(algorithm.init(1))[block]) > len(b.pool.sends)]  # fmt: skip
-        entries.append(
-            Entry(
-                name,
-                title,
-                paper,
-                ", ".join(f"{block}: {kind}" for block, kind in posteriors.items()),
-                ", ".join(key.removesuffix(".loc") for key in algorithm.uplink()) or "nothing",
-                ", ".join(private + kept) or "nothing",
-            )
-        )
+        rows = algorithm.rows(algorithm.init(1))
+        beliefs = [f"{block}: {type(b.posterior).__name__}" for block, b in algorithm.blocks.items()]
+        kept = []
+        for block, b in algorithm.blocks.items():
+            stays = set(rows.get(block, ())) - set(b.pool.sends if b.pool else ())
+            if stays:
+                kept.append(block if b.private else f"{block} ({', '.join(sorted(stays))})")
+        sent = [key.removesuffix(".loc") for key in algorithm.uplink()]
+        entries.append(Entry(name, title, paper, ", ".join(beliefs), ", ".join(sent) or "nothing", ", ".join(kept) or "nothing"))
     return entries
 
 
-__all__ = ["PAPERS", "Entry", "available", *PAPERS]
+__all__ = [
+    "PAPERS",
+    "Entry",
+    "available",
+    "ditto",
+    "fedavg",
+    "fedavg_ft",
+    "fedbabu",
+    "fedper",
+    "fedprox",
+    "fedrep",
+    "lg_fedavg",
+    "local",
+    "pfedmap",
+    "pfedme",
+    "pfedvem",
+]

@@ -68,9 +68,7 @@ def fedavg_ft(
         finetune_lr: Learning rate of these; that of training where None.
         likelihood: What y is.
     """
-    plain = fedavg(
-        model, epochs=epochs, batch_size=batch_size, lr=lr, momentum=momentum, weight_decay=weight_decay, likelihood=likelihood
-    )
+    plain = fedavg(model, epochs=epochs, batch_size=batch_size, lr=lr, momentum=momentum, weight_decay=weight_decay, likelihood=likelihood)
     (step,) = plain.phases
     rate = lr if finetune_lr is None else finetune_lr
     return replace(plain, finetune=(replace(step, epochs=finetune_epochs, optimiser=replace(step.optimiser, rate=rate)),))

@@ -58,9 +58,7 @@ def pfedmap(
         raise ValueError(f"precision is 1 / rho^2 and must be > 0, got {precision}; fedrep(...) has heads without a tie")
     both = ("body", "head")
     prior = Normal(centre=server_mean("head"), variance=lambda given, view: torch.full_like(view["n"], 1 / precision)[..., None])
-    fit_head = Descend(
-        "head", Energy("head", both, likelihood=likelihood_scale), epochs=head_epochs, optimiser=SGD(head_lr, momentum)
-    )
+    fit_head = Descend("head", Energy("head", both, likelihood=likelihood_scale), epochs=head_epochs, optimiser=SGD(head_lr, momentum))
     fit_body = Descend(
         "body", Energy("body", both, likelihood="mean"), epochs=body_epochs, batch_size=batch_size, optimiser=SGD(body_lr, momentum)
     )

@@ -21,10 +21,13 @@ from bayesfl.phases import Descend
 from bayesfl.priors import Flat
 from bayesfl.protocols import Batch, GaussianPrior, Info, Server, Tensors, View
 
+
 class _Leaves:
     """A point block as leaves [C, *shape], its Gaussian prior's pull added to their gradients."""
 
-    def __init__(self, algorithm: Algorithm, name: str, given: Server, views: View, weight: Tensor, place: Callable[[Tensor], Tensor]) -> None:
+    def __init__(
+        self, algorithm: Algorithm, name: str, given: Server, views: View, weight: Tensor, place: Callable[[Tensor], Tensor]
+    ) -> None:
         block, self._layout = algorithm.blocks[name], algorithm.layout(name)
         self._leaves = {key: place(leaf.clone()) for key, leaf in self._layout.leaves(views[name]["loc"]).items()}
         self.params = list(self._leaves.values())

@@ -120,7 +120,9 @@ class Engine:
         ]
         return tree_map(lambda *rows: torch.cat(rows), *done)
 
-    def _chunk(self, algorithm: Algorithm, phase: Phase | Repeat, given: Server, views: View, plan: Plan, kernel: Kernel) -> tuple[View, Info]:
+    def _chunk(
+        self, algorithm: Algorithm, phase: Phase | Repeat, given: Server, views: View, plan: Plan, kernel: Kernel
+    ) -> tuple[View, Info]:
         if not isinstance(phase, Repeat):
             return self._phase(algorithm, phase, given, views, plan, kernel, None)
         info: Info = {}
@@ -140,16 +142,17 @@ class Engine:
         return descent.descend(algorithm, phase, given, views, plan, KERNEL_OF[kernel], place=place, batch=batch)
 
     def outputs(self, algorithm: Algorithm, parts: tuple[str, ...], views: View, x: Tensor, noise: dict[str, Tensor]) -> Tensor:
-        """Outputs [C, S, N, O] of a chunk of clients at `x` [C, N, *]: at draws where there is noise {block: [C, S, D]}, else at the mean."""
+        """Outputs [C, S, N, O] of a chunk of clients at `x` [C, N, *].
+
+        At draws where there is noise {block: [C, S, D]}, else at the mean, with S = 1.
+        """
         kernel = self.choose(algorithm, None, x.device)
         if kernel == "reference":
             kernel = "live"
         if kernel == "live" and len(x) > 1:
-            one = [
-                self.outputs(algorithm, parts, tree_map(lambda t, c=c: t[c : c + 1], views), x[c : c + 1], {k: e[c : c + 1] for k, e in noise.items()})
-                for c in range(len(x))
-            ]
-            return torch.cat(one)
+            everything = (views, x, noise)
+            rows = [tree_map(lambda t, c=c: t[c : c + 1], everything) for c in range(len(x))]
+            return torch.cat([self.outputs(algorithm, parts, *row) for row in rows])
         drawn = {part: descent.draw(algorithm, part, views[part], noise) for part in parts}
         leaves = {key: leaf for part, vector in drawn.items() for key, leaf in algorithm.layout(part).leaves(vector).items()}
         outputs, lifted, _ = network.Network(algorithm.module(views["n"]), KERNEL_OF[kernel])(leaves, x)

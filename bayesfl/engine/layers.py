@@ -5,7 +5,7 @@ products (docs/decisions/0004-layer-rules-go-back-by-hand.md). Layers without a 
 """
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, TypeAlias
 
 import torch
@@ -83,14 +83,15 @@ def _convolve(layer: nn.Conv2d, weights: dict[str, Tensor], x: Tensor, lifted: b
             return (t if has else t.unsqueeze(1).expand(-1, draws, *t.shape[1:])).flatten(0, 1)
 
         x, weight, bias = spread(x, lifted), spread(weight, drawn), None if bias is None else spread(bias, drawn)
-    options = (layer.stride, layer.padding, layer.dilation)
+    conv: Any = F.conv2d  # its overloads tell padding by name from padding by size, layers do not
+    convolve = partial(conv, stride=layer.stride, padding=layer.padding, dilation=layer.dilation)
     if x.is_cuda:  # one grouped convolution
         clients = len(x)
         flat_bias = None if bias is None else bias.flatten()
-        stacked = F.conv2d(x.transpose(0, 1).flatten(1, 2), weight.flatten(0, 1), flat_bias, *options, clients * layer.groups)
+        stacked = convolve(x.transpose(0, 1).flatten(1, 2), weight.flatten(0, 1), flat_bias, groups=clients * layer.groups)
         outputs = stacked.unflatten(1, (clients, -1)).transpose(0, 1)
     else:  # one client after another is faster than grouped on a CPU
-        rows = [F.conv2d(x[c], weight[c], None if bias is None else bias[c], *options, layer.groups) for c in range(len(x))]
+        rows = [convolve(x[c], weight[c], None if bias is None else bias[c], groups=layer.groups) for c in range(len(x))]
         outputs = torch.stack(rows)
     return (outputs.unflatten(0, (-1, draws)), True) if drawn or lifted else (outputs, False)
 
@@ -162,7 +163,8 @@ def kernel(module: nn.Module, leaves: dict[str, Tensor], wanted: frozenset[str],
         slopes: dict[str, Tensor] = {}
         into: Tensor | None = slope
         for prefix, passed in reversed(passes):
-            assert passed.back is not None and into is not None
+            assert passed.back is not None
+            assert into is not None
             into, new = passed.back(into)
             slopes |= {prefix + name: value for name, value in new.items()}
         return into, slopes

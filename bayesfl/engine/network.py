@@ -29,7 +29,9 @@ class Pass(NamedTuple):
 class Kernel(Protocol):
     """How a kernel takes a chunk of clients through a module."""
 
-    def __call__(self, module: nn.Module, leaves: dict[str, Tensor], wanted: frozenset[str], x: Tensor, lifted: bool, through: bool) -> Pass:
+    def __call__(
+        self, module: nn.Module, leaves: dict[str, Tensor], wanted: frozenset[str], x: Tensor, lifted: bool, through: bool
+    ) -> Pass:
         """Outputs and the way back.
 
         Args:

@@ -80,7 +80,10 @@ class Plan:
         else:
             index, places, weight, widths = self._orders
             width = widths[step]
-            batch = self._gather(index[step, :active, :width]) | {"weight": weight[step, :active, :width], "index": places[step, :active, :width]}
+            batch = self._gather(index[step, :active, :width]) | {
+                "weight": weight[step, :active, :width],
+                "index": places[step, :active, :width],
+            }
         self.seconds["batches"] += perf_counter() - start
         return batch
 

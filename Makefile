@@ -1,0 +1,65 @@
+# Two commands on a fresh machine: make demo, make test. Both make their own environment from Python >= 3.11 alone.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test lint types docs examples wheel readme benchmarks check clean
+
+demo: $(VENV)/.plain
+	$(BIN)/python examples/pfedvem.py --out runs/demo
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.test
+	$(BIN)/pyright
+
+docs: $(VENV)/.docs
+	$(BIN)/python -m sphinx -q -n -W --keep-going docs docs/_build
+
+# Every example at smoke size.
+examples: $(VENV)/.plain
+	$(BIN)/python examples/pfedvem.py --clients 4 --rounds 2 --seeds 0 1 --participation 0.5 --out runs/smoke
+	$(BIN)/python benchmarks/engines.py --quick --no-neighbour --rows mlp10 pfedvem
+
+# The wheel, in an empty environment without the development tools.
+wheel: $(VENV)/.test
+	rm -rf dist && $(BIN)/python -m build --quiet --wheel
+	rm -rf .venv-wheel && $(PYTHON) -m venv .venv-wheel
+	.venv-wheel/bin/python -m pip install --quiet -c constraints.txt dist/*.whl
+	cd dist && ../.venv-wheel/bin/python ../tests/ten_lines.py
+	rm -rf .venv-wheel
+
+# The README's table of what is implemented, from the compositions themselves.
+readme: $(VENV)/.plain
+	$(BIN)/python docs/tables.py
+
+benchmarks: $(VENV)/.plain
+	$(BIN)/python benchmarks/engines.py
+
+check: test lint types docs examples wheel
+
+$(VENV)/bin/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "bayesfl needs Python >= 3.11")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.plain: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP) -e .
+	touch $@
+
+$(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP) -e '.[test]'
+	touch $@ $(VENV)/.plain
+
+$(VENV)/.docs: $(VENV)/.test
+	$(PIP) -e '.[docs]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) .venv-wheel build dist runs docs/_build *.egg-info

@@ -1,0 +1,47 @@
+"""Files that are whole or absent."""
+
+import contextlib
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+
+
+@contextlib.contextmanager
+def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """A temporary path to write to, which becomes `path` only when the block ends well: `path` is never half-written.
+
+    For writers that take a path, as in `with atomic_path("figure.png") as temporary: figure.savefig(temporary)`. The temporary file is in
+    the same folder, hidden, and has the same suffix; the folder is made if need be. If the block raises, the temporary file is removed and
+    an earlier `path` stays as it was.
+
+    Yields:
+        The temporary path.
+
+    Raises:
+        FileNotFoundError: The block wrote nothing to the temporary path.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.stem}.{secrets.token_hex(8)}{path.suffix}")
+    try:
+        yield temporary
+        if not temporary.is_file():
+            raise FileNotFoundError(f"nothing was written for {path}: write to the path that atomic_path yields, with its suffix unchanged")
+        with temporary.open("rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    if os.name == "posix":
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def atomic_write(path: str | os.PathLike[str], content: str | bytes) -> None:
+    """Write `content` (text as UTF-8) to `path` whole or not at all, see `atomic_path`."""
+    with atomic_path(path) as temporary:
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)

@@ -1,0 +1,106 @@
+"""Sphinx: `python -m sphinx -q -n -W docs docs/_build`."""
+
+import dataclasses
+import inspect
+import re
+from typing import Any
+
+import bayesfl
+
+project = "bayesfl"
+author = "The bayesfl developers"
+copyright = author
+version = release = bayesfl.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.mathjax"]
+exclude_patterns = ["_build"]
+html_theme = "alabaster"
+html_theme_options = {"description": "Bayesian inference for federated models", "page_width": "1100px", "sidebar_width": "240px"}
+html_show_sourcelink = False
+
+myst_enable_extensions = ["dollarmath"]
+myst_heading_anchors = 3
+
+autodoc_default_options = {"members": True}
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+
+# A reference into bayesfl that leads nowhere is an error. Nothing is fetched, so names of other projects have no target here.
+nitpicky = True
+_BUILTIN = r"bool|bytes|callable|dict|float|int|list|object|str|tuple|type|KeyError|RuntimeError|TypeError|ValueError|FileNotFoundError"
+nitpick_ignore_regex = [
+    (r"py:.*", r"(torch|numpy|np|nn|typing|collections|pathlib|os|enum|types|matplotlib)\.[\w.]+"),
+    (r"py:class", r"bayesfl\.engine\.(crew\.(Item|Result)|driver\.T)"),  # type variables
+    (r"py:.*", rf"({_BUILTIN}|Tensor|Any|Callable|Mapping|Sequence|Iterator|Literal|Axes|Figure|optional|default|Ellipsis|None|\.\.\.)"),
+]
+
+
+def _table(rows: list[str]) -> list[str]:
+    """A Markdown table as a list-table."""
+    out = ["", ".. list-table::", "   :header-rows: 1", ""]
+    for row in rows:
+        if set(row) <= set("|-: "):
+            continue
+        cells = [_prose(cell.strip()) for cell in row.strip()[1:-1].split("|")]
+        out += [f"   {'* -' if i == 0 else '  -'} {cell}".rstrip() for i, cell in enumerate(cells)]
+    return [*out, ""]
+
+
+def _home(name: str) -> str:
+    """Where what a user writes as bf.load is defined; the name itself where there is no such thing, which is then an error."""
+    thing: Any = bayesfl
+    try:
+        for word in name.split("."):
+            thing = getattr(thing, word)
+    except AttributeError:
+        return f"bayesfl.{name}"
+    if inspect.ismodule(thing):
+        return thing.__name__
+    return f"{thing.__module__}.{thing.__qualname__}" if hasattr(thing, "__qualname__") else f"bayesfl.{name}"
+
+
+def _prose(text: str) -> str:
+    """Single backticks are code, or a reference where they name something of bayesfl; signs that are no emphasis mean themselves."""
+
+    def code(name: str) -> str:
+        if re.fullmatch(r"(bf|bayesfl)(\.\w+)+", name):
+            return f":py:obj:`~{_home(name.partition('.')[2])}`"
+        return f"``{name}``"
+
+    parts = re.split(r"`([^`\n]+)`|((?<![\w*])\*\w[\w -]*\*(?![\w*]))", text)
+    out = []
+    for plain, literal, emphasis in zip(parts[::3], [*parts[1::3], None], [*parts[2::3], None], strict=True):
+        out.append(re.sub(r"(?<!\\)([*|]|(?<=\w)_(?!\w))", r"\\\1", plain))
+        out.append(code(literal) if literal else emphasis or "")
+    return "".join(out)
+
+
+def _docstring(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """The docstrings are plain text with a little Markdown; autodoc wants reStructuredText."""
+    out: list[str] = []
+    table: list[str] = []
+    for line in [*lines, ""]:
+        if re.fullmatch(r"\s*\|.*\|.*\|\s*", line):
+            table.append(line)
+            continue
+        if table:
+            out += _table(table)
+            table = []
+        out.append(_prose(line))
+    # Napoleon reads the first line of these as "type: text", which is not how they are written here.
+    lines[:] = ["..", "", *out] if what in ("attribute", "data", "property") else out
+
+
+def _signature(app: Any, what: str, name: str, obj: Any, options: Any, signature: str | None, returns: str | None) -> Any:
+    """Defaults that have no name are left out."""
+    if signature and dataclasses.is_dataclass(obj):
+        signature = re.sub(r"<factory>|<function [^>]*>+(?: at 0x\w+>)?", "...", signature)
+    return signature, returns
+
+
+def setup(app: Any) -> None:
+    """Connects the two."""
+    app.connect("autodoc-process-docstring", _docstring, priority=400)
+    app.connect("autodoc-process-signature", _signature)

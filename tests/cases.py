@@ -1,0 +1,64 @@
+"""One table of algorithms; each entry meets the whole contract battery."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import bayesfl as bf
+from bayesfl.data import FederatedData
+
+SIZES = (43, 40, 17, 5, 31, 43, 8)
+
+
+@dataclass(frozen=True)
+class Case:
+    """An algorithm at test size.
+
+    Args:
+        name: In `bf.algorithms`.
+        options: Small numbers of steps.
+    """
+
+    name: str
+    options: dict[str, Any]
+
+    def __call__(self, model: torch.nn.Module, **more: Any) -> bf.Algorithm:
+        """The algorithm on `model`."""
+        make: Callable[..., bf.Algorithm] = getattr(bf.algorithms, self.name)
+        return make(model, **{**self.options, **more})
+
+    def __str__(self) -> str:
+        return self.name
+
+
+CASES = (
+    Case("local", {"epochs": 2, "batch_size": 10, "adapt_epochs": 3}),
+    Case("fedavg", {"epochs": 2, "batch_size": 10}),
+    Case("fedavg_ft", {"epochs": 2, "batch_size": 10, "finetune_epochs": 2}),
+    Case("fedprox", {"epochs": 2, "batch_size": 10, "mu": 0.3, "momentum": 0.5}),
+    Case("fedper", {"epochs": 2, "batch_size": 10, "adapt_epochs": 3}),
+    Case("fedrep", {"head_epochs": 2, "body_epochs": 1, "batch_size": 10}),
+    Case("lg_fedavg", {"epochs": 2, "batch_size": 10, "adapt_epochs": 3}),
+    Case("fedbabu", {"epochs": 2, "batch_size": 10, "finetune_epochs": 2, "weight_decay": 1e-3}),
+    Case("ditto", {"epochs": 2, "batch_size": 10, "lam": 0.5, "adapt_epochs": 3}),
+    Case("pfedme", {"batches": 5, "inner_steps": 3, "batch_size": 10, "beta": 0.7, "weight_decay": 1e-3}),
+    Case("pfedmap", {"head_epochs": 4, "body_epochs": 1, "batch_size": 10}),
+    Case("pfedvem", {"head_epochs": 4, "body_epochs": 2, "batch_size": 10, "init_scale": 0.3, "draws": 3, "beta": 0.2}),
+)
+
+
+def federation(shape: tuple[int, ...] = (8,), sizes: tuple[int, ...] = SIZES, classes: int = 3) -> FederatedData:
+    """Clients of unequal size whose labels follow related linear rules."""
+    rng = torch.Generator().manual_seed(1)
+    width = int(torch.tensor(shape).prod())
+    common = torch.randn(width, classes, generator=rng)
+    xs, ys = [], []
+    for n in sizes:
+        x = torch.randn(n + 6, *shape, generator=rng)
+        own = common + 0.7 * torch.randn(width, classes, generator=rng)
+        xs.append(x)
+        ys.append((x.flatten(1) @ own).argmax(-1))
+    train = [x[:-6] for x in xs], [y[:-6] for y in ys]
+    return bf.data.from_arrays(*train, test=([x[-6:] for x in xs], [y[-6:] for y in ys]), outputs=classes, task="classification")

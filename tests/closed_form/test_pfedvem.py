@@ -1,0 +1,166 @@
+"""pFedVEM against algebra: with linear-Gaussian clients every step has a closed form."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+import bayesfl as bf
+from bayesfl.blocks import Algorithm
+from bayesfl.data import FederatedData
+from bayesfl.likelihood import Gaussian
+from bayesfl.models import Split
+from bayesfl.numerics import inverse_softplus
+from bayesfl.phases import Once
+from bayesfl.pools import Mean
+from bayesfl.posteriors import MeanField
+from bayesfl.priors import closest_scale
+from bayesfl.protocols import Batch, Server, View
+from tests.cases import federation
+
+DIM, NOISE = 4, 0.5
+
+
+@pytest.fixture(scope="module")
+def clients() -> FederatedData:
+    rng = torch.Generator().manual_seed(3)
+    xs = [torch.randn(n, DIM, generator=rng) for n in (12, 7, 20, 9, 15)]
+    ys = [x @ (1.0 + 0.5 * torch.randn(DIM, generator=rng)) + NOISE * torch.randn(len(x), generator=rng) for x in xs]
+    return bf.data.from_arrays(xs, ys, test=([x + 1.0 for x in xs], ys))
+
+
+def linear() -> Split:
+    body, head = nn.Linear(DIM, DIM, bias=False), nn.Linear(DIM, 1, bias=False)
+    with torch.no_grad():
+        body.weight.copy_(torch.eye(DIM))
+    return Split(body, head)
+
+
+def exact_step(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
+    """The mean-field optimum of a Gaussian posterior: its mean, and the inverse of its precision's diagonal."""
+    x, y = data["x"] * data["weight"].unsqueeze(-1), data["y"] * data["weight"]
+    precision = x.mT @ x / NOISE**2 + torch.eye(DIM, dtype=x.dtype) / view["rho2"]
+    mean = torch.linalg.solve(precision, x.mT @ y / NOISE**2 + given["head"]["loc"] / view["rho2"])
+    return view | {"head": {"loc": mean, "rho": inverse_softplus(precision.diagonal().rsqrt())}}
+
+
+def exact(order: str, **options) -> Algorithm:
+    """pFedVEM with its gradient steps replaced by exact E steps; the rest is the library's."""
+    plain = bf.algorithms.pfedvem(linear(), scale_update=order, likelihood=Gaussian(NOISE), **options)
+    scale = next(phase for phase in plain.phases if isinstance(phase, Once))
+    e_step = Once(exact_step, data=True)
+    return replace(plain, phases=(scale, e_step) if order == "before" else (e_step, scale))
+
+
+def bound(result) -> float:
+    """The evidence lower bound at the current q_j, rho_j and w, in float64 and closed form."""
+    algorithm, total = result.algorithm, 0.0
+    given = algorithm.given(result.server, 0, 1)
+    for j in range(result.data.clients):
+        x, y = (t.double() for t in result.data.train.client(j))
+        view = {"head": {k: v[j] for k, v in result.private["head"].items()}, "rho2": result.private["rho2"][j]}
+        mean, variance = algorithm.blocks["head"].posterior.moments(view["head"])
+        squares = (y - x @ mean).square().sum() + ((x * x).sum(0) * variance).sum()
+        likelihood = -0.5 * len(y) * math.log(2 * math.pi * NOISE**2) - 0.5 * squares / NOISE**2
+        total += float(likelihood - algorithm.divergence("head", view["head"], given, view))
+    return total
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("beta", [0.0, 0.4])
+def test_the_bound_never_falls(clients: FederatedData, order: str, beta: float):
+    """Exact E and M steps and full participation: coordinate ascent, in either order, also with a relaxed centre."""
+    algorithm = exact(order, beta=beta, scale_floor=1e-6)
+    result, bounds = None, []
+    for rounds in range(1, 31):
+        result = bf.simulate(
+            algorithm, clients, rounds=rounds, sampling="fixed", dtype=torch.float64, evaluate_every=None, progress=False, resume=result
+        )
+        bounds.append(bound(result))
+    steps = torch.tensor(bounds).diff()
+    assert steps.min() > -1e-10
+    assert steps.max() > 0.1
+
+
+def test_first_round_scale_is_the_initial_one():
+    """In round 0 every q_j is centred on w with sigma = init_scale, so rho_j = init_scale exactly."""
+    algorithm = bf.algorithms.pfedvem(bf.models.mlp(8, hidden=4, outputs=3), init_scale=0.8, head_epochs=1, body_epochs=1)
+    result = bf.simulate(algorithm, federation(), rounds=1, dtype=torch.float64, evaluate_every=None, progress=False)
+    assert_close(result.private["rho2"], torch.full((7,), 0.64, dtype=torch.float64), atol=1e-14, rtol=0)
+
+
+def test_scale_is_the_root_of_the_bound():
+    """rho^2 = (sum sigma^2 + |mu - w|^2) / D minimises KL(q || N(w, rho^2 I)): the derivative there is zero."""
+    q = MeanField()
+    belief = {"loc": torch.tensor([1.0, 2.0]).double(), "rho": inverse_softplus(torch.tensor([0.5, 1.0]).double())}
+    rho2 = closest_scale(q.moments(belief), torch.zeros(2).double()).requires_grad_()
+    assert_close(rho2.item(), 3.125)
+    prior = bf.algorithms.pfedvem(linear()).blocks["head"].prior
+    energy = prior.energy(*q.moments(belief), {"head": {"loc": torch.zeros(2).double()}}, {"rho2": rho2})
+    (slope,) = torch.autograd.grad(energy, rho2)
+    assert_close(slope.item(), 0.0)
+
+
+def test_equal_scales_give_the_plain_mean_and_unequal_ones_weigh_by_precision():
+    """w = sum_j mu_j / rho_j^2 over sum_j 1 / rho_j^2 minimises sum_j |mu_j - w|^2 / rho_j^2."""
+    pool = bf.algorithms.pfedvem(linear()).blocks["head"].pool
+    mu = torch.randn(3, DIM, generator=torch.Generator().manual_seed(0)).double()
+    server = {"head": {"loc": torch.zeros(DIM).double()}}
+    for rho2 in (torch.ones(3).double(), torch.tensor([0.1, 1.0, 4.0]).double()):
+        uplink = {"head": {"loc": mu}, "rho2": rho2, "n": torch.tensor([5.0, 50.0, 500.0])}
+        w = pool.solve(server, "head", pool.accumulate(None, server, "head", uplink))["loc"].requires_grad_()
+        (slope,) = torch.autograd.grad(((mu - w).square().sum(1) / rho2).sum(), w)
+        assert_close(slope, torch.zeros(DIM).double(), atol=1e-12, rtol=0)
+
+
+def sweeps(shape: float, scale: float, count: int = 3000) -> Tensor:
+    """The largest client's share of the precision after exact sweeps over five linear-Gaussian clients."""
+    rng = torch.Generator().manual_seed(11)
+    n, dim = 10, 3
+    x = torch.randn(5, n, dim, generator=rng).double()
+    truth = torch.randn(dim, generator=rng).double() + 0.3 * torch.randn(5, dim, generator=rng).double()
+    y = torch.einsum("jnd,jd->jn", x, truth) + torch.randn(5, n, generator=rng).double()
+    a, b = x.mT @ x, torch.einsum("jnd,jn->jd", x, y)
+    mu, variance, w = torch.zeros(5, dim).double(), torch.ones(5, dim).double(), torch.zeros(dim).double()
+    pool = Mean(weight=lambda server, uplink: 1 / uplink["rho2"])
+    rho2 = torch.ones(5).double()
+    for _ in range(count):
+        rho2 = closest_scale((mu, variance), w, shape=shape, scale=scale).clamp_min(1e-6)
+        precision = a + torch.eye(dim).double() / rho2[:, None, None]
+        mu, variance = torch.linalg.solve(precision, b + w / rho2[:, None]), 1 / precision.diagonal(dim1=1, dim2=2)
+        server, uplink = {"head": {"loc": w}}, {"head": {"loc": mu}, "rho2": rho2, "n": torch.ones(5)}
+        w = pool.solve(server, "head", pool.accumulate(None, server, "head", uplink))["loc"]
+    return (1 / rho2).max() / (1 / rho2).sum()
+
+
+def test_a_collapsed_client_dictates_unless_the_scale_has_a_prior():
+    """rho_j -> 0 is an attractor, and such a client owns the centre; an inverse-gamma prior on rho_j^2 holds every share under 0.4."""
+    assert sweeps(0.0, 0.0) > 0.4
+    assert sweeps(1.0, 0.1) < 0.4
+
+
+def test_the_floor_keeps_a_collapse_finite(clients: FederatedData):
+    """One client alone is its own centre: its scale falls to the floor and stays there, and everything stays finite."""
+    alone = clients.select([2])
+    algorithm = exact("before", scale_floor=1e-2)
+    result = bf.simulate(algorithm, alone, rounds=4000, dtype=torch.float64, evaluate_every=None, progress=False)
+    assert_close(result.private["rho2"], torch.tensor([1e-4]).double())
+    x, y = (t.double() for t in alone.train.client(0))
+    assert_close(result.server["head"]["loc"], torch.linalg.lstsq(x, y[:, None]).solution[:, 0], atol=1e-2, rtol=0)
+
+
+def test_widths_stay_at_home(clients: FederatedData):
+    """mu_j and one number go up; sigma_j and the training data never do."""
+    assert set(exact("before").uplink()) == {"body.loc", "head.loc", "rho2"}
+
+
+def test_a_new_client_starts_from_the_population_scale(clients: FederatedData):
+    """Adapted without steps that move it, a client never seen has the pooled scale, exp(mean log rho_j^2), not its own first guess."""
+    algorithm = exact("before")
+    result = bf.simulate(algorithm, clients, rounds=3, sampling="fixed", dtype=torch.float64, evaluate_every=None, progress=False)
+    first = replace(algorithm, adapt=algorithm.adapt[:1])
+    adapted = replace(result, algorithm=first).adapt(clients.select([0]))
+    assert_close(adapted.private["rho2"][0], result.private["rho2"].log().mean().exp())

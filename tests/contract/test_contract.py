@@ -1,0 +1,159 @@
+"""What every algorithm promises: the same numbers however it is computed, and that what is private stays so."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+from torch.utils._pytree import tree_flatten, tree_leaves
+
+import bayesfl as bf
+from bayesfl.algorithms import PAPERS
+from bayesfl.blocks import flatten
+from bayesfl.data import FederatedData
+from tests.cases import CASES, SIZES, Case, federation
+
+ROUNDS = 3
+every_case = pytest.mark.parametrize("case", CASES, ids=str)
+
+
+@pytest.fixture(scope="module")
+def clients() -> FederatedData:
+    return federation()
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    return bf.models.mlp(8, hidden=16, outputs=3)
+
+
+def state(result) -> dict[str, Tensor]:
+    return flatten({"server": result.server, "private": result.private})
+
+
+def run(case: Case, model: nn.Module, clients: FederatedData, engine: bf.Engine | None = None, **options):
+    options = {"rounds": ROUNDS, "dtype": torch.float64, "evaluate_every": None, "seed": 3, **options}
+    return bf.simulate(case(model), clients, engine=engine or bf.Engine(chunk=3, workers=1), progress=False, **options)
+
+
+def same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+def test_every_algorithm_has_a_case():
+    """A method that is offered is held to the contract."""
+    assert [case.name for case in CASES] == list(PAPERS)
+
+
+@every_case
+@pytest.mark.parametrize(("participation", "train"), [(1.0, None), (0.5, "cohort"), (0.5, "all")])
+def test_kernels_agree(case: Case, model: nn.Module, clients: FederatedData, participation: float, train: str | None):
+    """Every kernel, and any chunk, gives the reference's numbers to rounding, for clients of unequal size."""
+    options = {"participation": participation, "train": train}
+    reference = state(run(case, model, clients, bf.Engine("reference", workers=1), **options))
+    for kernel, chunk in (("live", 4), ("layers", 1), ("layers", 3), ("layers", len(SIZES)), ("vmap", 4), ("auto", None)):
+        got = state(run(case, model, clients, bf.Engine(kernel, chunk=chunk), **options))
+        assert_close(got, reference, atol=1e-6, rtol=0, msg=lambda m, k=kernel, c=chunk: f"{k}, chunk {c}: {m}")
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.name in ("fedavg", "fedper", "ditto", "pfedme", "pfedvem")], ids=str)
+def test_kernels_agree_on_convolutions(case: Case):
+    """The same for a CNN, whose auto kernel differs from phase to phase."""
+    clients = federation((1, 12, 12), sizes=(23, 17, 5))
+    model = bf.models.lenet((1, 12, 12), outputs=3, channels=(3, 4), hidden=(12, 8))
+    reference = state(run(case, model, clients, bf.Engine("reference", workers=1), rounds=2))
+    for kernel, chunk in (("live", 3), ("layers", 2), ("vmap", 3), ("auto", 2)):
+        got = state(run(case, model, clients, bf.Engine(kernel, chunk=chunk), rounds=2))
+        assert_close(got, reference, atol=1e-6, rtol=0, msg=lambda m, k=kernel: f"{k}: {m}")
+
+
+@every_case
+def test_workers_do_not_change_the_bits(case: Case, model: nn.Module, clients: FederatedData):
+    """One, two or three threads: equal bits, in float32 too."""
+    for dtype in (torch.float32, torch.float64):
+        one, two, three = (state(run(case, model, clients, bf.Engine(chunk=2, workers=w), dtype=dtype)) for w in (1, 2, 3))
+        assert same_bits(one, two)
+        assert same_bits(one, three)
+
+
+@every_case
+def test_seeds(case: Case, model: nn.Module, clients: FederatedData):
+    """Equal seeds give equal bits, others do not."""
+    options = {"participation": 0.5, "train": "cohort"}
+    first = state(run(case, model, clients, **options))
+    assert same_bits(first, state(run(case, model, clients, **options)))
+    assert not same_bits(first, state(run(case, model, clients, **options, **{"seed": 4})))
+
+
+@every_case
+def test_measuring_changes_nothing(case: Case, model: nn.Module, clients: FederatedData):
+    """Evaluation, which may run phases that are skipped without it, leaves training as it is, to the bit."""
+    options = {"participation": 0.5, "train": "all"}
+    assert same_bits(
+        state(run(case, model, clients, **options)), state(run(case, model, clients, **options, **{"evaluate_every": 1}))
+    )
+
+
+@every_case
+def test_uplink_is_what_is_declared(case: Case, model: nn.Module, clients: FederatedData):
+    """Private blocks never leave; names, shapes, precision and bytes of what does are the declared ones."""
+    algorithm = case(model)
+    declared = algorithm.uplink(torch.float64)
+    private = [name for name, block in algorithm.blocks.items() if block.private]
+    assert not [key for key in declared if key.split(".")[0] in private]
+    result = run(case, model, clients, participation=0.5)
+    given = algorithm.given(result.server, 0, 1)
+    assert not [name for name in private if name in given]
+    one = {name: leaf for name, leaf in result.private.items()}
+    counts = torch.ones(len(SIZES), dtype=torch.float64)
+    views = algorithm.views(given, {}, one, counts)
+    sent = flatten(algorithm.sent(views) | torch.func.vmap(lambda view: algorithm.report(given, view))(views))
+    assert {key: (tuple(t.shape[1:]), t.dtype) for key, t in sent.items()} == declared
+    size = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in declared.values())
+    assert result.history["bytes_up"].tolist() == [size * int(c) for c in result.history["cohort"]]
+
+
+@every_case
+def test_resume_goes_on_bit_for_bit(case: Case, model: nn.Module, clients: FederatedData, tmp_path: Path):
+    """Saved after a round and loaded, a run ends in the bits of one that never stopped; so does its history but for times."""
+    options = {"participation": 0.5, "evaluate_every": 1, "dtype": torch.float32}
+    whole = run(case, model, clients, **options)
+    run(case, model, clients, **options, rounds=1).save(tmp_path / "run")
+    loaded = bf.load(tmp_path / "run", case(model), clients)
+    rest = run(case, model, clients, **options, resume=loaded)
+    assert same_bits(state(whole), state(rest))
+    keys = [key for key in whole.history.columns if not key.startswith("seconds")]
+    for key in keys:
+        assert_close(torch.tensor(rest.history[key]), torch.tensor(whole.history[key]), atol=0, rtol=0, equal_nan=True)
+    assert_close(whole.predict().probs, rest.predict().probs, atol=0, rtol=0, equal_nan=True)
+
+
+@every_case
+def test_the_absent_are_untouched(case: Case, model: nn.Module, clients: FederatedData):
+    """A client outside the cohort keeps its state to the bit, and sends nothing: the server is the same whether it trains or not."""
+    fresh = run(case, model, clients, participation=0.4, train="cohort", sampling="fixed", rounds=1)
+    chosen = set(fresh.settings.cohort(len(SIZES), 0).tolist())
+    start = case(model).rows(case(model).init(len(SIZES), seed=3, dtype=torch.float64))
+    for before, after in zip(tree_flatten(start)[0], tree_leaves(fresh.private), strict=True):
+        changed = [j for j in range(len(SIZES)) if not torch.equal(after[j], before)]
+        assert set(changed) <= chosen
+    everyone = run(case, model, clients, participation=0.4, train="all", sampling="fixed", rounds=1)
+    assert_close(everyone.server, fresh.server, atol=1e-12, rtol=0)
+
+
+@every_case
+def test_never_seen_clients_get_predictions(case: Case, model: nn.Module, clients: FederatedData):
+    """Clients held out of training adapt once and predict; adapting touches neither the federation nor its state."""
+    old, novel = clients.hold_out(2, seed=0)
+    result = bf.simulate(case(model), old, rounds=2, seed=0, evaluate_every=None, progress=False)
+    before = {key: t.clone() for key, t in state(result).items()}
+    adapted = result.adapt(novel)
+    probs = adapted.predict().probs
+    assert probs.shape == (2, 6, 3)
+    assert_close(probs.sum(-1), torch.ones(2, 6))
+    assert same_bits(before, state(result))
+    private = [name for name, block in case(model).blocks.items() if block.keep]
+    if private:
+        fresh = case(model).rows(result.server)
+        assert any(not torch.equal(adapted.private[name]["loc"][0], fresh[name]["loc"]) for name in private)

@@ -1,0 +1,35 @@
+"""The Python blocks of a page are one script, run in order; they assert what the page says."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import bayesfl as bf
+
+DOCS = Path(__file__).parents[2] / "docs"
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def script(page):
+    """The blocks of a page at the lines where they stand, so that a traceback names them."""
+    text = page.read_text(encoding="utf-8")
+    lines = [""] * (text.count("\n") + 1)
+    for match in BLOCK.finditer(text):
+        first = text.count("\n", 0, match.start(1))
+        block = match.group(1).splitlines()
+        lines[first : first + len(block)] = block
+    return "\n".join(lines)
+
+
+PAGES = [page for page in sorted(DOCS.rglob("*.md")) if "_build" not in page.parts and BLOCK.search(page.read_text(encoding="utf-8"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(DOCS).as_posix())
+def test_the_blocks_of_a_page_run(page, monkeypatch):
+    monkeypatch.setattr(bf.algorithms, "PAPERS", dict(bf.algorithms.PAPERS))
+    exec(compile(script(page), str(page), "exec"), {"__name__": f"docs_{page.stem}"})
+
+
+def test_the_page_on_extending_is_among_them():
+    assert "extending.md" in [page.name for page in PAGES]

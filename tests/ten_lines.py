@@ -1,0 +1,20 @@
+"""The README's program, small: what an installed wheel must run."""
+
+import tempfile
+
+import torch
+
+import bayesfl as bf
+
+torch.set_num_threads(1)
+clients = bf.data.concept_drift("digits", clients=4, seed=0)
+model = bf.models.mlp(clients.inputs, hidden=20, outputs=clients.classes)
+algorithm = bf.algorithms.pfedvem(model, head_epochs=2, body_epochs=1)
+result = bf.simulate(algorithm, clients, rounds=2, participation=0.5, seed=0)
+print(result.history)
+assert result.predict(clients.test).probs.shape[:2] == (4, int(clients.counts["test"].max()))
+assert bf.plots.reliability(result).get_title() is not None
+with tempfile.TemporaryDirectory() as folder:
+    result.save(folder)
+    again = bf.simulate(algorithm, clients, rounds=3, participation=0.5, seed=0, resume=bf.load(folder, algorithm, clients))
+assert again.round == 3

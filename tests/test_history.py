@@ -1,0 +1,83 @@
+"""The table of a run: columns of rows that need not agree."""
+
+import csv
+import io
+import math
+
+import numpy as np
+import pytest
+
+from bayesfl.history import History
+
+
+def history() -> History:
+    """Three rounds, of which the second was not evaluated."""
+    return History(
+        [
+            {"round": 1, "train_nll": 0.9, "validation_nll": 0.8, "personal_accuracy": 0.5},
+            {"round": 2, "train_nll": 0.7},
+            {"round": 3, "train_nll": 0.6, "validation_nll": 0.5, "personal_accuracy": 0.75, "personal_pooled_accuracy": 0.7},
+        ]
+    )
+
+
+def test_columns_in_order_of_appearance():
+    """A column that comes late comes last, and none comes twice."""
+    assert history().columns == ["round", "train_nll", "validation_nll", "personal_accuracy", "personal_pooled_accuracy"]
+    assert History().columns == []
+
+
+def test_column_is_an_array_with_nan_where_missing():
+    """One float a round; a round that was not evaluated has NaN."""
+    table = history()
+    assert table["train_nll"].dtype == np.float64
+    np.testing.assert_array_equal(table["round"], [1.0, 2.0, 3.0])
+    np.testing.assert_array_equal(table["validation_nll"], [0.8, math.nan, 0.5])
+    np.testing.assert_array_equal(table["personal_pooled_accuracy"], [math.nan, math.nan, 0.7])
+
+
+def test_unknown_column_lists_those_there_are():
+    """The KeyError names what was asked and what there is."""
+    with pytest.raises(KeyError, match=r"no column 'accuracy'.*train_nll.*personal_accuracy"):
+        history()["accuracy"]
+
+
+def test_best_ignores_what_was_not_measured():
+    """The highest, or the lowest on request; a round without a value never wins."""
+    table = history()
+    assert table.best("personal_accuracy")["round"] == 3
+    assert table.best("validation_nll", lowest=True)["round"] == 3
+    assert table.best("validation_nll")["round"] == 1
+    assert table.best("train_nll")["round"] == 1
+
+
+def test_append_and_iterate():
+    """Rows are copied in, in both ways, and come back in order."""
+    row = {"round": 4}
+    table = history()
+    table.append(row)
+    row["round"] = 5
+    assert len(table) == 4
+    assert [r["round"] for r in table] == [1, 2, 3, 4]
+    rows = [{"round": 1}]
+    copied = History(rows)
+    rows[0]["round"] = 9
+    assert copied["round"].tolist() == [1.0]
+
+
+def test_csv_round_trip():
+    """One line of names, one line a round, an empty cell where there is no value."""
+    text = history().to_csv()
+    assert text.splitlines()[0] == "round,train_nll,validation_nll,personal_accuracy,personal_pooled_accuracy"
+    rows = list(csv.DictReader(io.StringIO(text)))
+    assert [float(row["train_nll"]) for row in rows] == [0.9, 0.7, 0.6]
+    assert rows[1]["validation_nll"] == ""
+    assert text.count("\n") == 4
+
+
+def test_repr_shows_the_last_evaluation():
+    """The last evaluated round, its personal measures but not the pooled ones; or that there is none."""
+    table = history()
+    table.append({"round": 4})
+    assert repr(table) == "History(4 rounds; personal_accuracy 0.75)"
+    assert repr(History([{"round": 1}])) == "History(1 rounds, not evaluated)"
