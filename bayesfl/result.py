@@ -2,7 +2,7 @@
 
 import os
 from dataclasses import asdict, dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -151,6 +151,36 @@ class Result:
             for done in crew.over(chunks, lambda ids: local(ids, self.server, private, self.round)):
                 write_rows(private, done.ids, done.views)
         return replace(self, data=novel, private=private, history=History())
+
+    def to_arviz(self, client: int, block: str, *, draws: int = 1000) -> Any:
+        """Draws from a client's posterior of a block, as ArviZ's InferenceData, one variable for each parameter.
+
+        Args:
+            client: Its id.
+            block: A block whose posterior has an entropy.
+            draws: How many; independent, so they make one chain.
+
+        Raises:
+            ValueError: There is no such client, or nothing to draw.
+        """
+        import arviz
+
+        if not 0 <= client < self.data.clients:
+            raise ValueError(f"client must be one of 0 to {self.data.clients - 1}, got {client}")
+        if block not in self.algorithm.blocks or not self.algorithm.blocks[block].stochastic:
+            drawn = [name for name, this in self.algorithm.blocks.items() if this.stochastic]
+            raise ValueError(f"block {block!r} has no entropy to draw from; the blocks that do are {drawn}")
+        this, layout = self.algorithm.blocks[block], self.algorithm.layout(block)
+        belief = (
+            {key: t[client] for key, t in self.private[block].items()} if this.keep else self.algorithm.belief(block, self.server[block])
+        )
+        rng = generator(self.settings.seed, Purpose.POSTERIOR, round=self.round, client=client)
+        noise = torch.from_numpy(rng.standard_normal((draws, this.posterior.noise_size(layout.size)), np.float32)).to(belief["loc"])
+        leaves = layout.leaves(this.posterior.sample({key: t.unsqueeze(0) for key, t in belief.items()}, noise))
+        posterior = {name: leaf.unsqueeze(0).cpu().numpy() for name, leaf in leaves.items()}
+        if int(arviz.__version__.split(".")[0]) > 0:  # from version 1 the groups are one mapping
+            return arviz.from_dict({"posterior": posterior})
+        return arviz.from_dict(posterior=posterior)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the state, the settings and the history into the folder `path`; `bf.load` reads them.

@@ -81,7 +81,9 @@ COLUMNS = (
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dataset", choices=list(PRESETS), default="digits", help="what is federated (default: %(default)s, needs no file)")
+    parser.add_argument(
+        "--dataset", choices=list(PRESETS), default="digits", help="what is federated (default: %(default)s, needs no file)"
+    )
     parser.add_argument("--clients", type=int, default=20, help="number of clients (default: %(default)s; cifar100: a multiple of 5)")
     parser.add_argument("--rounds", type=int, default=50, help="rounds of the federation (default: %(default)s)")
     parser.add_argument("--participation", type=float, default=0.1, help="share of the clients gathered in a round (default: %(default)s)")
@@ -109,7 +111,9 @@ def main(argv: list[str] | None = None) -> dict[str, dict[str, list[float]]]:
     for seed in options.seeds:
         clients = bf.data.concept_drift(options.dataset, clients=options.clients, seed=seed, root=options.data_root)
         sizes = clients.counts["train"]
-        print(f"seed {seed}: {clients.clients} clients of {sizes.min()} to {sizes.max()} examples, partition {clients.hash[:12]}", flush=True)
+        print(
+            f"seed {seed}: {clients.clients} clients of {sizes.min()} to {sizes.max()} examples, partition {clients.hash[:12]}", flush=True
+        )
         labels, mask = clients.test.padded_labels()
         model = preset.model(clients.inputs, clients.classes, seed)
         for name in options.algorithms:

@@ -1,5 +1,6 @@
 """Blocks, energies and algorithms: what is refused, what is copied, what is declared, and the two conventions of an energy."""
 
+import copy
 import math
 
 import pytest
@@ -12,6 +13,7 @@ from torch.testing import assert_close
 import bayesfl as bf
 from bayesfl.blocks import Energy, standard_normal
 from bayesfl.data import FederatedData, from_arrays
+from bayesfl.layout import Layout
 from bayesfl.likelihood import Gaussian
 from bayesfl.models import mlp, split
 from bayesfl.optim import SGD
@@ -82,7 +84,9 @@ def test_scales():
 def test_energy_by_hand(likelihood):
     """Draws average, padding does not count, the KL of every trained block and of no other is added, each at its scale."""
     model = mlp(2, hidden=3, outputs=2)
-    head = bf.Block("head.*", posterior=MeanField(), prior=Normal(centre=server_mean("head"), variance=lambda given, view: view["v"][..., None]))
+    head = bf.Block(
+        "head.*", posterior=MeanField(), prior=Normal(centre=server_mean("head"), variance=lambda given, view: view["v"][..., None])
+    )
     body = bf.Block("body.*", prior=Normal(centre=server_mean("body"), variance=lambda given, view: torch.full((1,), 0.3).double()))
     both = ("body", "head")
     made = algorithm(model, {"body": body, "head": head})
@@ -166,6 +170,7 @@ def test_a_pattern_that_matches_nothing_is_refused():
 )
 def test_layers_that_draw_are_refused(layer):
     """By name and type, with the remedy; in eval mode they draw nothing and are fine."""
+    layer = copy.deepcopy(layer)
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(), layer))
     with pytest.raises(ValueError, match=rf"'1\.1' \({type(layer).__name__}\) draws its own randomness.*eval mode"):
         algorithm(model, {"w": bf.Block()})
@@ -176,6 +181,7 @@ def test_layers_that_draw_are_refused(layer):
 @pytest.mark.parametrize("layer", [nn.BatchNorm1d(4), nn.BatchNorm2d(4, affine=False), nn.InstanceNorm1d(4, track_running_stats=True)])
 def test_layers_that_count_are_refused(layer):
     """Batch norm by name, with group norm as the remedy; in eval mode its statistics are constants and it is fine."""
+    layer = copy.deepcopy(layer)
     model = nn.Sequential(nn.Linear(4, 4), layer)
     with pytest.raises(ValueError, match=rf"'1' \({type(layer).__name__}\) updates its buffers.*nn\.GroupNorm.*eval mode"):
         algorithm(model, {"w": bf.Block()})
@@ -213,9 +219,9 @@ def uncovered(which: str) -> tuple[nn.Module, str, list[str]]:
     """A model, a pattern over part of it, and the parameters that the pattern leaves out."""
     stack = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3), nn.ReLU(), nn.Linear(3, 2))
     model = split(stack, head="4") if which.startswith("split") else stack
-    pattern = {"split, head": "head.*", "split, body": "body.2.*", "stack, first": "0.*", "stack, middle": "2.*", "weights": "*.weight"}[which]
-    from bayesfl.layout import Layout
-
+    pattern = {"split, head": "head.*", "split, body": "body.2.*", "stack, first": "0.*", "stack, middle": "2.*", "weights": "*.weight"}[
+        which
+    ]
     return model, pattern, [name for name, _ in model.named_parameters() if name not in Layout(model, pattern).names]
 
 

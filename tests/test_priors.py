@@ -50,7 +50,12 @@ def test_energy_of_a_point_is_the_density():
 
 def test_pull_is_distance_over_variance():
     """The derivative by the mean is (loc - centre) / variance, by the belief's variance 1 / (2 variance)."""
-    loc, var, centre, variance = numbers(6).requires_grad_(), numbers(6).exp().requires_grad_(), numbers(6, seed=1), numbers(6, seed=2).exp()
+    loc, var, centre, variance = (
+        numbers(6).requires_grad_(),
+        numbers(6).exp().requires_grad_(),
+        numbers(6, seed=1),
+        numbers(6, seed=2).exp(),
+    )
     by_loc, by_var = torch.autograd.grad(normal(centre, variance).energy(loc, var, {}, {}), [loc, var])
     assert_close(by_loc, (loc.detach() - centre) / variance)
     assert_close(by_var, 0.5 / variance)

@@ -138,7 +138,7 @@ class Engine:
     ) -> tuple[View, Info]:
         if not isinstance(phase, Descend):
             return vmap.run(algorithm, phase, given, views, plan, batch)
-        place = live.place if kernel == "live" else torch.Tensor.contiguous
+        place = live.place(algorithm.model) if kernel == "live" else torch.Tensor.contiguous
         return descent.descend(algorithm, phase, given, views, plan, KERNEL_OF[kernel], place=place, batch=batch)
 
     def outputs(self, algorithm: Algorithm, parts: tuple[str, ...], views: View, x: Tensor, noise: dict[str, Tensor]) -> Tensor:

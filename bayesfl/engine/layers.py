@@ -4,8 +4,8 @@ A rule takes a layer forward and returns the way back, so that no graph is built
 products (docs/decisions/0004-layer-rules-go-back-by-hand.md). Layers without a way back of their own go back by autograd, alone.
 """
 
-from collections.abc import Callable
-from functools import lru_cache, partial
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import torch
@@ -73,27 +73,113 @@ def _flatten(layer: nn.Module, weights: dict[str, Tensor], wanted: bool, x: Tens
     return Pass(x.flatten(2 + lifted), lifted, lambda slope: (slope.reshape(x.shape) if through else None, {}))
 
 
-def _convolve(layer: nn.Conv2d, weights: dict[str, Tensor], x: Tensor, lifted: bool) -> tuple[Tensor, bool]:
+def _spread(t: Tensor, has: bool, draws: int) -> Tensor:
+    """[C, S, ...] as a chunk of C * S, repeated over draws where it has none."""
+    return (t if has else t.unsqueeze(1).expand(-1, draws, *t.shape[1:])).flatten(0, 1)
+
+
+def _gathered(t: Tensor, has: bool, draws: int) -> Tensor:
+    """The reverse for slopes: what was repeated gets their sum."""
+    t = t.unflatten(0, (-1, draws))
+    return t if has else t.sum(1)
+
+
+def _joined(rows: Sequence[Tensor]) -> Tensor:
+    return rows[0] if len(rows) == 1 else torch.cat(list(rows))
+
+
+def _conv(layer: nn.Conv2d, weights: dict[str, Tensor], wanted: bool, x: Tensor, lifted: bool, through: bool) -> Pass:
     weight, bias = weights["weight"], weights.get("bias")
-    drawn, draws = weight.dim() == 6, 1
+    drawn = weight.dim() == 6
     if drawn or lifted:
         draws = weight.shape[1] if drawn else x.shape[1]
+        spread = {"weight": _spread(weight, drawn, draws)} | ({} if bias is None else {"bias": _spread(bias, drawn, draws)})
+        inner = _conv(layer, spread, wanted, _spread(x, lifted, draws), False, through)
 
-        def spread(t: Tensor, has: bool) -> Tensor:
-            return (t if has else t.unsqueeze(1).expand(-1, draws, *t.shape[1:])).flatten(0, 1)
+        def back_to_draws(slope: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
+            assert inner.back is not None
+            into, slopes = inner.back(slope.flatten(0, 1))
+            return None if into is None else _gathered(into, lifted, draws), {k: _gathered(v, drawn, draws) for k, v in slopes.items()}
 
-        x, weight, bias = spread(x, lifted), spread(weight, drawn), None if bias is None else spread(bias, drawn)
-    conv: Any = F.conv2d  # its overloads tell padding by name from padding by size, layers do not
-    convolve = partial(conv, stride=layer.stride, padding=layer.padding, dilation=layer.dilation)
+        return Pass(inner.outputs.unflatten(0, (-1, draws)), True, back_to_draws)
+    clients, batch = x.shape[:2]
+    options = (layer.stride, layer.padding, layer.dilation)
     if x.is_cuda:  # one grouped convolution
-        clients = len(x)
-        flat_bias = None if bias is None else bias.flatten()
-        stacked = convolve(x.transpose(0, 1).flatten(1, 2), weight.flatten(0, 1), flat_bias, groups=clients * layer.groups)
-        outputs = stacked.unflatten(1, (clients, -1)).transpose(0, 1)
+        rows = [x.transpose(0, 1).flatten(1, 2)], [weight.flatten(0, 1)], [None if bias is None else bias.flatten()]
+        groups = clients * layer.groups
     else:  # one client after another is faster than grouped on a CPU
-        rows = [convolve(x[c], weight[c], None if bias is None else bias[c], groups=layer.groups) for c in range(len(x))]
-        outputs = torch.stack(rows)
-    return (outputs.unflatten(0, (-1, draws)), True) if drawn or lifted else (outputs, False)
+        rows = list(x), list(weight), [None] * clients if bias is None else list(bias)
+        groups = layer.groups
+    outputs = [torch.conv2d(*row, *options, groups) for row in zip(*rows, strict=True)]
+
+    def back(slope: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
+        slopes = [slope.transpose(0, 1).flatten(1, 2)] if x.is_cuda else list(slope)
+        mask = [through, wanted, wanted and bias is not None]
+        parts = [
+            torch.ops.aten.convolution_backward(s, i, w, [len(w)], *options, False, [0, 0], groups, mask)
+            for s, i, w in zip(slopes, rows[0], rows[1], strict=True)
+        ]
+        into, for_weight, for_bias = zip(*parts, strict=True)
+        found = {}
+        if wanted:
+            found["weight"] = _joined(for_weight).unflatten(0, (clients, -1))
+            if bias is not None:
+                found["bias"] = _joined(for_bias).unflatten(0, (clients, -1))
+        if not through:
+            return None, found
+        return (into[0].unflatten(1, (clients, -1)).transpose(0, 1) if x.is_cuda else _joined(into).unflatten(0, (clients, batch))), found
+
+    if x.is_cuda:
+        return Pass(outputs[0].unflatten(1, (clients, -1)).transpose(0, 1), False, back)
+    return Pass(_joined(outputs).unflatten(0, (clients, batch)), False, back)
+
+
+def _max_pool(layer: nn.MaxPool2d, weights: dict[str, Tensor], wanted: bool, x: Tensor, lifted: bool, through: bool) -> Pass:
+    size, stride, padding, dilation = (_pair(v) for v in (layer.kernel_size, layer.stride, layer.padding, layer.dilation))
+    if size == stride == [2, 2] and padding == [0, 0] and dilation == [1, 1] and not layer.ceil_mode and not x.is_cuda:
+        return _halved(x, lifted, through)
+    flat, lead = x.flatten(0, 1 + lifted), x.shape[: 2 + lifted]
+    sizes = (size, stride, padding, dilation, layer.ceil_mode)
+    outputs, places = torch.ops.aten.max_pool2d_with_indices(flat, *sizes)
+
+    def back(slope: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
+        if not through:
+            return None, {}
+        into = torch.ops.aten.max_pool2d_with_indices_backward(slope.flatten(0, 1 + lifted), flat, *sizes, places)
+        return into.unflatten(0, lead), {}
+
+    return Pass(outputs.unflatten(0, lead), lifted, back)
+
+
+def _halved(x: Tensor, lifted: bool, through: bool) -> Pass:
+    """Windows of 2 x 2 that don't overlap, first along rows, then along columns; four times as fast as torch's on a CPU.
+
+    Of equal values the first in reading order wins, as in torch.
+    """
+    rows, columns = x.shape[-2] // 2 * 2, x.shape[-1] // 2 * 2
+    left, right = x[..., :rows, 0:columns:2], x[..., :rows, 1:columns:2]
+    across = torch.maximum(left, right)
+    top, bottom = across[..., 0::2, :], across[..., 1::2, :]
+
+    def back(slope: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
+        if not through:
+            return None, {}
+        middle = torch.empty_like(across)
+        _share_out(slope, top >= bottom, middle[..., 0::2, :], middle[..., 1::2, :])
+        into = torch.empty_like(x) if (rows, columns) == x.shape[-2:] else torch.zeros_like(x)
+        _share_out(middle, left >= right, into[..., :rows, 0:columns:2], into[..., :rows, 1:columns:2])
+        return into, {}
+
+    return Pass(torch.maximum(top, bottom), lifted, back)
+
+
+def _share_out(slope: Tensor, first: Tensor, to_first: Tensor, to_second: Tensor) -> None:
+    torch.mul(slope, first, out=to_first)
+    torch.sub(slope, to_first, out=to_second)
+
+
+def _pair(value: int | tuple[int, ...]) -> list[int]:
+    return [value, value] if isinstance(value, int) else list(value)
 
 
 def _elementwise(layer: nn.Module, weights: dict[str, Tensor], x: Tensor, lifted: bool) -> tuple[Tensor, bool]:
@@ -115,15 +201,18 @@ RULES: dict[type, Rule] = {
     nn.Linear: _linear,
     nn.ReLU: _relu,
     nn.Flatten: _flatten,
-    nn.Conv2d: _graph(_convolve),
+    nn.Conv2d: _conv,
+    nn.MaxPool2d: _max_pool,
     **dict.fromkeys((nn.Tanh, nn.GELU, nn.SiLU, nn.Sigmoid, nn.ELU, nn.LeakyReLU, nn.Identity), _graph(_elementwise)),
-    **dict.fromkeys((nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d), _graph(_folded)),
+    **dict.fromkeys((nn.AvgPool2d, nn.AdaptiveAvgPool2d), _graph(_folded)),
 }
 
 
 def supported(module: nn.Module) -> bool:
     """Whether every submodule has a rule."""
-    if isinstance(module, nn.Conv2d) and module.padding_mode != "zeros":
+    if isinstance(module, nn.Conv2d) and (module.padding_mode != "zeros" or isinstance(module.padding, str)):
+        return False
+    if isinstance(module, nn.MaxPool2d) and module.return_indices:
         return False
     if isinstance(module, nn.Flatten) and (module.start_dim, module.end_dim) != (1, -1):
         return False

@@ -1,4 +1,9 @@
-"""The live kernel: one client after another through the module itself, convolutions in channels-last memory; best for CNNs on a CPU."""
+"""The live kernel: one client after another, best for CNNs on a CPU, where a second client's activations leave the cache.
+
+Stacks of known layers go by the layer rules, other modules through themselves, convolutions in channels-last memory.
+"""
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -32,20 +37,21 @@ _module_itself = by_autograd(_forward)
 
 
 def kernel(module: nn.Module, leaves: dict[str, Tensor], wanted: frozenset[str], x: Tensor, lifted: bool, through: bool) -> Pass:
-    """See `network.Kernel`, for a chunk of one client. Stacks without convolutions go by the layer rules."""
-    rules = layers.supported(module) and not has_convolutions(module)
-    return (layers.kernel if rules else _module_itself)(module, leaves, wanted, x, lifted, through)
+    """See `network.Kernel`, for a chunk of one client: by the layer rules where there are any, else the module itself."""
+    return (layers.kernel if layers.supported(module) else _module_itself)(module, leaves, wanted, x, lifted, through)
 
 
 def _channels_last(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x
 
 
-def place(leaf: Tensor) -> Tensor:
-    """A leaf [1, *shape] of one client in the memory layout that its layer likes.
+def place(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    """The memory layout of leaves [1, *shape]: channels last where the module itself is run."""
+    return torch.Tensor.contiguous if layers.supported(model) else _weights_channels_last
 
-    Strides decide which layout a convolution works in, and `contiguous` leaves those of a single channel as they are.
-    """
+
+def _weights_channels_last(leaf: Tensor) -> Tensor:
+    # Strides decide which layout a convolution works in, and `contiguous` leaves those of a single channel as they are.
     if leaf.dim() != 5:
         return leaf.contiguous()
     one = leaf.squeeze(0)

@@ -115,9 +115,7 @@ def test_ditto_with_a_strong_pull_is_the_broadcast_model(clients: FederatedData,
 def test_ditto_fixed_point(regressions: FederatedData):
     """At convergence v_j = (A_j / n_j + lambda)^-1 (b_j / n_j + lambda w), with w the global model of the round."""
     lam = 0.5
-    algorithm = bf.algorithms.ditto(
-        linear_only(torch.zeros(1, DIM)), lam=lam, epochs=2000, batch_size=None, lr=0.2, likelihood=Gaussian()
-    )
+    algorithm = bf.algorithms.ditto(linear_only(torch.zeros(1, DIM)), lam=lam, epochs=2000, batch_size=None, lr=0.2, likelihood=Gaussian())
     one, two = run(algorithm, regressions, rounds=1), run(algorithm, regressions, rounds=2)
     a, b = moments(regressions)
     n = torch.tensor(COUNTS).double()

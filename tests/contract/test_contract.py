@@ -90,9 +90,7 @@ def test_seeds(case: Case, model: nn.Module, clients: FederatedData):
 def test_measuring_changes_nothing(case: Case, model: nn.Module, clients: FederatedData):
     """Evaluation, which may run phases that are skipped without it, leaves training as it is, to the bit."""
     options = {"participation": 0.5, "train": "all"}
-    assert same_bits(
-        state(run(case, model, clients, **options)), state(run(case, model, clients, **options, **{"evaluate_every": 1}))
-    )
+    assert same_bits(state(run(case, model, clients, **options)), state(run(case, model, clients, **options, **{"evaluate_every": 1})))
 
 
 @every_case

@@ -41,7 +41,9 @@ def test_starts_with_the_scale_asked_for(scale, dtype):
     assert q["rho"].dtype == dtype
     mean, variance = MeanField().moments(q)
     assert_close(mean, loc, rtol=0, atol=0)
-    assert_close(variance.double().sqrt(), torch.full((2, 3), scale, dtype=torch.float64), rtol=1e-5 if dtype == torch.float32 else 1e-9, atol=0)
+    assert_close(
+        variance.double().sqrt(), torch.full((2, 3), scale, dtype=torch.float64), rtol=1e-5 if dtype == torch.float32 else 1e-9, atol=0
+    )
     q["rho"][0, 0] = 0.0
     assert q["rho"].count_nonzero() >= 5, "every weight has a scale of its own"
 

@@ -1,0 +1,326 @@
+"""Layer rules, and the other kernels on the same stacks, against one client and one draw at a time under autograd."""
+
+from itertools import combinations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.testing import assert_close
+
+from bayesfl.engine import layers, live, vmap
+from bayesfl.engine.network import Network, Pass
+from bayesfl.layout import Layout
+from bayesfl.models import Split, cifar100_cnn, lenet, mlp, resnet18
+
+KERNELS = {"layers": layers.kernel, "live": live.kernel, "vmap": vmap.kernel}
+kernels = pytest.mark.parametrize("kernel", KERNELS)
+C, S, B = 3, 2, 5  # clients, draws, examples
+
+STACKS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
+    "linear": (nn.Linear(4, 3), (4,)),
+    "linear without bias": (nn.Linear(4, 3, bias=False), (4,)),
+    "two linears": (nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3)), (4,)),
+    "nested": (nn.Sequential(nn.Sequential(nn.Linear(4, 6), nn.Sequential(nn.Tanh())), nn.Linear(6, 3)), (4,)),
+    "flatten": (nn.Sequential(nn.Flatten(), nn.Linear(8, 3)), (2, 2, 2)),
+    "convolution": (nn.Conv2d(2, 3, 3, stride=2, padding=1), (2, 7, 6)),
+    "convolution with groups": (nn.Conv2d(4, 6, (3, 2), dilation=(1, 2), padding=(0, 1), groups=2, bias=False), (4, 6, 5)),
+    "convolution of one channel": (nn.Sequential(nn.Conv2d(1, 2, 1), nn.Conv2d(2, 1, 3)), (1, 4, 4)),
+    "two convolutions": (nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), nn.Conv2d(3, 2, 2), nn.Flatten(), nn.Linear(18, 2)), (1, 6, 6)),
+    "max pooling": (nn.Sequential(nn.Conv2d(1, 3, 3), nn.MaxPool2d(2, padding=1), nn.Flatten(), nn.Linear(27, 2)), (1, 6, 6)),
+    "max pooling with all options": (
+        nn.Sequential(nn.Conv2d(1, 3, 2), nn.MaxPool2d((3, 2), stride=(2, 1), padding=1, dilation=(1, 2), ceil_mode=True)),
+        (1, 6, 7),
+    ),
+    "average pooling": (nn.Sequential(nn.Conv2d(1, 3, 3), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(12, 2)), (1, 6, 6)),
+    "adaptive pooling": (nn.Sequential(nn.Conv2d(1, 3, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 2)), (1, 6, 6)),
+    "body and head": (Split(nn.Sequential(nn.Linear(4, 6), nn.ReLU()), nn.Linear(6, 3)), (4,)),
+    **{
+        type(act).__name__: (nn.Sequential(act, nn.Linear(4, 6), act.__class__(), nn.Linear(6, 3)), (4,))
+        for act in (nn.ReLU(), nn.Tanh(), nn.GELU(), nn.SiLU(), nn.Sigmoid(), nn.ELU(), nn.LeakyReLU(), nn.Identity())
+    },
+}
+for stack, _ in STACKS.values():
+    stack.double().requires_grad_(False)
+stacks = pytest.mark.parametrize("stack", STACKS)
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    """Normal draws in float64."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def owners(module: nn.Module) -> list[str]:
+    """Prefixes of the layers that have parameters."""
+    return list(dict.fromkeys(name.rpartition(".")[0] for name, _ in module.named_parameters()))
+
+
+def of_layers(module: nn.Module, prefixes: list[str] | tuple[str, ...]) -> frozenset[str]:
+    """The parameters of some layers."""
+    return frozenset(name for name, _ in module.named_parameters() if name.rpartition(".")[0] in prefixes)
+
+
+def parameters(module: nn.Module, drawn: frozenset[str] = frozenset(), covered: frozenset[str] | None = None) -> dict[str, Tensor]:
+    """Leaves as an engine has them: views of vectors [C, D], or [C, S, D] of the drawn ones; only the covered ones."""
+    layout = Layout(module, "*")
+    fixed, moving = layout.leaves(0.6 * numbers(C, layout.size, seed=1)), layout.leaves(0.6 * numbers(C, S, layout.size, seed=2))
+    return {name: moving[name] if name in drawn else fixed[name] for name in layout.names if covered is None or name in covered}
+
+
+def inputs(shape: tuple[int, ...], lifted: bool) -> Tensor:
+    """Examples of every client, and of every draw where lifted."""
+    return numbers(C, S, B, *shape, seed=3) if lifted else numbers(C, B, *shape, seed=3)
+
+
+def slopes_at(outputs: Tensor) -> Tensor:
+    """A slope at the outputs that does not lie as they do."""
+    return numbers(*outputs.shape[::-1], seed=4).permute(*reversed(range(outputs.dim())))
+
+
+def run(name: str, module: nn.Module, leaves: dict[str, Tensor], wanted: frozenset[str], x: Tensor, lifted: bool, through: bool) -> Pass:
+    """One pass of a kernel; of the live one, client by client."""
+    kernel = KERNELS[name]
+    if name != "live":
+        return kernel(module, leaves, wanted, x, lifted, through)
+    each = [kernel(module, {k: v[c : c + 1] for k, v in leaves.items()}, wanted, x[c : c + 1], lifted, through) for c in range(C)]
+
+    def back(slope: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
+        into, slopes = zip(*[one.back(slope[c : c + 1]) for c, one in enumerate(each)], strict=True)
+        return torch.cat(into) if through else into[0], {key: torch.cat([s[key] for s in slopes]) for key in slopes[0]}
+
+    return Pass(torch.cat([one.outputs for one in each]), each[0].lifted, back if each[0].back else None)
+
+
+def slow(module: nn.Module, leaves: dict[str, Tensor], x: Tensor, lifted: bool) -> tuple[Tensor, bool, dict[str, Tensor]]:
+    """The module itself, one client and one draw at a time: outputs, whether lifted, slopes of every leaf and, as "", of x."""
+    leaves, x = {name: leaf.clone().requires_grad_() for name, leaf in leaves.items()}, x.clone().requires_grad_()
+    own = dict(module.named_parameters())
+    drawn = {name for name, leaf in leaves.items() if leaf.dim() == own[name].dim() + 2}
+    up = lifted or bool(drawn)
+    rows = []
+    for c in range(C):
+        draws = [
+            functional_call(module, {k: v[c, s] if k in drawn else v[c] for k, v in leaves.items()}, (x[c, s] if lifted else x[c],))
+            for s in range(S if up else 1)
+        ]
+        rows.append(torch.stack(draws) if up else draws[0])
+    outputs = torch.stack(rows)
+    found = torch.autograd.grad(outputs, [*leaves.values(), x], slopes_at(outputs), allow_unused=True)
+    return outputs.detach(), up, dict(zip([*leaves, ""], found, strict=True))
+
+
+def compare(
+    name: str,
+    module: nn.Module,
+    leaves: dict[str, Tensor],
+    wanted: frozenset[str],
+    x: Tensor,
+    lifted: bool,
+    through: bool,
+    placed: bool = False,
+) -> None:
+    """Outputs and slopes of a kernel are the slow ones; leaves are views of vectors, or lie as layers like them."""
+    leaves = {key: layers.place(leaf) for key, leaf in leaves.items()} if placed else leaves
+    kept = {key: leaf.clone() for key, leaf in leaves.items()}, x.clone()
+    outputs, up, expected = slow(module, leaves, x, lifted)
+    found = run(name, module, leaves, wanted, x, lifted, through)
+    assert found.lifted == up
+    assert_close(found.outputs, outputs, rtol=1e-10, atol=1e-11)
+    assert not found.outputs.requires_grad
+    if not wanted and not through:
+        assert found.back is None
+        return
+    into, slopes = found.back(slopes_at(outputs))
+    assert (into is None) == (not through)
+    if through:
+        assert_close(into, expected[""], rtol=1e-10, atol=1e-11)
+    assert wanted <= slopes.keys()
+    for key in wanted:
+        assert_close(slopes[key], expected[key], rtol=1e-10, atol=1e-11, msg=lambda text, key=key: f"{key}: {text}")
+    assert_close((leaves, x), kept, rtol=0, atol=0)
+
+
+# Every rule
+
+
+@kernels
+@stacks
+@pytest.mark.parametrize("lifted", [False, True], ids=["one input", "an input for each draw"])
+@pytest.mark.parametrize("which", ["none", "all", "first", "last"])
+def test_outputs_and_slopes(kernel, stack, which, lifted):
+    """With no layer drawn, all, the first or the last; with one input or one for each draw; everything asked for."""
+    module, shape = STACKS[stack]
+    layer = owners(module)
+    drawn = of_layers(module, {"none": [], "all": layer, "first": layer[:1], "last": layer[-1:]}[which])
+    for placed in (False, True):
+        compare(kernel, module, parameters(module, drawn), of_layers(module, layer), inputs(shape, lifted), lifted, True, placed)
+
+
+@kernels
+@pytest.mark.parametrize("through", [False, True], ids=["no slope at the inputs", "slope at the inputs"])
+@pytest.mark.parametrize("stack", ["two convolutions", "body and head", "nested", "GELU"])
+@pytest.mark.parametrize("lifted", [False, True], ids=["one input", "an input for each draw"])
+def test_wanted_subsets(kernel, stack, through, lifted):
+    """Any subset of the layers may be trained; what was not asked for is not computed, and no way back where nothing was."""
+    module, shape = STACKS[stack]
+    layer = owners(module)
+    for count in range(len(layer) + 1):
+        for some in combinations(layer, count):
+            drawn = of_layers(module, layer[-1:])
+            compare(kernel, module, parameters(module, drawn), of_layers(module, some), inputs(shape, lifted), lifted, through)
+
+
+@kernels
+@pytest.mark.parametrize("stack", ["two convolutions", "body and head", "convolution with groups"])
+@pytest.mark.parametrize("lifted", [False, True], ids=["one input", "an input for each draw"])
+def test_uncovered_parameters_are_the_modules_own(kernel, stack, lifted):
+    """Layers without leaves are the same for everyone, whatever of the others is drawn."""
+    module, shape = STACKS[stack]
+    layer = owners(module)
+    for count in range(len(layer)):
+        for some in combinations(layer, count):
+            names = of_layers(module, some)
+            for drawn in (frozenset(), names):
+                compare(kernel, module, parameters(module, drawn, names), names, inputs(shape, lifted), lifted, True)
+
+
+@kernels
+@pytest.mark.parametrize("stack", ["linear", "convolution"])
+@pytest.mark.parametrize("lifted", [False, True], ids=["one input", "an input for each draw"])
+@pytest.mark.parametrize("case", ["weight drawn", "bias drawn", "weight drawn, bias uncovered", "bias drawn, weight uncovered"])
+def test_layers_of_which_half_is_drawn(kernel, stack, lifted, case):
+    """A belief about the weights beside a point for the bias, or the other way round, or beside a parameter of no block."""
+    module, shape = STACKS[stack]
+    drawn = frozenset({case.split()[0]})
+    covered = drawn if "uncovered" in case else frozenset({"weight", "bias"})
+    compare(kernel, module, parameters(module, drawn, covered), covered, inputs(shape, lifted), lifted, True)
+
+
+@kernels
+def test_one_activation_used_twice(kernel):
+    """A module that stands at two places of a stack runs at both."""
+    act = nn.Tanh()
+    module = nn.Sequential(nn.Linear(4, 6), act, nn.Linear(6, 3), act).double()
+    compare(kernel, module, parameters(module), of_layers(module, ["0", "2"]), inputs((4,), False), False, True)
+
+
+@pytest.mark.parametrize("kernel", ["live", "vmap"])
+def test_one_layer_used_twice(kernel):
+    """So does one with parameters: its slope is the sum over both places. The rules say no, or the same."""
+    layer = nn.Linear(4, 4)
+    module = nn.Sequential(layer, nn.Tanh(), layer).double()
+    names = frozenset({"0.weight", "0.bias"})
+    compare(kernel, module, parameters(module), names, inputs((4,), False), False, True)
+    if layers.supported(module):
+        compare("layers", module, parameters(module), names, inputs((4,), False), False, True)
+
+
+@kernels
+@pytest.mark.parametrize("act", [nn.ReLU(inplace=True), nn.LeakyReLU(inplace=True), nn.SiLU(inplace=True)], ids=lambda a: type(a).__name__)
+def test_activations_in_place(kernel, act):
+    """`inplace=True` changes neither inputs nor slopes."""
+    module = nn.Sequential(nn.Linear(4, 6), act, nn.Linear(6, 3)).double()
+    if kernel != "layers" or layers.supported(module):
+        compare(kernel, module, parameters(module), of_layers(module, ["0", "2"]), inputs((4,), False), False, True)
+
+
+@kernels
+@pytest.mark.parametrize("which", ["none", "all"])
+def test_linear_over_further_axes(kernel, which):
+    """A linear layer acts on the last axis of examples of any shape."""
+    module = nn.Sequential(nn.Linear(4, 3), nn.Flatten(), nn.Linear(6, 2)).double()
+    names = of_layers(module, ["0", "2"])
+    compare(kernel, module, parameters(module, names if which == "all" else frozenset()), names, inputs((2, 4), False), False, True)
+
+
+def test_what_has_rules():
+    """The networks of `bf.models` without norms have, and so has every stack above."""
+    assert all(layers.supported(module) for module, _ in STACKS.values())
+    assert layers.supported(mlp((1, 4, 4), hidden=(5, 5), outputs=2))
+    assert layers.supported(lenet((1, 28, 28), outputs=10))
+    assert layers.supported(cifar100_cnn())
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.LSTM(4, 4),
+        nn.LayerNorm(4),
+        nn.GroupNorm(2, 4),
+        nn.Conv2d(1, 1, 3, padding=1, padding_mode="circular"),
+        nn.Conv2d(1, 1, 3, padding=1, padding_mode="reflect"),
+        nn.Conv2d(1, 1, 3, padding="same"),
+        nn.Conv1d(1, 1, 3),
+        nn.MaxPool2d(2, return_indices=True),
+        nn.Flatten(0),
+        nn.Flatten(1, 2),
+        nn.Softmax(-1),
+        type("Own", (nn.Linear,), {})(4, 4),
+        type("Twice", (nn.Sequential,), {})(nn.Linear(4, 4)),
+        resnet18((1, 8, 8), outputs=2, width=4),
+    ],
+    ids=lambda module: f"{type(module).__name__}",
+)
+def test_what_has_none(module):
+    """Unknown layers, subclasses that may do anything, paddings and flattenings of another kind: alone or within a stack."""
+    assert not layers.supported(module)
+    assert not layers.supported(nn.Sequential(nn.Linear(4, 4), nn.Sequential(module)))
+    assert not layers.supported(Split(nn.Identity(), module))
+
+
+def test_place_is_the_layout_a_layer_likes():
+    """Every client's filters lie channels last, also those of a single channel, whose strides `contiguous` would leave; the rest plain."""
+    for shape in ((4, 3, 5, 5), (4, 1, 5, 5), (1, 3, 1, 1)):
+        leaf = numbers(C, *shape)
+        placed = layers.place(leaf)
+        assert_close(placed, leaf, rtol=0, atol=0)
+        assert placed[0].stride() == torch.empty(shape, memory_format=torch.channels_last).stride()
+        assert placed.data_ptr() != leaf.data_ptr()
+    matrix = numbers(C, 5, 4).mT
+    assert layers.place(matrix).is_contiguous()
+    assert_close(layers.place(matrix), matrix, rtol=0, atol=0)
+
+
+# The network around a kernel
+
+
+@kernels
+@pytest.mark.parametrize("which", ["none", "body", "head"])
+@pytest.mark.parametrize("trained", ["body", "head", "both"])
+def test_network_of_body_and_head(kernel, which, trained):
+    """Outputs, and the slopes of what is trained, by their full names; a drawn head shares one pass through the body."""
+    module, shape = STACKS["body and head"]
+    drawn = frozenset(name for name, _ in module.named_parameters() if name.startswith(which))
+    wanted = frozenset(name for name, _ in module.named_parameters() if trained == "both" or name.startswith(trained))
+    leaves, x = parameters(module, drawn), inputs(shape, False)
+    outputs, up, expected = slow(module, leaves, x, False)
+    chunks = [slice(c, c + 1) for c in range(C)] if kernel == "live" else [slice(None)]
+    for part in chunks:
+        found = Network(module, KERNELS[kernel], wanted)({name: leaf[part] for name, leaf in leaves.items()}, x[part])
+        assert found.lifted == up
+        assert_close(found.outputs, outputs[part])
+        into, slopes = found.back(slopes_at(outputs)[part])
+        assert into is None
+        assert slopes.keys() == wanted
+        for key in wanted:
+            assert_close(slopes[key], expected[key][part])
+
+
+def test_still_features_are_computed_once():
+    """While neither inputs nor body change, the body runs once; for fewer clients once again; and always where it is trained."""
+    module, shape = STACKS["body and head"]
+    leaves, x, calls = parameters(module), inputs(shape, False), []
+
+    def counting(part: nn.Module, *rest) -> Pass:
+        calls.append(part)
+        return layers.kernel(part, *rest)
+
+    head = of_layers(module, ["head"])
+    for wanted, still, bodies in ((head, True, 2), (head, False, 4), (of_layers(module, owners(module)), True, 4)):
+        calls.clear()
+        network = Network(module, counting, wanted, still=still)
+        for active in (C, C, 2, 2):
+            found = network({name: leaf[:active] for name, leaf in leaves.items()}, x[:active])
+            assert_close(found.outputs, slow(module, leaves, x, False)[0][:active])
+        assert sum(part is module.body for part in calls) == bodies
+        assert sum(part is module.head for part in calls) == 4

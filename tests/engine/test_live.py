@@ -1,0 +1,71 @@
+"""The live kernel: any module, one client at a time, convolutions channels last."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.testing import assert_close
+
+from bayesfl.engine import layers, live
+from bayesfl.layout import Layout
+from bayesfl.models import resnet18
+
+S, B = 2, 3
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    """Normal draws in float64."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+class Reader(nn.Module):
+    """Reads sequences [B, T, F]; the last state decides. No rule knows it, and torch.func cannot batch it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reader = nn.LSTM(3, 4, batch_first=True)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Outputs [B, 2]."""
+        return self.head(self.reader(x)[0][:, -1])
+
+
+MODULES = {
+    "lstm": (Reader().double(), (5, 3)),
+    "residual": (resnet18((2, 8, 8), outputs=3, width=4).double(), (2, 8, 8)),
+    "same padding": (nn.Sequential(nn.Conv2d(2, 3, 3, padding="same"), nn.Flatten()).double(), (2, 4, 4)),
+    "circular padding": (nn.Sequential(nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"), nn.Flatten()).double(), (2, 4, 4)),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("lifted", [False, True], ids=["one input", "an input for each draw"])
+@pytest.mark.parametrize("drawn", [False, True], ids=["point", "drawn"])
+def test_outputs_and_slopes_of_any_module(name, drawn, lifted):
+    """What no rule knows runs as it is, draw after draw, and goes back by autograd."""
+    module, shape = MODULES[name]
+    layout = Layout(module, "*")
+    vector = 0.3 * (numbers(1, S, layout.size) if drawn else numbers(1, layout.size))
+    leaves = {key: leaf.clone().requires_grad_() for key, leaf in layout.leaves(vector).items()}
+    x = (numbers(1, S, B, *shape, seed=1) if lifted else numbers(1, B, *shape, seed=1)).requires_grad_()
+    up = drawn or lifted
+    rows = [
+        functional_call(module, {k: leaf[0, s] if drawn else leaf[0] for k, leaf in leaves.items()}, (x[0, s] if lifted else x[0],))
+        for s in range(S if up else 1)
+    ]
+    outputs = torch.stack(rows)[None] if up else rows[0][None]
+    slope = numbers(*outputs.shape, seed=2)
+    expected = torch.autograd.grad(outputs, [*leaves.values(), x], slope)
+    given = {key: layers.place(leaf.detach()) for key, leaf in leaves.items()}
+    found = live.kernel(module, given, frozenset(layout.names), x.detach(), lifted, True)
+    assert found.lifted == up
+    assert_close(found.outputs, outputs.detach())
+    into, slopes = found.back(slope)
+    assert_close([*(slopes[key] for key in leaves), into], list(expected), rtol=1e-8, atol=1e-10)
+
+
+def test_convolutions_are_noticed():
+    """Anywhere in the module."""
+    assert live.has_convolutions(resnet18((1, 8, 8), outputs=2, width=4))
+    assert not live.has_convolutions(Reader())

@@ -1,0 +1,113 @@
+"""Saved runs: whole, checked, and refused for anything else than what they were made with."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import bayesfl as bf
+from bayesfl.checkpoint import STATE, CheckpointError, identity, read, write
+from tests.cases import federation
+
+
+@pytest.fixture(scope="module")
+def clients():
+    return federation()
+
+
+@pytest.fixture(scope="module")
+def saved(clients, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    model = bf.models.mlp(8, hidden=8, outputs=3)
+    bf.simulate(bf.algorithms.pfedvem(model, head_epochs=2, body_epochs=1), clients, rounds=2, progress=False).save(folder)
+    return folder
+
+
+def algorithm(**options):
+    return bf.algorithms.pfedvem(bf.models.mlp(8, hidden=8, outputs=3), head_epochs=2, body_epochs=1, **options)
+
+
+def test_tensors_come_back_to_the_bit(tmp_path: Path):
+    """Nests, precisions, empty and scalar tensors, and aliases of one storage."""
+    base = torch.randn(3, 4)
+    tree = {"a": {"b": base, "c": base[1:]}, "d": torch.tensor(2.5).double(), "e": torch.zeros(0, 3), "f": torch.tensor([1, 2])}
+    write(tmp_path / "x", {"k": [1, "two"]}, tree)
+    meta, back = read(tmp_path / "x")
+    assert meta["k"] == [1, "two"]
+    assert torch.equal(back["a"]["b"], base)
+    assert torch.equal(back["a"]["c"], base[1:])
+    assert back["d"].dtype == torch.float64
+    assert back["e"].shape == (0, 3)
+    assert torch.equal(back["f"], tree["f"])
+    assert [p.name for p in (tmp_path / "x").iterdir()] == [STATE]
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({"init_scale": 0.5}, "blocks"),
+        ({"draws": 3}, "phases"),
+        ({"scale_update": "after"}, "phases"),
+        ({"beta": 0.5}, "blocks"),
+        ({"scale_floor": 0.1}, "phases"),
+    ],
+)
+def test_another_algorithm_is_refused(saved: Path, clients, other, words):
+    """Also where only a number inside a closure differs."""
+    with pytest.raises(CheckpointError, match=f"differs in .*{words}"):
+        bf.load(saved, algorithm(**other), clients)
+
+
+def test_closures_are_part_of_the_identity():
+    """Ditto with another lambda is another algorithm, though only a lambda's cell knows it."""
+    model = bf.models.mlp(8, outputs=3)
+    assert identity(bf.algorithms.ditto(model, lam=1.0)) == identity(bf.algorithms.ditto(model, lam=1.0))
+    assert identity(bf.algorithms.ditto(model, lam=1.0)) != identity(bf.algorithms.ditto(model, lam=2.0))
+
+
+def test_other_data_are_refused(saved: Path, clients):
+    """By the hash of the partition."""
+    with pytest.raises(CheckpointError, match="other data"):
+        bf.load(saved, algorithm(), clients.select([1, 0, 2, 3, 4, 5, 6]))
+
+
+def test_damage_is_found(saved: Path, clients, tmp_path: Path):
+    """One changed byte anywhere, a file cut short, no file: our own error, with the path."""
+    good = (saved / STATE).read_bytes()
+    assert bf.load(saved, algorithm(), clients).round == 2
+    for place in (9, len(good) // 3, len(good) // 2, len(good) - 3):
+        bad = bytearray(good)
+        bad[place] ^= 1
+        (tmp_path / STATE).write_bytes(bad)
+        with pytest.raises(CheckpointError, match="damaged"):
+            bf.load(tmp_path, algorithm(), clients)
+    (tmp_path / STATE).write_bytes(good[:-10])
+    with pytest.raises(CheckpointError, match="damaged"):
+        bf.load(tmp_path, algorithm(), clients)
+    with pytest.raises(CheckpointError, match="holds no saved run"):
+        bf.load(tmp_path / "nowhere", algorithm(), clients)
+
+
+def test_a_failed_save_leaves_the_old_one(saved: Path, clients, monkeypatch):
+    """Nothing half-written, no temporary file left."""
+    import safetensors.torch
+
+    before = (saved / STATE).read_bytes()
+    result = bf.load(saved, algorithm(), clients)
+
+    def fails(tensors, path, metadata):
+        Path(path).write_bytes(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(safetensors.torch, "save_file", fails)
+    with pytest.raises(OSError, match="disk full"):
+        result.save(saved)
+    assert (saved / STATE).read_bytes() == before
+    assert [p.name for p in saved.iterdir()] == [STATE]
+
+
+def test_history_survives(saved: Path, clients):
+    """Rows, columns and types."""
+    again = bf.load(saved, algorithm(), clients)
+    assert again.history["round"].tolist() == [1, 2]
+    assert again.history.rows[0]["cohort"] == 7

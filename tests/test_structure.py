@@ -1,0 +1,83 @@
+"""The package as a whole: imports point one way, stay light, and what is offered is what is documented."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import bayesfl as bf
+
+PACKAGE = Path(bf.__file__).parent
+# A module imports only from lines above its own.
+ORDER = (
+    {"protocols", "random", "numerics", "files"},
+    {"layout", "optim", "likelihood", "history"},
+    {"posteriors"},
+    {"priors", "pools"},
+    {"blocks"},
+    {"phases"},
+    {"data"},
+    {"models", "metrics"},
+    {"engine"},
+    {"predict", "local", "checkpoint"},
+    {"result"},
+    {"simulate"},
+    {"report"},
+    {"plots"},
+    {"algorithms"},
+)
+
+
+def imports(path: Path) -> set[str]:
+    """Modules of bayesfl that a file imports where it runs, by their first name."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            node.body = []
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "bayesfl":
+            parts = node.module.split(".")
+            names |= {parts[1]} if len(parts) > 1 else {alias.name for alias in node.names}
+    return names
+
+
+def test_imports_point_one_way():
+    """Posteriors know nothing of a federation, engines no algorithm."""
+    level = {name: i for i, names in enumerate(ORDER) for name in names}
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        name = parts[0]
+        if name == "__init__":
+            continue
+        assert name in level, f"{path} has no place in the order"
+        for other in imports(path) - {name}:
+            assert level[other] < level[name], f"bayesfl.{name} imports bayesfl.{other}, which is not below it"
+    assert imports(PACKAGE / "engine" / "driver.py").isdisjoint({"algorithms", "simulate"})
+
+
+def test_importing_is_light():
+    """`import bayesfl` needs torch and numpy alone."""
+    heavy = ("scipy", "sklearn", "safetensors", "matplotlib", "tqdm", "pyro", "laplace", "backpack", "arviz", "torchvision", "pandas")
+    code = f"import sys, torch; before = set(sys.modules); import bayesfl; print([m for m in {heavy!r} if m in sys.modules and m not in before])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+def test_available_is_read_off_the_compositions():
+    """Names, beliefs and traffic, of every method."""
+    table = {entry.name: entry for entry in bf.algorithms.available()}
+    assert table["pfedvem"].posterior == "body: Point, head: MeanField"
+    assert table["pfedvem"].sent == "body, head, rho2"
+    assert table["pfedvem"].private == "head (rho)"
+    assert table["fedper"].private == "head"
+    assert table["local"].sent == "nothing"
+
+
+def test_the_readme_shows_what_is_implemented():
+    """Its table is the generated one."""
+    sys.path.insert(0, str(PACKAGE.parent / "docs"))
+    try:
+        import tables
+    finally:
+        sys.path.pop(0)
+    assert tables.implemented() in (PACKAGE.parent / "README.md").read_text()
