@@ -21,7 +21,7 @@ types: $(VENV)/.test
 	$(BIN)/pyright
 
 docs: $(VENV)/.docs
-	$(BIN)/python -m sphinx -q -n -W --keep-going docs docs/_build
+	$(BIN)/python -m sphinx -q -E -n -W --keep-going docs docs/_build
 
 # Every example at smoke size.
 examples: $(VENV)/.plain

@@ -77,6 +77,11 @@ class Block:
         return self.keep and self.pool is None
 
 
+def inverse_count(given: Server, view: View, batch: Batch) -> Tensor:
+    """An example's weight 1 / n_j [..., 1]: under a sum likelihood, the data's mean beside the whole KL."""
+    return 1 / view["n"].unsqueeze(-1)
+
+
 @dataclass(frozen=True)
 class Energy:
     """Expected negative log likelihood of the client's data plus the KL divergence of the trained blocks to their priors, in nats.
@@ -84,13 +89,17 @@ class Energy:
     Args:
         block: The block or blocks whose KL counts: those that are trained.
         parts: The blocks that make the predictor.
-        likelihood: `sum` over the client's n examples (n times the batch's mean, plus the KL), or `mean` (plus KL / n). The same
-            prior under the two differs in strength by a factor n.
+        likelihood: `sum` over the client's n examples (n times the batch's mean, plus the KL), or that divided by n: the `mean`
+            plus KL / n, with the same minimum. A pull lambda / 2 |w_j - w|^2 written beside a mean loss is thus a prior of variance
+            1 / (lambda n).
+        weight: (given, view, batch) -> what multiplies each example's loss, broadcasting against [..., B]; for one client or many.
     """
 
     block: str | tuple[str, ...]
     parts: tuple[str, ...]
-    likelihood: Literal["sum", "mean"] = field(kw_only=True)
+    _: KW_ONLY
+    likelihood: Literal["sum", "mean"]
+    weight: Callable[[Server, View, Batch], Tensor] | None = None
 
     def __post_init__(self) -> None:
         if self.likelihood not in ("sum", "mean"):
@@ -106,10 +115,15 @@ class Energy:
         one = torch.ones_like(n)
         return (n, one) if self.likelihood == "sum" else (one, 1 / n)
 
+    def shares(self, given: Server, view: View, batch: Batch) -> Tensor:
+        """What each example's loss counts in the batch's weighted mean, [..., B]; padding counts nothing."""
+        share = batch["weight"] / batch["weight"].sum(-1, keepdim=True)
+        return share if self.weight is None else share * self.weight(given, view, batch)
+
     def __call__(
         self, algorithm: "Algorithm", beliefs: Mapping[str, Tensors], given: Server, view: View, batch: Batch, noise: Mapping[str, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """The energy of one client, and its mean negative log likelihood over the batch; both scalars.
+        """The energy of one client, and its weighted mean negative log likelihood over the batch; both scalars.
 
         Args:
             algorithm: Whose blocks these are.
@@ -120,10 +134,9 @@ class Energy:
             noise: {block: [S, noise size]} for the blocks that draw.
         """
         view = {**view, **beliefs}
-        draws = len(next(iter(noise.values()))) if noise else 1
-        nll = torch.stack(
-            [algorithm.nll(algorithm.leaves(self.parts, view, {k: e[s] for k, e in noise.items()}), batch) for s in range(draws)]
-        ).mean()
+        draws = [{key: e[s] for key, e in noise.items()} for s in range(len(next(iter(noise.values()))))] if noise else [{}]
+        losses = torch.stack([algorithm.losses(algorithm.leaves(self.parts, view, e), batch) for e in draws]).mean(0)
+        nll = (losses * self.shares(given, view, batch)).sum()
         scale, weight = self.scales(view["n"])
         return scale * nll + weight * sum(algorithm.divergence(name, view[name], given, view) for name in self.blocks), nll
 
@@ -235,10 +248,9 @@ class Algorithm:
         """The model's outputs [B, O] for one client's `x` [B, *] under its parameters."""
         return functional_call(self.module(next(iter(leaves.values()))), dict(leaves), (x,))
 
-    def nll(self, leaves: Mapping[str, Tensor], batch: Batch) -> Tensor:
-        """Mean negative log likelihood of one client's batch, in nats; padding does not count."""
-        losses = self.likelihood.nll(self.outputs(leaves, batch["x"]), batch["y"])
-        return (losses * batch["weight"]).sum() / batch["weight"].sum()
+    def losses(self, leaves: Mapping[str, Tensor], batch: Batch) -> Tensor:
+        """Negative log likelihoods [B] of one client's batch under its parameters, in nats."""
+        return self.likelihood.nll(self.outputs(leaves, batch["x"]), batch["y"])
 
     def divergence(self, block: str, belief: Tensors, given: Server, view: View) -> Tensor:
         """KL(q || prior) [...] in nats of a block's belief; for a point, its energy -log p."""

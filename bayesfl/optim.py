@@ -73,7 +73,7 @@ class SGD:
     """Stochastic gradient descent, v <- momentum v + g + weight_decay w, w <- w - rate v.
 
     Args:
-        rate: Learning rate > 0, or a schedule (round, rounds) -> rate.
+        rate: Learning rate >= 0, or a schedule (round, rounds) -> rate.
         momentum: Heavy-ball coefficient, undamped, in [0, 1).
         weight_decay: L2 coefficient, entering the gradient.
     """
@@ -118,7 +118,7 @@ class Adam:
     """Adam with L2 weight decay in the gradient (Kingma and Ba, "Adam: a method for stochastic optimization", ICLR 2015).
 
     Args:
-        rate: Learning rate > 0, or a schedule (round, rounds) -> rate.
+        rate: Learning rate >= 0, or a schedule (round, rounds) -> rate.
         betas: Decay of the running mean and of the running square, each in [0, 1).
         eps: Added to the root of the running square.
         weight_decay: L2 coefficient, entering the gradient.

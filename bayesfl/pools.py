@@ -100,7 +100,10 @@ class _Gaussian:
     sends = ("loc", "rho")
 
     def _moments(self, name: str, uplink: Uplink) -> tuple[Tensor, Tensor]:
-        return self.posterior.moments({key: value.double() for key, value in uplink[name].items()})
+        # Client by client: vectorised exponentials round by their place in memory, and a chunk would move them.
+        rows = zip(*uplink[name].values(), strict=True)
+        moments = [self.posterior.moments({key: t.double() for key, t in zip(uplink[name], row, strict=True)}) for row in rows]
+        return torch.stack([loc for loc, _ in moments]), torch.stack([variance for _, variance in moments])
 
     def _solved(self, server: Server, name: str, loc: Tensor, variance: Tensor) -> Tensors:
         return _cast({"loc": loc, "rho": inverse_softplus(variance.sqrt())}, server[name])

@@ -212,14 +212,7 @@ def load(path: str | os.PathLike[str], algorithm: Algorithm, clients: FederatedD
         CheckpointError: There is no run, it is damaged, or it was made with another method or on other data.
     """
     meta, state = checkpoint.read(path, device)
-    mine, theirs = checkpoint.identity(algorithm), meta["algorithm"]
-    if different := sorted(key for key in mine.keys() | theirs.keys() if mine.get(key) != theirs.get(key)):
-        details = "; ".join(f"{key}: saved {theirs.get(key)}, given {mine.get(key)}" for key in different)
-        raise checkpoint.CheckpointError(f"{str(path)!r} was made with another algorithm, which differs in {different} ({details})")
-    if meta["data"] != clients.hash:
-        raise checkpoint.CheckpointError(
-            f"{str(path)!r} was made on other data (hash {meta['data'][:12]}, given {clients.hash[:12]}); give the same recipe and seed"
-        )
+    _check_same(f"{str(path)!r}", meta["algorithm"], meta["data"], algorithm, clients)
     return Result(
         algorithm,
         clients,
@@ -232,3 +225,24 @@ def load(path: str | os.PathLike[str], algorithm: Algorithm, clients: FederatedD
         torch.device(device),
         getattr(torch, meta["dtype"]),
     )
+
+
+def same_run(result: Result, algorithm: Algorithm, clients: FederatedData) -> Result:
+    """The result, if it was made with this method on these data.
+
+    Raises:
+        CheckpointError: It was not.
+    """
+    _check_same("the result", checkpoint.identity(result.algorithm), result.data.hash, algorithm, clients)
+    return result
+
+
+def _check_same(what: str, made_with: dict[str, Any], made_on: str, algorithm: Algorithm, clients: FederatedData) -> None:
+    mine = checkpoint.identity(algorithm)
+    if different := sorted(key for key in mine.keys() | made_with.keys() if mine.get(key) != made_with.get(key)):
+        details = "; ".join(f"{key}: saved {made_with.get(key)}, given {mine.get(key)}" for key in different)
+        raise checkpoint.CheckpointError(f"{what} was made with another algorithm, which differs in {different} ({details})")
+    if made_on != clients.hash:
+        raise checkpoint.CheckpointError(
+            f"{what} was made on other data (hash {made_on[:12]}, given {clients.hash[:12]}); give the same recipe and seed"
+        )

@@ -18,7 +18,7 @@ from bayesfl.history import History
 from bayesfl.local import DivergenceError, Done, Local, private_rows, write_rows
 from bayesfl.predict import Collector
 from bayesfl.protocols import Server, StackedPool, Tensors, Uplink, View
-from bayesfl.result import Result, Settings, load
+from bayesfl.result import Result, Settings, load, same_run
 
 
 def simulate(
@@ -56,6 +56,7 @@ def simulate(
 
     Raises:
         ValueError: Something does not fit: the message names it and the remedy.
+        CheckpointError: What is resumed was made with another method or on other data.
         DivergenceError: Training left the finite numbers; it carries the result up to the last finite round.
     """
     settings = Settings(
@@ -79,7 +80,7 @@ def simulate(
         private = private_rows(algorithm, server, clients.clients)
         result = Result(algorithm, clients, settings, engine, 0, server, private, History(), device, dtype)
     else:
-        saved = resume if isinstance(resume, Result) else load(resume, algorithm, clients, device=device)
+        saved = same_run(resume, algorithm, clients) if isinstance(resume, Result) else load(resume, algorithm, clients, device=device)
         result = _resumed(saved, settings, engine, dtype)
     with result.engine.crew(device) as crew:
         return _rounds(result, data, crew, progress)

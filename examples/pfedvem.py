@@ -40,14 +40,17 @@ class Preset:
 
 
 def small(inputs: Any, outputs: int, seed: int) -> torch.nn.Module:
+    """One hidden layer."""
     return bf.models.mlp(inputs, hidden=100, outputs=outputs, head_scale=1.0, seed=seed)
 
 
 def lenet(inputs: Any, outputs: int, seed: int) -> torch.nn.Module:
+    """Two convolutions, two linear layers."""
     return bf.models.lenet(inputs, outputs=outputs, head_scale=1.0, seed=seed)
 
 
 def five_convolutions(inputs: Any, outputs: int, seed: int) -> torch.nn.Module:
+    """The paper's network for CIFAR-100."""
     return bf.models.cifar100_cnn(inputs, outputs=outputs, head_scale=1.0, seed=seed)
 
 

@@ -215,6 +215,9 @@ def test_the_model_is_copied():
     assert all((p == 7.0).all() for p in model.parameters())
 
 
+PATTERNS = {"split, head": "head.*", "split, body": "body.2.*", "stack, first": "0.*", "stack, middle": "2.*", "weights": "*.weight"}
+
+
 def uncovered(which: str) -> tuple[nn.Module, str, list[str]]:
     """A model, a pattern over part of it, and the parameters that the pattern leaves out."""
     stack = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3), nn.ReLU(), nn.Linear(3, 2))
@@ -226,7 +229,7 @@ def uncovered(which: str) -> tuple[nn.Module, str, list[str]]:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("which", ["split, head", "split, body", "stack, first", "stack, middle", "weights"])
+@pytest.mark.parametrize("which", PATTERNS)
 def test_uncovered_parameters_stay_as_they_are(which, kernel):
     """Two full-batch rounds of two steps are those of gradient descent on the covered ones alone, the others held."""
     torch.manual_seed(0)
@@ -342,7 +345,7 @@ def test_pfedvem_declares_what_it_sends():
 def test_a_report_without_a_start_is_refused():
     """What `report` reads must be a block or named by `private`."""
     made = algorithm(mlp(2, hidden=3, outputs=2), {"w": bf.Block()}, report=lambda given, view: {"tau": view["tau"]})
-    with pytest.raises(ValueError, match="'tau'.*`private`"):
+    with pytest.raises(ValueError, match=r"'tau'.*`private`"):
         made.uplink()
 
 

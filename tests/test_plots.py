@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from bayesfl.metrics import reliability_bins
 from bayesfl.files import atomic_path
+from bayesfl.metrics import reliability_bins
 from bayesfl.report import mean_and_error
 
 pytest.importorskip("matplotlib")

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from bayesfl import report
+from bayesfl import files, report
 from bayesfl.report import Column, table
 
 torch.set_num_threads(1)

@@ -10,6 +10,7 @@ from torch.testing import assert_close
 from torch.utils._pytree import tree_leaves
 
 import bayesfl as bf
+from bayesfl.checkpoint import CheckpointError
 from bayesfl.likelihood import Gaussian
 from bayesfl.result import Settings
 from tests.cases import SIZES, federation
@@ -70,7 +71,7 @@ def test_an_absent_device_is_named(clients, model):
     """A machine without CUDA says so and names what works."""
     if torch.cuda.is_available():
         pytest.skip("this machine has a CUDA device")
-    with pytest.raises(ValueError, match="'cuda' is absent.*device='cpu'"):
+    with pytest.raises(ValueError, match=r"'cuda' is absent.*device='cpu'"):
         bf.simulate(bf.algorithms.fedavg(model), clients, rounds=1, device="cuda")
 
 
@@ -101,7 +102,7 @@ def test_divergence_gives_back_the_last_finite_round(clients, model, train):
         return bf.algorithms.fedrep(model, lr=rate, head_epochs=1, body_epochs=1)
 
     options = {"participation": 0.6, "train": train, "seed": 1, "evaluate_every": 1, "progress": False, "engine": bf.Engine(chunk=2)}
-    with pytest.raises(bf.DivergenceError, match="client .* phase .* round 2") as caught:
+    with pytest.raises(bf.DivergenceError, match=r"client .* phase .* round 2") as caught:
         bf.simulate(explosive(lambda round, rounds: 0.05 if round < 2 else 1e38), clients, rounds=5, **options)
     error = caught.value
     assert error.round == 2
@@ -159,6 +160,10 @@ def test_resume_keeps_the_experiment(clients, model):
             bf.simulate(algorithm, clients, **{"rounds": 2, "evaluate_every": None, "resume": first, **change})
     with pytest.raises(ValueError, match="keeps its kernel"):
         bf.simulate(algorithm, clients, rounds=2, evaluate_every=None, resume=first, engine=bf.Engine("vmap"))
+    with pytest.raises(CheckpointError, match="another algorithm"):
+        bf.simulate(bf.algorithms.fedavg(model, lr=9.0), clients, rounds=2, evaluate_every=None, resume=first)
+    with pytest.raises(CheckpointError, match="other data"):
+        bf.simulate(algorithm, federation(sizes=(6, 7)), rounds=2, evaluate_every=None, resume=first)
     with pytest.raises(ValueError, match="already done"):
         bf.simulate(algorithm, clients, rounds=1, evaluate_every=None, resume=bf.simulate(algorithm, clients, rounds=2, progress=False))
 

@@ -59,7 +59,7 @@ def test_imports_point_one_way():
 def test_importing_is_light():
     """`import bayesfl` needs torch and numpy alone."""
     heavy = ("scipy", "sklearn", "safetensors", "matplotlib", "tqdm", "pyro", "laplace", "backpack", "arviz", "torchvision", "pandas")
-    code = f"import sys, torch; before = set(sys.modules); import bayesfl; print([m for m in {heavy!r} if m in sys.modules and m not in before])"
+    code = f"import sys, torch; b = set(sys.modules); import bayesfl; print([m for m in {heavy!r} if m in sys.modules and m not in b])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
 
 

@@ -31,7 +31,7 @@ def fedbabu(
         model: A `bf.models.Split`, or any module whose parameters are named `body.*` and `head.*`; its head is the common one.
         epochs: Passes over a client's data for the body each round.
         batch_size: Examples of a step; None for all of the client's.
-        lr: Learning rate, or a schedule; the paper's MobileNet takes `bf.optim.multistep(0.1)`.
+        lr: Learning rate, or a schedule; the paper's MobileNet takes `bayesfl.optim.multistep(0.1)`.
         momentum: Of SGD; its state starts anew each round.
         weight_decay: L2 coefficient, entering the gradient.
         finetune_epochs: Passes over a client's data, on all parameters, before it predicts.

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from bayesfl.blocks import Algorithm, Block, Energy
+from bayesfl.blocks import Algorithm, Block, Energy, inverse_count
 from bayesfl.likelihood import Categorical
 from bayesfl.optim import SGD
 from bayesfl.phases import Descend
@@ -48,17 +48,21 @@ def pfedmap(
         head_lr: Learning rate of the head.
         body_lr: Learning rate of the body.
         momentum: Of SGD; its state starts anew in each phase.
-        likelihood_scale: Whether the head's likelihood is a sum over the client's data, or a mean.
+        likelihood_scale: Whether the head's likelihood is a sum over the client's data, or their mean beside the whole penalty, as in
+            the paper's energy: a likelihood tempered by 1 / n_j.
         likelihood: What y is.
 
     Raises:
-        ValueError: `precision` is not positive.
+        ValueError: `precision` is not positive, or `likelihood_scale` is neither word.
     """
     if not precision > 0:
         raise ValueError(f"precision is 1 / rho^2 and must be > 0, got {precision}; fedrep(...) has heads without a tie")
+    if likelihood_scale not in ("sum", "mean"):
+        raise ValueError(f"likelihood_scale must be 'sum' or 'mean', got {likelihood_scale!r}")
     both = ("body", "head")
     prior = Normal(centre=server_mean("head"), variance=lambda given, view: torch.full_like(view["n"], 1 / precision)[..., None])
-    fit_head = Descend("head", Energy("head", both, likelihood=likelihood_scale), epochs=head_epochs, optimiser=SGD(head_lr, momentum))
+    energy = Energy("head", both, likelihood="sum", weight=None if likelihood_scale == "sum" else inverse_count)
+    fit_head = Descend("head", energy, epochs=head_epochs, optimiser=SGD(head_lr, momentum))
     fit_body = Descend(
         "body", Energy("body", both, likelihood="mean"), epochs=body_epochs, batch_size=batch_size, optimiser=SGD(body_lr, momentum)
     )

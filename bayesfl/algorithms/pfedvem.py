@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from bayesfl.blocks import Algorithm, Block, Energy, standard_normal
+from bayesfl.blocks import Algorithm, Block, Energy, inverse_count, standard_normal
 from bayesfl.likelihood import Categorical
 from bayesfl.optim import SGD
 from bayesfl.phases import Descend, Once
@@ -59,12 +59,15 @@ def pfedvem(
         scale_prior: Shape and scale of an inverse-gamma prior on rho_j^2, which keeps such a client from dictating the centre.
         scale_update: Whether rho_j is updated before the head moves, as in the authors' code, or after, as in a textbook M step.
         beta: Share of the old body and centre that the server keeps.
-        likelihood_scale: Whether the head's likelihood is a sum over the client's data, or a mean.
+        likelihood_scale: Whether the head's likelihood is a sum over the client's data, as in the authors' code, or their mean beside
+            the whole KL, as in the paper's energy: a likelihood tempered by 1 / n_j.
         likelihood: What y is.
 
     Raises:
-        ValueError: `scale_update` is neither word, or `beta` lies outside [0, 1).
+        ValueError: `scale_update` or `likelihood_scale` is neither word, or `beta` lies outside [0, 1).
     """
+    if likelihood_scale not in ("sum", "mean"):
+        raise ValueError(f"likelihood_scale must be 'sum' or 'mean', got {likelihood_scale!r}")
     if scale_update not in ("before", "after"):
         raise ValueError(f"scale_update must be 'before' or 'after', got {scale_update!r}")
     if not 0 <= beta < 1:
@@ -97,9 +100,8 @@ def pfedvem(
         precision = 1 / uplink["rho2"]
         return {"log_rho2": uplink["rho2"].log().mean(), "largest_share": precision.max() / precision.sum()}
 
-    head_step = Descend(
-        "head", Energy("head", both, likelihood=likelihood_scale), epochs=head_epochs, optimiser=SGD(head_lr, momentum), draws=draws
-    )
+    energy = Energy("head", both, likelihood="sum", weight=None if likelihood_scale == "sum" else inverse_count)
+    head_step = Descend("head", energy, epochs=head_epochs, optimiser=SGD(head_lr, momentum), draws=draws)
     body_step = Descend(
         "body",
         Energy("body", both, likelihood="mean"),

@@ -157,7 +157,7 @@ def descend(
         for block, of in zip(blocks, spans, strict=True):
             leaves |= block.leaves(now[of], noise)
         outputs, lifted, back = network(leaves, data["x"])
-        share = data["weight"] / data["weight"].sum(-1, keepdim=True)
+        share = energy.shares(given, front, data)
         losses, slope = algorithm.likelihood.nll_and_slope(outputs, data["y"].unsqueeze(1) if lifted else data["y"])
         weights = share * factor
         if lifted:

@@ -189,15 +189,23 @@ def test_pfedmap_reaches_its_fixed_point(regressions: FederatedData):
     assert_close(result.private["head"]["loc"], torch.einsum("jde,je->jd", r, b + lam * w), atol=1e-8, rtol=0)
 
 
-def test_pfedmap_under_a_mean_likelihood_pulls_n_times_harder(regressions: FederatedData):
-    """The other reading: penalty and likelihood both divided by n_j only if the likelihood is a sum; a mean needs lambda / n_j."""
-    lam = 2.0
+def test_pfedmap_under_a_mean_likelihood_is_tempered(regressions: FederatedData):
+    """The paper's energy has the mean loss beside the whole penalty: w_j = (A / n + lambda)^-1 (b / n + lambda w)."""
+    lam, start = 2.0, torch.full((1, DIM), 0.3)
     algorithm = bf.algorithms.pfedmap(
-        linear(), precision=lam, head_epochs=4000, body_epochs=1, body_lr=0.0, head_lr=0.2, likelihood_scale="mean", likelihood=Gaussian()
+        linear(start),
+        precision=lam,
+        head_epochs=2000,
+        body_epochs=1,
+        body_lr=0.0,
+        head_lr=0.1,
+        likelihood_scale="mean",
+        likelihood=Gaussian(),
     )
     result = run(algorithm, regressions, rounds=1, sampling="fixed")
     a, b = moments(regressions)
-    expected = torch.linalg.solve(a + lam * torch.eye(DIM).double(), b)  # mean loss + pull / n: the same optimum as the sum
+    n = torch.tensor(COUNTS).double()[:, None]
+    expected = torch.linalg.solve(a / n[..., None] + lam * torch.eye(DIM).double(), b / n + lam * start.double())
     assert_close(result.private["head"]["loc"], expected, atol=1e-8, rtol=0)
 
 

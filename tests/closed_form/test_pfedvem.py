@@ -164,3 +164,22 @@ def test_a_new_client_starts_from_the_population_scale(clients: FederatedData):
     first = replace(algorithm, adapt=algorithm.adapt[:1])
     adapted = replace(result, algorithm=first).adapt(clients.select([0]))
     assert_close(adapted.private["rho2"][0], result.private["rho2"].log().mean().exp())
+
+
+@pytest.mark.parametrize("scale", ["sum", "mean"])
+def test_what_the_head_minimises(clients: FederatedData, scale: str):
+    """sum: n times the mean loss plus KL(q_j || N(w, rho_j^2 I)). mean, the paper's energy: the mean loss beside the whole KL."""
+    algorithm = bf.algorithms.pfedvem(linear(), likelihood=Gaussian(NOISE), likelihood_scale=scale)
+    (descend,) = (phase for phase in algorithm.phases if getattr(phase, "block", None) == "head")
+    x, y = (t.double() for t in clients.train.client(0))
+    belief = {"loc": torch.linspace(-1, 1, DIM).double(), "rho": torch.full((DIM,), -20.0).double()}  # so narrow that draws are the mean
+    view = {"head": belief, "body": {"loc": torch.eye(DIM).double().flatten()}, "rho2": torch.tensor(0.7).double()}
+    given = {"head": {"loc": torch.full((DIM,), 0.2).double()}}
+    n = torch.tensor(12.0).double()
+    batch = {"x": x, "y": y, "weight": torch.ones(12).double()}
+    energy, _ = descend.energy(algorithm, {"head": belief}, given, view | {"n": n}, batch, {"head": torch.zeros(1, DIM)})
+    losses = -torch.distributions.Normal(x @ belief["loc"], NOISE).log_prob(y)
+    sigma2 = torch.nn.functional.softplus(belief["rho"]).square()
+    q, p = (torch.distributions.Normal(m, v.sqrt()) for m, v in ((belief["loc"], sigma2), (given["head"]["loc"], view["rho2"])))
+    expected = (losses.sum() if scale == "sum" else losses.mean()) + torch.distributions.kl_divergence(q, p).sum()
+    assert_close(energy, expected)

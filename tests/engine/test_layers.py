@@ -27,6 +27,11 @@ STACKS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
     "convolution with groups": (nn.Conv2d(4, 6, (3, 2), dilation=(1, 2), padding=(0, 1), groups=2, bias=False), (4, 6, 5)),
     "convolution of one channel": (nn.Sequential(nn.Conv2d(1, 2, 1), nn.Conv2d(2, 1, 3)), (1, 4, 4)),
     "two convolutions": (nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), nn.Conv2d(3, 2, 2), nn.Flatten(), nn.Linear(18, 2)), (1, 6, 6)),
+    "max pooling of pairs": (
+        nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(12, 2)),
+        (1, 6, 6),
+    ),
+    "max pooling of pairs, odd sizes": (nn.Sequential(nn.Conv2d(1, 3, 3), nn.MaxPool2d((2, 2), 2), nn.Conv2d(3, 2, 1)), (1, 7, 9)),
     "max pooling": (nn.Sequential(nn.Conv2d(1, 3, 3), nn.MaxPool2d(2, padding=1), nn.Flatten(), nn.Linear(27, 2)), (1, 6, 6)),
     "max pooling with all options": (
         nn.Sequential(nn.Conv2d(1, 3, 2), nn.MaxPool2d((3, 2), stride=(2, 1), padding=1, dilation=(1, 2), ceil_mode=True)),
@@ -77,6 +82,11 @@ def slopes_at(outputs: Tensor) -> Tensor:
     return numbers(*outputs.shape[::-1], seed=4).permute(*reversed(range(outputs.dim())))
 
 
+def channels_last(leaf: Tensor) -> Tensor:
+    """Every client's filters channels last, also those of a single channel; the rest plain."""
+    return leaf.permute(0, 1, 3, 4, 2).contiguous().permute(0, 1, 4, 2, 3) if leaf.dim() == 5 else leaf.contiguous()
+
+
 def run(name: str, module: nn.Module, leaves: dict[str, Tensor], wanted: frozenset[str], x: Tensor, lifted: bool, through: bool) -> Pass:
     """One pass of a kernel; of the live one, client by client."""
     kernel = KERNELS[name]
@@ -117,10 +127,10 @@ def compare(
     x: Tensor,
     lifted: bool,
     through: bool,
-    placed: bool = False,
+    last: bool = False,
 ) -> None:
-    """Outputs and slopes of a kernel are the slow ones; leaves are views of vectors, or lie as layers like them."""
-    leaves = {key: layers.place(leaf) for key, leaf in leaves.items()} if placed else leaves
+    """Outputs and slopes of a kernel are the slow ones; leaves are views of vectors, or lie channels last."""
+    leaves = {key: channels_last(leaf) for key, leaf in leaves.items()} if last else leaves
     kept = {key: leaf.clone() for key, leaf in leaves.items()}, x.clone()
     outputs, up, expected = slow(module, leaves, x, lifted)
     found = run(name, module, leaves, wanted, x, lifted, through)
@@ -152,8 +162,8 @@ def test_outputs_and_slopes(kernel, stack, which, lifted):
     module, shape = STACKS[stack]
     layer = owners(module)
     drawn = of_layers(module, {"none": [], "all": layer, "first": layer[:1], "last": layer[-1:]}[which])
-    for placed in (False, True):
-        compare(kernel, module, parameters(module, drawn), of_layers(module, layer), inputs(shape, lifted), lifted, True, placed)
+    for last in (False, True):
+        compare(kernel, module, parameters(module, drawn), of_layers(module, layer), inputs(shape, lifted), lifted, True, last)
 
 
 @kernels
@@ -194,6 +204,15 @@ def test_layers_of_which_half_is_drawn(kernel, stack, lifted, case):
     drawn = frozenset({case.split()[0]})
     covered = drawn if "uncovered" in case else frozenset({"weight", "bias"})
     compare(kernel, module, parameters(module, drawn, covered), covered, inputs(shape, lifted), lifted, True)
+
+
+@kernels
+@pytest.mark.parametrize("pool", [nn.MaxPool2d(2), nn.MaxPool2d(3, 1), nn.MaxPool2d(2, padding=1)], ids=["pairs", "threes", "padded"])
+def test_the_first_of_equal_values_wins(kernel, pool):
+    """Of a window's equal maxima, common behind a ReLU, torch gives the slope to the first in reading order."""
+    module = nn.Sequential(pool, nn.Conv2d(1, 1, 1)).double()
+    x = (2 * inputs((1, 6, 7), False)).round().relu()
+    compare(kernel, module, parameters(module), of_layers(module, ["1"]), x, False, True)
 
 
 @kernels
@@ -266,19 +285,6 @@ def test_what_has_none(module):
     assert not layers.supported(module)
     assert not layers.supported(nn.Sequential(nn.Linear(4, 4), nn.Sequential(module)))
     assert not layers.supported(Split(nn.Identity(), module))
-
-
-def test_place_is_the_layout_a_layer_likes():
-    """Every client's filters lie channels last, also those of a single channel, whose strides `contiguous` would leave; the rest plain."""
-    for shape in ((4, 3, 5, 5), (4, 1, 5, 5), (1, 3, 1, 1)):
-        leaf = numbers(C, *shape)
-        placed = layers.place(leaf)
-        assert_close(placed, leaf, rtol=0, atol=0)
-        assert placed[0].stride() == torch.empty(shape, memory_format=torch.channels_last).stride()
-        assert placed.data_ptr() != leaf.data_ptr()
-    matrix = numbers(C, 5, 4).mT
-    assert layers.place(matrix).is_contiguous()
-    assert_close(layers.place(matrix), matrix, rtol=0, atol=0)
 
 
 # The network around a kernel

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.testing import assert_close
 
-from bayesfl.engine import layers, live
+from bayesfl.engine import live
 from bayesfl.layout import Layout
 from bayesfl.models import resnet18
 
@@ -57,7 +57,7 @@ def test_outputs_and_slopes_of_any_module(name, drawn, lifted):
     outputs = torch.stack(rows)[None] if up else rows[0][None]
     slope = numbers(*outputs.shape, seed=2)
     expected = torch.autograd.grad(outputs, [*leaves.values(), x], slope)
-    given = {key: layers.place(leaf.detach()) for key, leaf in leaves.items()}
+    given = {key: live.place(module)(leaf.detach()) for key, leaf in leaves.items()}
     found = live.kernel(module, given, frozenset(layout.names), x.detach(), lifted, True)
     assert found.lifted == up
     assert_close(found.outputs, outputs.detach())
@@ -69,3 +69,17 @@ def test_convolutions_are_noticed():
     """Anywhere in the module."""
     assert live.has_convolutions(resnet18((1, 8, 8), outputs=2, width=4))
     assert not live.has_convolutions(Reader())
+
+
+def test_place_is_the_layout_a_module_likes():
+    """Filters of one client lie channels last where the module runs itself, also those of a single channel; the rest lies plain."""
+    place = live.place(resnet18((1, 8, 8), outputs=2, width=4))
+    for shape in ((4, 3, 5, 5), (4, 1, 5, 5), (1, 3, 1, 1)):
+        leaf = numbers(1, *shape)
+        placed = place(leaf)
+        assert_close(placed, leaf, rtol=0, atol=0)
+        assert placed.squeeze(0).stride() == torch.empty(shape, memory_format=torch.channels_last).stride()
+        assert placed.data_ptr() != leaf.data_ptr()
+    matrix = numbers(1, 5, 4).mT
+    assert place(matrix).is_contiguous()
+    assert_close(place(matrix), matrix, rtol=0, atol=0)
