@@ -333,10 +333,11 @@ def _refuse_impure(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if not module.training:
             continue
-        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+        dropout = module.p if isinstance(module, nn.modules.dropout._DropoutNd) else getattr(module, "dropout", 0.0)
+        if isinstance(module, nn.RReLU) or (isinstance(dropout, float) and dropout > 0):
             raise ValueError(
                 f"module {name!r} ({type(module).__name__}) draws its own randomness in training, which no address could repeat; "
-                "remove it, set p=0, or put it in eval mode"
+                "remove it, set its probability to 0, or put it in eval mode"
             )
         if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:
             raise ValueError(

@@ -84,6 +84,8 @@ class SGD:
 
     def __post_init__(self) -> None:
         _check(momentum=self.momentum, weight_decay=self.weight_decay, **({} if callable(self.rate) else {"rate": self.rate}))
+        if self.momentum >= 1:
+            raise ValueError(f"momentum must lie in [0, 1), got {self.momentum}")
 
     def init(self, params: Any) -> Any:
         """Zero velocities, one for each parameter; none without momentum."""

@@ -159,17 +159,20 @@ class MomentMatched(_Gaussian):
     weight: Weight = by_size
 
     def accumulate(self, total: Tensors | None, server: Server, name: str, uplink: Uplink) -> Tensors:
-        """Adds weighted first and second moments about the server's centre, so that small spreads survive rounding."""
+        """Adds weighted variances, and moments of the means about the server's centre, so that small spreads survive rounding."""
         loc, variance = self._moments(name, uplink)
         weight = self.weight(server, uplink).double()
         shift = loc - server[name]["loc"].double()
         ones = torch.ones_like(weight)
-        return _add(total, {"weight": (weight, ones), "first": (weight, shift), "second": (weight, variance + shift.square())})
+        return _add(
+            total, {"weight": (weight, ones), "first": (weight, shift), "within": (weight, variance), "second": (weight, shift.square())}
+        )
 
     def solve(self, server: Server, name: str, total: Tensors) -> Tensors:
         """Mean and variance of the mixture."""
-        first, second = total["first"] / total["weight"], total["second"] / total["weight"]
-        return self._solved(server, name, server[name]["loc"].double() + first, second - first.square())
+        first, second, within = (total[key] / total["weight"] for key in ("first", "second", "within"))
+        between = (second - first.square()).clamp_min(0)  # rounding alone can make it negative
+        return self._solved(server, name, server[name]["loc"].double() + first, within + between)
 
 
 @dataclass(frozen=True, kw_only=True)

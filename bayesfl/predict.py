@@ -15,8 +15,8 @@ from bayesfl.engine import Crew, Engine, Plan
 from bayesfl.protocols import Server, Tensors, View
 from bayesfl.random import Purpose, Stage, generator
 
-# Inputs gathered at once for predictions, in bytes: enough to fill a core, little beside the data.
-GATHER = 2**26
+# Inputs gathered at once for predictions, in bytes: activations are many times larger, and should stay in the cache.
+GATHER = 2**21
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch.func import functional_call
 from torch.testing import assert_close
 
 import bayesfl as bf
-from bayesfl.blocks import Energy, standard_normal
+from bayesfl.blocks import Energy, inverse_count, standard_normal
 from bayesfl.data import FederatedData, from_arrays
 from bayesfl.layout import Layout
 from bayesfl.likelihood import Gaussian
@@ -21,6 +21,7 @@ from bayesfl.phases import Descend
 from bayesfl.pools import Mean, PrecisionWeighted
 from bayesfl.posteriors import MeanField, Point
 from bayesfl.priors import Flat, Normal, server_mean
+from bayesfl.protocols import Batch, Server, View
 
 KERNELS = ["reference", "live", "layers", "vmap"]
 KEPT = Normal(centre=server_mean("w"), variance=lambda given, view: torch.ones(1).to(given["w"]["loc"]))
@@ -80,9 +81,15 @@ def test_scales():
     assert Energy(("a", "b"), ("a", "b"), likelihood="mean").blocks == ("a", "b")
 
 
+def by_row(given: Server, view: View, batch: Batch) -> Tensor:
+    """A weight for each example, by its place in the client's rows."""
+    return given["weights"][batch["index"]]
+
+
 @pytest.mark.parametrize("likelihood", ["sum", "mean"])
-def test_energy_by_hand(likelihood):
-    """Draws average, padding does not count, the KL of every trained block and of no other is added, each at its scale."""
+@pytest.mark.parametrize("weight", [None, inverse_count, by_row], ids=["plain", "1 / n", "by row"])
+def test_energy_by_hand(likelihood, weight):
+    """Draws average, examples count by their weight and padding not at all, the KL of every trained block is added, and of no other."""
     model = mlp(2, hidden=3, outputs=2)
     head = bf.Block(
         "head.*", posterior=MeanField(), prior=Normal(centre=server_mean("head"), variance=lambda given, view: view["v"][..., None])
@@ -91,9 +98,11 @@ def test_energy_by_hand(likelihood):
     both = ("body", "head")
     made = algorithm(model, {"body": body, "head": head})
     n, v = torch.tensor(20.0).double(), torch.tensor(0.7).double()
-    given = {"body": {"loc": numbers(9)}, "head": {"loc": numbers(8, seed=1)}}
+    weights = numbers(20, seed=6).exp()
+    given = {"body": {"loc": numbers(9)}, "head": {"loc": numbers(8, seed=1)}, "weights": weights}
     beliefs = {"body": {"loc": numbers(9, seed=2)}, "head": {"loc": numbers(8, seed=3), "rho": numbers(8, seed=4)}}
     batch = {"x": numbers(5, 2), "y": torch.tensor([0, 1, 1, 0, 1]), "weight": torch.tensor([1.0, 1.0, 1.0, 0.0, 0.0]).double()}
+    batch["index"] = torch.tensor([4, 17, 9, 0, 0])
     noise = {"head": numbers(4, 8, seed=5)}
     x, y = batch["x"][:3], batch["y"][:3]
     scale = beliefs["head"]["rho"].exp().log1p()
@@ -101,17 +110,39 @@ def test_energy_by_hand(likelihood):
     for e in noise["head"]:
         w, b = beliefs["head"]["loc"] + scale * e, beliefs["body"]["loc"]
         hidden = torch.relu(x @ b[:6].view(3, 2).T + b[6:])
-        losses.append(F.cross_entropy(hidden @ w[:6].view(2, 3).T + w[6:], y))
-    nll = torch.stack(losses).mean()
+        losses.append(F.cross_entropy(hidden @ w[:6].view(2, 3).T + w[6:], y, reduction="none"))
+    each = {None: torch.ones(3).double(), inverse_count: torch.full((3,), 1 / 20).double(), by_row: weights[[4, 17, 9]]}[weight]
+    nll = (each * torch.stack(losses).mean(0)).sum() / 3
     q = torch.distributions.Normal(beliefs["head"]["loc"], scale)
     kl_head = torch.distributions.kl_divergence(q, torch.distributions.Normal(given["head"]["loc"], v.sqrt())).sum()
     energy_body = -torch.distributions.Normal(given["body"]["loc"], math.sqrt(0.3)).log_prob(beliefs["body"]["loc"]).sum()
     for trained, divergence in (("head", kl_head), ("body", energy_body), (both, kl_head + energy_body)):
         names = (trained,) if isinstance(trained, str) else trained
         view = {"n": n, "v": v, **{name: beliefs[name] for name in both}}
-        found, loss = Energy(trained, both, likelihood=likelihood)(made, {k: beliefs[k] for k in names}, given, view, batch, noise)
+        found, loss = Energy(trained, both, likelihood=likelihood, weight=weight)(
+            made, {k: beliefs[k] for k in names}, given, view, batch, noise
+        )
         assert_close(loss, nll)
         assert_close(found, 20 * nll + divergence if likelihood == "sum" else nll + divergence / 20)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("weight", [inverse_count, lambda given, view, batch: 0.5 + batch["index"].to(view["n"])], ids=["1 / n", "by row"])
+def test_every_kernel_weighs_examples(kernel, weight):
+    """Under draws or without, in full batches or not: as the reference, and not as without weights."""
+    prior = Normal(centre=server_mean("head"), variance=lambda given, view: torch.ones(1).to(given["head"]["loc"]))
+    head = bf.Block("head.*", posterior=MeanField(), prior=prior, pool=PrecisionWeighted())
+    runs = []
+    for k, w in (("reference", weight), (kernel, weight), (kernel, None)):
+        steps = tuple(
+            Descend(name, Energy(name, ("body", "head"), likelihood="sum", weight=w), batch_size=size, draws=2, optimiser=SGD(0.01))
+            for name, size in (("head", None), ("body", 3))
+        )
+        made = bf.Algorithm(mlp(4, hidden=3, outputs=2), {"body": bf.Block("body.*"), "head": head}, steps, parts=("body", "head"))
+        engine = bf.Engine(k, workers=1)
+        runs.append(bf.simulate(made, data(3), rounds=1, evaluate_every=None, engine=engine, dtype=torch.float64, progress=False).server)
+    assert_close(runs[1], runs[0], rtol=1e-9, atol=1e-10)
+    assert not torch.allclose(runs[1]["body"]["loc"], runs[2]["body"]["loc"])
 
 
 # Algorithm: what is refused

@@ -25,41 +25,31 @@ def _affine(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def _linear(layer: nn.Linear, weights: dict[str, Tensor], wanted: bool, x: Tensor, lifted: bool, through: bool) -> Pass:
     weight, bias = weights["weight"], weights.get("bias")
-    drawn = weight.dim() == 4
-    shape, batch = weight.shape, x.shape[-2]
-    # In every case one product of stacks: S draws of one layer are S * o outputs, lifted inputs are S * B rows, and where both
-    # have draws the stack holds C * S products.
+    drawn, shape, lead = weight.dim() == 4, weight.shape, x.shape[:-1]
+    # In every case one product of stacks: S draws of one layer are S * o outputs, lifted inputs are S times the rows, and where
+    # both have draws the stack holds C * S products.
     if drawn and lifted:
-        x, weight, bias = x.flatten(0, 1), weight.flatten(0, 1), None if bias is None else bias.flatten(0, 1)
-    elif drawn:
-        weight, bias = weight.flatten(1, 2), None if bias is None else bias.flatten(1, 2)
-    elif lifted:
-        x = x.flatten(1, 2)
-    flat = _affine(x, weight, bias)
-    if drawn and lifted:
-        outputs = flat.unflatten(0, shape[:2])
-    elif drawn:
-        outputs = flat.unflatten(-1, shape[1:3]).transpose(1, 2)
-    elif lifted:
-        outputs = flat.unflatten(1, (-1, batch))
+        x, weight, bias = x.flatten(0, 1).flatten(1, -2), weight.flatten(0, 1), None if bias is None else bias.flatten(0, 1)
     else:
-        outputs = flat
+        x = x.flatten(1, -2)
+    if drawn and not lifted:
+        weight, bias = weight.flatten(1, 2), None if bias is None else bias.flatten(1, 2)
+    flat = _affine(x, weight, bias)
+    if drawn and not lifted:
+        outputs = flat.unflatten(-1, shape[1:3]).transpose(1, 2).unflatten(2, lead[1:])
+    else:
+        outputs = flat.reshape(*lead, -1)
 
     def back(slope: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
         if drawn and not lifted:
-            slope = slope.transpose(1, 2)
+            slope = slope.flatten(2, -2).transpose(1, 2)
         slope = slope.reshape(flat.shape)
         slopes = {}
         if wanted:
             slopes["weight"] = torch.bmm(slope.mT, x).view(shape)
             if bias is not None:
                 slopes["bias"] = slope.sum(1).view(shape[:-1])
-        into = None
-        if through:
-            into = torch.bmm(slope, weight)
-            if lifted:
-                into = into.unflatten(0, shape[:2]) if drawn else into.unflatten(1, (-1, batch))
-        return into, slopes
+        return (torch.bmm(slope, weight).view(*lead, -1) if through else None), slopes
 
     return Pass(outputs, drawn or lifted, back)
 
@@ -110,7 +100,8 @@ def _conv(layer: nn.Conv2d, weights: dict[str, Tensor], wanted: bool, x: Tensor,
     else:  # one client after another is faster than grouped on a CPU
         rows = list(x), list(weight), [None] * clients if bias is None else list(bias)
         groups = layer.groups
-    outputs = [torch.conv2d(*row, *options, groups) for row in zip(*rows, strict=True)]
+    convolve: Any = torch.conv2d  # its overloads tell padding by name from padding by size, layers do not
+    outputs = [convolve(*row, *options, groups) for row in zip(*rows, strict=True)]
 
     def back(slope: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
         slopes = [slope.transpose(0, 1).flatten(1, 2)] if x.is_cuda else list(slope)
@@ -183,7 +174,7 @@ def _pair(value: int | tuple[int, ...]) -> list[int]:
 
 
 def _elementwise(layer: nn.Module, weights: dict[str, Tensor], x: Tensor, lifted: bool) -> tuple[Tensor, bool]:
-    return layer(x), lifted
+    return layer(x.clone() if getattr(layer, "inplace", False) else x), lifted
 
 
 def _folded(layer: nn.Module, weights: dict[str, Tensor], x: Tensor, lifted: bool) -> tuple[Tensor, bool]:
@@ -209,53 +200,77 @@ RULES: dict[type, Rule] = {
 
 
 def supported(module: nn.Module) -> bool:
-    """Whether every submodule has a rule."""
-    if isinstance(module, nn.Conv2d) and (module.padding_mode != "zeros" or isinstance(module.padding, str)):
+    """Whether every layer has a rule, and none that has parameters is used twice."""
+    layers = [layer for _, layer, _ in _stack(module)]
+    weighted = [layer for layer in layers if any(True for _ in layer.parameters())]
+    return len(weighted) == len(set(weighted)) and all(_has_rule(layer) for layer in layers)
+
+
+def _has_rule(layer: nn.Module) -> bool:
+    if isinstance(layer, nn.Conv2d) and (layer.padding_mode != "zeros" or isinstance(layer.padding, str)):
         return False
-    if isinstance(module, nn.MaxPool2d) and module.return_indices:
+    if isinstance(layer, nn.MaxPool2d) and layer.return_indices:
         return False
-    if isinstance(module, nn.Flatten) and (module.start_dim, module.end_dim) != (1, -1):
+    if isinstance(layer, nn.Flatten) and (layer.start_dim, layer.end_dim) != (1, -1):
         return False
-    if type(module) in (nn.Sequential, Split):
-        return all(supported(child) for child in module.children())
-    return type(module) in RULES
+    return type(layer) in RULES
 
 
 @lru_cache(maxsize=64)
 def _stack(module: nn.Module) -> tuple[tuple[str, nn.Module, tuple[str, ...]], ...]:
-    """The layers of a supported module in order: prefix, layer, names of its parameters."""
+    """The layers of a stack in the order they run: prefix, layer, names of its parameters.
+
+    One module may stand in several places, which `named_children` would leave out.
+    """
     if type(module) not in (nn.Sequential, Split):
         return (("", module, tuple(name for name, _ in module.named_parameters())),)
-    return tuple((f"{name}.{prefix}", layer, names) for name, child in module.named_children() for prefix, layer, names in _stack(child))
+    children = [(name, child) for name, child in module._modules.items() if child is not None]
+    return tuple((f"{name}.{prefix}", layer, names) for name, child in children for prefix, layer, names in _stack(child))
 
 
 def kernel(module: nn.Module, leaves: dict[str, Tensor], wanted: frozenset[str], x: Tensor, lifted: bool, through: bool) -> Pass:
-    """See `network.Kernel`; a layer's parameters are wanted all or none."""
-    passes: list[tuple[str, Pass]] = []
+    """See `network.Kernel`."""
+    passes: list[tuple[str, Pass, frozenset[str]]] = []
     reached = through
     for prefix, layer, names in _stack(module):
-        weights = {}
-        for name in names:
-            leaf = leaves.get(prefix + name)
-            if leaf is None:  # no block covers it: the same for everyone
-                own = layer.get_parameter(name)
-                leaf = own.expand(len(x), *own.shape)
-            weights[name] = leaf
+        weights, repeated = _weights(prefix, layer, names, leaves, len(x))
         mine = any(prefix + name in wanted for name in names)
         passed = RULES[type(layer)](layer, weights, mine, x, lifted, reached)
         reached = reached or mine
         x, lifted = passed.outputs, passed.lifted
         if reached:
-            passes.append((prefix, passed))
+            passes.append((prefix, passed, repeated))
 
     def back(slope: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
         slopes: dict[str, Tensor] = {}
         into: Tensor | None = slope
-        for prefix, passed in reversed(passes):
+        for prefix, passed, repeated in reversed(passes):
             assert passed.back is not None
             assert into is not None
             into, new = passed.back(into)
-            slopes |= {prefix + name: value for name, value in new.items()}
+            slopes |= {prefix + k: v.sum(1) if k in repeated else v for k, v in new.items() if prefix + k in wanted}
         return into, slopes
 
     return Pass(x, lifted, back if passes else None)
+
+
+def _weights(
+    prefix: str, layer: nn.Module, names: tuple[str, ...], leaves: dict[str, Tensor], clients: int
+) -> tuple[dict[str, Tensor], frozenset[str]]:
+    """A layer's parameters, all with an axis of draws or none, and which had to be repeated over draws."""
+    weights, draws, own = {}, None, {}
+    for name in names:
+        leaf = leaves.get(prefix + name)
+        own[name] = layer.get_parameter(name)
+        if leaf is None:  # no block covers it: the same for everyone
+            leaf = own[name].expand(clients, *own[name].shape)
+        elif leaf.dim() == own[name].dim() + 2:
+            draws = leaf.shape[1]
+        weights[name] = leaf
+    if draws is None:
+        return weights, frozenset()
+    repeated = frozenset(name for name, leaf in weights.items() if leaf.dim() == own[name].dim() + 1)
+    for name in repeated:
+        leaf = weights[name]
+        weights[name] = leaf.unsqueeze(1).expand(clients, draws, *leaf.shape[1:])
+    return weights, repeated

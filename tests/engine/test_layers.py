@@ -35,7 +35,7 @@ STACKS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
     "max pooling": (nn.Sequential(nn.Conv2d(1, 3, 3), nn.MaxPool2d(2, padding=1), nn.Flatten(), nn.Linear(27, 2)), (1, 6, 6)),
     "max pooling with all options": (
         nn.Sequential(nn.Conv2d(1, 3, 2), nn.MaxPool2d((3, 2), stride=(2, 1), padding=1, dilation=(1, 2), ceil_mode=True)),
-        (1, 6, 7),
+        (1, 7, 7),
     ),
     "average pooling": (nn.Sequential(nn.Conv2d(1, 3, 3), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(12, 2)), (1, 6, 6)),
     "adaptive pooling": (nn.Sequential(nn.Conv2d(1, 3, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 2)), (1, 6, 6)),

@@ -91,7 +91,8 @@ class Averaged:
         """A step downhill and a small one anywhere."""
 
         def loss(w: Tensor) -> Tensor:
-            return algorithm.nll(algorithm.leaves(("w",), {"w": {"loc": w}}), batch)
+            losses = algorithm.losses(algorithm.leaves(("w",), {"w": {"loc": w}}), batch)
+            return (losses * batch["weight"]).sum() / batch["weight"].sum()
 
         w = carry["w"] - 0.1 * torch.func.grad(loss)(carry["w"]) + 0.01 * noise["w"][0]
         return {"w": w, "sum": carry["sum"] + w, "count": carry["count"] + 1}
