@@ -87,7 +87,7 @@ def simulate(
 
 
 def _resumed(saved: Result, settings: Settings, engine: Engine | None, dtype: torch.dtype) -> Result:
-    """A saved run under new settings: more rounds and other workers are fine, the rest would be another experiment."""
+    """A copy of a saved run under new settings: more rounds and other workers are fine, the rest would be another experiment."""
     if settings.rounds < saved.round:
         raise ValueError(f"rounds counts all rounds, and {saved.round} are already done; got {settings.rounds}")
     free = {"rounds": settings.rounds, "evaluate_every": settings.evaluate_every}
@@ -97,14 +97,14 @@ def _resumed(saved: Result, settings: Settings, engine: Engine | None, dtype: to
     if engine is not None and (engine.kernel != kernel or engine.chunk not in (None, chunk)):
         raise ValueError(f"a resumed run keeps its kernel and chunk, {kernel!r} and {chunk}; got {engine.kernel!r} and {engine.chunk}")
     workers = saved.engine.workers if engine is None else engine.workers
-    return replace(saved, settings=settings, engine=replace(saved.engine, workers=workers))
+    own = {"private": tree_map(torch.clone, saved.private), "history": History(saved.history.rows)}
+    return replace(saved, settings=settings, engine=replace(saved.engine, workers=workers), **own)
 
 
 def _rounds(result: Result, data: FederatedData, crew: Crew, progress: bool | None) -> Result:
     from tqdm import tqdm
 
     settings = result.settings
-    result = replace(result, private=tree_map(torch.clone, result.private), history=History(result.history.rows))
     measure = "personal_accuracy" if data.task == "classification" else "personal_rmse"
     with tqdm(total=settings.rounds, initial=result.round, unit="round", disable=None if progress is None else not progress) as bar:
         while result.round < settings.rounds:

@@ -144,7 +144,7 @@ def compare(
     assert (into is None) == (not through)
     if through:
         assert_close(into, expected[""], rtol=1e-10, atol=1e-11)
-    assert wanted <= slopes.keys()
+    assert slopes.keys() == wanted
     for key in wanted:
         assert_close(slopes[key], expected[key], rtol=1e-10, atol=1e-11, msg=lambda text, key=key: f"{key}: {text}")
     assert_close((leaves, x), kept, rtol=0, atol=0)
@@ -171,13 +171,16 @@ def test_outputs_and_slopes(kernel, stack, which, lifted):
 @pytest.mark.parametrize("stack", ["two convolutions", "body and head", "nested", "GELU"])
 @pytest.mark.parametrize("lifted", [False, True], ids=["one input", "an input for each draw"])
 def test_wanted_subsets(kernel, stack, through, lifted):
-    """Any subset of the layers may be trained; what was not asked for is not computed, and no way back where nothing was."""
+    """Any layers may be trained, or biases or weights alone; only what was asked for comes back, and no way back where nothing was."""
     module, shape = STACKS[stack]
     layer = owners(module)
     for count in range(len(layer) + 1):
         for some in combinations(layer, count):
             drawn = of_layers(module, layer[-1:])
             compare(kernel, module, parameters(module, drawn), of_layers(module, some), inputs(shape, lifted), lifted, through)
+    biases = frozenset(name for name, _ in module.named_parameters() if name.endswith("bias"))
+    for some in (biases, frozenset(dict(module.named_parameters())) - biases):
+        compare(kernel, module, parameters(module, drawn), some, inputs(shape, lifted), lifted, through)
 
 
 @kernels
