@@ -182,10 +182,9 @@ def _folded(layer: nn.Module, weights: dict[str, Tensor], x: Tensor, lifted: boo
 
 
 def _graph(call: Callable[..., tuple[Tensor, bool]]) -> Rule:
+    """A layer without parameters, back by autograd for it alone."""
     kernel = by_autograd(call)
-    return lambda layer, weights, wanted, x, lifted, through: kernel(
-        layer, weights, frozenset(weights) if wanted else frozenset(), x, lifted, through
-    )
+    return lambda layer, weights, wanted, x, lifted, through: kernel(layer, weights, frozenset(), x, lifted, through)
 
 
 RULES: dict[type, Rule] = {
