@@ -81,30 +81,36 @@ def _joined(rows: Sequence[Tensor]) -> Tensor:
 def _conv(layer: nn.Conv2d, weights: dict[str, Tensor], wanted: bool, x: Tensor, lifted: bool, through: bool) -> Pass:
     weight, bias = weights["weight"], weights.get("bias")
     drawn = weight.dim() == 6
-    if drawn or lifted:
-        draws = weight.shape[1] if drawn else x.shape[1]
-        spread = {"weight": _spread(weight, drawn, draws)} | ({} if bias is None else {"bias": _spread(bias, drawn, draws)})
-        inner = _conv(layer, spread, wanted, _spread(x, lifted, draws), False, through)
-
-        def back_to_draws(slope: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
-            assert inner.back is not None
-            into, slopes = inner.back(slope.flatten(0, 1))
-            return None if into is None else _gathered(into, lifted, draws), {k: _gathered(v, drawn, draws) for k, v in slopes.items()}
-
-        return Pass(inner.outputs.unflatten(0, (-1, draws)), True, back_to_draws)
-    clients, batch = x.shape[:2]
-    options = (layer.stride, layer.padding, layer.dilation)
-    if x.is_cuda:  # one grouped convolution
-        rows = [x.transpose(0, 1).flatten(1, 2)], [weight.flatten(0, 1)], [None if bias is None else bias.flatten()]
-        groups = clients * layer.groups
-    else:  # one client after another is faster than grouped on a CPU
-        rows = list(x), list(weight), [None] * clients if bias is None else list(bias)
-        groups = layer.groups
-    convolve: Any = torch.conv2d  # its overloads tell padding by name from padding by size, layers do not
-    outputs = [convolve(*row, *options, groups) for row in zip(*rows, strict=True)]
+    if not drawn and not lifted:
+        return _conv_chunk(layer, weight, bias, wanted, x, through, grouped=x.is_cuda)
+    draws = weight.shape[1] if drawn else x.shape[1]
+    spread = None if bias is None else _spread(bias, drawn, draws)
+    inner = _conv_chunk(layer, _spread(weight, drawn, draws), spread, wanted, _spread(x, lifted, draws), through, grouped=x.is_cuda)
 
     def back(slope: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
-        slopes = [slope.transpose(0, 1).flatten(1, 2)] if x.is_cuda else list(slope)
+        assert inner.back is not None
+        into, slopes = inner.back(slope.flatten(0, 1))
+        return None if into is None else _gathered(into, lifted, draws), {k: _gathered(v, drawn, draws) for k, v in slopes.items()}
+
+    return Pass(inner.outputs.unflatten(0, (-1, draws)), True, back)
+
+
+def _conv_chunk(layer: nn.Conv2d, weight: Tensor, bias: Tensor | None, wanted: bool, x: Tensor, through: bool, *, grouped: bool) -> Pass:
+    """A convolution for every client of a chunk: one after another, which a CPU does faster, or all in one, grouped."""
+    clients, batch = x.shape[:2]
+    if grouped:
+        rows = [x.transpose(0, 1).flatten(1, 2)], [weight.flatten(0, 1)], [None if bias is None else bias.flatten()]
+    else:
+        rows = list(x), list(weight), [None] * clients if bias is None else list(bias)
+    groups = clients * layer.groups if grouped else layer.groups
+    options = (layer.stride, layer.padding, layer.dilation)
+    convolve: Any = torch.conv2d  # its overloads tell padding by name from padding by size, layers do not
+
+    def by_client(parts: Sequence[Tensor]) -> Tensor:  # [B, C * o, ...] once, or [B, o, ...] for each
+        return parts[0].unflatten(1, (clients, -1)).transpose(0, 1) if grouped else _joined(parts).unflatten(0, (clients, batch))
+
+    def back(slope: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
+        slopes = [slope.transpose(0, 1).flatten(1, 2)] if grouped else list(slope)
         mask = [through, wanted, wanted and bias is not None]
         parts = [
             torch.ops.aten.convolution_backward(s, i, w, [len(w)], *options, False, [0, 0], groups, mask)
@@ -116,13 +122,9 @@ def _conv(layer: nn.Conv2d, weights: dict[str, Tensor], wanted: bool, x: Tensor,
             found["weight"] = _joined(for_weight).unflatten(0, (clients, -1))
             if bias is not None:
                 found["bias"] = _joined(for_bias).unflatten(0, (clients, -1))
-        if not through:
-            return None, found
-        return (into[0].unflatten(1, (clients, -1)).transpose(0, 1) if x.is_cuda else _joined(into).unflatten(0, (clients, batch))), found
+        return (by_client(into) if through else None), found
 
-    if x.is_cuda:
-        return Pass(outputs[0].unflatten(1, (clients, -1)).transpose(0, 1), False, back)
-    return Pass(_joined(outputs).unflatten(0, (clients, batch)), False, back)
+    return Pass(by_client([convolve(*row, *options, groups) for row in zip(*rows, strict=True)]), False, back)
 
 
 def _max_pool(layer: nn.MaxPool2d, weights: dict[str, Tensor], wanted: bool, x: Tensor, lifted: bool, through: bool) -> Pass:

@@ -333,3 +333,19 @@ def test_still_features_are_computed_once():
             assert_close(found.outputs, slow(module, leaves, x, False)[0][:active])
         assert sum(part is module.body for part in calls) == bodies
         assert sum(part is module.head for part in calls) == 4
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_grouped_convolution_is_one_for_each_client(groups: int, bias: bool):
+    """What a GPU runs, one grouped convolution, gives the outputs and slopes of one convolution after another."""
+    layer = nn.Conv2d(4, 6, 3, stride=2, padding=1, groups=groups, bias=bias).double()
+    rng = torch.Generator().manual_seed(0)
+    weight, x = torch.randn(3, *layer.weight.shape, generator=rng).double(), torch.randn(3, 5, 4, 7, 7, generator=rng).double()
+    shift = torch.randn(3, 6, generator=rng).double() if bias else None
+    one, all_in_one = (layers._conv_chunk(layer, weight, shift, True, x, True, grouped=grouped) for grouped in (False, True))
+    assert_close(all_in_one.outputs, one.outputs)
+    slope = torch.randn(one.outputs.shape, generator=rng).double()
+    (into, slopes), (into_grouped, slopes_grouped) = one.back(slope), all_in_one.back(slope)
+    assert_close(into_grouped, into)
+    assert_close(slopes_grouped, slopes)
