@@ -27,6 +27,9 @@ docs: $(VENV)/.docs
 examples: $(VENV)/.plain
 	$(BIN)/python examples/pfedvem.py --clients 4 --rounds 2 --seeds 0 1 --participation 0.5 --out runs/smoke
 	$(BIN)/python benchmarks/engines.py --quick --no-neighbour --rows mlp10 pfedvem
+	$(BIN)/python benchmarks/memory.py --quick
+	$(BIN)/python benchmarks/sensitivity.py --quick
+	$(BIN)/python benchmarks/gpu.py --quick --device cpu
 
 # The wheel, in an empty environment without the development tools.
 wheel: $(VENV)/.test
@@ -42,6 +45,8 @@ readme: $(VENV)/.plain
 
 benchmarks: $(VENV)/.plain
 	$(BIN)/python benchmarks/engines.py
+	$(BIN)/python benchmarks/memory.py
+	$(BIN)/python benchmarks/sensitivity.py
 
 check: test lint types docs examples wheel
 
