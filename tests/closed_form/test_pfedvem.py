@@ -183,3 +183,22 @@ def test_what_the_head_minimises(clients: FederatedData, scale: str):
     q, p = (torch.distributions.Normal(m, v.sqrt()) for m, v in ((belief["loc"], sigma2), (given["head"]["loc"], view["rho2"])))
     expected = (losses.sum() if scale == "sum" else losses.mean()) + torch.distributions.kl_divergence(q, p).sum()
     assert_close(energy, expected)
+
+
+def test_beta_is_the_share_of_the_old_state(clients: FederatedData):
+    """Body and centre move 1 - beta of the way that they would move without it."""
+    options = {"rounds": 1, "sampling": "fixed", "dtype": torch.float64, "evaluate_every": None, "progress": False}
+    plain, relaxed = (
+        bf.simulate(bf.algorithms.pfedvem(linear(), beta=b, likelihood=Gaussian(NOISE)), clients, **options) for b in (0.0, 0.3)
+    )
+    start = plain.algorithm.init(1, dtype=torch.float64)
+    for block in ("body", "head"):
+        moved = plain.server[block]["loc"] - start[block]["loc"]
+        assert moved.abs().max() > 1e-3
+        assert_close(relaxed.server[block]["loc"] - start[block]["loc"], 0.7 * moved, atol=1e-12, rtol=0)
+
+
+def test_the_first_scale_is_the_initial_one_in_the_other_order_too():
+    """Where rho_j is updated after the head, the first E step runs under init_scale^2."""
+    algorithm = bf.algorithms.pfedvem(linear(), init_scale=0.3, scale_update="after")
+    assert_close(algorithm.rows(algorithm.init(1, dtype=torch.float64))["rho2"].item(), 0.09)
