@@ -196,6 +196,10 @@ class Algorithm:
         for phase in (*self.phases, *self.finetune, *self.adapt):
             phase.check(self)
 
+    def __repr__(self) -> str:
+        blocks = ", ".join(f"{name}: {type(block.posterior).__name__}" for name, block in self.blocks.items())
+        return f"Algorithm({type(self.model).__name__}; {blocks}; {len(self.phases)} phases)"
+
     def check_parts(self, parts: Iterable[str]) -> None:
         """That `parts` are blocks and claim each parameter at most once.
 

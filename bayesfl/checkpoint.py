@@ -73,6 +73,17 @@ def identity(algorithm: Algorithm) -> dict[str, Any]:
     return json.loads(json.dumps({**named, "parameters": shapes}))
 
 
+def differences(saved: Any, given: Any, path: str = "") -> list[str]:
+    """Where two identities differ, as `path: saved this, given that`."""
+    if isinstance(saved, Mapping) and isinstance(given, Mapping):
+        keys = sorted(saved.keys() | given.keys())
+        return [line for key in keys for line in differences(saved.get(key), given.get(key), f"{path}.{key}" if path else key)]
+    if isinstance(saved, list) and isinstance(given, list) and len(saved) == len(given):
+        pairs = enumerate(zip(saved, given, strict=True))
+        return [line for i, (one, other) in pairs for line in differences(one, other, f"{path}[{i}]")]
+    return [] if saved == given else [f"{path}: saved {saved}, given {given}"]
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(k): _plain(v) for k, v in value.items()}

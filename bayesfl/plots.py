@@ -24,7 +24,7 @@ OKABE_ITO = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "
 """Blue, vermilion, green, purple, orange, sky blue, black, yellow."""
 _BLUE, _GREY, _INK = "#0072B2", "#8A8F94", "#333333"
 _OVER: dict[str, Any] = {"color": "#F6CDB2", "edgecolor": "#D55E00", "hatch": "////", "label": "overconfident", "gid": "overconfident"}
-_UNDER: dict[str, Any] = {"color": "#CFE7F7", "edgecolor": "#56B4E9", "hatch": "....", "label": "underconfident", "gid": "underconfident"}
+_UNDER: dict[str, Any] = {"color": "#7FB9DF", "edgecolor": "#CFE7F7", "hatch": "....", "label": "underconfident", "gid": "underconfident"}
 _DASHES = ("-", "--", ":", "-.")
 _CLIENTS = 12  # panels that by="client" draws unless told which
 

@@ -78,5 +78,11 @@ def closest_scale(moments: tuple[Tensor, Tensor], centre: Tensor, *, shape: floa
 
 
 def inverse_size(strength: float) -> Parameter:
-    """The variance 1 / (strength n) [..., 1]: under a mean over n examples, a pull of strength / 2 |w_j - w|^2."""
+    """The variance 1 / (strength n) [..., 1]: under a mean over n examples, a pull of strength / 2 |w_j - w|^2.
+
+    Raises:
+        ValueError: The strength is negative or not a number.
+    """
+    if not strength >= 0:
+        raise ValueError(f"the strength of a pull (lam, mu) must be >= 0, got {strength}")
     return lambda given, view: 1 / (strength * torch.as_tensor(view["n"]))[..., None]

@@ -40,6 +40,9 @@ class Settings:
     evaluate_every: int | None
 
     def __post_init__(self) -> None:
+        for name, value in {"rounds": self.rounds, "seed": self.seed, "evaluate_every": self.evaluate_every}.items():
+            if value is not None and not isinstance(value, int | np.integer):
+                raise ValueError(f"{name} must be a whole number, got {value!r}")
         if self.rounds < 1:
             raise ValueError(f"rounds must be at least 1, got {self.rounds}")
         if not 0 < self.participation <= 1:
@@ -94,6 +97,11 @@ class Result:
     history: History = field(default_factory=History)
     device: torch.device = torch.device("cpu")
     dtype: torch.dtype = torch.float32
+
+    def __repr__(self) -> str:
+        return (
+            f"Result({self.data.clients} clients of {self.data.source.name}, round {self.round} of {self.settings.rounds}; {self.history})"
+        )
 
     def predict(self, split: Split | None = None, *, draws: int | None = None) -> Predictions:
         """Every client's predictive distribution on a split of its data, after aggregation (and fine-tuning where the method has it).
@@ -238,10 +246,8 @@ def same_run(result: Result, algorithm: Algorithm, clients: FederatedData) -> Re
 
 
 def _check_same(what: str, made_with: dict[str, Any], made_on: str, algorithm: Algorithm, clients: FederatedData) -> None:
-    mine = checkpoint.identity(algorithm)
-    if different := sorted(key for key in mine.keys() | made_with.keys() if mine.get(key) != made_with.get(key)):
-        details = "; ".join(f"{key}: saved {made_with.get(key)}, given {mine.get(key)}" for key in different)
-        raise checkpoint.CheckpointError(f"{what} was made with another algorithm, which differs in {different} ({details})")
+    if different := checkpoint.differences(made_with, checkpoint.identity(algorithm)):
+        raise checkpoint.CheckpointError(f"{what} was made with another algorithm, which differs in {'; '.join(different)}")
     if made_on != clients.hash:
         raise checkpoint.CheckpointError(
             f"{what} was made on other data (hash {made_on[:12]}, given {clients.hash[:12]}); give the same recipe and seed"

@@ -15,6 +15,7 @@ from bayesfl.blocks import Algorithm
 from bayesfl.data import FederatedData, Split
 from bayesfl.engine import Crew, Engine
 from bayesfl.history import History
+from bayesfl.likelihood import Bernoulli
 from bayesfl.local import DivergenceError, Done, Local, private_rows, write_rows
 from bayesfl.predict import Collector
 from bayesfl.protocols import Server, StackedPool, Tensors, Uplink, View
@@ -243,10 +244,11 @@ def _wasted(algorithm: Algorithm) -> int:
 
 
 def _device(device: torch.device | str) -> torch.device:
-    device = torch.device(device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device {str(device)!r} is absent: torch finds no CUDA device; use device='cpu'")
-    return device
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"device {str(device)!r} is absent ({reason}); use device='cpu'") from error
 
 
 def _check(algorithm: Algorithm, data: FederatedData) -> None:
@@ -262,7 +264,11 @@ def _check(algorithm: Algorithm, data: FederatedData) -> None:
             outputs = module(data.train.x[:1].cpu())
     except (RuntimeError, ValueError) as error:
         raise ValueError(f"the model does not take inputs of shape {data.inputs}: {error}") from error
-    if type(algorithm.likelihood).__name__ == "Categorical" and outputs.shape[-1] != data.outputs:
+    if isinstance(algorithm.likelihood, Bernoulli) and data.outputs != 2:
+        raise ValueError(f"likelihood Bernoulli is for two classes, the data have {data.outputs}; use Categorical()")
+    wanted = 1 if isinstance(algorithm.likelihood, Bernoulli) else data.outputs
+    if outputs.shape[-1] != wanted:
+        what = "targets" if data.task == "regression" else "classes"
         raise ValueError(
-            f"the model has {outputs.shape[-1]} outputs, the data {data.outputs} classes; build the model with outputs={data.outputs}"
+            f"the model has {outputs.shape[-1]} outputs, the data {data.outputs} {what}; build the model with outputs={wanted}"
         )

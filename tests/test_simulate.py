@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 import bayesfl as bf
 from bayesfl.checkpoint import CheckpointError
-from bayesfl.likelihood import Gaussian
+from bayesfl.likelihood import Bernoulli, Gaussian
 from bayesfl.result import Settings
 from tests.cases import SIZES, federation
 
@@ -56,6 +56,9 @@ def test_bernoulli_cohorts_are_redrawn_until_two_are_in():
         ({"participation": 0.0}, "participation"),
         ({"participation": 1.2}, r"participation .* \(0, 1\], got 1.2"),
         ({"rounds": 0}, "rounds"),
+        ({"rounds": 1.5}, "rounds must be a whole number"),
+        ({"seed": 0.5}, "seed must be a whole number"),
+        ({"device": "nonsense"}, "device 'nonsense' is absent"),
         ({"sampling": "poisson"}, "sampling"),
         ({"train": "some"}, "train"),
         ({"evaluate_every": 0}, "evaluate_every"),
@@ -85,6 +88,10 @@ def test_model_and_data_must_fit(clients, model):
         bf.simulate(bf.algorithms.fedavg(model, likelihood=Gaussian()), clients, rounds=1)
     with pytest.raises(ValueError, match="Categorical is for classification, the data are for regression"):
         bf.simulate(bf.algorithms.fedavg(bf.models.mlp((10,), outputs=1)), bf.data.diabetes(clients=3), rounds=1)
+    with pytest.raises(ValueError, match="Bernoulli is for two classes, the data have 3"):
+        bf.simulate(bf.algorithms.fedavg(bf.models.mlp(8, outputs=1), likelihood=Bernoulli()), clients, rounds=1)
+    with pytest.raises(ValueError, match="3 outputs, the data 1 targets"):
+        bf.simulate(bf.algorithms.fedavg(bf.models.mlp((10,), outputs=3), likelihood=Gaussian()), bf.data.diabetes(clients=3), rounds=1)
     bare = bf.data.FederatedData(
         splits={"train": clients.train}, outputs=3, task="classification", inputs=(8,), client_names=clients.client_names,
         source=clients.source, recipe={},
@@ -202,3 +209,22 @@ def test_threads_are_given_back(clients, model):
     torch.set_num_threads(2)
     bf.simulate(bf.algorithms.fedavg(model), clients, rounds=1, evaluate_every=None, progress=False)
     assert torch.get_num_threads() == 2
+
+
+def test_strengths_are_checked(model):
+    """A negative or undefined pull is refused where the method is built."""
+    for make, options in (
+        (bf.algorithms.ditto, {"lam": -1.0}),
+        (bf.algorithms.fedprox, {"mu": -1.0}),
+        (bf.algorithms.ditto, {"lam": math.nan}),
+    ):
+        with pytest.raises(ValueError, match="strength of a pull"):
+            make(model, **options)
+    with pytest.raises(ValueError, match="scale_floor"):
+        bf.algorithms.pfedvem(model, scale_floor=0.0)
+
+
+def test_what_is_shown_is_short(clients, model):
+    """Results, data and algorithms print in a line."""
+    result = bf.simulate(bf.algorithms.fedavg(model), clients, rounds=1, progress=False)
+    assert max(len(repr(thing)) for thing in (result, clients, result.algorithm)) < 600

@@ -64,12 +64,14 @@ def pfedvem(
         likelihood: What y is.
 
     Raises:
-        ValueError: `scale_update` or `likelihood_scale` is neither word, or `beta` lies outside [0, 1).
+        ValueError: A number lies outside its range, `scale_update` or `likelihood_scale` is neither word, or `beta` lies outside [0, 1).
     """
     if likelihood_scale not in ("sum", "mean"):
         raise ValueError(f"likelihood_scale must be 'sum' or 'mean', got {likelihood_scale!r}")
     if scale_update not in ("before", "after"):
         raise ValueError(f"scale_update must be 'before' or 'after', got {scale_update!r}")
+    if not scale_floor > 0 or (scale_prior is not None and not (scale_prior[0] >= 0 and scale_prior[1] >= 0)):
+        raise ValueError(f"scale_floor must be > 0 and scale_prior's shape and scale >= 0, got {scale_floor} and {scale_prior}")
     if not 0 <= beta < 1:
         raise ValueError(f"beta is the share of the old state that is kept and must lie in [0, 1), got {beta}")
     both = ("body", "head")

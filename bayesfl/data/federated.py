@@ -151,6 +151,10 @@ class FederatedData:
     recipe: Mapping[str, Any]
     class_names: tuple[str, ...] | None = None
 
+    def __repr__(self) -> str:
+        counts = ", ".join(f"{name} {split.counts.sum()}" for name, split in self.splits.items())
+        return f"FederatedData({self.source.name}, {self.clients} clients; {counts})"
+
     def __post_init__(self) -> None:
         if "train" not in self.splits:
             raise ValueError(f"splits must hold 'train', got {list(self.splits)}")

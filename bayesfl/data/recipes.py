@@ -22,7 +22,10 @@ _HEART_TEST = 0.34  # FLamby's share
 
 
 def _open(source: str | Source, root: str | Path | None, download: bool) -> Source:
-    return source if isinstance(source, Source) else load(source, root=root, download=download)
+    opened = source if isinstance(source, Source) else load(source, root=root, download=download)
+    if opened.owners is not None:
+        raise ValueError(f"{opened.info.name!r} belongs to its own clients already and has no test part to share out; use heart_disease()")
+    return opened
 
 
 def _labels(source: Source, recipe: str) -> tuple[np.ndarray, np.ndarray]:

@@ -66,7 +66,9 @@ class Engine:
         """Threads that run chunks."""
         if self.workers is not None:
             return self.workers
-        return 1 if device.type == "cuda" or self.kernel == "vmap" else len(os.sched_getaffinity(0))
+        if device.type == "cuda" or self.kernel == "vmap":
+            return 1
+        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
     def crew(self, device: torch.device) -> Crew:
         """Worker threads for the chunks of a run."""
