@@ -187,6 +187,8 @@ def _predictions(source: Any, labels: Tensor | None, mask: Tensor | None) -> tup
             raise ValueError("a result brings its own labels and mask; leave them out, or pass probabilities instead of the result")
         test = source.data.test
         probs = source.predict(test).probs
+        if probs is None:
+            raise ValueError("a reliability diagram needs class probabilities, and this result is of regression; look at its coverage")
         return (probs, *test.padded_labels())
     if labels is None and isinstance(source, (tuple, list)) and len(source) == 3:
         source, labels, mask = source

@@ -210,3 +210,17 @@ def test_errors_name_the_remedy():
         plots.learning_curves({"a": [history(0, every=20), history(1, every=19)]})
     with pytest.raises(ValueError, match="of one length"):
         plots.learning_curves({"a": {"round": [1, 2], "personal_accuracy": [0.5]}})
+
+
+def test_a_regression_has_no_reliability_diagram():
+    """The message says what a regression has instead."""
+
+    class Regression:
+        class data:
+            test = None
+
+        def predict(self, split):
+            return type("Predictions", (), {"probs": None})
+
+    with pytest.raises(ValueError, match="coverage"):
+        plots.reliability(Regression())
