@@ -279,7 +279,8 @@ class Algorithm:
     def given(self, common: Server, round: int, rounds: int) -> Server:
         """What every client receives in a round; private blocks, of which the server only knows the start, are not in it."""
         kept = {k: v for k, v in common.items() if k not in self.blocks or not self.blocks[k].private}
-        return kept | {"round": round, "rounds": rounds}
+        # Fine-tuning and adaptation after the last round still have a learning rate: its own.
+        return kept | {"round": min(round, rounds - 1), "rounds": rounds}
 
     def belief(self, block: str, entry: Tensors) -> Tensors:
         """A client's belief about a block as it comes from the server's entry; may alias it."""
@@ -343,7 +344,8 @@ def _refuse_impure(model: nn.Module) -> None:
                 f"module {name!r} ({type(module).__name__}) draws its own randomness in training, which no address could repeat; "
                 "remove it, set its probability to 0, or put it in eval mode"
             )
-        if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:
+        batch = isinstance(module, nn.modules.batchnorm._BatchNorm)  # even without running statistics it would see padded rows
+        if batch or (isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats):
             raise ValueError(
                 f"module {name!r} ({type(module).__name__}) updates its buffers in training, and buffers are constants here; "
                 "use nn.GroupNorm instead, or put it in eval mode"

@@ -97,6 +97,8 @@ class Descend:
     def check(self, algorithm: Algorithm) -> None:
         """See `Phase.check`."""
         algorithm.check_parts(self.energy.parts)
+        if set(self.blocks) != set(self.energy.blocks):
+            raise ValueError(f"blocks {self.blocks} are trained on the energy of {self.energy.blocks}; name the same in both")
         if missing := [name for name in self.blocks if name not in self.energy.parts]:
             raise ValueError(f"blocks {missing} are trained on an energy whose predictor {self.energy.parts} does not contain them")
 

@@ -43,6 +43,7 @@ class Settings:
         for name, value in {"rounds": self.rounds, "seed": self.seed, "evaluate_every": self.evaluate_every}.items():
             if value is not None and not isinstance(value, int | np.integer):
                 raise ValueError(f"{name} must be a whole number, got {value!r}")
+            object.__setattr__(self, name, None if value is None else int(value))
         if self.rounds < 1:
             raise ValueError(f"rounds must be at least 1, got {self.rounds}")
         if not 0 < self.participation <= 1:

@@ -221,8 +221,8 @@ def test_layers_that_count_are_refused(layer):
 
 
 def test_layers_that_neither_draw_nor_count_are_fine():
-    """Dropout of 0, norms without running statistics."""
-    for layer in (nn.Dropout(0.0), nn.GroupNorm(2, 4), nn.LayerNorm(4), nn.BatchNorm1d(4, track_running_stats=False), nn.LSTM(4, 4)):
+    """Dropout of 0, norms over single examples."""
+    for layer in (nn.Dropout(0.0), nn.GroupNorm(2, 4), nn.LayerNorm(4), nn.InstanceNorm1d(4), nn.LSTM(4, 4)):
         algorithm(nn.Sequential(nn.Linear(4, 4), layer), {"w": bf.Block()})
 
 

@@ -10,8 +10,11 @@ from torch.testing import assert_close
 from torch.utils._pytree import tree_leaves
 
 import bayesfl as bf
+from bayesfl.blocks import Energy
 from bayesfl.checkpoint import CheckpointError
 from bayesfl.likelihood import Bernoulli, Gaussian
+from bayesfl.optim import cosine
+from bayesfl.phases import Descend
 from bayesfl.result import Settings
 from tests.cases import SIZES, federation
 
@@ -228,3 +231,22 @@ def test_what_is_shown_is_short(clients, model):
     """Results, data and algorithms print in a line."""
     result = bf.simulate(bf.algorithms.fedavg(model), clients, rounds=1, progress=False)
     assert max(len(repr(thing)) for thing in (result, clients, result.algorithm)) < 600
+
+
+def test_adapting_under_a_schedule_still_learns(clients, model):
+    """After the last round a cosine schedule is at its last rate, not at zero."""
+    old, novel = clients.hold_out(2, seed=0)
+    algorithm = bf.algorithms.fedrep(model, lr=cosine(0.5), head_epochs=2, body_epochs=1)
+    result = bf.simulate(algorithm, old, rounds=2, seed=np.int64(1), evaluate_every=None, progress=False)
+    start = algorithm.rows(result.server)["head"]["loc"]
+    assert (result.adapt(novel).private["head"]["loc"] - start).abs().max() > 1e-4
+
+
+def test_an_energy_of_other_blocks_is_refused(model):
+    """What is trained and whose KL counts are named alike."""
+    both = ("body", "head")
+    blocks = {"body": bf.Block("body.*"), "head": bf.Block("head.*")}
+    with pytest.raises(ValueError, match="name the same in both"):
+        bf.Algorithm(model, blocks, (Descend(both, Energy("head", both, likelihood="mean")),), parts=both)
+    with pytest.raises(ValueError, match="GroupNorm"):
+        bf.algorithms.fedavg(nn.Sequential(nn.Linear(8, 3), nn.BatchNorm1d(3, track_running_stats=False)))
