@@ -220,7 +220,7 @@ class Algorithm:
 
     def layout(self, block: str) -> Layout:
         """Which parameters a block covers, and how its vector is laid out."""
-        return self._layouts[block]  # type: ignore[attr-defined]
+        return self.__dict__["_layouts"][block]
 
     def shared_parts(self) -> tuple[str, ...] | None:
         """The blocks that make a global model: those that the server holds, if together they cover what `parts` cover."""

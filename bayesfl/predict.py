@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,8 +42,8 @@ class Predictions:
     def client(self, j: int) -> "Predictions":
         """Client j's alone, without padding: tensors [n_j, ...]."""
         inside = self.mask[j]
-        cut = {k: None if v is None else v[j][inside] for k, v in vars(self).items()}
-        return Predictions(**cut)  # type: ignore[arg-type]
+        cut: dict[str, Any] = {k: None if v is None else v[j][inside] for k, v in vars(self).items()}
+        return Predictions(**cut)
 
     def summary(self, split: Split) -> dict[str, float]:
         """The measures of `bayesfl.metrics` that apply, against the labels or targets of `split`; clients without rows left out."""
@@ -92,7 +93,6 @@ def of_views(
     seed: int,
     round: int,
     draws: int,
-    ids: np.ndarray | None = None,
 ) -> Tensors:
     """Predictions of a chunk of clients from their views, {name: [C, N, ...]}; draws come from each client's own address."""
     noise: dict[str, Tensor] = {}
@@ -103,7 +103,7 @@ def of_views(
             buffer = np.stack(
                 [
                     generator(seed, Purpose.PREDICT, round=round, client=int(i), index=index).standard_normal((draws, size), np.float32)
-                    for i in (rows if ids is None else ids)
+                    for i in rows
                 ]
             )
             noise[name] = torch.from_numpy(buffer).to(n)

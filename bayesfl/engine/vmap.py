@@ -64,7 +64,7 @@ def run(algorithm: Algorithm, phase: Phase, given: Server, views: View, plan: Pl
         def step(carry: Any, view: View, batch: Batch, noise: dict[str, Tensor]) -> Any:
             return phase.step(algorithm, carry, given, view, batch, noise)
 
-        front = lambda tree, active=active: tree_map(lambda leaf: leaf[:active], tree)  # noqa: E731
-        new = vmap(step)(front(carry), front(views), data, noise)
+        carried, seen = tree_map(lambda leaf, a=active: leaf[:a], (carry, views))
+        new = vmap(step)(carried, seen, data, noise)
         carry = new if active == chunk else tree_map(lambda n, c, a=active: torch.cat([n, c[a:]]), new, carry)
     return vmap(lambda carry, view: phase.end(algorithm, carry, given, view))(carry, views)
