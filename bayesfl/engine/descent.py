@@ -5,8 +5,6 @@ phase; their Gaussian prior is added to the gradient analytically. Blocks with a
 KL go through autograd. Clients come longest first, so those still at work are a prefix, updated through views.
 """
 
-from collections.abc import Callable
-from itertools import accumulate
 from time import perf_counter
 
 import torch
@@ -22,64 +20,64 @@ from bayesfl.priors import Flat
 from bayesfl.protocols import Batch, GaussianPrior, Info, Server, Tensors, View
 
 
-class _Leaves:
-    """A point block as leaves [C, *shape], its Gaussian prior's pull added to their gradients."""
+class _Vectors:
+    """A block's tensors [C, D], copied, for an optimiser to move."""
 
-    def __init__(
-        self, algorithm: Algorithm, name: str, given: Server, views: View, weight: Tensor, place: Callable[[Tensor], Tensor]
-    ) -> None:
-        block, self._layout = algorithm.blocks[name], algorithm.layout(name)
-        self._leaves = {key: place(leaf.clone()) for key, leaf in self._layout.leaves(views[name]["loc"]).items()}
-        self.params = list(self._leaves.values())
-        self._centre: list[Tensor] = []
-        if isinstance(block.prior, GaussianPrior):
-            centre = self._layout.leaves(block.prior.centre(given, views))
-            self._centre = [c if c.dim() == p.dim() else c.unsqueeze(0) for c, p in zip(centre.values(), self.params, strict=True)]
-            strength = weight.unsqueeze(-1) / block.prior.variance(given, views)
-            if strength.shape[-1] == 1:
-                self._strength = [strength.view(-1, *[1] * (p.dim() - 1)) for p in self.params]
-            else:
-                self._strength = list(self._layout.leaves(strength).values())
-            same = strength[:1, :1]
-            self._uniform = float(same) if bool((strength == same).all()) else None
+    def __init__(self, algorithm: Algorithm, name: str, tensors: Tensors) -> None:
+        self._algorithm, self._name, self._layout = algorithm, name, algorithm.layout(name)
+        self.belief = {key: t.clone(memory_format=torch.contiguous_format) for key, t in tensors.items()}
+        self.params = self.now = list(self.belief.values())
 
-    def leaves(self, params: list[Tensor], noise: dict[str, Tensor]) -> dict[str, Tensor]:
-        return dict(zip(self._leaves, params, strict=True))
-
-    def gradients(self, params: list[Tensor], slopes: dict[str, Tensor], given: Server, views: View) -> list[Tensor]:
-        grads = [slopes[name] for name in self._leaves]
-        if not self._centre:
-            return grads
-        active = len(params[0])
-        pull = torch._foreach_sub(params, [c[:active].expand_as(p) for c, p in zip(self._centre, params, strict=True)])
-        torch._foreach_mul_(pull, [k[:active] for k in self._strength] if self._uniform is None else self._uniform)
-        torch._foreach_add_(pull, grads)
-        return list(pull)
-
-    def belief(self) -> Tensors:
-        return {"loc": self._layout.ravel(self._leaves)}
+    def narrow(self, active: int) -> None:
+        """From here on only the first `active` clients move."""
+        self.now = [p[:active] for p in self.params]
 
 
-class _Vector:
-    """A block with an entropy, or under a prior of another kind: its tensors [C, D], their KL and their draws through autograd."""
+class _Points(_Vectors):
+    """A point block; its Gaussian prior's pull is added to the gradient. Leaves and slopes are views that stay."""
 
-    def __init__(self, algorithm: Algorithm, name: str, views: View, weight: Tensor) -> None:
-        self._algorithm, self._name, self._weight = algorithm, name, weight
-        self._belief = {key: t.clone(memory_format=torch.contiguous_format) for key, t in views[name].items()}
-        self.params = list(self._belief.values())
+    def __init__(self, algorithm: Algorithm, name: str, given: Server, views: View, weight: Tensor) -> None:
+        super().__init__(algorithm, name, views[name])
+        self._prior = algorithm.blocks[name].prior
+        self._slope, loc = torch.zeros_like(self.belief["loc"]), self.belief["loc"]
+        if isinstance(self._prior, GaussianPrior):
+            self._pull = torch.empty_like(loc)
+            self._centre = self._prior.centre(given, views).expand_as(loc)
+            self._strength = (weight.unsqueeze(-1) / self._prior.variance(given, views)).expand_as(loc)
 
-    def leaves(self, params: list[Tensor], noise: dict[str, Tensor]) -> dict[str, Tensor]:
-        self._live = {key: p.detach().requires_grad_() for key, p in zip(self._belief, params, strict=True)}
+    def narrow(self, active: int) -> None:
+        super().narrow(active)
+        self._leaves, self._slopes = self._layout.leaves(self.now[0]), self._layout.leaves(self._slope[:active])
+
+    def leaves(self, noise: Tensors) -> tuple[Tensors, Tensors]:
+        return self._leaves, self._slopes
+
+    def gradients(self, given: Server, views: View) -> list[Tensor]:
+        (loc,), active = self.now, len(self.now[0])
+        slope = self._slope[:active]
+        if isinstance(self._prior, GaussianPrior):
+            pull = torch.sub(loc, self._centre[:active], out=self._pull[:active])
+            slope.addcmul_(pull, self._strength[:active])
+        return [slope]
+
+
+class _Beliefs(_Vectors):
+    """A block with an entropy, or under a prior of another kind: its KL and its draws go through autograd."""
+
+    def __init__(self, algorithm: Algorithm, name: str, given: Server, views: View, weight: Tensor) -> None:
+        super().__init__(algorithm, name, views[name])
+        self._weight = weight
+
+    def leaves(self, noise: Tensors) -> tuple[Tensors, Tensors]:
+        self._live = {key: p.detach().requires_grad_() for key, p in zip(self.belief, self.now, strict=True)}
         self._weights = draw(self._algorithm, self._name, self._live, noise)
-        return self._algorithm.layout(self._name).leaves(self._weights.detach())
+        self._slope = torch.zeros_like(self._weights)
+        return self._layout.leaves(self._weights.detach()), self._layout.leaves(self._slope)
 
-    def gradients(self, params: list[Tensor], slopes: dict[str, Tensor], given: Server, views: View) -> list[Tensor]:
-        slope = self._algorithm.layout(self._name).ravel(slopes)
-        divergence = self._weight[: len(slope)] * self._algorithm.divergence(self._name, self._live, given, views)
-        return list(torch.autograd.grad([self._weights, divergence], list(self._live.values()), [slope, torch.ones_like(divergence)]))
-
-    def belief(self) -> Tensors:
-        return self._belief
+    def gradients(self, given: Server, views: View) -> list[Tensor]:
+        divergence = self._weight[: len(self._slope)] * self._algorithm.divergence(self._name, self._live, given, views)
+        ends = [self._slope, torch.ones_like(divergence)]
+        return list(torch.autograd.grad([self._weights, divergence], list(self._live.values()), ends))
 
 
 def draw(algorithm: Algorithm, name: str, belief: Tensors, noise: dict[str, Tensor]) -> Tensor:
@@ -91,15 +89,7 @@ def draw(algorithm: Algorithm, name: str, belief: Tensors, noise: dict[str, Tens
 
 
 def descend(
-    algorithm: Algorithm,
-    phase: Descend,
-    given: Server,
-    views: View,
-    plan: Plan,
-    kernel: Kernel,
-    *,
-    place: Callable[[Tensor], Tensor] = torch.Tensor.contiguous,
-    batch: Batch | None = None,
+    algorithm: Algorithm, phase: Descend, given: Server, views: View, plan: Plan, kernel: Kernel, *, batch: Batch | None = None
 ) -> tuple[View, Info]:
     """All steps of a `Descend` for a chunk of clients.
 
@@ -110,64 +100,54 @@ def descend(
         views: [C, ...] throughout.
         plan: Batches and noise.
         kernel: How a chunk goes through the model.
-        place: Memory layout of a leaf.
         batch: The batch that `Repeat` shares among its phases, if any.
     """
     energy, chunk = phase.energy, len(views["n"])
     scale, weight = energy.scales(views["n"])
-    blocks: list[_Leaves | _Vector] = []
+    blocks: dict[str, _Points | _Beliefs] = {}
     for name in phase.blocks:
         block = algorithm.blocks[name]
         simple = not block.stochastic and isinstance(block.prior, Flat | GaussianPrior)
-        blocks.append(_Leaves(algorithm, name, given, views, weight, place) if simple else _Vector(algorithm, name, views, weight))
+        blocks[name] = (_Points if simple else _Beliefs)(algorithm, name, given, views, weight)
     others = [name for name in energy.parts if name not in phase.blocks]
-    fixed = {
-        key: place(leaf)
-        for name in others
-        if not algorithm.blocks[name].stochastic
-        for key, leaf in algorithm.layout(name).leaves(views[name]["loc"]).items()
-    }
     moving = [name for name in others if algorithm.blocks[name].stochastic]
-    wanted = frozenset(key for name in phase.blocks for key in algorithm.layout(name).names)
     still = batch is None and phase.batch_size is None
     still &= not any(key.startswith("body.") for name in moving for key in algorithm.layout(name).names)
-    network = Network(algorithm.module(views["n"]), kernel, wanted, still=still)
+    network = Network(algorithm.module(views["n"]), kernel, still=still)
 
-    params = [p for block in blocks for p in block.params]
-    ends = list(accumulate(len(block.params) for block in blocks))
-    spans = [slice(end - len(block.params), end) for end, block in zip(ends, blocks, strict=True)]
+    params = [p for block in blocks.values() for p in block.params]
     state, rate = phase.optimiser.init(params), rate_at(phase.optimiser.rate, given["round"], given["rounds"])
     shapes = phase.noise(algorithm)
     total = torch.zeros_like(views["n"])
     steps = range(phase.steps or phase.epochs) if batch is not None else range(int(plan.steps.max()))
-    front, now, others_now, factor = views, params, fixed, scale.unsqueeze(-1)
+    front, fixed, factor, before = views, {}, scale, 0
     for t in steps:
         active = chunk if batch is not None else plan.active(t)
         data = batch if batch is not None else plan.batch(t, active)
         noise = plan.noise(shapes, active)
         start = perf_counter()
-        if active != len(factor):  # some are done: views of the others are made once
-            front = tree_map(lambda leaf, a=active: leaf[:a], views)
-            now = [p[:active] for p in params]
-            others_now = {key: leaf[:active] for key, leaf in fixed.items()}
-            factor = scale[:active].unsqueeze(-1)
-        leaves = dict(others_now)
+        if active != before:  # some are done: views of the others are made once
+            before, front, factor = active, tree_map(lambda leaf, a=active: leaf[:a], views), scale[:active].unsqueeze(-1)
+            fixed = {k: v for name in others if name not in moving for k, v in algorithm.layout(name).leaves(front[name]["loc"]).items()}
+            for block in blocks.values():
+                block.narrow(active)
+        leaves, slopes = dict(fixed), {}
         for name in moving:
             leaves |= algorithm.layout(name).leaves(draw(algorithm, name, front[name], noise))
-        for block, of in zip(blocks, spans, strict=True):
-            leaves |= block.leaves(now[of], noise)
-        outputs, lifted, back = network(leaves, data["x"])
+        for block in blocks.values():
+            now, to = block.leaves(noise)
+            leaves, slopes = leaves | now, slopes | to
+        outputs, lifted, back = network(leaves, data["x"], slopes)
         share = energy.shares(given, front, data)
         losses, slope = algorithm.likelihood.nll_and_slope(outputs, data["y"].unsqueeze(1) if lifted else data["y"])
         weights = share * factor
         if lifted:
             losses, weights = losses.mean(1), weights.unsqueeze(1) / outputs.shape[1]
         assert back is not None
-        _, slopes = back(slope.mul_(weights.unsqueeze(-1)))
-        grads = [g for block, of in zip(blocks, spans, strict=True) for g in block.gradients(now[of], slopes, given, front)]
-        phase.optimiser.update_(now, grads, state, rate, active)
+        back(slope.mul_(weights.unsqueeze(-1)))
+        grads = [g for block in blocks.values() for g in block.gradients(given, front)]
+        phase.optimiser.update_([p for block in blocks.values() for p in block.now], grads, state, rate, active)
         total[:active] += torch.linalg.vecdot(losses, share)
         plan.seconds["steps"] += perf_counter() - start
-    beliefs = {name: block.belief() for name, block in zip(phase.blocks, blocks, strict=True)}
     count = torch.as_tensor(plan.steps, dtype=total.dtype, device=total.device) if batch is None else float(len(steps))
-    return views | beliefs, {"nll": total / count}
+    return views | {name: block.belief for name, block in blocks.items()}, {"nll": total / count}

@@ -140,8 +140,7 @@ class Engine:
     ) -> tuple[View, Info]:
         if not isinstance(phase, Descend):
             return vmap.run(algorithm, phase, given, views, plan, batch)
-        place = live.place(algorithm.model) if kernel == "live" else torch.Tensor.contiguous
-        return descent.descend(algorithm, phase, given, views, plan, KERNEL_OF[kernel], place=place, batch=batch)
+        return descent.descend(algorithm, phase, given, views, plan, KERNEL_OF[kernel], batch=batch)
 
     def outputs(self, algorithm: Algorithm, parts: tuple[str, ...], views: View, x: Tensor, noise: dict[str, Tensor]) -> Tensor:
         """Outputs [C, S, N, O] of a chunk of clients at `x` [C, N, *].

@@ -5,62 +5,59 @@ products (docs/decisions/0004-layer-rules-go-back-by-hand.md). Layers without a 
 """
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bayesfl.engine.network import Pass, by_autograd
+from bayesfl.engine.network import Pass, Passage, by_autograd
 from bayesfl.models import Split
 
-Rule: TypeAlias = Callable[[Any, dict[str, Tensor], bool, Tensor, bool, bool], Pass]
-"""(layer, its weights, whether their slopes are wanted, x, lifted, whether the slope at x is wanted) -> what went through."""
+Rule: TypeAlias = Callable[[Any, dict[str, Tensor], dict[str, Tensor], Tensor, bool, bool], Pass]
+"""(layer, its weights, where the wanted slopes of these go, x, lifted, whether the slope at x is wanted) -> what went through."""
 
 
 def _affine(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.bmm(x, weight.mT) if bias is None else torch.baddbmm(bias.unsqueeze(1), x, weight.mT)
 
 
-def _linear(layer: nn.Linear, weights: dict[str, Tensor], wanted: bool, x: Tensor, lifted: bool, through: bool) -> Pass:
+def _linear(layer: nn.Linear, weights: dict[str, Tensor], slopes: dict[str, Tensor], x: Tensor, lifted: bool, through: bool) -> Pass:
     weight, bias = weights["weight"], weights.get("bias")
-    drawn, shape, lead = weight.dim() == 4, weight.shape, x.shape[:-1]
+    drawn, lead = weight.dim() == 4, x.shape[:-1]
     # In every case one product of stacks: S draws of one layer are S * o outputs, lifted inputs are S times the rows, and where
     # both have draws the stack holds C * S products.
-    if drawn and lifted:
-        x, weight, bias = x.flatten(0, 1).flatten(1, -2), weight.flatten(0, 1), None if bias is None else bias.flatten(0, 1)
-    else:
-        x = x.flatten(1, -2)
-    if drawn and not lifted:
+    both, wide, shape = drawn and lifted, drawn and not lifted, weight.shape
+    if both:
+        x, weight, bias = x.flatten(0, 1), weight.flatten(0, 1), None if bias is None else bias.flatten(0, 1)
+    elif wide:
         weight, bias = weight.flatten(1, 2), None if bias is None else bias.flatten(1, 2)
+    if x.dim() > 3:
+        x = x.flatten(1, -2)
     flat = _affine(x, weight, bias)
-    if drawn and not lifted:
-        outputs = flat.unflatten(-1, shape[1:3]).transpose(1, 2).unflatten(2, lead[1:])
-    else:
-        outputs = flat.reshape(*lead, -1)
+    outputs = flat.unflatten(-1, shape[1:3]).transpose(1, 2).unflatten(2, lead[1:]) if wide else flat.view(*lead, -1)
 
-    def back(slope: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
-        if drawn and not lifted:
+    def back(slope: Tensor) -> Tensor | None:
+        if wide:
             slope = slope.flatten(2, -2).transpose(1, 2)
         slope = slope.reshape(flat.shape)
-        slopes = {}
-        if wanted:
-            slopes["weight"] = torch.bmm(slope.mT, x).view(shape)
-            if bias is not None:
-                slopes["bias"] = slope.sum(1).view(shape[:-1])
-        return (torch.bmm(slope, weight).view(*lead, -1) if through else None), slopes
+        for name, to in slopes.items():
+            out = None if drawn else to  # written in place, but for draws, whose stack is not the buffer's shape
+            found = torch.bmm(slope.mT, x, out=out) if name == "weight" else torch.sum(slope, 1, out=out)
+            if drawn:
+                to.copy_(found.view(to.shape))
+        return torch.bmm(slope, weight).view(*lead, -1) if through else None
 
     return Pass(outputs, drawn or lifted, back)
 
 
-def _relu(layer: nn.Module, weights: dict[str, Tensor], wanted: bool, x: Tensor, lifted: bool, through: bool) -> Pass:
+def _relu(layer: nn.Module, weights: dict[str, Tensor], slopes: dict[str, Tensor], x: Tensor, lifted: bool, through: bool) -> Pass:
     outputs = F.relu(x)
-    return Pass(outputs, lifted, lambda slope: (torch.ops.aten.threshold_backward(slope, outputs, 0) if through else None, {}))
+    return Pass(outputs, lifted, lambda slope: torch.ops.aten.threshold_backward(slope, outputs, 0) if through else None)
 
 
-def _flatten(layer: nn.Module, weights: dict[str, Tensor], wanted: bool, x: Tensor, lifted: bool, through: bool) -> Pass:
-    return Pass(x.flatten(2 + lifted), lifted, lambda slope: (slope.reshape(x.shape) if through else None, {}))
+def _flatten(layer: nn.Module, weights: dict[str, Tensor], slopes: dict[str, Tensor], x: Tensor, lifted: bool, through: bool) -> Pass:
+    return Pass(x.flatten(2 + lifted), lifted, lambda slope: slope.reshape(x.shape) if through else None)
 
 
 def _spread(t: Tensor, has: bool, draws: int) -> Tensor:
@@ -78,24 +75,29 @@ def _joined(rows: Sequence[Tensor]) -> Tensor:
     return rows[0] if len(rows) == 1 else torch.cat(list(rows))
 
 
-def _conv(layer: nn.Conv2d, weights: dict[str, Tensor], wanted: bool, x: Tensor, lifted: bool, through: bool) -> Pass:
+def _conv(layer: nn.Conv2d, weights: dict[str, Tensor], slopes: dict[str, Tensor], x: Tensor, lifted: bool, through: bool) -> Pass:
     weight, bias = weights["weight"], weights.get("bias")
     drawn = weight.dim() == 6
     if not drawn and not lifted:
-        return _conv_chunk(layer, weight, bias, wanted, x, through, grouped=x.is_cuda)
+        return _conv_chunk(layer, weight, bias, slopes, x, through, grouped=x.is_cuda)
     draws = weight.shape[1] if drawn else x.shape[1]
-    spread = None if bias is None else _spread(bias, drawn, draws)
-    inner = _conv_chunk(layer, _spread(weight, drawn, draws), spread, wanted, _spread(x, lifted, draws), through, grouped=x.is_cuda)
+    weight, spread = _spread(weight, drawn, draws), None if bias is None else _spread(bias, drawn, draws)
+    own = {name: torch.empty_like(weight if name == "weight" else spread) for name in slopes}
+    inner = _conv_chunk(layer, weight, spread, own, _spread(x, lifted, draws), through, grouped=x.is_cuda)
 
-    def back(slope: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
+    def back(slope: Tensor) -> Tensor | None:
         assert inner.back is not None
-        into, slopes = inner.back(slope.flatten(0, 1))
-        return None if into is None else _gathered(into, lifted, draws), {k: _gathered(v, drawn, draws) for k, v in slopes.items()}
+        into = inner.back(slope.flatten(0, 1))
+        for name, to in slopes.items():
+            to.copy_(_gathered(own[name], drawn, draws))
+        return None if into is None else _gathered(into, lifted, draws)
 
     return Pass(inner.outputs.unflatten(0, (-1, draws)), True, back)
 
 
-def _conv_chunk(layer: nn.Conv2d, weight: Tensor, bias: Tensor | None, wanted: bool, x: Tensor, through: bool, *, grouped: bool) -> Pass:
+def _conv_chunk(
+    layer: nn.Conv2d, weight: Tensor, bias: Tensor | None, slopes: dict[str, Tensor], x: Tensor, through: bool, *, grouped: bool
+) -> Pass:
     """A convolution for every client of a chunk: one after another, which a CPU does faster, or all in one, grouped."""
     clients, batch = x.shape[:2]
     if grouped:
@@ -109,25 +111,23 @@ def _conv_chunk(layer: nn.Conv2d, weight: Tensor, bias: Tensor | None, wanted: b
     def by_client(parts: Sequence[Tensor]) -> Tensor:  # [B, C * o, ...] once, or [B, o, ...] for each
         return parts[0].unflatten(1, (clients, -1)).transpose(0, 1) if grouped else _joined(parts).unflatten(0, (clients, batch))
 
-    def back(slope: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
-        slopes = [slope.transpose(0, 1).flatten(1, 2)] if grouped else list(slope)
-        mask = [through, wanted, wanted and bias is not None]
+    def back(slope: Tensor) -> Tensor | None:
+        each = [slope.transpose(0, 1).flatten(1, 2)] if grouped else list(slope)
+        mask = [through, "weight" in slopes, "bias" in slopes]
         parts = [
             torch.ops.aten.convolution_backward(s, i, w, [len(w)], *options, False, [0, 0], groups, mask)
-            for s, i, w in zip(slopes, rows[0], rows[1], strict=True)
+            for s, i, w in zip(each, rows[0], rows[1], strict=True)
         ]
-        into, for_weight, for_bias = zip(*parts, strict=True)
-        found = {}
-        if wanted:
-            found["weight"] = _joined(for_weight).unflatten(0, (clients, -1))
-            if bias is not None:
-                found["bias"] = _joined(for_bias).unflatten(0, (clients, -1))
-        return (by_client(into) if through else None), found
+        into, *found = zip(*parts, strict=True)
+        for name, values in zip(("weight", "bias"), found, strict=True):
+            if name in slopes:
+                slopes[name].copy_(_joined(values).view(slopes[name].shape))
+        return by_client(into) if through else None
 
     return Pass(by_client([convolve(*row, *options, groups) for row in zip(*rows, strict=True)]), False, back)
 
 
-def _max_pool(layer: nn.MaxPool2d, weights: dict[str, Tensor], wanted: bool, x: Tensor, lifted: bool, through: bool) -> Pass:
+def _max_pool(layer: nn.MaxPool2d, weights: dict[str, Tensor], slopes: dict[str, Tensor], x: Tensor, lifted: bool, through: bool) -> Pass:
     size, stride, padding, dilation = (_pair(v) for v in (layer.kernel_size, layer.stride, layer.padding, layer.dilation))
     if size == stride == [2, 2] and padding == [0, 0] and dilation == [1, 1] and not layer.ceil_mode and not x.is_cuda:
         return _halved(x, lifted, through)
@@ -135,11 +135,11 @@ def _max_pool(layer: nn.MaxPool2d, weights: dict[str, Tensor], wanted: bool, x: 
     sizes = (size, stride, padding, dilation, layer.ceil_mode)
     outputs, places = torch.ops.aten.max_pool2d_with_indices(flat, *sizes)
 
-    def back(slope: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
+    def back(slope: Tensor) -> Tensor | None:
         if not through:
-            return None, {}
+            return None
         into = torch.ops.aten.max_pool2d_with_indices_backward(slope.flatten(0, 1 + lifted), flat, *sizes, places)
-        return into.unflatten(0, lead), {}
+        return into.unflatten(0, lead)
 
     return Pass(outputs.unflatten(0, lead), lifted, back)
 
@@ -154,14 +154,14 @@ def _halved(x: Tensor, lifted: bool, through: bool) -> Pass:
     across = torch.maximum(left, right)
     top, bottom = across[..., 0::2, :], across[..., 1::2, :]
 
-    def back(slope: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
+    def back(slope: Tensor) -> Tensor | None:
         if not through:
-            return None, {}
+            return None
         middle = torch.empty_like(across)
         _share_out(slope, top >= bottom, middle[..., 0::2, :], middle[..., 1::2, :])
         into = torch.empty_like(x) if (rows, columns) == x.shape[-2:] else torch.zeros_like(x)
         _share_out(middle, left >= right, into[..., :rows, 0:columns:2], into[..., :rows, 1:columns:2])
-        return into, {}
+        return into
 
     return Pass(torch.maximum(top, bottom), lifted, back)
 
@@ -186,7 +186,7 @@ def _folded(layer: nn.Module, weights: dict[str, Tensor], x: Tensor, lifted: boo
 def _graph(call: Callable[..., tuple[Tensor, bool]]) -> Rule:
     """A layer without parameters, back by autograd for it alone."""
     kernel = by_autograd(call)
-    return lambda layer, weights, wanted, x, lifted, through: kernel(layer, weights, frozenset(), x, lifted, through)
+    return lambda layer, weights, slopes, x, lifted, through: kernel(layer)(weights, slopes, x, lifted, through)
 
 
 RULES: dict[type, Rule] = {
@@ -217,7 +217,6 @@ def _has_rule(layer: nn.Module) -> bool:
     return type(layer) in RULES
 
 
-@lru_cache(maxsize=64)
 def _stack(module: nn.Module) -> tuple[tuple[str, nn.Module, tuple[str, ...]], ...]:
     """The layers of a stack in the order they run: prefix, layer, names of its parameters.
 
@@ -229,30 +228,41 @@ def _stack(module: nn.Module) -> tuple[tuple[str, nn.Module, tuple[str, ...]], .
     return tuple((f"{name}.{prefix}", layer, names) for name, child in children for prefix, layer, names in _stack(child))
 
 
-def kernel(module: nn.Module, leaves: dict[str, Tensor], wanted: frozenset[str], x: Tensor, lifted: bool, through: bool) -> Pass:
+def kernel(module: nn.Module) -> Passage:
     """See `network.Kernel`."""
-    passes: list[tuple[str, Pass, frozenset[str]]] = []
-    reached = through
-    for prefix, layer, names in _stack(module):
-        weights, repeated = _weights(prefix, layer, names, leaves, len(x))
-        mine = any(prefix + name in wanted for name in names)
-        passed = RULES[type(layer)](layer, weights, mine, x, lifted, reached)
-        reached = reached or mine
-        x, lifted = passed.outputs, passed.lifted
-        if reached:
-            passes.append((prefix, passed, repeated))
+    stack = _stack(module)
 
-    def back(slope: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
-        slopes: dict[str, Tensor] = {}
-        into: Tensor | None = slope
-        for prefix, passed, repeated in reversed(passes):
-            assert passed.back is not None
-            assert into is not None
-            into, new = passed.back(into)
-            slopes |= {prefix + k: v.sum(1) if k in repeated else v for k, v in new.items() if prefix + k in wanted}
-        return into, slopes
+    def passage(leaves: dict[str, Tensor], slopes: dict[str, Tensor], x: Tensor, lifted: bool, through: bool) -> Pass:
+        passes: list[tuple[Pass, list[tuple[Tensor, Tensor]]]] = []
+        reached = through
+        for prefix, layer, names in stack:
+            weights, repeated = _weights(prefix, layer, names, leaves, len(x))
+            own, sums = {}, []
+            for name in names:
+                if prefix + name in slopes:
+                    own[name] = slopes[prefix + name]
+                    if name in repeated:
+                        each = own[name] = own[name].new_empty(weights[name].shape)
+                        sums.append((slopes[prefix + name], each))
+            passed = RULES[type(layer)](layer, weights, own, x, lifted, reached)
+            reached = reached or bool(own)
+            x, lifted = passed.outputs, passed.lifted
+            if reached:
+                passes.append((passed, sums))
 
-    return Pass(x, lifted, back if passes else None)
+        def back(slope: Tensor) -> Tensor | None:
+            into: Tensor | None = slope
+            for passed, sums in reversed(passes):
+                assert passed.back is not None
+                assert into is not None
+                into = passed.back(into)
+                for to, each in sums:
+                    torch.sum(each, 1, out=to)
+            return into
+
+        return Pass(x, lifted, back if passes else None)
+
+    return passage
 
 
 def _weights(

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from bayesfl.models import Split
 
-Back: TypeAlias = Callable[[Tensor], tuple[Tensor | None, dict[str, Tensor]]]
-"""From a slope at the outputs to the slope at the inputs (None where it was not asked for) and those of the wanted leaves."""
+Back: TypeAlias = Callable[[Tensor], Tensor | None]
+"""From a slope at the outputs to the slope at the inputs, None where it was not asked for; those of leaves are written on the way."""
 
 
 class Pass(NamedTuple):
@@ -26,18 +26,15 @@ class Pass(NamedTuple):
     back: Back | None
 
 
-class Kernel(Protocol):
-    """How a kernel takes a chunk of clients through a module."""
+class Passage(Protocol):
+    """A module, ready for a chunk of clients to go through."""
 
-    def __call__(
-        self, module: nn.Module, leaves: dict[str, Tensor], wanted: frozenset[str], x: Tensor, lifted: bool, through: bool
-    ) -> Pass:
+    def __call__(self, leaves: dict[str, Tensor], slopes: dict[str, Tensor], x: Tensor, lifted: bool, through: bool) -> Pass:
         """Outputs and the way back.
 
         Args:
-            module: The module.
             leaves: Parameters by name, [C, *shape], or [C, S, *shape] where drawn.
-            wanted: Names of those whose slopes are wanted.
+            slopes: Where the way back writes the slopes of the leaves that are wanted, in their shapes.
             x: Inputs [C, B, ...], or [C, S, B, ...] where lifted.
             lifted: Whether they have an axis of draws.
             through: Whether the slope at the inputs is wanted.
@@ -45,25 +42,33 @@ class Kernel(Protocol):
         ...
 
 
+Kernel: TypeAlias = Callable[[nn.Module], Passage]
+"""How a chunk of clients goes through a module."""
+
+
 def by_autograd(call: Callable[[nn.Module, dict[str, Tensor], Tensor, bool], tuple[Tensor, bool]]) -> Kernel:
     """A kernel from a function that only goes forward."""
 
-    def kernel(module: nn.Module, leaves: dict[str, Tensor], wanted: frozenset[str], x: Tensor, lifted: bool, through: bool) -> Pass:
-        if not wanted and not through:
-            with torch.no_grad():
-                return Pass(*call(module, leaves, x, lifted), None)
-        names = [name for name in leaves if name in wanted]
-        with torch.enable_grad():
-            live = {name: leaves[name].detach().requires_grad_() for name in names}
-            start = x.detach().requires_grad_() if through else x
-            outputs, lifted = call(module, leaves | live, start, lifted)
+    def kernel(module: nn.Module) -> Passage:
+        def passage(leaves: dict[str, Tensor], slopes: dict[str, Tensor], x: Tensor, lifted: bool, through: bool) -> Pass:
+            if not slopes and not through:
+                with torch.no_grad():
+                    return Pass(*call(module, leaves, x, lifted), None)
+            with torch.enable_grad():
+                live = {name: leaves[name].detach().requires_grad_() for name in slopes}
+                start = x.detach().requires_grad_() if through else x
+                outputs, lifted = call(module, leaves | live, start, lifted)
 
-        def back(slope: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
-            ends = [*live.values(), start] if through else list(live.values())
-            slopes = torch.autograd.grad(outputs, ends, slope)
-            return (slopes[-1] if through else None), dict(zip(names, slopes, strict=False))
+            def back(slope: Tensor) -> Tensor | None:
+                ends = [*live.values(), start] if through else list(live.values())
+                found = torch.autograd.grad(outputs, ends, slope, materialize_grads=True)  # some modules leave parameters unused
+                for buffer, value in zip(slopes.values(), found, strict=False):
+                    buffer.copy_(value)
+                return found[-1] if through else None
 
-        return Pass(outputs.detach(), lifted, back)
+            return Pass(outputs.detach(), lifted, back)
+
+        return passage
 
     return kernel
 
@@ -74,35 +79,36 @@ class Network:
     Args:
         module: The model.
         kernel: How a chunk goes through it.
-        wanted: Parameters whose slopes are wanted.
-        still: Whether inputs and the body's leaves are the same in every call; then its features are computed once.
+        still: Whether inputs and the body's leaves are the same in every call; then its features are computed once, where no
+            slopes of it are wanted.
     """
 
-    def __init__(self, module: nn.Module, kernel: Kernel, wanted: frozenset[str] = frozenset(), *, still: bool = False) -> None:
-        self._module, self._kernel, self._wanted = module, kernel, wanted
-        self._of_body = frozenset(name[5:] for name in wanted if name.startswith("body."))
-        self._of_head = frozenset(name[5:] for name in wanted if name.startswith("head."))
-        self._still = still and not self._of_body
+    def __init__(self, module: nn.Module, kernel: Kernel, *, still: bool = False) -> None:
+        parts = {"body.": module.body, "head.": module.head} if isinstance(module, Split) else {"": module}
+        self._passages = {prefix: kernel(part) for prefix, part in parts.items()}
+        self._still = still
         self._features: Pass | None = None
 
-    def __call__(self, leaves: dict[str, Tensor], x: Tensor) -> Pass:
-        """What goes through the model, [C, B, ...]."""
-        module, kernel = self._module, self._kernel
-        if not isinstance(module, Split):
-            return kernel(module, leaves, self._wanted, x, False, False)
-        body, head = ({k[5:]: v for k, v in leaves.items() if k.startswith(part)} for part in ("body.", "head."))
+    def __call__(self, leaves: dict[str, Tensor], x: Tensor, slopes: dict[str, Tensor] | None = None) -> Pass:
+        """What goes through the model, [C, B, ...]; the way back writes into `slopes`, and its own result is None."""
+        slopes = slopes or {}
+        if "" in self._passages:
+            return self._passages[""](leaves, slopes, x, False, False)
+        of_body, of_head = _apart(leaves)
+        to_body, to_head = _apart(slopes)
         features = self._features
-        if features is None or not self._still or len(features.outputs) != len(x):
-            features = self._features = kernel(module.body, body, self._of_body, x, False, False)
-        outputs = kernel(module.head, head, self._of_head, features.outputs, features.lifted, bool(self._of_body))
+        if features is None or not self._still or to_body or len(features.outputs) != len(x):
+            features = self._features = self._passages["body."](of_body, to_body, x, False, False)
+        outputs = self._passages["head."](of_head, to_head, features.outputs, features.lifted, bool(to_body))
 
-        def back(slope: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
-            slopes: dict[str, Tensor] = {}
-            through: Tensor | None = slope
-            for part, passed in (("head.", outputs), ("body.", features)):
-                if passed.back is not None and through is not None:
-                    through, new = passed.back(through)
-                    slopes |= {part + name: value for name, value in new.items()}
-            return None, slopes
+        def back(slope: Tensor) -> None:
+            through = None if outputs.back is None else outputs.back(slope)
+            if features.back is not None and through is not None:
+                features.back(through)
 
         return Pass(outputs.outputs, outputs.lifted, back)
+
+
+def _apart(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    body = {name[5:]: t for name, t in tensors.items() if name.startswith("body.")}
+    return body, {name[5:]: t for name, t in tensors.items() if name.startswith("head.")}

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.testing import assert_close
+from torch.utils._pytree import tree_map
 
 from bayesfl.engine import layers, live, vmap
-from bayesfl.engine.network import Network, Pass
+from bayesfl.engine.network import Network, Pass, Passage
 from bayesfl.layout import Layout
 from bayesfl.models import Split, cifar100_cnn, lenet, mlp, resnet18
 
@@ -87,18 +88,24 @@ def channels_last(leaf: Tensor) -> Tensor:
     return leaf.permute(0, 1, 3, 4, 2).contiguous().permute(0, 1, 4, 2, 3) if leaf.dim() == 5 else leaf.contiguous()
 
 
-def run(name: str, module: nn.Module, leaves: dict[str, Tensor], wanted: frozenset[str], x: Tensor, lifted: bool, through: bool) -> Pass:
-    """One pass of a kernel; of the live one, client by client."""
-    kernel = KERNELS[name]
+def run(
+    name: str, module: nn.Module, leaves: dict[str, Tensor], wanted: frozenset[str], x: Tensor, lifted: bool, through: bool
+) -> tuple[Pass, dict[str, Tensor]]:
+    """One pass of a kernel, of the live one client by client, and where the slopes will be written: views of a vector of NaN."""
+    passage = KERNELS[name](module)
+    sizes = [leaves[key][0].numel() for key in wanted]
+    vector = torch.full((C, sum(sizes)), torch.nan, dtype=x.dtype)
+    slopes = {key: t.view(leaves[key].shape) for key, t in zip(wanted, vector.split(sizes, 1), strict=True)}
     if name != "live":
-        return kernel(module, leaves, wanted, x, lifted, through)
-    each = [kernel(module, {k: v[c : c + 1] for k, v in leaves.items()}, wanted, x[c : c + 1], lifted, through) for c in range(C)]
+        return passage(leaves, slopes, x, lifted, through), slopes
+    rows = [tree_map(lambda t, c=c: t[c : c + 1], (leaves, slopes, x)) for c in range(C)]
+    each = [passage(of, to, row, lifted, through) for of, to, row in rows]
 
-    def back(slope: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
-        into, slopes = zip(*[one.back(slope[c : c + 1]) for c, one in enumerate(each)], strict=True)
-        return torch.cat(into) if through else into[0], {key: torch.cat([s[key] for s in slopes]) for key in slopes[0]}
+    def back(slope: Tensor) -> Tensor | None:
+        into = [one.back(slope[c : c + 1]) for c, one in enumerate(each)]
+        return torch.cat(into) if through else into[0]
 
-    return Pass(torch.cat([one.outputs for one in each]), each[0].lifted, back if each[0].back else None)
+    return Pass(torch.cat([one.outputs for one in each]), each[0].lifted, back if each[0].back else None), slopes
 
 
 def slow(module: nn.Module, leaves: dict[str, Tensor], x: Tensor, lifted: bool) -> tuple[Tensor, bool, dict[str, Tensor]]:
@@ -133,18 +140,17 @@ def compare(
     leaves = {key: channels_last(leaf) for key, leaf in leaves.items()} if last else leaves
     kept = {key: leaf.clone() for key, leaf in leaves.items()}, x.clone()
     outputs, up, expected = slow(module, leaves, x, lifted)
-    found = run(name, module, leaves, wanted, x, lifted, through)
+    found, slopes = run(name, module, leaves, wanted, x, lifted, through)
     assert found.lifted == up
     assert_close(found.outputs, outputs, rtol=1e-10, atol=1e-11)
     assert not found.outputs.requires_grad
     if not wanted and not through:
         assert found.back is None
         return
-    into, slopes = found.back(slopes_at(outputs))
+    into = found.back(slopes_at(outputs))
     assert (into is None) == (not through)
     if through:
         assert_close(into, expected[""], rtol=1e-10, atol=1e-11)
-    assert slopes.keys() == wanted
     for key in wanted:
         assert_close(slopes[key], expected[key], rtol=1e-10, atol=1e-11, msg=lambda text, key=key: f"{key}: {text}")
     assert_close((leaves, x), kept, rtol=0, atol=0)
@@ -305,12 +311,11 @@ def test_network_of_body_and_head(kernel, which, trained):
     outputs, up, expected = slow(module, leaves, x, False)
     chunks = [slice(c, c + 1) for c in range(C)] if kernel == "live" else [slice(None)]
     for part in chunks:
-        found = Network(module, KERNELS[kernel], wanted)({name: leaf[part] for name, leaf in leaves.items()}, x[part])
+        slopes = {name: torch.full_like(leaves[name][part], torch.nan) for name in wanted}
+        found = Network(module, KERNELS[kernel])({name: leaf[part] for name, leaf in leaves.items()}, x[part], slopes)
         assert found.lifted == up
         assert_close(found.outputs, outputs[part])
-        into, slopes = found.back(slopes_at(outputs)[part])
-        assert into is None
-        assert slopes.keys() == wanted
+        assert found.back(slopes_at(outputs)[part]) is None
         for key in wanted:
             assert_close(slopes[key], expected[key][part])
 
@@ -320,16 +325,16 @@ def test_still_features_are_computed_once():
     module, shape = STACKS["body and head"]
     leaves, x, calls = parameters(module), inputs(shape, False), []
 
-    def counting(part: nn.Module, *rest) -> Pass:
-        calls.append(part)
-        return layers.kernel(part, *rest)
+    def counting(part: nn.Module) -> Passage:
+        passage = layers.kernel(part)
+        return lambda *rest: calls.append(part) or passage(*rest)
 
     head = of_layers(module, ["head"])
     for wanted, still, bodies in ((head, True, 2), (head, False, 4), (of_layers(module, owners(module)), True, 4)):
         calls.clear()
-        network = Network(module, counting, wanted, still=still)
+        network, slopes = Network(module, counting, still=still), {name: torch.empty_like(leaves[name]) for name in wanted}
         for active in (C, C, 2, 2):
-            found = network({name: leaf[:active] for name, leaf in leaves.items()}, x[:active])
+            found = network(*tree_map(lambda t, a=active: t[:a], (leaves, x, slopes)))
             assert_close(found.outputs, slow(module, leaves, x, False)[0][:active])
         assert sum(part is module.body for part in calls) == bodies
         assert sum(part is module.head for part in calls) == 4
@@ -343,9 +348,9 @@ def test_a_grouped_convolution_is_one_for_each_client(groups: int, bias: bool):
     rng = torch.Generator().manual_seed(0)
     weight, x = torch.randn(3, *layer.weight.shape, generator=rng).double(), torch.randn(3, 5, 4, 7, 7, generator=rng).double()
     shift = torch.randn(3, 6, generator=rng).double() if bias else None
-    one, all_in_one = (layers._conv_chunk(layer, weight, shift, True, x, True, grouped=grouped) for grouped in (False, True))
-    assert_close(all_in_one.outputs, one.outputs)
-    slope = torch.randn(one.outputs.shape, generator=rng).double()
-    (into, slopes), (into_grouped, slopes_grouped) = one.back(slope), all_in_one.back(slope)
-    assert_close(into_grouped, into)
-    assert_close(slopes_grouped, slopes)
+    outcome = []
+    for grouped in (False, True):
+        slopes = {name: torch.full_like(t, torch.nan) for name, t in {"weight": weight, "bias": shift}.items() if t is not None}
+        found = layers._conv_chunk(layer, weight, shift, slopes, x, True, grouped=grouped)
+        outcome.append((found.outputs, found.back(slopes_at(found.outputs)), slopes))
+    assert_close(outcome[1], outcome[0])

@@ -57,11 +57,11 @@ def test_outputs_and_slopes_of_any_module(name, drawn, lifted):
     outputs = torch.stack(rows)[None] if up else rows[0][None]
     slope = numbers(*outputs.shape, seed=2)
     expected = torch.autograd.grad(outputs, [*leaves.values(), x], slope)
-    given = {key: live.place(module)(leaf.detach()) for key, leaf in leaves.items()}
-    found = live.kernel(module, given, frozenset(layout.names), x.detach(), lifted, True)
+    slopes = layout.leaves(torch.full_like(vector, torch.nan))
+    found = live.kernel(module)({key: leaf.detach() for key, leaf in leaves.items()}, slopes, x.detach(), lifted, True)
     assert found.lifted == up
     assert_close(found.outputs, outputs.detach())
-    into, slopes = found.back(slope)
+    into = found.back(slope)
     assert_close([*(slopes[key] for key in leaves), into], list(expected), rtol=1e-8, atol=1e-10)
 
 
@@ -71,15 +71,24 @@ def test_convolutions_are_noticed():
     assert not live.has_convolutions(Reader())
 
 
-def test_place_is_the_layout_a_module_likes():
-    """Filters of one client lie channels last where the module runs itself, also those of a single channel; the rest lies plain."""
-    place = live.place(resnet18((1, 8, 8), outputs=2, width=4))
+def test_filters_and_images_lie_channels_last():
+    """Also those of a single channel, which torch counts as lying either way; the rest stays as it is."""
     for shape in ((4, 3, 5, 5), (4, 1, 5, 5), (1, 3, 1, 1)):
-        leaf = numbers(1, *shape)
-        placed = place(leaf)
-        assert_close(placed, leaf, rtol=0, atol=0)
-        assert placed.squeeze(0).stride() == torch.empty(shape, memory_format=torch.channels_last).stride()
-        assert placed.data_ptr() != leaf.data_ptr()
-    matrix = numbers(1, 5, 4).mT
-    assert place(matrix).is_contiguous()
-    assert_close(place(matrix), matrix, rtol=0, atol=0)
+        filters = numbers(*shape)
+        assert_close(live._channels_last(filters), filters, rtol=0, atol=0)
+        assert live._channels_last(filters).stride() == torch.empty(shape, memory_format=torch.channels_last).stride()
+    matrix = numbers(5, 4).mT
+    assert live._channels_last(matrix) is matrix
+
+
+def test_a_parameter_that_forward_leaves_out():
+    """Its slope is zero, not the last one's and not an error."""
+    module = Reader()
+    module.spare = nn.Parameter(torch.ones(2, dtype=torch.float64))
+    layout = Layout(module.double(), "*")
+    leaves = layout.leaves(torch.cat([p.detach().flatten() for p in module.parameters()])[None])
+    slopes = layout.leaves(torch.full((1, layout.size), torch.nan, dtype=torch.float64))
+    found = live.kernel(module)(leaves, slopes, numbers(1, B, 5, 3), False, False)
+    found.back(numbers(1, B, 2))
+    assert bool((slopes["spare"] == 0).all())
+    assert all(bool(slope.isfinite().all()) for slope in slopes.values())
