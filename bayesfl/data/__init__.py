@@ -1,6 +1,7 @@
 """Federations of data: recipes that share a data set out, and your own arrays."""
 
-from bayesfl.data.federated import FederatedData, SourceInfo, Split, from_arrays, from_datasets
+from bayesfl.data.arrays import from_arrays, from_datasets
+from bayesfl.data.federated import FederatedData, SourceInfo, Split
 from bayesfl.data.recipes import concept_drift, diabetes, dirichlet, heart_disease, iid, labels_per_client
 from bayesfl.data.sources import Source, available, load
 

@@ -1,4 +1,4 @@
-"""Who gets which rows: pure functions of labels and a generator. Each returns one array of rows per client.
+"""Who gets which rows: pure functions of labels and a generator. What deals rows out returns one array of them per client.
 
 `labels` are [N] int64 throughout, a class of -1 stands for rows that take no part.
 """
@@ -53,6 +53,35 @@ def deal(rows: np.ndarray, counts: np.ndarray, rng: np.random.Generator) -> list
 def join(pieces: Sequence[Sequence[np.ndarray]]) -> list[np.ndarray]:
     """Each client's pieces as one sorted array of rows."""
     return [np.sort(np.concatenate([*mine, np.empty(0, np.int64)])) for mine in pieces]
+
+
+def stratified(labels: np.ndarray | None, rows: np.ndarray, number: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Takes `number` of `rows` at random, each class in proportion.
+
+    A class gives its last row only where the number cannot be reached otherwise, so that it stays in what is left.
+
+    Args:
+        labels: Class of each of `rows`, [n]; None takes them whatever their class.
+        rows: What to take from, [n].
+        number: How many, within [0, n].
+        rng: Source of the draws.
+
+    Returns:
+        What is left and what was taken, both in the order of `rows`.
+    """
+    group = np.zeros(len(rows), dtype=np.int64) if labels is None else np.unique(labels, return_inverse=True)[1].reshape(-1)
+    sizes = np.bincount(group)
+    room = sizes - 1 if number <= (sizes - 1).sum() else sizes
+    quota = number * sizes / max(len(rows), 1)
+    take = np.minimum(np.floor(quota).astype(np.int64), room)
+    order = rng.permutation(len(sizes))  # breaks ties
+    while take.sum() < number:
+        gap = np.where(take < room, quota - take, -np.inf)[order]
+        take[order[np.argmax(gap)]] += 1
+    taken = np.zeros(len(rows), dtype=bool)
+    for k, amount in enumerate(take):
+        taken[rng.permutation(np.flatnonzero(group == k))[:amount]] = True
+    return rows[~taken], rows[taken]
 
 
 def drift(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bayesfl.data import partitions
-from bayesfl.data.federated import FederatedData, assemble, stratified
+from bayesfl.data.federated import FederatedData, assemble
 from bayesfl.data.sources import Source, load
 from bayesfl.random import Purpose, generator
 
@@ -406,7 +406,7 @@ def heart_disease(
     for j in range(len(source.owner_names)):
         rows = np.flatnonzero(owners == j)
         rng = generator(seed, Purpose.PARTITION, client=j)
-        left, held = stratified(y[rows], rows, math.ceil(_HEART_TEST * len(rows)), rng)
+        left, held = partitions.stratified(y[rows], rows, math.ceil(_HEART_TEST * len(rows)), rng)
         mean, std = x[left].mean(0), x[left].std(0, correction=0)
         x[rows] = (x[rows] - mean) / std.where(std > 0, torch.ones_like(std))  # a constant feature becomes 0
         train.append(left)

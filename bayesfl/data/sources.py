@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 
 from bayesfl.data._torchvision import torchvision
-from bayesfl.data.federated import SourceInfo, Task, stratified
+from bayesfl.data.federated import OFFICIAL, SourceInfo, Task
+from bayesfl.data.partitions import stratified
 from bayesfl.random import Purpose, generator
 
 log = logging.getLogger(__name__)
-
-_OFFICIAL = 3  # word of the address of the splits made here, under Purpose.SPLIT
 
 # fmt: off
 FINE_TO_COARSE = (
@@ -240,7 +239,7 @@ def _load(name: str, root: Path, download: bool) -> Source:
 
 def _official_split(labels: np.ndarray | None, rows: int) -> np.ndarray:
     """A fixed order of the rows, the first 80% for training: data sets without an official split get this one."""
-    rng = generator(0, Purpose.SPLIT, phase=_OFFICIAL)
+    rng = generator(0, Purpose.SPLIT, phase=OFFICIAL)
     return np.concatenate(stratified(labels, np.arange(rows), round(0.2 * rows), rng))
 
 

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from torch.utils.data import Dataset, TensorDataset
 
 from bayesfl.data import FederatedData, SourceInfo, Split, from_arrays, from_datasets
-from bayesfl.data.federated import stratified
+from bayesfl.data.partitions import stratified
 
 torch.set_num_threads(1)
 
