@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
+from bayesfl.checks import whole
 from bayesfl.layout import Layout
 from bayesfl.likelihood import Categorical
 from bayesfl.pools import Mean
@@ -24,6 +25,8 @@ from bayesfl.random import Purpose, generator
 RESERVED = ("n", "ids", "round", "rounds")
 Start: TypeAlias = Callable[[np.random.Generator, int], Tensor]
 """Initial weights of a block: (generator, D) -> [D], float32."""
+ExampleWeight: TypeAlias = Callable[[Server, View, Batch], Tensor]
+"""What multiplies each example's loss: (given, view, batch) -> broadcasting against [..., B]."""
 
 
 def standard_normal(scale: float = 1.0) -> Start:
@@ -82,9 +85,22 @@ def inverse_count(given: Server, view: View, batch: Batch) -> Tensor:
     return 1 / view["n"].unsqueeze(-1)
 
 
+def tempering(likelihood_scale: Literal["sum", "mean"]) -> ExampleWeight | None:
+    """The weight of examples that a method's `likelihood_scale` asks for beside a whole KL: None, or `inverse_count` for the mean.
+
+    Raises:
+        ValueError: It is neither word.
+    """
+    if likelihood_scale not in ("sum", "mean"):
+        raise ValueError(f"likelihood_scale must be 'sum' or 'mean', got {likelihood_scale!r}")
+    return None if likelihood_scale == "sum" else inverse_count
+
+
 @dataclass(frozen=True)
 class Energy:
     """Expected negative log likelihood of the client's data plus the KL divergence of the trained blocks to their priors, in nats.
+
+    Priors and weights read the view as it was when the phase began, the trained blocks in it too: they are constant while it lasts.
 
     Args:
         block: The block or blocks whose KL counts: those that are trained.
@@ -99,7 +115,7 @@ class Energy:
     parts: tuple[str, ...]
     _: KW_ONLY
     likelihood: Literal["sum", "mean"]
-    weight: Callable[[Server, View, Batch], Tensor] | None = None
+    weight: ExampleWeight | None = None
 
     def __post_init__(self) -> None:
         if self.likelihood not in ("sum", "mean"):
@@ -129,16 +145,16 @@ class Energy:
             algorithm: Whose blocks these are.
             beliefs: The trained blocks; the others are read from `view`.
             given: What the server sent to everyone.
-            view: The client's view.
+            view: The client's view at the start of the phase.
             batch: Its examples.
             noise: {block: [S, noise size]} for the blocks that draw.
         """
-        view = {**view, **beliefs}
+        now = {**view, **beliefs}
         draws = [{key: e[s] for key, e in noise.items()} for s in range(len(next(iter(noise.values()))))] if noise else [{}]
-        losses = torch.stack([algorithm.losses(algorithm.leaves(self.parts, view, e), batch) for e in draws]).mean(0)
+        losses = torch.stack([algorithm.losses(algorithm.leaves(self.parts, now, e), batch) for e in draws]).mean(0)
         nll = (losses * self.shares(given, view, batch)).sum()
         scale, weight = self.scales(view["n"])
-        return scale * nll + weight * sum(algorithm.divergence(name, view[name], given, view) for name in self.blocks), nll
+        return scale * nll + weight * sum(algorithm.divergence(name, beliefs[name], given, view) for name in self.blocks), nll
 
 
 @dataclass(frozen=True)
@@ -151,7 +167,7 @@ class Algorithm:
         phases: Local work of a round, in order.
         parts: The blocks that make the personal predictor, each parameter at most once.
         likelihood: What y is.
-        server: (blocks, number of clients) -> initial server state beyond the blocks.
+        server: (blocks, number of clients J) -> initial server state beyond the blocks; what it holds for each client is [J, ...].
         private: (given) -> further private state of one client.
         share: (server, ids [C]) -> what every client receives, and what is addressed to each of these, [C, ...].
         report: (given, view) -> further uplink of one client; reads blocks and what `private` names.
@@ -163,8 +179,11 @@ class Algorithm:
         train: Who trains, `cohort` or `all` (then only the cohort is gathered): the paper's default.
         sampling: How a cohort is drawn, `fixed` or `bernoulli`: the paper's default.
 
+    What these functions add has names of its own, other than those of blocks, without dots.
+
     Raises:
-        ValueError: A pattern matches nothing, two parts claim one parameter, or the model draws or counts in training.
+        ValueError: A pattern matches nothing, two parts claim one parameter, a block's name is reserved or has a dot, or the model
+            draws or counts in training.
     """
 
     model: nn.Module
@@ -190,6 +209,8 @@ class Algorithm:
         reserved = [name for name in self.blocks if name in RESERVED]
         if reserved:
             raise ValueError(f"block names {reserved} are reserved; choose others than {RESERVED}")
+        flatten(self.blocks)  # refuses names with dots
+        whole("predictive", self.predictive, least=0)
         layouts = {name: Layout(self.model, block.names) for name, block in self.blocks.items()}
         object.__setattr__(self, "_layouts", layouts)
         self.check_parts(self.parts)
@@ -274,7 +295,32 @@ class Algorithm:
                 loc = torch.as_tensor(block.start(generator(seed, Purpose.START, index=index), layout.size))
             belief = block.posterior.init(loc.to(dtype=dtype, device=device))
             state[name] = {key: belief[key].clone() for key in (block.pool.sends if block.pool else ("loc",))}
-        return state | tree_map(lambda t: torch.as_tensor(t).to(dtype=dtype, device=device), self.server(state, clients))
+        return state | self._more("server", self.server(state, clients), torch.empty(0, dtype=dtype, device=device))
+
+    def newcomers(self, server: Server, clients: int) -> Server:
+        """The server's state as it meets `clients` never seen in training.
+
+        What it has learnt stays. An entry whose shape depends on the number of clients holds something for each of those that
+        trained; it is made anew by `server` from the blocks as they are now, as for clients at their start.
+        """
+        blocks = {name: server[name] for name in self.blocks}
+        like = next(iter(blocks.values()))["loc"]
+        made, one_more = (self._more("server", self.server(blocks, n), like) for n in (clients, clients + 1))
+        learnt = {key: server[key] for key in made}
+        return server | tree_map(lambda new, other, old: old if new.shape == other.shape else new, made, one_more, learnt)
+
+    def _more(self, what: str, tree: Mapping[str, Any], like: Tensor) -> dict[str, Any]:
+        """What a method adds to its state beyond the blocks, as tensors on the device of `like`; floating ones in its precision."""
+        self._refuse_taken(what, tree, (*self.blocks, *RESERVED))
+        out: dict[str, Any] = tree_map(lambda t: _placed(t, like), dict(tree))
+        if loose := [key for key, leaf in flatten(out).items() if not isinstance(leaf, Tensor)]:
+            raise ValueError(f"`{what}` returns {loose}, which must be tensors or mappings of tensors")
+        return out
+
+    def _refuse_taken(self, what: str, tree: Mapping[str, Any], taken: Iterable[str]) -> None:
+        if clash := sorted(set(tree) & set(taken)):
+            raise ValueError(f"`{what}` returns {clash}, names that blocks have or that are reserved {RESERVED}; choose others")
+        flatten(tree)  # refuses names with dots
 
     def given(self, common: Server, round: int, rounds: int) -> Server:
         """What every client receives in a round; private blocks, of which the server only knows the start, are not in it."""
@@ -290,8 +336,7 @@ class Algorithm:
         """One client's private state at its start, made from the server's: the blocks it keeps, and what `private` names."""
         loc = next(iter(server[name]["loc"] for name in self.blocks))
         kept = {name: self.belief(name, server[name]) for name, block in self.blocks.items() if block.keep}
-        more = tree_map(lambda t: torch.as_tensor(t).to(loc), self.private(self.given(server, 0, 1)))
-        return kept | more
+        return kept | self._more("private", self.private(self.given(server, 0, 1)), loc)
 
     def views(self, given: Server, addressed: View, rows: View, counts: Tensor) -> View:
         """Views of a chunk of clients, [C, ...] throughout: common blocks expanded, private rows, what was addressed, "n"."""
@@ -311,25 +356,41 @@ class Algorithm:
         """Name, shape and precision of every tensor that a client sends; "n" is known to the server from the start.
 
         Raises:
-            ValueError: `report` reads something that `private` does not name.
+            ValueError: `report` reads something that `private` does not name, or a name is taken.
         """
         server = self.init(1, dtype=dtype)
-        given = self.given(self.share(server, torch.zeros(1, dtype=torch.long))[0], 0, 1)
-        view = tree_map(lambda t: t[0], self.views(given, {}, tree_map(lambda t: t[None], self.rows(server)), torch.ones(1, dtype=dtype)))
+        common, addressed = self.share(server, torch.zeros(1, dtype=torch.long))
+        for received in (common, addressed):
+            self._refuse_taken("share", received, RESERVED)
+        given, rows = self.given(common, 0, 1), tree_map(lambda t: t[None], self.rows(server))
+        view = tree_map(lambda t: t[0], self.views(given, addressed, rows, torch.ones(1, dtype=dtype)))
         try:
             more = self.report(given, view)
         except KeyError as error:
             raise ValueError(f"report reads {error} before any phase has run; give it an initial value in `private`") from error
+        self._refuse_taken("report", more, (*self.blocks, *RESERVED))
         return {name: (tuple(t.shape), t.dtype) for name, t in flatten(self.sent(view) | more).items()}
 
 
 _LOCAL = threading.local()
 
 
+def _placed(value: Any, like: Tensor) -> Tensor:
+    """A tensor on the device of `like`, and in its precision where it is floating: counters and masks stay what they are."""
+    t = torch.as_tensor(value)
+    return t.to(like) if t.is_floating_point() else t.to(like.device)
+
+
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nest of mappings as one, its keys joined by dots; what is not a mapping is a leaf."""
+    """A nest of mappings as one, its keys joined by dots; what is not a mapping is a leaf.
+
+    Raises:
+        ValueError: A key is not text, or has a dot itself, so that it could not be told from a nest.
+    """
     out: dict[str, Any] = {}
     for key, value in tree.items():
+        if not isinstance(key, str) or "." in key or not key:
+            raise ValueError(f"name {key!r} must be text without dots, which join the names of a nest; choose another")
         out |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
     return out
 

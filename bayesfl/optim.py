@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from bayesfl.checks import number
+
 Schedule: TypeAlias = Callable[[int, int], float]
 Rate: TypeAlias = float | Schedule
 
@@ -53,9 +55,9 @@ class Optimiser(Protocol):
         ...
 
 
-def _check(**values: float) -> None:
+def _check(**values: Any) -> None:
     for name, value in values.items():
-        if not 0 <= value < math.inf:
+        if not 0 <= number(name, value) < math.inf:
             raise ValueError(f"{name} must be >= 0 and finite, got {value}")
 
 
@@ -133,7 +135,7 @@ class Adam:
 
     def __post_init__(self) -> None:
         _check(eps=self.eps, weight_decay=self.weight_decay, **({} if callable(self.rate) else {"rate": self.rate}))
-        if not all(0 <= b < 1 for b in self.betas):
+        if not all(0 <= number("a beta", b) < 1 for b in self.betas):
             raise ValueError(f"betas must lie in [0, 1), got {self.betas}")
 
     def init(self, params: Any) -> Any:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from bayesfl.blocks import Algorithm, Energy
+from bayesfl.checks import whole
 from bayesfl.optim import SGD, Optimiser, rate_at
 from bayesfl.protocols import Batch, Carry, Info, Server, View
 
@@ -63,6 +64,8 @@ class Phase(Protocol):
 class Descend:
     """Minimise an energy over one block, or over several together, by gradient steps.
 
+    Priors are constant meanwhile: what they read of the view is as it was before the first step, also of the blocks trained here.
+
     Args:
         block: What is trained.
         energy: What is minimised.
@@ -85,9 +88,11 @@ class Descend:
     batched = True
 
     def __post_init__(self) -> None:
-        for name, value in {"epochs": self.epochs, "steps": self.steps, "batch_size": self.batch_size, "draws": self.draws}.items():
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+        whole("epochs", self.epochs, least=1)
+        whole("draws", self.draws, least=1)
+        for name, value in {"steps": self.steps, "batch_size": self.batch_size}.items():
+            if value is not None:
+                whole(name, value, least=1)
 
     @property
     def blocks(self) -> tuple[str, ...]:
@@ -189,8 +194,9 @@ class Repeat:
     epochs = 1
 
     def __post_init__(self) -> None:
-        if self.times < 1:
-            raise ValueError(f"times must be at least 1, got {self.times}")
+        whole("times", self.times, least=1)
+        if self.batch_size is not None:
+            whole("batch_size", self.batch_size, least=1)
 
     @property
     def steps(self) -> int:

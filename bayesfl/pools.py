@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bayesfl.checks import number
 from bayesfl.numerics import inverse_softplus
 from bayesfl.posteriors import MeanField
 from bayesfl.protocols import AdditivePool, Server, Tensors, Uplink, Weight
@@ -74,7 +75,7 @@ class Relaxed:
     step: float
 
     def __post_init__(self) -> None:
-        if not self.step > 0:
+        if not number("step", self.step) > 0:
             raise ValueError(f"step must be > 0, got {self.step}; 1 is the pool itself")
 
     @property

@@ -8,10 +8,11 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from bayesfl.checks import number
 from bayesfl.protocols import Server, View
 
 Parameter: TypeAlias = Callable[[Server, View], Tensor]
-"""A prior's parameter, read from what was received and from the client's own state; it broadcasts against [..., D]."""
+"""A prior's parameter, read from what was received and from the client's view as a phase begins; it broadcasts against [..., D]."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Flat:
 
 @dataclass(frozen=True, kw_only=True)
 class Normal:
-    """p(w_j | w) = N(centre, diag(variance)).
+    """p(w_j | w) = N(centre, diag(variance)), constant while a phase trains: both read the view as it was when the phase began.
 
     Args:
         centre: (given, view) -> tensor that broadcasts against [..., D].
@@ -53,7 +54,7 @@ def own_mean(block: str) -> Parameter:
     return lambda given, view: view[block]["loc"]
 
 
-def closest_scale(moments: tuple[Tensor, Tensor], centre: Tensor, *, shape: float = 0.0, scale: float = 0.0) -> Tensor:
+def closest_variance(moments: tuple[Tensor, Tensor], centre: Tensor, *, shape: float = 0.0, scale: float = 0.0) -> Tensor:
     """The variance v [...] of the isotropic prior N(centre, v I) that is closest to a belief: empirical Bayes.
 
     Without a hyperprior it minimises KL(q || N(centre, v I)): v = mean_d(var_d + (loc_d - centre_d)^2). Under an
@@ -83,6 +84,6 @@ def inverse_size(strength: float) -> Parameter:
     Raises:
         ValueError: The strength is negative or not a number.
     """
-    if not strength >= 0:
+    if not number("the strength of a pull (lam, mu)", strength) >= 0:
         raise ValueError(f"the strength of a pull (lam, mu) must be >= 0, got {strength}")
     return lambda given, view: 1 / (strength * torch.as_tensor(view["n"]))[..., None]

@@ -145,6 +145,26 @@ def test_every_kernel_weighs_examples(kernel, weight):
     assert not torch.allclose(runs[1]["body"]["loc"], runs[2]["body"]["loc"])
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("posterior", [Point(), MeanField(init_scale=0.1)], ids=["point", "mean field"])
+def test_priors_are_constant_during_a_phase(kernel, posterior):
+    """A prior may read a block that the same phase trains: every kernel, the reference too, sees it as the phase found it."""
+    tied = Normal(centre=lambda given, view: view["b"]["loc"].mean(-1, keepdim=True), variance=lambda given, view: torch.ones(1).double())
+    blocks = {"b": bf.Block("body.*"), "h": bf.Block("head.*", posterior=posterior, prior=tied)}
+    step = Descend(("b", "h"), Energy(("b", "h"), ("b", "h"), likelihood="sum"), steps=3, optimiser=SGD(0.05))
+    model, clients = mlp(4, hidden=3, outputs=2), data(1)
+    made = bf.Algorithm(model, blocks, (step,), parts=("b", "h"))
+    still = made.init(1, dtype=torch.float64)["b"]["loc"].mean()
+    held = Normal(centre=lambda given, view: still.expand(1), variance=tied.variance)
+    expected = bf.Algorithm(model, blocks | {"h": bf.Block("head.*", posterior=posterior, prior=held)}, (step,), parts=("b", "h"))
+    runs = [
+        bf.simulate(a, clients, rounds=1, evaluate_every=None, engine=bf.Engine(k, workers=1), dtype=torch.float64, progress=False)
+        for a, k in ((expected, "reference"), (made, kernel))
+    ]
+    assert_close(runs[1].server, runs[0].server, rtol=1e-10, atol=1e-12)
+    assert (runs[0].server["b"]["loc"].mean() - still).abs() > 1e-3
+
+
 # Algorithm: what is refused
 
 
@@ -179,6 +199,38 @@ def test_reserved_names_are_refused(name):
     """Names that views and uplinks use themselves."""
     with pytest.raises(ValueError, match=f"'{name}'.*reserved"):
         algorithm(mlp(2, hidden=3, outputs=2), {name: bf.Block()})
+
+
+@pytest.mark.parametrize("name", ["head.mean", ""])
+def test_names_with_dots_are_refused(name):
+    """State is saved under names joined by dots."""
+    with pytest.raises(ValueError, match=f"{name!r} must be text without dots"):
+        algorithm(mlp(2, hidden=3, outputs=2), {name: bf.Block()})
+
+
+@pytest.mark.parametrize(
+    ("where", "what", "words"),
+    [
+        ("server", lambda blocks, clients: {"w": torch.zeros(1)}, r"`server` returns \['w'\]"),
+        ("server", lambda blocks, clients: {"round": torch.zeros(1)}, r"`server` returns \['round'\].*reserved"),
+        ("server", lambda blocks, clients: {"a": {"b.c": torch.zeros(1)}}, r"'b\.c' must be text without dots"),
+        ("server", lambda blocks, clients: {0: torch.zeros(1)}, "0 must be text"),
+        ("server", lambda blocks, clients: {"heads": [torch.zeros(1)]}, r"`server` returns \['heads'\], which must be tensors"),
+        ("private", lambda given: {"w": torch.zeros(1)}, r"`private` returns \['w'\]"),
+        ("private", lambda given: {"n": torch.zeros(1)}, r"`private` returns \['n'\]"),
+        ("report", lambda given, view: {"w": torch.zeros(1)}, r"`report` returns \['w'\]"),
+        ("report", lambda given, view: {"ids": torch.zeros(1)}, r"`report` returns \['ids'\]"),
+        ("share", lambda server, ids: ({**server, "rounds": torch.zeros(1)}, {}), r"`share` returns \['rounds'\]"),
+        ("share", lambda server, ids: (server, {"n": torch.zeros(len(ids))}), r"`share` returns \['n'\]"),
+    ],
+)
+def test_names_that_are_taken_are_refused(where, what, words):
+    """What a method adds would overwrite a block, or be overwritten, without a word; a run refuses it before its first round."""
+    made = algorithm(mlp(4, hidden=3, outputs=2), {"w": bf.Block()}, **{where: what})
+    with pytest.raises(ValueError, match=words):
+        made.uplink()
+    with pytest.raises(ValueError, match=words):
+        bf.simulate(made, data(), rounds=1, evaluate_every=None, progress=False)
 
 
 def test_a_pattern_that_matches_nothing_is_refused():
@@ -357,6 +409,56 @@ def test_server_state_takes_the_runs_precision():
     """What `server` adds, given the blocks and the number of clients."""
     made = algorithm(mlp(2, hidden=3, outputs=2), {"w": bf.Block()}, server=lambda blocks, clients: {"share": torch.tensor(1 / clients)})
     assert_close(made.init(4, dtype=torch.float64)["share"], torch.tensor(0.25).double())
+
+
+def test_counters_and_masks_stay_what_they_are():
+    """Only floating state takes the run's precision, on the server and on the clients."""
+    made = algorithm(
+        mlp(2, hidden=3, outputs=2),
+        {"w": bf.Block()},
+        server=lambda blocks, clients: {"calls": torch.zeros(clients, dtype=torch.int64), "scale": 0.5, "open": True},
+        private=lambda given: {"steps": torch.tensor(3), "mask": torch.tensor([True, False]), "tau": torch.tensor(0.1)},
+    )
+    server = made.init(4, dtype=torch.float64)
+    assert (server["calls"].dtype, server["scale"].dtype, server["open"].dtype) == (torch.int64, torch.float64, torch.bool)
+    rows = made.rows(server)
+    assert (rows["steps"].dtype, rows["mask"].dtype, rows["tau"].dtype) == (torch.int64, torch.bool, torch.float64)
+    assert made.rows(made.init(4))["tau"].dtype == torch.float32
+
+
+def test_uplink_knows_what_is_addressed():
+    """A report may read what `share` addresses to a client, which the declaration then needs too."""
+    made = algorithm(
+        mlp(2, hidden=3, outputs=2),
+        {"body": bf.Block("body.*"), "head": bf.Block("head.*")},
+        server=lambda blocks, clients: {"heads": blocks["head"]["loc"].expand(clients, -1)},
+        share=lambda server, ids: ({"body": server["body"], "head": server["head"]}, {"head_init": server["heads"][ids]}),
+        report=lambda given, view: {"drift": view["head"]["loc"] - view["head_init"]},
+    )
+    assert made.uplink(torch.float64)["drift"] == ((8,), torch.float64)
+
+
+@pytest.mark.parametrize("number", [3, 5])
+def test_newcomers_get_nobody_elses_state(number):
+    """What the server holds for each client is made anew from the blocks as they are; what it has learnt for all stays."""
+    made = algorithm(
+        mlp(2, hidden=3, outputs=2),
+        {"body": bf.Block("body.*"), "head": bf.Block("head.*")},
+        server=lambda blocks, clients: {
+            "per": {"heads": blocks["head"]["loc"].expand(clients, -1), "share": torch.full((clients,), 1 / clients)},
+            "learnt": torch.zeros(3),
+            "rounds_done": torch.tensor(0),
+        },
+    )
+    server = made.init(3, dtype=torch.float64)
+    server["head"] = {"loc": numbers(8)}
+    server["per"] = {"share": torch.tensor([0.1, 0.2, 0.7]).double(), "heads": numbers(3, 8, seed=1)}
+    server |= {"learnt": numbers(3, seed=2), "rounds_done": torch.tensor(7), "added_by_combine": torch.tensor(1.0)}
+    found = made.newcomers(server, number)
+    assert_close(found["per"]["heads"], server["head"]["loc"].expand(number, -1))
+    assert_close(found["per"]["share"], torch.full((number,), 1 / number).double(), rtol=1e-6, atol=0)
+    for kept in ("body", "head", "learnt", "rounds_done", "added_by_combine"):
+        assert found[kept] is server[kept]
 
 
 def test_pfedvem_declares_what_it_sends():

@@ -7,7 +7,7 @@ from torch import Tensor, distributions
 from torch.testing import assert_close
 
 from bayesfl.blocks import Energy
-from bayesfl.priors import Flat, Normal, closest_scale, inverse_size, own_mean, server_mean
+from bayesfl.priors import Flat, Normal, closest_variance, inverse_size, own_mean, server_mean
 from bayesfl.protocols import GaussianPrior, Prior
 
 
@@ -97,16 +97,16 @@ def test_inverse_size_is_a_pull_under_a_mean(strength):
     assert_close(pull, strength * (w.detach() - centre))
 
 
-def test_closest_scale_golden():
+def test_closest_variance_golden():
     """Means (1, 2), standard deviations (0.5, 1), centre 0: ((0.25 + 1) + (1 + 4)) / 2 = 3.125."""
     moments = torch.tensor([1.0, 2.0]).double(), torch.tensor([0.25, 1.0]).double()
-    assert_close(closest_scale(moments, torch.zeros(2).double()).item(), 3.125)
+    assert_close(closest_variance(moments, torch.zeros(2).double()).item(), 3.125)
 
 
-def test_closest_scale_is_the_root_of_the_bound():
+def test_closest_variance_is_the_root_of_the_bound():
     """It minimises KL(q || N(centre, v I)): the derivative is 0 there and the second one positive, for each leading axis."""
     mu, sigma2, w = numbers(3, 7), numbers(3, 7, seed=1).exp(), numbers(7, seed=2)
-    v = closest_scale((mu, sigma2), w)
+    v = closest_variance((mu, sigma2), w)
     assert v.shape == (3,)
     live = v.clone().requires_grad_()
     (slope,) = torch.autograd.grad(kl_isotropic(mu, sigma2, w, live[:, None]).sum(), live, create_graph=True)
@@ -114,30 +114,30 @@ def test_closest_scale_is_the_root_of_the_bound():
     assert (torch.autograd.grad(slope.sum(), live)[0] > 0).all()
 
 
-def test_divergence_at_the_closest_scale():
+def test_divergence_at_the_closest_variance():
     """There KL = 1/2 sum_d log(v / sigma_d^2), the energy minus the entropy of the library's own parts."""
     mu, sigma2, w = numbers(7), numbers(7, seed=1).exp(), numbers(7, seed=2)
-    v = closest_scale((mu, sigma2), w)
+    v = closest_variance((mu, sigma2), w)
     entropy = distributions.Normal(mu, sigma2.sqrt()).entropy().sum()
     assert_close(normal(w, v[None]).energy(mu, sigma2, {}, {}) - entropy, 0.5 * (v / sigma2).log().sum())
 
 
 @pytest.mark.parametrize(("shape", "scale"), [(1.0, 0.1), (0.0, 2.0), (3.0, 0.0)])
-def test_closest_scale_under_a_hyperprior_is_the_mode(shape, scale):
+def test_closest_variance_under_a_hyperprior_is_the_mode(shape, scale):
     """With density v^-(a+1) e^(-b/v) on v, D/2 log v + total/(2 v) + (a+1) log v + b/v is smallest there."""
     mu, sigma2, w = numbers(3, 7), numbers(3, 7, seed=1).exp(), numbers(7, seed=2)
     total = (sigma2 + (mu - w) ** 2).sum(-1)
-    v = closest_scale((mu, sigma2), w, shape=shape, scale=scale).requires_grad_()
+    v = closest_variance((mu, sigma2), w, shape=shape, scale=scale).requires_grad_()
     objective = 3.5 * v.log() + total / (2 * v) + (shape + 1) * v.log() + scale / v
     (slope,) = torch.autograd.grad(objective.sum(), v, create_graph=True)
     assert_close(slope.detach(), torch.zeros(3).double(), rtol=0, atol=1e-12)
     assert (torch.autograd.grad(slope.sum(), v)[0] > 0).all()
-    plain = closest_scale((mu, sigma2), w)
+    plain = closest_variance((mu, sigma2), w)
     assert_close(v.detach(), (2 * scale + 7 * plain) / (7 + 2 * shape + 2))
 
 
 def test_hyperprior_keeps_a_collapsed_client_from_zero():
     """A belief at the centre without width has v = 0, and b / (D/2 + a + 1) under the hyperprior."""
     moments = torch.zeros(2).double(), torch.zeros(2).double()
-    assert closest_scale(moments, torch.zeros(2).double()).item() == 0.0
-    assert_close(closest_scale(moments, torch.zeros(2).double(), shape=1.0, scale=0.1).item(), 0.1 / 3)
+    assert closest_variance(moments, torch.zeros(2).double()).item() == 0.0
+    assert_close(closest_variance(moments, torch.zeros(2).double(), shape=1.0, scale=0.1).item(), 0.1 / 3)

@@ -15,7 +15,8 @@ from typing import Literal
 import torch
 from torch import nn
 
-from bayesfl.blocks import Algorithm, Block, Energy, inverse_count
+from bayesfl.blocks import Algorithm, Block, Energy, tempering
+from bayesfl.checks import number
 from bayesfl.likelihood import Categorical
 from bayesfl.optim import SGD
 from bayesfl.phases import Descend
@@ -55,13 +56,11 @@ def pfedmap(
     Raises:
         ValueError: `precision` is not positive, or `likelihood_scale` is neither word.
     """
-    if not precision > 0:
+    if not number("precision", precision) > 0:
         raise ValueError(f"precision is 1 / rho^2 and must be > 0, got {precision}; fedrep(...) has heads without a tie")
-    if likelihood_scale not in ("sum", "mean"):
-        raise ValueError(f"likelihood_scale must be 'sum' or 'mean', got {likelihood_scale!r}")
     both = ("body", "head")
     prior = Normal(centre=server_mean("head"), variance=lambda given, view: torch.full_like(view["n"], 1 / precision)[..., None])
-    energy = Energy("head", both, likelihood="sum", weight=None if likelihood_scale == "sum" else inverse_count)
+    energy = Energy("head", both, likelihood="sum", weight=tempering(likelihood_scale))
     fit_head = Descend("head", energy, epochs=head_epochs, optimiser=SGD(head_lr, momentum))
     fit_body = Descend(
         "body", Energy("body", both, likelihood="mean"), epochs=body_epochs, batch_size=batch_size, optimiser=SGD(body_lr, momentum)

@@ -10,6 +10,7 @@ the inner steps go on from the previous theta_j within a round, which starts at 
 from torch import nn
 
 from bayesfl.blocks import Algorithm, Block, Energy
+from bayesfl.checks import number
 from bayesfl.likelihood import Categorical
 from bayesfl.optim import SGD
 from bayesfl.phases import Descend, Once, Repeat
@@ -46,7 +47,11 @@ def pfedme(
         weight_decay: L2 coefficient of the inner steps; the authors' code has 1e-3.
         warm_start: Whether an inner problem starts from the last one's theta_j, as in the authors' code, or from w_j.
         likelihood: What y is.
+
+    Raises:
+        ValueError: `lr` or `lam` is no number, `lam` is negative, or `beta` is not positive.
     """
+    number("lr", lr)
     tied = Normal(centre=own_mean("w"), variance=inverse_size(lam))
     inner = Descend(
         "theta", Energy("theta", ("theta",), likelihood="mean"), epochs=inner_steps, optimiser=SGD(personal_lr, weight_decay=weight_decay)

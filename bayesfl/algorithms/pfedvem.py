@@ -15,13 +15,14 @@ from typing import Literal
 import torch
 from torch import nn
 
-from bayesfl.blocks import Algorithm, Block, Energy, inverse_count, standard_normal
+from bayesfl.blocks import Algorithm, Block, Energy, standard_normal, tempering
+from bayesfl.checks import number
 from bayesfl.likelihood import Categorical
 from bayesfl.optim import SGD
 from bayesfl.phases import Descend, Once
 from bayesfl.pools import Mean, Relaxed
 from bayesfl.posteriors import MeanField
-from bayesfl.priors import Normal, closest_scale, server_mean
+from bayesfl.priors import Normal, closest_variance, server_mean
 from bayesfl.protocols import AdditivePool, Batch, Likelihood, Server, Uplink, View
 
 
@@ -66,10 +67,10 @@ def pfedvem(
     Raises:
         ValueError: A number lies outside its range, `scale_update` or `likelihood_scale` is neither word, or `beta` lies outside [0, 1).
     """
-    if likelihood_scale not in ("sum", "mean"):
-        raise ValueError(f"likelihood_scale must be 'sum' or 'mean', got {likelihood_scale!r}")
     if scale_update not in ("before", "after"):
         raise ValueError(f"scale_update must be 'before' or 'after', got {scale_update!r}")
+    for name, value in {"init_scale": init_scale, "scale_floor": scale_floor, "beta": beta}.items():
+        number(name, value)
     if not scale_floor > 0 or (scale_prior is not None and not (scale_prior[0] >= 0 and scale_prior[1] >= 0)):
         raise ValueError(f"scale_floor must be > 0 and scale_prior's shape and scale >= 0, got {scale_floor} and {scale_prior}")
     if not 0 <= beta < 1:
@@ -91,7 +92,7 @@ def pfedvem(
     )
 
     def update_scale(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
-        rho2 = closest_scale(head.posterior.moments(view["head"]), given["head"]["loc"], shape=shape, scale=scale)
+        rho2 = closest_variance(head.posterior.moments(view["head"]), given["head"]["loc"], shape=shape, scale=scale)
         return view | {"rho2": rho2.clamp_min(floor)}
 
     def pooled_scale(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
@@ -102,7 +103,7 @@ def pfedvem(
         precision = 1 / uplink["rho2"]
         return {"log_rho2": uplink["rho2"].log().mean(), "largest_share": precision.max() / precision.sum()}
 
-    energy = Energy("head", both, likelihood="sum", weight=None if likelihood_scale == "sum" else inverse_count)
+    energy = Energy("head", both, likelihood="sum", weight=tempering(likelihood_scale))
     head_step = Descend("head", energy, epochs=head_epochs, optimiser=SGD(head_lr, momentum), draws=draws)
     body_step = Descend(
         "body",
@@ -119,6 +120,8 @@ def pfedvem(
         phases=((scale_step, head_step) if scale_update == "before" else (head_step, scale_step)) + (body_step,),
         private=lambda given: {"rho2": torch.tensor(init_scale**2)},
         server=lambda blocks, clients: {"log_rho2": torch.tensor(2 * math.log(init_scale)), "largest_share": torch.tensor(1 / clients)},
+        # The largest share is for people to look at on the server.
+        share=lambda server, ids: ({key: entry for key, entry in server.items() if key != "largest_share"}, {}),
         report=lambda given, view: {"rho2": view["rho2"]},
         combine=combine,
         adapt=(Once(pooled_scale), head_step, scale_step, head_step),

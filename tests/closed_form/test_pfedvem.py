@@ -17,7 +17,7 @@ from bayesfl.numerics import inverse_softplus
 from bayesfl.phases import Once
 from bayesfl.pools import Mean
 from bayesfl.posteriors import MeanField
-from bayesfl.priors import closest_scale
+from bayesfl.priors import closest_variance
 from bayesfl.protocols import Batch, Server, View
 from tests.cases import federation
 
@@ -96,7 +96,7 @@ def test_scale_is_the_root_of_the_bound():
     """rho^2 = (sum sigma^2 + |mu - w|^2) / D minimises KL(q || N(w, rho^2 I)): the derivative there is zero."""
     q = MeanField()
     belief = {"loc": torch.tensor([1.0, 2.0]).double(), "rho": inverse_softplus(torch.tensor([0.5, 1.0]).double())}
-    rho2 = closest_scale(q.moments(belief), torch.zeros(2).double()).requires_grad_()
+    rho2 = closest_variance(q.moments(belief), torch.zeros(2).double()).requires_grad_()
     assert_close(rho2.item(), 3.125)
     prior = bf.algorithms.pfedvem(linear()).blocks["head"].prior
     energy = prior.energy(*q.moments(belief), {"head": {"loc": torch.zeros(2).double()}}, {"rho2": rho2})
@@ -128,7 +128,7 @@ def sweeps(shape: float, scale: float, count: int = 3000) -> Tensor:
     pool = Mean(weight=lambda server, uplink: 1 / uplink["rho2"])
     rho2 = torch.ones(5).double()
     for _ in range(count):
-        rho2 = closest_scale((mu, variance), w, shape=shape, scale=scale).clamp_min(1e-6)
+        rho2 = closest_variance((mu, variance), w, shape=shape, scale=scale).clamp_min(1e-6)
         precision = a + torch.eye(dim).double() / rho2[:, None, None]
         mu, variance = torch.linalg.solve(precision, b + w / rho2[:, None]), 1 / precision.diagonal(dim1=1, dim2=2)
         server, uplink = {"head": {"loc": w}}, {"head": {"loc": mu}, "rho2": rho2, "n": torch.ones(5)}
