@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from bayesfl.blocks import Algorithm, flatten
 from bayesfl.data import Split
 from bayesfl.engine import Engine, Plan
+from bayesfl.phases import Repeat
 from bayesfl.protocols import Info, Server, View
 from bayesfl.random import Stage
 
@@ -77,7 +78,7 @@ class Local:
         places = torch.from_numpy(ids).to(device)
         common, addressed = self.algorithm.share(server, places)
         given = self.algorithm.given(common, round, self.rounds)
-        rows = tree_map(lambda t: t.index_select(0, places), private)
+        rows = read_rows(private, ids)
         counts = torch.from_numpy(self.train.counts[ids]).to(dtype=dtype, device=device)
         views = self.algorithm.views(given, addressed, rows, counts)
         info: Info = {}
@@ -94,7 +95,7 @@ class Local:
             if finite is not None and not bool(finite.all()):
                 client = int(ids[int((~finite).nonzero()[0])])
                 raise DivergenceError(
-                    f"client {client} is no longer finite after phase {position} ({type(phase).__name__}) of round {round}: a loss became "
+                    f"client {client} is no longer finite after phase {position} ({_described(phase)}) of round {round}: a loss became "
                     "NaN or infinite; lower the learning rate, or look at this client's data",
                     round=round,
                     client=client,
@@ -109,16 +110,30 @@ class Local:
         return [t for key, t in flatten(given).items() if isinstance(t, Tensor) and key.split(".")[0] not in frozen]
 
 
+def _described(phase: Any) -> str:
+    """What a phase is and which blocks it trains, as `Descend on head`."""
+    inner = phase.phases if isinstance(phase, Repeat) else (phase,)
+    trained = dict.fromkeys(name for one in inner for name in getattr(one, "blocks", ()))
+    return type(phase).__name__ + (f" on {', '.join(trained)}" if trained else "")
+
+
+def chunks(ids: np.ndarray, counts: np.ndarray, size: int) -> list[np.ndarray]:
+    """The clients `ids` in chunks of at most `size`, longest first by their `counts` [J] of examples, ties in the order given."""
+    order = ids[np.argsort(-counts[ids], kind="stable")]
+    return [order[start : start + size] for start in range(0, len(order), size)]
+
+
 def private_rows(algorithm: Algorithm, server: Server, clients: int) -> View:
     """The private state of all clients at their start, [J, ...] each."""
     return tree_map(lambda t: t.expand(clients, *t.shape).clone(), algorithm.rows(server))
 
 
-def write_rows(private: View, ids: np.ndarray, views: View) -> View:
-    """Writes the clients' rows into `private`, in place, and returns the old ones."""
-    device = tree_leaves(private)[0].device if tree_leaves(private) else torch.device("cpu")
-    places = torch.from_numpy(ids).to(device)
-    old = tree_map(lambda t: t.index_select(0, places), private)
+def read_rows(private: View, ids: np.ndarray) -> View:
+    """Copies of the clients' rows of `private`, [C, ...] each."""
+    return tree_map(lambda t: t.index_select(0, torch.from_numpy(ids).to(t.device)), private)
+
+
+def write_rows(private: View, ids: np.ndarray, views: View) -> None:
+    """Writes the clients' rows into `private`, in place."""
     for key in private:
-        tree_map(lambda kept, new: kept.index_copy_(0, places, new), private[key], views[key])
-    return old
+        tree_map(lambda kept, new: kept.index_copy_(0, torch.from_numpy(ids).to(kept.device), new), private[key], views[key])

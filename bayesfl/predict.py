@@ -1,6 +1,6 @@
 """Predictions of every client: personal, after aggregation, fine-tuned where the method says so; and those of the shared model."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from bayesfl import metrics
 from bayesfl.blocks import Algorithm
 from bayesfl.data import FederatedData, Split
 from bayesfl.engine import Crew, Engine, Plan
+from bayesfl.local import chunks, read_rows
 from bayesfl.protocols import Server, Tensors, View
 from bayesfl.random import Purpose, Stage, generator
 
@@ -94,7 +95,10 @@ def of_views(
     round: int,
     draws: int,
 ) -> Tensors:
-    """Predictions of a chunk of clients from their views, {name: [C, N, ...]}; draws come from each client's own address."""
+    """Predictions of a chunk of clients from their views, {name: [C, N, ...]}; draws come from each client's own address.
+
+    Rows go through the model a piece at a time (`GATHER`); of a piece, the outputs at all draws are held at once.
+    """
     noise: dict[str, Tensor] = {}
     n = views["n"]
     for index, name in enumerate(algorithm.blocks):
@@ -133,7 +137,7 @@ def personal(
     server: Server,
     private: View,
     data: FederatedData,
-    split: Split,
+    splits: Sequence[Split],
     engine: Engine,
     crew: Crew,
     *,
@@ -141,15 +145,15 @@ def personal(
     round: int,
     rounds: int,
     draws: int | None = None,
-) -> Predictions:
-    """Every client's own predictor after `round` rounds, on a split of its data.
+) -> list[Predictions]:
+    """Every client's own predictor after `round` rounds, on each of some splits of its data.
 
     Args:
-        algorithm: Its `finetune` phases run first, on a copy of each view, over the training data.
+        algorithm: Its `finetune` phases run first, once for all splits, on a copy of each view, over the training data.
         server: The server's state.
         private: Private rows [J, ...].
         data: The clients, on the run's device and in its precision.
-        split: What is predicted; its clients are those of `data`.
+        splits: What is predicted; their clients are those of `data`.
         engine: How it is computed.
         crew: Who computes it.
         seed: The experiment's seed.
@@ -160,24 +164,24 @@ def personal(
     train = data.train
     dtype, device = train.x.dtype, train.x.device
     counts = torch.from_numpy(train.counts).to(dtype=dtype, device=device)
-    order = np.argsort(-train.counts, kind="stable")
 
-    def work(rows: np.ndarray) -> tuple[np.ndarray, Tensors]:
+    def work(rows: np.ndarray) -> tuple[np.ndarray, list[Tensors]]:
         ids = torch.from_numpy(rows).to(device)
         common, addressed = algorithm.share(server, ids)
         given = algorithm.given(common, round, rounds)
-        views = algorithm.views(given, addressed, tree_map(lambda t: t.index_select(0, ids), private), counts[ids])
+        views = algorithm.views(given, addressed, read_rows(private, rows), counts[ids])
         for position, phase in enumerate(algorithm.finetune):
             plan = Plan(phase, train, rows, seed=seed, round=round, stage=Stage.FINETUNE, position=position, dtype=dtype)
             views, _ = engine.run(algorithm, phase, given, views, plan)
-        wanted = algorithm.predictive if draws is None else draws
-        return rows, of_views(algorithm, algorithm.parts, views, split, rows, engine, seed=seed, round=round, draws=wanted)
+        address = {"seed": seed, "round": round, "draws": algorithm.predictive if draws is None else draws}
+        return rows, [of_views(algorithm, algorithm.parts, views, split, rows, engine, **address) for split in splits]
 
-    collector = Collector(split)
-    size = engine.chunk_size(len(order), algorithm, device)
-    for rows, chunk in crew.over([order[s : s + size] for s in range(0, len(order), size)], work):
-        collector.add(rows, chunk)
-    return collector.predictions()
+    collectors = [Collector(split) for split in splits]
+    size = engine.chunk_size(data.clients, algorithm, device)
+    for rows, seen in crew.over(chunks(np.arange(data.clients), train.counts, size), work):
+        for collector, chunk in zip(collectors, seen, strict=True):
+            collector.add(rows, chunk)
+    return [collector.predictions() for collector in collectors]
 
 
 def shared(algorithm: Algorithm, server: Server, split: Split, engine: Engine, *, seed: int, round: int, rounds: int) -> Predictions | None:

@@ -9,10 +9,11 @@ import torch
 
 from bayesfl import checkpoint, predict
 from bayesfl.blocks import Algorithm
+from bayesfl.checks import number, whole
 from bayesfl.data import FederatedData, Split
 from bayesfl.engine import Engine
 from bayesfl.history import History
-from bayesfl.local import Local, private_rows, write_rows
+from bayesfl.local import Local, chunks, private_rows, write_rows
 from bayesfl.predict import Predictions
 from bayesfl.protocols import Server, View
 from bayesfl.random import Purpose, Stage, generator
@@ -20,12 +21,12 @@ from bayesfl.random import Purpose, Stage, generator
 
 @dataclass(frozen=True)
 class Settings:
-    """How a run is made; what a resumed run must share with the one it goes on from is all but `rounds`.
+    """How a run is made; a resumed run shares all but `rounds` and `evaluate_every` with the one it goes on from.
 
     Args:
         rounds: Rounds in all; schedules read it.
         participation: Expected share of the clients in a cohort, in (0, 1].
-        sampling: `fixed` takes max(1, floor(J participation)) clients; `bernoulli` each with that probability, redrawn until
+        sampling: `fixed` takes max(1, floor(J participation)) clients; `bernoulli` each with that probability, given that at least
             min(2, J) are in.
         train: Who trains: the `cohort`, or `all`, of whom only the cohort is gathered.
         seed: Of everything random.
@@ -40,35 +41,47 @@ class Settings:
     evaluate_every: int | None
 
     def __post_init__(self) -> None:
-        for name, value in {"rounds": self.rounds, "seed": self.seed, "evaluate_every": self.evaluate_every}.items():
-            if value is not None and not isinstance(value, int | np.integer):
-                raise ValueError(f"{name} must be a whole number, got {value!r}")
-            object.__setattr__(self, name, None if value is None else int(value))
-        if self.rounds < 1:
-            raise ValueError(f"rounds must be at least 1, got {self.rounds}")
+        object.__setattr__(self, "rounds", whole("rounds", self.rounds, least=1))
+        object.__setattr__(self, "seed", whole("seed", self.seed, least=0))
+        if self.evaluate_every is not None:
+            every = whole("evaluate_every (None is never)", self.evaluate_every, least=1)
+            object.__setattr__(self, "evaluate_every", every)
+        object.__setattr__(self, "participation", number("participation", self.participation))
         if not 0 < self.participation <= 1:
             raise ValueError(f"participation is a share of the clients and must lie in (0, 1], got {self.participation}")
         if self.sampling not in ("fixed", "bernoulli"):
             raise ValueError(f"sampling must be 'fixed' or 'bernoulli', got {self.sampling!r}")
         if self.train not in ("cohort", "all"):
             raise ValueError(f"train must be 'cohort' or 'all', got {self.train!r}")
-        if self.evaluate_every is not None and self.evaluate_every < 1:
-            raise ValueError(f"evaluate_every must be at least 1, or None for never, got {self.evaluate_every}")
+
+    def fixed_size(self, clients: int) -> int:
+        """How many clients a cohort of fixed size has."""
+        return max(1, int(clients * self.participation + 1e-9))  # 0.29 * 100 is 28.999...
 
     def cohort(self, clients: int, round: int) -> np.ndarray:
         """The ids of one round's cohort, ascending."""
         rng = generator(self.seed, Purpose.COHORT, round=round)
-        if self.sampling == "fixed":
-            return np.sort(rng.permutation(clients)[: max(1, int(clients * self.participation + 1e-9))])
-        while True:
-            chosen = np.flatnonzero(rng.random(clients) < self.participation)
-            if len(chosen) >= min(2, clients):
-                return chosen
+        size = self.fixed_size(clients) if self.sampling == "fixed" else _successes(clients, self.participation, min(2, clients), rng)
+        return np.sort(rng.permutation(clients)[:size])
 
     def evaluates(self, round: int) -> bool:
         """Whether the measures are taken after this round."""
         every = self.evaluate_every
         return every is not None and ((round + 1) % every == 0 or round + 1 == self.rounds)
+
+
+def _successes(trials: int, p: float, least: int, rng: np.random.Generator) -> int:
+    """A draw from Binomial(trials, p) given that it is at least `least`: its size by the inverse of the distribution function.
+
+    Given its size, every cohort of independent coins is as likely as any other, so nothing need be redrawn however small p is.
+    """
+    if p == 1:
+        return trials
+    k = np.arange(least, trials)
+    steps = np.log(trials - k) - np.log(k + 1) + (np.log(p) - np.log1p(-p))  # from the log probability of k to that of k + 1
+    logs = np.concatenate([[0.0], np.cumsum(steps)])
+    below = np.cumsum(np.exp(logs - logs.max()))
+    return least + min(int(np.searchsorted(below, rng.random() * below[-1], side="right")), trials - least)
 
 
 @dataclass(frozen=True)
@@ -86,6 +99,7 @@ class Result:
         history: One row a round.
         device: Where it was computed, and where its predictions are.
         dtype: Precision of its state.
+        novel: Whether its clients joined after training, by `adapt`; then it predicts, but no training goes on from it.
     """
 
     algorithm: Algorithm
@@ -98,6 +112,7 @@ class Result:
     history: History = field(default_factory=History)
     device: torch.device = torch.device("cpu")
     dtype: torch.dtype = torch.float32
+    novel: bool = False
 
     def __repr__(self) -> str:
         return (
@@ -108,35 +123,33 @@ class Result:
         """Every client's predictive distribution on a split of its data, after aggregation (and fine-tuning where the method has it).
 
         Args:
-            split: `test` unless given; its clients are those of the training data.
+            split: `test` unless given; one of `data`'s, or a part of one, its inputs changed or not.
             draws: Posterior draws to average over; 0 predicts at the mean, None as the method's paper does.
 
         Raises:
-            ValueError: The split has other clients, or `draws` is negative.
+            ValueError: The split has other clients, or `draws` is not a whole number >= 0.
         """
         data = self.data.to(self.device, self.dtype)
         split = data.test if split is None else split.to(self.device, self.dtype)
         if split.clients != data.clients:
             raise ValueError(f"the split has {split.clients} clients, the result {data.clients}; use result.adapt(...) for new clients")
-        if draws is not None and draws < 0:
-            raise ValueError(f"draws must be >= 0, or None for the paper's number, got {draws}")
-        with self.engine.crew(self.device) as crew:
-            return predict.personal(
-                self.algorithm,
-                self.server,
-                self.private,
-                data,
-                split,
-                self.engine,
-                crew,
-                seed=self.settings.seed,
-                round=self.round,
-                rounds=self.settings.rounds,
-                draws=draws,
+        if not any(_is_part(split, known) for known in data.splits.values()):
+            raise ValueError(
+                "the split is of other clients: its labels are not rows of the same clients in result.data. Pass one of result.data's "
+                "splits, or a part of one; result.adapt(...) is for clients never seen"
             )
+        if draws is not None:
+            whole("draws (None is the paper's number)", draws, least=0)
+        address = {"seed": self.settings.seed, "round": self.round, "rounds": self.settings.rounds}
+        with self.engine.crew(self.device) as crew:
+            (found,) = predict.personal(self.algorithm, self.server, self.private, data, [split], self.engine, crew, **address, draws=draws)
+        return found
 
     def adapt(self, novel: FederatedData) -> "Result":
-        """The same federation for clients never seen in training: their private state made from the server's, and adapted once.
+        """The same federation for clients never seen in training: their state made from the server's, and adapted once.
+
+        What the server holds for each client it makes anew for them (`Algorithm.newcomers`). The result predicts, and can be saved;
+        training does not go on from it.
 
         Args:
             novel: The new clients; the method's `adapt` phases read their training data.
@@ -151,15 +164,15 @@ class Result:
                 f"{self.data.inputs} and {self.data.outputs} ({self.data.task}); adapt clients of the same problem"
             )
         train = novel.to(self.device, self.dtype).train
-        private = private_rows(self.algorithm, self.server, novel.clients)
-        order = np.argsort(-train.counts, kind="stable")
+        server = self.algorithm.newcomers(self.server, novel.clients)
+        private = private_rows(self.algorithm, server, novel.clients)
         local = Local(self.algorithm, self.algorithm.adapt, self.engine, train, self.settings.seed, self.settings.rounds, Stage.ADAPT)
         size = self.engine.chunk_size(novel.clients, self.algorithm, self.device)
+        everyone = chunks(np.arange(novel.clients), train.counts, size)
         with self.engine.crew(self.device) as crew:
-            chunks = [order[s : s + size] for s in range(0, len(order), size)]
-            for done in crew.over(chunks, lambda ids: local(ids, self.server, private, self.round)):
+            for done in crew.over(everyone, lambda ids: local(ids, server, private, self.round)):
                 write_rows(private, done.ids, done.views)
-        return replace(self, data=novel, private=private, history=History())
+        return replace(self, data=novel, server=server, private=private, history=History(), novel=True)
 
     def to_arviz(self, client: int, block: str, *, draws: int = 1000) -> Any:
         """Draws from a client's posterior of a block, as ArviZ's InferenceData, one variable for each parameter.
@@ -174,6 +187,8 @@ class Result:
         """
         import arviz
 
+        whole("client", client, least=0)
+        whole("draws", draws, least=1)
         if not 0 <= client < self.data.clients:
             raise ValueError(f"client must be one of 0 to {self.data.clients - 1}, got {client}")
         if block not in self.algorithm.blocks or not self.algorithm.blocks[block].stochastic:
@@ -183,7 +198,8 @@ class Result:
         belief = (
             {key: t[client] for key, t in self.private[block].items()} if this.keep else self.algorithm.belief(block, self.server[block])
         )
-        rng = generator(self.settings.seed, Purpose.POSTERIOR, round=self.round, client=client)
+        index = list(self.algorithm.blocks).index(block)
+        rng = generator(self.settings.seed, Purpose.POSTERIOR, round=self.round, client=client, index=index)
         noise = torch.from_numpy(rng.standard_normal((draws, this.posterior.noise_size(layout.size)), np.float32)).to(belief["loc"])
         leaves = layout.leaves(this.posterior.sample({key: t.unsqueeze(0) for key, t in belief.items()}, noise))
         posterior = {name: leaf.unsqueeze(0).cpu().numpy() for name, leaf in leaves.items()}
@@ -201,6 +217,7 @@ class Result:
             "engine": asdict(self.engine),
             "round": self.round,
             "dtype": str(self.dtype).removeprefix("torch."),
+            "novel": self.novel,
             "history": self.history.rows,
             "algorithm": checkpoint.identity(self.algorithm),
             "data": self.data.hash,
@@ -218,8 +235,10 @@ def load(path: str | os.PathLike[str], algorithm: Algorithm, clients: FederatedD
         device: Where its state goes.
 
     Raises:
+        ValueError: The device is absent.
         CheckpointError: There is no run, it is damaged, or it was made with another method or on other data.
     """
+    device = present(device)
     meta, state = checkpoint.read(path, device)
     _check_same(f"{str(path)!r}", meta["algorithm"], meta["data"], algorithm, clients)
     return Result(
@@ -231,9 +250,35 @@ def load(path: str | os.PathLike[str], algorithm: Algorithm, clients: FederatedD
         state["server"],
         state.get("private", {}),
         History(meta["history"]),
-        torch.device(device),
+        device,
         getattr(torch, meta["dtype"]),
+        meta["novel"],
     )
+
+
+def present(device: torch.device | str) -> torch.device:
+    """The device, with its number.
+
+    Raises:
+        ValueError: This machine has none such.
+    """
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"device {str(device)!r} is absent ({reason}); use device='cpu'") from error
+
+
+def _is_part(split: Split, known: Split) -> bool:
+    """Whether every client's examples in `split` are among its own in `known`, by labels and places; inputs may have changed."""
+    if split.y is not known.y and not (split.y.dtype == known.y.dtype and torch.equal(split.y, known.y)):
+        return False
+
+    def owned(of: Split) -> torch.Tensor:
+        client = torch.from_numpy(np.repeat(np.arange(of.clients), of.counts)).to(of.index.device)
+        return client * len(of.y) + of.index
+
+    return bool(torch.isin(owned(split), owned(known)).all())
 
 
 def same_run(result: Result, algorithm: Algorithm, clients: FederatedData) -> Result:

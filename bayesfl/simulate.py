@@ -12,14 +12,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from bayesfl import predict
 from bayesfl.blocks import Algorithm
-from bayesfl.data import FederatedData, Split
+from bayesfl.data import FederatedData
 from bayesfl.engine import Crew, Engine
 from bayesfl.history import History
 from bayesfl.likelihood import Bernoulli
-from bayesfl.local import DivergenceError, Done, Local, private_rows, write_rows
+from bayesfl.local import DivergenceError, Done, Local, chunks, private_rows, read_rows, write_rows
 from bayesfl.predict import Collector
 from bayesfl.protocols import Server, StackedPool, Tensors, Uplink, View
-from bayesfl.result import Result, Settings, load, same_run
+from bayesfl.result import Result, Settings, load, present, same_run
 
 
 def simulate(
@@ -43,7 +43,7 @@ def simulate(
     Args:
         algorithm: A method, from `bf.algorithms` or composed.
         clients: Their data.
-        rounds: Rounds in all, those of a resumed run included.
+        rounds: Rounds in all, those of a resumed run included; schedules read it.
         participation: Expected share of the clients whose work is gathered in a round, in (0, 1].
         sampling: `fixed` number of clients, or `bernoulli`; None for the method's own.
         train: `cohort`, or `all` (then only the cohort is gathered); None for the method's own.
@@ -52,7 +52,7 @@ def simulate(
         engine: How it is computed; changes nothing but speed and rounding.
         device: Where.
         dtype: In which precision.
-        resume: A result, or the folder of a saved one, to go on from, bit for bit.
+        resume: A result, or the folder of a saved one, to go on from, bit for bit; not one of `adapt`.
         progress: Whether to show a bar; None where standard error is a terminal.
 
     Raises:
@@ -63,18 +63,21 @@ def simulate(
     settings = Settings(
         rounds=rounds,
         participation=participation,
-        sampling=sampling or algorithm.sampling,
-        train=train or algorithm.train,
+        sampling=algorithm.sampling if sampling is None else sampling,
+        train=algorithm.train if train is None else train,
         seed=seed,
         evaluate_every=evaluate_every,
     )
-    device = _device(device)
+    if not isinstance(engine, Engine | None):
+        raise ValueError(f"engine must be an Engine, got {engine!r}; a kernel is chosen by engine=bf.Engine(kernel=...)")
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(f"dtype must be a floating-point type such as torch.float32, got {dtype!r}")
+    device = present(device)
     _check(algorithm, clients)
     if evaluate_every is not None and "test" not in clients.splits:
         raise ValueError("the data have no test split to evaluate on; give them one, or pass evaluate_every=None")
-    data = clients.to(device, dtype)
     if resume is None:
-        trained = clients.clients if settings.train == "all" else max(1, int(clients.clients * participation + 1e-9))
+        trained = clients.clients if settings.train == "all" else settings.fixed_size(clients.clients)
         engine = engine or Engine()
         engine = replace(engine, chunk=engine.chunk_size(trained, algorithm, device))
         server = algorithm.init(clients.clients, seed=seed, dtype=dtype, device=device)
@@ -82,13 +85,23 @@ def simulate(
         result = Result(algorithm, clients, settings, engine, 0, server, private, History(), device, dtype)
     else:
         saved = same_run(resume, algorithm, clients) if isinstance(resume, Result) else load(resume, algorithm, clients, device=device)
-        result = _resumed(saved, settings, engine, dtype)
+        result = _resumed(saved, settings, engine, device, dtype)
     with result.engine.crew(device) as crew:
-        return _rounds(result, data, crew, progress)
+        return _rounds(result, clients.to(device, dtype), crew, progress)
 
 
-def _resumed(saved: Result, settings: Settings, engine: Engine | None, dtype: torch.dtype) -> Result:
+def _resumed(saved: Result, settings: Settings, engine: Engine | None, device: torch.device, dtype: torch.dtype) -> Result:
     """A copy of a saved run under new settings: more rounds and other workers are fine, the rest would be another experiment."""
+    if saved.novel:
+        raise ValueError(
+            "resume is a result of adapt: its clients joined after training, and the server holds nothing of theirs to go on from; "
+            "resume the federation's own result, or train a federation that has them"
+        )
+    if saved.device != device:
+        raise ValueError(
+            f"resume is on device {str(saved.device)!r}, given device={str(device)!r}; pass device={str(saved.device)!r}, or save it and "
+            "pass the folder, which loads it to another device"
+        )
     if settings.rounds < saved.round:
         raise ValueError(f"rounds counts all rounds, and {saved.round} are already done; got {settings.rounds}")
     free = {"rounds": settings.rounds, "evaluate_every": settings.evaluate_every}
@@ -106,11 +119,12 @@ def _rounds(result: Result, data: FederatedData, crew: Crew, progress: bool | No
     from tqdm import tqdm
 
     settings = result.settings
+    sent = sum(math.prod(shape) * dtype.itemsize for shape, dtype in result.algorithm.uplink(result.dtype).values())
     measure = "personal_accuracy" if data.task == "classification" else "personal_rmse"
     with tqdm(total=settings.rounds, initial=result.round, unit="round", disable=None if progress is None else not progress) as bar:
         while result.round < settings.rounds:
             before = Collector(data.test) if settings.evaluates(result.round) else None
-            result, row = _round(result, data, crew, before)
+            result, row = _round(result, data, crew, before, sent)
             if before is not None:
                 row |= {f"before_pool_{key}": value for key, value in before.predictions().summary(data.test).items()}
                 row |= _measure(result, data, crew)
@@ -120,8 +134,11 @@ def _rounds(result: Result, data: FederatedData, crew: Crew, progress: bool | No
     return result
 
 
-def _round(result: Result, data: FederatedData, crew: Crew, before: Collector | None) -> tuple[Result, dict[str, Any]]:
-    """One round: the result after it, its private rows changed in place, and what the history says of it."""
+def _round(result: Result, data: FederatedData, crew: Crew, before: Collector | None, sent: int) -> tuple[Result, dict[str, Any]]:
+    """One round, in which a client of the cohort sends `sent` bytes: the result after it, and what the history says of it.
+
+    Private rows are changed in place; whatever is raised, they are put back as they were.
+    """
     start = perf_counter()
     algorithm, settings, engine, round = result.algorithm, result.settings, result.engine, result.round
     server, private = result.server, result.private
@@ -130,7 +147,8 @@ def _round(result: Result, data: FederatedData, crew: Crew, before: Collector | 
     rest = np.setdiff1d(np.arange(data.clients), chosen) if settings.train == "all" else chosen[:0]
     # The rest come in chunks of their own, so that whether they are measured does not change who shares a chunk; unmeasured,
     # they leave out the phases whose result would be thrown away.
-    chunks = [(ids, True) for ids in _chunks(chosen, data.train, engine)] + [(ids, False) for ids in _chunks(rest, data.train, engine)]
+    size = engine.chunk_size(data.clients, algorithm, result.device)
+    todo = [(ids, sends) for group, sends in ((chosen, True), (rest, False)) for ids in chunks(group, data.train.counts, size)]
     kept = len(algorithm.phases) - _wasted(algorithm)
 
     def work(chunk: tuple[np.ndarray, bool]) -> tuple[Done, Uplink, Tensors, float]:
@@ -149,8 +167,9 @@ def _round(result: Result, data: FederatedData, crew: Crew, before: Collector | 
     finished: list[Done] = []
     measuring = 0.0
     try:
-        for (_, sends), (done, reported, seen, seconds) in zip(chunks, crew.over(chunks, work), strict=True):
-            undo.append((done.ids, write_rows(private, done.ids, done.views)))
+        for (_, sends), (done, reported, seen, seconds) in zip(todo, crew.over(todo, work), strict=True):
+            undo.append((done.ids, read_rows(private, done.ids)))
+            write_rows(private, done.ids, done.views)
             if sends:
                 gather.add(done, reported)
             if before is not None:
@@ -160,19 +179,19 @@ def _round(result: Result, data: FederatedData, crew: Crew, before: Collector | 
         server = gather.server()
         if not all(bool(t.isfinite().all()) for t in tree_leaves(server)):
             raise DivergenceError(f"the server is no longer finite after round {round}; lower the learning rates", round=round)
-    except DivergenceError as error:
+    except BaseException as error:
         for ids, old in undo:
             write_rows(private, ids, old)
-        error.result = result
+        if isinstance(error, DivergenceError):
+            error.result = result
         raise
     # Predictions ran in the workers, beside training; their share of the time is taken out.
     row: dict[str, Any] = {"round": round + 1, "cohort": len(chosen)}
-    row["seconds"] = perf_counter() - start - measuring / min(len(chunks), engine.worker_count(result.device))
+    row["seconds"] = perf_counter() - start - measuring / min(len(todo), engine.worker_count(result.device))
     for part in ("steps", "batches", "noise"):
         row[f"seconds_{part}"] = sum(done.seconds.get(part, 0.0) for done in finished)
-    sent = sum(math.prod(shape) * dtype.itemsize for shape, dtype in algorithm.uplink(result.dtype).values())
     row |= {"bytes_up": sent * len(chosen), "bytes_down": sum(done.received for done in finished)}
-    losses = [done.info["nll"].double().cpu() for (_, sends), done in zip(chunks, finished, strict=True) if sends and "nll" in done.info]
+    losses = [done.info["nll"].double().cpu() for (_, sends), done in zip(todo, finished, strict=True) if sends and "nll" in done.info]
     row["train_nll"] = float(torch.cat(losses).mean()) if losses else math.nan
     return replace(result, round=round + 1, server=server), row
 
@@ -180,15 +199,13 @@ def _round(result: Result, data: FederatedData, crew: Crew, before: Collector | 
 def _measure(result: Result, data: FederatedData, crew: Crew) -> dict[str, float]:
     """Columns of the models after aggregation."""
     settings, algorithm, row = result.settings, result.algorithm, {}
-    for name, prefix in (("test", "personal"), ("validation", "validation")):
-        if name in data.splits:
-            split = data.splits[name]
-            address = {"seed": settings.seed, "round": result.round, "rounds": settings.rounds}
-            personal = predict.personal(algorithm, result.server, result.private, data, split, result.engine, crew, **address)
-            row |= {f"{prefix}_{key}": value for key, value in personal.summary(split).items()}
-    shared = predict.shared(
-        algorithm, result.server, data.test, result.engine, seed=settings.seed, round=result.round, rounds=settings.rounds
-    )
+    prefixes = {"test": "personal", "validation": "validation"}
+    splits = {name: data.splits[name] for name in prefixes if name in data.splits}
+    address = {"seed": settings.seed, "round": result.round, "rounds": settings.rounds}
+    personal = predict.personal(algorithm, result.server, result.private, data, list(splits.values()), result.engine, crew, **address)
+    for (name, split), predictions in zip(splits.items(), personal, strict=True):
+        row |= {f"{prefixes[name]}_{key}": value for key, value in predictions.summary(split).items()}
+    shared = predict.shared(algorithm, result.server, data.test, result.engine, **address)
     if shared is not None:
         row |= {f"global_{key}": value for key, value in shared.summary(data.test).items()}
     return row
@@ -225,13 +242,6 @@ class _Gather:
         return new | self._algorithm.combine(new, uplink["ids"], uplink)
 
 
-def _chunks(ids: np.ndarray, train: Split, engine: Engine) -> list[np.ndarray]:
-    """Clients longest first, ties by id, in chunks."""
-    order = ids[np.argsort(-train.counts[ids], kind="stable")]
-    size = engine.chunk or len(order)
-    return [order[s : s + size] for s in range(0, len(order), size)]
-
-
 def _wasted(algorithm: Algorithm) -> int:
     """How many phases at the end train only what a client outside the cohort neither keeps nor sends."""
     count = 0
@@ -241,14 +251,6 @@ def _wasted(algorithm: Algorithm) -> int:
             break
         count += 1
     return count
-
-
-def _device(device: torch.device | str) -> torch.device:
-    try:
-        return torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"device {str(device)!r} is absent ({reason}); use device='cpu'") from error
 
 
 def _check(algorithm: Algorithm, data: FederatedData) -> None:

@@ -1,5 +1,7 @@
 """Predictions: draws, the plug-in, fine-tuning, masks, and the shared model."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.testing import assert_close
@@ -7,6 +9,10 @@ from torch.testing import assert_close
 import bayesfl as bf
 from bayesfl import predict
 from bayesfl.data import Split
+from bayesfl.phases import Once
+from bayesfl.posteriors import MeanField
+from bayesfl.priors import Normal, server_mean
+from bayesfl.protocols import Batch, Server, View
 from tests.cases import SIZES, federation
 
 
@@ -55,8 +61,6 @@ def test_draws_average_probabilities(result):
 
 def test_draws_have_addresses(result):
     """The same whatever the engine; more clients or rows change nobody's."""
-    from dataclasses import replace
-
     few = replace(result, engine=bf.Engine("reference", chunk=2, workers=1)).predict(draws=3)
     assert_close(result.predict(draws=3).probs, few.probs, atol=1e-6, rtol=1e-5, equal_nan=True)
     assert_close(result.predict(result.data.train, draws=3).epistemic[3, :5], result.predict(result.data.train, draws=3).epistemic[3, :5])
@@ -83,10 +87,23 @@ def test_clients_without_test_examples_are_left_out(result):
 
 
 def test_other_clients_are_refused(result):
-    """A split of other clients needs adapt; negative draws make no sense; adapted data must be of the same problem."""
-    with pytest.raises(ValueError, match=r"result.adapt"):
-        result.predict(result.data.test.select([0, 1]))
-    with pytest.raises(ValueError, match="draws must be >= 0"):
+    """A split of other clients needs adapt, however many they are; adapted data must be of the same problem."""
+    data = result.data
+    with pytest.raises(ValueError, match=r"2 clients, the result 7.*result.adapt"):
+        result.predict(data.test.select([0, 1]))
+    others = bf.data.from_arrays(
+        [x + 1 for x, _ in map(data.train.client, range(7))], [y.flip(0) for _, y in map(data.train.client, range(7))], outputs=3
+    )
+    for strangers in (others.test, data.test.select([1, 0, 2, 3, 4, 5, 6])):
+        with pytest.raises(ValueError, match=r"of other clients.*result.adapt"):
+            result.predict(strangers)
+    again = federation()  # the same data, made anew
+    assert_close(result.predict(again.test).probs, result.predict().probs, rtol=0, atol=0, equal_nan=True)
+    noisy = Split(data.test.x + 0.1, data.test.y, data.test.index, data.test.counts)
+    assert not torch.equal(result.predict(noisy).probs, result.predict().probs)
+    with pytest.raises(ValueError, match=r"draws .* must be a whole number, got 2.5"):
+        result.predict(draws=2.5)
+    with pytest.raises(ValueError, match=r"draws .* must be at least 0, got -1"):
         result.predict(draws=-1)
     with pytest.raises(ValueError, match="same problem"):
         result.adapt(federation((5,)))
@@ -110,6 +127,39 @@ def test_finetuning_predicts_from_a_copy():
         optimiser.step()
     expected = net(clients.test.client(1)[0].double()).softmax(-1).detach()
     assert_close(tuned.predict().probs[1], expected, atol=1e-10, rtol=0)
+
+
+def test_finetuning_runs_once_for_all_splits():
+    """Both splits are predicted by one fine-tuned copy of each client."""
+    seen: list[int] = []
+
+    def watch(algorithm: bf.Algorithm, given: Server, view: View, batch: Batch) -> View:
+        seen.append(int(view["n"]))
+        return view | {"w": {"loc": view["w"]["loc"] + 1.0}}
+
+    data = bf.data.iid("digits", clients=3, validation=0.2, seed=0)
+    plain = bf.algorithms.fedavg(bf.models.mlp(data.inputs, hidden=4, outputs=10), epochs=1)
+    tuned = replace(plain, finetune=(Once(watch),))
+    result = bf.simulate(tuned, data, rounds=1, engine=bf.Engine("reference", workers=1), progress=False)
+    assert len(seen) == 3
+    for split, prefix in ((data.test, "personal"), (data.validation, "validation")):
+        assert_close(result.predict(split).summary(split)["nll"], result.history[f"{prefix}_nll"][-1])
+
+
+def test_blocks_draw_apart_for_arviz(result):
+    """Two blocks of one client, and one block of two clients, have draws of their own."""
+    pytest.importorskip("arviz")
+    prior = Normal(centre=server_mean("a"), variance=lambda given, view: torch.ones(1))
+    blocks = {name: bf.Block("head.*", posterior=MeanField(), prior=prior, pool=None, keep=True) for name in ("a", "b")}
+    made = bf.Algorithm(bf.models.mlp(8, hidden=8, outputs=3), blocks, (), parts=("a",))
+    run = bf.simulate(made, result.data, rounds=1, evaluate_every=None, progress=False)
+    a, b, other = (
+        torch.tensor(run.to_arviz(client, block, draws=50).posterior["head.weight"].values)
+        for client, block in ((1, "a"), (1, "b"), (2, "a"))
+    )
+    assert a.shape == b.shape
+    assert not torch.isclose(a, b).any()
+    assert not torch.isclose(a, other).any()
 
 
 def test_posterior_draws_for_arviz(result):

@@ -10,7 +10,7 @@ import bayesfl as bf
 PACKAGE = Path(bf.__file__).parent
 # A module imports only from lines above its own.
 ORDER = (
-    {"protocols", "random", "numerics", "files"},
+    {"protocols", "random", "numerics", "files", "checks"},
     {"layout", "optim", "likelihood", "history"},
     {"posteriors"},
     {"priors", "pools"},
@@ -19,7 +19,8 @@ ORDER = (
     {"data"},
     {"models", "metrics"},
     {"engine"},
-    {"predict", "local", "checkpoint"},
+    {"local", "checkpoint"},
+    {"predict"},
     {"result"},
     {"simulate"},
     {"report"},
