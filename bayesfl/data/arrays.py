@@ -1,13 +1,13 @@
 """Federations of your own data: arrays, tensors, or torch data sets."""
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from bayesfl.data.federated import TEST, FederatedData, SourceInfo, Task, assemble, check_shares
 from bayesfl.data.partitions import stratified
@@ -17,8 +17,13 @@ Array: TypeAlias = np.ndarray | Tensor | Sequence[Any]
 """Numbers of one client, or of all: an array, a tensor, or nested lists."""
 
 
-def _tensor(values: Array, what: str) -> Tensor:
+def _tensor(values: Any, name: str) -> Tensor:
     """Any numbers as a tensor; integers and floats stay what they are, in int64 and float32."""
+    if values is None or isinstance(values, Dataset | DataLoader):
+        raise TypeError(
+            f"{name} must be an array, a tensor or nested lists of numbers, got {_kind(values)}; torch data sets go to from_datasets, one "
+            "per client"
+        )
     if isinstance(values, Tensor):
         tensor = values.detach().cpu()
     else:
@@ -27,51 +32,73 @@ def _tensor(values: Array, what: str) -> Tensor:
             if array.dtype.kind not in "fiub":
                 raise TypeError(f"numbers of type {array.dtype}")
         except (TypeError, ValueError) as error:
-            raise ValueError(f"{what} must be an array of numbers, all rows of one shape: {error}") from None
+            raise ValueError(f"{name} must be an array of numbers, all rows of one shape: {error}") from None
         native = array.dtype.newbyteorder("=")
         tensor = torch.from_numpy(np.array(array, dtype=np.int64 if array.dtype.kind == "u" else native, order="C"))
     if tensor.is_complex():
-        raise ValueError(f"{what} must be real numbers, got {tensor.dtype}")
+        raise ValueError(f"{name} must be real numbers, got {tensor.dtype}")
     return tensor.float() if tensor.is_floating_point() else tensor.long()
 
 
-def _per_client(x: Any, y: Any, what: str) -> tuple[list[Tensor], list[Tensor]]:
-    """Lists of one tensor per client; the first client that does not fit is named by its place."""
-    if len(x) != len(y):
-        raise ValueError(f"{what}: x has {len(x)} clients, y has {len(y)}; pass as many arrays of labels as of inputs")
-    if not len(x):
-        raise ValueError(f"{what}: there is no client; pass one array for each")
-    xs = [_tensor(value, f"{what}: x of client {j}").float() for j, value in enumerate(x)]
-    ys = [_tensor(value, f"{what}: y of client {j}") for j, value in enumerate(y)]
+def _kind(value: Any) -> str:
+    """What a value is, in an error message."""
+    name = "None" if value is None else type(value).__name__
+    return f"{name} of length {len(value)}" if isinstance(value, tuple | list) else name
+
+
+def _list(values: Any, name: str, of: str) -> list[Any]:
+    """One thing per client."""
+    if isinstance(values, Dataset | DataLoader):
+        raise TypeError(f"{name} must be a list with one {of} per client, got one {_kind(values)}: pass a list of them to from_datasets")
+    if isinstance(values, Mapping) or not isinstance(values, Iterable):
+        raise TypeError(f"{name} must be a list with one {of} per client, got {_kind(values)}")
+    return list(values)
+
+
+def _per_client(x: Any, y: Any, part: str = "") -> tuple[list[Tensor], list[Tensor]]:
+    """Lists of one tensor per client; the first client that does not fit is named by its place. `part` is '' or 'test '."""
+    xs = [_tensor(value, f"{part}x of client {j}").float() for j, value in enumerate(_list(x, f"{part}x", "array of inputs"))]
+    if not xs:
+        raise ValueError(f"{part}x is empty: pass one array of inputs per client")
+    ys = [_tensor(value, f"{part}y of client {j}") for j, value in enumerate(_list(y, f"{part}y", "array of labels or targets"))]
+    if len(xs) != len(ys):
+        raise ValueError(f"{part}x has {len(xs)} clients, {part}y has {len(ys)}; pass as many arrays of labels or targets as of inputs")
     for j, (xj, yj) in enumerate(zip(xs, ys, strict=True)):
         if xj.dim() < 1 or yj.dim() < 1 or len(xj) != len(yj):
             raise ValueError(
-                f"{what}: client {j} has x of shape {list(xj.shape)} and y of shape {list(yj.shape)}; they must have as many rows. "
+                f"client {j} has {part}x of shape {list(xj.shape)} and {part}y of shape {list(yj.shape)}; they must have as many rows. "
                 "Are these pooled arrays? Then pass client_ids, one per row"
             )
-        if xj.shape[1:] != xs[0].shape[1:] or yj.shape[1:] != ys[0].shape[1:]:
-            raise ValueError(
-                f"{what}: client {j} has examples of shape {list(xj.shape[1:])} and labels of shape {list(yj.shape[1:])}, "
-                f"client 0 has {list(xs[0].shape[1:])} and {list(ys[0].shape[1:])}; bring all clients to one shape"
-            )
+        for name, own, first in (("x", xj, xs[0]), ("y", yj, ys[0])):
+            if own.shape[1:] != first.shape[1:]:
+                raise ValueError(
+                    f"{part}{name} must have rows of one shape: client {j} has {list(own.shape[1:])}, client 0 {list(first.shape[1:])}; "
+                    "reshape, crop or pad them alike"
+                )
     return xs, ys
 
 
-def _plain(values: Any) -> list[Hashable]:
+def _plain(ids: Any, name: str) -> list[Hashable]:
     """Client ids as Python values that compare and print as one expects."""
-    return (
-        values.tolist()
-        if isinstance(values, np.ndarray | Tensor)
-        else [v.item() if isinstance(v, np.generic | Tensor) else v for v in values]
-    )
+    if isinstance(ids, np.ndarray | Tensor) and ids.ndim == 1:
+        return ids.tolist()
+    if isinstance(ids, np.ndarray | Tensor) or not isinstance(ids, Iterable):
+        what = f"shape {list(ids.shape)}" if isinstance(ids, np.ndarray | Tensor) else _kind(ids)
+        raise ValueError(f"{name} must be a list or a vector with the client of each row, got {what}")
+    return [v.item() if isinstance(v, np.generic | Tensor) else v for v in ids]
 
 
-def _by_client(x: Any, y: Any, ids: Any, known: Sequence[Hashable] | None, what: str) -> tuple[list[Tensor], list[Tensor], list[Hashable]]:
-    """Pooled rows as one tensor per client, clients in the order of their sorted ids (or as in `known`)."""
-    xs, ys = _per_client([x], [y], what)
-    owners = _plain(ids)
-    if len(owners) != len(xs[0]):
-        raise ValueError(f"{what}: client_ids must name a client for each of the {len(xs[0])} rows, got {len(owners)}")
+def _by_client(x: Any, y: Any, ids: Any, known: Sequence[Hashable] | None) -> tuple[list[Tensor], list[Tensor], list[Hashable]]:
+    """Pooled rows as one tensor per client, clients in the order of their sorted ids (or as in `known`, for test data)."""
+    part = "" if known is None else "test "
+    xs, ys = _tensor(x, f"{part}x").float(), _tensor(y, f"{part}y")
+    if xs.dim() < 1 or ys.dim() < 1 or len(xs) != len(ys):
+        raise ValueError(f"{part}x and {part}y must have as many rows, got shapes {list(xs.shape)} and {list(ys.shape)}")
+    if not len(xs) and known is None:
+        raise ValueError("x is empty: pass one row of inputs for each example, and the client of each row as client_ids")
+    owners = _plain(ids, f"{part}client_ids")
+    if len(owners) != len(xs):
+        raise ValueError(f"{part}client_ids must name a client for each of the {len(xs)} rows, got {len(owners)}")
     places: dict[Hashable, list[int]] = {}
     for row, owner in enumerate(owners):
         places.setdefault(owner, []).append(row)
@@ -81,11 +108,13 @@ def _by_client(x: Any, y: Any, ids: Any, known: Sequence[Hashable] | None, what:
         except TypeError:
             order = sorted(places, key=lambda owner: (type(owner).__name__, str(owner)))
     else:
-        order = list(known)
-        if strangers := [owner for owner in places if owner not in set(order)]:
-            raise ValueError(f"{what}: client {strangers[0]!r} has no training data; known clients are {order[:10]}")
+        order, trained = list(known), set(known)
+        if strangers := [owner for owner in places if owner not in trained]:
+            raise ValueError(
+                f"{part}client_ids name client {strangers[0]!r}, who has no training data: leave its rows out; known are {order[:10]}"
+            )
     rows = [torch.tensor(places.get(owner, []), dtype=torch.int64) for owner in order]
-    return [xs[0][r] for r in rows], [ys[0][r] for r in rows], order
+    return [xs[r] for r in rows], [ys[r] for r in rows], order
 
 
 def from_arrays(
@@ -126,15 +155,16 @@ def from_arrays(
 
     Raises:
         ValueError: Arrays that don't fit each other, or a client with too few examples for the splits asked for.
+        TypeError: Something else than arrays, such as torch data sets: those go to `from_datasets`.
     """
     pooled = client_ids is not None
     if pooled:
-        xs, ys, order = _by_client(x, y, client_ids, None, "from_arrays")
+        xs, ys, order = _by_client(x, y, client_ids, None)
         found = [str(owner) for owner in order]
     else:
         if isinstance(x, np.ndarray | Tensor):
             raise ValueError(f"x is one array of shape {list(x.shape)}: pass client_ids, one per row, or a list with one array per client")
-        xs, ys = _per_client(x, y, "from_arrays")
+        xs, ys = _per_client(x, y)
         order, found = list(range(len(xs))), [f"client {j}" for j in range(len(xs))]
     clients = len(xs)
     named = found if names is None else [str(name) for name in names]
@@ -146,21 +176,29 @@ def from_arrays(
 
     tests: tuple[list[Tensor], list[Tensor]] = ([], [])
     if test is not None:
-        if len(test) != (3 if pooled else 2):
-            raise ValueError(
-                f"test must be {'(x, y, client_ids)' if pooled else '(xs, ys)'}, in the form of the training data, got {len(test)} parts"
-            )
-        tests = _by_client(test[0], test[1], test[2], order, "test")[:2] if pooled else _per_client(test[0], test[1], "test")
+        if not isinstance(test, tuple | list) or len(test) != (3 if pooled else 2):
+            form = "(x, y, client_ids)" if pooled else "(xs, ys)"
+            raise ValueError(f"test must be {form}, in the form of the training data, got {_kind(test)}")
+        tests = _by_client(test[0], test[1], test[2], order)[:2] if pooled else _per_client(test[0], test[1], "test ")
         if len(tests[0]) != clients:
             raise ValueError(
                 f"test has {len(tests[0])} clients, the training data {clients}; a client without test data has arrays of length 0"
             )
-        if tests[0][0].shape[1:] != xs[0].shape[1:] or tests[1][0].shape[1:] != ys[0].shape[1:]:
-            raise ValueError(f"test examples have shape {list(tests[0][0].shape[1:])}, training examples {list(xs[0].shape[1:])}")
+        for name, held, trained in (("x", tests[0][0], xs[0]), ("y", tests[1][0], ys[0])):
+            if held.shape[1:] != trained.shape[1:]:
+                raise ValueError(
+                    f"test {name} must have rows of the training data's shape {list(trained.shape[1:])}, got {list(held.shape[1:])}"
+                )
 
     every = [*ys, *tests[1]]
     if task is None:
-        task = "regression" if any(yj.is_floating_point() for yj in ys) else "classification"
+        floats = [yj.is_floating_point() for yj in every if len(yj)]
+        if len(set(floats)) > 1:
+            raise ValueError(
+                f"y must be integers for all clients or floats for all, got {sum(floats)} arrays of floats among {len(floats)} (test data "
+                "counted): say which they are by task='classification' or task='regression'"
+            )
+        task = "regression" if floats[0] else "classification"
     if task == "classification":
         for yj in every:
             if yj.is_floating_point() and not (yj == yj.round()).all():
@@ -168,7 +206,7 @@ def from_arrays(
             if yj.dim() != 1:
                 raise ValueError(f"labels must be [n], got {list(yj.shape)}; one-hot labels become classes by y.argmax(1)")
         pooled_y = torch.cat([yj.long() for yj in every])
-        outputs = int(pooled_y.max()) + 1 if outputs is None else outputs
+        outputs = max(int(pooled_y.max()) + 1, 1) if outputs is None else outputs
     else:
         pooled_y = torch.cat([yj.float() for yj in every])
         outputs = math.prod(pooled_y.shape[1:]) if outputs is None else outputs
@@ -209,24 +247,39 @@ def from_arrays(
     )
 
 
-def _materialise(dataset: Dataset, what: str) -> tuple[Tensor, Tensor]:
+def _examples(dataset: Any, name: str) -> tuple[Tensor, Tensor]:
     """All examples of a map-style data set, as x [n, ...] and y [n, ...]."""
     if isinstance(dataset, TensorDataset) and len(dataset.tensors) == 2:
         return dataset.tensors[0], dataset.tensors[1]
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")) or isinstance(dataset, Mapping):
+        raise TypeError(
+            f"{name} must be a map-style data set, one with len() and [i], got {_kind(dataset)}: of a data loader pass loader.dataset, of "
+            "anything that can be iterated list(...)"
+        )
+    if not len(dataset):
+        raise ValueError(f"{name} is empty: leave that client out")
     xs, ys = [], []
-    try:
-        for i in range(len(dataset)):  # pyright: ignore[reportArgumentType]
-            example, label = dataset[i]
-            xs.append(torch.as_tensor(example))
-            ys.append(torch.as_tensor(label))
-        if not xs:
-            raise ValueError("it is empty")
-        return torch.stack(xs), torch.stack(ys)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(
-            f"{what} must be a map-style data set of pairs (numbers of one shape, label): {error}. "
-            "Images need a transform that makes them tensors, such as torchvision's ToTensor()"
-        ) from error
+    for i in range(len(dataset)):
+        item = dataset[i]
+        if not (isinstance(item, tuple | list) and len(item) == 2):
+            raise ValueError(
+                f"{name} must give pairs (x, y), got {_kind(item)} as item {i}: choose the two, as in [(item[0], item[1]) for item in data]"
+            )
+        try:
+            x, y = (torch.as_tensor(part) for part in item)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(
+                f"{name} must hold numbers, its item {i} does not: {error}. Images need a transform that makes them tensors, such as "
+                "torchvision's ToTensor()"
+            ) from error
+        xs.append(x)
+        ys.append(y)
+        if (x.shape, y.shape) != (xs[0].shape, ys[0].shape):
+            raise ValueError(
+                f"{name} must have items of one shape: item {i} has x {list(x.shape)} and y {list(y.shape)}, item 0 has x "
+                f"{list(xs[0].shape)} and y {list(ys[0].shape)}; reshape, crop or pad them alike"
+            )
+    return torch.stack(xs), torch.stack(ys)
 
 
 def from_datasets(datasets: Sequence[Dataset], *, test: Sequence[Dataset] | None = None, **options: Any) -> FederatedData:
@@ -235,14 +288,20 @@ def from_datasets(datasets: Sequence[Dataset], *, test: Sequence[Dataset] | None
     Args:
         datasets: One per client.
         test: Test data sets, one per client; without them a share of each client's examples.
-        **options: Those of `from_arrays`.
+        **options: Those of `from_arrays` but `client_ids`.
 
     Raises:
-        ValueError: A data set that does not give pairs of numbers.
+        ValueError: A data set that does not give pairs of numbers, or what `from_arrays` refuses.
+        TypeError: Something else than a list of map-style data sets.
     """
-    pairs = [_materialise(dataset, f"data set of client {j}") for j, dataset in enumerate(datasets)]
+    if "client_ids" in options:
+        raise TypeError("client_ids is for the pooled arrays of from_arrays; from_datasets takes one data set per client, see names=")
+    pairs = [_examples(dataset, f"datasets[{j}]") for j, dataset in enumerate(_list(datasets, "datasets", "data set"))]
+    if not pairs:
+        raise ValueError("datasets is empty: pass one data set per client")
     held = None
     if test is not None:
-        tests = [_materialise(dataset, f"test data set of client {j}") for j, dataset in enumerate(test)]
+        nothing = pairs[0][0][:0], pairs[0][1][:0]  # a client without test data has an empty data set
+        tests = [_examples(dataset, f"test[{j}]") if len(dataset) else nothing for j, dataset in enumerate(_list(test, "test", "data set"))]
         held = ([x for x, _ in tests], [y for _, y in tests])
     return from_arrays([x for x, _ in pairs], [y for _, y in pairs], test=held, **options)

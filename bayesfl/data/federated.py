@@ -158,6 +158,9 @@ class FederatedData:
             raise ValueError(f"splits must hold 'train', got {list(self.splits)}")
         if self.task not in ("classification", "regression"):
             raise ValueError(f"task must be 'classification' or 'regression', got {self.task!r}")
+        if isinstance(self.outputs, bool) or not isinstance(self.outputs, int | np.integer) or self.outputs < 1:
+            raise ValueError(f"outputs must be a whole number of classes or targets, at least 1, got {self.outputs!r}")
+        object.__setattr__(self, "outputs", int(self.outputs))
         if self.class_names is not None and len(self.class_names) != self.outputs:
             raise ValueError(f"class_names must name each of the {self.outputs} classes, got {len(self.class_names)} names")
         try:
@@ -201,7 +204,7 @@ class FederatedData:
         if wrong.any():
             raise ValueError(
                 f"labels must lie within [0, {self.outputs}), client {self._first_client(split, wrong)!r} has {int(y[wrong][0])} in split "
-                f"{name!r}: number the classes from 0, or pass outputs={max(int(split.y.max()) + 1, 1)}"
+                f"{name!r}: {label_remedy(y)}"
             )
 
     def _check_finite(self, name: str, split: Split) -> None:
@@ -345,6 +348,13 @@ class FederatedData:
         lines = [head, *map(list, zip(*columns, strict=True))]
         text = ["  ".join([line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))]) for line in lines]
         return "\n".join([*text, f"{self.source.name}, {self.task}, {self.clients} clients, hash {self.hash[:12]}"])
+
+
+def label_remedy(y: Tensor) -> str:
+    """What to do about class labels [N] some of which are no classes."""
+    if (y < 0).any():
+        return "give every class a number from 0 up, and leave out examples without a label, which no number stands for"
+    return f"number the classes from 0, or pass outputs={int(y.max()) + 1}"
 
 
 def _digest(tensor: Tensor) -> str:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from bayesfl.data._torchvision import torchvision
-from bayesfl.data.federated import OFFICIAL, SourceInfo, Task
+from bayesfl.data.federated import OFFICIAL, SourceInfo, Task, label_remedy
 from bayesfl.data.partitions import stratified
 from bayesfl.random import Purpose, generator
 
@@ -51,7 +51,7 @@ class Source:
         scale: Mean and standard deviation by which regression targets were standardised.
 
     Raises:
-        ValueError: Parts that don't fit each other.
+        ValueError: Parts that don't fit each other, or labels that are no classes.
     """
 
     x: Tensor
@@ -72,6 +72,13 @@ class Source:
             raise ValueError(
                 f"x and y must have as many rows, train of them for training; got {len(self.x)}, {len(self.y)} and {self.train}"
             )
+        if self.task == "classification":
+            wrong = ((self.y < 0) | (self.y >= self.outputs)).nonzero()
+            if len(wrong):
+                row = int(wrong[0, 0])
+                raise ValueError(
+                    f"labels must lie within [0, {self.outputs}), y has {int(self.y[row])} in row {row}: {label_remedy(self.y)}"
+                )
 
     @classmethod
     def from_parts(
@@ -104,7 +111,7 @@ class Source:
         task = task or ("regression" if y.is_floating_point() else "classification")
         y = y.long() if task == "classification" else y.float()
         if outputs is None:
-            outputs = int(y.max()) + 1 if task == "classification" else math.prod(y.shape[1:])
+            outputs = max(int(y.max()) + 1, 1) if task == "classification" else math.prod(y.shape[1:])
         return cls(
             x=torch.cat([x_train, x_test]).float(),
             y=y,

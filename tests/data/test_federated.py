@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch.testing import assert_close
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from bayesfl.data import FederatedData, SourceInfo, Split, from_arrays, from_datasets
 from bayesfl.data.partitions import stratified
@@ -165,8 +165,71 @@ def test_any_map_style_dataset():
     assert data.inputs == (1, 2, 2)
     assert data.counts["train"].tolist() == [10, 6]
     assert data.counts["test"].tolist() == [2, 4]
-    with pytest.raises(ValueError, match=r"data set of client 1 .*ToTensor"):
-        from_datasets([Squares(3), [("an image", 1)]])  # pyright: ignore[reportArgumentType]
+    some = from_datasets([Squares(10), Squares(6)], test=[[], Squares(4)])  # pyright: ignore[reportArgumentType]
+    assert some.counts["test"].tolist() == [0, 4]
+
+
+def numbered(n: int) -> TensorDataset:
+    return TensorDataset(torch.arange(2.0 * n).reshape(n, 2), torch.arange(n) % 2)
+
+
+@pytest.mark.parametrize(
+    ("datasets", "options", "message"),
+    [
+        ([numbered(3), [("an image", 1)]], {}, r"datasets\[1\] must hold numbers, its item 0 does not.*ToTensor"),
+        ([TensorDataset(*numbered(3).tensors, torch.zeros(3))], {}, r"datasets\[0\] must give pairs \(x, y\), got tuple of length 3"),
+        ([numbered(3), [{"image": 1, "label": 2}]], {}, r"datasets\[1\] must give pairs \(x, y\), got dict as item 0"),
+        ([[(torch.zeros(2), 0), (torch.zeros(3), 0)]], {}, r"datasets\[0\] .*one shape: item 1 has x \[3\] .* item 0 has x \[2\]"),
+        ([], {}, "datasets is empty"),
+        ([numbered(3), []], {}, r"datasets\[1\] is empty: leave that client out"),
+        ([numbered(3)], {"test": [numbered(1), numbered(1)]}, "test has 2 clients, the training data 1"),
+        ([numbered(3)], {"test": [[(1, 2, 3)]]}, r"test\[0\] must give pairs"),
+    ],
+)
+def test_datasets_that_do_not_fit_are_named(datasets, options, message):
+    with pytest.raises(ValueError, match=message):
+        from_datasets(datasets, **options)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield torch.zeros(2), 0
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda xs, ys, sets: from_arrays(sets, None),
+            "x of client 0 must be an array.* got TensorDataset; .*from_datasets",
+        ),
+        (lambda xs, ys, sets: from_arrays([DataLoader(s) for s in sets], ys), "x of client 0 .* got DataLoader; .*from_datasets"),
+        (lambda xs, ys, sets: from_arrays(sets[0], ys), "x must be a list with one array of inputs per client, got one TensorDataset"),
+        (lambda xs, ys, sets: from_arrays(xs, None), "y must be a list with one array of labels or targets per client, got None"),
+        (lambda xs, ys, sets: from_arrays(xs, [ys[0], None, ys[2]]), "y of client 1 must be an array.* got None"),
+        (lambda xs, ys, sets: from_arrays(dict(enumerate(xs)), ys), "x must be a list .* got dict"),
+        (lambda xs, ys, sets: from_arrays(xs[0], None, client_ids=[1] * 7), "y must be an array.* got None"),
+        (lambda xs, ys, sets: from_arrays(xs, ys, test=(sets, None)), "test x of client 0 .* got TensorDataset"),
+        (lambda xs, ys, sets: from_datasets(sets[0]), "datasets must be a list with one data set per client, got one TensorDataset"),
+        (lambda xs, ys, sets: from_datasets([Stream()]), r"datasets\[0\] must be a map-style data set.* got Stream"),
+        (
+            lambda xs, ys, sets: from_datasets([DataLoader(sets[0])]),
+            r"datasets\[0\] .* got DataLoader: .*pass loader.dataset",
+        ),
+        (lambda xs, ys, sets: from_datasets(sets, test=sets[0]), "test must be a list"),
+        (lambda xs, ys, sets: from_datasets(sets, client_ids=[1, 2, 3]), "client_ids is for the pooled arrays"),
+    ],
+)
+def test_what_is_no_array_or_no_data_set_is_named(call, message):
+    xs, ys = arrays()
+    with pytest.raises(TypeError, match=message):
+        call(xs, ys, [TensorDataset(torch.tensor(x), torch.tensor(y)) for x, y in zip(xs, ys, strict=True)])
+
+
+def test_a_client_without_test_data_does_not_decide_the_task():
+    xs, ys = arrays()
+    data = from_arrays(xs, ys, test=([xs[0], xs[1][:0], xs[2]], [ys[0], np.array([]), ys[2]]))
+    assert (data.task, data.counts["test"].tolist()) == ("classification", [7, 0, 9])
 
 
 def test_given_test_data_in_both_forms():
@@ -210,10 +273,28 @@ def test_your_arrays_are_copied_once():
     ("call", "message"),
     [
         (lambda xs, ys: from_arrays(xs, ys[:2]), "x has 3 clients, y has 2"),
-        (lambda xs, ys: from_arrays([], []), "there is no client"),
+        (lambda xs, ys: from_arrays([], []), "x is empty: pass one array"),
+        (lambda xs, ys: from_arrays([], [], client_ids=[]), "x is empty: pass one row"),
         (lambda xs, ys: from_arrays(np.concatenate(xs), np.concatenate(ys)), "pass client_ids"),
         (lambda xs, ys: from_arrays([xs[0], xs[1][:2], xs[2]], ys), "client 1 has x of shape"),
-        (lambda xs, ys: from_arrays([xs[0], xs[1][:, :2], xs[2]], ys), "client 1 has examples of shape"),
+        (
+            lambda xs, ys: from_arrays([xs[0], xs[1][:, :2], xs[2]], ys),
+            r"x must have rows .*: client 1 has \[2\], client 0 \[5\]",
+        ),
+        (
+            lambda xs, ys: from_arrays(xs, [ys[0], ys[1][:, None], ys[2]]),
+            r"y must have rows .*: client 1 has \[1\], client 0 \[\]",
+        ),
+        (lambda xs, ys: from_arrays(xs, [ys[0], ys[1] * 1.0, ys[2]]), "got 1 arrays of floats among 3 .*task='regression'"),
+        (
+            lambda xs, ys: from_arrays(xs[0], ys[0][:3], client_ids=[1] * 7),
+            r"x and y must have as many rows, got shapes \[7, 5\]",
+        ),
+        (
+            lambda xs, ys: from_arrays(xs[0], ys[0], client_ids=np.ones((7, 1))),
+            r"client_ids must be .* got shape \[7, 1\]",
+        ),
+        (lambda xs, ys: from_arrays(xs[0], ys[0], client_ids=3), "client_ids must be a list or a vector .* got int"),  # pyright: ignore[reportArgumentType]
         (lambda xs, ys: from_arrays([["a"]], [[0]]), "array of numbers"),
         (lambda xs, ys: from_arrays([xs[0] * 1j], ys[:1]), "array of numbers"),
         (lambda xs, ys: from_arrays([torch.tensor(xs[0]) * 1j], ys[:1]), "real numbers"),
@@ -226,8 +307,16 @@ def test_your_arrays_are_copied_once():
         (lambda xs, ys: from_arrays([xs[0], xs[1][:1]], [ys[0], ys[1][:1]]), "client 'client 1' has 1 example, too few"),
         (lambda xs, ys: from_arrays([xs[0], xs[1][:0]], [ys[0], ys[1][:0]]), "client 'client 1' has no training example"),
         (lambda xs, ys: from_arrays([xs[0], xs[1][:2]], [ys[0], ys[1][:2]], validation=0.1), "would leave none to train on"),
-        (lambda xs, ys: from_arrays([x[:, 0] for x in xs], [y > 5 for y in ys], outputs=0), r"labels must lie within \[0, 0\)"),
-        (lambda xs, ys: from_arrays(xs, [ys[0], ys[1], ys[2] - 1]), r"labels must lie within .* client 'client 2' has -1"),
+        (lambda xs, ys: from_arrays([x[:, 0] for x in xs], [y > 5 for y in ys], outputs=0), "outputs must be .* at least 1, got 0"),
+        (lambda xs, ys: from_arrays(xs, ys, outputs=3.0), "outputs must be a whole number .* got 3.0"),  # pyright: ignore[reportArgumentType]
+        (
+            lambda xs, ys: from_arrays(xs, [ys[0], ys[1], ys[2] - 1]),
+            r"labels .* client 'client 2' has -1 .*leave out examples without",
+        ),
+        (
+            lambda xs, ys: from_arrays(xs, [0 * y - 100 for y in ys]),
+            r"labels .* client 'client 0' has -100 .*leave out examples",
+        ),
         (lambda xs, ys: from_arrays(xs, ys, outputs=2), r"labels must lie within \[0, 2\).*outputs=3"),
         (lambda xs, ys: from_arrays(xs, [y + 0.5 for y in ys], task="classification"), "holds fractions"),
         (lambda xs, ys: from_arrays(xs, [np.eye(3, dtype=int)[y] for y in ys]), "argmax"),
@@ -235,10 +324,13 @@ def test_your_arrays_are_copied_once():
         (lambda xs, ys: from_arrays(xs, [y * 1.0 for y in ys], outputs=3), "outputs is 3, but split 'train' has 1 targets"),
         (lambda xs, ys: from_arrays(xs, ys, test=(xs,)), r"test must be \(xs, ys\)"),
         (lambda xs, ys: from_arrays(xs, ys, test=(xs[:1], ys[:1])), "test has 1 clients"),
-        (lambda xs, ys: from_arrays(xs, ys, test=([x[:, :1] for x in xs], ys)), "test examples have shape"),
+        (lambda xs, ys: from_arrays(xs, ys, test=([x[:, :1] for x in xs], ys)), r"test x must have rows of .* shape \[5\], got \[1\]"),
+        (lambda xs, ys: from_arrays(xs, ys, test=(xs, [y[:, None] for y in ys])), r"test y must have rows of .* shape \[\], got \[1\]"),
+        (lambda xs, ys: from_arrays(xs, ys, test=3), r"test must be \(xs, ys\).* got int"),  # pyright: ignore[reportArgumentType]
+        (lambda xs, ys: from_arrays(xs, ys, test=([], [])), "test x is empty"),
         (
             lambda xs, ys: from_arrays(xs[0], ys[0], client_ids=[1] * 7, test=(xs[0], ys[0], [2] * 7)),
-            "client 2 has no training data",
+            "test client_ids name client 2, who has no training data",
         ),
     ],
 )
