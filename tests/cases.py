@@ -33,13 +33,18 @@ class Case:
         return self.name
 
 
+def halving(round: int, rounds: int) -> float:
+    """A learning rate that changes from round to round, whatever their number."""
+    return 0.05 * 0.5**round
+
+
 CASES = (
     Case("local", {"epochs": 2, "batch_size": 10, "adapt_epochs": 3}),
     Case("fedavg", {"epochs": 2, "batch_size": 10}),
     Case("fedavg_ft", {"epochs": 2, "batch_size": 10, "finetune_epochs": 2}),
     Case("fedprox", {"epochs": 2, "batch_size": 10, "mu": 0.3, "momentum": 0.5}),
     Case("fedper", {"epochs": 2, "batch_size": 10, "adapt_epochs": 3}),
-    Case("fedrep", {"head_epochs": 2, "body_epochs": 1, "batch_size": 10}),
+    Case("fedrep", {"head_epochs": 2, "body_epochs": 1, "batch_size": 10, "lr": halving}),
     Case("lg_fedavg", {"epochs": 2, "batch_size": 10, "adapt_epochs": 3}),
     Case("fedbabu", {"epochs": 2, "batch_size": 10, "finetune_epochs": 2, "weight_decay": 1e-3}),
     Case("ditto", {"epochs": 2, "batch_size": 10, "lam": 0.5, "adapt_epochs": 3}),

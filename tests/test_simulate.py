@@ -426,6 +426,7 @@ def test_bytes_down(clients, model):
             options = {"participation": 0.5, "train": "cohort", "sampling": "fixed", "evaluate_every": None, "progress": False}
             history = bf.simulate(made, clients, rounds=2, dtype=dtype, **options).history
             assert history["bytes_down"].tolist() == [3 * size * numbers] * 2
+    assert history["bytes_up"].tolist() == [3 * 8 * (body + head + 1)] * 2  # the last: both blocks, one of them stacked, and a report
 
 
 def test_train_nll(clients, model):

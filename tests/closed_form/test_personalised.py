@@ -225,6 +225,54 @@ def test_fedbabu_trains_under_one_head_and_finetunes_to_predict(clients: Federat
     assert not torch.equal(plain.predict().probs, result.predict().probs)
 
 
+@pytest.mark.parametrize(
+    ("name", "block", "by_size"),
+    [
+        ("fedavg", "w", True),
+        ("fedprox", "w", True),
+        ("fedper", "body", True),
+        ("fedrep", "body", True),
+        ("lg_fedavg", "head", True),
+        ("fedbabu", "body", False),
+        ("ditto", "w", False),
+        ("pfedme", "w", False),
+        ("pfedmap", "head", False),
+    ],
+)
+def test_who_counts_for_how_much(clients: FederatedData, model: nn.Module, name: str, block: str, by_size: bool):
+    """The server's block is the mean of what each client makes of it alone, weighted by size, or every client counting the same."""
+    two = {"pfedme": ("batches",), "fedrep": ("head_epochs", "body_epochs"), "pfedmap": ("head_epochs", "body_epochs")}
+    made = getattr(bf.algorithms, name)(model, batch_size=None, **dict.fromkeys(two.get(name, ("epochs",)), 2))
+    options = {"rounds": 1, "sampling": "fixed", "train": "all"}
+    together = run(made, clients, **options).server[block]["loc"]
+    alone = torch.stack([run(made, clients.select([j]), **options).server[block]["loc"] for j in range(len(SIZES))])
+    weights = torch.tensor(SIZES if by_size else [1] * len(SIZES)).double()
+    assert_close(together, weights @ alone / weights.sum(), atol=1e-12, rtol=0)
+    other = torch.tensor([1] * len(SIZES) if by_size else SIZES).double()
+    assert (together - other @ alone / other.sum()).abs().max() > 1e-5
+
+
+def test_fedrep_fits_the_head_first(clients: FederatedData, model: nn.Module):
+    """One full-batch step of each: the head's under the old body, then the body's under the new head."""
+    fedrep = bf.algorithms.fedrep(model, head_epochs=1, body_epochs=1, batch_size=None, lr=0.3, momentum=0.0)
+    result = run(fedrep, clients, rounds=1)
+    bodies = []
+    for j in range(len(SIZES)):
+        x, y = clients.train.client(j)
+        net = bf.models.mlp(8, hidden=16, outputs=3).double()
+        net.load_state_dict({name: t.double() for name, t in model.state_dict().items()})
+        for part in (net.head, net.body):
+            slopes = torch.autograd.grad(nn.functional.cross_entropy(net(x.double()), y), list(part.parameters()))
+            with torch.no_grad():
+                for p, slope in zip(part.parameters(), slopes, strict=True):
+                    p -= 0.3 * slope
+        head, body = (torch.cat([p.detach().flatten() for p in part.parameters()]) for part in (net.head, net.body))
+        assert_close(result.private["head"]["loc"][j], head, atol=1e-12, rtol=0)
+        bodies.append(body)
+    weights = torch.tensor(SIZES).double()
+    assert_close(result.server["body"]["loc"], weights @ torch.stack(bodies) / weights.sum(), atol=1e-12, rtol=0)
+
+
 def test_lg_fedavg_shares_its_head_alone(clients: FederatedData, model: nn.Module):
     """Every client predicts with its own body under the server's head."""
     result = run(bf.algorithms.lg_fedavg(model, epochs=1, batch_size=10), clients)

@@ -1,6 +1,8 @@
 """What every algorithm promises: the same numbers however it is computed, and that what is private stays so."""
 
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ import bayesfl as bf
 from bayesfl.algorithms import PAPERS
 from bayesfl.blocks import flatten
 from bayesfl.data import FederatedData
+from bayesfl.protocols import Server, Uplink
 from tests.cases import CASES, SIZES, Case, federation
 
 ROUNDS = 3
@@ -93,23 +96,45 @@ def test_measuring_changes_nothing(case: Case, model: nn.Module, clients: Federa
     assert same_bits(state(run(case, model, clients, **options)), state(run(case, model, clients, **options, **{"evaluate_every": 1})))
 
 
+@dataclass(frozen=True)
+class Watched:
+    """A pool that notes what of its block reaches the server."""
+
+    pool: Any
+    arrived: list[dict[str, Tensor]]
+
+    @property
+    def sends(self) -> tuple[str, ...]:
+        return self.pool.sends
+
+    def accumulate(self, total: Any, server: Server, name: str, uplink: Uplink) -> Any:
+        self.arrived.append(flatten({name: uplink[name]}))
+        return self.pool.accumulate(total, server, name, uplink)
+
+    def solve(self, server: Server, name: str, total: Any) -> Any:
+        return self.pool.solve(server, name, total)
+
+
 @every_case
 def test_uplink_is_what_is_declared(case: Case, model: nn.Module, clients: FederatedData):
-    """Private blocks never leave; names, shapes, precision and bytes of what does are the declared ones."""
+    """Private blocks never leave; names, shapes, precision and bytes of what pools and `combine` receive are the declared ones."""
     algorithm = case(model)
     declared = algorithm.uplink(torch.float64)
     private = [name for name, block in algorithm.blocks.items() if block.private]
     assert not [key for key in declared if key.split(".")[0] in private]
-    result = run(case, model, clients, participation=0.5)
-    given = algorithm.given(result.server, 0, 1)
-    assert not [name for name in private if name in given]
-    one = {name: leaf for name, leaf in result.private.items()}
-    counts = torch.ones(len(SIZES), dtype=torch.float64)
-    views = algorithm.views(given, {}, one, counts)
-    sent = flatten(algorithm.sent(views) | torch.func.vmap(lambda view: algorithm.report(given, view))(views))
-    assert {key: (tuple(t.shape[1:]), t.dtype) for key, t in sent.items()} == declared
-    size = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in declared.values())
-    assert result.history["bytes_up"].tolist() == [size * int(c) for c in result.history["cohort"]]
+    arrived: list[dict[str, Tensor]] = []
+
+    def combine(server: Server, ids: Tensor, uplink: Uplink) -> Server:
+        arrived.append({key: t for key, t in flatten(uplink).items() if key not in ("n", "ids")})
+        return algorithm.combine(server, ids, uplink)
+
+    blocks = {name: replace(b, pool=Watched(b.pool, arrived)) if b.pool else b for name, b in algorithm.blocks.items()}
+    watched = replace(algorithm, blocks=blocks, combine=combine)
+    options = {"participation": 0.5, "dtype": torch.float64, "evaluate_every": None, "seed": 3, "progress": False}
+    result = bf.simulate(watched, clients, rounds=1, engine=bf.Engine(chunk=2, workers=1), **options)
+    assert {key: (tuple(t.shape[1:]), t.dtype) for part in arrived for key, t in part.items()} == declared
+    assert result.history["bytes_up"].tolist() == [sum(t.nbytes for part in arrived for t in part.values())]
+    assert not [name for name in private if name in algorithm.given(result.server, 0, 1)]
 
 
 @every_case
