@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from bayesfl.checks import whole
 from bayesfl.data.partitions import stratified
 from bayesfl.random import Purpose, generator
 
@@ -158,9 +159,7 @@ class FederatedData:
             raise ValueError(f"splits must hold 'train', got {list(self.splits)}")
         if self.task not in ("classification", "regression"):
             raise ValueError(f"task must be 'classification' or 'regression', got {self.task!r}")
-        if isinstance(self.outputs, bool) or not isinstance(self.outputs, int | np.integer) or self.outputs < 1:
-            raise ValueError(f"outputs must be a whole number of classes or targets, at least 1, got {self.outputs!r}")
-        object.__setattr__(self, "outputs", int(self.outputs))
+        object.__setattr__(self, "outputs", whole("outputs", self.outputs, least=1))
         if self.class_names is not None and len(self.class_names) != self.outputs:
             raise ValueError(f"class_names must name each of the {self.outputs} classes, got {len(self.class_names)} names")
         try:

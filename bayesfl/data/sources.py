@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from http.client import HTTPException
 from pathlib import Path
 
 import numpy as np
@@ -374,11 +375,25 @@ def _images(name: str, root: Path, download: bool) -> Source:
     else:
         looked.append(root / _FOLDER[name])
     if download or (name.startswith("cifar") and looked[-1].is_dir()):
-        return _standardised(name, _torchvision_arrays(name, root, download))
+        try:
+            arrays = _torchvision_arrays(name, root, download)
+        except (OSError, RuntimeError, HTTPException) as error:
+            raise FileNotFoundError(_absent(name, root, looked, download, error)) from error
+        return _standardised(name, arrays)
+    raise FileNotFoundError(_absent(name, root, looked, download))
+
+
+def _absent(name: str, root: Path, looked: list[Path], download: bool, error: Exception | None = None) -> str:
+    """That a data set is not there: why not, where it was looked for, and how to get it."""
+    what = "is not on disk"
+    if error is not None:
+        reason = " ".join(str(error).split())
+        what += f", and torchvision could not fetch it: {reason}" if download else f" as a whole: {reason}"
     places = "\n  ".join(dict.fromkeys(map(str, looked)))
-    raise FileNotFoundError(
-        f"the data set {name!r} is not on disk. Looked at\n  {places}\nPass download=True to let torchvision fetch it into {root}, put "
-        "one of these files there, or name another folder by root= or by the environment variable BAYESFL_DATA"
+    first = "Try again with a network connection" if download else "Pass download=True"
+    return (
+        f"the data set {name!r} {what}. Looked at\n  {places}\n{first} to let torchvision fetch it into {root}, put one of these files "
+        "there, or name another folder by root= or by the environment variable BAYESFL_DATA"
     )
 
 

@@ -8,6 +8,8 @@ import os
 import pickle
 import struct
 import sys
+from http.client import IncompleteRead
+from urllib.error import URLError
 
 import numpy as np
 import pytest
@@ -203,6 +205,41 @@ def test_torchvision_files(tmp_path):
     assert source.class_names == tuple("abcdefghij")
     red = torch.from_numpy(images(10, 3072, seed=0).reshape(10, 3, 32, 32)[:, 0]).float()
     assert_close(source.x[:10, 0], (red / 255 - 0.4914) / 0.2023)
+
+
+@needs_torchvision
+@pytest.mark.parametrize(
+    ("name", "cls", "error"),
+    [
+        ("cifar10", "CIFAR10", URLError("no network")),
+        ("mnist", "MNIST", RuntimeError("Error downloading a.gz:\nTried b, got:\nno network\n")),
+        ("cifar100", "CIFAR100", IncompleteRead(b"", 9)),
+    ],
+)
+def test_a_download_that_fails_says_where_it_was_looked_for(tmp_path, monkeypatch, name, cls, error):
+    """Not torchvision's own error alone, which is kept as the cause."""
+    loader.torchvision()
+    from torchvision import datasets
+
+    def offline(*args, **options):
+        raise error
+
+    monkeypatch.setattr(datasets, cls, offline)
+    with pytest.raises(FileNotFoundError, match=rf"'{name}' is not on disk, and torchvision could not fetch it: ") as caught:
+        load(name, root=tmp_path, download=True)
+    assert caught.value.__cause__ is error
+    message = str(caught.value)
+    assert " ".join(str(error).split()) in message
+    for part in (str(tmp_path / f"{name}.npz"), "Try again with a network connection", "root=", "BAYESFL_DATA"):
+        assert part in message
+
+
+@needs_torchvision
+def test_a_folder_that_is_not_whole_says_so(tmp_path):
+    (tmp_path / "cifar-10-batches-py").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"(?s)'cifar10' is not on disk as a whole: .*Looked at.*Pass download=True") as caught:
+        load("cifar10", root=tmp_path)
+    assert isinstance(caught.value.__cause__, RuntimeError)
 
 
 @needs_torchvision
