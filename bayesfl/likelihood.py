@@ -36,7 +36,7 @@ class Categorical:
         log_probs = outputs.mT.contiguous().log_softmax(-2).mT
         places = y.expand(outputs.shape[:-1]).unsqueeze(-1)
         nll = -log_probs.gather(-1, places).squeeze(-1)
-        return nll, log_probs.exp_().scatter_add_(-1, places, log_probs.new_full((), -1.0).expand_as(places))
+        return nll, log_probs.exp_().scatter_(-1, places, -1.0, reduce="add")
 
     def predictive(self, outputs: Tensor) -> Tensors:
         """`probs` [..., N, O] and `epistemic` [..., N] (mutual information, nats) from draws `outputs` [..., S, N, O]."""

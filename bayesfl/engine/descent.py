@@ -120,7 +120,7 @@ def descend(
     shapes = phase.noise(algorithm)
     total = torch.zeros_like(views["n"])
     steps = range(phase.steps or phase.epochs) if batch is not None else range(int(plan.steps.max()))
-    front, fixed, factor, before = views, {}, scale, 0
+    front, fixed, factor, sums, before = views, {}, scale, total, 0
     for t in steps:
         active = chunk if batch is not None else plan.active(t)
         data = batch if batch is not None else plan.batch(t, active)
@@ -128,6 +128,7 @@ def descend(
         start = perf_counter()
         if active != before:  # some are done: views of the others are made once
             before, front, factor = active, tree_map(lambda leaf, a=active: leaf[:a], views), scale[:active].unsqueeze(-1)
+            sums = total[:active]
             fixed = {k: v for name in others if name not in moving for k, v in algorithm.layout(name).leaves(front[name]["loc"]).items()}
             for block in blocks.values():
                 block.narrow(active)
@@ -147,7 +148,7 @@ def descend(
         back(slope.mul_(weights.unsqueeze(-1)))
         grads = [g for block in blocks.values() for g in block.gradients(given, front)]
         phase.optimiser.update_([p for block in blocks.values() for p in block.now], grads, state, rate, active)
-        total[:active] += torch.linalg.vecdot(losses, share)
+        sums.add_((losses * share).sum(-1))
         plan.seconds["steps"] += perf_counter() - start
     count = torch.as_tensor(plan.steps, dtype=total.dtype, device=total.device) if batch is None else float(len(steps))
     return views | {name: block.belief for name, block in blocks.items()}, {"nll": total / count}

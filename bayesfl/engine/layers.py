@@ -40,7 +40,8 @@ def _linear(layer: nn.Linear, weights: dict[str, Tensor], slopes: dict[str, Tens
     def back(slope: Tensor) -> Tensor | None:
         if wide:
             slope = slope.flatten(2, -2).transpose(1, 2)
-        slope = slope.reshape(flat.shape)
+        if slope.shape != flat.shape or wide:
+            slope = slope.reshape(flat.shape)
         for name, to in slopes.items():
             out = None if drawn else to  # written in place, but for draws, whose stack is not the buffer's shape
             found = torch.bmm(slope.mT, x, out=out) if name == "weight" else torch.sum(slope, 1, out=out)
@@ -81,9 +82,9 @@ def _conv(layer: nn.Conv2d, weights: dict[str, Tensor], slopes: dict[str, Tensor
     if not drawn and not lifted:
         return _conv_chunk(layer, weight, bias, slopes, x, through, grouped=x.is_cuda)
     draws = weight.shape[1] if drawn else x.shape[1]
-    weight, spread = _spread(weight, drawn, draws), None if bias is None else _spread(bias, drawn, draws)
-    own = {name: torch.empty_like(weight if name == "weight" else spread) for name in slopes}
-    inner = _conv_chunk(layer, weight, spread, own, _spread(x, lifted, draws), through, grouped=x.is_cuda)
+    weight, bias = _spread(weight, drawn, draws), None if bias is None else _spread(bias, drawn, draws)
+    own = {name: weight.new_empty(weight.shape if name == "weight" else weight.shape[:2]) for name in slopes}
+    inner = _conv_chunk(layer, weight, bias, own, _spread(x, lifted, draws), through, grouped=x.is_cuda)
 
     def back(slope: Tensor) -> Tensor | None:
         assert inner.back is not None
@@ -129,46 +130,39 @@ def _conv_chunk(
 
 def _max_pool(layer: nn.MaxPool2d, weights: dict[str, Tensor], slopes: dict[str, Tensor], x: Tensor, lifted: bool, through: bool) -> Pass:
     size, stride, padding, dilation = (_pair(v) for v in (layer.kernel_size, layer.stride, layer.padding, layer.dilation))
-    if size == stride == [2, 2] and padding == [0, 0] and dilation == [1, 1] and not layer.ceil_mode and not x.is_cuda:
-        return _halved(x, lifted, through)
     flat, lead = x.flatten(0, 1 + lifted), x.shape[: 2 + lifted]
     sizes = (size, stride, padding, dilation, layer.ceil_mode)
-    outputs, places = torch.ops.aten.max_pool2d_with_indices(flat, *sizes)
+    pairs = size == stride == [2, 2] and padding == [0, 0] and dilation == [1, 1] and not layer.ceil_mode and not x.is_cuda
+    outputs, places = _halved(flat) if pairs else torch.ops.aten.max_pool2d_with_indices(flat, *sizes)
 
     def back(slope: Tensor) -> Tensor | None:
         if not through:
             return None
-        into = torch.ops.aten.max_pool2d_with_indices_backward(slope.flatten(0, 1 + lifted), flat, *sizes, places)
+        where = places() if callable(places) else places
+        into = torch.ops.aten.max_pool2d_with_indices_backward(slope.flatten(0, 1 + lifted), flat, *sizes, where)
         return into.unflatten(0, lead)
 
     return Pass(outputs.unflatten(0, lead), lifted, back)
 
 
-def _halved(x: Tensor, lifted: bool, through: bool) -> Pass:
-    """Windows of 2 x 2 that don't overlap, first along rows, then along columns; four times as fast as torch's on a CPU.
+def _halved(x: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
+    """Windows of 2 x 2 that don't overlap, first along rows, then along columns: on a CPU many times as fast as torch's.
 
-    Of equal values the first in reading order wins, as in torch.
+    Their maxima, and what says where in [H, W] they were; of equal values the first in reading order wins, as in torch.
     """
-    rows, columns = x.shape[-2] // 2 * 2, x.shape[-1] // 2 * 2
-    left, right = x[..., :rows, 0:columns:2], x[..., :rows, 1:columns:2]
+    height, width = x.shape[-2:]
+    left, right = x[..., : height // 2 * 2, 0 : width // 2 * 2 : 2], x[..., : height // 2 * 2, 1::2]
     across = torch.maximum(left, right)
     top, bottom = across[..., 0::2, :], across[..., 1::2, :]
 
-    def back(slope: Tensor) -> Tensor | None:
-        if not through:
-            return None
-        middle = torch.empty_like(across)
-        _share_out(slope, top >= bottom, middle[..., 0::2, :], middle[..., 1::2, :])
-        into = torch.empty_like(x) if (rows, columns) == x.shape[-2:] else torch.zeros_like(x)
-        _share_out(middle, left >= right, into[..., :rows, 0:columns:2], into[..., :rows, 1:columns:2])
-        return into
+    def places() -> Tensor:
+        second, lower = left < right, top < bottom
+        above, below = second[..., 0::2, :], second[..., 1::2, :]
+        across = above ^ ((above ^ below) & lower)  # `where`, which is slow for bools
+        corner = torch.arange(0, height - 1, 2, device=x.device).unsqueeze(-1) * width + torch.arange(0, width - 1, 2, device=x.device)
+        return torch.add(corner + across, lower, alpha=width)
 
-    return Pass(torch.maximum(top, bottom), lifted, back)
-
-
-def _share_out(slope: Tensor, first: Tensor, to_first: Tensor, to_second: Tensor) -> None:
-    torch.mul(slope, first, out=to_first)
-    torch.sub(slope, to_first, out=to_second)
+    return torch.maximum(top, bottom), places
 
 
 def _pair(value: int | tuple[int, ...]) -> list[int]:
@@ -217,8 +211,12 @@ def _has_rule(layer: nn.Module) -> bool:
     return type(layer) in RULES
 
 
-def _stack(module: nn.Module) -> tuple[tuple[str, nn.Module, tuple[str, ...]], ...]:
-    """The layers of a stack in the order they run: prefix, layer, names of its parameters.
+Stack: TypeAlias = tuple[tuple[str, nn.Module, tuple[str, ...]], ...]
+"""Prefix, layer, names of its parameters."""
+
+
+def _stack(module: nn.Module) -> Stack:
+    """The layers of a stack in the order they run.
 
     One module may stand in several places, which `named_children` would leave out.
     """
@@ -228,9 +226,18 @@ def _stack(module: nn.Module) -> tuple[tuple[str, nn.Module, tuple[str, ...]], .
     return tuple((f"{name}.{prefix}", layer, names) for name, child in children for prefix, layer, names in _stack(child))
 
 
+def _order(stack: Stack) -> Stack:
+    """The same function with less work: of a ReLU and a max pooling, which commute, the one that leaves fewer values goes first."""
+    layers = list(stack)
+    for i in range(len(layers) - 1):
+        if isinstance(layers[i][1], nn.ReLU) and isinstance(layers[i + 1][1], nn.MaxPool2d):
+            layers[i], layers[i + 1] = layers[i + 1], layers[i]
+    return tuple(layers)
+
+
 def kernel(module: nn.Module) -> Passage:
     """See `network.Kernel`."""
-    stack = _stack(module)
+    stack = _order(_stack(module))
 
     def passage(leaves: dict[str, Tensor], slopes: dict[str, Tensor], x: Tensor, lifted: bool, through: bool) -> Pass:
         passes: list[tuple[Pass, list[tuple[Tensor, Tensor]]]] = []

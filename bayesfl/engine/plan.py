@@ -78,12 +78,10 @@ class Plan:
         if self._phase.batch_size is None:
             batch = {key: value[:active] for key, value in self._everything.items()}
         else:
-            index, places, weight, widths = self._orders
-            width = widths[step]
-            batch = self._gather(index[step, :active, :width]) | {
-                "weight": weight[step, :active, :width],
-                "index": places[step, :active, :width],
-            }
+            index, places, weight, width = self._orders[step]
+            if active < len(index) or width < index.shape[1]:
+                index, places, weight = (t[:active, :width] for t in (index, places, weight))
+            batch = self._gather(index) | {"weight": weight, "index": places}
         self.seconds["batches"] += perf_counter() - start
         return batch
 
@@ -128,8 +126,8 @@ class Plan:
         return batch | {"weight": weight, "index": torch.from_numpy(np.where(inside, places, 0)).to(self._split.x.device)}
 
     @cached_property
-    def _orders(self) -> tuple[Tensor, Tensor, Tensor, list[int]]:
-        """Of every step: places in the shared tensors and in the client's own rows [T, C, B], weights, and the widest batch."""
+    def _orders(self) -> list[tuple[Tensor, Tensor, Tensor, int]]:
+        """Of every step: places in the shared tensors and in the client's own rows [C, B], weights, and the widest batch."""
         total, chunk = int(self.steps.max()), len(self.rows)
         size = int(min(self._phase.batch_size, self._counts.max()))
         places = np.zeros((total, chunk, size), np.int64)
@@ -145,9 +143,9 @@ class Plan:
         widths = weight.sum(2).max(1).tolist()
         index = places + self._split.offsets[self.rows][None, :, None]
         device = self._split.x.device
-        return (
+        tensors = (
             self._split.index[torch.from_numpy(index).to(self._split.index.device)],
             torch.from_numpy(places).to(device),
             torch.from_numpy(weight).to(dtype=self._dtype, device=device),
-            widths,
         )
+        return list(zip(*(t.unbind(0) for t in tensors), widths, strict=True))

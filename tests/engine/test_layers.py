@@ -34,6 +34,10 @@ STACKS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
     ),
     "max pooling of pairs, odd sizes": (nn.Sequential(nn.Conv2d(1, 3, 3), nn.MaxPool2d((2, 2), 2), nn.Conv2d(3, 2, 1)), (1, 7, 9)),
     "max pooling": (nn.Sequential(nn.Conv2d(1, 3, 3), nn.MaxPool2d(2, padding=1), nn.Flatten(), nn.Linear(27, 2)), (1, 6, 6)),
+    "overlapping pooling after a ReLU": (
+        nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), nn.MaxPool2d(3, stride=2, padding=1), nn.Conv2d(3, 2, 1)),
+        (1, 7, 7),
+    ),
     "max pooling with all options": (
         nn.Sequential(nn.Conv2d(1, 3, 2), nn.MaxPool2d((3, 2), stride=(2, 1), padding=1, dilation=(1, 2), ceil_mode=True)),
         (1, 7, 7),
