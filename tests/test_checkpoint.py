@@ -160,13 +160,13 @@ def wrapped(by: Any) -> Callable:
 
 
 def two_fold(by: Any) -> Callable:
-    """Two functions that hold each other."""
+    """Two functions that hold each other and themselves."""
 
     def even(n):
-        return 1.0 if n == 0 else by * odd(n - 1)
+        return by if n == 0 else odd(n - 1) + even(0)
 
     def odd(n):
-        return 0.0 if n == 0 else even(n - 1)
+        return 0.0 if n == 0 else even(n - 1) + odd(0)
 
     return lambda server, uplink: even(2) * uplink["n"]
 

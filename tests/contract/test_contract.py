@@ -108,6 +108,7 @@ class Watched:
         return self.pool.sends
 
     def accumulate(self, total: Any, server: Server, name: str, uplink: Uplink) -> Any:
+        assert set(uplink[name]) == set(self.sends)
         self.arrived.append(flatten({name: uplink[name]}))
         return self.pool.accumulate(total, server, name, uplink)
 
