@@ -7,6 +7,9 @@ from typing import Any
 
 import numpy as np
 
+HEADLINES = ("personal_accuracy", "personal_rmse")
+"""What sums a run up: the one of a classification, the other of a regression."""
+
 
 class History:
     """Rows of a run, one a round, as columns.
@@ -58,7 +61,7 @@ class History:
         return out.getvalue()
 
     def __repr__(self) -> str:
-        measured = [row for row in self.rows if "personal_accuracy" in row or "personal_rmse" in row]
+        measured = [row for row in self.rows if any(measure in row for measure in HEADLINES)]
         if not measured:
             return f"History({len(self)} rounds, not evaluated)"
         last = {k: v for k, v in measured[-1].items() if k.startswith("personal_") and "pooled" not in k}

@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bayesfl.history import HEADLINES
 from bayesfl.metrics import ReliabilityBins, reliability_bins
-from bayesfl.report import mean_and_error
+from bayesfl.report import is_share, mean_and_error, words
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -87,7 +88,7 @@ def reliability(
     if not clients:
         raise ValueError("there is no client with examples to draw; check mask")
     panels = {f"client {j}": reliability_bins(probs[j : j + 1], labels[j : j + 1], mask[j : j + 1], bins) for j in clients}
-    figure, axes = _panels(panels, min(4, len(panels)), size=(2.4, 2.8))
+    figure, axes = _panels(panels, min(4, len(panels)))
     if title:
         figure.suptitle(title)
     return axes
@@ -110,13 +111,13 @@ def reliability_compare(entries: Mapping[str, Any], *, bins: int = 15, columns: 
     if not entries:
         raise ValueError("entries is empty: give at least one {method: result or (probs, labels, mask)}")
     panels = {name: reliability_bins(*_predictions(entry, None, None), bins) for name, entry in entries.items()}
-    return _panels(panels, min(4, len(panels)) if columns is None else columns, size=(3.0, 3.4), alike=True)[0]
+    return _panels(panels, min(4, len(panels)) if columns is None else columns, alike=True)[0]
 
 
 def learning_curves(
     histories: Mapping[str, Any],
     *,
-    metric: str = "personal_accuracy",
+    metric: str | None = None,
     x: str = "round",
     ax: "Axes | None" = None,
     title: str | None = None,
@@ -127,7 +128,8 @@ def learning_curves(
         histories: {method: a history, or a list of histories, one a seed}. A history has arrays of equal length under `x` and `metric`,
             as a mapping or data frame, or is a result with such a `history`. Rounds that were not evaluated, NaN, are left out; of several
             seeds the rounds count at which all were evaluated.
-        metric: What to draw. Names with `accuracy` or `coverage` are shown in percent.
+        metric: What to draw; by default the personal accuracy, of regressions the personal RMSE. Accuracies and coverages are shown in
+            percent.
         x: What to draw it against.
         ax: Where to draw; by default a new figure.
         title: Of the axes.
@@ -138,14 +140,23 @@ def learning_curves(
     Raises:
         ValueError: A history has no such column, or nothing was evaluated.
     """
-    from matplotlib.ticker import PercentFormatter
+    from matplotlib.ticker import MaxNLocator, PercentFormatter
 
+    if not isinstance(histories, Mapping):
+        raise ValueError(f"histories must be {{method: history}}, got {type(histories).__name__}; name it, as in {{'mine': result}}")
     if not histories:
         raise ValueError("histories is empty: give at least one {method: history}")
+    runs = {
+        name: [getattr(h, "history", h) for h in (history if isinstance(history, (list, tuple)) else [history])]
+        for name, history in histories.items()
+    }
+    columns = {name: [_columns(name, run) for run in seeds] for name, seeds in runs.items()}
+    if metric is None:
+        metric = _headline([keys for seeds in columns.values() for keys in seeds])
     ax = _figure((5.6, 3.6)).add_subplot() if ax is None else ax
     looks = cycle([(colour, dash) for dash in _DASHES for colour in OKABE_ITO[:7]])
-    for (name, history), (colour, dash) in zip(histories.items(), looks, strict=False):
-        seeds = [_curve(name, h, x, metric) for h in (history if isinstance(history, (list, tuple)) else [history])]
+    for name, (colour, dash) in zip(runs, looks, strict=False):
+        seeds = [_curve(name, run, keys, x, metric) for run, keys in zip(runs[name], columns[name], strict=True)]
         common = sorted(set.intersection(*(set(seed) for seed in seeds))) if seeds else []
         if not common:
             raise ValueError(f"{name!r}: {metric!r} was evaluated at no round" + (" that all seeds share" if len(seeds) > 1 else ""))
@@ -155,10 +166,12 @@ def learning_curves(
         if len(seeds) > 1:
             low, high = stats[:, 0] - stats[:, 1], stats[:, 0] + stats[:, 1]
             ax.fill_between(common, low, high, color=colour, alpha=0.18, linewidth=0)
-    if "accuracy" in metric or "coverage" in metric:
+    if is_share(metric):
         ax.yaxis.set_major_formatter(PercentFormatter(1.0))
-    ax.set_xlabel(x.replace("_", " "))
-    ax.set_ylabel(metric.replace("_", " "))
+    if x == "round":
+        ax.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True, min_n_ticks=1))
+    ax.set_xlabel(words(x))
+    ax.set_ylabel(words(metric))
     ax.set_title(title or "")
     _clean(ax)
     ax.grid(True, color="0.9", linewidth=0.8)
@@ -167,14 +180,32 @@ def learning_curves(
     return ax
 
 
-def _curve(name: str, history: Any, x: str, metric: str) -> dict[float, float]:
+def _columns(name: str, history: Any) -> list[str]:
+    """Names of a history's columns."""
+    columns = getattr(history, "columns", None)  # of a History or a data frame
+    if columns is None and not isinstance(history, Mapping):
+        raise ValueError(f"{name!r}: a history must be a result, a result's history, or columns by name, got {type(history).__name__}")
+    return list(history if columns is None else columns)
+
+
+def _headline(columns: Sequence[Sequence[str]]) -> str:
+    """The measure that all runs have and that sums one up."""
+    for measure in HEADLINES:
+        if all(measure in keys for keys in columns):
+            return measure
+    shared = [key for key in (columns[0] if columns else ()) if all(key in keys for keys in columns)]
+    raise ValueError(
+        f"metric must be given: not every history has {HEADLINES[0]!r}, nor every one {HEADLINES[1]!r}, which are written where a run is "
+        f"evaluated; columns that all have are {shared}"
+    )
+
+
+def _curve(name: str, history: Any, columns: Sequence[str], x: str, metric: str) -> dict[float, float]:
     """{round: value} of one seed, without the rounds that were not evaluated."""
-    history = getattr(history, "history", history)
-    try:
-        at, values = (np.asarray(history[key], dtype=np.float64) for key in (x, metric))
-    except KeyError as error:
-        has = f"; it has {list(history.keys())}" if hasattr(history, "keys") else ""
-        raise ValueError(f"{name!r}: the history has no {error}{has}") from error
+    for key in (x, metric):
+        if key not in columns:
+            raise ValueError(f"{name!r}: the history has no {key!r}; it has {list(columns)}")
+    at, values = (np.asarray(history[key], dtype=np.float64) for key in (x, metric))
     if at.shape != values.shape or at.ndim != 1:
         raise ValueError(f"{name!r}: {x!r} and {metric!r} must be of one length, got shapes {at.shape} and {values.shape}")
     return {float(a): float(v) for a, v in zip(at, values, strict=True) if np.isfinite(v)}
@@ -206,7 +237,7 @@ def _figure(size: tuple[float, float]) -> "Figure":
 
 
 def _panels(
-    panels: Mapping[str, ReliabilityBins], columns: int, *, size: tuple[float, float], alike: bool = False
+    panels: Mapping[str, ReliabilityBins], columns: int, *, size: tuple[float, float] = (3.0, 3.4), alike: bool = False
 ) -> tuple["Figure", np.ndarray]:
     """A grid of diagrams, the outer ones with the words; `alike` gives their histograms one scale."""
     if columns < 1:
@@ -253,11 +284,11 @@ def _diagram(
     ax.set(xlim=(0, 1), ylim=(0, 1))
     _clean(ax)
     ax.grid(True, axis="y", color="0.9", linewidth=0.8)
-    words = f"ECE {100 * bins.ece:.1f}%\nMCE {100 * bins.mce:.1f}%\nn = {bins.examples:,}" if bins.examples else "no examples"
+    numbers = f"ECE {100 * bins.ece:.1f}%\nMCE {100 * bins.mce:.1f}%\nn = {bins.examples:,}" if bins.examples else "no examples"
     ax.text(
         0.97,
         0.04,
-        words.replace(",", "\u2009"),
+        numbers.replace(",", "\u2009"),
         transform=ax.transAxes,
         ha="right",
         va="bottom",

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from bayesfl.files import atomic_write
 
-_SHARES = ("accuracy", "coverage")  # printed in percent unless a Column says otherwise
+_ACRONYMS = ("auroc", "ece", "f1", "mce", "nll", "rmse")
 
 
 @dataclass(frozen=True)
@@ -54,14 +54,23 @@ class Column:
     def __post_init__(self) -> None:
         if self.better not in ("higher", "lower", None):
             raise ValueError(f"better must be 'higher', 'lower' or None, got {self.better!r}")
-        share = any(word in self.key for word in _SHARES)
-        words = self.key.replace("_", " ")
+        share = is_share(self.key)
         if self.title is None:
-            object.__setattr__(self, "title", f"{words} (%)" if share and self.scale is None else words)
+            object.__setattr__(self, "title", words(self.key) + (" (%)" if share and self.scale is None else ""))
         if self.digits is None:
             object.__setattr__(self, "digits", 1 if share and self.scale is None else 3)
         if self.scale is None:
             object.__setattr__(self, "scale", 100.0 if share else 1.0)
+
+
+def is_share(key: str) -> bool:
+    """Whether a quantity of this name is shown in percent, as accuracies and coverages are."""
+    return "accuracy" in key or "coverage" in key
+
+
+def words(key: str) -> str:
+    """A quantity's name as people write it: `personal_nll` is personal NLL."""
+    return " ".join(word.upper() if word in _ACRONYMS else word for word in key.split("_"))
 
 
 def mean_and_error(values: Sequence[float] | np.ndarray | Tensor) -> tuple[float, float]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from bayesfl.files import atomic_path
+from bayesfl.history import History
 from bayesfl.metrics import reliability_bins
 from bayesfl.report import mean_and_error
 
@@ -169,6 +170,8 @@ def test_learning_curves():
     assert [text.get_text() for text in ax.get_legend().get_texts()] == ["one", "three", "result"]
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("round", "personal accuracy")
     assert ax.yaxis.get_major_formatter()(0.5).endswith("%")
+    short: Any = plots.learning_curves({"two rounds": history(0, rounds=2, every=1)})
+    assert all(tick == int(tick) for tick in short.get_xticks())
     ax.figure.canvas.draw()
 
 
@@ -185,6 +188,19 @@ def test_learning_curves_options():
     assert not loss.yaxis.get_major_formatter()(0.5).endswith("%")
     many = plots.learning_curves({str(k): history(k) for k in range(20)})
     assert len({(line.get_color(), line.get_linestyle()) for line in many.lines}) == 20
+
+
+def test_the_default_measure_is_that_of_the_task():
+    """Accuracy, of regressions the error; where the histories share neither, the columns they share are listed."""
+    accuracy, rmse = {"round": 2, "train_nll": 1.0, "personal_accuracy": 0.5}, {"round": 2, "train_nll": 1.0, "personal_rmse": 3.0}
+    assert plots.learning_curves({"a": History([accuracy])}).get_ylabel() == "personal accuracy"
+    regression: Any = plots.learning_curves({"a": History([{"round": 1}, rmse]), "b": [History([rmse])] * 2})
+    assert regression.get_ylabel() == "personal RMSE"
+    assert regression.lines[0].get_ydata().tolist() == [3.0]
+    assert not regression.yaxis.get_major_formatter()(0.5).endswith("%")
+    for other in ([accuracy], [{"round": 1, "train_nll": 2.0}]):
+        with pytest.raises(ValueError, match=r"metric must be given: .*columns that all have are \['round', 'train_nll'\]"):
+            plots.learning_curves({"a": History([rmse]), "b": History(other)})
 
 
 def test_errors_name_the_remedy():
@@ -204,8 +220,13 @@ def test_errors_name_the_remedy():
         plots.reliability_compare({"a": case}, columns=0)
     with pytest.raises(ValueError, match="histories is empty"):
         plots.learning_curves({})
-    with pytest.raises(ValueError, match=r"no 'auroc'.*'round', 'personal_accuracy', 'loss'"):
-        plots.learning_curves({"a": history(0)}, metric="auroc")
+    with pytest.raises(ValueError, match=r"histories must be {method: history}, got SimpleNamespace"):
+        plots.learning_curves(SimpleNamespace(history=history(0)))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"'round': a history must be a result.* got ndarray"):
+        plots.learning_curves(history(0))
+    for table in (history(0), History([{"round": 1, "personal_accuracy": 0.5, "loss": 0.1}])):
+        with pytest.raises(ValueError, match=r"'a': the history has no 'auroc'; it has \['round', 'personal_accuracy', 'loss'\]"):
+            plots.learning_curves({"a": table}, metric="auroc")
     with pytest.raises(ValueError, match="at no round that all seeds share"):
         plots.learning_curves({"a": [history(0, every=20), history(1, every=19)]})
     with pytest.raises(ValueError, match="of one length"):
