@@ -1,7 +1,5 @@
 """What happened, one row a round."""
 
-import csv
-import io
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +15,8 @@ class History:
     A column's prefix says whose model was measured on the test split: `personal_` each client's own predictor after aggregation
     (and fine-tuning, where the method has it); `before_pool_` the models as their own training left them, of the clients that
     trained in this round; `global_` the server's model; `validation_` as `personal_`, on the validation split. Without a further
-    word a measure is the mean over clients; `pooled_` puts all examples in one pot.
+    word a measure is the mean over clients; `pooled_` puts all examples in one pot. `report.write_csv(path, history)` writes it to a
+    file.
 
     Args:
         rows: Mappings from column to number.
@@ -51,14 +50,6 @@ class History:
         """The row where a column is best; to be asked of validation columns, never of test ones."""
         values = self[column]
         return self.rows[int(np.nanargmin(values) if lowest else np.nanargmax(values))]
-
-    def to_csv(self) -> str:
-        """The table as comma-separated values."""
-        out = io.StringIO()
-        writer = csv.DictWriter(out, self.columns, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(self.rows)
-        return out.getvalue()
 
     def __repr__(self) -> str:
         measured = [row for row in self.rows if any(measure in row for measure in HEADLINES)]

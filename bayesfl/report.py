@@ -18,7 +18,7 @@ import math
 import os
 import platform
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -151,14 +151,15 @@ def _cells(spec: Column, rows: Sequence[Mapping[str, Any]], style: str) -> list[
     return cells
 
 
-def write_csv(path: str | os.PathLike[str], rows: Sequence[Mapping[str, float | int | str]]) -> None:
+def write_csv(path: str | os.PathLike[str], rows: Iterable[Mapping[str, float | int | str]]) -> None:
     """Write rows as a CSV file, atomically.
 
     Args:
         path: Where.
-        rows: One mapping a line; the header is all their keys in order of appearance, and what a row lacks stays empty. Floats keep all
-            their digits.
+        rows: One mapping a line, such as a run's history; the header is all their keys in order of appearance, and what a row lacks stays
+            empty. Floats keep all their digits.
     """
+    rows = list(rows)
     header = list(dict.fromkeys(key for row in rows for key in row))
     text = io.StringIO()
     writer = csv.DictWriter(text, header, restval="", lineterminator="\n")

@@ -3,10 +3,12 @@
 import csv
 import io
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from bayesfl import report
 from bayesfl.history import History
 
 
@@ -65,9 +67,10 @@ def test_append_and_iterate():
     assert copied["round"].tolist() == [1.0]
 
 
-def test_csv_round_trip():
+def test_csv_round_trip(tmp_path: Path):
     """One line of names, one line a round, an empty cell where there is no value."""
-    text = history().to_csv()
+    report.write_csv(tmp_path / "history.csv", history())
+    text = (tmp_path / "history.csv").read_text()
     assert text.splitlines()[0] == "round,train_nll,validation_nll,personal_accuracy,personal_pooled_accuracy"
     rows = list(csv.DictReader(io.StringIO(text)))
     assert [float(row["train_nll"]) for row in rows] == [0.9, 0.7, 0.6]
