@@ -1,0 +1,197 @@
+"""Where Jacobians come from: closed forms by layer, torch.func, or BackPACK."""
+
+import copy
+from collections.abc import Callable
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vjp, vmap
+
+from bayesfl.curvature import layers
+from bayesfl.curvature.jacobians import PulledRows, Rows
+from bayesfl.layout import Layout
+from bayesfl.likelihood import Categorical, Gaussian
+from bayesfl.protocols import Likelihood
+
+Name = Literal["auto", "layers", "func", "backpack"]
+
+
+class Backend(Protocol):
+    """What linearises a model at its parameters."""
+
+    name: str
+
+    def floats(self, x: Tensor) -> tuple[int, int, int]:
+        """Numbers that one example of `x` takes while it is worked on: itself, and for each cotangent; and its outputs, O."""
+        ...
+
+    def linearise(self, x: Tensor, cotangents: Callable[[Tensor], Tensor]) -> tuple[Tensor, Rows]:
+        """Outputs [N, O] and the rows c' J [N, Q, D] for `cotangents(outputs)` [N, Q, O]."""
+        ...
+
+
+def choose(name: Name, module: nn.Module, layout: Layout) -> Backend:
+    """The backend of that name for a module that belongs to it, which it may change.
+
+    `auto` takes `layers` where every layer has a closed form; otherwise `func`, or on a GPU `backpack` where that knows every layer.
+
+    Raises:
+        ValueError: An unknown name, or a layer that the backend asked for does not support.
+    """
+    if name not in ("auto", "layers", "func", "backpack"):
+        raise ValueError(f"backend must be 'auto', 'layers', 'func' or 'backpack', got {name!r}")
+    if name in ("auto", "layers"):
+        missing = layers.unsupported(module)
+        if not missing:
+            return layers.Layers(module, layout)
+        if name == "layers":
+            raise ValueError(f"the backend 'layers' has no closed form for {', '.join(missing)}; backend='func' takes any architecture")
+    if name == "backpack" or (name == "auto" and next(module.parameters()).is_cuda):
+        missing = backpack_unsupported(module)
+        if not missing:
+            return BackPack(module, layout)
+        if name == "backpack":
+            raise ValueError(f"BackPACK does not support {', '.join(missing)}; backend='func' takes any architecture")
+    return Func(module, layout)
+
+
+class Func:
+    """torch.func: a vector-Jacobian product for each row, vectorised over examples; any architecture.
+
+    Args:
+        module: Any module whose operations torch.func supports.
+        layout: The parameters that count.
+    """
+
+    name = "func"
+
+    def __init__(self, module: nn.Module, layout: Layout) -> None:
+        self._module, self._layout = module, layout
+        fixed = {name: p.detach() for name, p in module.named_parameters() if name not in layout.shapes}
+        self._fixed = fixed | dict(module.named_buffers())
+        self._free = {name: module.get_parameter(name).detach() for name in layout.names}
+
+    @torch.no_grad()
+    def floats(self, x: Tensor) -> tuple[int, int, int]:
+        """See `Backend`; rows are pulled back in blocks of their own."""
+        return x[0].numel(), 0, self._module(x[:1]).shape[-1]
+
+    @torch.no_grad()
+    def linearise(self, x: Tensor, cotangents: Callable[[Tensor], Tensor]) -> tuple[Tensor, PulledRows]:
+        """See `Backend`."""
+        outputs = self._module(x)
+        return outputs, PulledRows(self._pull, x, cotangents(outputs), self._layout.size)
+
+    def _pull(self, x: Tensor, cotangents: Tensor) -> Tensor:
+        def one(x: Tensor, cotangents: Tensor) -> Tensor:
+            back = vjp(lambda free: functional_call(self._module, (free, self._fixed), (x[None],))[0], self._free)[1]
+            return vmap(lambda c: self._layout.ravel(back(c)[0]))(cotangents)
+
+        return vmap(one)(x, cotangents)
+
+
+class BackPack:
+    """BackPACK: gradients of single examples, one backward pass a cotangent, and its exact GGN diagonal.
+
+    Args:
+        module: A module of layers that BackPACK knows, or a network that its converter takes apart (residual ones). It is changed.
+        layout: The parameters that count.
+    """
+
+    name = "backpack"
+
+    def __init__(self, module: nn.Module, layout: Layout) -> None:
+        import backpack
+
+        self._layout = layout
+        self._parameters = [module.get_parameter(name) for name in layout.names]
+        for p in module.parameters():  # it cannot pass over frozen layers, and what it returns for them is left alone
+            p.requires_grad_(True)
+        self._module = backpack.extend(_prepared(module))
+
+    @torch.no_grad()
+    def floats(self, x: Tensor) -> tuple[int, int, int]:
+        """See `Backend`: the outputs of all layers, for each output."""
+        passed: list[int] = []
+        leaves = [layer for layer in self._module.modules() if not list(layer.children())]
+        hooks = [layer.register_forward_hook(lambda _, __, out: passed.append(out.numel())) for layer in leaves]
+        outputs = self._module(x[:1]).shape[-1]
+        for hook in hooks:
+            hook.remove()
+        return x[0].numel() + sum(passed), sum(passed), outputs
+
+    def linearise(self, x: Tensor, cotangents: Callable[[Tensor], Tensor]) -> tuple[Tensor, PulledRows]:
+        """See `Backend`."""
+        with torch.no_grad():
+            outputs = self._module(x)
+        return outputs, PulledRows(self._pull, x, cotangents(outputs), self._layout.size)
+
+    @torch.enable_grad()
+    def _pull(self, x: Tensor, cotangents: Tensor) -> Tensor:
+        from backpack.extensions import BatchGrad
+
+        rows = []
+        for c in cotangents.unbind(1):
+            rows.append(self._backward(BatchGrad(), lambda x, c=c: (self._module(x) * c).sum(), x, 1))
+        return torch.stack(rows, 1)
+
+    def _backward(self, extension: Any, loss: Callable[[Tensor], Tensor], x: Tensor, lead: int) -> Tensor:
+        """What `extension` writes on the parameters in a backward pass, as [..., D] with `lead` leading axes."""
+        import backpack
+
+        with backpack.backpack(extension):
+            loss(x.detach().requires_grad_(x.is_floating_point())).backward()
+        found = [getattr(p, extension.savefield).detach().flatten(lead) for p in self._parameters]
+        for p in self._module.parameters():
+            p.grad = None
+            if hasattr(p, extension.savefield):
+                delattr(p, extension.savefield)
+        return torch.cat(found, -1)
+
+    @torch.enable_grad()
+    def diagonal(self, x: Tensor, likelihood: Likelihood) -> Tensor | None:
+        """The diagonal GGN [D] by BackPACK's own extension; None for a likelihood it has no loss for."""
+        import backpack
+        from backpack.extensions import DiagGGNExact
+
+        y: Tensor
+        if isinstance(likelihood, Categorical):
+            criterion, scale = nn.CrossEntropyLoss(reduction="sum"), 1.0
+            y = torch.zeros(len(x), dtype=torch.long, device=x.device)
+        elif isinstance(likelihood, Gaussian):
+            criterion, scale = nn.MSELoss(reduction="sum"), 1 / (2 * likelihood.scale**2)
+            with torch.no_grad():
+                y = self._module(x)
+        else:
+            return None
+        criterion = backpack.extend(criterion)
+        return scale * self._backward(DiagGGNExact(), lambda x: criterion(self._module(x), y), x, 0)
+
+
+def _prepared(module: nn.Module) -> nn.Module:
+    """The same network in containers that BackPACK sees through: a flat stack, or what its converter makes of it."""
+    flat: list[nn.Module] = []
+    for _, layer in layers.stack(module):
+        flat.append(copy.copy(layer) if any(layer is other for other in flat) else layer)  # one activation may stand in several places
+    if any(list(layer.children()) for layer in flat):
+        from backpack.custom_module.graph_utils import convert_module_to_backpack
+
+        return convert_module_to_backpack(module, False)
+    return nn.Sequential(*flat)
+
+
+def backpack_unsupported(module: nn.Module) -> list[str]:
+    """The layers for which BackPACK has no exact GGN diagonal or no single gradients."""
+    try:
+        from backpack.extensions import BatchGrad, DiagGGNExact
+    except ImportError:
+        return ["anything: it is not installed (pip install backpack-for-pytorch)"]
+    # The table from layers to rules has no public name.
+    second, first = (e._BackpropExtension__module_extensions for e in (DiagGGNExact(), BatchGrad()))
+    out = []
+    for name, layer in module.named_modules():
+        leaf, own = not list(layer.children()), any(True for _ in layer.parameters(recurse=False))
+        if (leaf and type(layer) not in second) or (own and not (leaf and type(layer) in first)):
+            out.append(f"{type(layer).__name__} {name!r}")
+    return out

@@ -1,0 +1,70 @@
+"""Data in batches of a size that memory bears, and what memory there is."""
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+Inputs: TypeAlias = Tensor | Iterable[Any]
+"""Inputs [N, ...], or batches of them: tensors, mappings with `x`, or tuples that begin with the inputs, as a DataLoader gives."""
+
+
+def batches(x: Inputs, like: Tensor, size: "int | None" = None) -> Iterator[Tensor]:
+    """Inputs [B, ...] on the device of `like`, at most `size` examples each.
+
+    Raises:
+        TypeError: Something among the batches that is no inputs.
+    """
+    for batch in [x] if isinstance(x, Tensor) else x:
+        if isinstance(batch, Mapping):
+            batch = batch["x"]
+        elif isinstance(batch, (tuple, list)):
+            batch = batch[0]
+        if not isinstance(batch, Tensor):
+            raise TypeError(f"a batch must be a tensor, a tuple that begins with one, or a mapping with 'x', got {type(batch).__name__}")
+        for piece in batch.split(size or max(1, len(batch))):
+            if len(piece):
+                yield piece.to(like.device)
+
+
+def twice(x: Inputs) -> Inputs:
+    """The data, if they can be read more than once.
+
+    Raises:
+        TypeError: An iterator, which can't.
+    """
+    if isinstance(x, Iterator):
+        raise TypeError("the data are read more than once: pass a tensor, a list of batches or a DataLoader, not an iterator")
+    return x
+
+
+def available(like: Tensor) -> int:
+    """Bytes of free memory on the device of `like`."""
+    if like.is_cuda:
+        return torch.cuda.mem_get_info(like.device)[0]
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 2**63
+
+
+def require(needed: int, limit: int, what: str, remedy: str) -> None:
+    """Nothing where `needed` bytes are within `limit`.
+
+    Raises:
+        MemoryError: They are not; it says how many before any is taken.
+    """
+    if needed > limit:
+        raise MemoryError(f"{what} needs {_human(needed)} and {_human(limit)} may be used; {remedy}")
+
+
+def _human(count: int) -> str:
+    value, unit = float(count), "bytes"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{value:.4g} {unit} ({count} bytes)" if unit != "bytes" else f"{count} bytes"

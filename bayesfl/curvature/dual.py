@@ -1,0 +1,316 @@
+"""The inverse of H = J' Lambda J + diag(precision), by whichever of two Cholesky factors is smaller.
+
+With G = diag(1 / precision) and A the rows R' J (R R' = Lambda) of all data, stacked:
+
+    primal   M = I + G^(1/2) A' A G^(1/2),  order: the weights;     H^-1 = G^(1/2) M^-1 G^(1/2)
+    dual     M = I + A G A',                order: N (O - 1) rows;  H^-1 = G - G A' M^-1 A G          (Woodbury)
+
+and log |H| = log |M| + sum log precision in both. A weight without curvature (a zero column of A) leaves M alone and keeps its prior
+variance, an example whose rows are zero leaves M alone too: both are split off first.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from bayesfl.curvature.batches import Inputs, require
+from bayesfl.curvature.jacobians import Rows
+from bayesfl.curvature.roots import basis, root
+from bayesfl.protocols import Tensors
+
+if TYPE_CHECKING:
+    from bayesfl.curvature.ggn import Curvature
+
+Form = Literal["auto", "primal", "dual"]
+
+NO_CURVATURE = 1e-12
+"""A weight has no curvature where its GGN entry times its prior variance is below this. Leaving out a set of them changes no posterior
+variance by more than the sum of these products, relatively."""
+
+
+@dataclass(frozen=True, eq=False)
+class Inverse:
+    """H_S^-1 of the weights S, ready to be used; made by `Curvature.invert`.
+
+    Args:
+        curvature: What it was made with.
+        form: `primal` or `dual`: the factor that there is.
+        reason: Why this one.
+        indices: S, in the order of every vector here, [S]; None means all weights.
+        variance: Prior variances 1 / precision, [S].
+        uncurved: How many of the weights have no curvature.
+        curved: The weights that stand in the factor, [S]; the others have no curvature and keep their prior variance. Of a whole
+            body in the dual form, where they cost nothing, none are left out.
+        chol: Lower Cholesky factor of M, [K, K].
+        data: In the dual form `x` [N', ...] and `cotangents` [N', Q, O] of the examples whose rows count; else empty.
+        rows: In the dual form these rows over the curved weights.
+    """
+
+    curvature: "Curvature"
+    form: Literal["primal", "dual"]
+    reason: str
+    indices: Tensor | None
+    variance: Tensor
+    uncurved: int
+    curved: Tensor
+    chol: Tensor
+    data: Tensors
+    rows: Rows | None
+
+    def __repr__(self) -> str:
+        return f"Inverse({self.form}, order {self.order}, {self.size} weights, {self.curvature.backend}: {self.reason})"
+
+    @property
+    def backend(self) -> str:
+        """The backend that ran."""
+        return self.curvature.backend
+
+    @property
+    def order(self) -> int:
+        """Order of the Cholesky factor."""
+        return len(self.chol)
+
+    @property
+    def size(self) -> int:
+        """Number of weights, S."""
+        return len(self.variance)
+
+    @property
+    def uncurved_share(self) -> float:
+        """Share of the weights S that have no curvature."""
+        return self.uncurved / self.size
+
+    def log_det(self) -> Tensor:
+        """Log determinant of the posterior precision H_S, in nats."""
+        return 2 * self.chol.diagonal().log().sum() - self.variance.log().sum()
+
+    def marginals(self) -> Tensor:
+        """The diagonal of H_S^-1: posterior variances, [S]."""
+        out = self.variance.clone()
+        if not self.curved.any():
+            return out
+        inverse = torch.cholesky_inverse(self.chol)
+        prior = self.variance[self.curved]
+        if self.rows is None:
+            out[self.curved] = prior * inverse.diagonal()
+        else:
+            # What is left of a well-determined weight's variance is a difference; it never comes out as nothing.
+            left = (1 - prior * self.rows.quadratic(inverse)).clamp_min(torch.finfo(torch.float64).eps)
+            out[self.curved] = prior * left
+        return out
+
+    @property
+    def noise_size(self) -> int:
+        """Standard normals that one draw takes."""
+        return self.size + (self.order if self.form == "dual" else 0)
+
+    def sample(self, noise: Tensor) -> Tensor:
+        """Draws of N(0, H_S^-1), [K, S], from standard normals [K, `noise_size`].
+
+        Dual: a draw of the prior, corrected by the data's residuals, e - G A' M^-1 (A e + n) (Matheron's rule).
+        """
+        noise = noise.to(self.variance)
+        draw = noise[:, : self.size] * self.variance.sqrt()
+        prior = self.variance[self.curved]
+        if self.rows is None:
+            solved = torch.linalg.solve_triangular(self.chol.T, noise[:, : self.size][:, self.curved].T, upper=True)
+            draw[:, self.curved] = solved.T * prior.sqrt()
+        elif self.order:
+            residual = self.rows.forward(draw[:, self.curved].T.contiguous()) + noise[:, self.size :].T
+            draw[:, self.curved] -= (self.rows.back(torch.cholesky_solve(residual, self.chol)) * prior[:, None]).T
+        return draw
+
+    def predict(self, x: Inputs, *, centre: bool = False) -> tuple[Tensor, Tensor]:
+        """Outputs of the linearised model at `x`: mean [N, O] and covariance J_S H_S^-1 J_S' [N, O, O], without any noise of the data.
+
+        In the dual form the covariance is a difference and is exact to about 1e-15 of the prior's.
+
+        Args:
+            x: Inputs, or batches of them.
+            centre: Subtract from outputs and Jacobians their mean over the outputs: for classes, where a constant added to all of them
+                means nothing.
+        """
+        formed = self.indices is not None and (self.form == "primal" or self.backend != "layers")
+        extra = 3 * self.order + (self.size if formed else 0)
+        means, covariances = [], []
+        for batch in self.curvature.batches(x, extra=extra):
+            outputs, rows = self.curvature.linearise(batch, lambda count: basis(count, centre))
+            rows = rows if self.indices is None else rows.restrict(self.indices)
+            directions = basis(outputs.shape[1], centre).to(outputs)
+            covariance = self._between(rows)
+            means.append(outputs @ directions @ directions.T if centre else outputs)
+            covariances.append(directions @ covariance @ directions.T if centre else covariance)
+        return torch.cat(means), torch.cat(covariances)
+
+    def _between(self, rows: Rows) -> Tensor:
+        """J H^-1 J' for rows J over S, example by example, [N, Q, Q]."""
+        shape = (rows.examples, rows.cotangents, -1)
+        prior = self.variance[self.curved]
+        curved = rows if self.curved.all() else rows.restrict(self.curved.nonzero().squeeze(1))
+        if self.rows is None:
+            scaled = curved.dense().mul_(prior.sqrt()).flatten(0, 1)
+            half = torch.linalg.solve_triangular(self.chol, scaled.T, upper=False).T.view(shape)
+            return half @ half.mT + rows.within(torch.where(self.curved, 0.0, self.variance))
+        cross = curved.gram(self.rows, prior)
+        half = torch.linalg.solve_triangular(self.chol, cross.T, upper=False).T.view(shape)
+        return rows.within(self.variance) - half @ half.mT
+
+    def tensors(self) -> Tensors:
+        """All that `restore` needs beside the model, to be saved or moved."""
+        out = {"variance": self.variance, "uncurved": torch.tensor(self.uncurved), "curved": self.curved, "chol": self.chol} | self.data
+        return out if self.indices is None else out | {"indices": self.indices}
+
+
+def restore(curvature: "Curvature", tensors: Tensors) -> Inverse:
+    """The `Inverse` whose `tensors` these are, for the same model at the same weights."""
+    tensors = {name: t.to(curvature.device) for name, t in tensors.items()}
+    data = {name: tensors[name] for name in ("x", "cotangents") if name in tensors}
+    indices, curved, rows = tensors.get("indices"), tensors["curved"], None
+    if data:
+        rows = _restricted(curvature.engine.linearise(data["x"], data["cotangents"].to)[1], indices, curved)
+    return Inverse(
+        curvature=curvature,
+        form="dual" if data else "primal",
+        reason="restored",
+        indices=indices,
+        variance=tensors["variance"],
+        uncurved=int(tensors["uncurved"]),
+        curved=curved,
+        chol=tensors["chol"],
+        data=data,
+        rows=rows,
+    )
+
+
+def invert(
+    curvature: "Curvature",
+    x: Inputs,
+    precision: float | Tensor,
+    *,
+    indices: Tensor | None = None,
+    form: Form = "auto",
+    diagonal: Tensor | None = None,
+) -> Inverse:
+    """The inverse of H_S = J_S' Lambda J_S + diag(precision_S); the conditional covariance of the weights S, the rest held fixed.
+
+    Args:
+        curvature: Model, likelihood, backend.
+        x: Inputs, or batches of them that can be read twice.
+        precision: Prior precision, one number or one for each of the D weights.
+        indices: S; by default every weight, which only the dual form can carry for a network of any size.
+        form: `primal`, `dual`, or the one whose factor has the smaller order.
+        diagonal: The diagonal GGN [D] where it is already known.
+
+    Raises:
+        ValueError: A precision that is not positive and finite; bad indices; curvature that is not finite; no data.
+        MemoryError: The factor is larger than memory allows; the message says the bytes.
+        torch.linalg.LinAlgError: M has no Cholesky factor, not with jitter either.
+    """
+    if form not in ("auto", "primal", "dual"):
+        raise ValueError(f"form must be 'auto', 'primal' or 'dual', got {form!r}")
+    precision = curvature.vector(precision)
+    diagonal = curvature.diagonal(x) if diagonal is None else curvature.vector(diagonal)
+    if indices is not None:
+        indices = curvature.check_indices(indices)
+        precision, diagonal = precision[indices], diagonal[indices]
+    if not ((precision > 0) & precision.isfinite()).all():
+        bad = precision[~((precision > 0) & precision.isfinite())]
+        raise ValueError(f"a prior precision must be > 0 and finite, got {float(bad[0])} ({len(bad)} of {len(precision)})")
+    variance = 1 / precision
+    curved = diagonal * variance >= NO_CURVATURE
+    weights = int(curved.sum())
+    rows, data, order, inside = None, {}, weights, curved if indices is not None else torch.ones_like(curved)
+    if form != "primal":
+        rows, data, order = _stacked(curvature, x, indices, variance, inside, weights if form == "auto" else None)
+    if rows is None:
+        chosen, reason = "primal", f"{weights} curved weights, and at least as many rows"
+        _require(curvature, weights, "primal")
+        chol = _primal(curvature, x, indices, variance, curved)
+    else:
+        chosen, reason, curved = "dual", f"{order} rows, {weights} curved weights", inside
+        _require(curvature, order, "dual")
+        matrix = rows.gram(rows, variance[curved])
+        matrix.diagonal().add_(1)
+        chol = cholesky(matrix)
+    return Inverse(
+        curvature=curvature,
+        form=chosen,
+        reason=reason if form == "auto" else "asked for",
+        indices=indices,
+        variance=variance,
+        uncurved=len(variance) - weights,
+        curved=curved,
+        chol=chol,
+        data=data,
+        rows=rows,
+    )
+
+
+def _restricted(rows: Rows, indices: Tensor | None, curved: Tensor) -> Rows:
+    """The rows over the curved ones of the weights `indices`."""
+    if curved.all():
+        return rows if indices is None else rows.restrict(indices)
+    chosen = curved.nonzero().squeeze(1)
+    return rows.restrict(chosen if indices is None else indices[chosen])
+
+
+def _stacked(
+    curvature: "Curvature", x: Inputs, indices: Tensor | None, variance: Tensor, curved: Tensor, limit: int | None
+) -> tuple[Rows | None, Tensors, int]:
+    """A, the rows of all data over the curved weights, without examples whose rows are zero; None once they are `limit` or more."""
+    parts: list[Rows] = []
+    kept_x, kept_cotangents, order = [], [], 0
+    for batch in curvature.batches(x, extra=0 if indices is None else len(indices)):
+        outputs, rows = curvature.linearise(batch)
+        rows = _restricted(rows, indices, curved)
+        sizes = rows.within(variance[curved]).diagonal(dim1=1, dim2=2)
+        kept = (sizes >= NO_CURVATURE).any(-1).nonzero().squeeze(1)
+        order += len(kept) * rows.cotangents
+        if limit is not None and order >= limit:
+            return None, {}, order
+        everything = len(kept) == len(batch)
+        parts.append(rows if everything else rows.take(kept))
+        kept_x.append(batch[kept])
+        kept_cotangents.append(root(curvature.likelihood, outputs[kept]).mT)
+    if not parts:
+        raise ValueError("there are no data: the curvature is a sum over at least one example")
+    return parts[0].join(parts[1:]), {"x": torch.cat(kept_x), "cotangents": torch.cat(kept_cotangents)}, order
+
+
+def _primal(curvature: "Curvature", x: Inputs, indices: Tensor | None, variance: Tensor, curved: Tensor) -> Tensor:
+    """The Cholesky factor of I + G^(1/2) A' A G^(1/2), data streamed."""
+    scale = variance[curved].sqrt()
+    matrix = torch.eye(len(scale), dtype=torch.float64, device=scale.device)
+    for batch in curvature.batches(x, extra=len(scale)):
+        rows = _restricted(curvature.linearise(batch)[1], indices, curved).dense().mul_(scale).flatten(0, 1)
+        matrix.addmm_(rows.T, rows)
+    return cholesky(matrix)
+
+
+def _require(curvature: "Curvature", order: int, form: str) -> None:
+    """Room for M, its factor, and a copy."""
+    remedy = "take a smaller subnetwork or fewer examples, or keep to the diagonal"
+    require(3 * 8 * order**2, curvature.memory, f"the {form} form, of order {order},", remedy)
+
+
+def cholesky(matrix: Tensor) -> Tensor:
+    """Lower Cholesky factor of a symmetric matrix [K, K], with a little jitter where it fails without.
+
+    Raises:
+        torch.linalg.LinAlgError: It fails with a jitter of 1e-6 of the mean diagonal too, or an entry is not finite.
+    """
+    if not matrix.sum().isfinite():
+        raise torch.linalg.LinAlgError("the posterior precision is not finite; look at the prior precision and the scale of the inputs")
+    mean = float(matrix.diagonal().mean()) if len(matrix) else 0.0
+    for jitter in (0.0, 1e-10, 1e-8, 1e-6):
+        if jitter:
+            matrix = matrix + jitter * mean * torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
+        factor, info = torch.linalg.cholesky_ex(matrix)
+        if not info.any():
+            return factor
+    raise torch.linalg.LinAlgError(
+        f"the posterior precision, of order {len(matrix)}, has no Cholesky factor even with 1e-6 of its mean diagonal {mean:.3g} added; "
+        "a larger prior precision, or inputs of a smaller scale, help"
+    )

@@ -1,0 +1,309 @@
+"""Rows of a Jacobian, layer by layer, as products of what went into the layer and what was pulled back to its outputs.
+
+For a linear layer the row of example n and cotangent q is an outer product: the derivative by weight (h, i) is g[n, q, h] x[n, i].
+Of a layer used at T places (a convolution at every patch) it is a sum over places. Every quantity below comes from x and g; the
+[N, Q, D] matrix that they stand for is never formed. Positions in the flat vector stand in `slots`, -1 where a weight is left out.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+BLOCK = 2**26
+"""Bytes that a temporary array of the loops below may take."""
+
+
+def _size(per_item: int) -> int:
+    """How many items of so many float64 numbers fit a block."""
+    return max(1, BLOCK // (8 * max(1, per_item)))
+
+
+class Factor(ABC):
+    """The rows' part that belongs to one layer; the methods here form it in pieces, those of `Outer` don't."""
+
+    slots: Tensor
+    examples: int
+    cotangents: int
+
+    @abstractmethod
+    def pieces(self, rows: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Slots [K] and columns [N, Q, K], so many at a time as suits `rows` rows."""
+
+    @abstractmethod
+    def restrict(self, lookup: Tensor) -> "Factor | None":
+        """The same for the weights with lookup[slot] >= 0, which become their slots; None where there are none."""
+
+    @abstractmethod
+    def take(self, examples: Tensor) -> "Factor":
+        """Of the examples with these indices or this mask."""
+
+    @abstractmethod
+    def join(self, others: "list[Factor]") -> "Factor":
+        """This one and others of further examples as one."""
+
+    @property
+    def rows(self) -> int:
+        """N times Q."""
+        return self.examples * self.cotangents
+
+    def _columns(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for slots, values in self.pieces(self.rows):
+            yield slots, values.flatten(0, 1).double()
+
+    def columns_into(self, out: Tensor) -> None:
+        """Writes the columns into `out` [N, Q, size]."""
+        for slots, values in self.pieces(self.rows):
+            out[:, :, slots] = values.to(out)
+
+    def squares_into(self, out: Tensor) -> None:
+        """Writes the sums of squares over rows into `out` [size]."""
+        for slots, values in self._columns():
+            out[slots] = values.square().sum(0)
+
+    def gram(self, other: "Factor", weight: Tensor) -> Tensor:
+        """Sum over weights d of weight[d] J[n, q, d] J[m, p, d], [N Q, M P]; the other factor is the same layer's."""
+        out = weight.new_zeros(self.rows, other.rows)
+        rows = self.rows + other.rows
+        for (slots, mine), (_, theirs) in zip(self.pieces(rows), other.pieces(rows), strict=True):
+            out.addmm_(mine.flatten(0, 1).double() * weight[slots], theirs.flatten(0, 1).double().T)
+        return out
+
+    def within(self, weight: Tensor) -> Tensor:
+        """The blocks n = m of `gram` with itself, [N, Q, Q]."""
+        out = weight.new_zeros(self.examples, self.cotangents, self.cotangents)
+        for slots, values in self.pieces(self.rows):
+            values = values.double()
+            out.baddbmm_(values * weight[slots], values.mT)
+        return out
+
+    def forward(self, vectors: Tensor) -> Tensor:
+        """The rows times `vectors` [size, K], [N Q, K]."""
+        out = vectors.new_zeros(self.rows, vectors.shape[1])
+        for slots, values in self._columns():
+            out.addmm_(values, vectors[slots])
+        return out
+
+    def back_into(self, vectors: Tensor, out: Tensor) -> None:
+        """Writes `vectors` [N Q, K] times the rows into `out` [size, K]."""
+        for slots, values in self._columns():
+            out[slots] = values.T @ vectors
+
+    def quadratic_into(self, matrix: Tensor, out: Tensor) -> None:
+        """Writes the diagonal of J' M J, `matrix` M [N Q, N Q] symmetric, into `out` [size]."""
+        for slots, values in self._columns():
+            out[slots] = (values * (matrix @ values)).sum(0)
+
+
+def _kept(slots: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Slots [K] and columns [N, Q, K] without those that are left out."""
+    chosen = (slots >= 0).nonzero().squeeze(1)
+    return (slots, values) if len(chosen) == len(slots) else (slots[chosen], values.index_select(2, chosen))
+
+
+class Matrix(Factor):
+    """Columns that are simply there.
+
+    Args:
+        values: [N, Q, K].
+        slots: [K].
+    """
+
+    def __init__(self, values: Tensor, slots: Tensor) -> None:
+        self.values, self.slots = values, slots
+        self.examples, self.cotangents = values.shape[:2]
+
+    def pieces(self, rows: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """See `Factor`."""
+        yield self.slots, self.values
+
+    def restrict(self, lookup: Tensor) -> "Factor | None":
+        """See `Factor`."""
+        slots, values = _kept(lookup[self.slots], self.values)
+        return Matrix(values, slots) if len(slots) else None
+
+    def take(self, examples: Tensor) -> "Matrix":
+        """See `Factor`."""
+        return Matrix(self.values[examples], self.slots)
+
+    def join(self, others: list[Factor]) -> "Matrix":
+        """See `Factor`."""
+        return Matrix(torch.cat([f.values for f in (self, *others) if isinstance(f, Matrix)]), self.slots)
+
+
+def _mirrored(matrix: Tensor, block: int = 512) -> Tensor:
+    """Copies the upper triangle [K, K] to the lower, in place."""
+    for start in range(0, len(matrix), block):
+        stop = start + block
+        corner = matrix[start:stop, start:stop]
+        corner.copy_(corner.triu() + corner.triu(1).T)
+        matrix[stop:, start:stop] = matrix[start:stop, stop:].T
+    return matrix
+
+
+class Shared(Factor):
+    """A layer whose weights are used at T places: a convolution, a linear layer along further axes.
+
+    Args:
+        inputs: What the weights multiply, [N, T, I], the bias's ones among them.
+        slopes: Cotangents pulled back to the layer's outputs, [N, Q, H, T].
+        slots: [H, I].
+    """
+
+    def __init__(self, inputs: Tensor, slopes: Tensor, slots: Tensor) -> None:
+        self.inputs, self.slopes, self.slots = inputs, slopes, slots
+        self.examples, self.cotangents = slopes.shape[:2]
+
+    def pieces(self, rows: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """See `Factor`."""
+        units = (self.slots >= 0).any(1).nonzero().squeeze(1)
+        for some in units.split(_size(rows * self.slots.shape[1])):
+            slots = self.slots[some].flatten()
+            slopes = self.slopes if len(some) == len(self.slots) else self.slopes.index_select(2, some)
+            values = (slopes.flatten(1, 2) @ self.inputs).view(self.examples, self.cotangents, -1)
+            yield _kept(slots, values)
+
+    def formed(self) -> Factor:
+        """The columns themselves where they are fewer numbers than the slopes, a choice that doesn't read the number of examples."""
+        if int((self.slots >= 0).sum()) > self.slopes.shape[2] * self.slopes.shape[3]:
+            return self
+        parts = list(self.pieces(self.rows))
+        return Matrix(torch.cat([values for _, values in parts], -1), torch.cat([slots for slots, _ in parts]))
+
+    def restrict(self, lookup: Tensor) -> "Factor | None":
+        """See `Factor`."""
+        slots = torch.where(self.slots >= 0, lookup[self.slots], -1)
+        return Shared(self.inputs, self.slopes, slots).formed() if (slots >= 0).any() else None
+
+    def take(self, examples: Tensor) -> "Shared":
+        """See `Factor`."""
+        return Shared(self.inputs[examples], self.slopes[examples], self.slots)
+
+    def join(self, others: list[Factor]) -> "Shared":
+        """See `Factor`."""
+        all_of_them = [f for f in (self, *others) if isinstance(f, Shared)]
+        return Shared(torch.cat([f.inputs for f in all_of_them]), torch.cat([f.slopes for f in all_of_them]), self.slots)
+
+
+class Outer(Factor):
+    """A linear layer: each row is an outer product.
+
+    Args:
+        inputs: What the weights multiply, [N, I], the bias's ones among them.
+        slopes: Cotangents pulled back to the layer's outputs, [N, Q, H].
+        slots: [H, I].
+        full: Whether it is known that no weight is left out.
+    """
+
+    def __init__(self, inputs: Tensor, slopes: Tensor, slots: Tensor, full: bool = False) -> None:
+        self.inputs, self.slopes, self.slots, self._full = inputs, slopes, slots, full
+        self.examples, self.cotangents = slopes.shape[:2]
+
+    @cached_property
+    def _x(self) -> Tensor:
+        return self.inputs.double()
+
+    @cached_property
+    def _g(self) -> Tensor:
+        return self.slopes.double()
+
+    def pieces(self, rows: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """See `Factor`."""
+        units, features = (self.slots >= 0).nonzero(as_tuple=True)
+        for h, i in zip(units.split(_size(rows)), features.split(_size(rows)), strict=True):
+            yield self.slots[h, i], self.slopes.index_select(2, h) * self.inputs.index_select(1, i).unsqueeze(1)
+
+    def restrict(self, lookup: Tensor) -> "Factor | None":
+        """See `Factor`."""
+        slots = torch.where(self.slots >= 0, lookup[self.slots], -1)
+        used = (slots >= 0).any(1).nonzero().squeeze(1)
+        if len(used) == len(slots):
+            return Outer(self.inputs, self.slopes, slots)
+        return Outer(self.inputs, self.slopes.index_select(2, used), slots[used]) if len(used) else None
+
+    def take(self, examples: Tensor) -> "Outer":
+        """See `Factor`."""
+        return Outer(self.inputs[examples], self.slopes[examples], self.slots, self._full)
+
+    def join(self, others: list[Factor]) -> "Outer":
+        """See `Factor`."""
+        all_of_them = [f for f in (self, *others) if isinstance(f, Outer)]
+        return Outer(torch.cat([f.inputs for f in all_of_them]), torch.cat([f.slopes for f in all_of_them]), self.slots, self._full)
+
+    def _grid(self, weight: Tensor) -> Tensor:
+        """`weight` [size, ...] as [H, I, ...], 0 where a weight is left out."""
+        if self._full:
+            return weight[self.slots]
+        kept = (self.slots >= 0).view(*self.slots.shape, *(1,) * (weight.dim() - 1))
+        return torch.where(kept, weight[self.slots.clamp_min(0)], 0.0)
+
+    def _write(self, grid: Tensor, out: Tensor) -> None:
+        """The reverse: `grid` [H, I, ...] to its places in `out` [size, ...]."""
+        slots, values = self.slots.flatten(), grid.flatten(0, 1).to(out)
+        if not self._full:
+            chosen = (slots >= 0).nonzero().squeeze(1)
+            slots, values = slots[chosen], values[chosen]
+        out[slots] = values
+
+    def squares_into(self, out: Tensor) -> None:
+        """See `Factor`: sum_n (sum_q g^2) x^2."""
+        self._write(self.slopes.square().sum(1).T @ self.inputs.square(), out)
+
+    def within(self, weight: Tensor) -> Tensor:
+        """See `Factor`: sum_h g[q, h] g[p, h] (sum_i weight[h, i] x[i]^2)."""
+        load = self._x.square() @ self._grid(weight).T
+        return (self._g * load.unsqueeze(1)) @ self._g.mT
+
+    def gram(self, other: Factor, weight: Tensor) -> Tensor:
+        """See `Factor`: sum_h g[n, q, h] g[m, p, h] k_h[n, m], where k_h = sum_i weight[h, i] x[n, i] x[m, i].
+
+        With equal weights k is the same for all units, and the whole is a product of two Gram matrices, entry by entry.
+        """
+        assert isinstance(other, Outer)
+        grid = self._grid(weight)
+        if (grid == grid[0, 0]).all():
+            out = (self._g.flatten(0, 1) @ other._g.flatten(0, 1).T).view(self.examples, self.cotangents, other.examples, -1)
+            out *= (self._x @ other._x.T * grid[0, 0])[:, None, :, None]
+            return out.view(self.rows, other.rows)
+        out = weight.new_zeros(self.examples, self.cotangents, other.rows)
+        for units in torch.arange(len(grid), device=grid.device).split(_size(self.examples * other.examples)):
+            self._add_units(other, units, grid, out)
+        gram = out.view(self.rows, other.rows)
+        return _mirrored(gram) if other is self else gram
+
+    def _add_units(self, other: "Outer", units: Tensor, grid: Tensor, out: Tensor) -> None:
+        """Adds what some hidden units contribute to the Gram matrix `out` [N, Q, M P]; only m >= n where both are one."""
+        kernel = grid.new_empty(len(units), self.examples, other.examples)
+        mine, theirs = self._x.T.contiguous(), other._x.T.contiguous()  # rows are gathered faster than columns
+        for k, h in enumerate(units.tolist()):
+            used = grid[h].nonzero().squeeze(1)
+            torch.mm((mine[used] * grid[h, used, None]).T, theirs[used], out=kernel[k])
+        slopes, pulled = self._g[:, :, units], other._g[:, :, units].permute(2, 0, 1).contiguous()  # [H', M, P]
+        for n in range(self.examples):
+            first = n if other is self else 0
+            right = pulled[:, first:] * kernel[:, n, first:, None]
+            out[n][:, first * other.cotangents :].addmm_(slopes[n], right.flatten(1))
+
+    def forward(self, vectors: Tensor) -> Tensor:
+        """See `Factor`."""
+        return (self._g @ torch.einsum("ni,hik->nhk", self._x, self._grid(vectors))).flatten(0, 1)
+
+    def back_into(self, vectors: Tensor, out: Tensor) -> None:
+        """See `Factor`."""
+        pulled = self._g.mT @ vectors.view(self.examples, self.cotangents, -1)  # [N, H, K]
+        self._write(torch.einsum("nhk,ni->hik", pulled, self._x), out)
+
+    def quadratic_into(self, matrix: Tensor, out: Tensor) -> None:
+        """See `Factor`: for each unit sum_nm x[n, i] x[m, i] c_h[n, m], where c_h = sum_qp g[n, q, h] M[nq, mp] g[m, p, h]."""
+        count = self.examples
+        by_column = matrix.view(self.rows, count, self.cotangents).transpose(0, 1)  # [M, N Q, P]
+        for units in torch.arange(len(self.slots), device=matrix.device).split(_size(count * self.rows)):
+            slopes = self._g[:, :, units]
+            inner = (by_column @ slopes).view(count, count, self.cotangents, -1)  # [M, N, Q, H']
+            inner = (inner * slopes).sum(2).permute(2, 0, 1)  # [H', M, N]
+            for k, h in enumerate(units.tolist()):
+                used = (self.slots[h] >= 0).nonzero().squeeze(1)
+                x = self._x[:, used]
+                out[self.slots[h, used]] = (x * (inner[k] @ x)).sum(0)

@@ -1,0 +1,254 @@
+"""The generalised Gauss-Newton matrix of a network, by parts: its diagonal, a subnetwork's block, its Gram (dual) form.
+
+For data x_1, ..., x_N, outputs f [O], J_n = df(x_n)/dw [O, D] and Lambda_n the Hessian of the negative log likelihood in f,
+
+    GGN = sum_n J_n' Lambda_n J_n,    H = GGN + diag(precision),
+
+a sum over the data, in nats. No array here is [N, O, D]. Source: Schraudolph, "Fast curvature matrix-vector products for second-order
+gradient descent", Neural Computation 14(7), 2002; for Laplace: Daxberger et al., "Bayesian deep learning via subnetwork inference",
+ICML 2021.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from bayesfl.curvature import dual
+from bayesfl.curvature.backends import BackPack, Name, choose
+from bayesfl.curvature.batches import Inputs, available, batches, require, twice
+from bayesfl.curvature.factors import BLOCK
+from bayesfl.curvature.jacobians import Rows
+from bayesfl.curvature.roots import root
+from bayesfl.layout import Layout
+from bayesfl.likelihood import Categorical
+from bayesfl.protocols import Likelihood
+
+
+class Curvature:
+    """Curvature of a model at its present weights; of a copy, so that later training doesn't reach it and nothing in `model` changes.
+
+    Data are inputs [N, ...] or an iterable of batches (tensors, tuples that begin with one, a DataLoader's items) and stream through
+    in pieces. Indices point into the flat vector of the covered parameters, in the order of `named_parameters()`. Results are in
+    float64; Jacobians and what is pulled back through the network have the model's precision.
+
+    Args:
+        model: Any module from inputs [N, ...] to outputs [N, O]. Its modes are kept: `eval()` it first where they matter.
+        likelihood: What the outputs mean.
+        parameters: Which parameters count: a layout, or a pattern over their names, such as `body.*`.
+        backend: `layers` (closed forms), `func` (torch.func), `backpack`, or `auto`; `backend` says afterwards which it is.
+        memory: Bytes that one result may take; by default what the device has free at the time.
+
+    Raises:
+        ValueError: No parameter fits the pattern; the backend does not support a layer; batch norm or dropout in training mode.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: Likelihood | None = None,
+        *,
+        parameters: str | Layout = "*",
+        backend: Name = "auto",
+        memory: int | None = None,
+    ) -> None:
+        _check_modes(model)
+        self.likelihood = Categorical() if likelihood is None else likelihood
+        self.layout = Layout(model, parameters) if isinstance(parameters, str) else parameters
+        self._memory = memory
+        self.engine = choose(backend, copy.deepcopy(model), self.layout)
+        self.backend = self.engine.name
+        self._like = next(model.parameters()).detach()[..., :0]
+
+    @property
+    def size(self) -> int:
+        """Number of weights, D."""
+        return self.layout.size
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return self._like.device
+
+    @property
+    def memory(self) -> int:
+        """Bytes that a result may take now."""
+        return available(self._like) if self._memory is None else self._memory
+
+    def diagonal(self, x: Inputs) -> Tensor:
+        """The diagonal of the GGN, [D].
+
+        Raises:
+            ValueError: No data, or curvature that is not finite; it names the parameters.
+        """
+        total = None
+        for batch in self.batches(x):
+            found = self.engine.diagonal(batch, self.likelihood) if isinstance(self.engine, BackPack) else None
+            if found is None:
+                found = self.linearise(batch)[1].squares()
+            total = found.double() if total is None else total + found
+        if total is None:
+            raise ValueError("there are no data: the curvature is a sum over at least one example")
+        self.check_finite(total, torch.arange(self.size, device=total.device))
+        return total
+
+    def columns(self, x: Inputs, indices: Tensor) -> Tensor:
+        """Columns of the Jacobian of the outputs, [N, O, S] for `indices` [S], in the model's precision.
+
+        Raises:
+            ValueError: Indices that are out of range or stand twice.
+            MemoryError: The result is larger than memory allows.
+        """
+        indices = self.check_indices(indices)
+        parts = []
+        for batch in self.batches(x, extra=len(indices)):
+            rows = self.linearise(batch, torch.eye)[1]
+            needed = sum(p.nbytes for p in parts) + len(batch) * rows.cotangents * len(indices) * self._like.element_size()
+            require(needed, self.memory, f"J_S with {len(indices)} columns", "pass fewer examples or fewer indices")
+            parts.append(rows.restrict(indices).dense(self._like.dtype))
+        return torch.cat(parts)
+
+    def ggn(self, x: Inputs, indices: Tensor | None = None) -> Tensor:
+        """The block of the GGN for `indices` [S] (by default all), [S, S].
+
+        Raises:
+            ValueError: Indices that are out of range or stand twice; curvature that is not finite.
+            MemoryError: The result is larger than memory allows.
+        """
+        indices = torch.arange(self.size, device=self._like.device) if indices is None else self.check_indices(indices)
+        count = len(indices)
+        require(8 * count**2, self.memory, f"a GGN of {count} weights", "take a smaller subnetwork, or the dual form of `invert`")
+        out = torch.zeros(count, count, dtype=torch.float64, device=self._like.device)
+        for batch in self.batches(x, extra=count):
+            rows = self.linearise(batch)[1].restrict(indices).dense().flatten(0, 1)
+            out.addmm_(rows.T, rows)
+        self.check_finite(out.diagonal(), indices)
+        return out
+
+    def gram(self, x: Inputs, other: Inputs | None = None, *, weight: float | Tensor = 1.0, indices: Tensor | None = None) -> Tensor:
+        """J diag(weight) J' between the outputs at `x` and at `other` (by default `x` itself), [N O, M O].
+
+        Args:
+            x: N examples.
+            other: M examples.
+            weight: One number, or one for each weight, [D].
+            indices: Only these weights count, [S].
+
+        Raises:
+            ValueError: Indices that are out of range or stand twice.
+            MemoryError: The result is larger than memory allows.
+        """
+        weight = self.vector(weight)
+        if indices is not None:
+            weight = weight[self.check_indices(indices)]
+        mine = self._all(x, indices)
+        theirs = mine if other is None else self._all(other, indices)
+        require(
+            8 * mine.examples * mine.cotangents * theirs.examples * theirs.cotangents, self.memory, "the Gram matrix", "pass fewer examples"
+        )
+        return mine.gram(theirs, weight)
+
+    def invert(
+        self,
+        x: Inputs,
+        precision: float | Tensor,
+        *,
+        indices: Tensor | None = None,
+        form: dual.Form = "auto",
+        diagonal: Tensor | None = None,
+    ) -> dual.Inverse:
+        """The inverse of H_S = J_S' Lambda J_S + diag(precision_S), by a Cholesky factor of order min(curved weights, rows).
+
+        See `bayesfl.curvature.dual.invert`, whose arguments these are.
+        """
+        return dual.invert(self, twice(x), precision, indices=indices, form=form, diagonal=diagonal)
+
+    # What `dual` needs.
+
+    def batches(self, x: Inputs, *, extra: int = 0) -> Iterator[Tensor]:
+        """Pieces of the data; `extra` further numbers are needed for each row."""
+        size, seen = 1, None
+        for batch in batches(x, self._like):
+            if batch.shape[1:] != seen:
+                seen = batch.shape[1:]
+                alone, each, outputs = self.engine.floats(batch)
+                size = max(1, BLOCK // (8 * (alone + outputs * (each + extra))))
+            yield from batch.split(size)
+
+    def linearise(self, x: Tensor, directions: Callable[[int], Tensor] | None = None) -> tuple[Tensor, Rows]:
+        """Outputs [B, O] in float64 and rows: R' J with R R' = Lambda, or U' J for `directions(O)` = U [O, Q].
+
+        Raises:
+            ValueError: Outputs that are not finite, or not [B, O].
+        """
+
+        def cotangents(f: Tensor) -> Tensor:
+            if f.dim() != 2 or len(f) != len(x):
+                raise ValueError(f"the model must give outputs [N, O], got shape {tuple(f.shape)} for {len(x)} examples")
+            bad = int((~f.isfinite().all(-1)).sum())
+            if bad:
+                raise ValueError(f"the model's outputs are not finite for {bad} of {len(x)} examples, so neither is its curvature")
+            if directions is None:
+                return root(self.likelihood, f).mT.to(f.dtype)
+            return directions(f.shape[1]).to(f).T.expand(len(f), -1, -1)
+
+        outputs, rows = self.engine.linearise(x, cotangents)
+        return outputs.double(), rows
+
+    def _all(self, x: Inputs, indices: Tensor | None) -> Rows:
+        parts = [self.linearise(batch, torch.eye)[1] for batch in self.batches(x)]
+        parts = parts if indices is None else [rows.restrict(indices) for rows in parts]
+        return parts[0].join(parts[1:])
+
+    def vector(self, value: float | Tensor) -> Tensor:
+        """One number for each weight, [D] in float64.
+
+        Raises:
+            ValueError: Of another shape.
+        """
+        value = torch.as_tensor(value, dtype=torch.float64, device=self._like.device)
+        if value.dim() == 0:
+            value = value.expand(self.size)
+        if value.shape != (self.size,):
+            raise ValueError(f"one number or one for each of the {self.size} weights is needed, got shape {tuple(value.shape)}")
+        return value
+
+    def check_indices(self, indices: Tensor) -> Tensor:
+        """The indices on the model's device.
+
+        Raises:
+            ValueError: They are no vector of integers, are out of range, or one stands twice.
+        """
+        indices = torch.as_tensor(indices, device=self._like.device)
+        if indices.dim() != 1 or indices.dtype not in (torch.int64, torch.int32, torch.int16, torch.uint8):
+            raise ValueError(f"indices must be a vector of integers, got {indices.dtype} of shape {tuple(indices.shape)}")
+        if len(indices) > self.size:
+            raise ValueError(f"a subnetwork of {len(indices)} weights is larger than the {self.size} weights that are covered")
+        if len(indices) and not (0 <= int(indices.min()) and int(indices.max()) < self.size):
+            raise ValueError(f"indices must lie in 0 to {self.size - 1}, got {int(indices.min())} to {int(indices.max())}")
+        if len(indices.unique()) < len(indices):
+            raise ValueError(f"each index may stand once; {len(indices) - len(indices.unique())} stand again")
+        return indices.long()
+
+    def check_finite(self, values: Tensor, indices: Tensor) -> None:
+        """Nothing where the curvature `values` [S] of the weights `indices` [S] is finite.
+
+        Raises:
+            ValueError: It is not; the parameters are named.
+        """
+        if values.isfinite().all():
+            return
+        bad = torch.zeros(self.size, dtype=torch.bool, device=values.device)
+        bad[indices] = ~values.isfinite()
+        counts = {name: int(part.sum()) for name, part in self.layout.leaves(bad).items()}
+        named = ", ".join(f"{name!r} ({count} of {self.layout.leaves(bad)[name].numel()})" for name, count in counts.items() if count)
+        raise ValueError(f"the curvature is not finite for {named}; look at the weights and the scale of the inputs")
+
+
+def _check_modes(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if module.training and isinstance(module, nn.modules.batchnorm._BatchNorm):
+            raise ValueError(f"batch norm {name!r} in training mode ties examples together: call model.eval(), or use group norm")
+        if module.training and isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+            raise ValueError(f"dropout {name!r} in training mode makes the outputs random: call model.eval()")

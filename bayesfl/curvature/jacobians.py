@@ -1,0 +1,226 @@
+"""Rows c' J of a Jacobian, one for each example and cotangent, that are used without being formed.
+
+`FactorRows` has them layer by layer (factors.py), `PulledRows` makes them anew, a few examples at a time, whenever they are read.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from bayesfl.curvature.factors import BLOCK, Factor, Matrix
+
+
+class Rows(Protocol):
+    """N Q rows over `size` weights: row (n, q) is c[n, q]' J[n], for cotangents c [N, Q, O]. Sums are in float64."""
+
+    examples: int
+    cotangents: int
+    size: int
+
+    def restrict(self, indices: Tensor) -> "Rows":
+        """The columns `indices` [K], in that order."""
+        ...
+
+    def take(self, examples: Tensor) -> "Rows":
+        """The rows of the examples with these indices."""
+        ...
+
+    def join(self, others: "Sequence[Rows]") -> "Rows":
+        """These and the rows of further examples, over the same weights."""
+        ...
+
+    def dense(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The rows themselves, [N, Q, size]; in float64 unless `dtype` says otherwise."""
+        ...
+
+    def squares(self) -> Tensor:
+        """Each weight's sum of squares over all rows, [size]."""
+        ...
+
+    def gram(self, other: "Rows", weight: Tensor) -> Tensor:
+        """Products of rows with another's over the same weights, each weight counting `weight` [size]: [N Q, M P]."""
+        ...
+
+    def within(self, weight: Tensor) -> Tensor:
+        """The same for the rows of one example, [N, Q, Q]."""
+        ...
+
+    def forward(self, vectors: Tensor) -> Tensor:
+        """J v for `vectors` [size, K]: [N Q, K]."""
+        ...
+
+    def back(self, vectors: Tensor) -> Tensor:
+        """J' v for `vectors` [N Q, K]: [size, K]."""
+        ...
+
+    def quadratic(self, matrix: Tensor) -> Tensor:
+        """The diagonal of J' M J, `matrix` M [N Q, N Q] symmetric: [size]."""
+        ...
+
+
+class FactorRows:
+    """Rows as a sum over layers, see `Rows`.
+
+    Args:
+        factors: One for each layer that has any of the weights.
+        shape: (examples, cotangents, size); weights that no factor covers have zero columns.
+        like: A tensor on the rows' device.
+    """
+
+    def __init__(self, factors: Sequence[Factor], shape: tuple[int, int, int], like: Tensor) -> None:
+        self.factors, self._like = tuple(factors), like
+        self.examples, self.cotangents, self.size = shape
+
+    def _zeros(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.float64, device=self._like.device)
+
+    def restrict(self, indices: Tensor) -> "FactorRows":
+        """See `Rows`."""
+        lookup = torch.full((self.size,), -1, device=indices.device)
+        lookup[indices] = torch.arange(len(indices), device=indices.device)
+        kept = [factor for factor in (f.restrict(lookup) for f in self.factors) if factor is not None]
+        return FactorRows(kept, (self.examples, self.cotangents, len(indices)), self._like)
+
+    def take(self, examples: Tensor) -> "FactorRows":
+        """See `Rows`."""
+        return FactorRows([f.take(examples) for f in self.factors], (len(examples), self.cotangents, self.size), self._like)
+
+    def join(self, others: Sequence[Rows]) -> "FactorRows":
+        """See `Rows`."""
+        rows = [r for r in others if isinstance(r, FactorRows)]
+        joined = [f.join([r.factors[k] for r in rows]) if rows else f for k, f in enumerate(self.factors)]
+        return FactorRows(joined, (self.examples + sum(r.examples for r in rows), self.cotangents, self.size), self._like)
+
+    def dense(self, dtype: torch.dtype | None = None) -> Tensor:
+        """See `Rows`."""
+        out = self._zeros(self.examples, self.cotangents, self.size).to(dtype or torch.float64)
+        for factor in self.factors:
+            factor.columns_into(out)
+        return out
+
+    def squares(self) -> Tensor:
+        """See `Rows`."""
+        out = self._zeros(self.size)
+        for factor in self.factors:
+            factor.squares_into(out)
+        return out
+
+    def gram(self, other: Rows, weight: Tensor) -> Tensor:
+        """See `Rows`."""
+        assert isinstance(other, FactorRows)
+        parts = [mine.gram(theirs, weight) for mine, theirs in zip(self.factors, other.factors, strict=True)]
+        return _sum(parts) if parts else self._zeros(self.examples * self.cotangents, other.examples * other.cotangents)
+
+    def within(self, weight: Tensor) -> Tensor:
+        """See `Rows`."""
+        parts = [factor.within(weight) for factor in self.factors]
+        return _sum(parts) if parts else self._zeros(self.examples, self.cotangents, self.cotangents)
+
+    def forward(self, vectors: Tensor) -> Tensor:
+        """See `Rows`."""
+        parts = [factor.forward(vectors) for factor in self.factors]
+        return _sum(parts) if parts else self._zeros(self.examples * self.cotangents, vectors.shape[1])
+
+    def back(self, vectors: Tensor) -> Tensor:
+        """See `Rows`."""
+        out = self._zeros(self.size, vectors.shape[1])
+        for factor in self.factors:
+            factor.back_into(vectors, out)
+        return out
+
+    def quadratic(self, matrix: Tensor) -> Tensor:
+        """See `Rows`."""
+        out = self._zeros(self.size)
+        for factor in self.factors:
+            factor.quadratic_into(matrix, out)
+        return out
+
+
+def _sum(parts: Iterable[Tensor]) -> Tensor:
+    """Of at least one; the first becomes the total."""
+    rest = iter(parts)
+    total = next(rest)
+    for part in rest:
+        total += part
+    return total
+
+
+class PulledRows:
+    """Rows over all weights, pulled back whenever they are read, a few examples at a time, see `Rows`.
+
+    Restricted to some of the weights, the rows are formed and kept.
+
+    Args:
+        pull: (x [B, ...], cotangents [B, Q, O]) -> rows [B, Q, size].
+        x: Inputs [N, ...].
+        cotangents: [N, Q, O].
+        size: Number of weights.
+    """
+
+    def __init__(self, pull: Callable[[Tensor, Tensor], Tensor], x: Tensor, cotangents: Tensor, size: int) -> None:
+        self._pull, self._x, self._with, self.size = pull, x, cotangents, size
+        self.examples, self.cotangents = cotangents.shape[:2]
+
+    def _blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        """Examples and their rows [B, Q, size]."""
+        step = max(1, BLOCK // (8 * self.size * max(1, self.cotangents)))
+        for start in range(0, self.examples, step):
+            some = slice(start, start + step)
+            yield some, self._pull(self._x[some], self._with[some])
+
+    def restrict(self, indices: Tensor) -> FactorRows:
+        """See `Rows`."""
+        parts = [rows[:, :, indices] for _, rows in self._blocks()]
+        slots = torch.arange(len(indices), device=indices.device)
+        return FactorRows([Matrix(torch.cat(parts), slots)], (self.examples, self.cotangents, len(indices)), indices)
+
+    def take(self, examples: Tensor) -> "PulledRows":
+        """See `Rows`."""
+        return PulledRows(self._pull, self._x[examples], self._with[examples], self.size)
+
+    def join(self, others: Sequence[Rows]) -> "PulledRows":
+        """See `Rows`."""
+        rows = [self, *(r for r in others if isinstance(r, PulledRows))]
+        return PulledRows(self._pull, torch.cat([r._x for r in rows]), torch.cat([r._with for r in rows]), self.size)
+
+    def dense(self, dtype: torch.dtype | None = None) -> Tensor:
+        """See `Rows`."""
+        return torch.cat([rows.to(dtype or torch.float64) for _, rows in self._blocks()])
+
+    def squares(self) -> Tensor:
+        """See `Rows`."""
+        return _sum(rows.double().square().sum((0, 1)) for _, rows in self._blocks())
+
+    def gram(self, other: Rows, weight: Tensor) -> Tensor:
+        """See `Rows`."""
+        assert isinstance(other, PulledRows)
+        out = weight.new_zeros(self.examples, self.cotangents, other.examples, other.cotangents)
+        for mine, left in self._blocks():
+            left = left.flatten(0, 1).double() * weight
+            for theirs, right in other._blocks():
+                out[mine, :, theirs] = (left @ right.flatten(0, 1).double().T).view(out[mine, :, theirs].shape)
+        return out.flatten(2).flatten(0, 1)
+
+    def within(self, weight: Tensor) -> Tensor:
+        """See `Rows`."""
+        return torch.cat([(rows.double() * weight) @ rows.double().mT for _, rows in self._blocks()])
+
+    def forward(self, vectors: Tensor) -> Tensor:
+        """See `Rows`."""
+        return torch.cat([rows.flatten(0, 1).double() @ vectors for _, rows in self._blocks()])
+
+    def back(self, vectors: Tensor) -> Tensor:
+        """See `Rows`."""
+        split = vectors.view(self.examples, self.cotangents, -1)
+        return _sum(rows.flatten(0, 1).double().T @ split[some].flatten(0, 1) for some, rows in self._blocks())
+
+    def quadratic(self, matrix: Tensor) -> Tensor:
+        """See `Rows`: with M = L L' it is the sum of squares of L' J, which `back` gives a few columns at a time."""
+        values, vectors = torch.linalg.eigh(matrix)
+        out = matrix.new_zeros(self.size)
+        step = max(1, BLOCK // (8 * self.size))
+        for v, e in zip(vectors.split(step, 1), values.split(step), strict=True):
+            out += self.back(v).square() @ e
+        return out

@@ -1,0 +1,144 @@
+"""The `layers` backend: closed forms for a stack of known layers."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bayesfl.curvature.factors import Factor, Outer, Shared
+from bayesfl.curvature.jacobians import FactorRows
+from bayesfl.layout import Layout
+from bayesfl.models import Split
+
+ELEMENTWISE = (nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU, nn.SiLU, nn.ELU, nn.LeakyReLU, nn.Softplus, nn.Identity)
+POOLING = (nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d)
+_DROPOUT = (nn.Dropout, nn.Dropout2d)  # nothing in evaluation mode; in training mode they are refused before
+
+
+def stack(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The layers of `nn.Sequential` and `bf.models.Split`, one inside the other, in the order they run, with their names."""
+    if type(module) not in (nn.Sequential, Split):
+        return [("", module)]
+    children = [(name, child) for name, child in module._modules.items() if child is not None]
+    return [(f"{name}.{inner}".rstrip("."), layer) for name, child in children for inner, layer in stack(child)]
+
+
+def unsupported(module: nn.Module) -> list[str]:
+    """What has no closed form here, such as "GroupNorm 'body.1'"; empty where all have."""
+    layers = stack(module)
+    out = [f"{type(layer).__name__} {name!r}" for name, layer in layers if not _has_form(layer)]
+    weighted = [layer for _, layer in layers if any(True for _ in layer.parameters())]
+    parameters = [p for layer in weighted for p in layer.parameters()]
+    if len(set(map(id, parameters))) < len(parameters):
+        out.append("parameters that are used in two places")
+    return out
+
+
+def _has_form(layer: nn.Module) -> bool:
+    if layer._forward_hooks or layer._forward_pre_hooks:
+        return False
+    if isinstance(layer, nn.Conv2d) and (layer.padding_mode != "zeros" or isinstance(layer.padding, str) or layer.groups != 1):
+        return False
+    if isinstance(layer, nn.MaxPool2d) and layer.return_indices:
+        return False
+    if isinstance(layer, nn.Flatten) and (layer.start_dim, layer.end_dim) != (1, -1):
+        return False
+    if not {name for name, _ in layer.named_parameters()} <= {"weight", "bias"}:
+        return False
+    return type(layer) in (nn.Linear, nn.Conv2d, nn.Flatten, *ELEMENTWISE, *POOLING, *_DROPOUT)
+
+
+class Layers:
+    """Goes forward once, keeps what went into each layer, and pulls cotangents back by hand.
+
+    Args:
+        module: A stack of layers with closed forms.
+        layout: The parameters that count.
+    """
+
+    name = "layers"
+
+    def __init__(self, module: nn.Module, layout: Layout) -> None:
+        self._layers = stack(module)
+        self._size, self._slots = layout.size, {}
+        places = layout.leaves(torch.arange(layout.size))
+        for number, (name, layer) in enumerate(self._layers):
+            prefix = f"{name}." if name else ""
+            slots = [places[k].flatten(1) if k.endswith("weight") else places[k][:, None] for k in _own(layer, prefix) if k in places]
+            if slots:
+                self._slots[number] = (torch.cat(slots, 1), prefix + "weight" in places, prefix + "bias" in places)
+
+    def floats(self, x: Tensor) -> tuple[int, int, int]:
+        """See `Backend`."""
+        passed = self._forward(x[:1])
+        total = sum(t.numel() for t in passed)
+        return x[0].numel() + total, total, passed[-1].shape[-1]
+
+    @torch.no_grad()
+    def _forward(self, x: Tensor) -> list[Tensor]:
+        """The outputs of every layer."""
+        out = []
+        for _, layer in self._layers:
+            x = layer(x.clone() if getattr(layer, "inplace", False) else x)
+            out.append(x)
+        return out
+
+    @torch.no_grad()
+    def linearise(self, x: Tensor, cotangents: Callable[[Tensor], Tensor]) -> tuple[Tensor, FactorRows]:
+        """See `Backend`."""
+        passed = [x, *self._forward(x)]
+        outputs = passed[-1]
+        g = cotangents(outputs)
+        shape = (len(x), g.shape[1], self._size)
+        factors: list[Factor] = []
+        for number in range(len(self._layers) - 1, min(self._slots, default=0) - 1, -1):
+            layer = self._layers[number][1]
+            if number in self._slots:
+                factors.append(_factor(layer, passed[number], g, *self._slots[number]))
+            if number > min(self._slots):
+                g = _pull(layer, passed[number], g)
+        return outputs, FactorRows(factors, shape, outputs)
+
+
+def _own(layer: nn.Module, prefix: str) -> list[str]:
+    """Names of a layer's parameters, the weight before the bias."""
+    return [prefix + name for name in ("weight", "bias") if getattr(layer, name, None) is not None]
+
+
+def _factor(layer: nn.Module, x: Tensor, g: Tensor, slots: Tensor, weight: bool, bias: bool) -> Factor:
+    """The rows of one layer from its inputs [N, ...] and the cotangents pulled back to its outputs [N, Q, ...]."""
+    slots = slots.to(x.device)
+    if isinstance(layer, nn.Conv2d):
+        assert not isinstance(layer.padding, str)
+        g = g.flatten(3)
+        x = F.unfold(x, layer.kernel_size, layer.dilation, layer.padding, layer.stride).mT
+    elif x.dim() > 2:
+        x, g = x.flatten(1, -2), g.flatten(2, -2).mT
+    parts = [x] if weight else []
+    if bias:
+        parts.append(x.new_ones(*x.shape[:-1], 1))
+    inputs = torch.cat(parts, -1)
+    return Outer(inputs, g, slots, full=True) if x.dim() == 2 else Shared(inputs, g, slots).formed()
+
+
+def _pull(layer: nn.Module, x: Tensor, g: Tensor) -> Tensor:
+    """Cotangents [N, Q, ...] of a layer's outputs as cotangents of its inputs `x` [N, ...]."""
+    if isinstance(layer, nn.Linear):
+        return g @ layer.weight
+    if isinstance(layer, nn.Conv2d):
+        at = x.new_empty(g.shape[0] * g.shape[1], *x.shape[1:])  # only its shape is read
+        options = (layer.stride, layer.padding, layer.dilation, False, [0, 0], layer.groups, [True, False, False])
+        pulled = torch.ops.aten.convolution_backward(g.flatten(0, 1), at, layer.weight, None, *options)[0]
+        return pulled.view(*g.shape[:2], *x.shape[1:])
+    if isinstance(layer, (nn.Flatten, nn.Identity, *_DROPOUT)):
+        return g.reshape(*g.shape[:2], *x.shape[1:])
+    with torch.enable_grad():
+        start = x.detach().requires_grad_()
+        outputs = layer(start.clone())
+    if isinstance(layer, ELEMENTWISE):
+        with torch.enable_grad():
+            total = outputs.sum()
+        return g * torch.autograd.grad(total, start)[0].unsqueeze(1)
+    pulled = [torch.autograd.grad(outputs, start, c, retain_graph=True)[0] for c in g.unbind(1)]
+    return torch.stack(pulled, 1) if pulled else g.new_zeros(len(x), 0, *x.shape[1:])

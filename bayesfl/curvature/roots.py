@@ -1,0 +1,52 @@
+"""The curvature of a likelihood in the network's outputs, as an exact factor: Lambda = R R'."""
+
+import torch
+from torch import Tensor
+
+from bayesfl.likelihood import Bernoulli, Categorical, Gaussian
+from bayesfl.protocols import Likelihood
+
+
+def root(likelihood: Likelihood, outputs: Tensor) -> Tensor:
+    """R [N, O, Q] in float64 with R R' = Lambda [N, O, O], the Hessian of the negative log likelihood at `outputs` [N, O], in nats.
+
+    Of classes Lambda = diag(p) - p p' has rank O - 1, and so many columns has R: with the tail sums q_j = p_{j+1} + ... + p_O,
+
+        R_jj = (p_j q_j / q_{j-1})^(1/2),    R_ij = -(p_i / q_j) R_jj  for i > j.
+
+    Nothing is subtracted in it, so it stays exact where p is nearly one-hot.
+
+    Raises:
+        TypeError: A likelihood whose curvature is not known here.
+
+    References:
+        Tanabe, Sagae, "An exact Cholesky decomposition and the generalized inverse of the variance-covariance matrix of the
+        multinomial distribution, with applications", JRSS B 54(1), 1992.
+    """
+    outputs = outputs.double()
+    if isinstance(likelihood, Categorical):
+        probs = outputs.softmax(-1)
+        through = probs.flip(-1).cumsum(-1).flip(-1)  # p_j + ... + p_O
+        tail = through[..., 1:]
+        ratios = torch.where(tail[..., None, :] > 0, probs[..., :, None] / tail[..., None, :], 0.0)  # [N, O, O - 1]
+        scale = torch.where(tail > 0, probs[..., :-1] * (tail / through[..., :-1]), 0.0).sqrt()
+        one = torch.eye(probs.shape[-1], dtype=probs.dtype, device=probs.device)[:, :-1]
+        return (one - ratios.tril(-1)) * scale[..., None, :]
+    if isinstance(likelihood, Bernoulli):
+        return (outputs.sigmoid() * (-outputs).sigmoid()).sqrt().unsqueeze(-1)
+    if isinstance(likelihood, Gaussian):
+        one = torch.eye(outputs.shape[-1], dtype=outputs.dtype, device=outputs.device)
+        return (one / likelihood.scale).expand(*outputs.shape, -1)
+    raise TypeError(f"the curvature of {type(likelihood).__name__} is not known; there are Categorical, Bernoulli and Gaussian")
+
+
+def basis(outputs: int, centre: bool) -> Tensor:
+    """Orthonormal columns [O, Q] in float64: of all directions, or where `centre` of those whose sum over classes is zero.
+
+    A constant added to all logits changes no probability; it lies along what is left out. The columns are Helmert's.
+    """
+    if not centre:
+        return torch.eye(outputs, dtype=torch.float64)
+    steps = torch.arange(1, outputs, dtype=torch.float64)
+    columns = torch.ones(outputs, outputs - 1, dtype=torch.float64).triu() - torch.diag_embed(steps, -1)[:, :-1]
+    return columns / (steps * (steps + 1)).sqrt()
