@@ -22,8 +22,6 @@ from matplotlib.figure import Figure
 
 from bayesfl import plots
 
-torch.set_num_threads(1)
-
 
 def federation(clients: int = 14, rows: int = 40) -> tuple[Tensor, Tensor, Tensor]:
     """Random predictions of clients of different sizes; padded rows are NaN, and client 1 has no examples."""

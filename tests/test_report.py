@@ -15,8 +15,6 @@ import torch
 from bayesfl import files, report
 from bayesfl.report import Column, table
 
-torch.set_num_threads(1)
-
 ROWS = {
     "FedAvg": {"accuracy": [0.811, 0.807], "nll": [0.5, 0.6]},
     "Ditto": {"accuracy": [0.9, 0.84], "nll": [12.3, 14.3], "seconds": 3.0},

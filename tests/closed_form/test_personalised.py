@@ -9,20 +9,10 @@ import bayesfl as bf
 from bayesfl.data import FederatedData
 from bayesfl.likelihood import Gaussian
 from bayesfl.models import Split
-from tests.cases import SIZES, federation
+from tests.cases import SIZES
 
 COUNTS = (9, 14, 6, 11)
 DIM = 3
-
-
-@pytest.fixture(scope="module")
-def clients() -> FederatedData:
-    return federation()
-
-
-@pytest.fixture(scope="module")
-def model() -> nn.Module:
-    return bf.models.mlp(8, hidden=16, outputs=3)
 
 
 @pytest.fixture(scope="module")

@@ -21,16 +21,6 @@ ROUNDS = 3
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 
 
-@pytest.fixture(scope="module")
-def clients() -> FederatedData:
-    return federation()
-
-
-@pytest.fixture(scope="module")
-def model() -> nn.Module:
-    return bf.models.mlp(8, hidden=16, outputs=3)
-
-
 def state(result) -> dict[str, Tensor]:
     return flatten({"server": result.server, "private": result.private})
 

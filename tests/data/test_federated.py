@@ -14,8 +14,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from bayesfl.data import FederatedData, SourceInfo, Split, from_arrays, from_datasets
 from bayesfl.data.partitions import stratified
 
-torch.set_num_threads(1)
-
 
 def arrays(sizes=(7, 4, 9), classes=3, features=5, seed=0):
     rng = np.random.default_rng(seed)

@@ -11,7 +11,6 @@ from torch.testing import assert_close
 from bayesfl.data import Source, concept_drift, diabetes, dirichlet, heart_disease, iid, labels_per_client, load
 from bayesfl.data.sources import FINE_TO_COARSE
 
-torch.set_num_threads(1)
 needs_files = pytest.mark.skipif("BAYESFL_DATA" not in os.environ, reason="BAYESFL_DATA names no folder of data sets")
 
 

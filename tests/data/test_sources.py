@@ -20,7 +20,6 @@ from bayesfl.data import Source, available, load, sources
 from bayesfl.data import _torchvision as loader
 from bayesfl.data.sources import FINE_TO_COARSE, read_idx
 
-torch.set_num_threads(1)
 needs_torchvision = pytest.mark.skipif(importlib.util.find_spec("torchvision") is None, reason="torchvision is not installed")
 needs_files = pytest.mark.skipif("BAYESFL_DATA" not in os.environ, reason="BAYESFL_DATA names no folder of data sets")
 
