@@ -18,6 +18,7 @@ ORDER = (
     {"phases"},
     {"data"},
     {"models", "metrics"},
+    {"curvature"},
     {"engine"},
     {"local", "checkpoint"},
     {"predict"},
