@@ -4,10 +4,12 @@
     python examples/pfedvem.py --dataset cifar100 --clients 50 --rounds 100      # the paper's experiment
 
 Every client holds one class of each superclass and predicts the superclass: what a label means differs between clients. Prints the
-table over seeds and writes table, history, checkpoints and figures into a run folder.
+table over seeds and writes table, history, checkpoints and figures into a run folder, table and history anew after every run of a method
+with a seed. A mistake in the arguments ends with exit code 2, training that diverges with 1.
 """
 
 import argparse
+import json
 import logging
 import sys
 from collections.abc import Callable
@@ -76,9 +78,11 @@ TITLES = {name: title for name, (_, title, _) in bf.algorithms.PAPERS.items()}
 COLUMNS = (
     report.Column("accuracy", better="higher"),
     report.Column("nll", title="NLL (nats)", better="lower"),
-    report.Column("ece", title="ECE", better="lower"),
+    report.Column("ece", better="lower"),
     report.Column("brier", title="Brier", better="lower"),
 )
+EXPERIMENT = ("dataset", "clients", "rounds", "participation", "algorithms", "seeds", "device", "kernel")
+"""The arguments that the numbers depend on."""
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -96,25 +100,68 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--kernel", choices=["auto", "reference", "live", "layers", "vmap"], default="auto", help="how phases are run")
     parser.add_argument("--workers", type=int, default=None, help="threads that run clients (default: the cores)")
     parser.add_argument("--data-root", type=Path, default=None, help="folder of the data (default: BAYESFL_DATA, else the user's cache)")
+    parser.add_argument("--download", action="store_true", help="let torchvision fetch images that are not there")
     parser.add_argument(
-        "--out", type=Path, default=Path("runs/pfedvem"), help="run folder; checkpoints are those of the first seed (default: %(default)s)"
+        "--out",
+        type=Path,
+        default=Path("runs/pfedvem"),
+        help="run folder, of one experiment; checkpoints are those of the first seed (default: %(default)s)",
     )
     return parser.parse_args(argv)
 
 
-def main(argv: list[str] | None = None) -> dict[str, dict[str, list[float]]]:
-    """Runs every algorithm with every seed; returns the table's rows."""
-    options = arguments(argv)
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    torch.set_num_threads(1)
+def check(options: argparse.Namespace) -> None:
+    """Refuses what would count a run twice, or mix the files of two experiments in a folder.
+
+    Raises:
+        ValueError: A seed or method is given twice, or the folder holds another experiment's files.
+    """
+    for name in ("algorithms", "seeds"):
+        given = getattr(options, name)
+        if len(set(given)) < len(given):
+            raise ValueError(f"--{name} must name each once, got {' '.join(map(str, given))}")
+    if not options.out.exists() or not any(options.out.iterdir()):
+        return
+    remedy = "choose another --out, or delete the folder"
+    try:
+        there = json.loads((options.out / "table.json").read_text())["arguments"]
+    except (FileNotFoundError, json.JSONDecodeError, KeyError, TypeError):
+        raise ValueError(f"--out {options.out} holds files that are not of this script: {remedy}") from None
+    for name in EXPERIMENT:
+        if there.get(name) != getattr(options, name):
+            mine = getattr(options, name)
+            raise ValueError(f"--out {options.out} holds a run with --{name} {there.get(name)}, now it is {mine}: {remedy}")
+
+
+def write(options: argparse.Namespace, rows: dict[str, dict[str, list[float]]], history: list[dict[str, Any]], runs: int) -> None:
+    """Table and history of the runs finished so far, each file whole."""
+    planned = len(options.seeds) * len(options.algorithms)
+    record = {"arguments": vars(options), "runs": {"finished": runs, "planned": planned}, "rows": rows, "environment": report.environment()}
+    report.write_json(options.out / "table.json", record)
+    atomic_write(options.out / "table.md", report.table(rows, columns=COLUMNS, style="markdown") + "\n")
+    report.write_csv(options.out / "history.csv", history)
+
+
+def compare(options: argparse.Namespace) -> None:
+    """Runs every algorithm with every seed.
+
+    Raises:
+        ValueError: Arguments that don't work out.
+        FileNotFoundError: The data are not there.
+        DivergenceError: Training left the finite numbers; what there was before that is saved.
+    """
+    check(options)
     preset = PRESETS[options.dataset]
     engine = bf.Engine(kernel=options.kernel, workers=options.workers)
     rows: dict[str, dict[str, list[float]]] = {}
     history: list[dict[str, Any]] = []
     histories: dict[str, list[Any]] = {}
     diagrams: dict[str, Any] = {}
+    runs = 0
     for seed in options.seeds:
-        clients = bf.data.concept_drift(options.dataset, clients=options.clients, seed=seed, root=options.data_root)
+        clients = bf.data.concept_drift(
+            options.dataset, clients=options.clients, seed=seed, root=options.data_root, download=options.download
+        )
         sizes = clients.counts["train"]
         print(
             f"seed {seed}: {clients.clients} clients of {sizes.min()} to {sizes.max()} examples, partition {clients.hash[:12]}", flush=True
@@ -135,6 +182,7 @@ def main(argv: list[str] | None = None) -> dict[str, dict[str, list[float]]]:
                     device=options.device,
                 )
             except bf.DivergenceError as error:
+                write(options, rows, history, runs)
                 if error.result is not None:
                     error.result.save(options.out / f"{name}-seed{seed}-diverged")
                 raise
@@ -149,14 +197,13 @@ def main(argv: list[str] | None = None) -> dict[str, dict[str, list[float]]]:
                 diagrams.setdefault(key, (predictions.probs, labels, mask))
             history += [{"algorithm": name, "seed": seed, **row} for row in result.history]
             histories.setdefault(title, []).append(result.history)
+            runs += 1
+            write(options, rows, history, runs)  # before the checkpoint: the table says whose folder this is
             if seed == options.seeds[0]:
                 result.save(options.out / name)
     text = report.table(rows, columns=COLUMNS)
     print(f"\n{options.dataset}, {options.clients} clients, {options.rounds} rounds, participation {options.participation}")
     print(f"last round, mean over clients; mean ± standard error of {len(options.seeds)} seeds; * best\n\n{text}")
-    atomic_write(options.out / "table.md", report.table(rows, columns=COLUMNS, style="markdown") + "\n")
-    report.write_json(options.out / "table.json", {"arguments": vars(options), "rows": rows, "environment": report.environment()})
-    report.write_csv(options.out / "history.csv", history)
     figures = {
         "reliability.png": bf.plots.reliability_compare(diagrams, columns=3),
         "learning_curves.png": bf.plots.learning_curves(histories).figure,
@@ -165,8 +212,20 @@ def main(argv: list[str] | None = None) -> dict[str, dict[str, list[float]]]:
         with atomic_path(options.out / name) as temporary:
             figure.savefig(temporary, dpi=120, bbox_inches="tight")
     print(f"\ntable, history, checkpoints and figures are in {options.out}")
-    return rows
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The exit code: 0, or 1 where training diverged, or 2 where the arguments don't work out."""
+    options = arguments(argv)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    torch.set_num_threads(1)
+    try:
+        compare(options)
+    except (bf.DivergenceError, ValueError, OSError, ImportError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1 if isinstance(error, bf.DivergenceError) else 2
+    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(0 if main() else 1)
+    sys.exit(main())

@@ -1,0 +1,104 @@
+"""The example as a command: what is finished is on disk, experiments are not mixed, mistakes are one line."""
+
+import csv
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+import bayesfl as bf
+
+SMALL = ["--clients", "4", "--rounds", "1", "--participation", "0.5", "--algorithms", "fedavg", "fedper", "--seeds", "0", "1"]
+
+
+@pytest.fixture
+def example():
+    path = Path(__file__).parents[1] / "examples" / "pfedvem.py"
+    spec = importlib.util.spec_from_file_location("pfedvem_example", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_what_is_finished_is_on_disk(example, tmp_path, monkeypatch):
+    """Stopped in the fourth run, the table and the history of three are there; the same command again writes all of it."""
+    out, simulate, calls = tmp_path / "run", bf.simulate, []
+
+    def stopped(*args, **options):
+        calls.append(args)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return simulate(*args, **options)
+
+    monkeypatch.setattr(bf, "simulate", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        example.main([*SMALL, "--out", str(out)])
+    table = json.loads((out / "table.json").read_text())
+    assert table["runs"] == {"finished": 3, "planned": 4}
+    assert [len(row["accuracy"]) for row in table["rows"].values()] == [2, 1]
+    with (out / "history.csv").open(newline="") as file:
+        assert [(row["algorithm"], row["seed"]) for row in csv.DictReader(file)] == [("fedavg", "0"), ("fedper", "0"), ("fedavg", "1")]
+    assert "FedPer" in (out / "table.md").read_text()
+    assert example.main([*SMALL, "--out", str(out)]) == 0
+    again = json.loads((out / "table.json").read_text())
+    assert again["runs"] == {"finished": 4, "planned": 4}
+    assert again["rows"]["FedAvg"] == table["rows"]["FedAvg"]
+    assert {path.name for path in out.iterdir()} >= {"fedavg", "fedper", "reliability.png", "learning_curves.png"}
+
+
+def test_a_folder_holds_one_experiment(example, tmp_path, capsys):
+    """Other arguments, or files of something else, are refused before anything is written."""
+    out = tmp_path / "run"
+    assert example.main([*SMALL, "--seeds", "0", "--out", str(out)]) == 0
+    before = files(out)
+    capsys.readouterr()
+    assert example.main([*SMALL, "--seeds", "0", "--rounds", "2", "--out", str(out)]) == 2
+    expected = f"error: --out {out} holds a run with --rounds 1, now it is 2: choose another --out, or delete the folder\n"
+    assert capsys.readouterr().err == expected
+    assert files(out) == before
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "notes.txt").write_text("mine")
+    assert example.main([*SMALL, "--out", str(other)]) == 2
+    assert "holds files that are not of this script" in capsys.readouterr().err
+    assert files(other) == {"notes.txt": b"mine"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--clients", "3"], "error: clients must be a multiple of 2"),
+        (["--rounds", "0"], "error: rounds must be at least 1, got 0"),
+        (["--seeds", "1", "1"], "error: --seeds must name each once, got 1 1"),
+        (["--device", "nowhere"], "error: device 'nowhere' is absent"),
+        (["--dataset", "mnist", "--data-root", "absent"], "error: the data set 'mnist' is not on disk"),
+    ],
+)
+def test_mistakes_are_one_line(example, tmp_path, capsys, arguments, message):
+    """And leave no folder behind that would be in the way of the next try."""
+    assert example.main([*SMALL, "--out", str(tmp_path / "run"), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(message)
+    assert error.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_divergence_is_one_line_and_keeps_what_there_was(example, tmp_path, capsys, monkeypatch):
+    """Exit code 1; the runs before it are in the table, the last finite round of its own in a folder."""
+    make = dict(example.ALGORITHMS)
+    make["fedper"] = lambda model, preset, rounds: bf.algorithms.fedper(model, lr=1e30, batch_size=preset.batch_size)
+    monkeypatch.setattr(example, "ALGORITHMS", make)
+    out = tmp_path / "run"
+    assert example.main([*SMALL, "--out", str(out)]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert json.loads((out / "table.json").read_text())["runs"]["finished"] == 1
+    assert (out / "fedper-seed0-diverged").is_dir()
