@@ -202,8 +202,14 @@ def classification_summary(probs: Tensor, labels: Tensor, mask: Tensor, *, bins:
     clients, pot = scored.measures(bins), scored.pooled()
     summary = {name: _mean(values, scored.broken) for name, values in clients.items()}
     summary["accuracy_decile"] = math.nan if scored.broken.any() else bottom_decile(clients["accuracy"])
-    together = {"accuracy": pot.accuracy(), "nll": pot.nll(), "ece": pot.calibration(bins), "mce": pot.calibration(bins, "max")}
-    return summary | {f"pooled_{name}": float(value) for name, value in (together | {"brier": pot.brier()}).items()}
+    together = {
+        "accuracy": pot.accuracy(),
+        "nll": pot.nll(),
+        "ece": pot.calibration(bins),
+        "mce": pot.calibration(bins, "max"),
+        "brier": pot.brier(),
+    }
+    return summary | {f"pooled_{name}": float(value) for name, value in together.items()}
 
 
 def per_client_table(probs: Tensor, labels: Tensor, mask: Tensor, *, bins: int = 15) -> dict[str, np.ndarray]:
@@ -403,13 +409,16 @@ class _Scored:
     def accuracy(self) -> Tensor:
         return self._average(self.hits)
 
+    @cached_property
+    def true(self) -> Tensor:
+        """Probability of the true class, [J, N]."""
+        return self.probs.gather(-1, self.labels[..., None])[..., 0]
+
     def nll(self) -> Tensor:
-        true = self.probs.gather(-1, self.labels[..., None])[..., 0]
-        return self._average(-true.clamp(torch.finfo(torch.float64).tiny, 1).log())
+        return self._average(-self.true.clamp(torch.finfo(torch.float64).tiny, 1).log())
 
     def brier(self) -> Tensor:
-        true = self.probs.gather(-1, self.labels[..., None])[..., 0]
-        return self._average(self.probs.square().sum(-1) - true.square() + (1 - true).square())
+        return self._average(self.probs.square().sum(-1) - self.true.square() + (1 - self.true).square())
 
     def binned(self, bins: int) -> tuple[Tensor, Tensor, Tensor]:
         """Number of examples, of right predictions, and sum of confidences, [J, B] each."""

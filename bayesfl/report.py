@@ -119,10 +119,10 @@ def table(
     body = [_cells(spec, list(rows.values()), style) for spec in specs]
     columns_ = [[corner, *names], *([spec.title or "", *cells] for spec, cells in zip(specs, body, strict=True))]
     widths = [max(len(cell) for cell in column) for column in columns_]
-    lines = []
-    for line in zip(*columns_, strict=True):
-        first, *others = (cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True)))
-        lines.append([first, *others])
+    lines = [
+        [cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in enumerate(zip(line, widths, strict=True))]
+        for line in zip(*columns_, strict=True)
+    ]
     if style == "markdown":
         lines.insert(1, ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])])
         return "\n".join("| " + " | ".join(line) + " |" for line in lines)
