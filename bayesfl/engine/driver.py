@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from bayesfl.blocks import Algorithm
+from bayesfl.checks import whole
 from bayesfl.engine import descent, layers, live, network, reference, vmap
 from bayesfl.engine.crew import Crew
 from bayesfl.engine.plan import Plan
@@ -50,8 +51,8 @@ class Engine:
         if self.kernel not in KERNELS:
             raise ValueError(f"kernel must be one of {KERNELS}, got {self.kernel!r}")
         for name, value in {"chunk": self.chunk, "workers": self.workers}.items():
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+            if value is not None:
+                object.__setattr__(self, name, whole(name, value, least=1))
 
     def chunk_size(self, clients: int, algorithm: Algorithm, device: torch.device) -> int:
         """Clients at once, of a cohort of `clients`; never a function of the workers, so that they don't change the bits."""
@@ -110,11 +111,10 @@ class Engine:
         """One phase for one chunk of clients, stacked [C, ...]: their views afterwards, and what people may read."""
         device = views["n"].device
         algorithm.module(views["n"])  # made here, since no copy can be made inside torch.func
-        trained = _descents(phase)
-        kernel = self.choose(algorithm, trained[0] if trained else None, device)
+        kernel = self.choose(algorithm, phase if isinstance(phase, Descend) else None, device)
         if kernel == "reference" or not phase.batched:
             return reference.run(algorithm, phase, given, views, plan)
-        if kernel != "live" or not trained:
+        if kernel != "live" or not any(isinstance(p, Descend) for p in getattr(phase, "phases", (phase,))):
             return self._chunk(algorithm, phase, given, views, plan, kernel)
         done = [
             self._chunk(algorithm, phase, given, tree_map(lambda t, c=c: t[c : c + 1], views), plan.client(c), kernel)
@@ -161,8 +161,3 @@ class Engine:
 
 
 KERNEL_OF: dict[str, network.Kernel] = {"live": live.kernel, "layers": layers.kernel, "vmap": vmap.kernel}
-
-
-def _descents(phase: Phase | Repeat) -> list[Descend]:
-    inner = phase.phases if isinstance(phase, Repeat) else (phase,)
-    return [p for p in inner if isinstance(p, Descend)]

@@ -1,0 +1,53 @@
+"""Which kernel and how large a chunk a phase gets."""
+
+import pytest
+import torch
+from torch import nn
+
+import bayesfl as bf
+from bayesfl.phases import Descend
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kernel": "fast"}, r"kernel must be one of .*'layers'.*, got 'fast'"),
+        ({"workers": 0}, "workers must be at least 1, got 0"),
+        ({"workers": 1.5}, "workers must be a whole number, got 1.5"),
+        ({"chunk": "5"}, "chunk must be a whole number, got '5'"),
+        ({"chunk": -1}, "chunk must be at least 1, got -1"),
+    ],
+)
+def test_what_an_engine_refuses(options, message):
+    """Names, zeros, fractions."""
+    with pytest.raises(ValueError, match=message):
+        bf.Engine(**options)
+
+
+def test_chunks_of_a_cpu():
+    """At most five clients, at least two chunks where there are two clients; what is asked for stands; workers never count."""
+    algorithm = bf.algorithms.fedavg(bf.models.mlp(4, outputs=2))
+    for clients, size in ((1, 1), (2, 1), (3, 2), (9, 5), (10, 5), (1000, 5)):
+        assert {bf.Engine(workers=w).chunk_size(clients, algorithm, CPU) for w in (None, 1, 7)} == {size}
+        assert bf.Engine(chunk=64).chunk_size(clients, algorithm, CPU) == 64
+
+
+def chosen(model: nn.Module, phase: Descend | None = None, kernel: str = "auto") -> str:
+    """The kernel for a phase of FedRep, or for predictions."""
+    return bf.Engine(kernel).choose(bf.algorithms.fedrep(model), phase, CPU)
+
+
+def test_kernels_of_a_cpu():
+    """Rules where there are rules, convolutions client by client, but not under a head that is trained on features."""
+    lenet, mlp = bf.models.lenet((1, 28, 28), outputs=3), bf.models.mlp(4, outputs=2)
+    own = bf.models.split(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2)), head="2")
+    head, body = bf.algorithms.fedrep(lenet, batch_size=None).phases
+    assert chosen(mlp) == chosen(mlp, body) == "layers"
+    assert chosen(lenet) == chosen(lenet, body) == "live"
+    assert chosen(lenet, head) == "layers"
+    assert chosen(own) == "live"
+    assert chosen(own, kernel="vmap") == "vmap"
+    with pytest.raises(ValueError, match="layers kernel has no rule for a layer"):
+        chosen(own, kernel="layers")
