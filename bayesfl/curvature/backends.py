@@ -188,7 +188,7 @@ def backpack_unsupported(module: nn.Module) -> list[str]:
     except ImportError:
         return ["anything: it is not installed (pip install backpack-for-pytorch)"]
     # The table from layers to rules has no public name.
-    second, first = (e._BackpropExtension__module_extensions for e in (DiagGGNExact(), BatchGrad()))
+    second, first = (vars(e)["_BackpropExtension__module_extensions"] for e in (DiagGGNExact(), BatchGrad()))
     out = []
     for name, layer in module.named_modules():
         leaf, own = not list(layer.children()), any(True for _ in layer.parameters(recurse=False))

@@ -11,8 +11,8 @@ Inputs: TypeAlias = Tensor | Iterable[Any]
 """Inputs [N, ...], or batches of them: tensors, mappings with `x`, or tuples that begin with the inputs, as a DataLoader gives."""
 
 
-def batches(x: Inputs, like: Tensor, size: "int | None" = None) -> Iterator[Tensor]:
-    """Inputs [B, ...] on the device of `like`, at most `size` examples each.
+def batches(x: Inputs, like: Tensor) -> Iterator[Tensor]:
+    """The batches' inputs [B, ...] on the device of `like`, empty ones left out.
 
     Raises:
         TypeError: Something among the batches that is no inputs.
@@ -24,9 +24,8 @@ def batches(x: Inputs, like: Tensor, size: "int | None" = None) -> Iterator[Tens
             batch = batch[0]
         if not isinstance(batch, Tensor):
             raise TypeError(f"a batch must be a tensor, a tuple that begins with one, or a mapping with 'x', got {type(batch).__name__}")
-        for piece in batch.split(size or max(1, len(batch))):
-            if len(piece):
-                yield piece.to(like.device)
+        if len(batch):
+            yield batch.to(like.device)
 
 
 def twice(x: Inputs) -> Inputs:

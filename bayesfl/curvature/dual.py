@@ -146,6 +146,8 @@ class Inverse:
 
     def _between(self, rows: Rows) -> Tensor:
         """J H^-1 J' for rows J over S, example by example, [N, Q, Q]."""
+        if not self.order:
+            return rows.within(self.variance)
         shape = (rows.examples, rows.cotangents, -1)
         prior = self.variance[self.curved]
         curved = rows if self.curved.all() else rows.restrict(self.curved.nonzero().squeeze(1))
@@ -211,7 +213,11 @@ def invert(
     if form not in ("auto", "primal", "dual"):
         raise ValueError(f"form must be 'auto', 'primal' or 'dual', got {form!r}")
     precision = curvature.vector(precision)
-    diagonal = curvature.diagonal(x) if diagonal is None else curvature.vector(diagonal)
+    if diagonal is None:
+        diagonal = curvature.diagonal(x)
+    else:
+        diagonal = curvature.vector(diagonal)
+        curvature.check_finite(diagonal, torch.arange(len(diagonal), device=curvature.device))
     if indices is not None:
         indices = curvature.check_indices(indices)
         precision, diagonal = precision[indices], diagonal[indices]
@@ -274,8 +280,6 @@ def _stacked(
         parts.append(rows if everything else rows.take(kept))
         kept_x.append(batch[kept])
         kept_cotangents.append(root(curvature.likelihood, outputs[kept]).mT)
-    if not parts:
-        raise ValueError("there are no data: the curvature is a sum over at least one example")
     return parts[0].join(parts[1:]), {"x": torch.cat(kept_x), "cotangents": torch.cat(kept_cotangents)}, order
 
 

@@ -60,8 +60,8 @@ class Factor(ABC):
 
     def squares_into(self, out: Tensor) -> None:
         """Writes the sums of squares over rows into `out` [size]."""
-        for slots, values in self._columns():
-            out[slots] = values.square().sum(0)
+        for slots, values in self.pieces(self.rows):
+            out[slots] = values.square().sum((0, 1)).to(out)
 
     def gram(self, other: "Factor", weight: Tensor) -> Tensor:
         """Sum over weights d of weight[d] J[n, q, d] J[m, p, d], [N Q, M P]; the other factor is the same layer's."""

@@ -82,14 +82,10 @@ class Curvature:
         Raises:
             ValueError: No data, or curvature that is not finite; it names the parameters.
         """
-        total = None
+        total = torch.zeros(self.size, dtype=torch.float64, device=self.device)
         for batch in self.batches(x):
             found = self.engine.diagonal(batch, self.likelihood) if isinstance(self.engine, BackPack) else None
-            if found is None:
-                found = self.linearise(batch)[1].squares()
-            total = found.double() if total is None else total + found
-        if total is None:
-            raise ValueError("there are no data: the curvature is a sum over at least one example")
+            total += self.linearise(batch)[1].squares() if found is None else found
         self.check_finite(total, torch.arange(self.size, device=total.device))
         return total
 
@@ -116,10 +112,10 @@ class Curvature:
             ValueError: Indices that are out of range or stand twice; curvature that is not finite.
             MemoryError: The result is larger than memory allows.
         """
-        indices = torch.arange(self.size, device=self._like.device) if indices is None else self.check_indices(indices)
+        indices = torch.arange(self.size, device=self.device) if indices is None else self.check_indices(indices)
         count = len(indices)
         require(8 * count**2, self.memory, f"a GGN of {count} weights", "take a smaller subnetwork, or the dual form of `invert`")
-        out = torch.zeros(count, count, dtype=torch.float64, device=self._like.device)
+        out = torch.zeros(count, count, dtype=torch.float64, device=self.device)
         for batch in self.batches(x, extra=count):
             rows = self.linearise(batch)[1].restrict(indices).dense().flatten(0, 1)
             out.addmm_(rows.T, rows)
@@ -167,7 +163,11 @@ class Curvature:
     # What `dual` needs.
 
     def batches(self, x: Inputs, *, extra: int = 0) -> Iterator[Tensor]:
-        """Pieces of the data; `extra` further numbers are needed for each row."""
+        """Pieces of the data; `extra` further numbers are needed for each row.
+
+        Raises:
+            ValueError: There are none.
+        """
         size, seen = 1, None
         for batch in batches(x, self._like):
             if batch.shape[1:] != seen:
@@ -175,6 +175,8 @@ class Curvature:
                 alone, each, outputs = self.engine.floats(batch)
                 size = max(1, BLOCK // (8 * (alone + outputs * (each + extra))))
             yield from batch.split(size)
+        if seen is None:
+            raise ValueError("there are no data: at least one example is needed")
 
     def linearise(self, x: Tensor, directions: Callable[[int], Tensor] | None = None) -> tuple[Tensor, Rows]:
         """Outputs [B, O] in float64 and rows: R' J with R R' = Lambda, or U' J for `directions(O)` = U [O, Q].
@@ -207,7 +209,7 @@ class Curvature:
         Raises:
             ValueError: Of another shape.
         """
-        value = torch.as_tensor(value, dtype=torch.float64, device=self._like.device)
+        value = torch.as_tensor(value, dtype=torch.float64, device=self.device)
         if value.dim() == 0:
             value = value.expand(self.size)
         if value.shape != (self.size,):
@@ -220,7 +222,7 @@ class Curvature:
         Raises:
             ValueError: They are no vector of integers, are out of range, or one stands twice.
         """
-        indices = torch.as_tensor(indices, device=self._like.device)
+        indices = torch.as_tensor(indices, device=self.device)
         if indices.dim() != 1 or indices.dtype not in (torch.int64, torch.int32, torch.int16, torch.uint8):
             raise ValueError(f"indices must be a vector of integers, got {indices.dtype} of shape {tuple(indices.shape)}")
         if len(indices) > self.size:

@@ -172,9 +172,11 @@ class PulledRows:
 
     def restrict(self, indices: Tensor) -> FactorRows:
         """See `Rows`."""
-        parts = [rows[:, :, indices] for _, rows in self._blocks()]
-        slots = torch.arange(len(indices), device=indices.device)
-        return FactorRows([Matrix(torch.cat(parts), slots)], (self.examples, self.cotangents, len(indices)), indices)
+        shape = (self.examples, self.cotangents, len(indices))
+        if not len(indices):
+            return FactorRows([], shape, indices)
+        values = torch.cat([rows.index_select(2, indices) for _, rows in self._blocks()])
+        return FactorRows([Matrix(values, torch.arange(len(indices), device=indices.device))], shape, indices)
 
     def take(self, examples: Tensor) -> "PulledRows":
         """See `Rows`."""

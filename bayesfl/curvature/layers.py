@@ -108,18 +108,19 @@ def _own(layer: nn.Module, prefix: str) -> list[str]:
 
 def _factor(layer: nn.Module, x: Tensor, g: Tensor, slots: Tensor, weight: bool, bias: bool) -> Factor:
     """The rows of one layer from its inputs [N, ...] and the cotangents pulled back to its outputs [N, Q, ...]."""
-    slots = slots.to(x.device)
     if isinstance(layer, nn.Conv2d):
         assert not isinstance(layer.padding, str)
-        g = g.flatten(3)
-        x = F.unfold(x, layer.kernel_size, layer.dilation, layer.padding, layer.stride).mT
-    elif x.dim() > 2:
-        x, g = x.flatten(1, -2), g.flatten(2, -2).mT
-    parts = [x] if weight else []
+        x, g = F.unfold(x, layer.kernel_size, layer.dilation, layer.padding, layer.stride), g.flatten(3)
+    else:
+        x = x.flatten(1, -2).mT if x.dim() > 2 else x.unsqueeze(-1)
+        g = g.flatten(2, -2).mT if g.dim() > 3 else g.unsqueeze(-1)
+    parts = [x] if weight else []  # inputs [N, I, T] and slopes [N, Q, H, T]
     if bias:
-        parts.append(x.new_ones(*x.shape[:-1], 1))
-    inputs = torch.cat(parts, -1)
-    return Outer(inputs, g, slots, full=True) if x.dim() == 2 else Shared(inputs, g, slots).formed()
+        parts.append(x.new_ones(len(x), 1, x.shape[2]))
+    inputs, slots = torch.cat(parts, 1), slots.to(x.device)
+    if inputs.shape[2] == 1:
+        return Outer(inputs.squeeze(2), g.squeeze(3), slots, full=True)
+    return Shared(inputs.mT, g, slots).formed()
 
 
 def _pull(layer: nn.Module, x: Tensor, g: Tensor) -> Tensor:

@@ -1,0 +1,113 @@
+"""The definitions, spelt out: Jacobians by jacrev, matrices of full size. In float64, for networks of a hundred weights."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call, hessian, jacrev, vmap
+
+from bayesfl.likelihood import Bernoulli, Categorical, Gaussian
+from bayesfl.models import Split
+from bayesfl.protocols import Likelihood
+
+
+class Residual(nn.Module):
+    """x + tanh(Wx), then a head; no stack."""
+
+    def __init__(self, outputs: int) -> None:
+        super().__init__()
+        self.inner, self.squash, self.head = nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x + self.squash(self.inner(x)))
+
+
+def mlp(outputs: int) -> nn.Module:
+    body = nn.Sequential(nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 5, bias=False), nn.ReLU())
+    return Split(body, nn.Linear(5, outputs))
+
+
+def cnn(outputs: int) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(2, 3, 3, padding=1, stride=2),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(2),
+        nn.Conv2d(3, 10, 2, padding=1, bias=False),
+        nn.SiLU(),
+        nn.AvgPool2d(2, stride=1),
+        nn.Flatten(),
+        nn.Dropout(0.5),
+        nn.Linear(40, outputs),
+    ).eval()
+
+
+def along(outputs: int) -> nn.Module:
+    """A linear layer applied at three places."""
+    return nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2), nn.Flatten(), nn.Linear(6, outputs))
+
+
+def plain_cnn(outputs: int) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(2, 3, 3), nn.Tanh(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(27, outputs))
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    make: object
+    shape: tuple[int, ...]
+    backends: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return self.name
+
+    def model(self, outputs: int = 4) -> nn.Module:
+        torch.manual_seed(0)
+        return self.make(outputs).double()  # type: ignore[operator]
+
+    def data(self, count: int, seed: int = 1) -> Tensor:
+        x = torch.randn(count, *self.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        x[:, 0] *= torch.arange(count).view(-1, *(1,) * (x.dim() - 2)) % 3 > 0  # some inputs are zero
+        return x
+
+
+CASES = (
+    Case("mlp", mlp, (7,), ("layers", "func", "backpack")),
+    Case("cnn", cnn, (2, 8, 8), ("layers", "func")),
+    Case("plain_cnn", plain_cnn, (2, 8, 8), ("layers", "func", "backpack")),
+    Case("along", along, (3, 4), ("layers", "func")),
+    Case("residual", Residual, (5,), ("func", "backpack")),
+)
+PAIRS = [(case, backend) for case in CASES for backend in case.backends]
+LIKELIHOODS = (Categorical(), Gaussian(0.5), Bernoulli())
+
+
+def outputs_of(likelihood: Likelihood) -> int:
+    return 1 if isinstance(likelihood, Bernoulli) else 4
+
+
+def jacobian(model: nn.Module, x: Tensor) -> Tensor:
+    """[N, O, D], in the order of named_parameters()."""
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    found = vmap(jacrev(lambda p, x: functional_call(model, p, (x[None],))[0]), in_dims=(None, 0))(parameters, x)
+    return torch.cat([found[name].flatten(2) for name in parameters], -1)
+
+
+def output_hessian(likelihood: Likelihood, outputs: Tensor) -> Tensor:
+    """Lambda [N, O, O] by differentiating the negative log likelihood twice; it does not depend on the label."""
+
+    def nll(f: Tensor) -> Tensor:
+        if isinstance(likelihood, Categorical):
+            return f.logsumexp(-1) - f[0]
+        if isinstance(likelihood, Bernoulli):
+            return F.softplus(f[0]) - f[0]
+        assert isinstance(likelihood, Gaussian)
+        return 0.5 * (f / likelihood.scale).square().sum()
+
+    return vmap(hessian(nll))(outputs.detach())
+
+
+def ggn(model: nn.Module, likelihood: Likelihood, x: Tensor) -> Tensor:
+    """[D, D]."""
+    j = jacobian(model, x)
+    return torch.einsum("nos,nop,npt->st", j, output_hessian(likelihood, model(x)), j)

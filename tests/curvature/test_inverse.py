@@ -1,0 +1,279 @@
+"""The inverse of H in both forms: against full matrices, conjugate regression, laplace-torch, and what must not change it."""
+
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+import bayesfl as bf
+from bayesfl.curvature import Curvature, ggn, restore
+from bayesfl.likelihood import Categorical, Gaussian
+from tests.curvature import brute
+from tests.curvature.brute import CASES, LIKELIHOODS, PAIRS
+
+EXACT = {"atol": 1e-10, "rtol": 1e-9}
+FORMS = ("primal", "dual")
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def precision_of(size: int) -> Tensor:
+    return 0.5 + torch.rand(size, generator=generator(5), dtype=torch.float64)
+
+
+def chosen(size: int, count: int = 25) -> Tensor:
+    return torch.randperm(size, generator=generator(2))[:count]
+
+
+def check(inverse, h: Tensor, columns: Tensor, x: Tensor, model: nn.Module) -> None:
+    """All that an inverse offers, against the matrix H [S, S] and Jacobian columns [N, O, S] at `x`."""
+    covariance = torch.linalg.inv(h)
+    mean, between = inverse.predict(x)
+    assert_close(mean, model(x).detach(), **EXACT)
+    assert_close(between, columns @ covariance @ columns.mT, **EXACT)
+    assert_close(inverse.marginals(), covariance.diagonal(), **EXACT)
+    assert_close(inverse.log_det(), torch.logdet(h), **EXACT)
+    linear = inverse.sample(torch.eye(inverse.noise_size, dtype=torch.float64))  # a draw is linear in the noise
+    assert_close(linear.T @ linear, covariance, **EXACT)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("some", [True, False], ids=["subnetwork", "all"])
+@pytest.mark.parametrize(("case", "backend"), PAIRS, ids=str)
+def test_both_forms_are_the_inverse(case, backend, some, form):
+    """With a precision of its own for every weight, saved and restored too."""
+    model, x, test = case.model(), case.data(9), case.data(5, seed=3)
+    curvature = Curvature(model, backend=backend)
+    indices = chosen(curvature.size) if some else None
+    where = torch.arange(curvature.size) if indices is None else indices
+    precision = precision_of(curvature.size)
+    h = (brute.ggn(model, Categorical(), x) + precision.diag())[where][:, where]
+    inverse = curvature.invert(x, precision, indices=indices, form=form)
+    assert inverse.form == form
+    assert inverse.backend == backend
+    columns = brute.jacobian(model, test)[:, :, where]
+    check(inverse, h, columns, test, model)
+    check(restore(Curvature(model, backend=backend), inverse.tensors()), h, columns, test, model)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("likelihood", LIKELIHOODS, ids=lambda value: type(value).__name__)
+def test_every_likelihood(likelihood, form):
+    case = CASES[0]
+    model, x, test = case.model(brute.outputs_of(likelihood)), case.data(9), case.data(5, seed=3)
+    curvature = Curvature(model, likelihood)
+    h = brute.ggn(model, likelihood, x) + 2 * torch.eye(curvature.size, dtype=torch.float64)
+    check(curvature.invert(x, 2.0, form=form), h, brute.jacobian(model, test), test, model)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_all_indices_are_the_whole(form):
+    """A subnetwork of all weights, in whatever order, is the full posterior in that order."""
+    case = CASES[2]
+    model, x, test = case.model(), case.data(6), case.data(4, seed=3)
+    curvature = Curvature(model)
+    order = torch.randperm(curvature.size, generator=generator(7))
+    part, whole = curvature.invert(x, 0.3, indices=order, form=form), curvature.invert(x, 0.3, form=form)
+    assert_close(part.marginals(), whole.marginals()[order], **EXACT)
+    assert_close(part.log_det(), whole.log_det(), **EXACT)
+    assert_close(part.predict(test), whole.predict(test), **EXACT)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("backend", ["layers", "func"])
+def test_streams(backend, form, monkeypatch):
+    case = CASES[2]
+    model, x, test = case.model(), case.data(7), case.data(5, seed=3)
+    curvature, indices = Curvature(model, backend=backend), chosen(80, 30)
+    once = curvature.invert(x, 0.3, indices=indices, form=form)
+    monkeypatch.setattr(ggn, "BLOCK", 1)
+    streamed = curvature.invert([x[:1], x[1:]], 0.3, indices=indices, form=form)
+    assert_close(streamed.predict(list(test.split(2))), once.predict(test), **EXACT)
+    assert_close(streamed.marginals(), once.marginals(), **EXACT)
+
+
+def test_the_smaller_factor_is_taken():
+    """The order is the number of curved weights or of rows, and the inverse says which and why."""
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 3)).double()
+    x = torch.randn(5, 4, generator=generator(0), dtype=torch.float64)
+    curvature = Curvature(model)
+    small, large = curvature.invert(x, 1.0, indices=torch.arange(9)), curvature.invert(x, 1.0)
+    assert (small.form, small.order) == ("primal", 9)
+    assert (large.form, large.order) == ("dual", 10)  # 5 examples of rank 2, against 27 weights
+    assert large.reason == "10 rows, 27 curved weights"
+    assert "9 curved weights" in small.reason
+    assert repr(large) == "Inverse(dual, order 10, 27 weights, layers: 10 rows, 27 curved weights)"
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_linear_gaussian_model_is_conjugate(form):
+    """The full posterior is the exact one; a subnetwork's is the exact conditional, not the marginal."""
+    model = nn.Linear(4, 1, bias=False).double()
+    x = torch.randn(12, 4, generator=generator(0), dtype=torch.float64)
+    noise, precision = 0.3, torch.tensor([0.5, 1.0, 2.0, 4.0], dtype=torch.float64)
+    posterior = torch.linalg.inv(x.T @ x / noise**2 + precision.diag())
+    curvature = Curvature(model, Gaussian(noise))
+    whole = curvature.invert(x, precision, form=form)
+    assert_close(whole.predict(x)[1][:, 0, 0], ((x @ posterior) * x).sum(1), **EXACT)
+    assert_close(whole.marginals(), posterior.diagonal(), **EXACT)
+    s, rest = torch.tensor([2, 0]), torch.tensor([1, 3])
+    conditional = posterior[s][:, s] - posterior[s][:, rest] @ torch.linalg.inv(posterior[rest][:, rest]) @ posterior[rest][:, s]
+    part = curvature.invert(x, precision, indices=s, form=form)
+    draws = part.sample(torch.eye(part.noise_size, dtype=torch.float64))
+    assert_close(draws.T @ draws, conditional, **EXACT)
+    assert (part.marginals() < posterior.diagonal()[s]).all()
+
+
+@pytest.mark.parametrize("form", ["primal", "dual", "auto"])
+@pytest.mark.parametrize("backend", ["layers", "func"])
+def test_weights_without_curvature(backend, form):
+    """A constant zero input and a dead unit: split off, they keep the prior variance and the rest is as before."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3)).double()
+    x = torch.rand(6, 5, generator=generator(0), dtype=torch.float64)
+    x[:, 1] = 0
+    with torch.no_grad():
+        model[0].bias.fill_(2.0)
+        model[0].bias[2] = -100.0
+    test = torch.rand(4, 5, generator=generator(1), dtype=torch.float64)  # here input 1 is not zero
+    precision = precision_of(39)
+    full = brute.ggn(model, Categorical(), x)
+    zero = full.diagonal() == 0
+    indices = torch.arange(24)
+    curvature = Curvature(model, backend=backend)
+    inverse = curvature.invert(x, precision, indices=indices, form=form)
+    h = (full + precision.diag())[:24, :24]
+    check(inverse, h, brute.jacobian(model, test)[:, :, :24], test, model)
+    assert inverse.uncurved == int(zero[:24].sum()) == 9
+    assert inverse.uncurved_share == 9 / 24
+    assert torch.equal(inverse.marginals()[zero[:24]], 1 / precision[:24][zero[:24]])
+    only = zero[:24].nonzero().squeeze(1)
+    nothing = curvature.invert(x, precision, indices=only, form=form)
+    assert nothing.order == 0
+    assert nothing.uncurved_share == 1
+    check(nothing, precision[only].diag(), brute.jacobian(model, test)[:, :, only], test, model)
+    assert float(nothing.predict(test)[1].diagonal(dim1=1, dim2=2).max()) > 0
+
+
+def test_examples_without_rows_are_split_off():
+    """Of the examples only those count in which a selected unit fires."""
+    model = nn.Sequential(nn.Linear(1, 2), nn.ReLU(), nn.Linear(2, 2)).double()
+    with torch.no_grad():
+        model[0].weight.copy_(torch.tensor([[1.0], [-1.0]]))
+        model[0].bias.zero_()
+    x = torch.tensor([[1.0], [2.0], [-1.0], [-3.0], [4.0]], dtype=torch.float64)
+    inverse = Curvature(model).invert(x, 1.0, indices=torch.tensor([1]), form="dual")  # the unit that fires for negative inputs
+    assert inverse.order == 2
+    want = torch.linalg.inv(brute.ggn(model, Categorical(), x)[1:2, 1:2] + 1)
+    assert_close(inverse.marginals(), want[0], **EXACT)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_constant_added_to_all_logits_changes_nothing_when_centred(form):
+    """The head gains the same row for every class: the outputs and Jacobians move along (1, ..., 1) alone."""
+    case = CASES[0]
+    model, moved, x, test = case.model(), case.model(), case.data(9), case.data(5, seed=3)
+    with torch.no_grad():
+        moved.head.weight += torch.linspace(-3, 3, 5)  # type: ignore[union-attr, operator]
+        moved.head.bias += 7  # type: ignore[union-attr, operator]
+    one, other = (Curvature(m, parameters="body.*").invert(x, 0.2, form=form) for m in (model, moved))
+    assert_close(one.predict(test, centre=True), other.predict(test, centre=True), **EXACT)
+    plain, shifted = one.predict(test), other.predict(test)
+    assert (plain[1] - shifted[1]).abs().max() > 0.1
+    centring = torch.eye(4, dtype=torch.float64) - 0.25
+    assert_close(one.predict(test, centre=True), (plain[0] @ centring, centring @ plain[1] @ centring), **EXACT)
+    assert_close(one.log_det(), other.log_det(), **EXACT)
+
+
+@pytest.mark.parametrize("precision", [1e-4, 1.0, 1e4])
+@pytest.mark.parametrize("form", FORMS)
+def test_variances_lie_between_nothing_and_the_prior(form, precision):
+    case = CASES[2]
+    model, x, test = case.model(), case.data(9), case.data(20, seed=3)
+    inverse = Curvature(model).invert(x, precision, form=form)
+    covariance = inverse.predict(test)[1]
+    prior = Curvature(model).gram(test, weight=1 / precision).view(20, 4, 20, 4).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+    scale = prior.diagonal(dim1=1, dim2=2).amax()
+    assert torch.linalg.eigvalsh(covariance).min() > -1e-12 * scale
+    assert torch.linalg.eigvalsh(prior - covariance).min() > -1e-12 * scale
+    assert (inverse.marginals() > 0).all()
+    assert (inverse.marginals() <= 1 / precision * (1 + 1e-12)).all()
+
+
+def test_the_forms_agree_at_a_training_prior():
+    """At precision 1e-4 the dual form subtracts numbers of the size 1e4; eight digits are left."""
+    case = CASES[0]
+    model, x, test = case.model(), case.data(9), case.data(5, seed=3)
+    curvature = Curvature(model)
+    primal, dual = (curvature.invert(x, 1e-4, form=form) for form in FORMS)
+    assert_close(dual.predict(test)[1], primal.predict(test)[1], rtol=1e-8, atol=1e-6)
+    assert_close(dual.marginals(), primal.marginals(), rtol=1e-8, atol=0)
+    assert_close(dual.log_det(), primal.log_det(), rtol=1e-12, atol=0)
+
+
+def test_a_known_diagonal_saves_a_pass():
+    model, x = CASES[0].model(), CASES[0].data(9)
+    curvature = Curvature(model)
+    inverse = curvature.invert(x, 1.0, diagonal=curvature.diagonal(x))
+    assert_close(inverse.marginals(), curvature.invert(x, 1.0).marginals(), rtol=0, atol=0)
+
+
+@pytest.fixture(scope="module")
+def laplace():
+    """laplace-torch with its BackPACK backend; its import needs torchvision's."""
+    from bayesfl.data._torchvision import torchvision
+
+    torchvision()
+    return pytest.importorskip("laplace")
+
+
+def _fitted(laplace, model: nn.Module, x: Tensor, likelihood: str, **options):
+    from laplace.curvature import BackPackGGN
+
+    y = torch.zeros(len(x), dtype=torch.long) if likelihood == "classification" else torch.zeros(len(x), 4, dtype=torch.float64)
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=4)
+    sigma = {"sigma_noise": 0.5} if likelihood == "regression" else {}
+    prior = torch.tensor(0.7, dtype=torch.float64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fitted = laplace.Laplace(model, likelihood, backend=BackPackGGN, prior_precision=prior, **sigma, **options)
+        fitted.fit(data)
+    return fitted
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("likelihood", ["classification", "regression"])
+@pytest.mark.parametrize("case", [CASES[0], CASES[2]], ids=str)
+def test_laplace_torch_finds_the_same(laplace, case, likelihood):
+    """Diagonal, full and subnetwork: curvature, covariance, log determinant and predictive covariance of laplace-torch."""
+    model, x, test = case.model(), case.data(9), case.data(5, seed=3)
+    theirs = nn.Sequential(model.body, model.head) if isinstance(model, bf.models.Split) else model
+    curvature = Curvature(model, Categorical() if likelihood == "classification" else Gaussian(0.5))
+    scale = 1.0 if likelihood == "classification" else 1 / 0.5**2  # its H leaves the noise out
+    near = {"atol": 1e-8, "rtol": 1e-8}
+
+    diagonal = _fitted(laplace, theirs, x, likelihood, subset_of_weights="all", hessian_structure="diag")
+    assert_close(curvature.diagonal(x), scale * diagonal.H, **near)
+
+    full = _fitted(laplace, theirs, x, likelihood, subset_of_weights="all", hessian_structure="full")
+    indices = chosen(curvature.size).sort().values
+    options = {"subset_of_weights": "subnetwork", "hessian_structure": "full", "subnetwork_indices": indices}
+    part = _fitted(laplace, theirs, x, likelihood, **options)
+    for fitted, where in ((full, None), (part, indices)):
+        everything = torch.arange(curvature.size) if where is None else where
+        assert_close(curvature.ggn(x, everything), scale * fitted.H, **near)
+        for form in FORMS:
+            inverse = curvature.invert(x, 0.7, indices=where, form=form)
+            mean, covariance = inverse.predict(test)
+            their_mean, their_covariance = fitted._glm_predictive_distribution(test)
+            assert_close(mean, their_mean, **near)
+            assert_close(covariance, their_covariance, **near)
+            assert_close(inverse.log_det(), fitted.log_det_posterior_precision, **near)
+            assert_close(inverse.marginals(), torch.linalg.inv(fitted.posterior_precision).diagonal(), **near)
+            kappa = (1 + torch.pi / 8 * covariance.diagonal(dim1=1, dim2=2)).rsqrt()
+            if likelihood == "classification":
+                assert_close((kappa * mean).softmax(-1), fitted(test, link_approx="probit"), **near)
