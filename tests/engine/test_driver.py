@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import bayesfl as bf
+from bayesfl.engine.driver import Kernel
 from bayesfl.phases import Descend
 
 CPU = torch.device("cpu")
@@ -34,7 +35,7 @@ def test_chunks_of_a_cpu():
         assert bf.Engine(chunk=64).chunk_size(clients, algorithm, CPU) == 64
 
 
-def chosen(model: nn.Module, phase: Descend | None = None, kernel: str = "auto") -> str:
+def chosen(model: nn.Module, phase: Descend | None = None, kernel: Kernel = "auto") -> str:
     """The kernel for a phase of FedRep, or for predictions."""
     return bf.Engine(kernel).choose(bf.algorithms.fedrep(model), phase, CPU)
 
