@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 Form = Literal["auto", "primal", "dual"]
 
 NO_CURVATURE = 1e-12
-"""A weight has no curvature where its GGN entry times its prior variance is below this. Leaving out a set of them changes no posterior
-variance by more than the sum of these products, relatively."""
+"""A weight has no curvature where its GGN entry times its prior variance is below this. With e the sum of these products over the
+weights left out, no weight's posterior variance changes by more than e, relatively, and no output's by more than about sqrt(e)."""
 
 
 @dataclass(frozen=True, eq=False)
