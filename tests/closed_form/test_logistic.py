@@ -15,7 +15,7 @@ from bayesfl.data import from_arrays
 from bayesfl.likelihood import Bernoulli
 from bayesfl.optim import Adam, cosine
 from bayesfl.phases import Descend
-from bayesfl.posteriors import MeanField
+from bayesfl.posteriors import MeanField, nuts
 from bayesfl.priors import Normal
 from bayesfl.result import Result
 
@@ -50,24 +50,10 @@ def fitted() -> Result:
 @pytest.fixture(scope="module")
 def samples() -> Tensor:
     """Draws of the exact posterior by NUTS, [800, 3]."""
-    mcmc = pytest.importorskip("pyro.infer.mcmc")
-    x, y = regression()
-
-    def potential(z: dict[str, Tensor]) -> Tensor:
-        logit = x @ z["w"]
-        return (F.softplus(logit) - y * logit).sum() + 0.5 * (z["w"] / PRIOR).square().sum()
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        run = mcmc.MCMC(
-            mcmc.NUTS(potential_fn=potential),
-            num_samples=800,
-            warmup_steps=200,
-            initial_params={"w": torch.zeros(FEATURES).double()},
-            disable_progbar=True,
-        )
-        run.run()
-        return run.get_samples()["w"]
+    pytest.importorskip("pyro")
+    model = nn.Linear(FEATURES, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    return nuts(model, Bernoulli(), *regression(), precision=1 / PRIOR**2, draws=800, warmup=200, chains=1).draws[0]
 
 
 def moments(result: Result) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,210 @@
+"""Draws from the exact posterior of a small model, by the No-U-Turn sampler: what any approximation can be held against."""
+
+import logging
+import math
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from bayesfl.checks import number, whole
+from bayesfl.layout import Layout
+from bayesfl.protocols import Likelihood, Tensors
+
+LIMIT = 5000
+"""Weights that can be sampled; a trajectory takes up to 1023 gradients of the whole data."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Draws from a posterior; made by `nuts`.
+
+    Args:
+        draws: Weights [K, S, D] in float64: K chains of S draws.
+        diverging: Which transitions diverged, [K, S] bool; more than a few, and the draws miss part of the posterior.
+        layout: Which parameter each weight belongs to.
+        model: A copy of the model, in float64 on the CPU.
+        likelihood: What the data are, given its outputs.
+    """
+
+    draws: Tensor
+    diverging: Tensor
+    layout: Layout
+    model: nn.Module
+    likelihood: Likelihood
+
+    def moments(self) -> tuple[Tensor, Tensor]:
+        """Mean and variance of each weight over all draws, [D] each."""
+        flat = self.draws.flatten(0, 1)
+        return flat.mean(0), flat.var(0)
+
+    def covariance(self) -> Tensor:
+        """Covariance of the weights over all draws, [D, D]."""
+        return self.draws.flatten(0, 1).T.cov().reshape(self.layout.size, self.layout.size)
+
+    def outputs(self, x: Tensor) -> Tensor:
+        """The network's outputs at every draw, [K S, N, O], for inputs [N, *]."""
+        x = x.detach().to("cpu", torch.float64)
+        with torch.no_grad():
+            return torch.stack([_outputs(self.model, self.layout, w, x) for w in self.draws.flatten(0, 1)])
+
+    def predict(self, x: Tensor) -> Tensors:
+        """The predictive distribution over all draws for inputs [N, *], as the likelihood gives it.
+
+        Of classes `probs` [N, O] and `epistemic` [N] (mutual information, nats); of regression `mean`, `variance` [N, O] and `epistemic`.
+        """
+        return self.likelihood.predictive(self.outputs(x))
+
+    def to_arviz(self) -> Any:
+        """The draws as ArviZ's InferenceData: one variable for each parameter, `diverging` among the sample statistics."""
+        import arviz
+
+        posterior = {name: leaf.numpy() for name, leaf in self.layout.leaves(self.draws).items()}
+        groups: dict[str, Any] = {"posterior": posterior, "sample_stats": {"diverging": self.diverging.numpy()}}
+        if int(arviz.__version__.split(".")[0]) > 0:  # from version 1 the groups are one mapping
+            return arviz.from_dict(groups)
+        return arviz.from_dict(**groups)
+
+    def diagnostics(self) -> dict[str, Tensor]:
+        """ArviZ's diagnostics of each weight, [D] each.
+
+        Vehtari et al., "Rank-normalization, folding, and localization: an improved R-hat", Bayesian Analysis 16(2), 2021.
+
+        Returns:
+            `r_hat`: near 1 where the chains agree; above 1.01, run longer. NaN with fewer than 4 draws.
+            `ess`: effective number of draws for the mean. `ess_tail`: for the 5 and 95 % quantiles.
+        """
+        import arviz
+
+        data = self.to_arviz()
+        found = {"r_hat": arviz.rhat(data), "ess": arviz.ess(data), "ess_tail": arviz.ess(data, method="tail")}
+        leaves = {key: {name: torch.from_numpy(np.array(table[name])) for name in self.layout.names} for key, table in found.items()}
+        return {key: self.layout.ravel(leaf) for key, leaf in leaves.items()}
+
+
+def nuts(
+    model: nn.Module,
+    likelihood: Likelihood,
+    x: Tensor,
+    y: Tensor,
+    *,
+    precision: float | Tensor,
+    centre: float | Tensor = 0.0,
+    pattern: str = "*",
+    draws: int = 500,
+    warmup: int = 500,
+    chains: int = 4,
+    seed: int = 0,
+    full_mass: bool = False,
+    target_accept: float = 0.8,
+    progress: bool = False,
+) -> Samples:
+    """Draws from p(w | x, y), proportional to p(y | x, w) N(w; centre, 1 / precision), by Pyro's No-U-Turn sampler.
+
+    Hoffman and Gelman, "The No-U-Turn sampler: adaptively setting path lengths in Hamiltonian Monte Carlo", JMLR 15, 2014. The
+    likelihood is the sum over the data. Everything is computed in float64 on the CPU, on a copy of the model in evaluation mode; chains
+    run one after another, each from the model's own weights plus a standard normal (times the prior's standard deviation where that is
+    below 1), so that `r_hat` compares starts that differ. Equal seeds give equal draws, and no shared generator of random numbers is
+    touched. Weights of a network have modes by the thousand (hidden units can change places): hold predictions against each other there,
+    not weights.
+
+    Args:
+        model: Any module; parameters that `pattern` does not match stay as they are.
+        likelihood: What y is, given the outputs.
+        x: Inputs [N, *].
+        y: Labels or targets, as the likelihood takes them.
+        precision: Of the Gaussian prior, 1 / variance, > 0: one number or one for each weight, [D].
+        centre: Mean of the prior: one number or one for each weight, [D].
+        pattern: A shell-style pattern over the names of the parameters that are sampled, such as `head.*`.
+        draws: Draws of each chain that are kept.
+        warmup: Draws of each chain before, in which step size and mass are adapted.
+        chains: Number of chains.
+        seed: Of the starts and the draws, >= 0.
+        full_mass: Whether the mass is adapted as a matrix [D, D], for posteriors with strong correlations, rather than its diagonal.
+        target_accept: Acceptance probability that the step size is adapted to, in (0, 1); closer to 1 where transitions diverge.
+        progress: Whether to show Pyro's progress bar.
+
+    Raises:
+        ValueError: There are more than a few thousand weights, the pattern matches none, sizes do not fit, an option is impossible, or the
+            posterior's density at the start is not finite.
+    """
+    from pyro.infer import mcmc
+
+    layout = Layout(model, pattern)
+    if layout.size > LIMIT:
+        raise ValueError(
+            f"{layout.size} weights are more than the {LIMIT} that sampling can serve; take a smaller model, or sample part of it, as in "
+            "pattern='head.*'"
+        )
+    draws, chains = whole("draws", draws, least=1), whole("chains", chains, least=1)
+    warmup, seed = whole("warmup", warmup, least=0), whole("seed", seed, least=0)
+    if not 0 < number("target_accept", target_accept) < 1:
+        raise ValueError(f"target_accept is a probability in (0, 1), got {target_accept}")
+    if len(x) != len(y):
+        raise ValueError(f"x and y must have one row for each example; got {len(x)} and {len(y)}")
+    prior = {name: _weights(name, value, layout.size) for name, value in {"precision": precision, "centre": centre}.items()}
+    if not bool((prior["precision"] > 0).all()):
+        raise ValueError(f"precision is 1 / variance of the prior and must be > 0, got {float(prior['precision'].min())}")
+    model = deepcopy(model).to("cpu", torch.float64).eval().requires_grad_(False)
+    x, y = (t.detach().cpu() for t in (x, y))
+    x, y = (t.double() if t.is_floating_point() else t for t in (x, y))
+    loc = layout.ravel(dict(model.named_parameters()))
+    potential = _potential(model, likelihood, layout, x, y, prior["precision"], prior["centre"])
+
+    kept, diverging = [], []
+    words = np.random.SeedSequence(seed).generate_state(chains, np.uint32)
+    for chain, word in enumerate(words):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(int(word))
+            start = loc + prior["precision"].rsqrt().clamp_max(1) * torch.randn(layout.size, dtype=torch.float64)
+            if not math.isfinite(potential({"w": start})):
+                raise ValueError("the posterior's density is not finite at the start; check that x and y are finite, and the likelihood")
+            kernel = mcmc.NUTS(potential_fn=potential, full_mass=full_mass, target_accept_prob=target_accept)
+            run = mcmc.MCMC(kernel, num_samples=draws, warmup_steps=warmup, initial_params={"w": start}, disable_progbar=not progress)
+            run.run()
+        kept.append(run.get_samples()["w"].detach())
+        places: Any = run.diagnostics()["divergences"]["chain 0"]
+        diverging.append(torch.zeros(draws, dtype=torch.bool).index_fill_(0, torch.tensor(places, dtype=torch.long), True))
+        log.info("chain %d of %d: %d draws, %d diverged", chain + 1, chains, draws, len(places))
+    samples = Samples(torch.stack(kept), torch.stack(diverging), layout, model, likelihood)
+    if samples.diverging.any():
+        log.warning(
+            "%d of %d transitions diverged: the draws may miss part of the posterior; raise target_accept, or the prior precision",
+            int(samples.diverging.sum()),
+            samples.diverging.numel(),
+        )
+    return samples
+
+
+def _potential(
+    model: nn.Module, likelihood: Likelihood, layout: Layout, x: Tensor, y: Tensor, precision: Tensor, centre: Tensor
+) -> Callable[[Tensors], Tensor]:
+    """-log p(y | x, w) - log N(w; centre, 1 / precision) in nats, up to a constant, as a function of {"w": [D]}."""
+
+    def potential(z: Tensors) -> Tensor:
+        nll = likelihood.nll(_outputs(model, layout, z["w"], x), y).sum()
+        return nll + 0.5 * (precision * (z["w"] - centre).square()).sum()
+
+    return potential
+
+
+def _outputs(model: nn.Module, layout: Layout, w: Tensor, x: Tensor) -> Tensor:
+    """Outputs [N, O] at weights `w` [D]."""
+    return functional_call(model, layout.leaves(w), (x,))
+
+
+def _weights(name: str, value: float | Tensor, size: int) -> Tensor:
+    """One number, or one for each weight, as [D]."""
+    tensor = torch.as_tensor(value).detach().to("cpu", torch.float64)
+    if tensor.shape not in ((), (1,), (size,)):
+        raise ValueError(f"{name} must be one number or one for each of the {size} weights; got shape {list(tensor.shape)}")
+    if not bool(tensor.isfinite().all()):
+        raise ValueError(f"{name} must be finite, got {value}")
+    return tensor.expand(size)

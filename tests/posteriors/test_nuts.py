@@ -1,0 +1,182 @@
+"""Draws against the exact posterior of conjugate regression; what must stay as it was."""
+
+import copy
+import logging
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from bayesfl.layout import Layout
+from bayesfl.likelihood import Bernoulli, Categorical, Gaussian
+from bayesfl.posteriors import nuts
+from bayesfl.posteriors.nuts import LIMIT, Samples, _potential
+
+torch.set_num_threads(1)
+pytest.importorskip("pyro")
+
+SCALE, D = 0.5, 4
+PRECISION = torch.tensor([4.0, 1.0, 0.5, 2.0], dtype=torch.float64)
+CENTRE = torch.tensor([0.5, -1.0, 0.0, 2.0], dtype=torch.float64)
+
+
+def data() -> tuple[Tensor, Tensor]:
+    """Twelve examples of three features, two of them correlated."""
+    rng = torch.Generator().manual_seed(0)
+    x = torch.randn(12, 3, generator=rng, dtype=torch.float64)
+    x[:, 1] = 0.8 * x[:, 0] + 0.6 * x[:, 1]
+    return x, x @ torch.tensor([1.0, -2.0, 0.5]).double() + 0.3 + SCALE * torch.randn(12, generator=rng, dtype=torch.float64)
+
+
+def linear() -> nn.Linear:
+    """Three inputs, one output, all weights 0, where chains start from: nothing here hangs on a shared generator."""
+    model = nn.Linear(3, 1)
+    for p in model.parameters():
+        nn.init.zeros_(p)
+    return model
+
+
+def exact() -> tuple[Tensor, Tensor]:
+    """Mean [D] and covariance [D, D] of the conjugate posterior, the bias last."""
+    x, y = data()
+    design = torch.cat([x, torch.ones(12, 1).double()], -1)
+    covariance = (design.T @ design / SCALE**2 + PRECISION.diag()).inverse()
+    return covariance @ (design.T @ y / SCALE**2 + PRECISION * CENTRE), covariance
+
+
+@pytest.fixture(scope="module")
+def regression() -> Samples:
+    """Two chains of 600 draws for y = w x + b, float32 model, a prior of its own for every weight."""
+    return nuts(linear(), Gaussian(SCALE), *data(), precision=PRECISION, centre=CENTRE, draws=600, warmup=150, chains=2, full_mass=True)
+
+
+def test_draws_are_the_conjugate_posterior(regression):
+    """Mean and covariance within Monte Carlo error of the effective number of draws."""
+    mean, covariance = exact()
+    found = regression.diagnostics()
+    ess = found["ess"]
+    assert regression.draws.shape == (2, 600, D)
+    assert ess.min() > 300
+    error = covariance.diagonal().sqrt() / ess.sqrt()
+    assert ((regression.moments()[0] - mean).abs() < 4 * error).all()
+    scale = covariance.diagonal().sqrt()
+    assert_close(regression.covariance() / scale[:, None] / scale, covariance / scale[:, None] / scale, rtol=0, atol=4 * (2 / 300) ** 0.5)
+    assert_close(regression.moments()[1], regression.covariance().diagonal())
+    assert (found["r_hat"] - 1).abs().max() < 0.02
+    assert not regression.diverging.any()
+
+
+def test_predictions_are_the_conjugate_ones(regression):
+    """Mean and variance of the predictive, the noise counted once."""
+    x = data()[0][:5]
+    mean, covariance = exact()
+    design = torch.cat([x, torch.ones(5, 1).double()], -1)
+    variance = ((design @ covariance) * design).sum(-1)
+    found = regression.predict(x.float())
+    assert regression.outputs(x).shape == (1200, 5, 1)
+    assert_close(found["mean"][:, 0], design @ mean, rtol=0, atol=4 * float((variance / 300).sqrt().max()))
+    assert_close(found["variance"][:, 0] - SCALE**2, variance, rtol=0.3, atol=0)
+    assert_close(found["epistemic"], found["variance"][:, 0] - SCALE**2)
+
+
+def test_potential_is_the_negative_log_joint():
+    """Up to a constant: its gradient is (w - mean) / covariance, everywhere."""
+    x, y = data()
+    mean, covariance = exact()
+    model = linear().double()
+    potential = _potential(model, Gaussian(SCALE), Layout(model, "*"), x, y, PRECISION, CENTRE)
+    w = torch.randn(D, generator=torch.Generator().manual_seed(1), dtype=torch.float64).requires_grad_()
+    (slope,) = torch.autograd.grad(potential({"w": w}), w)
+    assert_close(slope, torch.linalg.solve(covariance, w.detach() - mean))
+
+
+def test_arviz_gets_every_parameter(regression):
+    """One variable a parameter, in its shape, and which transitions diverged."""
+    groups = regression.to_arviz()
+    assert dict(groups["posterior"].sizes)["chain"] == 2
+    assert groups["posterior"]["weight"].shape == (2, 600, 1, 3)
+    np.testing.assert_array_equal(groups["posterior"]["bias"][..., 0], regression.draws[..., 3])
+    assert groups["sample_stats"]["diverging"].shape == (2, 600)
+
+
+def test_seeds_decide_and_nothing_else_changes():
+    """Equal seeds give equal bits whatever the shared generators say, and these, like the module, stay as they were."""
+    model = linear().train()
+    before, states = copy.deepcopy(model.state_dict()), (torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate())  # noqa: NPY002
+    options = {"precision": 1.0, "draws": 8, "warmup": 8, "chains": 2}
+    first = nuts(model, Gaussian(SCALE), *data(), **options)
+    assert torch.get_rng_state().equal(states[0])
+    assert (np.random.get_state()[1] == states[1]).all()  # noqa: NPY002
+    assert random.getstate() == states[2]
+    assert_close(model.state_dict(), before, rtol=0, atol=0)
+    assert model.training
+    assert all(p.grad is None and p.requires_grad and p.dtype == torch.float32 for p in model.parameters())
+    torch.manual_seed(99)
+    again, other = nuts(model, Gaussian(SCALE), *data(), **options), nuts(model, Gaussian(SCALE), *data(), **options, seed=1)
+    assert again.draws.equal(first.draws)
+    assert not other.draws.equal(first.draws)
+    assert not first.draws[0].equal(first.draws[1])
+
+
+def test_a_part_of_a_model_is_sampled():
+    """The rest stays at the module's weights; batch norm uses its running statistics and dropout nothing."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), nn.Tanh(), nn.Dropout(0.5), nn.Linear(2, 3))
+    x, _ = data()
+    y = torch.arange(12) % 3
+    found = nuts(model, Categorical(), x, y, precision=1.0, pattern="4.*", draws=5, warmup=5, chains=1)
+    assert found.layout.names == ("4.weight", "4.bias")
+    assert found.draws.shape == (1, 5, 9)
+    assert model[1].num_batches_tracked == 0
+    features = copy.deepcopy(model[:3]).double().eval()(x)
+    w, b = found.draws[0, :, :6].view(5, 3, 2), found.draws[0, :, 6:]
+    assert_close(found.outputs(x), torch.einsum("nd,sod->sno", features, w) + b[:, None])
+    assert found.predict(x)["probs"].shape == (12, 3)
+
+
+def test_what_diverges_is_said(caplog):
+    """A likelihood with a cliff and hardly any adaptation."""
+
+    class Cliff(Gaussian):
+        def nll(self, outputs: Tensor, y: Tensor) -> Tensor:
+            return super().nll(outputs, y) + 1e6 * outputs.squeeze(-1).clamp_min(0.5).square()
+
+    with caplog.at_level(logging.WARNING, "bayesfl"):
+        found = nuts(linear(), Cliff(), *data(), precision=1.0, draws=30, warmup=0, chains=1)
+    assert found.diverging.any()
+    assert f"{int(found.diverging.sum())} of 30 transitions diverged" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"precision": 0.0}, "precision is 1 / variance"),
+        ({"precision": torch.ones(3)}, "one for each of the 4 weights"),
+        ({"centre": torch.ones(1, 4)}, "one for each of the 4 weights"),
+        ({"centre": float("nan")}, "centre must be finite"),
+        ({"pattern": "head.*"}, "matches no parameter"),
+        ({"draws": 0}, "draws must be at least 1"),
+        ({"chains": 1.5}, "chains must be a whole number"),
+        ({"warmup": -1}, "warmup must be at least 0"),
+        ({"seed": -1}, "seed must be at least 0"),
+        ({"target_accept": 1.0}, "target_accept"),
+    ],
+)
+def test_option_errors(options, message):
+    with pytest.raises(ValueError, match=message):
+        nuts(linear(), Gaussian(SCALE), *data(), **{"precision": 1.0, **options})
+
+
+def test_input_errors():
+    """Too large a model, data that do not fit or are not finite."""
+    x, y = data()
+    with pytest.raises(ValueError, match=rf"are more than the {LIMIT} that sampling can serve.*pattern="):
+        nuts(nn.Linear(3, LIMIT), Categorical(), x, torch.zeros(12).long(), precision=1.0)
+    with pytest.raises(ValueError, match="one row for each example"):
+        nuts(linear(), Gaussian(), x, y[1:], precision=1.0)
+    x[0, 0] = float("nan")
+    with pytest.raises(ValueError, match="not finite at the start"):
+        nuts(linear(), Bernoulli(), x, (y > 0).long(), precision=1.0)
