@@ -18,6 +18,7 @@ ORDER = (
     {"phases"},
     {"data"},
     {"models", "metrics"},
+    {"calibration", "detection"},
     {"curvature"},
     {"engine"},
     {"local", "checkpoint"},

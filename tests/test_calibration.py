@@ -1,0 +1,397 @@
+"""Temperatures against brute force and their closed forms; conformal sets against what is promised for them."""
+
+import itertools
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import minimize_scalar
+from torch import Tensor
+from torch.testing import assert_close
+
+from bayesfl import calibration, metrics
+from bayesfl.calibration import conformal, fit_temperature, temper
+
+torch.set_num_threads(1)
+
+
+def federation(clients: int = 5, rows: int = 60, outputs: int = 4, seed: int = 0, sharpness: float = 3.0) -> tuple[Tensor, Tensor, Tensor]:
+    """Probabilities that claim too much, of clients of different sizes; padded rows are NaN with label -1."""
+    rng = torch.Generator().manual_seed(seed)
+    logits = 1.5 * torch.randn(clients, rows, outputs, generator=rng, dtype=torch.float64)
+    labels = torch.multinomial(logits.softmax(-1).flatten(0, 1), 1, generator=rng).view(clients, rows)
+    mask = torch.arange(rows) < torch.linspace(rows // 3, rows, clients).long()[:, None]
+    probs = (sharpness * logits).softmax(-1)
+    return probs.masked_fill(~mask[..., None], math.nan), labels.masked_fill(~mask, -1), mask
+
+
+def one(rows: list[list[float]], labels: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """A federation of one client without padding."""
+    return torch.tensor([rows], dtype=torch.float64), torch.tensor([labels]), torch.ones(1, len(labels), dtype=torch.bool)
+
+
+def certain(rows: int, clients: int = 1, p: float = 0.9) -> tuple[Tensor, Tensor, Tensor]:
+    """Two classes, the first always right with probability p."""
+    probs = torch.tensor([p, 1 - p], dtype=torch.float64).expand(clients, rows, 2)
+    return probs, torch.zeros(clients, rows, dtype=torch.long), torch.ones(clients, rows, dtype=torch.bool)
+
+
+# Temperature
+
+
+def test_tempering_by_hand():
+    """[.8, .2] has odds 4: 2 at T = 2, 16 at T = 1/2; T = 1 changes nothing and a large T forgets everything."""
+    probs = torch.tensor([[[0.8, 0.2]], [[0.8, 0.2]]])
+    assert_close(temper(probs, 2.0), torch.tensor([[[2 / 3, 1 / 3]]]).expand(2, 1, 2))
+    assert_close(temper(probs, torch.tensor([2.0, 0.5])), torch.tensor([[[2 / 3, 1 / 3]], [[16 / 17, 1 / 17]]]))
+    assert_close(temper(probs, 1.0), probs)
+    assert_close(temper(probs, 1e9), torch.full_like(probs, 0.5))
+
+
+def test_tempering_is_the_softmax_of_divided_logits():
+    """Of probabilities, log probabilities and logits alike; order and padding stay."""
+    probs, _, mask = federation()
+    rng = torch.Generator().manual_seed(1)
+    logits = probs.log() + torch.randn(5, 60, 1, generator=rng)
+    t = torch.tensor([0.3, 0.7, 1.0, 2.0, 5.0])
+    expected = (logits / t[:, None, None]).softmax(-1)
+    for found in (temper(probs, t), temper(probs.log(), t, logs=True), temper(logits, t, logs=True)):
+        assert_close(found, expected, equal_nan=True)
+    assert temper(probs, t)[~mask].isnan().all()
+    assert temper(probs, t)[mask].argmax(-1).equal(probs[mask].argmax(-1))
+    assert temper(probs.float(), 2.0).dtype == torch.float32
+
+
+def test_pooled_temperature_is_the_optimum():
+    """Against a bounded scalar search, on everybody's examples in one pot."""
+    probs, labels, mask = federation()
+    logits, y = probs[mask].log(), labels[mask]
+
+    def nll(log_t: float) -> float:
+        return float(torch.nn.functional.cross_entropy(logits / math.exp(log_t), y))
+
+    best = math.exp(minimize_scalar(nll, bounds=(math.log(0.05), math.log(20)), method="bounded", options={"xatol": 1e-10}).x)  # type: ignore[attr-defined]
+    fit = fit_temperature(probs, labels, mask)
+    assert fit.pooled == pytest.approx(best, rel=1e-6)
+    assert metrics.pooled(metrics.nll, temper(probs, fit.pooled), labels, mask) == pytest.approx(nll(math.log(best)))
+    assert fit.pooled == pytest.approx(3, rel=0.25)  # what the logits were multiplied with
+
+
+def test_temperature_in_closed_form():
+    """Two classes with odds a, a share r of examples right: a^(1/T) = r / (1 - r)."""
+    probs, labels, mask = certain(20, p=0.9)
+    labels[0, :5] = 1
+    expected = math.log(9) / math.log(3)
+    fit = fit_temperature(probs, labels, mask, strength=0)
+    assert fit.pooled == pytest.approx(expected, rel=1e-9)
+    assert fit.clients.item() == pytest.approx(expected, rel=1e-9)
+
+
+def test_clients_shrink_as_documented():
+    """Each minimises its own likelihood plus the stated penalty: against a fine grid, built from the definition."""
+    probs, labels, mask = federation()
+    strength = 30.0
+    fit = fit_temperature(probs, labels, mask, strength=strength)
+    at = math.log(fit.pooled)
+    u = probs[mask].log() / fit.pooled
+    p = u.softmax(-1)
+    h = float(((p * u.square()).sum(-1) - (p * u).sum(-1).square()).mean())
+    grid = torch.linspace(math.log(0.05), math.log(20), 20001, dtype=torch.float64)
+    for j in range(5):
+        logits, y = probs[j][mask[j]].log(), labels[j][mask[j]]
+        loss = torch.stack([torch.nn.functional.cross_entropy(logits / g.exp(), y, reduction="sum") for g in grid[::10]])
+        loss += 0.5 * strength * h * (grid[::10] - at).square()
+        assert math.log(fit.clients[j]) == pytest.approx(float(grid[::10][loss.argmin()]), abs=0.004)
+
+
+def test_information_is_that_of_labels_drawn_from_the_model():
+    """The second derivative of the expected nll by log T, by finite differences."""
+    probs, _, mask = federation(clients=1)
+    logits = probs[mask].log()
+    at = 0.3
+    q = (logits / math.exp(at)).softmax(-1)
+
+    def expected(log_t: float) -> float:
+        return -float((q * (logits / math.exp(log_t)).log_softmax(-1)).sum())
+
+    step = 1e-4
+    curvature = (expected(at + step) - 2 * expected(at) + expected(at - step)) / step**2
+    tempered = calibration._Tempered(logits[None], q.argmax(-1)[None], torch.ones(1, len(logits), dtype=torch.bool))
+    assert float(tempered.information(torch.tensor([at]))) == pytest.approx(curvature, rel=1e-5)
+
+
+def test_shrinkage_counts_in_examples():
+    """Close to the pooled optimum a client of n ordinary examples goes n / (n + strength) of the way to its own."""
+    probs, labels, mask = certain(4000, clients=3, p=0.7)
+    labels[0, :1200], labels[1, :1160], labels[2, :1240] = 1, 1, 1
+    own = fit_temperature(probs, labels, mask, strength=0).clients.log()
+    for strength in (1000.0, 4000.0, 16000.0):
+        fit = fit_temperature(probs, labels, mask, strength=strength)
+        way = fit.clients.log()[1:] / own[1:]  # the pooled one is 1
+        assert fit.pooled == pytest.approx(1, abs=1e-9)
+        assert_close(way, torch.full((2,), 4000 / (4000 + strength)).double(), rtol=0.05, atol=0)
+
+
+def test_limits_of_the_strength():
+    """0 leaves each client alone, infinity gives all the pooled one, and between the two they move monotonically."""
+    probs, labels, mask = federation()
+    alone = [fit_temperature(probs[j : j + 1], labels[j : j + 1], mask[j : j + 1]).pooled for j in range(5)]
+    assert fit_temperature(probs, labels, mask, strength=0).clients.tolist() == pytest.approx(alone)
+    everybody = fit_temperature(probs, labels, mask, strength=math.inf)
+    assert everybody.clients.tolist() == pytest.approx([everybody.pooled] * 5)
+    nearly = fit_temperature(probs, labels, mask, strength=1e9)
+    assert nearly.clients.tolist() == pytest.approx([everybody.pooled] * 5, rel=1e-5)
+    away = [(fit_temperature(probs, labels, mask, strength=s).clients.log() - math.log(everybody.pooled)).abs() for s in (0, 10, 100, 1000)]
+    assert all((closer <= far + 1e-9).all() for far, closer in itertools.pairwise(away))
+
+
+def test_a_client_that_is_always_right_stays_finite():
+    """Its likelihood wants T = 0: the prior holds it near the pooled one, without it the bound does; nobody's mistake holds the pot."""
+    probs, labels, mask = certain(9, clients=2)
+    labels[1, :3] = 1
+    fit = fit_temperature(probs, labels, mask)
+    assert fit.pooled > fit.clients[0] > 0.5 * fit.pooled
+    assert fit_temperature(probs, labels, mask, strength=0).clients[0] == pytest.approx(0.05)
+    saturated = torch.tensor([1.0, 0.0]).expand(2, 9, 2)
+    for right in (certain(9, clients=2)[0], saturated, saturated.double()):
+        fit = fit_temperature(right, torch.zeros(2, 9).long(), mask)
+        assert fit.pooled == pytest.approx(0.05)
+        assert fit.clients.tolist() == pytest.approx([0.05, 0.05])
+        assert temper(right, fit.clients).isfinite().all()
+    wrong = fit_temperature(saturated, torch.ones(2, 9).long(), mask)
+    assert wrong.pooled == pytest.approx(20)
+    assert metrics.nll(temper(saturated, wrong.pooled), torch.ones(2, 9).long(), mask).isfinite().all()
+
+
+def test_what_says_nothing_about_temperature_leaves_it():
+    """Uniform predictions are the same at every T; a client without examples gets the pooled one."""
+    uniform = torch.full((1, 6, 3), 1 / 3)
+    assert fit_temperature(uniform, torch.zeros(1, 6).long(), torch.ones(1, 6).bool()).pooled == pytest.approx(1)
+    probs, labels, mask = federation()
+    mask[2] = False
+    fit = fit_temperature(probs, labels, mask)
+    assert fit.clients[2].item() == pytest.approx(fit.pooled)
+    mixed = torch.cat(
+        [uniform.double().expand(1, 6, 3), (torch.randn(1, 6, 3, generator=torch.Generator().manual_seed(0))).double().softmax(-1)]
+    )
+    fit = fit_temperature(mixed, torch.tensor([[0, 1, 2, 0, 1, 2]]).expand(2, 6), torch.ones(2, 6).bool(), strength=0)
+    assert fit.clients[0].item() == pytest.approx(fit.pooled)
+
+
+def test_temperatures_do_not_depend_on_padding_scale_or_order():
+    """Garbage in the padding, logits for probabilities, another order of clients."""
+    probs, labels, mask = federation()
+    base = fit_temperature(probs, labels, mask)
+    garbage = fit_temperature(torch.where(mask[..., None], probs, 7.0), torch.where(mask, labels, 99), mask)
+    assert_close(garbage.clients, base.clients)
+    assert_close(fit_temperature(probs.log() + 3, labels, mask, logs=True).clients, base.clients)
+    assert_close(fit_temperature(probs.flip(0), labels.flip(0), mask.flip(0)).clients, base.clients.flip(0))
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "message"),
+    [
+        (lambda p, y, m: (p[0], y, m), {}, r"probs must be \[J, N, O\]"),
+        (lambda p, y, m: (p.log(), y, m), {}, "softmax"),
+        (lambda p, y, m: (p, y + 1, m), {}, "labels must lie"),
+        (lambda p, y, m: (p, y, torch.ones_like(m)), {}, "labels must lie"),
+        (lambda p, y, m: (p, y.clamp_min(0), torch.ones_like(m)), {}, r"clients \[0, 1, 2, 3\] have predictions that are not finite"),
+        (lambda p, y, m: (p, y, torch.zeros_like(m)), {}, "no example to calibrate on"),
+        (lambda p, y, m: (p, y, m), {"strength": -1}, "strength"),
+        (lambda p, y, m: (p, y, m), {"bounds": (0, 20)}, "bounds"),
+        (lambda p, y, m: (p, y, m), {"bounds": (2, 1)}, "bounds"),
+    ],
+)
+def test_temperature_errors(change, options, message):
+    """At the boundary, with the remedy."""
+    with pytest.raises(ValueError, match=message):
+        fit_temperature(*change(*federation()), **options)
+
+
+def test_tempering_errors():
+    """Logits for probabilities, and temperatures that are none."""
+    probs, _, _ = federation()
+    for t, message in ((0.0, "> 0"), (math.inf, "finite"), (torch.ones(3), "one for each client"), (torch.ones(5, 1), "one for each")):
+        with pytest.raises(ValueError, match=message):
+            temper(probs, t)
+    with pytest.raises(ValueError, match="logs=True"):
+        temper(probs.log(), 1.0)
+    with pytest.raises(ValueError, match=r"\[J, N, O\]"):
+        temper(probs[0], 1.0)
+
+
+# Conformal sets
+
+
+def test_conformal_by_hand():
+    """Nine true probabilities .1 to .9; alpha = .2: k = ceil(10 * .8) = 8, the eighth smallest score is that of .2."""
+    probs, labels, mask = one([[k / 10, 1 - k / 10] for k in range(1, 10)], [0] * 9)
+    fit = conformal(probs, labels, mask, alpha=0.2)
+    assert fit.threshold.tolist() == pytest.approx([0.2])
+    assert (fit.rank.item(), fit.examples.item()) == (8, 9)
+    test = torch.tensor([[[0.85, 0.15, 0.0], [0.5, 0.3, 0.2], [0.19, 0.62, 0.19], [math.nan] * 3]]).double()
+    assert fit.sets(test).tolist() == [[[True, False, False], [True, True, True], [False, True, False], [False] * 3]]
+    found = fit.evaluate(test, torch.tensor([[0, 2, 0, -1]]), torch.tensor([[True, True, True, False]]))
+    assert found.share.tolist() == pytest.approx([2 / 3])
+    assert found.size.tolist() == pytest.approx([5 / 3])
+    assert found.tested.tolist() == [3]
+    assert conformal(probs, labels, mask, alpha=0.1).threshold.tolist() == pytest.approx([0.1])  # k = 9 of 9
+    assert conformal(probs, labels, mask, alpha=0.0999).threshold.tolist() == [0]  # alpha < 1 / (n + 1): everything
+    assert conformal(probs, labels, mask, alpha=0.99).rank.tolist() == [1]
+
+
+def test_ranks_are_exact():
+    """ceil((n + 1)(1 - alpha)) in exact arithmetic, where floats round the product up past an integer."""
+    for n in (1, 9, 10, 19, 29, 99, 199, 999):
+        probs, labels, mask = certain(n)
+        for percent in range(1, 100):
+            exact = math.ceil((n + 1) * (1 - Fraction(percent, 100)))
+            for alpha in (percent / 100, 1 - (100 - percent) / 100):
+                fit = conformal(probs, labels, mask, alpha=alpha)
+                assert fit.rank.item() == exact, (n, alpha)
+                assert (fit.threshold.item() == 0) == (exact > n)
+
+
+def test_threshold_is_the_order_statistic():
+    """Per client and pooled, against numpy's sorted scores, padding apart."""
+    probs, labels, mask = federation(rows=100)
+    by_client, pooled = conformal(probs, labels, mask, by="client"), conformal(probs, labels, mask)
+    scores = [np.sort(1 - p[m].gather(-1, y[m][:, None])[:, 0].numpy()) for p, y, m in zip(probs, labels, mask, strict=True)]
+    for s, t in zip([*scores, np.sort(np.concatenate(scores))], [*by_client.threshold, *pooled.threshold], strict=True):
+        assert 1 - float(t) == pytest.approx(s[math.ceil((len(s) + 1) * 0.9) - 1])
+    assert by_client.examples.tolist() == mask.sum(-1).tolist()
+    mixture = conformal(probs, labels, mask, by="mixture")
+    n = int(mask.sum())
+    assert mixture.rank.tolist() == [math.ceil((n + 5) * 0.9)]
+    assert mixture.threshold <= pooled.threshold
+    alone = conformal(probs[:1], labels[:1], mask[:1], by="mixture")
+    assert alone.threshold.tolist() == by_client.threshold[:1].tolist()
+
+
+def test_few_examples_give_everything_and_none_too():
+    """8 points at alpha = .1, or no point at all."""
+    probs, labels, mask = federation()
+    mask[0, 8:], mask[1] = False, False
+    fit = conformal(probs, labels, mask, by="client")
+    assert fit.threshold[:2].tolist() == [0, 0]
+    assert (fit.threshold[2:] > 0).all()
+    case = probs[:1], labels[:1], mask[:1]
+    found = conformal(*case, by="client").evaluate(*case)
+    assert (found.share.tolist(), found.size.tolist()) == ([1], [4])
+    assert [float(t) for t in found.chance()] == [1, 1]
+
+
+def uniform_scores(n: int, trials: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """True-class probabilities uniform on (0, 1): `trials` clients of one source."""
+    p = torch.rand(trials, n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.stack([p, 1 - p], -1), torch.zeros(trials, n, dtype=torch.long), torch.ones(trials, n, dtype=torch.bool)
+
+
+@pytest.mark.parametrize(("n", "alpha"), [(19, 0.1), (25, 0.1), (40, 0.3)])
+def test_coverage_follows_its_law(n, alpha):
+    """Of each client Beta(k, n + 1 - k): with uniform scores the coverage is 1 - threshold. Its mean is at least 1 - alpha."""
+    trials = 20000
+    fit = conformal(*uniform_scores(n, trials, 0), alpha=alpha, by="client")
+    covered, k = 1 - fit.threshold, math.ceil((n + 1) * (1 - Fraction(str(alpha))))
+    mean = k / (n + 1)
+    variance = mean * (1 - mean) / (n + 2)
+    assert mean >= 1 - alpha
+    assert covered.mean().item() == pytest.approx(mean, abs=4 * math.sqrt(variance / trials))
+    assert covered.var().item() == pytest.approx(variance, rel=0.05)
+
+
+def test_measured_coverage_stays_within_chance():
+    """Beta-binomial intervals hold what they promise, neither more nor less than discreteness allows."""
+    fit = conformal(*uniform_scores(29, 4000, 1), by="client")
+    found = fit.evaluate(*uniform_scores(200, 4000, 2))
+    low, high = found.chance(0.9)
+    inside = ((low <= found.share) & (found.share <= high)).double().mean().item()
+    assert 0.89 < inside < 0.93
+    assert (found.share < low).double().mean().item() == pytest.approx(0.05, abs=0.012)
+    wide, narrow = found.chance(0.99), found.chance(0.5)
+    assert (wide[0] <= low).all()
+    assert (narrow[1] <= high).all()
+
+
+def test_mixture_covers_clients_that_differ():
+    """Client 0 of 60 easy examples, client 1 of 9 hard ones: promised is the mean over clients counted n_j + 1."""
+    rng = torch.Generator().manual_seed(4)
+    trials, share = 3000, {"mixture": 0.0, "pooled": 0.0}
+    sizes = torch.tensor([60, 9])
+    mask = torch.arange(60) < sizes[:, None]
+    for _ in range(trials):
+        hardness = torch.tensor([[0.2], [1.0]])
+        p = 1 - hardness * torch.rand(2, 60, generator=rng)
+        probs = torch.stack([p, 1 - p], -1)
+        for by in ("mixture", "pooled"):
+            reach = 1 - conformal(probs, torch.zeros(2, 60).long(), mask, alpha=0.1, by=by).threshold  # scores up to this
+            covered = (reach / hardness[:, 0].double()).clamp(max=1)
+            share[by] += float((covered * (sizes + 1)).sum() / (sizes + 1).sum()) / trials
+    assert 0.9 <= share["mixture"] <= 0.9 + 2 / 71 + 0.003
+    assert share["pooled"] < share["mixture"]
+
+
+def test_sets_of_one_pot_serve_newcomers():
+    """Thresholds of one pot fit any number of clients; those of clients only their own."""
+    probs, labels, mask = federation()
+    assert conformal(probs, labels, mask).sets(probs[:2]).shape == (2, 60, 4)
+    with pytest.raises(ValueError, match="serves any clients"):
+        conformal(probs, labels, mask, by="client").sets(probs[:2])
+
+
+def test_summary_and_table():
+    """Means over clients, the decile, the pot; the same numbers as columns."""
+    probs, labels, mask = federation(clients=12)
+    fit = conformal(probs, labels, mask)
+    mask[3] = False
+    found = fit.evaluate(probs, labels, mask)
+    some = [j for j in range(12) if j != 3]
+    assert found.share[3].isnan()
+    sets = probs >= fit.threshold[0]
+    inside = [float(sets[j][mask[j]].gather(-1, labels[j][mask[j]][:, None]).double().mean()) for j in some]
+    sizes = [float(sets[j][mask[j]].sum(-1).double().mean()) for j in some]
+    summary = found.summary()
+    assert summary["coverage"] == pytest.approx(np.mean(inside))
+    assert summary["coverage_decile"] == pytest.approx(sorted(inside)[1])
+    assert summary["set_size"] == pytest.approx(np.mean(sizes))
+    weights = mask.sum(-1)[some].numpy()
+    assert summary["pooled_coverage"] == pytest.approx(np.average(inside, weights=weights))
+    assert summary["pooled_set_size"] == pytest.approx(np.average(sizes, weights=weights))
+    table = found.table()
+    assert list(table) == ["client", "examples", "calibrated", "coverage", "set_size"]
+    assert {len(column) for column in table.values()} == {12}
+    assert math.isnan(fit.evaluate(probs, labels, torch.zeros_like(mask)).summary()["pooled_coverage"])
+
+
+def test_float32_scores_compare_exactly():
+    """The threshold is one of the probabilities: the example that it comes from is inside its own set."""
+    probs, labels, mask = federation()
+    case = probs.float(), labels, mask
+    found = conformal(*case, by="client").evaluate(*case)
+    k = torch.tensor([math.ceil((int(n) + 1) * 0.9) for n in mask.sum(-1)])
+    assert_close(found.share, k / mask.sum(-1).double())
+
+
+@pytest.mark.parametrize(
+    ("alpha", "by", "message"), [(0, "pooled", "10% is 0.1"), (10, "pooled", "10% is 0.1"), (0.1, "all", "by must be")]
+)
+def test_conformal_option_errors(alpha, by, message):
+    with pytest.raises(ValueError, match=message):
+        conformal(*federation(), alpha=alpha, by=by)
+
+
+def test_conformal_input_errors():
+    """A diverged client is named; levels are probabilities."""
+    probs, labels, mask = federation()
+    broken = probs.clone()
+    broken[1, 0, 2] = math.inf
+    fit = conformal(probs, labels, mask)
+    for call in (conformal, fit.evaluate):
+        with pytest.raises(ValueError, match=r"clients \[1\] have predictions"):
+            call(broken, labels, mask)
+    with pytest.raises(ValueError, match=r"\[J, N, O\]"):
+        fit.sets(probs[0])
+    with pytest.raises(ValueError, match=r"90% is 0\.9"):
+        fit.evaluate(probs, labels, mask).chance(90)
