@@ -1,4 +1,4 @@
-"""Reliability diagrams and learning curves.
+"""Reliability diagrams, learning curves, risk-coverage curves and the coverage of conformal sets.
 
 Matplotlib is imported only when something is drawn, and only its object-oriented interface is used: no backend is switched, no figure is
 registered with pyplot, nothing is shown. Without `ax` a figure is made, to be saved by `axes.figure.savefig("diagram.png")`; to draw into
@@ -13,6 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bayesfl.calibration import Coverage
+from bayesfl.detection import RiskCoverage, doubt
+from bayesfl.detection import risk_coverage as risk_coverage_of
 from bayesfl.history import HEADLINES
 from bayesfl.metrics import ReliabilityBins, reliability_bins
 from bayesfl.report import is_share, mean_and_error, words
@@ -27,6 +30,8 @@ _BLUE, _GREY, _INK = "#0072B2", "#8A8F94", "#333333"
 _OVER: dict[str, Any] = {"color": "#F6CDB2", "edgecolor": "#D55E00", "hatch": "////", "label": "overconfident", "gid": "overconfident"}
 _UNDER: dict[str, Any] = {"color": "#7FB9DF", "edgecolor": "#CFE7F7", "hatch": "....", "label": "underconfident", "gid": "underconfident"}
 _DASHES = ("-", "--", ":", "-.")
+_COVERAGE = ((0, "coverage"), (1, "size"))  # lines of the diagram of conformal sets
+_SETTLED = 0.05  # a risk-coverage curve jumps before this share of the examples; its axis need not reach these peaks
 _CLIENTS = 12  # panels that by="client" draws unless told which
 
 
@@ -180,6 +185,96 @@ def learning_curves(
     return ax
 
 
+def risk_coverage(entries: Mapping[str, Any], *, ax: "Axes | None" = None, title: str | None = None) -> "Axes":
+    """Risk-coverage curves: the share of errors among the answers, when a share of the examples is answered, the least doubtful first.
+
+    One line a method, over all examples of all clients; lower is better, and the right end is the error rate. The legend has the area
+    under each curve (AURC). Geifman, Uziel and El-Yaniv, "Bias-reduced uncertainty estimation for deep neural classifiers", ICLR 2019.
+
+    Args:
+        entries: {method: a simulation's result, or (probs, labels, mask)}, whose doubt is 1 - the largest probability; or, by any other
+            score, what `bf.detection.risk_coverage` gives.
+        ax: Where to draw; by default a new figure.
+        title: Of the axes.
+
+    Returns:
+        The matplotlib Axes. `axes.figure` is the figure.
+
+    Raises:
+        ValueError: There is no entry, or one does not fit or has no examples.
+    """
+    from matplotlib.ticker import PercentFormatter
+
+    if not entries:
+        raise ValueError("entries is empty: give at least one {method: result, (probs, labels, mask) or risk-coverage curve}")
+    curves = {name: _risks(entry) for name, entry in entries.items()}
+    empty = [name for name, curve in curves.items() if not len(curve.risk)]
+    if empty:
+        raise ValueError(f"{empty} have no examples; check mask")
+    ax = _figure((5.0, 3.6)).add_subplot() if ax is None else ax
+    looks = cycle([(colour, dash) for dash in _DASHES for colour in OKABE_ITO[:7]])
+    for (name, curve), (colour, dash) in zip(curves.items(), looks, strict=False):
+        label = f"{name} (AURC {100 * curve.aurc:.2f}%)"
+        ax.plot(curve.coverage, curve.risk, color=colour, linestyle=dash, linewidth=1.8, label=label)
+    ax.set(xlim=(0, 1), xlabel="examples answered", ylabel="errors among the answers", title=title or "")
+    ax.set_ylim(0, 1.1 * max(1e-3, *(float(curve.risk[curve.coverage >= _SETTLED].max()) for curve in curves.values())))
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_formatter(PercentFormatter(1.0))
+    _clean(ax)
+    ax.grid(True, color="0.9", linewidth=0.8)
+    ax.legend(frameon=False, fontsize="small", loc="best")
+    return ax
+
+
+def coverage(entries: "Coverage | Mapping[str, Coverage]", *, level: float = 0.9, title: str | None = None) -> "Figure":
+    """Coverage of conformal sets client by client, and how many classes the sets hold.
+
+    A point is the share of a client's labels inside their set; the line is what was asked for, 1 - alpha. The bar behind each point is
+    where chance alone, the calibration's and the test's, would put a client like those that the threshold was made for, with probability
+    `level`: points outside it, in vermilion, are of clients that are served worse or better than promised. Beneath stand the mean numbers
+    of classes in a set.
+
+    Args:
+        entries: What `Conformal.evaluate` gives; {name: that} for several side by side.
+        level: Probability of the bars, in (0, 1).
+        title: Of the figure.
+
+    Returns:
+        A matplotlib Figure, to be saved by `.savefig`.
+
+    Raises:
+        ValueError: There is no entry, or one has no test examples.
+    """
+    named = {"": entries} if isinstance(entries, Coverage) else dict(entries)
+    if not named:
+        raise ValueError("entries is empty: give the coverage of conformal sets, or {name: coverage}")
+    empty = [name for name, found in named.items() if not bool(found.tested.any())]
+    if empty:
+        raise ValueError(f"{empty} have no test examples; check mask")
+    most = max(len(found.share) for found in named.values())
+    figure = _figure((max(3.2, 1.2 + 0.16 * most) * len(named) + 0.4, 3.9))
+    grid = figure.add_gridspec(2, len(named), height_ratios=(3, 1))
+    uppers, lowers = ([figure.add_subplot(grid[line, column], label=kind) for column in range(len(named))] for line, kind in _COVERAGE)
+    for (name, found), upper, lower in zip(named.items(), uppers, lowers, strict=True):
+        _covered(upper, lower, found, level)
+        upper.set_title(name, fontsize="medium")
+    bottom = min(ax.get_ylim()[0] for ax in uppers)
+    widest = max(float(found.size[found.tested > 0].max()) for found in named.values())
+    for ax, beneath in zip(uppers, lowers, strict=True):
+        ax.set_ylim(bottom, 1.02)
+        beneath.set_ylim(0, 1.08 * max(widest, 1.0))
+        ax.tick_params(labelleft=ax is uppers[0])
+        beneath.tick_params(labelleft=beneath is lowers[0])
+    uppers[0].set_ylabel("labels inside their set")
+    lowers[0].set_ylabel("set size", fontsize="small")
+    handles, labels = uppers[0].get_legend_handles_labels()
+    columns = len(handles) if figure.get_figwidth() > 6.5 else 2
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize="small", handlelength=1.3)
+    if title:
+        figure.suptitle(title)
+    return figure
+
+
 def _columns(name: str, history: Any) -> list[str]:
     """Names of a history's columns."""
     columns = getattr(history, "columns", None)  # of a History or a data frame
@@ -228,6 +323,40 @@ def _predictions(source: Any, labels: Tensor | None, mask: Tensor | None) -> tup
     probs, labels = torch.as_tensor(source), torch.as_tensor(labels)
     mask = torch.ones_like(labels, dtype=torch.bool) if mask is None else torch.as_tensor(mask)
     return (probs[None], labels[None], mask[None]) if probs.dim() == 2 else (probs, labels, mask)
+
+
+def _risks(entry: Any) -> RiskCoverage:
+    """The curve of a result, of (probs, labels, mask), or as it is."""
+    if isinstance(entry, RiskCoverage):
+        return entry
+    probs, labels, mask = (t.cpu() for t in _predictions(entry, None, None))
+    reliability_bins(probs, labels, mask)  # says what does not fit
+    return risk_coverage_of(doubt(probs), probs.argmax(-1) == labels, mask)
+
+
+def _covered(ax: "Axes", beneath: "Axes", found: Coverage, level: float) -> None:
+    """Coverage by client in `ax`, mean set sizes in `beneath`."""
+    from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+    some = (found.tested > 0).numpy()
+    client, share = np.arange(len(some))[some], found.share.numpy()[some]
+    low, high = (t.numpy()[some] for t in found.chance(level))
+    ax.bar(client, high - low, 0.6, bottom=low, color="#D9DDE1", linewidth=0, label=f"{100 * level:.0f}% by chance", gid="chance")
+    inside = (low <= share) & (share <= high)
+    for which, colour, marker, label in ((inside, _BLUE, "o", "a client"), (~inside, "#D55E00", "D", "a client beyond chance")):
+        ax.plot(client[which], share[which], marker, color=colour, markersize=4.5, label=label, gid=label)
+    ax.axhline(1 - found.alpha, linestyle=(0, (4, 3)), color=_INK, linewidth=1, label=f"asked for: {100 * (1 - found.alpha):g}%")
+    lowest = min(float(share.min()), float(low.min()))
+    ax.set(xlim=(-0.7, len(some) - 0.3), ylim=(max(0.0, lowest - 0.05), 1.02))
+    ax.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    ax.tick_params(labelbottom=False)
+    beneath.bar(client, found.size.numpy()[some], 0.6, color=_GREY, edgecolor="white", linewidth=0.6, gid="size")
+    beneath.set(xlim=ax.get_xlim(), xlabel="client")
+    beneath.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+    beneath.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=3))
+    for axes in (ax, beneath):
+        _clean(axes)
+        axes.grid(True, axis="y", color="0.9", linewidth=0.8)
 
 
 def _figure(size: tuple[float, float]) -> "Figure":

@@ -20,7 +20,8 @@ pytest.importorskip("matplotlib")
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from bayesfl import plots
+from bayesfl import detection, plots
+from bayesfl.calibration import conformal
 
 
 def federation(clients: int = 14, rows: int = 40) -> tuple[Tensor, Tensor, Tensor]:
@@ -243,3 +244,57 @@ def test_a_regression_has_no_reliability_diagram():
 
     with pytest.raises(ValueError, match="coverage"):
         plots.reliability(Regression())
+
+
+def test_risk_coverage_shows_the_curve():
+    """One line a method: of predictions by the largest probability, of a curve as it is; the legend has the areas."""
+    probs, labels, mask = case = federation()
+    right = probs.argmax(-1) == labels
+    by_entropy = detection.risk_coverage(detection.entropy(probs), right, mask)
+    mine = Figure().add_subplot()
+    ax = plots.risk_coverage({"doubt": case, "entropy": by_entropy}, ax=mine, title="t")
+    assert ax is mine
+    by_doubt = detection.risk_coverage(detection.doubt(probs), right, mask)
+    for line, curve in zip(ax.lines, (by_doubt, by_entropy), strict=True):
+        np.testing.assert_allclose(line.get_xdata(), curve.coverage)
+        np.testing.assert_allclose(line.get_ydata(), curve.risk)
+    legend: Any = ax.get_legend()
+    words = [text.get_text() for text in legend.get_texts()]
+    assert words == [f"doubt (AURC {100 * by_doubt.aurc:.2f}%)", f"entropy (AURC {100 * by_entropy.aurc:.2f}%)"]
+    assert ax.get_title() == "t"
+    ax.figure.canvas.draw()
+    with pytest.raises(ValueError, match="entries is empty"):
+        plots.risk_coverage({})
+    with pytest.raises(ValueError, match="have no examples"):
+        plots.risk_coverage({"a": (probs, labels, torch.zeros_like(mask))})
+    with pytest.raises(ValueError, match="labels must"):
+        plots.risk_coverage({"a": (probs, labels + 1, mask)})
+
+
+def test_coverage_shows_clients_and_chance():
+    """A point and a size for each client with test examples, its interval behind; who is beyond chance looks different."""
+    probs, labels, mask = case = federation()
+    found = conformal(*case, by="pooled").evaluate(*case)
+    figure = plots.coverage({"a": found, "b": conformal(*case, by="client").evaluate(*case)}, title="t")
+    upper = [ax for ax in figure.axes if ax.get_label() == "coverage"]
+    lower = [ax for ax in figure.axes if ax.get_label() == "size"]
+    assert [ax.get_title() for ax in upper] == ["a", "b"]
+    assert len({ax.get_ylim() for ax in upper}) == len({ax.get_ylim() for ax in lower}) == 1
+    client = [0, *range(2, 14)]
+    inside, outside = (next(line for line in upper[0].lines if line.get_gid() == gid) for gid in ("a client", "a client beyond chance"))
+    drawn = dict(zip((*inside.get_xdata(), *outside.get_xdata()), (*inside.get_ydata(), *outside.get_ydata()), strict=True))
+    assert drawn == pytest.approx({j: found.share[j].item() for j in client})
+    low, high = found.chance(0.9)
+    assert {int(j) for j in outside.get_xdata()} == {j for j in client if not low[j] <= found.share[j] <= high[j]}
+    np.testing.assert_allclose([bar.get_y() for bar in bars(upper[0], "chance")], low[client])
+    np.testing.assert_allclose([bar.get_y() + bar.get_height() for bar in bars(upper[0], "chance")], high[client])
+    np.testing.assert_allclose([bar.get_height() for bar in bars(lower[0], "size")], found.size[client])
+    (asked,) = [line for line in upper[0].lines if str(line.get_label()).startswith("asked")]
+    assert list(asked.get_ydata()) == [0.9, 0.9]
+    assert figure.get_suptitle() == "t"
+    figure.canvas.draw()
+    plots.coverage(found).canvas.draw()
+    with pytest.raises(ValueError, match="entries is empty"):
+        plots.coverage({})
+    with pytest.raises(ValueError, match="no test examples"):
+        plots.coverage(conformal(*case).evaluate(probs, labels, torch.zeros_like(mask)))
