@@ -89,7 +89,7 @@ def fit_temperature(
     else:
         own = pooled.expand(len(mask))
     pooled, own = (t.exp().clamp(low, high) for t in (pooled, own))
-    return Temperature(float(pooled), torch.where(mask.any(-1), own, pooled))
+    return Temperature(float(pooled), own)
 
 
 def temper(probs: Tensor, temperature: float | Tensor, *, logs: bool = False) -> Tensor:
