@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bayesfl.curvature.batches import Inputs, require
 from bayesfl.curvature.jacobians import Rows
-from bayesfl.curvature.roots import basis, root
+from bayesfl.curvature.roots import root
 from bayesfl.protocols import Tensors
 
 if TYPE_CHECKING:
@@ -134,18 +134,11 @@ class Inverse:
         """
         formed = self.indices is not None and (self.form == "primal" or self.backend != "layers")
         extra = 3 * self.order + (self.size if formed else 0)
-        means, covariances = [], []
-        for batch in self.curvature.batches(x, extra=extra):
-            outputs, rows = self.curvature.linearise(batch, lambda count: basis(count, centre))
-            rows = rows if self.indices is None else rows.restrict(self.indices)
-            directions = basis(outputs.shape[1], centre).to(outputs)
-            covariance = self._between(rows)
-            means.append(outputs @ directions @ directions.T if centre else outputs)
-            covariances.append(directions @ covariance @ directions.T if centre else covariance)
-        return torch.cat(means), torch.cat(covariances)
+        return self.curvature.spread(x, self._between, centre=centre, extra=extra)
 
     def _between(self, rows: Rows) -> Tensor:
-        """J H^-1 J' for rows J over S, example by example, [N, Q, Q]."""
+        """J H^-1 J' for rows J over all weights, example by example, [N, Q, Q]."""
+        rows = rows if self.indices is None else rows.restrict(self.indices)
         if not self.order:
             return rows.within(self.variance)
         shape = (rows.examples, rows.cotangents, -1)

@@ -162,7 +162,7 @@ class Shared(Factor):
         for some in units.split(_size(rows * self.slots.shape[1])):
             slots = self.slots[some].flatten()
             slopes = self.slopes if len(some) == len(self.slots) else self.slopes.index_select(2, some)
-            values = (slopes.flatten(1, 2) @ self.inputs).view(self.examples, self.cotangents, -1)
+            values = (slopes.flatten(1, 2) @ self.inputs).view(self.examples, self.cotangents, len(slots))
             yield _kept(slots, values)
 
     def formed(self) -> Factor:

@@ -20,7 +20,7 @@ from bayesfl.curvature.backends import BackPack, Name, choose
 from bayesfl.curvature.batches import Inputs, available, batches, require, twice
 from bayesfl.curvature.factors import BLOCK
 from bayesfl.curvature.jacobians import Rows
-from bayesfl.curvature.roots import root
+from bayesfl.curvature.roots import basis, root
 from bayesfl.layout import Layout
 from bayesfl.likelihood import Categorical
 from bayesfl.protocols import Likelihood
@@ -160,7 +160,32 @@ class Curvature:
         """
         return dual.invert(self, twice(x), precision, indices=indices, form=form, diagonal=diagonal)
 
+    def outputs(self, x: Inputs) -> Tensor:
+        """The model's outputs, [N, O]."""
+        return torch.cat([self.linearise(batch, lambda count: torch.zeros(count, 0))[0] for batch in self.batches(x)])
+
+    def predict(self, x: Inputs, variance: float | Tensor, *, centre: bool = False) -> tuple[Tensor, Tensor]:
+        """Outputs of the linearised model under independent weights: mean [N, O], covariance J diag(variance) J' [N, O, O].
+
+        Args:
+            x: Inputs, or batches of them.
+            variance: One number, or one for each weight, [D]; 0 for weights that are fixed.
+            centre: See `bayesfl.curvature.dual.Inverse.predict`.
+        """
+        variance = self.vector(variance)
+        return self.spread(x, lambda rows: rows.within(variance), centre=centre)
+
     # What `dual` needs.
+
+    def spread(self, x: Inputs, between: Callable[[Rows], Tensor], *, centre: bool, extra: int = 0) -> tuple[Tensor, Tensor]:
+        """Outputs [N, O], and U between(U' J) U' [N, O, O] for orthonormal directions U; see `batches` for `extra`."""
+        means, covariances = [], []
+        for batch in self.batches(x, extra=extra):
+            outputs, rows = self.linearise(batch, lambda count: basis(count, centre))
+            directions, covariance = basis(outputs.shape[1], centre).to(outputs), between(rows)
+            means.append(outputs @ directions @ directions.T if centre else outputs)
+            covariances.append(directions @ covariance @ directions.T if centre else covariance)
+        return torch.cat(means), torch.cat(covariances)
 
     def batches(self, x: Inputs, *, extra: int = 0) -> Iterator[Tensor]:
         """Pieces of the data; `extra` further numbers are needed for each row.

@@ -39,6 +39,8 @@ def check(inverse, h: Tensor, columns: Tensor, x: Tensor, model: nn.Module) -> N
     assert_close(inverse.log_det(), torch.logdet(h), **EXACT)
     linear = inverse.sample(torch.eye(inverse.noise_size, dtype=torch.float64))  # a draw is linear in the noise
     assert_close(linear.T @ linear, covariance, **EXACT)
+    noise = torch.randn(3, inverse.noise_size, generator=generator(8), dtype=torch.float64)
+    assert_close(inverse.sample(noise), noise @ linear, **EXACT)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -187,6 +189,34 @@ def test_a_constant_added_to_all_logits_changes_nothing_when_centred(form):
     centring = torch.eye(4, dtype=torch.float64) - 0.25
     assert_close(one.predict(test, centre=True), (plain[0] @ centring, centring @ plain[1] @ centring), **EXACT)
     assert_close(one.log_det(), other.log_det(), **EXACT)
+
+
+@pytest.mark.parametrize(("case", "backend"), PAIRS, ids=str)
+def test_independent_weights(case, backend):
+    """A diagonal posterior: J diag(s^2) J', centred or not, and the outputs alone."""
+    model, x = case.model(), case.data(5)
+    curvature, variance = Curvature(model, backend=backend), precision_of(Curvature(model).size)
+    j = brute.jacobian(model, x)
+    want = j * variance @ j.mT
+    assert_close(curvature.outputs(x), model(x).detach(), **EXACT)
+    assert_close(curvature.predict(x, variance), (model(x).detach(), want), **EXACT)
+    centring = torch.eye(4, dtype=torch.float64) - 0.25
+    assert_close(curvature.predict(x.split(2), variance, centre=True), (model(x).detach() @ centring, centring @ want @ centring), **EXACT)
+
+
+def test_the_whole_body_leaves_nothing_out_of_the_dual_form():
+    """There zero columns cost nothing; they are counted all the same, and keep their prior variance."""
+    case = CASES[0]
+    model, x, test = case.model(), case.data(9), case.data(5, seed=3)
+    x[:, 2] = 0
+    for backend in case.backends:
+        curvature = Curvature(model, backend=backend)
+        inverse = curvature.invert(x, 2.0, form="dual")
+        full = brute.ggn(model, Categorical(), x)
+        assert inverse.uncurved == int((full.diagonal() / 2 < 1e-12).sum()) >= 6
+        check(inverse, full + 2 * torch.eye(len(full), dtype=torch.float64), brute.jacobian(model, test), test, model)
+        assert inverse.curved.all()
+        assert not curvature.invert(x, 2.0, form="primal").curved.all()
 
 
 @pytest.mark.parametrize("precision", [1e-4, 1.0, 1e4])
