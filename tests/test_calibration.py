@@ -135,6 +135,24 @@ def test_shrinkage_counts_in_examples():
         assert_close(way, torch.full((2,), 4000 / (4000 + strength)).double(), rtol=0.05, atol=0)
 
 
+@pytest.mark.parametrize("spread", [0.1, 0.6])
+def test_default_strength_serves_clients_that_differ_little_or_much(spread):
+    """With 9 examples a client it beats no shrinkage clearly, and is close to the best of all strengths, on examples not seen."""
+    rng = torch.Generator().manual_seed(5)
+    logits = 4 * torch.randn(40, 309, 10, generator=rng, dtype=torch.float64)
+    labels = torch.multinomial(logits.softmax(-1).flatten(0, 1), 1, generator=rng).view(40, 309)
+    claimed = logits * (math.log(2) + spread * torch.randn(40, 1, 1, generator=rng)).exp()
+    mask = torch.ones(40, 309, dtype=torch.bool)
+
+    def nll(**options) -> float:
+        fit = fit_temperature(claimed[:, :9], labels[:, :9], mask[:, :9], logs=True, **options)
+        return metrics.nll(temper(claimed[:, 9:], fit.clients, logs=True), labels[:, 9:], mask[:, 9:]).mean().item()
+
+    others = {strength: nll(strength=strength) for strength in (0.0, 1.0, 3.0, 30.0, 100.0, math.inf)}
+    assert others[0] - nll() > 0.1
+    assert nll() - min(others.values()) < 0.03
+
+
 def test_limits_of_the_strength():
     """0 leaves each client alone, infinity gives all the pooled one, and between the two they move monotonically."""
     probs, labels, mask = federation()
