@@ -25,6 +25,7 @@ class Purpose(IntEnum):
     SPLIT = 6
     PREDICT = 7
     POSTERIOR = 8
+    SELECTION = 9
 
 
 class Stage(IntEnum):

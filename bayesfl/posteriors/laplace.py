@@ -1,0 +1,250 @@
+"""Laplace's approximation: a Gaussian around trained weights, its precision the curvature of the data plus that of the prior.
+
+    q(w_S) = N(loc_S, H_S^-1),    H = GGN(x) + diag(precision),    the weights outside S stay at loc (a Dirac),
+
+where S is all weights (`full`), some (`subnetwork`), or every weight on its own (`diagonal`, which leaves out what ties them). H_S^-1 is
+the covariance of w_S *given* the other weights. Predictions go through the linearised network f(x) + J(x) (w - loc).
+
+Sources: MacKay, "A practical Bayesian framework for backpropagation networks", Neural Computation 4(3), 1992; Immer, Korzepa, Bauer,
+"Improving predictions of Bayesian neural nets via local linearization", AISTATS 2021; Daxberger et al., "Bayesian deep learning via
+subnetwork inference", ICML 2021.
+"""
+
+import math
+import os
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from bayesfl.curvature import Curvature, Inverse, restore
+from bayesfl.curvature.backends import Name
+from bayesfl.curvature.batches import Inputs
+from bayesfl.curvature.dual import NO_CURVATURE
+from bayesfl.files import atomic_path
+from bayesfl.likelihood import Categorical
+from bayesfl.posteriors.linearised import predictive
+from bayesfl.protocols import Likelihood, Tensors
+
+Structure = Literal["full", "subnetwork", "diagonal"]
+
+
+@dataclass(frozen=True, eq=False)
+class Laplace:
+    """A fitted Laplace approximation; made by `Laplace.fit`.
+
+    Args:
+        curvature: Of the model at its weights.
+        loc: These weights, all that are covered, [D] in float64.
+        precision: Prior precision of each, [D].
+        diagonal: Of the GGN, [D].
+        structure: What ties the weights.
+        inverse: H_S^-1; says which form was chosen and why.
+    """
+
+    curvature: Curvature
+    loc: Tensor
+    precision: Tensor
+    diagonal: Tensor
+    structure: Structure
+    inverse: Inverse
+
+    @classmethod
+    def fit(
+        cls,
+        model: nn.Module,
+        x: Inputs,
+        *,
+        precision: float | Tensor = 1.0,
+        structure: Structure = "full",
+        indices: Tensor | None = None,
+        likelihood: Likelihood | None = None,
+        parameters: str = "*",
+        backend: Name = "auto",
+        memory: int | None = None,
+    ) -> "Laplace":
+        """Laplace's approximation around the present weights of `model`, which is not changed.
+
+        Args:
+            model: Any module, trained.
+            x: Its training inputs [N, ...], or batches of them that can be read twice.
+            precision: Of the prior, in the units of a sum over the data: one number, or one for each covered weight [D].
+            structure: `full`: all weights and what ties them, by whichever of primal and dual form is smaller, never a D x D matrix where
+                N O < D; `subnetwork`: those of `indices`; `diagonal`.
+            indices: Of the subnetwork, into the flat vector of covered weights, [S]; see `bayesfl.selection`.
+            likelihood: What the outputs mean; categorical by default.
+            parameters: Which parameters are covered, a pattern over names such as `body.*`; the others are constants.
+            backend: See `bayesfl.curvature.Curvature`.
+            memory: Bytes that one matrix may take; by default what is free.
+
+        Raises:
+            ValueError: A precision that is not positive and finite, indices that don't fit the structure, curvature that is not finite.
+            MemoryError: A factor is larger than memory allows; the message says the bytes.
+            torch.linalg.LinAlgError: A covariance without Cholesky factor.
+        """
+        if structure not in ("full", "subnetwork", "diagonal"):
+            raise ValueError(f"structure must be 'full', 'subnetwork' or 'diagonal', got {structure!r}")
+        if (indices is None) == (structure == "subnetwork"):
+            needs = "needs" if indices is None else "has no"
+            raise ValueError(f"indices say which weights a subnetwork has: structure {structure!r} {needs} indices")
+        curvature = Curvature(model, likelihood, parameters=parameters, backend=backend, memory=memory)
+        return cls._of(curvature, x, _weights(model, curvature), precision, structure, indices, curvature.diagonal(x))
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        model: nn.Module,
+        *,
+        likelihood: Likelihood | None = None,
+        parameters: str = "*",
+        backend: Name = "auto",
+    ) -> "Laplace":
+        """A posterior that `Laplace.save` wrote, for the model at the weights it was fitted at, on that model's device.
+
+        Raises:
+            ValueError: The model has other parameters, or other weights.
+        """
+        from safetensors import safe_open
+
+        curvature = Curvature(model, likelihood, parameters=parameters, backend=backend)
+        with safe_open(path, "pt", device=str(curvature.device)) as file:
+            meta = file.metadata()
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+        names = meta["parameters"].split("\n")
+        if names != list(curvature.layout.names):
+            raise ValueError(
+                f"{str(path)!r} covers the parameters {names}, the model has {list(curvature.layout.names)} under {parameters!r}"
+            )
+        loc = _weights(model, curvature)
+        if loc.shape != tensors["loc"].shape or not torch.allclose(loc, tensors["loc"], rtol=1e-6, atol=1e-8):
+            raise ValueError(f"{str(path)!r} was fitted at other weights; load those into the model first")
+        inverse = restore(curvature, {name.removeprefix("inverse."): t for name, t in tensors.items() if name.startswith("inverse.")})
+        return cls(curvature, tensors["loc"], tensors["precision"], tensors["diagonal"], meta["structure"], inverse)  # type: ignore[arg-type]
+
+    @classmethod
+    def _of(
+        cls,
+        curvature: Curvature,
+        x: Inputs,
+        loc: Tensor,
+        precision: float | Tensor,
+        structure: Structure,
+        indices: Tensor | None,
+        diagonal: Tensor,
+    ) -> "Laplace":
+        prior = curvature.vector(precision)
+        if structure == "diagonal":
+            inverse = _independent(curvature, diagonal, prior)
+        else:
+            inverse = curvature.invert(x, prior, indices=indices, diagonal=diagonal)
+        return cls(curvature, loc, prior, diagonal, structure, inverse)
+
+    @property
+    def indices(self) -> Tensor | None:
+        """The subnetwork S, or None for all weights."""
+        return self.inverse.indices
+
+    def moments(self) -> tuple[Tensor, Tensor]:
+        """Mean and variance of each weight, [D] each; outside a subnetwork the variance is 0."""
+        return self.loc, self._everywhere(self.inverse.marginals())
+
+    @property
+    def noise_size(self) -> int:
+        """Standard normals that one draw takes."""
+        return self.inverse.noise_size
+
+    def sample(self, noise: Tensor) -> Tensor:
+        """Draws of all weights [K, D] from standard normals [K, `noise_size`]."""
+        return self.loc + self._everywhere(self.inverse.sample(noise))
+
+    def _everywhere(self, values: Tensor) -> Tensor:
+        """Values of the weights S [..., S] among all [..., D]; 0 for the others."""
+        if self.indices is None:
+            return values
+        return values.new_zeros(*values.shape[:-1], len(self.loc)).index_copy_(-1, self.indices, values)
+
+    def log_det(self) -> Tensor:
+        """Log determinant of the posterior precision H_S, in nats."""
+        return self.inverse.log_det()
+
+    def entropy(self) -> Tensor:
+        """Differential entropy of the weights S, in nats; the others have none."""
+        return 0.5 * (self.inverse.size * (1 + math.log(2 * math.pi)) - self.log_det())
+
+    def log_marginal_likelihood(self, x: Tensor, y: Tensor, *, centre: float | Tensor = 0.0) -> Tensor:
+        """Log evidence of the data by Laplace's method, in nats, a sum over the data.
+
+            log p(y | x) = log p(y | x, loc) - 1/2 sum_S precision (loc - centre)^2 - 1/2 (log |H_S| - sum_S log precision).
+
+        Args:
+            x: The inputs it was fitted on, [N, ...].
+            y: Their labels or targets.
+            centre: Of the prior, one number or one for each weight [D]. Around loc itself the evidence has no maximum in the precision.
+        """
+        chosen = slice(None) if self.indices is None else self.indices
+        away = (self.loc - torch.as_tensor(centre).to(self.loc))[chosen]
+        precision = self.precision[chosen]
+        nll = self.curvature.likelihood.nll(self.curvature.outputs(x), y.to(self.loc.device)).sum()
+        return -nll - 0.5 * (precision * away.square()).sum() - 0.5 * (self.log_det() - precision.log().sum())
+
+    def linearised(self, x: Inputs, *, centre: bool = True) -> tuple[Tensor, Tensor]:
+        """The outputs of the linearised network: mean [N, O] and covariance [N, O, O], without noise of the data.
+
+        Args:
+            x: Inputs, or batches of them.
+            centre: For classes, leave out what is the same for all of them, a constant added to the logits: it means nothing, and
+                softmax(kappa f) would still read it. Daxberger et al. and laplace-torch keep it.
+        """
+        centre = centre and isinstance(self.curvature.likelihood, Categorical)
+        return self.inverse.predict(x, centre=centre)
+
+    def predict(self, x: Inputs, *, centre: bool = True, noise: Tensor | None = None) -> Tensors:
+        """Predictive distribution at `x`; what is in it says `bayesfl.posteriors.linearised.predictive`.
+
+        Args:
+            x: Inputs, or batches of them.
+            centre: See `linearised`.
+            noise: Standard normals [S, N, O] for draws of the outputs; without them the closed form.
+        """
+        return predictive(self.curvature.likelihood, *self.linearised(x, centre=centre), noise)
+
+    def with_precision(self, x: Inputs, precision: float | Tensor) -> "Laplace":
+        """The same under another prior precision, fitted to the same `x`; the diagonal of the GGN is not computed anew."""
+        return self._of(self.curvature, x, self.loc, precision, self.structure, self.indices, self.diagonal)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the posterior, whole or not at all, as one safetensors file; `Laplace.load` reads it on any device.
+
+        A dual form keeps the inputs it was fitted to, which its predictions need: such a file contains training data.
+        """
+        from safetensors.torch import save_file
+
+        own = {"loc": self.loc, "precision": self.precision, "diagonal": self.diagonal}
+        tensors = own | {f"inverse.{name}": t for name, t in self.inverse.tensors().items()}
+        meta = {"structure": self.structure, "parameters": "\n".join(self.curvature.layout.names)}
+        with atomic_path(path) as temporary:
+            save_file({name: t.detach().cpu().clone().contiguous() for name, t in tensors.items()}, temporary, meta)
+
+
+def _independent(curvature: Curvature, diagonal: Tensor, precision: Tensor) -> Inverse:
+    """The inverse of the diagonal of H alone: as if its variances were a prior, and no weight had curvature."""
+    if not ((precision > 0) & precision.isfinite()).all():
+        raise ValueError(f"a prior precision must be > 0 and finite, got {float(precision.min())}")
+    return Inverse(
+        curvature=curvature,
+        form="primal",
+        reason="every weight on its own",
+        indices=None,
+        variance=1 / (diagonal + precision),
+        uncurved=int((diagonal < NO_CURVATURE * precision).sum()),
+        curved=torch.zeros_like(diagonal, dtype=torch.bool),
+        chol=diagonal.new_zeros(0, 0),
+        data={},
+        rows=None,
+    )
+
+
+def _weights(model: nn.Module, curvature: Curvature) -> Tensor:
+    return curvature.layout.ravel(dict(model.named_parameters())).detach().double()

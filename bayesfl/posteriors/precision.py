@@ -1,0 +1,90 @@
+"""Choosing the prior precision of a Laplace approximation after training: by the evidence of the training data, or on validation data."""
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from bayesfl.curvature.batches import Inputs
+from bayesfl.likelihood import Gaussian
+from bayesfl.posteriors.laplace import Laplace
+
+GRID = tuple(10.0 ** (k / 2) for k in range(-8, 9))
+"""From 1e-4 to 1e4, by half decades."""
+
+
+def by_evidence(fitted: Laplace, x: Tensor, y: Tensor, *, centre: float | Tensor = 0.0, grid: Sequence[float] = GRID) -> Laplace:
+    """The approximation under the precision of largest log marginal likelihood.
+
+    An optimum at an edge of the grid means that the data say nothing about the precision (for the whole network the evidence often
+    rises without bound): then `fitted` comes back as it is, with a warning.
+
+    Args:
+        fitted: The approximation, under any precision.
+        x: What it was fitted to, [N, ...].
+        y: The labels or targets of `x`.
+        centre: Of the prior.
+        grid: Precisions to try.
+
+    References:
+        MacKay, "A practical Bayesian framework for backpropagation networks", Neural Computation 4(3), 1992; Immer et al., "Scalable
+        marginal likelihood estimation for model selection in deep learning", ICML 2021.
+    """
+    best, precision = _best(fitted, x, grid, lambda candidate: float(candidate.log_marginal_likelihood(x, y, centre=centre)))
+    if precision in (min(grid), max(grid)):
+        warnings.warn(
+            f"the log marginal likelihood is largest at {precision:g}, an edge of the grid: it carries no information about the prior "
+            f"precision, which stays at {float(fitted.precision.mean()):g}; by_validation needs none",
+            stacklevel=2,
+        )
+        return fitted
+    return best
+
+
+def by_validation(
+    fitted: Laplace, x: Inputs, held: Tensor, labels: Tensor, *, centre: bool = True, grid: Sequence[float] = GRID
+) -> Laplace:
+    """The approximation under the precision whose predictions have the smallest mean negative log likelihood on held-out data.
+
+    Args:
+        fitted: The approximation, under any precision.
+        x: What it was fitted to.
+        held: Validation inputs [M, ...].
+        labels: Their labels or targets.
+        centre: Whether predictions are centred, see `Laplace.linearised`.
+        grid: Precisions to try.
+    """
+    return _best(fitted, x, grid, lambda candidate: -predictive_nll(candidate, held, labels, centre=centre))[0]
+
+
+def predictive_nll(fitted: Laplace, x: Inputs, y: Tensor, *, centre: bool = True) -> float:
+    """Mean negative log density of `y` under the predictive distribution in closed form, in nats."""
+    found = fitted.predict(x, centre=centre)
+    if isinstance(fitted.curvature.likelihood, Gaussian):
+        y = y.view(found["mean"].shape).to(found["mean"])
+        residual = (y - found["mean"]).square() / found["variance"]
+        return float(0.5 * (residual + (2 * math.pi * found["variance"]).log()).sum(-1).mean())
+    probs = found["probs"].gather(-1, y.to(found["probs"].device).long().view(-1, 1))
+    return float(-probs.clamp_min(torch.finfo(probs.dtype).tiny).log().mean())
+
+
+def _best(fitted: Laplace, x: Inputs, grid: Sequence[float], score: Callable[[Laplace], float]) -> tuple[Laplace, float]:
+    """The approximation of the highest score and its precision; those without Cholesky factor or finite score are passed over.
+
+    Raises:
+        ValueError: An empty grid, or one of which no precision works.
+    """
+    best, chosen, highest = fitted, math.nan, -math.inf
+    for precision in grid:
+        try:
+            candidate = fitted.with_precision(x, precision)
+            value = score(candidate)
+        except torch.linalg.LinAlgError:
+            continue
+        if math.isfinite(value) and value > highest:
+            best, chosen, highest = candidate, precision, value
+    if math.isnan(chosen):
+        raise ValueError(f"no precision of the grid {tuple(grid)} gives finite predictions; look at the scale of the inputs and weights")
+    return best, chosen

@@ -1,0 +1,271 @@
+"""Laplace approximations against algebra, conjugate models, laplace-torch and finite differences."""
+
+import importlib
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+from torch.utils.data import DataLoader, TensorDataset
+
+import bayesfl as bf
+from bayesfl.likelihood import Bernoulli, Categorical, Gaussian
+from bayesfl.posteriors import Laplace
+from bayesfl.posteriors.linearised import predictive
+from bayesfl.posteriors.precision import GRID, by_evidence, by_validation, predictive_nll
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    """Normal draws in float64."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def network(outputs: int = 3) -> nn.Module:
+    """A small MLP in float64."""
+    return bf.models.mlp(4, hidden=6, outputs=outputs, seed=1).double()
+
+
+def linear_model() -> tuple[nn.Module, Tensor, Tensor, float]:
+    """A linear model at its MAP under precision 0.7 and noise 0.5: Laplace is exact there."""
+    x, noise, precision = numbers(20, 3), 0.5, 0.7
+    y = x @ torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64) + noise * numbers(20, seed=1)
+    model = nn.Linear(3, 1, bias=False).double()
+    hessian = x.T @ x / noise**2 + precision * torch.eye(3, dtype=torch.float64)
+    with torch.no_grad():
+        model.weight.copy_((torch.linalg.solve(hessian, x.T @ y / noise**2))[None])
+    return model, x, y, precision
+
+
+def test_a_linear_model_is_its_conjugate_posterior():
+    """Covariance, predictive variance and evidence of Bayesian linear regression, exactly."""
+    model, x, y, precision = linear_model()
+    hessian = x.T @ x / 0.25 + precision * torch.eye(3, dtype=torch.float64)
+    fitted = Laplace.fit(model, x, precision=precision, likelihood=Gaussian(scale=0.5))
+    mean, variance = fitted.moments()
+    assert_close(mean, model.weight.detach()[0])
+    assert_close(variance, hessian.inverse().diagonal())
+    assert_close(fitted.log_det(), hessian.logdet())
+    new = numbers(5, 3, seed=2)
+    found = fitted.predict(new)
+    assert_close(found["mean"], new @ mean[:, None])
+    assert_close(found["variance"][:, 0], (new @ hessian.inverse() * new).sum(1) + 0.25)
+    marginal = torch.distributions.MultivariateNormal(
+        torch.zeros(20, dtype=torch.float64), x @ x.T / precision + 0.25 * torch.eye(20, dtype=torch.float64)
+    )
+    assert_close(fitted.log_marginal_likelihood(x, y), marginal.log_prob(y))
+    assert_close(fitted.entropy(), torch.distributions.MultivariateNormal(mean, precision_matrix=hessian).entropy())
+
+
+def test_a_subnetwork_is_the_conditional():
+    """The weights S given the others at their mean: the inverse of the block, not the block of the inverse."""
+    model, x, _, precision = linear_model()
+    hessian = x.T @ x / 0.25 + precision * torch.eye(3, dtype=torch.float64)
+    chosen = torch.tensor([0, 2])
+    fitted = Laplace.fit(model, x, precision=precision, structure="subnetwork", indices=chosen, likelihood=Gaussian(scale=0.5))
+    block = hessian[chosen][:, chosen]
+    assert_close(fitted.moments()[1], torch.zeros(3, dtype=torch.float64).index_copy(0, chosen, block.inverse().diagonal()))
+    assert_close(fitted.log_det(), block.logdet())
+    noise = numbers(40000, fitted.noise_size)
+    drawn = fitted.sample(noise)
+    assert_close(drawn[:, 1], fitted.loc[1].expand(40000), rtol=0, atol=0)
+    assert_close(drawn[:, chosen].T.cov(), block.inverse(), rtol=0.05, atol=2e-3)
+
+
+@pytest.fixture(scope="module")
+def theirs():
+    """laplace-torch's Laplace; its import needs torchvision's."""
+    from bayesfl.data._torchvision import torchvision
+
+    torchvision()
+    return pytest.importorskip("laplace").Laplace
+
+
+@pytest.mark.parametrize("form", ["full", "diagonal", "subnetwork"])
+@pytest.mark.parametrize("task", ["classification", "regression"])
+def test_posteriors_are_those_of_laplace_torch(theirs, form, task):
+    """Variances, log determinant, evidence, functional variance and probit predictions, in float64 to 1e-8."""
+    likelihood = Categorical() if task == "classification" else Gaussian(scale=1.0)
+    model, x = network(), numbers(12, 4)
+    y = torch.arange(12) % 3 if task == "classification" else numbers(12, 3, seed=5)
+    chosen = torch.tensor([0, 3, 8, 20, 31, 40])
+    kwargs = {"subset_of_weights": "subnetwork", "subnetwork_indices": chosen} if form == "subnetwork" else {"subset_of_weights": "all"}
+    structure = "diag" if form == "diagonal" else "full"
+    backend = importlib.import_module("laplace.curvature").BackPackGGN  # the default one leaves 1e-7
+    twin = network()  # BackPACK leaves hooks in what it is given
+    other = theirs(
+        nn.Sequential(twin.body, twin.head),
+        task,
+        backend=backend,
+        hessian_structure=structure,
+        prior_precision=torch.tensor(0.3, dtype=x.dtype),
+        **kwargs,
+    )
+    other.fit(DataLoader(TensorDataset(x, y), batch_size=5))
+    fitted = Laplace.fit(model, x, precision=0.3, structure=form, indices=chosen if form == "subnetwork" else None, likelihood=likelihood)
+    new = numbers(7, 4, seed=3)
+    mean, covariance = other._glm_predictive_distribution(new)
+    found_mean, found = fitted.linearised(new, centre=False)
+    assert_close(found_mean, mean.detach(), rtol=1e-8, atol=1e-9)
+    assert_close(found, covariance.detach(), rtol=1e-8, atol=1e-9)
+    assert_close(fitted.log_det(), other.log_det_posterior_precision.detach().double(), rtol=1e-8, atol=1e-8)
+    if form != "subnetwork":  # there laplace-torch also counts the prior of weights that are not in it
+        assert_close(fitted.log_marginal_likelihood(x, y), other.log_marginal_likelihood().detach().double(), rtol=1e-8, atol=1e-8)
+    if task == "classification":
+        probs = other(new, pred_type="glm", link_approx="probit")
+        assert_close(fitted.predict(new, centre=False)["probs"], probs.detach(), rtol=1e-8, atol=1e-9)
+
+
+def test_evidence_by_finite_differences():
+    """d/d log lambda of the evidence is (D - lambda |loc|^2 - lambda tr H^-1) / 2, MacKay (1992)."""
+    model, x, y = network(), numbers(12, 4), torch.arange(12) % 3
+
+    def evidence(precision: float) -> Tensor:
+        return Laplace.fit(model, x, precision=precision).log_marginal_likelihood(x, y)
+
+    fitted, step = Laplace.fit(model, x, precision=0.4), 1e-5
+    slope = (evidence(0.4 * math.exp(step)) - evidence(0.4 * math.exp(-step))) / (2 * step)
+    expected = 0.5 * (len(fitted.loc) - 0.4 * fitted.loc.square().sum() - 0.4 * fitted.moments()[1].sum())
+    assert_close(slope, expected, rtol=1e-6, atol=1e-8)
+    away = fitted.log_marginal_likelihood(x, y, centre=fitted.loc) - fitted.log_marginal_likelihood(x, y)
+    assert_close(away, 0.2 * fitted.loc.square().sum())
+
+
+def test_every_weight_in_the_subnetwork_is_the_full_posterior():
+    """And a diagonal one has 1 / (GGN_rr + precision_r)."""
+    model, x = network(), numbers(12, 4)
+    full = Laplace.fit(model, x, precision=0.3)
+    every = Laplace.fit(model, x, precision=0.3, structure="subnetwork", indices=torch.arange(len(full.loc)))
+    assert_close(every.moments(), full.moments())
+    assert_close(every.linearised(x), full.linearised(x))
+    prior = numbers(len(full.loc), seed=4).exp()
+    diagonal = Laplace.fit(model, x, precision=prior, structure="diagonal")
+    assert_close(diagonal.moments()[1], 1 / (full.diagonal + prior))
+    noise = numbers(3, diagonal.noise_size, seed=5)
+    assert_close(diagonal.sample(noise), diagonal.loc + noise * diagonal.moments()[1].sqrt())
+
+
+def test_a_constant_added_to_all_logits_changes_nothing():
+    """With centring; without, softmax(kappa f) reads it."""
+    model, x = network(), numbers(12, 4)
+    fitted = Laplace.fit(model, x, precision=0.3)
+    shifted = bf.models.mlp(4, hidden=6, outputs=3, seed=1).double()
+    with torch.no_grad():
+        shifted.head.bias.add_(5.0)
+    other = Laplace.fit(shifted, x, precision=0.3)
+    assert_close(other.predict(x)["probs"], fitted.predict(x)["probs"])
+    assert (other.predict(x, centre=False)["probs"] - fitted.predict(x, centre=False)["probs"]).abs().max() > 1e-3
+
+
+def test_probit_golden_values():
+    """Kappa at mean 2 and variance 1, and three classes with and without centring, whose Monte-Carlo truth is (.748, .193, .058)."""
+    two, one = torch.tensor([[2.0]], dtype=torch.float64), torch.ones(1, 1, 1, dtype=torch.float64)
+    assert_close(float(predictive(Bernoulli(), two, one)["probs"][0, 1]), 0.8448456150189875)
+    mean = torch.tensor([[2.0, 0.0, -1.0]], dtype=torch.float64)
+    covariance = torch.diag(torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64))[None]
+    probs = predictive(Categorical(), mean, covariance)["probs"][0]
+    assert_close(probs, torch.tensor([0.795, 0.146, 0.059], dtype=torch.float64), atol=6e-4, rtol=0)
+    project = torch.eye(3, dtype=torch.float64) - 1 / 3
+    centred = predictive(Categorical(), mean @ project, project @ covariance @ project)["probs"][0]
+    assert_close(centred, torch.tensor([0.805, 0.140, 0.055], dtype=torch.float64), atol=6e-4, rtol=0)
+    drawn = predictive(Categorical(), mean, covariance, numbers(200000, 1, 3))["probs"][0]
+    assert_close(drawn, torch.tensor([0.748, 0.193, 0.058], dtype=torch.float64), atol=3e-3, rtol=0)
+
+
+def test_draws_part_the_uncertainty():
+    """Entropy of the mean = epistemic + aleatoric; without variance nothing is epistemic, and centred draws are the uncentred ones."""
+    mean, factor = numbers(5, 3), numbers(5, 3, 3, seed=1)
+    covariance = factor @ factor.mT
+    found = predictive(Categorical(), mean, covariance, numbers(500, 5, 3, seed=2))
+    assert_close(found["epistemic"] + found["aleatoric"], torch.special.entr(found["probs"]).sum(-1))
+    assert (found["epistemic"] > 0).all()
+    still = predictive(Categorical(), mean, 0 * covariance, numbers(4, 5, 3, seed=2))
+    assert_close(still["epistemic"], torch.zeros(5, dtype=torch.float64))
+    assert_close(still["probs"], predictive(Categorical(), mean, 0 * covariance)["probs"])
+    project = torch.eye(3, dtype=torch.float64) - 1 / 3
+    many = numbers(40000, 5, 3, seed=3)
+    singular = predictive(Categorical(), mean @ project, project @ covariance @ project, many)
+    assert_close(singular["probs"], predictive(Categorical(), mean, covariance, many)["probs"], atol=0.02, rtol=0)
+
+
+@pytest.mark.parametrize("form", ["full", "subnetwork", "diagonal"])
+def test_a_saved_posterior_predicts_the_same(tmp_path, form):
+    """To the bit; and it is refused for other weights and other parameters."""
+    model, x = network(), numbers(12, 4)
+    chosen = torch.tensor([0, 3, 8, 20, 31, 40]) if form == "subnetwork" else None
+    fitted = Laplace.fit(model, x, precision=0.3, structure=form, indices=chosen)
+    fitted.save(tmp_path / "posterior.safetensors")
+    again = Laplace.load(tmp_path / "posterior.safetensors", model)
+    new = numbers(7, 4, seed=3)
+    assert_close(again.predict(new), fitted.predict(new), rtol=0, atol=0, equal_nan=True)
+    assert_close(again.moments(), fitted.moments(), rtol=0, atol=0)
+    noise = numbers(2, fitted.noise_size, seed=4)
+    assert_close(again.sample(noise), fitted.sample(noise), rtol=0, atol=0)
+    with pytest.raises(ValueError, match="was fitted at other weights"):
+        Laplace.load(tmp_path / "posterior.safetensors", bf.models.mlp(4, hidden=6, outputs=3, seed=2).double())
+    with pytest.raises(ValueError, match="covers the parameters"):
+        Laplace.load(tmp_path / "posterior.safetensors", model, parameters="head.*")
+
+
+def test_precision_by_evidence():
+    """The grid's best where it has a best within; for a prior centred on the weights themselves, none: it stays, with a warning."""
+    model, x, y = network(), numbers(40, 4), torch.arange(40) % 3
+    fitted = Laplace.fit(model, x, precision=2.0)
+    best = by_evidence(fitted, x, y)
+    scores = [float(Laplace.fit(model, x, precision=p).log_marginal_likelihood(x, y)) for p in GRID]
+    assert float(best.precision[0]) == GRID[scores.index(max(scores))]
+    with pytest.warns(UserWarning, match="edge of the grid: it carries no information"):
+        assert by_evidence(fitted, x, y, centre=fitted.loc) is fitted
+
+
+def test_precision_by_validation():
+    """The smallest NLL of the grid; overflowing ones are passed over."""
+    model, x = network(), numbers(40, 4)
+    held, labels = numbers(30, 4, seed=7), torch.arange(30) % 3
+    best = by_validation(Laplace.fit(model, x), x, held, labels)
+    scores = [predictive_nll(Laplace.fit(model, x, precision=p), held, labels) for p in GRID]
+    assert_close(predictive_nll(best, held, labels), min(scores))
+    assert float(best.precision[0]) == GRID[scores.index(min(scores))]
+    probs = best.predict(held)["probs"]
+    assert_close(predictive_nll(best, held, labels), float(-probs[torch.arange(30), labels].log().mean()))
+    with pytest.raises(ValueError, match="no precision of the grid"):
+        by_validation(Laplace.fit(model, x), x, held.fill_(1e200), labels)
+
+
+def test_nll_of_a_regression():
+    """Of the Gaussian predictive, noise included."""
+    model, x, y, precision = linear_model()
+    fitted = Laplace.fit(model, x, precision=precision, likelihood=Gaussian(scale=0.5))
+    found = fitted.predict(x)
+    expected = torch.distributions.Normal(found["mean"][:, 0], found["variance"][:, 0].sqrt()).log_prob(y)
+    assert_close(predictive_nll(fitted, x, y), float(-expected.mean()))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"structure": "kron"}, "structure must be 'full', 'subnetwork' or 'diagonal', got 'kron'"),
+        ({"structure": "subnetwork"}, "structure 'subnetwork' needs indices"),
+        ({"indices": torch.tensor([0])}, "structure 'full' has no indices"),
+        ({"precision": 0.0}, "prior precision must be > 0 and finite, got 0.0"),
+        ({"precision": -1.0, "structure": "diagonal"}, "prior precision must be > 0 and finite, got -1.0"),
+        ({"precision": math.inf}, "prior precision must be > 0 and finite"),
+        ({"parameters": "neck.*"}, "matches no parameter"),
+        ({"structure": "subnetwork", "indices": torch.tensor([0, 0])}, "each index may stand once"),
+    ],
+)
+def test_what_is_refused(options, message):
+    """By argument and value."""
+    with pytest.raises(ValueError, match=message):
+        Laplace.fit(network(), numbers(5, 4), **options)
+
+
+def test_the_model_is_left_alone():
+    """Weights, gradients, modes and hooks."""
+    model, x = network(), numbers(12, 4)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    Laplace.fit(model, x).predict(x)
+    assert_close(dict(model.named_parameters()), before, rtol=0, atol=0)
+    assert model.training
+    assert all(p.grad is None and p.requires_grad for p in model.parameters())
+    assert not any(m._forward_hooks or m._backward_hooks for m in model.modules())
