@@ -258,8 +258,12 @@ def peak_memory(name: str, side: str) -> float | None:
     process = multiprocessing.get_context("spawn").Process(target=_peak, args=(name, side, there))
     process.start()
     there.close()
-    process.join()
-    return here.recv() if here.poll() else None
+    try:
+        return here.recv()
+    except EOFError:
+        return None
+    finally:
+        process.join()
 
 
 def main() -> None:
