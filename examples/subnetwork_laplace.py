@@ -1,0 +1,135 @@
+"""Which weights of one network should stay uncertain? Laplace approximations of a trained classifier, no federation in sight.
+
+    python examples/subnetwork_laplace.py                                        # handwritten digits, seconds
+    python examples/subnetwork_laplace.py --dataset mnist --data-root DIR        # real MNIST
+
+One network is trained on a few hundred examples. Around its weights stand: nothing (the MAP), a Gaussian over every weight on its own, one
+over all weights together, and one over 5 % of them, chosen by each rule of `bf.selection`. Every prior precision is chosen on validation
+data. Prints accuracy, NLL and ECE on test data; how well the predictive entropy, and the epistemic part of it, tell test data from the
+same with permuted pixels; what share of the subnetwork has no curvature. Draws reliability diagrams into a run folder.
+"""
+
+import argparse
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import bayesfl as bf
+from bayesfl import report, selection
+from bayesfl.data import sources
+from bayesfl.detection import auroc, entropy
+from bayesfl.files import atomic_path, atomic_write
+from bayesfl.metrics import classification_summary
+from bayesfl.posteriors import Laplace
+from bayesfl.posteriors.precision import by_validation
+
+DRAWS = 200
+COLUMNS = (
+    report.Column("accuracy", better="higher"),
+    report.Column("nll", title="NLL (nats)", better="lower"),
+    report.Column("ece", better="lower"),
+    report.Column("entropy_auroc", title="far AUROC: entropy", better="higher"),
+    report.Column("epistemic_auroc", title="epistemic", better="higher"),
+    report.Column("precision", digits=1),
+    report.Column("uncurved_share", title="no curvature (%)", scale=100, digits=0),
+    report.Column("order", title="order of the factor", digits=0),
+    report.Column("seconds", digits=2),
+)
+
+
+def train(model: torch.nn.Module, x: Tensor, y: Tensor, *, precision: float, steps: int = 400) -> torch.nn.Module:
+    """The MAP under an isotropic Gaussian prior, by full-batch Adam."""
+    optimiser = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(steps):
+        optimiser.zero_grad()
+        prior = 0.5 * precision * sum(p.square().sum() for p in model.parameters())
+        (torch.nn.functional.cross_entropy(model(x), y, reduction="sum") + prior).div(len(x)).backward()
+        optimiser.step()
+    return model.requires_grad_(True)
+
+
+def told_apart(near: Tensor, far: Tensor) -> float:
+    """AUROC of scores [N] of test data against [M] of what is far from them."""
+    near, far = near[None], far[None]
+    return float(auroc(near, far, torch.ones_like(near, dtype=torch.bool), torch.ones_like(far, dtype=torch.bool))[0])
+
+
+def measures(probs: Tensor, labels: Tensor, far: Tensor) -> dict[str, float]:
+    """Accuracy, NLL and ECE of probabilities [N, O], and the AUROC of their entropy against that of `far` [M, O]."""
+    summary = classification_summary(probs[None], labels[None], torch.ones(1, len(labels), dtype=torch.bool))
+    return {name: summary[name] for name in ("accuracy", "nll", "ece")} | {"entropy_auroc": told_apart(entropy(probs), entropy(far))}
+
+
+def run(arguments: argparse.Namespace, seed: int) -> dict[str, tuple[dict[str, float], Tensor, Tensor]]:
+    """{method: what was measured, its probabilities on the test data, their labels}."""
+    source = sources.load(arguments.dataset, root=arguments.data_root)
+    rng = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(source.x_train), generator=rng)[: arguments.examples + arguments.validation]
+    x, y = source.x_train[order], source.y_train[order].long()
+    (x, held), (y, labels) = (t.split([arguments.examples, arguments.validation]) for t in (x, y))
+    test, truth = source.x_test[:2000], source.y_test[:2000].long()
+    pixels = torch.randperm(test[0].numel(), generator=rng)
+    far = test.flatten(1)[:, pixels].view_as(test)
+    model = train(bf.models.mlp(tuple(x.shape[1:]), hidden=100, outputs=10, seed=seed), x, y, precision=arguments.precision)
+
+    fits: dict[str, Callable[[], Laplace]] = {
+        "every weight on its own": lambda: Laplace.fit(model, x, structure="diagonal"),
+        "all weights": lambda: Laplace.fit(model, x, structure="full"),
+    }
+    diagonal = Laplace.fit(model, x, structure="diagonal")
+    evidence = selection.Evidence(diagonal.loc, diagonal.diagonal, torch.full_like(diagonal.loc, 1 / arguments.precision), seed)
+    count = round(arguments.share * len(diagonal.loc))
+    shares = {}
+    for name in selection.RULES:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the share is in the table
+            chosen = selection.select(name, evidence, count)
+        shares[f"{arguments.share:.0%}: {name}"] = selection.uncurved_share(evidence, chosen)
+        fits[f"{arguments.share:.0%}: {name}"] = lambda chosen=chosen: Laplace.fit(model, x, structure="subnetwork", indices=chosen)
+
+    with torch.no_grad():
+        plain = {name: model(t).softmax(-1).double() for name, t in (("test", test), ("far", far))}
+    found = {"MAP": (measures(plain["test"], truth, plain["far"]), plain["test"], truth)}
+    for name, fit in fits.items():
+        start = time.perf_counter()
+        fitted = by_validation(fit(), x, held, labels)
+        probs = fitted.predict(test)["probs"]
+        row = measures(probs, truth, fitted.predict(far)["probs"]) | {"seconds": time.perf_counter() - start}
+        noise = torch.randn(DRAWS, len(test), 10, generator=rng, dtype=torch.float64)
+        row["epistemic_auroc"] = told_apart(*(fitted.predict(t, noise=noise)["epistemic"] for t in (test, far)))
+        row |= {"precision": float(fitted.precision[0]), "order": float(fitted.inverse.order)}
+        found[name] = (row | ({"uncurved_share": shares[name]} if name in shares else {}), probs, truth)
+    return found
+
+
+def main() -> None:
+    """Runs all seeds, prints the table, writes it and the diagrams."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dataset", default="digits", help="a source with classes of small images, such as digits, mnist, fashion_mnist")
+    parser.add_argument("--data-root", default=None, help="where the data are; see bf.data")
+    parser.add_argument("--examples", type=int, default=150, help="to train on")
+    parser.add_argument("--validation", type=int, default=100, help="to choose precisions on")
+    parser.add_argument("--share", type=float, default=0.05, help="of the weights that stay uncertain in a subnetwork")
+    parser.add_argument("--precision", type=float, default=0.01, help="of the training prior, in units of a sum over the data")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--out", default="runs/subnetwork_laplace", help="folder of the table and the diagrams")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    runs = [run(arguments, seed) for seed in arguments.seeds]
+    rows = {name: {key: [r[name][0][key] for r in runs] for key in runs[0][name][0]} for name in runs[0]}
+    table = report.table(rows, columns=COLUMNS)
+    print(table)
+    out = Path(arguments.out)
+    atomic_write(out / "table.txt", table + "\n")
+    report.write_json(out / "table.json", {"arguments": vars(arguments), "environment": report.environment(), "rows": rows})
+    figure = bf.plots.reliability_compare({name: (probs, truth, None) for name, (_, probs, truth) in runs[0].items()})
+    with atomic_path(out / "reliability.png") as path:
+        figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    main()
