@@ -11,6 +11,7 @@ computed in float64.
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, TypeAlias, get_args
 
 import numpy as np
@@ -25,7 +26,7 @@ BOUNDS = (0.05, 20.0)
 By: TypeAlias = Literal["pooled", "client", "mixture"]
 """Whose scores set a conformal threshold: everybody's as if from one source, the client's own, or everybody's from different sources."""
 _GRID = 61  # temperatures tried before the best is refined; each is 10 % above the one before
-_HALVINGS = 40
+_HALVINGS = 32
 _ROUNDING = 1e-9  # so that (n + 1) alpha counts as the integer that it would be without rounding
 
 
@@ -79,16 +80,13 @@ def fit_temperature(
     labels, mask = _checked(logits.exp() if logs else probs, labels, mask)
     if not mask.any():
         raise ValueError("there is no example to calibrate on; make the data with calibration=0.2, or check mask")
-    scored = _Tempered(logits.masked_fill(~mask[..., None], 0), labels, mask)
-    pot = _Tempered(*metrics.pool(scored.logits, labels, mask))
     grid = torch.linspace(math.log(low), math.log(high), _GRID, dtype=torch.float64)
-    centre, none = pot.logits.new_zeros(1).clamp(grid[0], grid[-1]), pot.logits.new_zeros(1)
-    pooled = pot.minimise(grid, centre, none)
+    logits = (logits - logits.amax(-1, keepdim=True)).masked_fill(~mask[..., None], 0)  # 0 at every T where classes are equal
+    scored = _Tempered(logits.mT.contiguous(), labels, grid)
+    pooled = scored.minimise(grid.new_zeros(1).clamp(grid[0], grid[-1]), grid.new_zeros(1), pot=True)
+    own = pooled.expand(len(mask))
     if strength < math.inf:
-        pull = strength * pot.information(pooled) / mask.sum()
-        own = scored.minimise(grid, pooled.expand(len(mask)), pull)
-    else:
-        own = pooled.expand(len(mask))
+        own = scored.minimise(own, strength * scored.information(own).sum() / mask.sum())
     pooled, own = (t.exp().clamp(low, high) for t in (pooled, own))
     return Temperature(float(pooled), own)
 
@@ -280,45 +278,58 @@ def conformal(probs: Tensor, labels: Tensor, mask: Tensor, *, alpha: float = 0.1
 
 @dataclass(frozen=True)
 class _Tempered:
-    """Logits [C, N, O] with zeros in padded rows, labels [C, N] and mask [C, N], as functions of log T [C]."""
+    """Logits [J, O, N] and labels [J, N] as functions of log T [J], and values of it to try.
+
+    Logits are 0 in padded rows, which so add a constant to `nll` and nothing to the others. Classes come before examples because across
+    a few of them torch's softmax is several times slower along the last axis.
+    """
 
     logits: Tensor
     labels: Tensor
-    mask: Tensor
+    grid: Tensor
 
-    def _at(self, log_t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits / T called u, their log softmax, and its mean under that softmax [C, N]."""
+    def _at(self, log_t: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits / T, called u, of all classes [J, O, N] and of the true one [J, N]."""
         u = self.logits * (-log_t).exp()[:, None, None]
-        log_p = u.log_softmax(-1)
-        return u, log_p, (log_p.exp() * u).sum(-1)
+        return u, u.gather(1, self.labels[:, None])[:, 0]
 
     def nll(self, log_t: Tensor) -> Tensor:
-        """Sum over examples [C], in nats."""
-        log_p = self._at(log_t)[1]
-        return -(log_p.gather(-1, self.labels[..., None])[..., 0] * self.mask).sum(-1)
+        """Sum over examples [J], in nats."""
+        u, true = self._at(log_t)
+        return (u.logsumexp(1) - true).sum(-1)
 
     def slope(self, log_t: Tensor) -> Tensor:
-        """Derivative of `nll` by log T [C]: u_y - E u, summed over examples."""
-        u, _, mean = self._at(log_t)
-        return ((u.gather(-1, self.labels[..., None])[..., 0] - mean) * self.mask).sum(-1)
+        """Derivative of `nll` by log T [J]: u_y - E u, summed over examples."""
+        u, true = self._at(log_t)
+        return (true - (u.softmax(1) * u).sum(1)).sum(-1)
 
     def information(self, log_t: Tensor) -> Tensor:
-        """Fisher information about log T [C]: the variance of u, summed over examples."""
-        u, log_p, mean = self._at(log_t)
-        return ((log_p.exp() * (u - mean[..., None]).square()).sum(-1) * self.mask).sum(-1)
+        """Fisher information about log T [J]: the variance of u, summed over examples."""
+        u, _ = self._at(log_t)
+        p = u.softmax(1)
+        return (p * (u - (p * u).sum(1, keepdim=True)).square()).sum((1, 2))
 
-    def minimise(self, grid: Tensor, centre: Tensor, pull: Tensor) -> Tensor:
-        """The log T [C] with the least nll + 1/2 pull (log T - centre)^2 between the ends of `grid`, by search and bisection.
+    @cached_property
+    def tried(self) -> Tensor:
+        """`nll` at every value of the grid, [J, K]."""
+        return torch.stack([self.nll(g.expand(len(self.labels))) for g in self.grid], -1)
 
-        The likelihood alone has one optimum (it is convex in 1 / T), the sum need not have: hence the search. Where nothing depends on T
-        it is `centre`.
+    def minimise(self, centre: Tensor, pull: Tensor, *, pot: bool = False) -> Tensor:
+        """The log T with the least nll + 1/2 pull (log T - centre)^2 within the grid, by search and bisection; of each client [J].
+
+        With `pot` the one [1] for all clients' nll together. The likelihood alone has one optimum (it is convex in 1 / T), the sum
+        need not have: hence the search. Where nothing depends on T it is `centre`.
         """
-        values = torch.stack([self.nll(g.expand(len(self.mask))) + 0.5 * pull * (g - centre).square() for g in grid], -1)
+
+        def total(sums: Tensor) -> Tensor:
+            return sums.sum(0, keepdim=True) if pot else sums
+
+        values = total(self.tried) + 0.5 * (pull * (self.grid[:, None] - centre).square()).T
         best = values.argmin(-1)
-        low, high = grid[(best - 1).clamp_min(0)], grid[(best + 1).clamp_max(len(grid) - 1)]
+        low, high = self.grid[(best - 1).clamp_min(0)], self.grid[(best + 1).clamp_max(len(self.grid) - 1)]
         for _ in range(_HALVINGS):
             middle = (low + high) / 2
-            falls = self.slope(middle) + pull * (middle - centre) < 0
+            falls = total(self.slope(middle.expand(len(self.labels)))) + pull * (middle - centre) < 0
             low, high = torch.where(falls, middle, low), torch.where(falls, high, middle)
         return torch.where(values.amax(-1) == values.amin(-1), centre, (low + high) / 2)
 

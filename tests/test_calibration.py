@@ -119,7 +119,7 @@ def test_information_is_that_of_labels_drawn_from_the_model():
 
     step = 1e-4
     curvature = (expected(at + step) - 2 * expected(at) + expected(at - step)) / step**2
-    tempered = calibration._Tempered(logits[None], q.argmax(-1)[None], torch.ones(1, len(logits), dtype=torch.bool))
+    tempered = calibration._Tempered(logits.T[None], q.argmax(-1)[None], torch.zeros(1))
     assert float(tempered.information(torch.tensor([at]))) == pytest.approx(curvature, rel=1e-5)
 
 
@@ -187,7 +187,9 @@ def test_a_client_that_is_always_right_stays_finite():
 def test_what_says_nothing_about_temperature_leaves_it():
     """Uniform predictions are the same at every T; a client without examples gets the pooled one."""
     uniform = torch.full((1, 6, 3), 1 / 3)
-    assert fit_temperature(uniform, torch.zeros(1, 6).long(), torch.ones(1, 6).bool()).pooled == pytest.approx(1)
+    for strength in (0, 10, math.inf):
+        fit = fit_temperature(uniform, torch.zeros(1, 6).long(), torch.ones(1, 6).bool(), strength=strength)
+        assert (fit.pooled, fit.clients.item()) == (pytest.approx(1), pytest.approx(1))
     probs, labels, mask = federation()
     mask[2] = False
     fit = fit_temperature(probs, labels, mask)
