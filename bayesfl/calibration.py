@@ -1,6 +1,7 @@
 """Calibration after training, on examples held back: temperatures, and conformal sets of classes; pooled or client by client.
 
-Both read a calibration split that no weight was fitted to, and change no prediction's order. Predictions come padded as in
+Both read a calibration split that no weight was fitted to, and predictions made as those they will serve: at the same number of draws,
+tempered before both or neither. Neither changes the order of classes. Predictions come padded as in
 `bayesfl.metrics`: `probs` [J, N, O], `labels` [J, N], `mask` [J, N]; what stands in rows outside the mask is never read. Everything is
 computed in float64.
 
