@@ -87,6 +87,8 @@ def test_ties_go_to_the_smaller_index():
     """And a rule of one's own will do."""
     e = evidence()
     assert select(lambda e: torch.ones_like(e.loc), e, 3).tolist() == [0, 1, 2]
+    many = evidence(20000)
+    assert select(lambda e: (torch.arange(20000) % 3).double(), many, 100).tolist() == list(range(2, 302, 3))
     assert select(lambda e: -e.loc, e, 8).tolist() == list(range(8))
 
 

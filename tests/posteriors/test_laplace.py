@@ -216,6 +216,9 @@ def test_precision_by_evidence():
     assert float(best.precision[0]) == GRID[scores.index(max(scores))]
     with pytest.warns(UserWarning, match="edge of the grid: it carries no information"):
         assert by_evidence(fitted, x, y, centre=fitted.loc) is fitted
+    beyond = [p for p in GRID if p > float(best.precision[0])]
+    with pytest.warns(UserWarning, match=f"largest at {beyond[0]:g}, an edge of the grid"):
+        assert by_evidence(fitted, x, y, grid=beyond) is fitted
 
 
 def test_precision_by_validation():
