@@ -39,7 +39,10 @@ def demo() -> str:
 def engines() -> str:
     """Speed, in Markdown: ratios to the bare loop beside what was aimed at."""
     saved = json.loads((RESULTS / "engines.json").read_text())
-    lines = ["| work | unit | 2 workers (aim) | 1 worker (aim) | busy neighbour: 2 workers, 1 worker |", "|---|---|---|---|---|"]
+    lines = [
+        "| work | unit | 2 workers (aim) | 1 worker (aim) | not a step (8 %, 5 %) | busy neighbour, 2 workers / 1 (1.2) |",
+        "|---|---|---|---|---|---|",
+    ]
     for name, row in saved["rows"].items():
         if name.endswith("_busy"):
             continue
@@ -47,8 +50,9 @@ def engines() -> str:
         cells = [f"{sides[side]['ratio']:.2f} ({sides[side]['at_most']:.2f})" for side in ("2 workers", "1 worker")]
         unit = next(iter(sides))
         busy = saved["rows"].get(f"{name}_busy", {}).get("sides")
-        beside = f"{busy['2 workers']['ratio']:.2f}, {busy['1 worker']['ratio']:.2f}" if busy else ""
-        lines.append(f"| {row['title']} | {unit}, {sides[unit]['seconds']:.2f} s | {cells[0]} | {cells[1]} | {beside} |")
+        rest = f"{100 * sides['2 workers']['rest']:.0f} %, {100 * sides['1 worker']['rest']:.0f} %"
+        beside = f"{busy['2 workers']['to_one_worker']:.2f}" if busy else ""
+        lines.append(f"| {row['title']} | {unit}, {sides[unit]['seconds']:.2f} s | {cells[0]} | {cells[1]} | {rest} | {beside} |")
     return "\n".join(lines)
 
 
