@@ -33,6 +33,7 @@ from bayesfl.curvature import Curvature
 
 RESULTS = Path(__file__).parent / "results" / "curvature.json"
 SLOW = 15.0  # seconds; a side that takes longer runs once
+AT_LEAST = 0.1  # seconds that one measurement lasts: short work is called several times in a row
 Run = Callable[[], object]
 
 
@@ -220,11 +221,13 @@ def rows(quick: bool) -> dict[str, Row]:
     }
 
 
-def _clock(run: Run) -> float:
+def _clock(run: Run, calls: int = 1) -> float:
+    """Seconds of a call, the mean of `calls` in a row."""
     gc.collect()
     start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
+    for _ in range(calls):
+        run()
+    return (time.perf_counter() - start) / calls
 
 
 def measure(row: Row, threads: int) -> dict[str, dict[str, float]]:
@@ -236,7 +239,7 @@ def measure(row: Row, threads: int) -> dict[str, dict[str, float]]:
     for _ in range(row.repetitions):
         for name, run in runs.items():
             if first[name] < SLOW:
-                seconds[name].append(_clock(run))
+                seconds[name].append(_clock(run, calls=max(1, int(AT_LEAST / first[name]))))
     torch.set_num_threads(1)
     median = {name: row.sides[name].scale * statistics.median(seconds[name] or [first[name]]) for name in runs}
     return {name: {"seconds": value, "times_ours": value / median["ours"]} for name, value in median.items()}
