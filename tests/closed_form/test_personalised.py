@@ -1,5 +1,7 @@
 """Personalised methods against algebra: limits of their strengths, and linear-Gaussian federations where fixed points are known."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,6 +11,8 @@ import bayesfl as bf
 from bayesfl.data import FederatedData
 from bayesfl.likelihood import Gaussian
 from bayesfl.models import Split
+from bayesfl.phases import Once
+from bayesfl.protocols import Batch, Server, View
 from tests.cases import SIZES
 
 COUNTS = (9, 14, 6, 11)
@@ -213,6 +217,33 @@ def test_fedbabu_trains_under_one_head_and_finetunes_to_predict(clients: Federat
     )  # fmt: skip
     assert torch.equal(plain.server["body"]["loc"], result.server["body"]["loc"])
     assert not torch.equal(plain.predict().probs, result.predict().probs)
+
+
+def test_fedbabu_moves_the_body_alone(clients: FederatedData, model: nn.Module):
+    """Two full-batch steps of the body under the common head, which a client has unchanged until it fine-tunes."""
+    heads: list[Tensor] = []
+
+    def watch(algorithm: bf.Algorithm, given: Server, view: View, batch: Batch) -> View:
+        heads.append(view["head"]["loc"].clone())
+        return view
+
+    plain = bf.algorithms.fedbabu(model, epochs=2, batch_size=None, lr=0.3, momentum=0.0)
+    watched = replace(plain, phases=(*plain.phases, Once(watch)))
+    result = run(watched, clients, rounds=1, engine=bf.Engine("reference", workers=1))
+    bodies = []
+    for j in range(len(SIZES)):
+        x, y = clients.train.client(j)
+        net = bf.models.mlp(8, hidden=16, outputs=3).double()
+        net.load_state_dict({name: t.double() for name, t in model.state_dict().items()})
+        for _ in range(2):
+            slopes = torch.autograd.grad(nn.functional.cross_entropy(net(x.double()), y), list(net.body.parameters()))
+            with torch.no_grad():
+                for p, slope in zip(net.body.parameters(), slopes, strict=True):
+                    p -= 0.3 * slope
+        bodies.append(torch.cat([p.detach().flatten() for p in net.body.parameters()]))
+    assert_close(result.server["body"]["loc"], torch.stack(bodies).mean(0), atol=1e-12, rtol=0)
+    assert len(heads) == len(SIZES)
+    assert all(torch.equal(head, result.server["head"]["loc"]) for head in heads)
 
 
 @pytest.mark.parametrize(
