@@ -14,7 +14,7 @@ from bayesfl.result import load
 from bayesfl.simulate import simulate
 
 if TYPE_CHECKING:
-    from bayesfl import algorithms, data, metrics, models, plots, posteriors
+    from bayesfl import algorithms, calibration, curvature, data, detection, metrics, models, plots, posteriors, selection
 
 __version__ = "0.1.0"
 __all__ = [
@@ -23,17 +23,23 @@ __all__ = [
     "DivergenceError",
     "Engine",
     "algorithms",
+    "calibration",
+    "curvature",
     "data",
+    "detection",
     "load",
     "metrics",
     "models",
     "plots",
     "posteriors",
+    "selection",
     "simulate",
 ]
 
+_MODULES = ("algorithms", "calibration", "curvature", "data", "detection", "metrics", "models", "plots", "posteriors", "selection")
+
 
 def __getattr__(name: str) -> Any:
-    if name in ("algorithms", "data", "metrics", "models", "plots", "posteriors"):
+    if name in _MODULES:
         return importlib.import_module(f"bayesfl.{name}")
     raise AttributeError(f"module 'bayesfl' has no attribute {name!r}")

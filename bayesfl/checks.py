@@ -1,4 +1,4 @@
-"""Numbers that a user passes, checked where they come in: the message names the argument and the value."""
+"""What a user passes, checked where it comes in: the message names the argument and what came."""
 
 from numbers import Integral, Real
 from typing import Any
@@ -26,3 +26,14 @@ def number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise ValueError(f"{name} must be a number, got {value!r}")
     return float(value)
+
+
+def instance(name: str, value: Any, wanted: type, remedy: str) -> None:
+    """That `value` is a `wanted`.
+
+    Raises:
+        TypeError: It is something else; the message ends with the remedy.
+    """
+    if not isinstance(value, wanted):
+        came = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+        raise TypeError(f"{name} must be of type {wanted.__name__}, got {came}; {remedy}")

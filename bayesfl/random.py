@@ -10,6 +10,8 @@ from enum import IntEnum
 
 import numpy as np
 
+from bayesfl.checks import whole
+
 WORD = 2**32
 
 
@@ -51,10 +53,10 @@ def generator(
         index: A further word: the epoch of a permutation, the number of a block.
 
     Raises:
-        ValueError: A word of the address lies outside [0, 2^32).
+        ValueError: The seed is no whole number of at least 0, or a word of the address lies outside [0, 2^32).
     """
     key = (int(purpose), round, client, stage, phase, index)
-    if not all(0 <= word < WORD for word in key) or seed < 0:
-        raise ValueError(f"seed must be >= 0 and every word of an address within [0, 2**32), got seed {seed}, address {key}")
-    state = np.random.SeedSequence(seed, spawn_key=key).generate_state(2, np.uint64)
+    if not all(0 <= word < WORD for word in key):
+        raise ValueError(f"every word of an address must lie within [0, 2**32), got {key}")
+    state = np.random.SeedSequence(whole("seed", seed, least=0), spawn_key=key).generate_state(2, np.uint64)
     return np.random.Generator(np.random.Philox(key=state))

@@ -10,7 +10,8 @@ import bayesfl as bf
 PACKAGE = Path(bf.__file__).parent
 # A module imports only from lines above its own.
 ORDER = (
-    {"protocols", "random", "numerics", "files", "checks"},
+    {"checks"},
+    {"protocols", "random", "numerics", "files"},
     {"layout", "optim", "likelihood", "history", "models"},
     {"curvature"},
     {"posteriors", "selection"},
@@ -64,6 +65,13 @@ def test_importing_is_light():
     heavy = ("scipy", "sklearn", "safetensors", "matplotlib", "tqdm", "pyro", "laplace", "backpack", "arviz", "torchvision", "pandas")
     code = f"import sys, torch; b = set(sys.modules); import bayesfl; print([m for m in {heavy!r} if m in sys.modules and m not in b])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+def test_the_top_level_holds_what_it_offers():
+    """Every name in `__all__` is there after `import bayesfl` alone."""
+    code = "import bayesfl as bf; print(*[name for name in bf.__all__ if getattr(bf, name) is None], bf.curvature.Curvature.__name__)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split() == ["Curvature"]
+    assert {"calibration", "curvature", "detection", "selection"} <= set(bf.__all__)
 
 
 def test_available_is_read_off_the_compositions():

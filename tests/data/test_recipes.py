@@ -84,6 +84,31 @@ def test_concept_drift_of_digits_pairs_classes():
     assert data.train.counts.max() > 3 * data.train.counts.min()
 
 
+@pytest.mark.parametrize(("size", "clients"), [(2, 60), (5, 200)])
+def test_concepts_are_shuffled_for_every_group_and_superclass(hundred, size, clients):
+    """Each superclass on its own, each group anew, each seed otherwise: no two superclasses go together more than chance has it."""
+    source = load("digits") if size == 2 else hundred
+    superclasses = source.superclasses or [(k, k + 1) for k in range(0, 10, 2)]
+    rank = {k: place for group in superclasses for place, k in enumerate(group)}
+    place = {k: c for c, group in enumerate(superclasses) for k in group}
+
+    def concepts(seed: int) -> np.ndarray:
+        """Which subclass of each superclass [J, K]."""
+        held = np.full((clients, len(superclasses)), -1)
+        for j, mine in enumerate(fine_labels(concept_drift(source, clients=clients, seed=seed), source, "train")):
+            for k in np.unique(mine):
+                held[j, place[k]] = rank[k]
+        return held
+
+    held = concepts(0)
+    groups = clients // size
+    first = held[::size]  # one client of each group
+    assert all(set(column) == set(range(size)) for column in first.T)
+    alike = (first[:, :, None] == first[:, None, :]).mean(0)[np.triu_indices(len(superclasses), 1)]
+    assert (abs(alike - 1 / size) < 5 * np.sqrt((1 / size) * (1 - 1 / size) / groups)).all()
+    assert len({concepts(seed).tobytes() for seed in range(4)}) == 4
+
+
 def test_concept_drift_with_superclasses_of_your_own():
     groups = [[0, 6, 8], [1, 4, 7]]
     data, source = concept_drift("digits", clients=9, superclasses=groups, min_piece=20), load("digits")
@@ -234,6 +259,11 @@ def test_every_recipe_is_determined_by_its_arguments(make):
         (lambda: concept_drift(superclasses=[[0, 1], [1, 2]]), "different classes"),
         (lambda: concept_drift(superclasses=[[0, 10]]), "different classes within"),
         (lambda: concept_drift("diabetes"), "is a regression"),
+        (lambda: concept_drift(seed=-1), "^seed must be at least 0, got -1$"),
+        (lambda: labels_per_client(seed=-1), "^seed must be at least 0, got -1$"),
+        (lambda: dirichlet(seed=-1), "^seed must be at least 0, got -1$"),
+        (lambda: iid(seed=-1), "^seed must be at least 0, got -1$"),
+        (lambda: diabetes(seed=0.5), "^seed must be a whole number, got 0.5$"),  # pyright: ignore[reportArgumentType]
         (lambda: labels_per_client(labels=11), r"labels must lie within \[1, 10\]"),
         (lambda: labels_per_client(labels=0), r"labels must lie within \[1, 10\]"),
         (lambda: labels_per_client(sizes="some"), "sizes must be"),  # pyright: ignore[reportArgumentType]
