@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
-from bayesfl.checks import whole
+from bayesfl.checks import instance, whole
 from bayesfl.layout import Layout
 from bayesfl.likelihood import Categorical
 from bayesfl.pools import Mean
@@ -182,6 +182,7 @@ class Algorithm:
     What these functions add has names of its own, other than those of blocks, without dots.
 
     Raises:
+        TypeError: The model is no module.
         ValueError: A pattern matches nothing, two parts claim one parameter, a block's name is reserved or has a dot, or the model
             draws or counts in training.
     """
@@ -204,6 +205,7 @@ class Algorithm:
     sampling: Literal["fixed", "bernoulli"] = "fixed"
 
     def __post_init__(self) -> None:
+        instance("model", self.model, nn.Module, "build one, as bf.models.mlp(clients.inputs, outputs=clients.outputs)")
         _refuse_impure(self.model)
         object.__setattr__(self, "model", copy.deepcopy(self.model))
         reserved = [name for name in self.blocks if name in RESERVED]

@@ -1,8 +1,9 @@
 """Saved runs: one safetensors file whose metadata holds everything that is not a tensor, and one digest over all of it.
 
 Format 2. The file `state.safetensors` holds the server's and the clients' tensors under dotted names. Its metadata has two
-entries: `bayesfl`, JSON with sorted keys, and `digest`, the SHA-256 over that JSON and over name, dtype, shape and bytes of every
-tensor in the order of names. It is written under a temporary name, flushed and renamed, so a folder never holds half of one.
+entries: `bayesfl`, JSON whose keys keep their order (that of the history's columns), and `digest`, the SHA-256 over that JSON
+and over name, dtype, shape and bytes of every tensor in the order of names. It is written under a temporary name, flushed and
+renamed, so a folder never holds half of one.
 No pickle: loading a run executes nothing.
 """
 
@@ -36,13 +37,20 @@ class CheckpointError(RuntimeError):
 
 
 def write(path: str | os.PathLike[str], meta: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
-    """Writes a nest of tensors and JSON-able `meta` into the folder `path`, all or nothing."""
+    """Writes a nest of tensors and JSON-able `meta` into the folder `path`, all or nothing.
+
+    Raises:
+        ValueError: A file is where the folder should be.
+    """
     from safetensors.torch import save_file
 
     folder = Path(path)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise ValueError(f"path must name a folder, but {str(path)!r} is a file, or lies under one; pass another") from error
     flat = {name: t.detach().cpu().clone(memory_format=torch.contiguous_format) for name, t in sorted(flatten(tensors).items())}
-    text = json.dumps({**meta, "format": FORMAT}, sort_keys=True)
+    text = json.dumps({**meta, "format": FORMAT})
     with atomic_path(folder / STATE) as temporary:
         save_file(flat, str(temporary), metadata={"bayesfl": text, "digest": _digest(text, flat)})
 

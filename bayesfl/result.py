@@ -9,7 +9,7 @@ import torch
 
 from bayesfl import checkpoint, predict
 from bayesfl.blocks import Algorithm
-from bayesfl.checks import number, whole
+from bayesfl.checks import instance, number, whole
 from bayesfl.data import FederatedData, Split
 from bayesfl.engine import Engine
 from bayesfl.history import History
@@ -17,6 +17,9 @@ from bayesfl.local import Local, chunks, private_rows, write_rows
 from bayesfl.predict import Predictions
 from bayesfl.protocols import Server, View
 from bayesfl.random import Purpose, Stage, generator
+
+METHOD = "build one on a model, as bf.algorithms.fedavg(model)"
+FEDERATION = "make one by bf.data.from_arrays(x, y), or by a recipe such as bf.data.iid('digits')"
 
 
 @dataclass(frozen=True)
@@ -127,8 +130,11 @@ class Result:
             draws: Posterior draws to average over; 0 predicts at the mean, None as the method's paper does.
 
         Raises:
+            TypeError: It is no split.
             ValueError: The split has other clients, or `draws` is not a whole number >= 0.
         """
+        if split is not None:
+            instance("split", split, Split, "pass clients.test, or another split of result.data")
         data = self.data.to(self.device, self.dtype)
         split = data.test if split is None else split.to(self.device, self.dtype)
         if split.clients != data.clients:
@@ -155,9 +161,11 @@ class Result:
             novel: The new clients; the method's `adapt` phases read their training data.
 
         Raises:
+            TypeError: They are no federation.
             ValueError: Their inputs or outputs differ from the federation's.
             DivergenceError: Their training is not finite.
         """
+        instance("novel", novel, FederatedData, FEDERATION)
         if (novel.inputs, novel.outputs, novel.task) != (self.data.inputs, self.data.outputs, self.data.task):
             raise ValueError(
                 f"new clients have inputs {novel.inputs} and {novel.outputs} outputs ({novel.task}), the federation "
@@ -211,6 +219,9 @@ class Result:
         """Writes the state, the settings and the history into the folder `path`; `bf.load` reads them.
 
         What is not in it: the model's code and the data, which `bf.load` is given and checks.
+
+        Raises:
+            ValueError: A file is where the folder should be.
         """
         meta = {
             "settings": asdict(self.settings),
@@ -235,9 +246,11 @@ def load(path: str | os.PathLike[str], algorithm: Algorithm, clients: FederatedD
         device: Where its state goes.
 
     Raises:
+        TypeError: The method or the data are something else.
         ValueError: The device is absent.
         CheckpointError: There is no run, it is damaged, or it was made with another method or on other data.
     """
+    of_a_run(algorithm, clients)
     device = present(device)
     meta, state = checkpoint.read(path, device)
     _check_same(f"{str(path)!r}", meta["algorithm"], meta["data"], algorithm, clients)
@@ -254,6 +267,16 @@ def load(path: str | os.PathLike[str], algorithm: Algorithm, clients: FederatedD
         getattr(torch, meta["dtype"]),
         meta["novel"],
     )
+
+
+def of_a_run(algorithm: Algorithm, clients: FederatedData) -> None:
+    """That these are a method and its data.
+
+    Raises:
+        TypeError: They are something else.
+    """
+    instance("algorithm", algorithm, Algorithm, METHOD)
+    instance("clients", clients, FederatedData, FEDERATION)
 
 
 def present(device: torch.device | str) -> torch.device:

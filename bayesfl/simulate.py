@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from bayesfl import predict
@@ -19,7 +20,9 @@ from bayesfl.likelihood import Bernoulli
 from bayesfl.local import DivergenceError, Done, Local, chunks, private_rows, read_rows, write_rows
 from bayesfl.predict import Collector
 from bayesfl.protocols import Server, StackedPool, Tensors, Uplink, View
-from bayesfl.result import Result, Settings, load, present, same_run
+from bayesfl.result import Result, Settings, load, of_a_run, present, same_run
+
+PROBE = 32  # examples on which the model's outputs are looked at before training
 
 
 def simulate(
@@ -56,10 +59,12 @@ def simulate(
         progress: Whether to show a bar; None where standard error is a terminal.
 
     Raises:
+        TypeError: The method or the data are something else.
         ValueError: Something does not fit: the message names it and the remedy.
         CheckpointError: What is resumed was made with another method or on other data.
         DivergenceError: Training left the finite numbers; it carries the result up to the last finite round.
     """
+    of_a_run(algorithm, clients)
     settings = Settings(
         rounds=rounds,
         participation=participation,
@@ -254,7 +259,7 @@ def _wasted(algorithm: Algorithm) -> int:
 
 
 def _check(algorithm: Algorithm, data: FederatedData) -> None:
-    """That the method's likelihood and the model's outputs fit the data, before training starts."""
+    """That the method's likelihood and the model's outputs fit the data, and outputs repeat, before training starts."""
     if algorithm.likelihood.task != data.task:
         raise ValueError(
             f"likelihood {type(algorithm.likelihood).__name__} is for {algorithm.likelihood.task}, the data are for {data.task}; "
@@ -262,10 +267,14 @@ def _check(algorithm: Algorithm, data: FederatedData) -> None:
         )
     module = algorithm.module(torch.empty(0, dtype=data.train.x.dtype))
     try:
-        with torch.no_grad():
-            outputs = module(data.train.x[:1].cpu())
+        outputs, again = _twice(module, data.train.x[:PROBE].cpu())
     except (RuntimeError, ValueError) as error:
         raise ValueError(f"the model does not take inputs of shape {data.inputs}: {error}") from error
+    if ((outputs - again).abs().max() > 100 * torch.finfo(outputs.dtype).eps * outputs.abs().max()).item():
+        raise ValueError(
+            f"the model {type(algorithm.model).__name__} gives other outputs when it sees the same examples again: its forward draws its "
+            "own randomness (as F.dropout does) or counts, which no seed could repeat; remove that, or pass training=False there"
+        )
     if isinstance(algorithm.likelihood, Bernoulli) and data.outputs != 2:
         raise ValueError(f"likelihood Bernoulli is for two classes, the data have {data.outputs}; use Categorical()")
     wanted = 1 if isinstance(algorithm.likelihood, Bernoulli) else data.outputs
@@ -274,3 +283,10 @@ def _check(algorithm: Algorithm, data: FederatedData) -> None:
         raise ValueError(
             f"the model has {outputs.shape[-1]} outputs, the data {data.outputs} {what}; build the model with outputs={wanted}"
         )
+
+
+def _twice(module: torch.nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Outputs of the same examples twice, in the mode that training uses; torch's generator is left as it was."""
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        return module(x), module(x)

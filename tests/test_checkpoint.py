@@ -20,12 +20,6 @@ import bayesfl as bf
 from bayesfl.checkpoint import STATE, CheckpointError, differences, identity, read, write
 from bayesfl.optim import SGD
 from bayesfl.pools import Mean, equal
-from tests.cases import federation
-
-
-@pytest.fixture(scope="module")
-def clients():
-    return federation()
 
 
 @pytest.fixture(scope="module")
@@ -289,6 +283,25 @@ def test_a_failed_save_leaves_the_old_one(saved: Path, clients, monkeypatch):
         result.save(saved)
     assert (saved / STATE).read_bytes() == before
     assert [p.name for p in saved.iterdir()] == [STATE]
+
+
+def test_a_file_where_the_folder_should_be(saved: Path, clients, tmp_path: Path):
+    """Refused by name, in the path itself or above it, and left as it was."""
+    result = bf.load(saved, algorithm(), clients)
+    file = tmp_path / "run"
+    file.write_text("mine")
+    for path in (file, file / "below"):
+        with pytest.raises(ValueError, match=r"path must name a folder, but '.*run.*' is a file, or lies under one; pass another"):
+            result.save(path)
+    assert file.read_text() == "mine"
+
+
+def test_a_resumed_run_keeps_the_order_of_columns(saved: Path, clients):
+    """Its table is that of a run that never stopped."""
+    resumed = bf.simulate(algorithm(), clients, rounds=3, resume=saved, progress=False).history
+    whole = bf.simulate(algorithm(), clients, rounds=3, progress=False).history
+    assert resumed.columns == whole.columns
+    assert [list(row) for row in resumed] == [list(row) for row in whole]
 
 
 def test_history_survives(saved: Path, clients):

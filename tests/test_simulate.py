@@ -1,11 +1,14 @@
 """The driver of rounds: participation, measures, and what happens when something is wrong."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils._pytree import tree_leaves
@@ -24,11 +27,6 @@ from bayesfl.simulate import _round
 from tests.cases import SIZES, federation
 
 SETTINGS = {"rounds": 100, "participation": 0.29, "sampling": "fixed", "train": "cohort", "seed": 0, "evaluate_every": None}
-
-
-@pytest.fixture(scope="module")
-def clients():
-    return federation()
 
 
 @pytest.fixture(scope="module")
@@ -166,6 +164,51 @@ def test_model_and_data_must_fit(clients, model):
     with pytest.raises(ValueError, match="evaluate_every=None"):
         bf.simulate(bf.algorithms.fedavg(model), bare, rounds=1)
     assert bf.simulate(bf.algorithms.fedavg(model), bare, rounds=1, evaluate_every=None, progress=False).round == 1
+
+
+def test_what_came_is_named(clients, model, tmp_path):
+    """The wrong sort of thing is refused where it comes in, with the argument, its type and the remedy."""
+    made = bf.algorithms.fedavg(model)
+    result = bf.simulate(made, clients, rounds=1, evaluate_every=None, progress=False)
+    arrays: Any = ([torch.zeros(3, 8)], [torch.zeros(3)])
+    calls: tuple[tuple[Callable[[], Any], str], ...] = (
+        (lambda: bf.simulate(model, clients, rounds=1), r"algorithm must .* Algorithm, got Split; .*bf\.algorithms\.fedavg\(model\)"),
+        (lambda: bf.simulate(made, arrays, rounds=1), r"clients must .* FederatedData, got tuple; .*bf\.data\.from_arrays"),
+        (lambda: bf.load(tmp_path, model, clients), "algorithm must .* Algorithm, got Split"),
+        (lambda: bf.load(tmp_path, made, arrays), "clients must .* FederatedData, got tuple"),
+        (lambda: result.predict(clients), r"split must .* Split, got FederatedData; pass clients\.test"),
+        (lambda: result.predict(torch.zeros(3, 8)), r"split must .* Split, got Tensor; pass clients\.test"),
+        (lambda: result.adapt(clients.test), r"novel must .* FederatedData, got Split; .*bf\.data\.from_arrays"),
+        (lambda: bf.algorithms.fedavg("mlp"), r"model must .* Module, got str; .*bf\.models\.mlp"),
+        (lambda: bf.algorithms.pfedvem(nn.Linear), r"model must .* Module, got the class Linear; "),
+    )
+    for call, words in calls:
+        with pytest.raises(TypeError, match=words):
+            call()
+
+
+class Dropping(nn.Module):
+    """Dropout as a function, which no list of layers shows."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.layer, self.p = nn.Linear(8, 3), p
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(F.dropout(x, self.p, training=self.training))
+
+
+def test_a_forward_that_draws_is_refused(clients):
+    """Equal seeds would give unequal weights; torch's own generator is not moved by the look at it."""
+    options = {"rounds": 1, "evaluate_every": None, "progress": False}
+    drawing, still = [Dropping(0.5), Dropping(0.05)], [Dropping(0.0), Dropping(0.5).eval()]
+    before = torch.get_rng_state()
+    for module in drawing:
+        with pytest.raises(ValueError, match=r"the model Dropping gives other outputs .*F\.dropout.*pass training=False"):
+            bf.simulate(bf.algorithms.fedavg(module), clients, **options)
+    for module in still:
+        assert bf.simulate(bf.algorithms.fedavg(module), clients, **options).round == 1
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("train", ["cohort", "all"])
