@@ -30,6 +30,7 @@ examples: $(VENV)/.plain
 	$(BIN)/python benchmarks/engines.py --quick --no-neighbour --rows mlp10 pfedvem
 	$(BIN)/python benchmarks/memory.py --quick
 	$(BIN)/python benchmarks/sensitivity.py --quick
+	$(BIN)/python benchmarks/curvature.py --quick --threads 1
 	$(BIN)/python benchmarks/gpu.py --quick --device cpu
 
 # The wheel, in an empty environment without the development tools.
@@ -48,6 +49,7 @@ benchmarks: $(VENV)/.plain
 	$(BIN)/python benchmarks/engines.py
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/sensitivity.py
+	$(BIN)/python benchmarks/curvature.py
 
 check: test lint types docs examples wheel
 
