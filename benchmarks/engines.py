@@ -298,7 +298,8 @@ def measure(row: Row, *, busy: bool) -> dict[str, dict[str, float]]:
         }
         if name in row.limits:
             out[name]["at_most"] = row.limits[name]
-            out[name]["rest_at_most"] = REST[name]
+            if not busy:
+                out[name]["rest_at_most"] = REST[name]
     out["2 workers"]["to_one_worker"] = statistics.median(a / b for a, b in zip(wall["2 workers"], wall["1 worker"], strict=True))
     return out
 

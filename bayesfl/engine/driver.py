@@ -24,6 +24,8 @@ KERNELS = ("auto", "reference", "live", "layers", "vmap")
 
 # benchmarks/engines.py: with larger chunks the weights of an MLP leave the cache, smaller ones pay more calls for each product.
 CPU_CHUNK = 5
+# Small networks of convolutions gain from chunks as others do; of larger ones five clients' activations leave the cache.
+CPU_CONVOLUTIONS = 100_000
 # A client in training holds its weights about eight times: state, leaves, gradients, momentum, pull and temporaries.
 COPIES = 8
 
@@ -85,7 +87,7 @@ class Engine:
     def choose(self, algorithm: Algorithm, phase: Descend | None, device: torch.device) -> Kernel:
         """The kernel that runs a phase, or predictions where there is none.
 
-        Known layers go by rules, but a CPU trains and applies convolutions fastest one client at a time, channels last, and
+        Known layers go by rules, but a CPU trains and applies large networks of convolutions fastest one client at a time, and
         runs a module without rules fastest as it is; a GPU maps them.
 
         Raises:
@@ -98,7 +100,8 @@ class Engine:
             vmap.refuse(model)
         if self.kernel != "auto":
             return self.kernel
-        convolutions = live.has_convolutions(model)
+        small = device.type != "cuda" and sum(p.numel() for p in model.parameters()) <= CPU_CONVOLUTIONS
+        convolutions = live.has_convolutions(model) and not small
         if phase is not None and phase.batch_size is None and isinstance(model, Split):
             moving = {*phase.blocks, *phase.noise(algorithm)}
             if all(name.startswith("head.") for block in moving for name in algorithm.layout(block).names):

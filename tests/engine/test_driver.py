@@ -41,13 +41,13 @@ def chosen(model: nn.Module, phase: Descend | None = None, kernel: Kernel = "aut
 
 
 def test_kernels_of_a_cpu():
-    """Rules where there are rules, convolutions client by client, but not under a head that is trained on features."""
-    lenet, mlp = bf.models.lenet((1, 28, 28), outputs=3), bf.models.mlp(4, outputs=2)
+    """Rules where there are rules, many convolutions client by client, but not under a head that is trained on features."""
+    lenet, large, mlp = bf.models.lenet((1, 28, 28), outputs=3), bf.models.cifar100_cnn(), bf.models.mlp(4, outputs=2)
     own = bf.models.split(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2)), head="2")
-    head, body = bf.algorithms.fedrep(lenet, batch_size=None).phases
-    assert chosen(mlp) == chosen(mlp, body) == "layers"
-    assert chosen(lenet) == chosen(lenet, body) == "live"
-    assert chosen(lenet, head) == "layers"
+    head, body = bf.algorithms.fedrep(large, batch_size=None).phases
+    assert chosen(mlp) == chosen(mlp, body) == chosen(lenet) == chosen(lenet, body) == "layers"
+    assert chosen(large) == chosen(large, body) == "live"
+    assert chosen(large, head) == "layers"
     assert chosen(own) == "live"
     assert chosen(own, kernel="vmap") == "vmap"
     with pytest.raises(ValueError, match="layers kernel has no rule for a layer"):
