@@ -230,11 +230,11 @@ def rows(quick: bool) -> dict[str, Row]:
     vem = bf.algorithms.pfedvem(mlp, head_epochs=epochs, body_epochs=epochs)
     ditto = bf.algorithms.ditto(mlp, epochs=epochs, batch_size=BATCH, lr=LR, momentum=MOMENTUM)
     return {
-        "mlp10": make("FedAvg, MLP 784-100-10, 10 clients x 250", lambda: bare_fedavg(mlp, ten(), epochs), fedavg, ten, 0.45, 0.72, 9),
+        "mlp10": make("FedAvg, MLP 784-100-10, 10 clients x 250", lambda: bare_fedavg(mlp, ten(), epochs), fedavg, ten, 0.45, 0.72, 31),
         "mlp100": make("the same, 100 clients", lambda: bare_fedavg(mlp, hundred(), epochs), fedavg, hundred, 0.40, 0.65, 5),
-        "unequal": make("40 clients of 10 to 500", lambda: bare_fedavg(mlp, forty(), epochs), fedavg, forty, 0.45, 0.65, 5),
-        "lenet": make("LeNet 6-16-120-84, 20 clients x 125", lambda: bare_fedavg(net, images(), 2), cnn, images, 0.55, 0.95, 7),
-        "pfedvem": make("pFedVEM, 10 clients, 5 draws", lambda: bare_pfedvem(mlp, ten(), epochs, epochs, 5), vem, ten, 0.40, 0.60, 7),
+        "unequal": make("40 clients of 10 to 500", lambda: bare_fedavg(mlp, forty(), epochs), fedavg, forty, 0.45, 0.65, 11),
+        "lenet": make("LeNet 6-16-120-84, 20 clients x 125", lambda: bare_fedavg(net, images(), 2), cnn, images, 0.55, 0.95, 15),
+        "pfedvem": make("pFedVEM, 10 clients, 5 draws", lambda: bare_pfedvem(mlp, ten(), epochs, epochs, 5), vem, ten, 0.40, 0.60, 15),
         "ditto": Row(
             "Ditto, in units of our own FedAvg round",
             "FedAvg",
@@ -245,7 +245,7 @@ def rows(quick: bool) -> dict[str, Row]:
                 "2 workers": lambda: Ours(ditto, ten(), two),
             },
             {"1 worker": 2.3, "2 workers": 2.3},
-            2 if quick else 9,
+            2 if quick else 21,
         ),
     }
 
