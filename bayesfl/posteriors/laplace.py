@@ -13,7 +13,7 @@ subnetwork inference", ICML 2021.
 import math
 import os
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -112,7 +112,7 @@ class Laplace:
         with safe_open(path, "pt", device=str(curvature.device)) as file:
             meta = file.metadata()
             tensors = {name: file.get_tensor(name) for name in file.keys()}
-        names = meta["parameters"].split("\n")
+        names, structure = meta["parameters"].split("\n"), cast(Structure, meta["structure"])
         if names != list(curvature.layout.names):
             raise ValueError(
                 f"{str(path)!r} covers the parameters {names}, the model has {list(curvature.layout.names)} under {parameters!r}"
@@ -121,7 +121,7 @@ class Laplace:
         if loc.shape != tensors["loc"].shape or not torch.allclose(loc, tensors["loc"], rtol=1e-6, atol=1e-8):
             raise ValueError(f"{str(path)!r} was fitted at other weights; load those into the model first")
         inverse = restore(curvature, {name.removeprefix("inverse."): t for name, t in tensors.items() if name.startswith("inverse.")})
-        return cls(curvature, tensors["loc"], tensors["precision"], tensors["diagonal"], meta["structure"], inverse)  # type: ignore[arg-type]
+        return cls(curvature, tensors["loc"], tensors["precision"], tensors["diagonal"], structure, inverse)
 
     @classmethod
     def _of(
