@@ -1,4 +1,4 @@
-"""The live kernel: one client after another, best for CNNs on a CPU, where a second client's activations leave the cache.
+"""The live kernel: one client after another, best for larger CNNs on a CPU, where a second client's activations leave the cache.
 
 Stacks of known layers go by the layer rules, other modules through themselves, convolutions in channels-last memory.
 """
