@@ -335,7 +335,8 @@ def main() -> None:
     parser.add_argument("--no-neighbour", action="store_true", help="leave out the rows with a busy neighbour")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    print(f"torch {torch.__version__}, {report.environment()['cores']} cores, 1 intra-op thread unless said", flush=True)
+    environment = report.environment()  # before anything is written, which would make the tree dirty
+    print(f"torch {torch.__version__}, {environment['cores']} cores, 1 intra-op thread unless said", flush=True)
     results: dict[str, dict] = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() and not arguments.quick else {}
     table = rows(arguments.quick)
     for name in arguments.rows:
@@ -362,7 +363,7 @@ def main() -> None:
                 "title": title,
                 "repetitions": row.repetitions,
                 "command": " ".join(["python", *sys.argv]),  # rows may be measured anew one by one
-                "environment": report.environment(),
+                "environment": environment,
                 "sides": sides,
             }
             if not arguments.quick:
