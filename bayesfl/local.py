@@ -95,8 +95,8 @@ class Local:
             if finite is not None and not bool(finite.all()):
                 client = int(ids[int((~finite).nonzero()[0])])
                 raise DivergenceError(
-                    f"client {client} is no longer finite after phase {position} ({_described(phase)}) of round {round}: a loss became "
-                    "NaN or infinite; lower the learning rate, or look at this client's data",
+                    f"client {client} is no longer finite after phase {position} ({_described(phase)}) of round {round}, both counted "
+                    "from 0: a loss became NaN or infinite; lower the learning rate, or look at this client's data",
                     round=round,
                     client=client,
                     phase=position,

@@ -6,11 +6,13 @@ generator alone. `split` gives any other module the same two names.
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from bayesfl.checks import number, whole
 from bayesfl.random import Purpose, generator
 
 _BODY, _HEAD = 0, 1  # words of the addresses under Purpose.MODEL
@@ -76,7 +78,7 @@ def _outputs(module: nn.Module, example: Tensor) -> Tensor:
 
 def _seeded(make: Callable[[], Split], seed: int, head_scale: float | None) -> Split:
     """What `make` builds, on the CPU and from `seed` alone; the head drawn from N(0, head_scale^2) where that is given."""
-    if head_scale is not None and not head_scale > 0:
+    if head_scale is not None and not number("head_scale", head_scale) > 0:
         raise ValueError(f"head_scale is a standard deviation and must be > 0, got {head_scale}")
     word = int(generator(seed, Purpose.MODEL, index=_BODY).integers(2**63))
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
@@ -91,12 +93,24 @@ def _seeded(make: Callable[[], Split], seed: int, head_scale: float | None) -> S
     return model
 
 
+def _sizes(name: str, value: Any, what: str, count: int | None = None) -> tuple[int, ...]:
+    """One size or several, `count` of them where that is given.
+
+    Raises:
+        ValueError: There are none or another number of them, or one is no whole number of at least 1; they must be `what`.
+    """
+    try:
+        sizes = tuple(whole(name, n, least=1) for n in (value if isinstance(value, Iterable) else (value,)))
+    except ValueError:
+        sizes = ()
+    if not sizes or len(sizes) != (count or len(sizes)):
+        raise ValueError(f"{name} must be {what}; got {value!r}")
+    return sizes
+
+
 def _shape(inputs: int | Sequence[int], outputs: int) -> tuple[int, ...]:
-    shape = (inputs,) if isinstance(inputs, int) else tuple(int(n) for n in inputs)
-    if not shape or min(shape) < 1:
-        raise ValueError(f"inputs must be a number of features or the shape of one example, such as data.inputs; got {inputs}")
-    if outputs < 1:
-        raise ValueError(f"outputs must be at least 1, such as data.outputs; got {outputs}")
+    shape = _sizes("inputs", inputs, "a number of features or the shape of one example, such as data.inputs")
+    whole("outputs (such as data.outputs)", outputs, least=1)
     return shape
 
 
@@ -122,12 +136,10 @@ def mlp(
         seed: Seed of the start.
 
     Raises:
-        ValueError: A size below 1.
+        ValueError: A size that is no whole number of at least 1.
     """
     shape = _shape(inputs, outputs)
-    widths = (hidden,) if isinstance(hidden, int) else tuple(hidden)
-    if not widths or min(widths) < 1:
-        raise ValueError(f"hidden must be one width or several, each at least 1, got {hidden}; the head alone would leave no body")
+    widths = _sizes("hidden", hidden, "one width or several, each a whole number of at least 1, since the head alone would leave no body")
 
     def make() -> Split:
         layers: list[nn.Module] = [nn.Flatten()] if len(shape) > 1 else []
@@ -160,30 +172,32 @@ def lenet(
         seed: Seed of the start.
 
     Raises:
-        ValueError: Inputs that are no images, or too small.
+        ValueError: Inputs that are no images, or too small; channels or widths that are not two whole numbers of at least 1.
 
     References:
         LeCun et al., "Gradient-based learning applied to document recognition", Proceedings of the IEEE 86(11), 1998.
     """
     depth, height, width = _image(inputs, outputs, 12)
+    first, second = _sizes("channels", channels, "two numbers of channels, such as (6, 16)", 2)
+    widths = _sizes("hidden", hidden, "two widths, such as (120, 84)", 2)
     padding = 2 if min(height, width) < 32 else 0
     size = [((side + 2 * padding - 4) // 2 - 4) // 2 for side in (height, width)]
 
     def make() -> Split:
         body = nn.Sequential(
-            nn.Conv2d(depth, channels[0], 5, padding=padding),
+            nn.Conv2d(depth, first, 5, padding=padding),
             nn.ReLU(),
             nn.MaxPool2d(2),
-            nn.Conv2d(channels[0], channels[1], 5),
+            nn.Conv2d(first, second, 5),
             nn.ReLU(),
             nn.MaxPool2d(2),
             nn.Flatten(),
-            nn.Linear(channels[1] * size[0] * size[1], hidden[0]),
+            nn.Linear(second * size[0] * size[1], widths[0]),
             nn.ReLU(),
-            nn.Linear(hidden[0], hidden[1]),
+            nn.Linear(widths[0], widths[1]),
             nn.ReLU(),
         )
-        return Split(body, nn.Linear(hidden[1], outputs))
+        return Split(body, nn.Linear(widths[1], outputs))
 
     return _seeded(make, seed, head_scale)
 
@@ -265,7 +279,7 @@ def resnet18(
         optimization", ICLR 2021.
     """
     depth = _image(inputs, outputs, 8)[0]
-    if groups < 1 or width < 1 or width % groups:
+    if whole("width", width, least=1) % whole("groups", groups, least=1):
         raise ValueError(f"groups must divide width, got {groups} groups and a width of {width}")
 
     def make() -> Split:

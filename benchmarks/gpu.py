@@ -19,6 +19,7 @@ import torch.nn.functional as F
 import bayesfl as bf
 from bayesfl import report
 from bayesfl.data import FederatedData, SourceInfo, Split
+from bayesfl.result import present
 
 RESULTS = Path(__file__).parent / "results" / "gpu.json"
 LR, MOMENTUM, BATCH, EPOCHS, EXAMPLES = 0.05, 0.9, 50, 2, 125
@@ -77,7 +78,12 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--quick", action="store_true", help="few clients; nothing is written")
     options = parser.parse_args()
-    device = torch.device(options.device)
+    try:
+        device = present(options.device)
+    except ValueError as error:
+        parser.error(f"{error} with --quick")
+    if device.type != "cuda" and not options.quick:
+        parser.error(f"--device {options.device} is no GPU, whose figures these are; pass --quick as well to see that it runs")
     torch.set_num_threads(1)
     model = bf.models.lenet((1, 28, 28), outputs=10)
     data = federation(4 if options.quick else 100)

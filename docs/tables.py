@@ -17,7 +17,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 def implemented() -> str:
     """What is implemented, in Markdown."""
     lines = [
-        "| method | in `bf.algorithms` | paper | belief of a client | sent each round | stays on the client |",
+        "| method | in `bf.algorithms` | paper | belief of a client | sent each round | never leaves the client |",
         "|---|---|---|---|---|---|",
     ]
     lines += [f"| {e.title} | `{e.name}` | {e.paper} | {e.posterior} | {e.sent} | {e.private} |" for e in bf.algorithms.available()]

@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -126,19 +127,36 @@ def test_the_cifar100_network_pools_with_padding():
     [
         (lambda: models.mlp((), outputs=3), "inputs must be a number"),
         (lambda: models.mlp(0, outputs=3), "inputs must be a number"),
-        (lambda: models.mlp(4, outputs=0), "outputs must be at least 1"),
+        (lambda: models.mlp("64", outputs=3), "inputs must be a number .*got '64'"),  # pyright: ignore[reportArgumentType]
+        (lambda: models.mlp((1, 28.5), outputs=3), r"inputs must be a number .*got \(1, 28.5\)"),  # pyright: ignore[reportArgumentType]
+        (lambda: models.mlp(4, outputs=0), "outputs .* must be at least 1, got 0"),
+        (lambda: models.mlp(4, outputs=2.5), "outputs .* must be a whole number, got 2.5"),  # pyright: ignore[reportArgumentType]
         (lambda: models.mlp(4, outputs=2, hidden=()), "hidden must be"),
         (lambda: models.mlp(4, outputs=2, hidden=(3, 0)), "hidden must be"),
+        (lambda: models.mlp(4, outputs=2, hidden="100"), "hidden must be one width or several, .*got '100'"),  # pyright: ignore[reportArgumentType]
+        (lambda: models.mlp(4, outputs=2, hidden=10.5), "hidden must be one width or several, .*got 10.5"),  # pyright: ignore[reportArgumentType]
         (lambda: models.mlp(4, outputs=2, head_scale=0.0), "head_scale is a standard deviation"),
+        (lambda: models.mlp(4, outputs=2, head_scale="1"), "head_scale must be a number, got '1'"),  # pyright: ignore[reportArgumentType]
+        (lambda: models.lenet((1, 28, 28), outputs=10, channels=(6, 16, 32)), "channels must be two numbers"),  # pyright: ignore[reportArgumentType]
+        (lambda: models.lenet((1, 28, 28), outputs=10, channels=(6, 0)), "channels must be two numbers"),
+        (lambda: models.lenet((1, 28, 28), outputs=10, hidden=84), "hidden must be two widths, .*got 84"),  # pyright: ignore[reportArgumentType]
         (lambda: models.lenet((64,), outputs=10), "for others there is mlp"),
         (lambda: models.lenet((1, 8, 8), outputs=10), "at least 12 x 12"),
         (lambda: models.cifar100_cnn((32, 32)), "for others there is mlp"),
         (lambda: models.resnet18((3, 32, 32), outputs=10, groups=3), "groups must divide width"),
+        (lambda: models.resnet18((3, 32, 32), outputs=10, groups="2"), "groups must be a whole number, got '2'"),  # pyright: ignore[reportArgumentType]
+        (lambda: models.resnet18((3, 32, 32), outputs=10, width=8.0), "width must be a whole number, got 8.0"),  # pyright: ignore[reportArgumentType]
+        (lambda: models.cifar100_cnn(outputs=2.5), "outputs .* must be a whole number, got 2.5"),  # pyright: ignore[reportArgumentType]
     ],
 )
 def test_errors_say_what_and_what_to_do(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_numbers_of_numpy_are_numbers():
+    model = models.mlp(np.int64(4), outputs=np.int64(2), hidden=np.int64(3))  # pyright: ignore[reportArgumentType]
+    assert [tuple(p.shape) for p in model.parameters()] == [(3, 4), (3,), (2, 3), (2,)]
 
 
 @pytest.mark.parametrize("side", [12, 13, 28, 31, 32, 33])

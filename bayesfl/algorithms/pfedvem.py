@@ -71,13 +71,15 @@ def pfedvem(
         raise ValueError(f"scale_update must be 'before' or 'after', got {scale_update!r}")
     for name, value in {"init_scale": init_scale, "scale_floor": scale_floor, "beta": beta}.items():
         number(name, value)
-    if not scale_floor > 0 or (scale_prior is not None and not (scale_prior[0] >= 0 and scale_prior[1] >= 0)):
+    if scale_prior is not None and not (isinstance(scale_prior, tuple | list) and len(scale_prior) == 2):
+        raise ValueError(f"scale_prior must be two numbers, shape and scale, or None, got {scale_prior!r}")
+    shape, scale = (number("each of scale_prior", value) for value in scale_prior or (0.0, 0.0))
+    if not (scale_floor > 0 and shape >= 0 and scale >= 0):
         raise ValueError(f"scale_floor must be > 0 and scale_prior's shape and scale >= 0, got {scale_floor} and {scale_prior}")
     if not 0 <= beta < 1:
         raise ValueError(f"beta is the share of the old state that is kept and must lie in [0, 1), got {beta}")
     both = ("body", "head")
     floor = (scale_floor * init_scale) ** 2
-    shape, scale = scale_prior or (0.0, 0.0)
 
     def relaxed(pool: AdditivePool) -> AdditivePool:
         return Relaxed(pool, 1 - beta) if beta else pool

@@ -22,9 +22,9 @@ T = TypeVar("T")
 Kernel: TypeAlias = Literal["auto", "reference", "live", "layers", "vmap"]
 KERNELS = ("auto", "reference", "live", "layers", "vmap")
 
-# benchmarks/engines.py: with larger chunks the weights of an MLP leave the cache, smaller ones pay more calls for each product.
+# docs/decisions/0008: with larger chunks the weights of an MLP leave the cache, smaller ones pay more calls for each product.
 CPU_CHUNK = 5
-# Small networks of convolutions gain from chunks as others do; of larger ones five clients' activations leave the cache.
+# docs/decisions/0008: small networks of convolutions gain from chunks as others do, larger ones are faster client by client.
 CPU_CONVOLUTIONS = 100_000
 # A client in training holds its weights about eight times: state, leaves, gradients, momentum, pull and temporaries.
 COPIES = 8
@@ -37,7 +37,8 @@ class Engine:
     Args:
         kernel: `reference` (pure steps, one client after another), `live` (the module itself, client by client), `layers` (layer
             rules for a whole chunk), `vmap` (any module that torch.func can batch), or `auto`, which decides for each phase.
-        chunk: Clients at once; None decides from the cohort on a CPU, from free memory on a GPU.
+        chunk: Clients at once; None decides from the cohort on a CPU, on a GPU from the weights alone and the free memory: where
+            activations are large, which it does not know, it is yours to set.
         workers: Threads that run chunks, each with one intra-op thread; None for the cores this process may use (1 on a GPU, and
             under `vmap`, whose Python holds the lock).
 
