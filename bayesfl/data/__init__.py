@@ -2,7 +2,7 @@
 
 from bayesfl.data.arrays import from_arrays, from_datasets
 from bayesfl.data.federated import FederatedData, SourceInfo, Split
-from bayesfl.data.recipes import concept_drift, diabetes, dirichlet, heart_disease, iid, labels_per_client
+from bayesfl.data.recipes import concept_drift, diabetes, dirichlet, heart_disease, iid, label_groups, labels_per_client
 from bayesfl.data.sources import Source, available, load
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "from_datasets",
     "heart_disease",
     "iid",
+    "label_groups",
     "labels_per_client",
     "load",
 ]

@@ -160,6 +160,42 @@ def deal_labels(labels: np.ndarray, held: np.ndarray, classes: int, equal: bool,
     return join(pieces)
 
 
+def deal_exactly(
+    labels: np.ndarray, held: np.ndarray, classes: int, amounts: Sequence[int], rng: np.random.Generator
+) -> list[list[np.ndarray]]:
+    """Deals every client exactly so many rows of each of its classes, for several parts at once; no row is dealt twice.
+
+    Args:
+        labels: Class of each row [N].
+        held: Classes of each client [J, L].
+        classes: Number of classes.
+        amounts: Rows of a class that a client gets, for each part.
+        rng: Source of the draws.
+
+    Returns:
+        Rows of each client, for each part.
+
+    Raises:
+        ValueError: A class has too few rows.
+    """
+    by_class, owners = rows_by_class(labels, classes), [np.flatnonzero((held == k).any(1)) for k in range(classes)]
+    scarce = min((k for k in range(classes) if len(owners[k])), key=lambda k: len(by_class[k]) / len(owners[k]))
+    most = len(by_class[scarce]) // len(owners[scarce])
+    if sum(amounts) > most:
+        remedy = f"at most {most} fit, so take less per class or fewer clients" if most else "use fewer clients"
+        raise ValueError(
+            f"class {scarce} has {len(by_class[scarce])} examples, too few for {' + '.join(map(str, amounts))} for each client with it "
+            f"({len(owners[scarce])}): {remedy}"
+        )
+    pieces: list[list[list[np.ndarray]]] = [[[] for _ in held] for _ in amounts]
+    for rows, mine in zip(by_class, owners, strict=True):
+        shuffled = iter(rng.permutation(rows))
+        for j in mine:
+            for part, amount in zip(pieces, amounts, strict=True):
+                part[j].append(np.fromiter(shuffled, np.int64, amount))
+    return [join(part) for part in pieces]
+
+
 def dirichlet_counts(sizes: np.ndarray, clients: int, alpha: float, min_size: int, rng: np.random.Generator) -> tuple[np.ndarray, int]:
     """How many rows of each class each client gets, proportions of every class drawn from a symmetric Dirichlet.
 

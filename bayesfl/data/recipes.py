@@ -1,24 +1,28 @@
 """Recipes: one call from the name of a data set to a federation, as papers make them.
 
-All keep the data's own division into training and test rows, and share one copy of the data between clients. The same
-arguments give the same partition on every machine; `FederatedData.hash` tells whether two are the same.
+All but `label_groups` keep the data's own division into training and test rows, and all share one copy of the data between
+clients. The same arguments give the same partition on every machine; `FederatedData.hash` tells whether two are the same.
 """
 
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
+from weakref import ref
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from bayesfl.checks import number, whole
 from bayesfl.data import partitions
 from bayesfl.data.federated import FederatedData, assemble
-from bayesfl.data.sources import Source, load
+from bayesfl.data.sources import INFO, NORMALISATION, Source, load
 from bayesfl.random import Purpose, generator
 
 _HEART_TEST = 0.34  # FLamby's share
+_centred_inputs = WeakTensorKeyDictionary()
 
 
 def _open(source: str | Source, root: str | Path | None, download: bool) -> Source:
@@ -33,6 +37,14 @@ def _labels(source: Source, recipe: str) -> tuple[np.ndarray, np.ndarray]:
     if source.task != "classification":
         raise ValueError(f"{recipe} shares data out by class, {source.info.name!r} is a regression: use iid, or diabetes(by=...)")
     return source.y_train.numpy(), source.y_test.numpy()
+
+
+def _check_labels(labels: int, source: Source) -> int:
+    """Classes of each client, as many as there are at most."""
+    labels = whole("labels", labels, least=1)
+    if labels > source.outputs:
+        raise ValueError(f"labels must lie within [1, {source.outputs}], the number of classes of {source.info.name!r}, got {labels}")
+    return labels
 
 
 def _check_clients(clients: int, most: int, what: str) -> None:
@@ -104,7 +116,7 @@ def concept_drift(
         download: Let torchvision fetch images that are not there.
 
     Raises:
-        ValueError: Clients or superclasses that don't work out.
+        ValueError: Clients or superclasses that don't work out, or a `min_piece` that is no whole number of at least 1.
 
     References:
         Zhu, Ma, Blaschko, "Tackling personalized federated learning with label concept drift via hierarchical Bayesian modeling",
@@ -125,8 +137,7 @@ def concept_drift(
         raise ValueError(f"superclasses must be groups of one size of different classes within [0, {opened.outputs}), got {groups}")
     size = len(groups[0])
     fewest = int(np.bincount(y_train, minlength=opened.outputs)[flat].min())
-    if min_piece < 1:
-        raise ValueError(f"min_piece must be at least 1, got {min_piece}")
+    min_piece = whole("min_piece", min_piece, least=1)
     most = fewest // min_piece * size
     if isinstance(clients, bool) or not isinstance(clients, int | np.integer) or clients % size or not size <= clients <= most:
         raise ValueError(
@@ -188,7 +199,7 @@ def labels_per_client(
         download: Let torchvision fetch images that are not there.
 
     Raises:
-        ValueError: More labels than classes, or more clients than rows.
+        ValueError: Labels that are no whole number, more of them than classes, or more clients than rows.
 
     References:
         McMahan et al., "Communication-efficient learning of deep networks from decentralized data", AISTATS 2017, section 3,
@@ -196,8 +207,7 @@ def labels_per_client(
     """
     opened = _open(source, root, download)
     y_train, y_test = _labels(opened, "labels_per_client")
-    if not 1 <= labels <= opened.outputs:
-        raise ValueError(f"labels must lie within [1, {opened.outputs}], the number of classes of {opened.info.name!r}, got {labels}")
+    labels = _check_labels(labels, opened)
     if sizes not in ("equal", "random"):
         raise ValueError(f"sizes must be 'equal' or 'random', got {sizes!r}")
     _check_clients(clients, len(y_train), "training examples")
@@ -213,6 +223,115 @@ def labels_per_client(
         seed=seed,
         validation=validation,
         calibration=calibration,
+    )
+
+
+def _centred(source: Source) -> Tensor:
+    """Inputs mapped from [0, 1] to [-1, 1], the usual standardisation of known images undone first; one copy while it is in use.
+
+    Raises:
+        ValueError: Inputs beyond [0, 1].
+    """
+    known = _centred_inputs.get(source.x)
+    if known is not None and known[0] == source.x._version and (x := known[1]()) is not None:
+        return x
+    x = source.x.clone()
+    if source.info.name in NORMALISATION and source.info is INFO[source.info.name]:
+        mean, std = (torch.tensor(numbers)[:, None, None] for numbers in NORMALISATION[source.info.name])
+        x.mul_(std).add_(mean).mul_(255).round_().div_(255)  # rounded: the bytes on disk, to the last bit
+    least, most = x.aminmax()
+    if not (least >= 0 and most <= 1):
+        raise ValueError(
+            f"centred maps inputs from [0, 1] to [-1, 1], those of {source.info.name!r} lie within [{least:.4g}, {most:.4g}]: "
+            "scale them to [0, 1], or pass centred=False"
+        )
+    x.mul_(2).sub_(1)
+    _centred_inputs[source.x] = (source.x._version, ref(x))
+    return x
+
+
+def label_groups(
+    source: str | Source = "digits",
+    *,
+    clients: int = 10,
+    labels: int = 5,
+    train: int = 14,
+    test: int = 20,
+    centred: bool = True,
+    seed: int = 0,
+    validation: float = 0.0,
+    calibration: float = 0.0,
+    root: str | Path | None = None,
+    download: bool = False,
+) -> FederatedData:
+    """Label skew in groups: consecutive classes, as many examples of each for every client, training and test data POOLED.
+
+    Client u has the classes (labels * u + k) mod O for k < labels, where O is the number of classes. With 5 of 10 classes, as in
+    the paper, that makes two groups only: classes 0 to 4 for the even clients, 5 to 9 for the odd ones. The paper says no more
+    than 5 of 10 labels per client; the groups come from the authors' code.
+
+    The data's own division is not kept: training and test part are pooled, and every client gets `train` and `test` examples of
+    each of its classes out of the pool, without replacement, so that no example belongs to two clients or to both splits.
+    Numbers are therefore not comparable to ones on the official test part; `recipe["pooled"]` says so. The authors' code takes
+    examples as they come and meets the numbers per class on average; here they are drawn at random and exact.
+
+    Sizes of the paper, as `train` and `test`: MNIST and Fashion-MNIST with 10 clients, small 50 and 950, large 900 and 300;
+    CIFAR-10 with 20 clients, small 25 and 475, large 450 and 150, which takes every image there is.
+
+    Inputs are `centred` as the authors do it, by mean 0.5 and standard deviation 0.5 of pixels within [0, 1]. It matters to whatever
+    asks for curvature: at [0, 1] a pixel that is always black is always 0, so that the weights on it have no curvature at all.
+
+    Args:
+        source: Name of a data set, or a source of your own, which has inputs within [0, 1] if they are to be centred.
+        clients: Number of clients.
+        labels: Classes of each client.
+        train: Training rows of each class and client, before validation and calibration.
+        test: Test rows of each class and client.
+        centred: Map inputs from [0, 1] to [-1, 1]. Otherwise they stay as `load` gives them: images standardised by their usual
+            mean and deviation, digits within [0, 1].
+        seed: Seed of the partition and of the shares below.
+        validation: Share of each client's training rows for tuning.
+        calibration: Likewise, for temperatures and conformal thresholds.
+        root: Folder of the data's files.
+        download: Let torchvision fetch images that are not there.
+
+    Raises:
+        ValueError: More labels than classes, too few rows of a class, or inputs that cannot be centred.
+
+    References:
+        Chen, Liu, Wu, Fan, Cao, "FedSI: federated subnetwork inference for efficient uncertainty quantification", 2024,
+        arXiv:2404.15657, experiments; the groups, the pooling and the centring from the authors' code,
+        github.com/hyLiu1994/BPFedMePD.
+    """
+    opened = _open(source, root, download)
+    y = np.concatenate(_labels(opened, "label_groups"))
+    labels, train, test = _check_labels(labels, opened), whole("train", train, least=1), whole("test", test, least=1)
+    _check_clients(clients, len(y), "examples")
+    held = (labels * np.arange(clients)[:, None] + np.arange(labels)) % opened.outputs
+    rng = generator(seed, Purpose.PARTITION)
+    rows = partitions.deal_exactly(y, held, opened.outputs, (train, test), rng)
+    return assemble(
+        _centred(opened) if centred else opened.x,
+        opened.y,
+        {"train": rows[0], "test": rows[1]},
+        outputs=opened.outputs,
+        task=opened.task,
+        names=[f"client {j}" for j in range(clients)],
+        class_names=opened.class_names,
+        source=opened.info,
+        recipe={
+            "recipe": "label_groups",
+            "source": opened.info.name,
+            "pooled": True,
+            "clients": clients,
+            "labels": labels,
+            "train": train,
+            "test": test,
+            "centred": bool(centred),
+        },
+        validation=validation,
+        calibration=calibration,
+        seed=seed,
     )
 
 
@@ -246,17 +365,16 @@ def dirichlet(
         download: Let torchvision fetch images that are not there.
 
     Raises:
-        ValueError: Numbers out of range, or too few rows for so many clients.
+        ValueError: Numbers out of range or of another sort, or too few rows for so many clients.
 
     References:
         Yurochkin et al., "Bayesian nonparametric federated learning of neural networks", ICML 2019, section 4.
     """
     opened = _open(source, root, download)
     y_train, y_test = _labels(opened, "dirichlet")
+    alpha, min_size = number("alpha", alpha), whole("min_size", min_size, least=1)
     if not (alpha > 0 and math.isfinite(alpha)):
         raise ValueError(f"alpha is a concentration and must be a finite number > 0, got {alpha}")
-    if min_size < 1:
-        raise ValueError(f"min_size must be at least 1, so that every client can train, got {min_size}")
     _check_clients(clients, len(y_train), "training examples")
     if clients * min_size > len(y_train):
         raise ValueError(

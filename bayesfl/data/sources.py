@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bayesfl.data._torchvision import torchvision
+from bayesfl._torchvision import torchvision
 from bayesfl.data.federated import OFFICIAL, SourceInfo, Task, label_remedy
 from bayesfl.data.partitions import stratified
 from bayesfl.random import Purpose, generator
@@ -186,7 +186,7 @@ INFO = {
     )
 }
 
-_NORMALISATION = {
+NORMALISATION = {
     "mnist": ((0.1307,), (0.3081,)),
     "fashion-mnist": ((0.2860,), (0.3530,)),
     "cifar10": ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)),
@@ -432,7 +432,7 @@ def _standardised(name: str, arrays: dict[str, np.ndarray]) -> Source:
     missing = [key for key in ("x_train", "y_train", "x_test", "y_test") if key not in arrays]
     if missing:
         raise ValueError(f"the file of {name!r} lacks {missing}: it must hold x_train, y_train, x_test and y_test")
-    raw, mean, std = arrays, *_NORMALISATION[name]
+    raw, mean, std = arrays, *NORMALISATION[name]
     train, test = len(raw["x_train"]), len(raw["x_test"])
     height, width = raw["x_train"].shape[1:3]
     x = torch.empty(train + test, len(mean), height, width)

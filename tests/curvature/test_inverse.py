@@ -191,19 +191,6 @@ def test_a_constant_added_to_all_logits_changes_nothing_when_centred(form):
     assert_close(one.log_det(), other.log_det(), **EXACT)
 
 
-@pytest.mark.parametrize(("case", "backend"), PAIRS, ids=str)
-def test_independent_weights(case, backend):
-    """A diagonal posterior: J diag(s^2) J', centred or not, and the outputs alone."""
-    model, x = case.model(), case.data(5)
-    curvature, variance = Curvature(model, backend=backend), precision_of(Curvature(model).size)
-    j = brute.jacobian(model, x)
-    want = j * variance @ j.mT
-    assert_close(curvature.outputs(x), model(x).detach(), **EXACT)
-    assert_close(curvature.predict(x, variance), (model(x).detach(), want), **EXACT)
-    centring = torch.eye(4, dtype=torch.float64) - 0.25
-    assert_close(curvature.predict(x.split(2), variance, centre=True), (model(x).detach() @ centring, centring @ want @ centring), **EXACT)
-
-
 def test_the_whole_body_leaves_nothing_out_of_the_dual_form():
     """There zero columns cost nothing; they are counted all the same, and keep their prior variance."""
     case = CASES[0]
@@ -255,7 +242,7 @@ def test_a_known_diagonal_saves_a_pass():
 @pytest.fixture(scope="module")
 def laplace():
     """laplace-torch with its BackPACK backend; its import needs torchvision's."""
-    from bayesfl.data._torchvision import torchvision
+    from bayesfl._torchvision import torchvision
 
     torchvision()
     return pytest.importorskip("laplace")

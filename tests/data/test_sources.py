@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from bayesfl import _torchvision as loader
 from bayesfl.data import Source, available, load, sources
-from bayesfl.data import _torchvision as loader
 from bayesfl.data.sources import FINE_TO_COARSE, read_idx
 
 needs_torchvision = pytest.mark.skipif(importlib.util.find_spec("torchvision") is None, reason="torchvision is not installed")
