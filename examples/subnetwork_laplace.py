@@ -4,9 +4,10 @@
     python examples/subnetwork_laplace.py --dataset mnist --data-root DIR        # real MNIST
 
 One network is trained on a few hundred examples. Around its weights stand: nothing (the MAP), a Gaussian over every weight on its own, one
-over all weights together, and one over 5 % of them, chosen by each rule of `bf.selection`. Every prior precision is chosen on validation
-data. Prints accuracy, NLL and ECE on test data; how well the predictive entropy, and the epistemic part of it, tell test data from the
-same with permuted pixels; what share of the subnetwork has no curvature. Draws reliability diagrams into a run folder.
+with Kronecker factors (laplace-torch's), one over the last layer, one over all weights together, and one over 5 % of them, chosen by each
+rule of `bf.selection`. Every prior precision is chosen on validation data. Prints accuracy, NLL and ECE on test data; how well the
+predictive entropy, and the epistemic part of it, tell test data from the same with permuted pixels; what share of the subnetwork has no
+curvature. Draws reliability diagrams into a run folder.
 """
 
 import argparse
@@ -78,9 +79,11 @@ def run(arguments: argparse.Namespace, seed: int) -> dict[str, tuple[dict[str, f
 
     fits: dict[str, Callable[[], Laplace]] = {
         "every weight on its own": lambda: Laplace.fit(model, x, structure="diagonal"),
+        "Kronecker factors": lambda: Laplace.fit(model, x, structure="kfac"),
+        "last layer": lambda: Laplace.fit(model, x, parameters="head.*"),
         "all weights": lambda: Laplace.fit(model, x, structure="full"),
     }
-    diagonal = Laplace.fit(model, x, structure="diagonal")
+    diagonal = fits["every weight on its own"]()
     evidence = selection.Evidence(diagonal.loc, diagonal.diagonal, torch.full_like(diagonal.loc, 1 / arguments.precision), seed)
     count = round(arguments.share * len(diagonal.loc))
     shares = {}
@@ -89,7 +92,7 @@ def run(arguments: argparse.Namespace, seed: int) -> dict[str, tuple[dict[str, f
             warnings.simplefilter("ignore")  # the share is in the table
             chosen = selection.select(name, evidence, count)
         shares[f"{arguments.share:.0%}: {name}"] = selection.uncurved_share(evidence, chosen)
-        fits[f"{arguments.share:.0%}: {name}"] = lambda chosen=chosen: Laplace.fit(model, x, structure="subnetwork", indices=chosen)
+        fits[f"{arguments.share:.0%}: {name}"] = lambda chosen=chosen: diagonal.with_structure(x, "subnetwork", indices=chosen)
 
     with torch.no_grad():
         plain = {name: model(t).softmax(-1).double() for name, t in (("test", test), ("far", far))}

@@ -214,14 +214,12 @@ def invert(
     if indices is not None:
         indices = curvature.check_indices(indices)
         precision, diagonal = precision[indices], diagonal[indices]
-    if not ((precision > 0) & precision.isfinite()).all():
-        bad = precision[~((precision > 0) & precision.isfinite())]
-        raise ValueError(f"a prior precision must be > 0 and finite, got {float(bad[0])} ({len(bad)} of {len(precision)})")
+    check_precision(precision)
     variance = 1 / precision
     curved = diagonal * variance >= NO_CURVATURE
     weights = int(curved.sum())
     rows, data, order, inside = None, {}, weights, curved if indices is not None else torch.ones_like(curved)
-    if form != "primal":
+    if form == "dual" or (form == "auto" and weights):
         rows, data, order = _stacked(curvature, x, indices, variance, inside, weights if form == "auto" else None)
     if rows is None:
         chosen, reason = "primal", f"{weights} curved weights, and at least as many rows"
@@ -245,6 +243,17 @@ def invert(
         data=data,
         rows=rows,
     )
+
+
+def check_precision(precision: Tensor) -> None:
+    """Nothing where every prior precision [D] is positive and finite.
+
+    Raises:
+        ValueError: One is not.
+    """
+    bad = precision[~((precision > 0) & precision.isfinite())]
+    if len(bad):
+        raise ValueError(f"a prior precision must be > 0 and finite, got {float(bad[0])} ({len(bad)} of {len(precision)})")
 
 
 def _restricted(rows: Rows, indices: Tensor | None, curved: Tensor) -> Rows:
@@ -280,6 +289,8 @@ def _primal(curvature: "Curvature", x: Inputs, indices: Tensor | None, variance:
     """The Cholesky factor of I + G^(1/2) A' A G^(1/2), data streamed."""
     scale = variance[curved].sqrt()
     matrix = torch.eye(len(scale), dtype=torch.float64, device=scale.device)
+    if not len(scale):
+        return matrix
     for batch in curvature.batches(x, extra=len(scale)):
         rows = _restricted(curvature.linearise(batch)[1], indices, curved).dense().mul_(scale).flatten(0, 1)
         matrix.addmm_(rows.T, rows)

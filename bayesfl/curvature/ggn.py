@@ -57,7 +57,8 @@ class Curvature:
         self.likelihood = Categorical() if likelihood is None else likelihood
         self.layout = Layout(model, parameters) if isinstance(parameters, str) else parameters
         self._memory = memory
-        self.engine = choose(backend, copy.deepcopy(model), self.layout)
+        self.module = copy.deepcopy(model)
+        self.engine = choose(backend, copy.deepcopy(self.module), self.layout)
         self.backend = self.engine.name
         self._like = next(model.parameters()).detach()[..., :0]
 
@@ -163,17 +164,6 @@ class Curvature:
     def outputs(self, x: Inputs) -> Tensor:
         """The model's outputs, [N, O]."""
         return torch.cat([self.linearise(batch, lambda count: torch.zeros(count, 0))[0] for batch in self.batches(x)])
-
-    def predict(self, x: Inputs, variance: float | Tensor, *, centre: bool = False) -> tuple[Tensor, Tensor]:
-        """Outputs of the linearised model under independent weights: mean [N, O], covariance J diag(variance) J' [N, O, O].
-
-        Args:
-            x: Inputs, or batches of them.
-            variance: One number, or one for each weight, [D]; 0 for weights that are fixed.
-            centre: See `bayesfl.curvature.dual.Inverse.predict`.
-        """
-        variance = self.vector(variance)
-        return self.spread(x, lambda rows: rows.within(variance), centre=centre)
 
     # What `dual` needs.
 

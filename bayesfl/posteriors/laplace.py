@@ -2,17 +2,21 @@
 
     q(w_S) = N(loc_S, H_S^-1),    H = GGN(x) + diag(precision),    the weights outside S stay at loc (a Dirac),
 
-where S is all weights (`full`), some (`subnetwork`), or every weight on its own (`diagonal`, which leaves out what ties them). H_S^-1 is
-the covariance of w_S *given* the other weights. Predictions go through the linearised network f(x) + J(x) (w - loc).
+where S is all weights (`full`), some (`subnetwork`), or all while part of what ties them is left out: every weight on its own
+(`diagonal`), or a product of two factors for each layer (`kfac`). H_S^-1 is the covariance of w_S *given* the other weights. Predictions
+go through the linearised network f(x) + J(x) (w - loc).
+
+The last-layer approximation is any of these over the last layer's parameters alone: `Laplace.fit(model, x, parameters="head.*")`.
 
 Sources: MacKay, "A practical Bayesian framework for backpropagation networks", Neural Computation 4(3), 1992; Immer, Korzepa, Bauer,
 "Improving predictions of Bayesian neural nets via local linearization", AISTATS 2021; Daxberger et al., "Bayesian deep learning via
-subnetwork inference", ICML 2021.
+subnetwork inference", ICML 2021; for one layer: Kristiadi, Hein, Hennig, "Being Bayesian, even just a bit, fixes overconfidence in ReLU
+networks", ICML 2020; for `kfac` see `bayesfl.posteriors.kronecker`.
 """
 
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, cast
 
 import torch
@@ -21,13 +25,15 @@ from torch import Tensor, nn
 from bayesfl.curvature import Curvature, Inverse, restore
 from bayesfl.curvature.backends import Name
 from bayesfl.curvature.batches import Inputs
-from bayesfl.curvature.dual import NO_CURVATURE
+from bayesfl.curvature.dual import NO_CURVATURE, check_precision
 from bayesfl.files import atomic_path
 from bayesfl.likelihood import Categorical
+from bayesfl.posteriors import kronecker
+from bayesfl.posteriors.kronecker import Kronecker
 from bayesfl.posteriors.linearised import predictive
 from bayesfl.protocols import Likelihood, Tensors
 
-Structure = Literal["full", "subnetwork", "diagonal"]
+Structure = Literal["full", "subnetwork", "diagonal", "kfac"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +54,7 @@ class Laplace:
     precision: Tensor
     diagonal: Tensor
     structure: Structure
-    inverse: Inverse
+    inverse: Inverse | Kronecker
 
     @classmethod
     def fit(
@@ -69,25 +75,25 @@ class Laplace:
         Args:
             model: Any module, trained.
             x: Its training inputs [N, ...], or batches of them that can be read twice.
-            precision: Of the prior, in the units of a sum over the data: one number, or one for each covered weight [D].
+            precision: Of the prior, in the units of a sum over the data: one number, or one for each covered weight [D], under `kfac` the
+                same within each weight matrix and each bias.
             structure: `full`: all weights and what ties them, by whichever of primal and dual form is smaller, never a D x D matrix where
-                N O < D; `subnetwork`: those of `indices`; `diagonal`.
+                N O < D; `subnetwork`: those of `indices`; `diagonal`; `kfac`: a Kronecker-factored GGN, of whole linear layers and
+                convolutions, which laplace-torch computes.
             indices: Of the subnetwork, into the flat vector of covered weights, [S]; see `bayesfl.selection`.
             likelihood: What the outputs mean; categorical by default.
-            parameters: Which parameters are covered, a pattern over names such as `body.*`; the others are constants.
+            parameters: Which parameters are covered, a pattern over names such as `body.*`; the others are constants. `head.*`, the last
+                layer's, gives the last-layer approximation.
             backend: See `bayesfl.curvature.Curvature`.
             memory: Bytes that one matrix may take; by default what is free.
 
         Raises:
-            ValueError: A precision that is not positive and finite, indices that don't fit the structure, curvature that is not finite.
+            ValueError: A precision that is not positive and finite, indices that don't fit the structure, curvature that is not finite;
+                under `kfac` other layers, or a layer in part.
             MemoryError: A factor is larger than memory allows; the message says the bytes.
             torch.linalg.LinAlgError: A covariance without Cholesky factor.
         """
-        if structure not in ("full", "subnetwork", "diagonal"):
-            raise ValueError(f"structure must be 'full', 'subnetwork' or 'diagonal', got {structure!r}")
-        if (indices is None) == (structure == "subnetwork"):
-            needs = "needs" if indices is None else "has no"
-            raise ValueError(f"indices say which weights a subnetwork has: structure {structure!r} {needs} indices")
+        _check_structure(structure, indices)
         curvature = Curvature(model, likelihood, parameters=parameters, backend=backend, memory=memory)
         return cls._of(curvature, x, _weights(model, curvature), precision, structure, indices, curvature.diagonal(x))
 
@@ -120,7 +126,8 @@ class Laplace:
         loc = _weights(model, curvature)
         if loc.shape != tensors["loc"].shape or not torch.allclose(loc, tensors["loc"], rtol=1e-6, atol=1e-8):
             raise ValueError(f"{str(path)!r} was fitted at other weights; load those into the model first")
-        inverse = restore(curvature, {name.removeprefix("inverse."): t for name, t in tensors.items() if name.startswith("inverse.")})
+        parts = {name.removeprefix("inverse."): t for name, t in tensors.items() if name.startswith("inverse.")}
+        inverse = kronecker.restore(curvature, parts) if structure == "kfac" else restore(curvature, parts)
         return cls(curvature, tensors["loc"], tensors["precision"], tensors["diagonal"], structure, inverse)
 
     @classmethod
@@ -137,6 +144,8 @@ class Laplace:
         prior = curvature.vector(precision)
         if structure == "diagonal":
             inverse = _independent(curvature, diagonal, prior)
+        elif structure == "kfac":
+            inverse = kronecker.invert(curvature, x, prior, diagonal=diagonal)
         else:
             inverse = curvature.invert(x, prior, indices=indices, diagonal=diagonal)
         return cls(curvature, loc, prior, diagonal, structure, inverse)
@@ -211,8 +220,29 @@ class Laplace:
         return predictive(self.curvature.likelihood, *self.linearised(x, centre=centre), noise)
 
     def with_precision(self, x: Inputs, precision: float | Tensor) -> "Laplace":
-        """The same under another prior precision, fitted to the same `x`; the diagonal of the GGN is not computed anew."""
+        """The same under another prior precision, fitted to the same `x`; the GGN's diagonal and its Kronecker factors are kept."""
+        if isinstance(self.inverse, Kronecker):
+            prior = self.curvature.vector(precision)
+            return replace(self, precision=prior, inverse=self.inverse.with_precision(prior, self.diagonal))
         return self._of(self.curvature, x, self.loc, precision, self.structure, self.indices, self.diagonal)
+
+    def with_structure(self, x: Inputs, structure: Structure, *, indices: Tensor | None = None) -> "Laplace":
+        """The same weights and precision under another structure, fitted to the same `x`; the diagonal of the GGN is not computed anew.
+
+        So a subnetwork is chosen from a diagonal fit, see `bayesfl.selection`, and then fitted.
+
+        Args:
+            x: What it was fitted to.
+            structure: See `fit`.
+            indices: See `fit`.
+
+        Raises:
+            ValueError: As in `fit`.
+            MemoryError: As in `fit`.
+            torch.linalg.LinAlgError: As in `fit`.
+        """
+        _check_structure(structure, indices)
+        return self._of(self.curvature, x, self.loc, self.precision, structure, indices, self.diagonal)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the posterior, whole or not at all, as one safetensors file; `Laplace.load` reads it on any device.
@@ -228,10 +258,17 @@ class Laplace:
             save_file({name: t.detach().cpu().clone().contiguous() for name, t in tensors.items()}, temporary, meta)
 
 
+def _check_structure(structure: Structure, indices: Tensor | None) -> None:
+    if structure not in ("full", "subnetwork", "diagonal", "kfac"):
+        raise ValueError(f"structure must be 'full', 'subnetwork', 'diagonal' or 'kfac', got {structure!r}")
+    if (indices is None) == (structure == "subnetwork"):
+        needs = "needs" if indices is None else "has no"
+        raise ValueError(f"indices say which weights a subnetwork has: structure {structure!r} {needs} indices")
+
+
 def _independent(curvature: Curvature, diagonal: Tensor, precision: Tensor) -> Inverse:
     """The inverse of the diagonal of H alone: as if its variances were a prior, and no weight had curvature."""
-    if not ((precision > 0) & precision.isfinite()).all():
-        raise ValueError(f"a prior precision must be > 0 and finite, got {float(precision.min())}")
+    check_precision(precision)
     return Inverse(
         curvature=curvature,
         form="primal",

@@ -47,3 +47,12 @@ def predictive(likelihood: Likelihood, mean: Tensor, covariance: Tensor, noise: 
     shrunk = mean * kappa(spread)
     probs = torch.cat([F.sigmoid(-shrunk), F.sigmoid(shrunk)], -1) if isinstance(likelihood, Bernoulli) else shrunk.softmax(-1)
     return {"probs": probs, "epistemic": torch.full_like(probs[..., 0], torch.nan)}
+
+
+def nll(found: Tensors, y: Tensor) -> Tensor:
+    """Negative log density [N] in nats of labels or targets `y` [N] (or [N, O]) under what `predictive` gives."""
+    if "mean" in found:
+        residual = y.view(found["mean"].shape).to(found["mean"]) - found["mean"]
+        return 0.5 * (residual.square() / found["variance"] + (2 * math.pi * found["variance"]).log()).sum(-1)
+    probs = found["probs"].gather(-1, y.to(found["probs"].device).long().view(-1, 1)).squeeze(-1)
+    return -probs.clamp_min(torch.finfo(probs.dtype).tiny).log()

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from bayesfl.curvature.batches import Inputs
-from bayesfl.likelihood import Gaussian
 from bayesfl.posteriors.laplace import Laplace
+from bayesfl.posteriors.linearised import nll
 
 GRID = tuple(10.0 ** (k / 2) for k in range(-8, 9))
 """From 1e-4 to 1e4, by half decades."""
@@ -61,13 +61,7 @@ def by_validation(
 
 def predictive_nll(fitted: Laplace, x: Inputs, y: Tensor, *, centre: bool = True) -> float:
     """Mean negative log density of `y` under the predictive distribution in closed form, in nats."""
-    found = fitted.predict(x, centre=centre)
-    if isinstance(fitted.curvature.likelihood, Gaussian):
-        y = y.view(found["mean"].shape).to(found["mean"])
-        residual = (y - found["mean"]).square() / found["variance"]
-        return float(0.5 * (residual + (2 * math.pi * found["variance"]).log()).sum(-1).mean())
-    probs = found["probs"].gather(-1, y.to(found["probs"].device).long().view(-1, 1))
-    return float(-probs.clamp_min(torch.finfo(probs.dtype).tiny).log().mean())
+    return float(nll(fitted.predict(x, centre=centre), y).mean())
 
 
 def _best(fitted: Laplace, x: Inputs, grid: Sequence[float], score: Callable[[Laplace], float]) -> tuple[Laplace, float]:

@@ -27,6 +27,7 @@ def test_diagonal_and_subnetwork(case, backend, likelihood):
     model, x = case.model(brute.outputs_of(likelihood)), case.data(9)
     curvature, full = Curvature(model, likelihood, backend=backend), brute.ggn(model, likelihood, x)
     assert curvature.backend == backend
+    assert_close(curvature.outputs(x), model(x).detach(), **EXACT)
     indices = chosen(curvature.size)
     assert_close(curvature.diagonal(x), full.diagonal(), **EXACT)
     assert_close(curvature.ggn(x, indices), full[indices][:, indices], **EXACT)

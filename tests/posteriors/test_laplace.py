@@ -10,10 +10,13 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
 import bayesfl as bf
+from bayesfl.curvature import Curvature
 from bayesfl.likelihood import Bernoulli, Categorical, Gaussian
 from bayesfl.posteriors import Laplace
 from bayesfl.posteriors.linearised import predictive
 from bayesfl.posteriors.precision import GRID, by_evidence, by_validation, predictive_nll
+from tests.curvature import brute
+from tests.curvature.brute import PAIRS
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
@@ -75,7 +78,7 @@ def test_a_subnetwork_is_the_conditional():
 @pytest.fixture(scope="module")
 def theirs():
     """laplace-torch's Laplace; its import needs torchvision's."""
-    from bayesfl.data._torchvision import torchvision
+    from bayesfl._torchvision import torchvision
 
     torchvision()
     return pytest.importorskip("laplace").Laplace
@@ -145,6 +148,44 @@ def test_every_weight_in_the_subnetwork_is_the_full_posterior():
     assert_close(diagonal.sample(noise), diagonal.loc + noise * diagonal.moments()[1].sqrt())
 
 
+@pytest.mark.parametrize(("case", "backend"), PAIRS, ids=str)
+def test_independent_weights(case, backend):
+    """A diagonal posterior predicts J diag(variance) J', centred or not, whatever the backend."""
+    model, x, new = case.model(), case.data(9), case.data(5, seed=3)
+    prior = 0.5 + torch.rand(Curvature(model).size, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    fitted = Laplace.fit(model, x, precision=prior, structure="diagonal", backend=backend)
+    j, near = brute.jacobian(model, new), {"atol": 1e-10, "rtol": 1e-9}
+    variance = 1 / (brute.ggn(model, Categorical(), x).diagonal() + prior)
+    want, centring = j * variance @ j.mT, torch.eye(4, dtype=torch.float64) - 0.25
+    assert_close(fitted.linearised(new, centre=False), (model(new).detach(), want), **near)
+    assert_close(fitted.linearised(new.split(2)), (model(new).detach() @ centring, centring @ want @ centring), **near)
+
+
+@pytest.mark.parametrize("start", ["full", "diagonal", "kfac"])
+def test_another_structure_is_a_fresh_fit(start, monkeypatch):
+    """Of the same weights under the same precision, and the diagonal is not computed anew."""
+    model, x, new = network(), numbers(12, 4), numbers(7, 4, seed=3)
+    passes, diagonal = [], Curvature.diagonal
+    monkeypatch.setattr(Curvature, "diagonal", lambda self, x: passes.append(x) or diagonal(self, x))
+    first = Laplace.fit(model, x, precision=0.3, structure=start)
+    assert len(passes) == 1
+    chosen = first.moments()[1].topk(6).indices
+    targets = [("full", None), ("diagonal", None), ("kfac", None), ("subnetwork", chosen)]
+    found = [first.with_structure(x, structure, indices=indices) for structure, indices in targets]
+    found += [found[-1].with_structure(x, "full"), found[-1].with_structure(x, "subnetwork", indices=chosen[:2])]
+    assert len(passes) == 1
+    for got, (structure, indices) in zip(found, [*targets, ("full", None), ("subnetwork", chosen[:2])], strict=True):
+        want = Laplace.fit(model, x, precision=0.3, structure=structure, indices=indices)
+        assert got.structure == structure
+        assert_close((got.moments(), got.log_det()), (want.moments(), want.log_det()), rtol=0, atol=0)
+        assert_close(got.linearised(new), want.linearised(new), rtol=0, atol=0)
+        assert_close((got.precision, got.diagonal), (want.precision, want.diagonal), rtol=0, atol=0)
+    with pytest.raises(ValueError, match="structure 'subnetwork' needs indices"):
+        first.with_structure(x, "subnetwork")
+    with pytest.raises(ValueError, match="structure 'kfac' has no indices"):
+        first.with_structure(x, "kfac", indices=chosen)
+
+
 def test_a_constant_added_to_all_logits_changes_nothing():
     """With centring; without, softmax(kappa f) reads it."""
     model, x = network(), numbers(12, 4)
@@ -188,7 +229,7 @@ def test_draws_part_the_uncertainty():
     assert_close(singular["probs"], predictive(Categorical(), mean, covariance, many)["probs"], atol=0.02, rtol=0)
 
 
-@pytest.mark.parametrize("form", ["full", "subnetwork", "diagonal"])
+@pytest.mark.parametrize("form", ["full", "subnetwork", "diagonal", "kfac"])
 def test_a_saved_posterior_predicts_the_same(tmp_path, form):
     """To the bit; and it is refused for other weights and other parameters."""
     model, x = network(), numbers(12, 4)
@@ -247,7 +288,7 @@ def test_nll_of_a_regression():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"structure": "kron"}, "structure must be 'full', 'subnetwork' or 'diagonal', got 'kron'"),
+        ({"structure": "kron"}, "structure must be 'full', 'subnetwork', 'diagonal' or 'kfac', got 'kron'"),
         ({"structure": "subnetwork"}, "structure 'subnetwork' needs indices"),
         ({"indices": torch.tensor([0])}, "structure 'full' has no indices"),
         ({"precision": 0.0}, "prior precision must be > 0 and finite, got 0.0"),
@@ -263,12 +304,13 @@ def test_what_is_refused(options, message):
         Laplace.fit(network(), numbers(5, 4), **options)
 
 
-def test_the_model_is_left_alone():
+@pytest.mark.parametrize("form", ["full", "kfac"])
+def test_the_model_is_left_alone(form):
     """Weights, gradients, modes and hooks."""
     model, x = network(), numbers(12, 4)
     before = {name: p.clone() for name, p in model.named_parameters()}
-    Laplace.fit(model, x).predict(x)
+    Laplace.fit(model, x, structure=form, parameters="head.*").predict(x)
     assert_close(dict(model.named_parameters()), before, rtol=0, atol=0)
     assert model.training
     assert all(p.grad is None and p.requires_grad for p in model.parameters())
-    assert not any(m._forward_hooks or m._backward_hooks for m in model.modules())
+    assert not any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in model.modules())
