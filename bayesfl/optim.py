@@ -54,6 +54,13 @@ class Optimiser(Protocol):
         """One step in place: `params` and `grads` hold the first `active` clients, `state` all of them."""
         ...
 
+    def pace(self, params: Any, state: Any, rate: float) -> Any:
+        """How fast each parameter moves along a gradient that stays as it is: numbers, or tensors like `params`.
+
+        What is solved after a step (a proximal term) takes this as its rate, so that the two balance where the whole energy is least.
+        """
+        ...
+
 
 def _check(**values: Any) -> None:
     for name, value in values.items():
@@ -116,6 +123,10 @@ class SGD:
             is_first_step=False,
         )
 
+    def pace(self, params: Any, state: Any, rate: float) -> Any:
+        """See `Optimiser.pace`: the velocity grows to 1 / (1 - momentum) times the gradient."""
+        return tree_map(lambda w: rate / (1 - self.momentum), params)
+
 
 @dataclass(frozen=True)
 class Adam:
@@ -172,3 +183,8 @@ class Adam:
         torch._foreach_div_(root, b)
         torch._foreach_add_(root, self.eps)
         torch._foreach_addcdiv_(params, mean, root, -rate / a)
+
+    def pace(self, params: Any, state: Any, rate: float) -> Any:
+        """See `Optimiser.pace`; `params` may hold the first clients of `state` only."""
+        b = self._corrections(state["steps"])[1]
+        return tree_map(lambda w, v: rate / (v[: len(w)].sqrt() / b + self.eps), params, state["square"])

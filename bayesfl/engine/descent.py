@@ -5,7 +5,9 @@ phase; their Gaussian prior is added to the gradient analytically. Blocks with a
 KL go through autograd. Clients come longest first, so those still at work are a prefix, updated through views.
 """
 
+from collections.abc import Sequence
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,18 +34,23 @@ class _Vectors:
         """From here on only the first `active` clients move."""
         self.now = [p[:active] for p in self.params]
 
+    def solve(self, pace: Sequence[Any]) -> None:
+        """The proximal step of a prior that was left out of the gradient: part of the way to its centre."""
+
 
 class _Points(_Vectors):
-    """A point block; its Gaussian prior's pull is added to the gradient. Leaves and slopes are views that stay."""
+    """A point block; its Gaussian prior's pull is added to the gradient, or solved after a step. Leaves and slopes are views that stay."""
 
-    def __init__(self, algorithm: Algorithm, name: str, given: Server, views: View, weight: Tensor) -> None:
+    def __init__(self, algorithm: Algorithm, name: str, given: Server, views: View, weight: Tensor, prox: bool) -> None:
         super().__init__(algorithm, name, views[name])
-        self._prior = algorithm.blocks[name].prior
-        self._slope, loc = torch.zeros_like(self.belief["loc"]), self.belief["loc"]
-        if isinstance(self._prior, GaussianPrior):
+        prior, loc = algorithm.blocks[name].prior, self.belief["loc"]
+        self._slope, self._share = torch.zeros_like(loc), None
+        self._added = self._solved = False
+        if isinstance(prior, GaussianPrior):
+            self._added, self._solved = not prox, prox
+            self._centre = prior.centre(given, views).expand_as(loc)
+            self._strength = weight.unsqueeze(-1) / prior.variance(given, views)
             self._pull = torch.empty_like(loc)
-            self._centre = self._prior.centre(given, views).expand_as(loc)
-            self._strength = (weight.unsqueeze(-1) / self._prior.variance(given, views)).expand_as(loc)
 
     def narrow(self, active: int) -> None:
         super().narrow(active)
@@ -55,10 +62,22 @@ class _Points(_Vectors):
     def gradients(self, given: Server, views: View) -> list[Tensor]:
         (loc,), active = self.now, len(self.now[0])
         slope = self._slope[:active]
-        if isinstance(self._prior, GaussianPrior):
+        if self._added:
             pull = torch.sub(loc, self._centre[:active], out=self._pull[:active])
             slope.addcmul_(pull, self._strength[:active])
         return [slope]
+
+    def solve(self, pace: Sequence[Any]) -> None:
+        if not self._solved:
+            return
+        (loc,), (rate,), active = self.now, pace, len(self.now[0])
+        if isinstance(rate, Tensor):
+            pull = torch.mul(rate, self._strength[:active], out=self._pull[:active])
+            loc.lerp_(self._centre[:active], rate.copy_(pull).add_(1).reciprocal_().mul_(pull))
+        else:
+            if self._share is None:  # constant in a phase
+                self._share = self._strength * rate / (1 + self._strength * rate)
+            loc.lerp_(self._centre[:active], self._share[:active])
 
 
 class _Beliefs(_Vectors):
@@ -104,11 +123,14 @@ def descend(
     """
     energy, chunk = phase.energy, len(views["n"])
     scale, weight = energy.scales(views["n"])
+    rate = rate_at(phase.optimiser.rate, given["round"], given["rounds"])
     blocks: dict[str, _Points | _Beliefs] = {}
     for name in phase.blocks:
         block = algorithm.blocks[name]
-        simple = not block.stochastic and isinstance(block.prior, Flat | GaussianPrior)
-        blocks[name] = (_Points if simple else _Beliefs)(algorithm, name, given, views, weight)
+        if not block.stochastic and isinstance(block.prior, Flat | GaussianPrior):
+            blocks[name] = _Points(algorithm, name, given, views, weight, phase.prox)
+        else:
+            blocks[name] = _Beliefs(algorithm, name, given, views, weight)
     others = [name for name in energy.parts if name not in phase.blocks]
     moving = [name for name in others if algorithm.blocks[name].stochastic]
     still = batch is None and phase.batch_size is None
@@ -116,7 +138,7 @@ def descend(
     network = Network(algorithm.module(views["n"]), kernel, still=still)
 
     params = [p for block in blocks.values() for p in block.params]
-    state, rate = phase.optimiser.init(params), rate_at(phase.optimiser.rate, given["round"], given["rounds"])
+    state = phase.optimiser.init(params)
     shapes = phase.noise(algorithm)
     total = torch.zeros_like(views["n"])
     steps = range(phase.steps or phase.epochs) if batch is not None else range(int(plan.steps.max()))
@@ -147,7 +169,11 @@ def descend(
         assert back is not None
         back(slope.mul_(weights.unsqueeze(-1)))
         grads = [g for block in blocks.values() for g in block.gradients(given, front)]
-        phase.optimiser.update_([p for block in blocks.values() for p in block.now], grads, state, rate, active)
+        now = [p for block in blocks.values() for p in block.now]
+        phase.optimiser.update_(now, grads, state, rate, active)
+        if phase.prox:  # of points only, one tensor each
+            for block, pace in zip(blocks.values(), phase.optimiser.pace(now, state, rate), strict=True):
+                block.solve([pace])
         sums.add_((losses * share).sum(-1))
         plan.seconds["steps"] += perf_counter() - start
     count = torch.as_tensor(plan.steps, dtype=total.dtype, device=total.device) if batch is None else float(len(steps))
