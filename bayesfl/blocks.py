@@ -19,7 +19,7 @@ from bayesfl.likelihood import Categorical
 from bayesfl.pools import Mean
 from bayesfl.posteriors import Point
 from bayesfl.priors import Flat
-from bayesfl.protocols import AdditivePool, Batch, Likelihood, Posterior, Prior, Server, StackedPool, Tensors, Uplink, View
+from bayesfl.protocols import AdditivePool, Batch, Likelihood, Posterior, Predictor, Prior, Server, StackedPool, Tensors, Uplink, View
 from bayesfl.random import Purpose, generator
 
 RESERVED = ("n", "ids", "round", "rounds")
@@ -136,10 +136,10 @@ class Energy:
         share = batch["weight"] / batch["weight"].sum(-1, keepdim=True)
         return share if self.weight is None else share * self.weight(given, view, batch)
 
-    def __call__(
+    def expected_nll(
         self, algorithm: "Algorithm", beliefs: Mapping[str, Tensors], given: Server, view: View, batch: Batch, noise: Mapping[str, Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        """The energy of one client, and its weighted mean negative log likelihood over the batch; both scalars.
+    ) -> Tensor:
+        """The weighted mean negative log likelihood of one client over the batch, a mean over draws; a scalar, in nats.
 
         Args:
             algorithm: Whose blocks these are.
@@ -152,7 +152,13 @@ class Energy:
         now = {**view, **beliefs}
         draws = [{key: e[s] for key, e in noise.items()} for s in range(len(next(iter(noise.values()))))] if noise else [{}]
         losses = torch.stack([algorithm.losses(algorithm.leaves(self.parts, now, e), batch) for e in draws]).mean(0)
-        nll = (losses * self.shares(given, view, batch)).sum()
+        return (losses * self.shares(given, view, batch)).sum()
+
+    def __call__(
+        self, algorithm: "Algorithm", beliefs: Mapping[str, Tensors], given: Server, view: View, batch: Batch, noise: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """The energy of one client, and its `expected_nll`, whose arguments these are; both scalars."""
+        nll = self.expected_nll(algorithm, beliefs, given, view, batch, noise)
         scale, weight = self.scales(view["n"])
         return scale * nll + weight * sum(algorithm.divergence(name, beliefs[name], given, view) for name in self.blocks), nll
 
@@ -175,7 +181,8 @@ class Algorithm:
             the cohort, and the blocks with a stacked pool.
         finetune: Phases that every client runs on a copy of its view before it predicts.
         adapt: Phases that a client never seen in training runs once.
-        predictive: The paper's number of posterior draws for a prediction; 0 predicts at the mean.
+        predictor: What makes the personal predictions where draws of the blocks in `parts` don't; without it, these do.
+        predictive: The paper's number of posterior draws for a prediction; 0 predicts at the mean, or by the predictor's closed form.
         train: Who trains, `cohort` or `all` (then only the cohort is gathered): the paper's default.
         sampling: How a cohort is drawn, `fixed` or `bernoulli`: the paper's default.
 
@@ -200,6 +207,7 @@ class Algorithm:
     combine: Callable[[Server, Tensor, Uplink], Server] = lambda server, ids, uplink: {}
     finetune: tuple[Any, ...] = ()
     adapt: tuple[Any, ...] = ()
+    predictor: Predictor | None = None
     predictive: int = 0
     train: Literal["cohort", "all"] = "cohort"
     sampling: Literal["fixed", "bernoulli"] = "fixed"
@@ -207,6 +215,10 @@ class Algorithm:
     def __post_init__(self) -> None:
         instance("model", self.model, nn.Module, "build one, as bf.models.mlp(clients.inputs, outputs=clients.outputs)")
         _refuse_impure(self.model)
+        if shapeless := [name for name, p in self.model.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]:
+            raise ValueError(
+                f"parameters {shapeless} of the model have no shape yet: run it on an example first, or give layers their sizes"
+            )
         object.__setattr__(self, "model", copy.deepcopy(self.model))
         reserved = [name for name in self.blocks if name in RESERVED]
         if reserved:
@@ -270,6 +282,13 @@ class Algorithm:
             for part in parts
             for name, leaf in self.layout(part).leaves(self.blocks[part].posterior.sample(view[part], noise.get(part))).items()
         }
+
+    def network(self, view: View) -> nn.Module:
+        """A copy of the model at one client's personal weights, those of `parts` at their means; in the view's precision."""
+        network = copy.deepcopy(self.module(view["n"]))
+        for name, leaf in self.leaves(self.parts, view).items():
+            network.get_parameter(name).copy_(leaf)
+        return network
 
     def outputs(self, leaves: Mapping[str, Tensor], x: Tensor) -> Tensor:
         """The model's outputs [B, O] for one client's `x` [B, *] under its parameters."""

@@ -1,7 +1,7 @@
 """Predictions of every client: personal, after aggregation, fine-tuned where the method says so; and those of the shared model."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,8 @@ from bayesfl.blocks import Algorithm
 from bayesfl.data import FederatedData, Split
 from bayesfl.engine import Crew, Engine, Plan
 from bayesfl.local import chunks, read_rows
-from bayesfl.protocols import Server, Tensors, View
+from bayesfl.posteriors.linearised import nll
+from bayesfl.protocols import Fitted, Server, Tensors, View
 from bayesfl.random import Purpose, Stage, generator
 
 # Inputs gathered at once for predictions, in bytes: activations are many times larger, and should stay in the cache.
@@ -40,6 +41,15 @@ class Predictions:
     mean: Tensor | None = None
     variance: Tensor | None = None
 
+    @property
+    def aleatoric(self) -> Tensor:
+        """What more data would leave of the uncertainty, [J, N]; NaN where `epistemic` is.
+
+        For classes the entropy less `epistemic`, in nats; for regression the noise's variance, summed over targets.
+        """
+        total = torch.special.entr(self.probs).sum(-1) if self.probs is not None else _present(self.variance).sum(-1)
+        return total - self.epistemic
+
     def client(self, j: int) -> "Predictions":
         """Client j's alone, without padding: tensors [n_j, ...]."""
         inside = self.mask[j]
@@ -52,9 +62,12 @@ class Predictions:
         labels = labels[:, : self.mask.shape[1]]
         if self.probs is not None:
             return metrics.classification_summary(self.probs, labels.long(), self.mask)
-        assert self.mean is not None
-        assert self.variance is not None
-        return metrics.regression_summary(self.mean, self.variance, labels, self.mask)
+        return metrics.regression_summary(_present(self.mean), _present(self.variance), labels, self.mask)
+
+
+def _present(t: Tensor | None) -> Tensor:
+    assert t is not None
+    return t
 
 
 class Collector:
@@ -145,6 +158,7 @@ def personal(
     round: int,
     rounds: int,
     draws: int | None = None,
+    value: float | None = None,
 ) -> list[Predictions]:
     """Every client's own predictor after `round` rounds, on each of some splits of its data.
 
@@ -160,28 +174,146 @@ def personal(
         round: Rounds done; an address.
         rounds: Rounds in all; schedules read it.
         draws: Posterior draws; 0 predicts at the mean, None as the method's paper does.
+        value: Of the number that the method's predictor tunes, see `tune`.
     """
-    train = data.train
-    dtype, device = train.x.dtype, train.x.device
-    counts = torch.from_numpy(train.counts).to(dtype=dtype, device=device)
 
-    def work(rows: np.ndarray) -> tuple[np.ndarray, list[Tensors]]:
-        ids = torch.from_numpy(rows).to(device)
-        common, addressed = algorithm.share(server, ids)
-        given = algorithm.given(common, round, rounds)
-        views = algorithm.views(given, addressed, read_rows(private, rows), counts[ids])
-        for position, phase in enumerate(algorithm.finetune):
-            plan = Plan(phase, train, rows, seed=seed, round=round, stage=Stage.FINETUNE, position=position, dtype=dtype)
-            views, _ = engine.run(algorithm, phase, given, views, plan)
+    def work(rows: np.ndarray) -> list[list[tuple[np.ndarray, Tensors]]]:
+        given, views = _personal_views(algorithm, server, private, data.train, engine, rows, seed=seed, round=round, rounds=rounds)
+        if algorithm.predictor is not None and draws != 0:
+            fitted = _fitted(algorithm, given, views, data.train, rows)
+            count = algorithm.predictive if draws is None else draws
+            address = {"seed": seed, "round": round, "index": len(algorithm.blocks)}
+            return [
+                [
+                    (row, _of_fitted(algorithm, one, split.client(int(row[0]))[0], value, count, client=int(row[0]), **address))
+                    for split in splits
+                ]
+                for row, one in fitted
+            ]
         address = {"seed": seed, "round": round, "draws": algorithm.predictive if draws is None else draws}
-        return rows, [of_views(algorithm, algorithm.parts, views, split, rows, engine, **address) for split in splits]
+        return [[(rows, of_views(algorithm, algorithm.parts, views, split, rows, engine, **address)) for split in splits]]
 
     collectors = [Collector(split) for split in splits]
-    size = engine.chunk_size(data.clients, algorithm, device)
-    for rows, seen in crew.over(chunks(np.arange(data.clients), train.counts, size), work):
-        for collector, chunk in zip(collectors, seen, strict=True):
-            collector.add(rows, chunk)
+    for found in crew.over(_everyone(algorithm, data, engine), work):
+        for part in found:
+            for collector, (rows, chunk) in zip(collectors, part, strict=True):
+                collector.add(rows, chunk)
     return [collector.predictions() for collector in collectors]
+
+
+def tune(
+    algorithm: Algorithm,
+    server: Server,
+    private: View,
+    data: FederatedData,
+    engine: Engine,
+    crew: Crew,
+    *,
+    seed: int,
+    round: int,
+    rounds: int,
+) -> float | None:
+    """The number that the method's predictor tunes: of its grid, what makes the validation data of all clients together most likely.
+
+    Every client scores the whole grid and sends one sum for each candidate. None where the method has no such number.
+
+    Raises:
+        ValueError: There are no validation data, or no candidate gives finite predictions.
+    """
+    predictor = algorithm.predictor
+    if predictor is None or not predictor.grid:
+        return None
+    if len(predictor.grid) == 1:
+        return predictor.grid[0]
+    check_tunable(algorithm, data)
+
+    def work(rows: np.ndarray) -> Tensor:
+        given, views = _personal_views(algorithm, server, private, data.train, engine, rows, seed=seed, round=round, rounds=rounds)
+        total = torch.zeros(len(predictor.grid), dtype=torch.float64)
+        for row, fitted in _fitted(algorithm, given, views, data.train, rows):
+            x, y = data.validation.client(int(row[0]))
+            for k, value in enumerate(predictor.grid if len(x) else ()):
+                try:
+                    total[k] += nll(fitted(x, value=value), y).sum().cpu()
+                except torch.linalg.LinAlgError:
+                    total[k] = torch.inf
+        return total
+
+    total = torch.stack(list(crew.over(_everyone(algorithm, data, engine), work))).sum(0)
+    total[total.isnan()] = torch.inf
+    best = int(total.argmin())
+    if not total[best].isfinite():
+        raise ValueError(
+            f"no {predictor.tunes} of the grid {predictor.grid} gives finite predictions; look at the scale of inputs and weights"
+        )
+    return predictor.grid[best]
+
+
+def check_tunable(algorithm: Algorithm, data: FederatedData) -> None:
+    """That there are data to tune the method's predictor on, where it has a number to tune.
+
+    Raises:
+        ValueError: There are none.
+    """
+    predictor = algorithm.predictor
+    if predictor is not None and len(predictor.grid) > 1 and not ("validation" in data.splits and data.validation.counts.any()):
+        raise ValueError(
+            f"{predictor.tunes} is chosen on validation data, and the data have none: make them with validation=0.1, or give the method a "
+            f"number, as {predictor.tunes}=1.0"
+        )
+
+
+def _everyone(algorithm: Algorithm, data: FederatedData, engine: Engine) -> list[np.ndarray]:
+    size = engine.chunk_size(data.clients, algorithm, data.train.x.device)
+    return chunks(np.arange(data.clients), data.train.counts, size)
+
+
+def _personal_views(
+    algorithm: Algorithm,
+    server: Server,
+    private: View,
+    train: Split,
+    engine: Engine,
+    rows: np.ndarray,
+    *,
+    seed: int,
+    round: int,
+    rounds: int,
+) -> tuple[Server, View]:
+    """What a chunk of clients received, and their views [C, ...], fine-tuned where the method says so."""
+    dtype, device = train.x.dtype, train.x.device
+    counts = torch.from_numpy(train.counts[rows]).to(dtype=dtype, device=device)
+    common, addressed = algorithm.share(server, torch.from_numpy(rows).to(device))
+    given = algorithm.given(common, round, rounds)
+    views = algorithm.views(given, addressed, read_rows(private, rows), counts)
+    for position, phase in enumerate(algorithm.finetune):
+        plan = Plan(phase, train, rows, seed=seed, round=round, stage=Stage.FINETUNE, position=position, dtype=dtype)
+        views, _ = engine.run(algorithm, phase, given, views, plan)
+    return given, views
+
+
+def _fitted(algorithm: Algorithm, given: Server, views: View, train: Split, rows: np.ndarray) -> Iterator[tuple[np.ndarray, Fitted]]:
+    """Each client of a chunk, [1], and its predictor."""
+    assert algorithm.predictor is not None
+    for c in range(len(rows)):
+        x, y = train.client(int(rows[c]))
+        yield rows[c : c + 1], algorithm.predictor(algorithm, given, tree_map(lambda t, c=c: t[c], views), {"x": x, "y": y})
+
+
+def _of_fitted(
+    algorithm: Algorithm, fitted: Fitted, x: Tensor, value: float | None, draws: int, *, seed: int, round: int, client: int, index: int
+) -> Tensors:
+    """What one client's predictor says at its inputs, {name: [1, N, ...]}, a piece of rows at a time; nothing where there are none."""
+    rng = generator(seed, Purpose.PREDICT, round=round, client=client, index=index)
+    pieces: list[Tensors] = []
+    for piece in x.split(max(1, GATHER // max(1, x[:1].nbytes))) if len(x) else ():
+        noise = None
+        if draws:
+            shape = (len(piece), draws, algorithm.module(x)(piece[:1]).shape[-1])
+            noise = torch.from_numpy(rng.standard_normal(shape, np.float32)).to(x).transpose(0, 1)
+        pieces.append(fitted(piece, value=value, noise=noise))
+    names = [f.name for f in fields(Predictions) if pieces and f.name in pieces[0]]
+    return {name: torch.cat([piece[name] for piece in pieces]).unsqueeze(0) for name in names}
 
 
 def shared(algorithm: Algorithm, server: Server, split: Split, engine: Engine, *, seed: int, round: int, rounds: int) -> Predictions | None:

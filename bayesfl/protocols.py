@@ -126,3 +126,35 @@ class Likelihood(Protocol):
     def predictive(self, outputs: Tensor) -> Tensors:
         """The predictive distribution averaged over draws `outputs` [..., S, N, O], its epistemic part kept apart."""
         ...
+
+
+class Fitted(Protocol):
+    """One client's predictor, ready to be used."""
+
+    def __call__(self, x: Tensor, *, value: float | None = None, noise: Tensor | None = None) -> Tensors:
+        """What is predicted at `x` [N, *]: what `Likelihood.predictive` gives, without its draws' axis.
+
+        Args:
+            x: Inputs.
+            value: Of the number that is tuned, if the predictor has one.
+            noise: Standard normals [S, N, O] for draws of the outputs; without them the closed form.
+        """
+        ...
+
+
+class Predictor(Protocol):
+    """How a client predicts where draws of its blocks don't say it: from its training data, or from several models together."""
+
+    @property
+    def tunes(self) -> str:
+        """Name of a number that all clients share, chosen by the likelihood of all their validation data; empty where there is none."""
+        ...
+
+    @property
+    def grid(self) -> tuple[float, ...]:
+        """Its candidates; where there is one only, nothing is chosen."""
+        ...
+
+    def __call__(self, algorithm: Any, given: Server, view: View, data: Batch) -> Fitted:
+        """One client's predictor, from what it received, its view (fine-tuned where the method does that), and its training data x, y."""
+        ...

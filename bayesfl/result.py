@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -103,6 +104,7 @@ class Result:
         device: Where it was computed, and where its predictions are.
         dtype: Precision of its state.
         novel: Whether its clients joined after training, by `adapt`; then it predicts, but no training goes on from it.
+        chosen: `tuned` of the federation that they joined; None where nothing was tuned.
     """
 
     algorithm: Algorithm
@@ -116,11 +118,29 @@ class Result:
     device: torch.device = torch.device("cpu")
     dtype: torch.dtype = torch.float32
     novel: bool = False
+    chosen: float | None = None
 
     def __repr__(self) -> str:
         return (
             f"Result({self.data.clients} clients of {self.data.source.name}, round {self.round} of {self.settings.rounds}; {self.history})"
         )
+
+    @cached_property
+    def tuned(self) -> float | None:
+        """The number of the method's predictor that suits the validation data of all clients: FedSI's predictive precision; else None.
+
+        Raises:
+            ValueError: The data have no validation split.
+        """
+        if self.chosen is not None:
+            return self.chosen
+        data = self.data.to(self.device, self.dtype)
+        with self.engine.crew(self.device) as crew:
+            return predict.tune(self.algorithm, self.server, self.private, data, self.engine, crew, **self._address)
+
+    @property
+    def _address(self) -> dict[str, int]:
+        return {"seed": self.settings.seed, "round": self.round, "rounds": self.settings.rounds}
 
     def predict(self, split: Split | None = None, *, draws: int | None = None) -> Predictions:
         """Every client's predictive distribution on a split of its data, after aggregation (and fine-tuning where the method has it).
@@ -146,9 +166,9 @@ class Result:
             )
         if draws is not None:
             whole("draws (None is the paper's number)", draws, least=0)
-        address = {"seed": self.settings.seed, "round": self.round, "rounds": self.settings.rounds}
+        options = {**self._address, "draws": draws, "value": None if draws == 0 else self.tuned}
         with self.engine.crew(self.device) as crew:
-            (found,) = predict.personal(self.algorithm, self.server, self.private, data, [split], self.engine, crew, **address, draws=draws)
+            (found,) = predict.personal(self.algorithm, self.server, self.private, data, [split], self.engine, crew, **options)
         return found
 
     def adapt(self, novel: FederatedData) -> "Result":
@@ -180,7 +200,7 @@ class Result:
         with self.engine.crew(self.device) as crew:
             for done in crew.over(everyone, lambda ids: local(ids, server, private, self.round)):
                 write_rows(private, done.ids, done.views)
-        return replace(self, data=novel, server=server, private=private, history=History(), novel=True)
+        return replace(self, data=novel, server=server, private=private, history=History(), novel=True, chosen=self.tuned)
 
     def to_arviz(self, client: int, block: str, *, draws: int = 1000) -> Any:
         """Draws from a client's posterior of a block, as ArviZ's InferenceData, one variable for each parameter.
@@ -229,6 +249,7 @@ class Result:
             "round": self.round,
             "dtype": str(self.dtype).removeprefix("torch."),
             "novel": self.novel,
+            "chosen": self.chosen,
             "history": self.history.rows,
             "algorithm": checkpoint.identity(self.algorithm),
             "data": self.data.hash,
@@ -266,6 +287,7 @@ def load(path: str | os.PathLike[str], algorithm: Algorithm, clients: FederatedD
         device,
         getattr(torch, meta["dtype"]),
         meta["novel"],
+        meta.get("chosen"),
     )
 
 

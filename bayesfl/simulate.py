@@ -59,7 +59,7 @@ def simulate(
         progress: Whether to show a bar; None where standard error is a terminal.
 
     Raises:
-        TypeError: The method or the data are something else.
+        TypeError: The method, its likelihood, the data or what is resumed are something else.
         ValueError: Something does not fit: the message names it and the remedy.
         CheckpointError: What is resumed was made with another method or on other data.
         DivergenceError: Training left the finite numbers; it carries the result up to the last finite round.
@@ -75,12 +75,16 @@ def simulate(
     )
     if not isinstance(engine, Engine | None):
         raise ValueError(f"engine must be an Engine, got {engine!r}; a kernel is chosen by engine=bf.Engine(kernel=...)")
+    if not isinstance(resume, Result | str | os.PathLike | None):
+        raise TypeError(f"resume must be a Result or the folder of a saved one, got {type(resume).__name__}; a new run takes resume=None")
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ValueError(f"dtype must be a floating-point type such as torch.float32, got {dtype!r}")
     device = present(device)
     _check(algorithm, clients)
     if evaluate_every is not None and "test" not in clients.splits:
         raise ValueError("the data have no test split to evaluate on; give them one, or pass evaluate_every=None")
+    if evaluate_every is not None:
+        predict.check_tunable(algorithm, clients)
     if resume is None:
         trained = clients.clients if settings.train == "all" else settings.fixed_size(clients.clients)
         engine = engine or Engine()
@@ -183,7 +187,9 @@ def _round(result: Result, data: FederatedData, crew: Crew, before: Collector | 
             finished.append(replace(done, given={}, views={}))
         server = gather.server()
         if not all(bool(t.isfinite().all()) for t in tree_leaves(server)):
-            raise DivergenceError(f"the server is no longer finite after round {round}; lower the learning rates", round=round)
+            raise DivergenceError(
+                f"the server is no longer finite after round {round}, counted from 0; lower the learning rates", round=round
+            )
     except BaseException as error:
         for ids, old in undo:
             write_rows(private, ids, old)
@@ -207,7 +213,9 @@ def _measure(result: Result, data: FederatedData, crew: Crew) -> dict[str, float
     prefixes = {"test": "personal", "validation": "validation"}
     splits = {name: data.splits[name] for name in prefixes if name in data.splits}
     address = {"seed": settings.seed, "round": result.round, "rounds": settings.rounds}
-    personal = predict.personal(algorithm, result.server, result.private, data, list(splits.values()), result.engine, crew, **address)
+    state = (algorithm, result.server, result.private, data)
+    value = predict.tune(*state, result.engine, crew, **address)
+    personal = predict.personal(*state, list(splits.values()), result.engine, crew, **address, value=value)
     for (name, split), predictions in zip(splits.items(), personal, strict=True):
         row |= {f"{prefixes[name]}_{key}": value for key, value in predictions.summary(split).items()}
     shared = predict.shared(algorithm, result.server, data.test, result.engine, **address)
@@ -260,6 +268,12 @@ def _wasted(algorithm: Algorithm) -> int:
 
 def _check(algorithm: Algorithm, data: FederatedData) -> None:
     """That the method's likelihood and the model's outputs fit the data, and outputs repeat, before training starts."""
+    likelihood = algorithm.likelihood
+    if isinstance(likelihood, type) or not all(hasattr(likelihood, name) for name in ("task", "nll", "nll_and_slope", "predictive")):
+        came = f"the class {likelihood.__name__}" if isinstance(likelihood, type) else type(likelihood).__name__
+        raise TypeError(
+            f"likelihood must be a Likelihood, got {came}; build the algorithm with one of bayesfl.likelihood, as likelihood=Categorical()"
+        )
     if algorithm.likelihood.task != data.task:
         raise ValueError(
             f"likelihood {type(algorithm.likelihood).__name__} is for {algorithm.likelihood.task}, the data are for {data.task}; "
@@ -269,7 +283,7 @@ def _check(algorithm: Algorithm, data: FederatedData) -> None:
     try:
         outputs, again = _twice(module, data.train.x[:PROBE].cpu())
     except (RuntimeError, ValueError) as error:
-        raise ValueError(f"the model does not take inputs of shape {data.inputs}: {error}") from error
+        raise ValueError(f"the model does not take inputs of shape {data.inputs} ({error}); build it with inputs=clients.inputs") from error
     if ((outputs - again).abs().max() > 100 * torch.finfo(outputs.dtype).eps * outputs.abs().max()).item():
         raise ValueError(
             f"the model {type(algorithm.model).__name__} gives other outputs when it sees the same examples again: its forward draws its "

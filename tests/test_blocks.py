@@ -509,3 +509,9 @@ def test_divergence_is_energy_minus_entropy():
         torch.distributions.Normal(given["w"]["loc"], view["v"].sqrt()[:, None]),
     ).sum(-1)
     assert_close(made.divergence("w", q, given, view), expected)
+
+
+def test_layers_without_a_shape():
+    """A lazy layer is named, with the remedy, before anything is made of it."""
+    with pytest.raises(ValueError, match=r"parameters \['weight', 'bias'\] of the model have no shape yet"):
+        bf.algorithms.fedavg(nn.LazyLinear(3))

@@ -119,6 +119,10 @@ def test_settings_are_checked(clients, model, change, words):
         (lambda m: bf.algorithms.fedavg(m, momentum=None), "momentum must be a number, got None"),
         (lambda m: bf.algorithms.pfedvem(m, draws=5.0), "draws must be a whole number, got 5.0"),
         (lambda m: bf.algorithms.pfedvem(m, init_scale="1"), "init_scale must be a number, got '1'"),
+        (lambda m: bf.algorithms.pfedvem(m, scale_prior=1.0), "scale_prior must be two numbers, shape and scale, or None, got 1.0"),
+        (lambda m: bf.algorithms.pfedvem(m, scale_prior=(1.0,)), r"scale_prior must be two numbers, .*got \(1.0,\)"),
+        (lambda m: bf.algorithms.pfedvem(m, scale_prior=("a", "b")), "each of scale_prior must be a number, got 'a'"),
+        (lambda m: bf.algorithms.pfedvem(m, scale_prior=(-1.0, 1.0)), "scale_prior's shape and scale >= 0"),
         (lambda m: bf.algorithms.pfedme(m, batches=2.5), "times must be a whole number, got 2.5"),
         (lambda m: bf.algorithms.pfedme(m, lr=lambda round, rounds: 0.1), "lr must be a number"),
         (lambda m: bf.algorithms.pfedme(m, beta="1"), "step must be a number, got '1'"),
@@ -147,7 +151,7 @@ def test_model_and_data_must_fit(clients, model):
     """Outputs, inputs and likelihood are compared with the data before training starts."""
     with pytest.raises(ValueError, match="5 outputs, the data 3 classes"):
         bf.simulate(bf.algorithms.fedavg(bf.models.mlp(8, outputs=5)), clients, rounds=1)
-    with pytest.raises(ValueError, match="inputs of shape"):
+    with pytest.raises(ValueError, match=r"inputs of shape \(8,\) \(mat1 .*\); build it with inputs=clients.inputs"):
         bf.simulate(bf.algorithms.fedavg(bf.models.mlp(9, outputs=3)), clients, rounds=1)
     with pytest.raises(ValueError, match="Gaussian is for regression"):
         bf.simulate(bf.algorithms.fedavg(model, likelihood=Gaussian()), clients, rounds=1)
@@ -171,6 +175,7 @@ def test_what_came_is_named(clients, model, tmp_path):
     made = bf.algorithms.fedavg(model)
     result = bf.simulate(made, clients, rounds=1, evaluate_every=None, progress=False)
     arrays: Any = ([torch.zeros(3, 8)], [torch.zeros(3)])
+    wrong: Any = 3
     calls: tuple[tuple[Callable[[], Any], str], ...] = (
         (lambda: bf.simulate(model, clients, rounds=1), r"algorithm must .* Algorithm, got Split; .*bf\.algorithms\.fedavg\(model\)"),
         (lambda: bf.simulate(made, arrays, rounds=1), r"clients must .* FederatedData, got tuple; .*bf\.data\.from_arrays"),
@@ -179,6 +184,9 @@ def test_what_came_is_named(clients, model, tmp_path):
         (lambda: result.predict(clients), r"split must .* Split, got FederatedData; pass clients\.test"),
         (lambda: result.predict(torch.zeros(3, 8)), r"split must .* Split, got Tensor; pass clients\.test"),
         (lambda: result.adapt(clients.test), r"novel must .* FederatedData, got Split; .*bf\.data\.from_arrays"),
+        (lambda: bf.simulate(made, clients, rounds=1, resume=wrong), "resume must be a Result or the folder .*got int; .*resume=None"),
+        (lambda: bf.simulate(bf.algorithms.fedavg(model, likelihood="categorical"), clients, rounds=1), r"likelihood .*got str; .*Cat"),
+        (lambda: bf.simulate(bf.algorithms.fedavg(model, likelihood=Bernoulli), clients, rounds=1), "likelihood .*the class Bernoulli"),
         (lambda: bf.algorithms.fedavg("mlp"), r"model must .* Module, got str; .*bf\.models\.mlp"),
         (lambda: bf.algorithms.pfedvem(nn.Linear), r"model must .* Module, got the class Linear; "),
     )
@@ -219,7 +227,7 @@ def test_divergence_gives_back_the_last_finite_round(clients, model, train):
         return bf.algorithms.fedrep(model, lr=rate, head_epochs=1, body_epochs=1)
 
     options = {"participation": 0.6, "train": train, "seed": 1, "evaluate_every": 1, "progress": False, "engine": bf.Engine(chunk=2)}
-    with pytest.raises(bf.DivergenceError, match=r"client .* phase [01] \(Descend on (head|body)\) of round 2") as caught:
+    with pytest.raises(bf.DivergenceError, match=r"client .* phase [01] \(Descend on (head|body)\) of round 2, .* from 0") as caught:
         bf.simulate(explosive(lambda round, rounds: 0.05 if round < 2 else 1e38), clients, rounds=5, **options)
     error = caught.value
     assert error.round == 2

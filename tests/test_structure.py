@@ -10,12 +10,12 @@ import bayesfl as bf
 PACKAGE = Path(bf.__file__).parent
 # A module imports only from lines above its own.
 ORDER = (
-    {"checks"},
+    {"checks", "_torchvision"},
     {"protocols", "random", "numerics", "files"},
     {"layout", "optim", "likelihood", "history", "models"},
     {"curvature"},
     {"posteriors", "selection"},
-    {"priors", "pools"},
+    {"priors", "pools", "predictors"},
     {"blocks"},
     {"phases"},
     {"data"},

@@ -9,6 +9,7 @@ from bayesfl.algorithms.fedbabu import fedbabu
 from bayesfl.algorithms.fedper import fedper
 from bayesfl.algorithms.fedprox import fedprox
 from bayesfl.algorithms.fedrep import fedrep
+from bayesfl.algorithms.fedsi import fedsi, fedsi_fac, fedsi_full
 from bayesfl.algorithms.lg_fedavg import lg_fedavg
 from bayesfl.algorithms.local import local
 from bayesfl.algorithms.pfedmap import pfedmap
@@ -29,6 +30,9 @@ PAPERS: dict[str, tuple[Callable[..., Algorithm], str, str]] = {
     "pfedme": (pfedme, "pFedMe", "Dinh, Tran, Nguyen, NeurIPS 2020"),
     "pfedmap": (pfedmap, "pFedMAP", "Zhu, Ma, Blaschko, FL-NeurIPS 2022"),
     "pfedvem": (pfedvem, "pFedVEM", "Zhu, Ma, Blaschko, FL-NeurIPS 2022"),
+    "fedsi": (fedsi, "FedSI", "Chen, Liu, Wu, Fan, Cao, 2024"),
+    "fedsi_fac": (fedsi_fac, "FedSI-Fac", "Chen, Liu, Wu, Fan, Cao, 2024"),
+    "fedsi_full": (fedsi_full, "FedSI, whole body", "after Chen, Liu, Wu, Fan, Cao, 2024"),
 }
 """Name in code -> what builds it, its name in print, its paper."""
 
@@ -63,6 +67,8 @@ def available() -> list[Entry]:
         algorithm = make(mlp(2, hidden=2, outputs=2))
         rows = algorithm.rows(algorithm.init(1))
         beliefs = [f"{block}: {type(b.posterior).__name__}" for block, b in algorithm.blocks.items()]
+        if algorithm.predictor is not None:
+            beliefs.append(f"predicts by {type(algorithm.predictor).__name__}")
         kept = []
         for block, b in algorithm.blocks.items():
             stays = set(rows.get(block, ())) - set(b.pool.sends if b.pool else ())
@@ -84,6 +90,9 @@ __all__ = [
     "fedper",
     "fedprox",
     "fedrep",
+    "fedsi",
+    "fedsi_fac",
+    "fedsi_full",
     "lg_fedavg",
     "local",
     "pfedmap",

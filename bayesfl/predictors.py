@@ -1,0 +1,98 @@
+"""Predictors: personal predictions that need more than a client's weights, made where a client's training data are."""
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bayesfl.checks import number
+from bayesfl.posteriors.laplace import Laplace, Structure
+from bayesfl.posteriors.linearised import kappa, predictive
+from bayesfl.protocols import Batch, Fitted, Server, Tensors, View
+from bayesfl.selection import Evidence, Rule, select
+
+GRID = tuple(10.0**k for k in range(-4, 5))
+"""Precisions that are tried on validation data, from 1e-4 to 1e4 by decades."""
+SHRUNK = 0.3  # a median kappa below this says that the prior, not the data, makes the predictions
+
+
+@dataclass(frozen=True)
+class LinearisedLaplace:
+    """A Laplace approximation around a client's own weights, fitted to its training data, predicting through the linearised network.
+
+    Any method can take it: `replace(bf.algorithms.fedper(model), predictor=LinearisedLaplace())` is FedPer with a Laplace body.
+
+    Args:
+        block: The block whose weights are uncertain; the others are constants.
+        structure: `full` (the whole block, in the dual form where N O is less than its weights), `subnetwork`, or `diagonal`.
+        precision: Of the prior, in the units of a sum over the data; None to choose one for all clients on their validation data.
+        share: Of the block's weights that a subnetwork has.
+        selection: Which these are, a rule of `bayesfl.selection`, used anew for every client.
+        seed: Of rules that draw: one subnetwork for all clients.
+        centre: See `Laplace.linearised`.
+
+    Raises:
+        ValueError: A precision that is not > 0, or a share outside (0, 1].
+    """
+
+    block: str = "body"
+    structure: Structure = "full"
+    precision: float | None = None
+    share: float = 0.05
+    selection: str | Rule = "wasserstein"
+    seed: int = 0
+    centre: bool = True
+    tunes = "predictive_precision"
+
+    def __post_init__(self) -> None:
+        if self.precision is not None and not 0 < number("predictive_precision", self.precision) < torch.inf:
+            raise ValueError(f"predictive_precision must be > 0 and finite, or None to choose it, got {self.precision}")
+        if not 0 < number("share", self.share) <= 1:
+            raise ValueError(f"share is the part of the weights that stays uncertain and must lie in (0, 1], got {self.share}")
+
+    @property
+    def grid(self) -> tuple[float, ...]:
+        """See `Predictor`."""
+        return GRID if self.precision is None else (float(self.precision),)
+
+    def __call__(self, algorithm: Any, given: Server, view: View, data: Batch) -> Fitted:
+        """See `Predictor`."""
+        network, x, pattern = algorithm.network(view), data["x"], algorithm.blocks[self.block].names
+        options = {"likelihood": algorithm.likelihood, "parameters": pattern}
+        diagonal = Laplace.fit(network, x, precision=self.grid[0], structure="diagonal", **options)
+        kept: dict[float, Laplace] = {}
+
+        def at(value: float) -> Laplace:
+            if value not in kept:
+                kept.clear()  # one factor at a time: they are what takes the memory
+                kept[value] = self._fit(diagonal, x, value)
+            return kept[value]
+
+        def fitted(x: Tensor, *, value: float | None = None, noise: Tensor | None = None) -> Tensors:
+            mean, covariance = at(self.grid[0] if value is None else value).linearised(x, centre=self.centre)
+            if self.precision is not None and float(kappa(covariance.diagonal(dim1=1, dim2=2)).median()) < SHRUNK:
+                warnings.warn(
+                    f"predictive_precision={self.precision:g} leaves the predictions to the prior (the median kappa is below {SHRUNK}); "
+                    "choose it on validation data: predictive_precision=None",
+                    stacklevel=2,
+                )
+            return {name: t.to(x) for name, t in predictive(algorithm.likelihood, mean, covariance, noise).items()}
+
+        return fitted
+
+    def _fit(self, diagonal: Laplace, x: Tensor, precision: float) -> Laplace:
+        diagonal = diagonal.with_precision(x, precision)
+        if self.structure == "diagonal":
+            return diagonal
+        indices = None
+        if self.structure == "subnetwork":
+            evidence = Evidence(diagonal.loc, diagonal.diagonal, 1 / diagonal.precision, self.seed)
+            indices = select(self.selection, evidence, size_of(self.share, len(diagonal.loc)))
+        return diagonal.with_structure(x, self.structure, indices=indices)
+
+
+def size_of(share: float, weights: int) -> int:
+    """How many of so many weights a share is: whole ones, at least one."""
+    return max(1, int(share * weights + 1e-9))

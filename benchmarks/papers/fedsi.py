@@ -1,0 +1,147 @@
+"""The first cells of FedSI's Tables I and II: MNIST and Fashion-MNIST, small, in the reading of 20 mini-batches a round.
+
+    python benchmarks/papers/fedsi.py [--quick] [--datasets ...] [--methods ...] [--seeds ...] [--workers N] [--work FOLDER]
+
+Ten clients of five classes, 50 training and 950 test examples each; a tenth of the training data chooses the predictive precision, two
+tenths are held back for temperatures and conformal sets, for every method alike. Federation, methods and measures are those of
+examples/fedsi.py. Resumable: finished cells are in the results and are passed over, a cell cut short goes on from its last milestone in
+the work folder. Results: benchmarks/results/papers/fedsi.json; `python docs/tables.py` writes the page from them.
+"""
+
+import argparse
+import importlib.util
+import json
+import sys
+import time
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+import bayesfl as bf
+from bayesfl import report
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results" / "papers" / "fedsi.json"
+ROUNDS = 800
+MILESTONES = (100, 400, ROUNDS)
+# Table I (accuracy in %) and Table II (ECE, MCE, Brier score); a dash is what the paper does not give.
+PUBLISHED: dict[str, dict[str, dict[str, float]]] = {
+    "mnist": {
+        "Local": {"accuracy": 91.38},
+        "FedAvg": {"accuracy": 88.26},
+        "FedAvg-FT": {"accuracy": 93.15},
+        "FedBABU": {"accuracy": 91.38},
+        "FedSI-Fac": {"accuracy": 91.96, "ece": 0.045, "mce": 0.249, "brier": 0.131},
+        "FedSI": {"accuracy": 93.98, "ece": 0.040, "mce": 0.242, "brier": 0.101},
+    },
+    "fashion-mnist": {
+        "Local": {"accuracy": 86.51},
+        "FedAvg": {"accuracy": 81.28},
+        "FedAvg-FT": {"accuracy": 88.05},
+        "FedBABU": {"accuracy": 87.70},
+        "FedSI-Fac": {"accuracy": 86.55, "ece": 0.068, "mce": 0.283, "brier": 0.281},
+        "FedSI": {"accuracy": 88.41, "ece": 0.057, "mce": 0.232, "brier": 0.182},
+    },
+}
+
+
+def load_example() -> ModuleType:
+    """examples/fedsi.py, which is no package."""
+    spec = importlib.util.spec_from_file_location("fedsi_example", ROOT / "examples" / "fedsi.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["fedsi_example"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+example = load_example()
+
+
+def local(model: torch.nn.Module, preset: Any) -> bf.Algorithm:
+    """Each client alone, by the same steps."""
+    algorithm = bf.algorithms.local(model)
+    (step,) = algorithm.phases
+    changed = replace(step, steps=preset.steps, batch_size=preset.batch_size, optimiser=example.SGD(preset.lr))
+    return replace(algorithm, phases=(changed,))
+
+
+METHODS = example.METHODS | {"fedavg": lambda model, preset: replace(example.fedavg(model, preset), finetune=()), "local": local}
+TITLES = example.TITLES | {"fedavg": "FedAvg", "local": "Local"}
+
+
+def run(dataset: str, method: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """One cell: {"rows": {title: measures}, and how it came about}."""
+    preset = replace(example.PRESETS[dataset], **({"test": 40} if arguments.quick else {}))
+    rounds = (2, 3) if arguments.quick else MILESTONES
+    clients = example.federation(dataset, preset, seed, arguments.data_root)
+    model = bf.models.mlp(clients.inputs, hidden=100, outputs=clients.classes, seed=seed)
+    algorithm = METHODS[method](model, preset)
+    options = {"train": "cohort", "sampling": "fixed", "seed": seed, "evaluate_every": None, "engine": bf.Engine(workers=arguments.workers)}
+    result, curve, start = None, {}, time.perf_counter()
+    for milestone in rounds:
+        folder = arguments.work / dataset / f"{method}-{seed}-{milestone}"
+        if folder.exists():
+            result = bf.load(folder, algorithm, clients)
+        else:
+            result = bf.simulate(algorithm, clients, rounds=milestone, resume=result, **options)
+            result.save(folder)
+        curve[milestone] = 100 * result.predict(draws=0).summary(clients.test)["accuracy"]
+    assert result is not None
+    trained = time.perf_counter() - start
+    outside = example.strangers(clients, seed)
+    entries = example.entries(method) if method in example.METHODS else {TITLES[method]: (0, 0)}
+    rows = {title: example.measure(result, outside, draws, epistemic)[0] for title, (draws, epistemic) in entries.items()}
+    cell: dict[str, Any] = {
+        "rows": rows,
+        "map_accuracy": curve,
+        "round_seconds": float(np.median(result.history["seconds"])),
+        "seconds": {"training": trained, "measuring": time.perf_counter() - start - trained},
+        "hash": clients.hash,
+        "environment": report.environment(),
+    }
+    if result.tuned is not None:
+        cell["predictive_precision"] = result.tuned
+    if "uncurved_share" in result.server:
+        cell["uncurved_share"] = float(result.server["uncurved_share"])
+    return cell
+
+
+def main() -> None:
+    """Runs the cells that are missing, writing each as it is done."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="three rounds of one seed: shows that it runs; nothing is written")
+    parser.add_argument("--datasets", nargs="+", choices=list(PUBLISHED), default=list(PUBLISHED))
+    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--workers", type=int, default=None, help="threads that run clients (default: the cores)")
+    parser.add_argument("--data-root", type=Path, default=None, help="folder of the data (default: BAYESFL_DATA, else the user's cache)")
+    parser.add_argument("--work", type=Path, default=Path("runs/papers/fedsi"), help="folder of the milestones (default: %(default)s)")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", message="most of the selected weights")  # the share is in the results
+    if arguments.quick:
+        arguments.seeds, arguments.work = arguments.seeds[:1], arguments.work.with_name("fedsi-quick")
+    saved: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() and not arguments.quick else {"cells": {}}
+    saved["command"] = " ".join(["python", *sys.argv])
+    cells = [(d, m, s) for s in arguments.seeds for d in arguments.datasets for m in arguments.methods]
+    for dataset, method, seed in cells:
+        key = f"{dataset}/{method}/{seed}"
+        if key in saved["cells"]:
+            continue
+        cell = run(dataset, method, seed, arguments)
+        for title, row in cell["rows"].items():
+            print(f"{key}: {title}: " + ", ".join(f"{name} {row[name]:.4f}" for name in ("accuracy", "nll", "ece", "brier")), flush=True)
+        if not arguments.quick:
+            saved["cells"][key] = cell
+            report.write_json(RESULTS, saved)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,325 @@
+"""What does a posterior over a subnetwork add to a personal model? FedSI beside FedBABU, FedAvg-FT and pFedVEM, and beside one temperature.
+
+    python examples/fedsi.py                                                        # handwritten digits, under two minutes on one core
+    python examples/fedsi.py --dataset mnist --train 50 --test 950 --rounds 800     # the paper's small MNIST
+
+Ten clients of five classes each. A tenth of a client's training data chooses the predictive precision (one for all clients), two further
+tenths are held back: one for temperatures, one for conformal thresholds. Prints how good and how calibrated every method is, with one
+temperature for all clients and one for each as the baseline to beat; how well its doubt tells labels that the client never saw, and
+images with permuted pixels, from its own; what declining the doubtful gains; how often conformal sets hold the label. Tables and figures
+go into a run folder.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import bayesfl as bf
+from bayesfl import calibration, detection, report
+from bayesfl.data import FederatedData, Split
+from bayesfl.files import atomic_path, atomic_write
+from bayesfl.metrics import classification_summary
+from bayesfl.optim import SGD
+
+DRAWS = 100
+BINS = 10  # the paper's
+ALPHA = 0.1
+PERMUTATIONS = 3
+LOOKED_AT = 200  # at most so many of a client's test examples, and as many of what it was not trained for, tell the two apart
+
+
+@dataclass(frozen=True)
+class Preset:
+    """What a data set is run with.
+
+    Args:
+        steps: Mini-batches on the body each round.
+        batch_size: Examples of each.
+        lr: SGD's learning rate on the body; the authors' code takes 0.1.
+        train: Training examples of each class and client, those held back included.
+        test: Test examples.
+        rounds: Rounds.
+    """
+
+    steps: int
+    batch_size: int
+    lr: float
+    train: int
+    test: int
+    rounds: int
+
+
+PRESETS = {
+    "digits": Preset(steps=20, batch_size=10, lr=0.1, train=24, test=10, rounds=30),
+    "mnist": Preset(steps=20, batch_size=50, lr=0.1, train=50, test=950, rounds=100),
+    "fashion-mnist": Preset(steps=20, batch_size=50, lr=0.1, train=50, test=950, rounds=100),
+}
+METHODS: dict[str, Callable[[torch.nn.Module, Preset], bf.Algorithm]] = {
+    "fedsi": lambda model, preset: bf.algorithms.fedsi(model, **_body(preset)),
+    "fedsi_predictive": lambda model, preset: bf.algorithms.fedsi(model, selection="predictive_variance", **_body(preset)),
+    "fedsi_fac": lambda model, preset: bf.algorithms.fedsi_fac(model, **_body(preset)),
+    "fedsi_full": lambda model, preset: bf.algorithms.fedsi_full(model, **_body(preset)),
+    "fedbabu": lambda model, preset: replace(_plain(bf.algorithms.fedbabu(model), preset), finetune=_head(model, preset)),
+    "fedavg_ft": lambda model, preset: replace(fedavg(model, preset), finetune=_head(model, preset)),
+    "pfedvem": lambda model, preset: bf.algorithms.pfedvem(
+        model, body_epochs=max(1, preset.steps // 5), batch_size=preset.batch_size, **PFEDVEM
+    ),
+}
+PFEDVEM: dict[str, Any] = {"init_scale": 0.1}
+TITLES = {
+    "fedsi": "FedSI",
+    "fedsi_predictive": "FedSI, by predictive variance",
+    "fedsi_fac": "FedSI-Fac",
+    "fedsi_full": "FedSI, whole body",
+    "fedbabu": "FedBABU",
+    "fedavg_ft": "FedAvg-FT",
+    "pfedvem": "pFedVEM",
+}
+QUALITY = (
+    report.Column("accuracy", better="higher"),
+    report.Column("nll", title="NLL (nats)", better="lower"),
+    report.Column("nll_pooled", title="T pooled", better="lower"),
+    report.Column("nll_client", title="T client", better="lower"),
+    report.Column("ece", title="ECE", better="lower"),
+    report.Column("ece_pooled", title="T pooled", better="lower"),
+    report.Column("ece_client", title="T client", better="lower"),
+    report.Column("mce", title="MCE", better="lower"),
+    report.Column("brier", title="Brier", better="lower"),
+)
+DOUBT = (
+    report.Column("near_entropy_auroc", title="unseen labels: AUROC, entropy", better="higher"),
+    report.Column("near_epistemic_auroc", title="epistemic", better="higher"),
+    report.Column("near_entropy_fpr95", title="FPR95, entropy", better="lower"),
+    report.Column("far_entropy_auroc", title="permuted: AUROC, entropy", better="higher"),
+    report.Column("far_epistemic_auroc", title="epistemic", better="higher"),
+    report.Column("far_entropy_fpr95", title="FPR95, entropy", better="lower"),
+)
+DECISIONS = (
+    report.Column("pooled_aurc", title="AURC", scale=100, digits=2, better="lower"),
+    report.Column("accuracy_at_80", title="accuracy on the surest 80 % (%)", scale=100, digits=1, better="higher"),
+    report.Column("coverage", title=f"conformal coverage ({100 * (1 - ALPHA):.0f} %)", scale=100, digits=1),
+    report.Column("lowest", title="lowest client", scale=100, digits=1),
+    report.Column("size", title="classes in a set", digits=2, better="lower"),
+)
+POSTERIOR = (
+    report.Column("predictive_precision", title="predictive precision"),
+    report.Column("uncurved", title="without curvature (%)", scale=100, digits=0),
+    report.Column("seconds", title="a round (ms)", scale=1000, digits=0),
+)
+
+
+def _body(preset: Preset) -> dict[str, Any]:
+    return {"steps": preset.steps, "batch_size": preset.batch_size, "optimiser": SGD(preset.lr)}
+
+
+def _head(model: torch.nn.Module, preset: Preset) -> tuple[Any, ...]:
+    """FedSI's fine-tuning, the same for every method that fine-tunes."""
+    return bf.algorithms.fedsi(model, **_body(preset)).finetune
+
+
+def _plain(algorithm: bf.Algorithm, preset: Preset) -> bf.Algorithm:
+    """The method with the same steps as FedSI's."""
+    (step,) = algorithm.phases
+    return replace(algorithm, phases=(replace(step, steps=preset.steps, batch_size=preset.batch_size, optimiser=SGD(preset.lr)),))
+
+
+def fedavg(model: torch.nn.Module, preset: Preset) -> bf.Algorithm:
+    """FedAvg, told apart as body and head, so that the head alone can be fine-tuned."""
+    blocks = {name: bf.Block(f"{name}.*") for name in ("body", "head")}
+    return replace(_plain(bf.algorithms.fedper(model), preset), blocks=blocks, adapt=())
+
+
+def halves(split: Split) -> tuple[Split, Split]:
+    """Two disjoint parts of every client's examples."""
+    parts = []
+    for start in (0, 1):
+        rows = [split.rows(j)[start::2] for j in range(split.clients)]
+        parts.append(replace(split, index=torch.cat(rows), counts=np.array([len(r) for r in rows])))
+    return parts[0], parts[1]
+
+
+def shown(split: Split, images: Callable[[int], Tensor]) -> Split:
+    """The clients of `split`, each shown other images [n_j, ...]."""
+    x = split.x.clone()
+    for j in range(split.clients):
+        x[split.rows(j)] = images(j)[: len(split.rows(j))].to(x)
+    return replace(split, x=x)
+
+
+def first(split: Split, count: int) -> Split:
+    """The first `count` examples of every client."""
+    rows = [split.rows(j)[:count] for j in range(split.clients)]
+    return replace(split, index=torch.cat(rows), counts=np.array([len(r) for r in rows]))
+
+
+def strangers(clients: FederatedData, seed: int) -> dict[str, list[Split]]:
+    """Some of each client's own test examples, and what it was not trained for: labels it never saw, its own with permuted pixels."""
+    own = first(clients.test, LOOKED_AT)
+    seen = [set(clients.train.client(j)[1].tolist()) for j in range(clients.clients)]
+    other = [next(k for k in range(clients.clients) if not seen[k] & seen[j]) for j in range(clients.clients)]
+    rng = torch.Generator().manual_seed(seed)
+    orders = [torch.randperm(own.x[0].numel(), generator=rng) for _ in range(PERMUTATIONS)]
+    far = [shown(own, lambda j, o=o: own.client(j)[0].flatten(1)[:, o].unflatten(1, own.x.shape[1:])) for o in orders]
+    return {"own": [own], "near": [shown(own, lambda j: own.client(other[j])[0])], "far": far}
+
+
+def probs_of(found: Any) -> Tensor:
+    """Class probabilities [J, N, O]."""
+    assert found.probs is not None
+    return found.probs
+
+
+def measure(result: Any, outside: dict[str, list[Split]], draws: int | None, epistemic: int) -> tuple[dict[str, float], dict[str, Any]]:
+    """Everything that is measured of a method's predictions, and what the figures need.
+
+    Args:
+        result: What the federation has learnt.
+        outside: What `strangers` gives.
+        draws: Of its predictions, as in `Result.predict`.
+        epistemic: Draws of those whose epistemic part is looked at; 0 for a method that has none.
+    """
+    data = result.data
+    labels, mask = data.test.padded_labels()
+    own = result.predict(draws=draws)
+    row = {
+        k: v
+        for k, v in classification_summary(probs_of(own), labels, mask, bins=BINS).items()
+        if k in ("accuracy", "nll", "ece", "mce", "brier")
+    }
+    for_temperatures, for_thresholds = halves(data.calibration)
+    seen, (truth, inside) = result.predict(for_temperatures, draws=draws), for_temperatures.padded_labels()
+    fitted = calibration.fit_temperature(probs_of(seen), truth, inside)
+    for name, temperature in (("pooled", fitted.pooled), ("client", fitted.clients)):
+        tempered = classification_summary(calibration.temper(probs_of(own), temperature), labels, mask, bins=BINS)
+        row |= {f"{key}_{name}": tempered[key] for key in ("nll", "ece")}
+    held, (truth, inside) = result.predict(for_thresholds, draws=draws), for_thresholds.padded_labels()
+    covered = calibration.conformal(probs_of(held), truth, inside, alpha=ALPHA, by="mixture").evaluate(probs_of(own), labels, mask)
+    row |= {"coverage": float(covered.share.nanmean()), "lowest": float(covered.share.min()), "size": float(covered.size.nanmean())}
+    selective = detection.selective_summary(probs_of(own), labels, mask)
+    row |= {key: selective[key] for key in ("pooled_aurc", "accuracy_at_80")}
+    uncertain = {"entropy": draws} | ({"epistemic": epistemic} if epistemic else {})
+    for score, count in uncertain.items():
+        here = result.predict(outside["own"][0], draws=count)
+        inside_scores = {score: detection.scores(here)[score]}
+        for name in ("near", "far"):
+            found = []
+            for split in outside[name]:
+                there = result.predict(split, draws=count)
+                found.append(detection.detection_summary(inside_scores, {score: detection.scores(there)[score]}, here.mask, there.mask))
+            row |= {f"{name}_{key}": float(np.mean([f[key] for f in found])) for key in found[0]}
+    return row, {"diagram": (probs_of(own), labels, mask), "coverage": covered}
+
+
+def entries(name: str) -> dict[str, tuple[int | None, int]]:
+    """Rows of the tables that a method makes: {title: draws of its predictions, draws for the epistemic part}."""
+    title = TITLES[name]
+    if name == "pfedvem":
+        return {f"{title}, mean": (0, DRAWS), f"{title}, {DRAWS} draws": (DRAWS, DRAWS)}
+    if name.startswith("fedsi"):
+        return {title: (None, DRAWS)} | ({"FedSI's MAP": (0, 0)} if name == "fedsi" else {})
+    return {title: (0, 0)}
+
+
+def federation(dataset: str, preset: Preset, seed: int, root: Path | None, download: bool = False) -> FederatedData:
+    """The clients."""
+    shares = {"validation": 0.1, "calibration": 0.2}
+    return bf.data.label_groups(dataset, train=preset.train, test=preset.test, seed=seed, root=root, download=download, **shares)
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--dataset", choices=list(PRESETS), default="digits", help="what is federated (default: %(default)s, needs no file)"
+    )
+    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS), help="which to run (default: all)")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="one run each (default: 0 1 2)")
+    parser.add_argument("--rounds", type=int, help="rounds of the federation (default: 30 for digits, else 100)")
+    parser.add_argument("--train", type=int, help="training examples of each class and client (default: 24 for digits, else 50)")
+    parser.add_argument("--test", type=int, help="test examples of each class and client (default: 10 for digits, else 950)")
+    parser.add_argument("--workers", type=int, default=None, help="threads that run clients (default: the cores)")
+    parser.add_argument("--data-root", type=Path, default=None, help="folder of the data (default: BAYESFL_DATA, else the user's cache)")
+    parser.add_argument("--download", action="store_true", help="let torchvision fetch images that are not there")
+    parser.add_argument("--out", type=Path, default=Path("runs/fedsi"), help="folder of the tables and figures (default: %(default)s)")
+    return parser.parse_args(argv)
+
+
+def compare(options: argparse.Namespace) -> None:
+    """Runs every method with every seed, prints and writes the tables.
+
+    Raises:
+        ValueError: Arguments that don't work out.
+        FileNotFoundError: The data are not there.
+        DivergenceError: Training left the finite numbers.
+    """
+    given = {name: getattr(options, name) for name in ("rounds", "train", "test") if getattr(options, name) is not None}
+    preset = replace(PRESETS[options.dataset], **given)
+    rows: dict[str, dict[str, list[float]]] = {}
+    first: dict[str, dict[str, Any]] = {}
+    for seed in options.seeds:
+        clients = federation(options.dataset, preset, seed, options.data_root, options.download)
+        outside = strangers(clients, seed)
+        print(f"seed {seed}: {clients}, partition {clients.hash[:12]}", flush=True)
+        model = bf.models.mlp(clients.inputs, hidden=100, outputs=clients.classes, seed=seed)
+        for name in options.methods:
+            result = bf.simulate(
+                METHODS[name](model, preset),
+                clients,
+                rounds=preset.rounds,
+                train="cohort",
+                sampling="fixed",
+                seed=seed,
+                evaluate_every=None,
+                engine=bf.Engine(workers=options.workers),
+            )
+            posterior = {"seconds": float(np.median(result.history["seconds"]))}
+            if result.tuned is not None:
+                posterior["predictive_precision"] = result.tuned
+            if "uncurved_share" in result.server:
+                posterior["uncurved"] = float(result.server["uncurved_share"])
+            for title, (draws, epistemic) in entries(name).items():
+                row, figures = measure(result, outside, draws, epistemic)
+                for key, value in (row | posterior).items():
+                    rows.setdefault(title, {}).setdefault(key, []).append(value)
+                first.setdefault(title, figures)
+            record = {"arguments": vars(options), "preset": vars(preset), "environment": report.environment(), "rows": rows}
+            report.write_json(options.out / "table.json", record)
+    text = "\n\n".join(report.table(rows, columns=columns) for columns in (QUALITY, DOUBT, DECISIONS, POSTERIOR))
+    print(
+        f"\n{options.dataset}, {preset.rounds} rounds; mean over clients, then mean ± standard error of {len(options.seeds)} seeds; * best"
+    )
+    print(f"\n{text}")
+    atomic_write(options.out / "tables.txt", text + "\n")
+    diagrams = {title: figures["diagram"] for title, figures in first.items()}
+    pictures = {
+        "reliability.png": bf.plots.reliability_compare(diagrams, bins=BINS, columns=3),
+        "risk_coverage.png": bf.plots.risk_coverage(diagrams).figure,
+        "coverage.png": bf.plots.coverage({title: figures["coverage"] for title, figures in first.items()}),
+    }
+    for name, figure in pictures.items():
+        with atomic_path(options.out / name) as temporary:
+            figure.savefig(temporary, dpi=120, bbox_inches="tight")
+    print(f"\ntables and figures are in {options.out}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The exit code: 0, or 1 where training diverged, or 2 where the arguments don't work out."""
+    options = arguments(argv)
+    torch.set_num_threads(1)
+    try:
+        compare(options)
+    except (bf.DivergenceError, ValueError, OSError, ImportError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1 if isinstance(error, bf.DivergenceError) else 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

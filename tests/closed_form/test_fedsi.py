@@ -1,0 +1,261 @@
+"""FedSI against algebra: conditional posteriors of linear-Gaussian clients, centralised Laplace, every aggregation rule by hand."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+import bayesfl as bf
+from bayesfl.data import FederatedData
+from bayesfl.likelihood import Gaussian
+from bayesfl.models import Split
+from bayesfl.optim import SGD
+from bayesfl.posteriors import Laplace
+from bayesfl.selection import Evidence, select
+
+DIM, NOISE, ALPHA = 4, 0.5, 2.0
+COUNTS = (9, 14, 6)
+
+
+@pytest.fixture(scope="module")
+def regressions() -> FederatedData:
+    """Linear regressions whose weights differ between clients."""
+    rng = torch.Generator().manual_seed(5)
+    xs = [torch.randn(n, DIM, generator=rng) for n in COUNTS]
+    ys = [x @ torch.randn(DIM, generator=rng) + NOISE * torch.randn(len(x), generator=rng) for x in xs]
+    return bf.data.from_arrays(xs, ys, test=([x + 1 for x in xs], [y + 1 for y in ys]))
+
+
+START = torch.tensor([0.1, -0.2, 0.3, 0.05])
+
+
+def linear() -> Split:
+    """A linear body of one output under a head that only multiplies by 1.5."""
+    body, head = nn.Linear(DIM, 1, bias=False), nn.Linear(1, 1, bias=False)
+    with torch.no_grad():
+        body.weight.copy_(START[None])
+        head.weight.fill_(1.5)
+    return Split(body, head)
+
+
+EXACT: dict[str, Any] = {
+    "steps": 3000,
+    "batch_size": None,
+    "optimiser": SGD(0.03),
+    "prior_precision": 1 / ALPHA,
+    "predictive_precision": 1.0,
+    "likelihood": Gaussian(NOISE),
+    "finetune_steps": 1,
+    "finetune_lr": 0.0,
+}
+
+
+def run(algorithm: bf.Algorithm, clients: FederatedData, rounds: int = 1, **options: Any):
+    options = {"dtype": torch.float64, "evaluate_every": None, "seed": 2, "progress": False, **options}
+    return bf.simulate(algorithm, clients, rounds=rounds, **options)
+
+
+def posterior(data: FederatedData, j: int, mean: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and precision of client j's exact posterior under N(mean, diag g); the head makes the inputs 1.5 x."""
+    x, y = data.train.client(j)
+    x = 1.5 * x.double()
+    precision = x.T @ x / NOISE**2 + torch.diag(1 / g)
+    return torch.linalg.solve(precision, x.T @ y.double() / NOISE**2 + mean / g), precision
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_a_linear_client_sends_the_exact_conditional_posterior(regressions: FederatedData, share: float):
+    """The mean is the ridge solution; sigma on S is that of S given the rest, (H_SS)^-1, and S has the largest 1 / H_rr. Two rounds."""
+    one = regressions.select([1])
+    algorithm = bf.algorithms.fedsi(linear(), share=share, **EXACT)
+    mean, g = START.double(), torch.full((DIM,), ALPHA, dtype=torch.float64)
+    for rounds in (1, 2):
+        result = run(algorithm, one, rounds)
+        mean, precision = posterior(one, 0, mean, g)
+        chosen = (1 / precision.diagonal()).argsort(descending=True)[: int(share * DIM)].sort().values
+        std = torch.zeros(DIM, dtype=torch.float64)
+        std[chosen] = precision[chosen][:, chosen].inverse().diagonal().sqrt()
+        assert_close(result.server["body"]["loc"], mean, atol=1e-9, rtol=0)
+        assert_close(result.private["std"][0], std, atol=1e-9, rtol=0)
+        g = torch.where(std > 0, std.square(), ALPHA)
+        assert_close(result.server["g"], g, atol=1e-9, rtol=0)
+
+
+def test_fac_keeps_every_weight_on_its_own(regressions: FederatedData):
+    """sigma_r = H_rr^(-1/2) for all weights: FedSI with all of them where inputs are orthogonal, and larger than nothing else."""
+    result = run(bf.algorithms.fedsi_fac(linear(), **EXACT), regressions)
+    start, g = START.double(), torch.full((DIM,), ALPHA, dtype=torch.float64)
+    for j in range(len(COUNTS)):
+        assert_close(result.private["std"][j], posterior(regressions, j, start, g)[1].diagonal().rsqrt(), atol=1e-9, rtol=0)
+    orthogonal = bf.data.from_arrays([2 * torch.eye(DIM)], [torch.ones(DIM)], outputs=1, task="regression")
+    fac, all_of_them = (
+        run(algorithm, orthogonal)
+        for algorithm in (bf.algorithms.fedsi_fac(linear(), **EXACT), bf.algorithms.fedsi(linear(), share=1.0, **EXACT))
+    )
+    assert_close(fac.server["g"], all_of_them.server["g"], atol=1e-12, rtol=0)
+
+
+def test_one_client_and_one_round_is_centralised_subnetwork_laplace(model: nn.Module, clients: FederatedData):
+    """On a classifier: the same subnetwork, the same variances, and after fine-tuning the same predictions, by `Laplace` alone."""
+    one = clients.select([0])
+    algorithm = bf.algorithms.fedsi(
+        model, share=0.3, epochs=5, batch_size=10, prior_precision=0.5, predictive_precision=3.0, finetune_steps=7
+    )
+    result = run(algorithm, one)
+    x = one.train.client(0)[0].double()
+    network = bf.models.mlp(8, hidden=16, outputs=3).double()
+    network.load_state_dict({k: v.double() for k, v in model.state_dict().items()})
+    layout = algorithm.layout("body")
+
+    def at(body: Tensor, head: Tensor | None = None) -> nn.Module:
+        with torch.no_grad():
+            leaves = layout.leaves(body) | (algorithm.layout("head").leaves(head) if head is not None else {})
+            for name, leaf in leaves.items():
+                network.get_parameter(name).copy_(leaf)
+        return network
+
+    def subnetwork(precision: float) -> Laplace:
+        whole = Laplace.fit(network, x, precision=precision, structure="diagonal", parameters="body.*")
+        chosen = select("wasserstein", Evidence(whole.loc, whole.diagonal, 1 / whole.precision), int(0.3 * layout.size))
+        return Laplace.fit(network, x, precision=precision, structure="subnetwork", indices=chosen, parameters="body.*")
+
+    at(result.server["body"]["loc"])
+    assert_close(result.private["std"][0].square(), subnetwork(0.5).moments()[1], atol=1e-12, rtol=1e-9)
+    head = fine_tuned_head(algorithm, result, one)
+    at(result.server["body"]["loc"], head)
+    expected = subnetwork(3.0).predict(one.test.client(0)[0].double())["probs"]
+    assert_close(result.predict().client(0).probs, expected, atol=1e-9, rtol=0)
+    with torch.no_grad():
+        plain = network(one.test.client(0)[0].double()).softmax(-1)
+    assert_close(result.predict(draws=0).client(0).probs, plain, atol=1e-9, rtol=0)
+    assert float((plain - expected).abs().max()) > 1e-3
+
+
+def fine_tuned_head(algorithm: bf.Algorithm, result: Any, data: FederatedData) -> Tensor:
+    """The head as a client has it when it predicts: one that keeps its view is asked."""
+    seen: list[Tensor] = []
+
+    class Watch:
+        tunes, grid = "", ()
+
+        def __call__(self, algorithm: Any, given: Any, view: Any, data: Any) -> Any:
+            seen.append(view["head"]["loc"].clone())
+            assert not torch.equal(view["head"]["loc"], given["head"]["loc"])
+            return lambda x, value=None, noise=None: {"probs": x[:, :3].softmax(-1), "epistemic": x[:, 0]}
+
+    replace(result, algorithm=replace(algorithm, predictor=Watch())).predict()
+    return seen[0]
+
+
+STDS = torch.tensor([[0.0, 1.0, 0.5, 0.0, 3.0], [0.0, 0.0, 0.1, 1e-6, 3.0]], dtype=torch.float64)
+LOCS = torch.tensor([[0.0, 1.0, 2.0, 0.0, 1.0], [4.0, 3.0, 0.0, 0.0, 1.0]], dtype=torch.float64)
+RULES = {
+    "mean_std": [2.0, 0.25, 0.09, 1e-8, 2.0],
+    "mean_var": [2.0, 0.5, 0.13, 1e-8, 2.0],
+    "mean_over_selecting": [2.0, 1.0, 0.09, 1e-8, 2.0],
+    "moment_match": [2.0, 1.5, 1.13, 1e-8, 2.0],
+    "product": [2.0, 1.0, 1 / 104, 1e-8, 2.0],
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_aggregation_by_hand(regressions: FederatedData, rule: Any):
+    """Never selected: alpha, whatever the means. By one of two, by both, below the floor, above the cap (alpha)."""
+    algorithm = bf.algorithms.fedsi(Split(nn.Linear(5, 1, bias=False), nn.Linear(1, 1)), aggregation=rule, **EXACT)
+    server = algorithm.init(2, dtype=torch.float64)
+    uplink = {"std": STDS, "body": {"loc": LOCS}, "uncurved": torch.tensor([0.25, 0.75], dtype=torch.float64)}
+    new = algorithm.combine(server, torch.arange(2), uplink)
+    assert_close(new["g"], torch.tensor(RULES[rule], dtype=torch.float64), atol=1e-12, rtol=1e-9)
+    assert_close(new["uncurved_share"], torch.tensor(0.5, dtype=torch.float64))
+
+
+def test_the_product_weighs_means_by_precision():
+    """Among those that selected a weight; the plain mean where nobody did, and everywhere for the other rules."""
+    model = Split(nn.Linear(5, 1, bias=False), nn.Linear(1, 1))
+    uplink = {"std": STDS, "body": {"loc": LOCS}}
+    for rule, third in (("product", 2 * 4 / 104), ("moment_match", 1.0)):
+        algorithm = bf.algorithms.fedsi(model, aggregation=rule, **EXACT)  # pyright: ignore[reportArgumentType]
+        server = algorithm.init(2, dtype=torch.float64)
+        loc = algorithm.blocks["body"].pool(server, "body", uplink)["loc"]  # pyright: ignore[reportCallIssue, reportOptionalCall]
+        second = 1.0 if rule == "product" else 2.0
+        assert_close(loc, torch.tensor([2.0, second, third, 0.0, 1.0], dtype=torch.float64), atol=1e-12, rtol=0)
+
+
+def test_means_count_every_client_alike(regressions: FederatedData):
+    """mu is the plain mean of the clients' MAPs, whatever their numbers of examples."""
+    result = run(bf.algorithms.fedsi(linear(), share=0.5, **EXACT), regressions)
+    start, g = START.double(), torch.full((DIM,), ALPHA, dtype=torch.float64)
+    means = torch.stack([posterior(regressions, j, start, g)[0] for j in range(len(COUNTS))])
+    assert_close(result.server["body"]["loc"], means.mean(0), atol=1e-9, rtol=0)
+
+
+def test_curvature_every_other_round(regressions: FederatedData):
+    """Between fits g stays, clients keep what they sent, and the means move on."""
+    algorithm = bf.algorithms.fedsi(linear(), share=0.5, curvature_every=2, **{**EXACT, "steps": 3})
+    one, two, three = (run(algorithm, regressions, rounds) for rounds in (1, 2, 3))
+    assert torch.equal(one.server["g"], two.server["g"])
+    assert torch.equal(one.private["std"], two.private["std"])
+    assert not torch.equal(one.server["body"]["loc"], two.server["body"]["loc"])
+    assert not torch.equal(two.server["g"], three.server["g"])
+
+
+def test_random_subnetworks_are_one_for_all(model: nn.Module, clients: FederatedData):
+    """Equal seeds choose equal weights on every client and in every round, so that indices need not travel; another seed others."""
+    options: dict[str, Any] = {"share": 0.2, "selection": "random", "epochs": 1, "predictive_precision": 1.0}
+    chosen = [
+        run(bf.algorithms.fedsi(model, seed=seed, **options), clients, rounds).private["std"] > 0
+        for seed, rounds in ((0, 1), (0, 2), (1, 1))
+    ]
+    assert bool((chosen[0] == chosen[0][0]).all())
+    assert int(chosen[0][0].sum()) == int(0.2 * chosen[0].shape[1])
+    assert torch.equal(chosen[0], chosen[1])
+    assert not torch.equal(chosen[0], chosen[2])
+
+
+def test_the_whole_body_trains_under_one_variance(regressions: FederatedData):
+    """Its mean is the average of ridge solutions under N(mu, alpha), its predictions those of the full Laplace approximation at it."""
+    result = run(bf.algorithms.fedsi_full(linear(), **EXACT), regressions)
+    start, g = START.double(), torch.full((DIM,), ALPHA, dtype=torch.float64)
+    mean = torch.stack([posterior(regressions, j, start, g)[0] for j in range(len(COUNTS))]).mean(0)
+    assert_close(result.server["body"]["loc"], mean, atol=1e-9, rtol=0)
+    found = result.predict()
+    for j in range(len(COUNTS)):
+        precision = posterior(regressions, j, mean, torch.ones(DIM, dtype=torch.float64))[1]
+        x = 1.5 * regressions.test.client(j)[0].double()
+        variance = (x @ precision.inverse() * x).sum(-1) + NOISE**2
+        assert_close(found.client(j).variance[:, 0], variance, atol=1e-9, rtol=0)  # pyright: ignore[reportOptionalSubscript]
+        assert_close(found.client(j).mean[:, 0], x @ mean, atol=1e-9, rtol=0)  # pyright: ignore[reportOptionalSubscript]
+
+
+@pytest.mark.filterwarnings("ignore:most of the selected weights")
+def test_the_literal_prior_is_stable(model: nn.Module, clients: FederatedData):
+    """alpha = 1e-4 as a variance: after a round of averaging the pull is k = 1 / (g n) in the thousands, and training stays finite."""
+    algorithm = bf.algorithms.fedsi(
+        model, prior_precision=1e4, predictive_precision=1e4, optimiser=SGD(0.1), share=0.1, epochs=3, batch_size=10
+    )
+    result = run(algorithm, clients, rounds=4)
+    selected = result.server["g"] < 0.99e-4
+    assert bool(selected.any())
+    assert float(1 / result.server["g"].min() / 43) > 1000
+    assert bool(result.server["body"]["loc"].isfinite().all())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prior_precision": 0.0}, "prior_precision must be > 0"),
+        ({"predictive_precision": -1.0}, "predictive_precision must be > 0"),
+        ({"share": 0.0}, r"share is the part of the weights that stays uncertain and must lie in \(0, 1\]"),
+        ({"aggregation": "median"}, "aggregation must be one of"),
+        ({"variance_floor": 1e9}, "variance_floor must be > 0 and at most alpha"),
+        ({"curvature_every": 0}, "curvature_every must be at least 1"),
+        ({"steps": 0}, "steps must be at least 1"),
+    ],
+)
+def test_numbers_out_of_range(model: nn.Module, options: dict[str, Any], message: str):
+    """Named as the algorithm is built."""
+    with pytest.raises(ValueError, match=message):
+        bf.algorithms.fedsi(model, **options)

@@ -1,0 +1,159 @@
+"""Predictors: what they say is what `Laplace` says, their number is chosen on the clients' validation data together."""
+
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+import bayesfl as bf
+from bayesfl.data import FederatedData
+from bayesfl.likelihood import Bernoulli, Gaussian
+from bayesfl.posteriors import Laplace
+from bayesfl.posteriors.linearised import nll
+from bayesfl.predict import Predictions
+from bayesfl.predictors import GRID, LinearisedLaplace
+
+
+@pytest.fixture(scope="module")
+def held() -> FederatedData:
+    """Four clients with validation data, of unequal size; the third has one validation example only."""
+    rng = torch.Generator().manual_seed(3)
+    xs = [torch.randn(n, 8, generator=rng) for n in (40, 23, 8, 31)]
+    rule = torch.randn(8, 3, generator=rng)
+    ys = [(x @ (rule + 0.5 * torch.randn(8, 3, generator=rng))).argmax(-1) for x in xs]
+    test = [torch.randn(9, 8, generator=rng) for _ in xs]
+    return bf.data.from_arrays(xs, ys, test=(test, [torch.zeros(9).long() for _ in xs]), outputs=3, validation=0.2)
+
+
+def trained(clients: FederatedData, model: nn.Module, predictor: Any, engine: bf.Engine | None = None, epochs: int = 2, **options: Any):
+    algorithm = replace(bf.algorithms.fedper(model, epochs=epochs, batch_size=10, lr=0.05), predictor=predictor)
+    options = {"rounds": 2, "dtype": torch.float64, "evaluate_every": None, "progress": False, **options}
+    return bf.simulate(algorithm, clients, engine=engine or bf.Engine(chunk=2, workers=1), **options)
+
+
+def probs(predictions: Predictions) -> Tensor:
+    assert predictions.probs is not None
+    return predictions.probs
+
+
+def by_hand(result: Any, j: int, precision: float, structure: Any = "full") -> Laplace:
+    """Client j's approximation, from its weights and its training data."""
+    network = bf.models.mlp(8, hidden=16, outputs=3).double()
+    algorithm = result.algorithm
+    leaves = algorithm.layout("body").leaves(result.server["body"]["loc"]) | algorithm.layout("head").leaves(
+        result.private["head"]["loc"][j]
+    )
+    with torch.no_grad():
+        for name, leaf in leaves.items():
+            network.get_parameter(name).copy_(leaf)
+    return Laplace.fit(network, result.data.train.client(j)[0].double(), precision=precision, structure=structure, parameters="body.*")
+
+
+@pytest.mark.parametrize("structure", ["full", "diagonal"])
+def test_any_method_takes_one(held: FederatedData, model: nn.Module, structure: Any):
+    """FedPer with a Laplace body: every client's predictions are those of `Laplace` at its own weights."""
+    result = trained(held, model, LinearisedLaplace(structure=structure, precision=2.0))
+    found = result.predict()
+    for j in range(held.clients):
+        expected = by_hand(result, j, 2.0, structure).predict(held.test.client(j)[0].double())
+        assert_close(probs(found.client(j)), expected["probs"], atol=1e-9, rtol=0)
+    assert bool(found.epistemic.isnan().all())
+
+
+def test_the_number_is_chosen_on_all_validation_data(held: FederatedData, model: nn.Module):
+    """The candidate with the least sum of negative log likelihoods over clients; adapted clients and saved runs keep it."""
+    result = trained(held, model, LinearisedLaplace(), epochs=40)
+    total = torch.zeros(len(GRID), dtype=torch.float64)
+    for j in range(held.clients):
+        x, y = held.validation.client(j)
+        for k, value in enumerate(GRID):
+            total[k] += nll(by_hand(result, j, value).predict(x.double()), y).sum()
+    assert result.tuned == GRID[int(total.argmin())]
+    assert 0 < int(total.argmin()) < len(GRID) - 1
+    fixed = trained(held, model, LinearisedLaplace(precision=result.tuned), epochs=40)
+    assert fixed.tuned == result.tuned
+    assert_close(probs(result.predict()), probs(fixed.predict()), equal_nan=True)
+
+
+def test_new_clients_take_the_federations_number(held: FederatedData, model: nn.Module, clients: FederatedData, tmp_path: Any):
+    """They need no validation data of their own."""
+    result = trained(held, model, LinearisedLaplace())
+    adapted = result.adapt(clients)
+    assert adapted.tuned == result.tuned
+    assert probs(adapted.predict()).shape == (7, 6, 3)
+    adapted.save(tmp_path / "run")
+    assert bf.load(tmp_path / "run", result.algorithm, clients).tuned == result.tuned
+
+
+def test_draws(held: FederatedData, model: nn.Module):
+    """Epistemic and aleatoric parts add up to the entropy; many draws come near the probit; none is the plug-in; equal for any chunk."""
+    result = trained(held, model, LinearisedLaplace(precision=5.0))
+    found, closed = result.predict(draws=3000), result.predict()
+    assert_close(found.aleatoric + found.epistemic, torch.special.entr(probs(found)).sum(-1), equal_nan=True)
+    inside = found.mask
+    assert bool((found.epistemic[inside] > 0).all())
+    assert bool((found.aleatoric[inside] > 0).all())
+    assert_close(probs(found)[inside], probs(closed)[inside], atol=0.06, rtol=0)
+    plain = replace(result, algorithm=replace(result.algorithm, predictor=None)).predict(draws=0)
+    assert_close(probs(result.predict(draws=0)), probs(plain), atol=0, rtol=0, equal_nan=True)
+    assert float((probs(plain) - probs(closed))[inside].abs().max()) > 1e-3
+    other = trained(held, model, LinearisedLaplace(precision=5.0), bf.Engine(chunk=3, workers=2)).predict(draws=50)
+    assert_close(probs(other), probs(result.predict(draws=50)), atol=1e-9, rtol=0, equal_nan=True)
+
+
+def test_evaluation_takes_the_predictor(held: FederatedData, model: nn.Module):
+    """The history's personal columns are those of the predictions, the number chosen anew at every evaluation."""
+    result = trained(held, model, LinearisedLaplace(), evaluate_every=1)
+    assert result.history["personal_nll"][-1] == pytest.approx(result.predict().summary(held.test)["nll"], abs=1e-9)
+
+
+def test_regression_and_two_classes():
+    """Exact moments for targets, with noise; one logit for two classes."""
+    rng = torch.Generator().manual_seed(0)
+    xs = [torch.randn(n, 3, generator=rng) for n in (12, 7)]
+    for likelihood, ys, outputs in (
+        (Gaussian(0.5), [x.sum(-1) for x in xs], 1),
+        (Bernoulli(), [(x.sum(-1) > 0).long() for x in xs], 2),
+    ):
+        task = likelihood.task
+        data = bf.data.from_arrays(xs, ys, test=(xs, ys), outputs=outputs, task=task)  # pyright: ignore[reportArgumentType]
+        method = bf.algorithms.fedsi_full(bf.models.mlp(3, hidden=4, outputs=1), predictive_precision=1.0, likelihood=likelihood)
+        found = bf.simulate(method, data, rounds=1, progress=False).predict(draws=5).client(1)
+        if found.probs is not None:
+            assert_close(probs(found).sum(-1), torch.ones(7))
+        else:
+            assert found.variance is not None
+            assert_close(found.variance[:, 0], 0.25 + found.epistemic)
+            assert_close(found.aleatoric, torch.full((7,), 0.25))
+
+
+def test_without_validation_data(clients: FederatedData, model: nn.Module):
+    """Refused before training where it will be measured, and as it predicts; a number, or no closed form, needs none."""
+    with pytest.raises(ValueError, match=r"predictive_precision is chosen on validation data.*validation=0.1"):
+        trained(clients, model, LinearisedLaplace(), evaluate_every=1)
+    result = trained(clients, model, LinearisedLaplace())
+    with pytest.raises(ValueError, match="predictive_precision is chosen on validation data"):
+        result.predict()
+    assert probs(result.predict(draws=0)).shape[0] == 7
+
+
+def test_a_precision_that_ruins_predictions_is_named(held: FederatedData, model: nn.Module):
+    """The paper's training precision in a prediction: the median kappa is far below .3; a good one is silent."""
+    with pytest.warns(UserWarning, match="predictive_precision=0.0001 leaves the predictions to the prior"):
+        trained(held, model, LinearisedLaplace(precision=1e-4)).predict()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trained(held, model, LinearisedLaplace(precision=10.0)).predict()
+
+
+def test_an_empty_client(held: FederatedData, model: nn.Module):
+    """A client without rows in a split has none in its predictions."""
+    result = trained(held, model, LinearisedLaplace(precision=1.0))
+    split = replace(held.test, index=held.test.index[9:], counts=held.test.counts * [0, 1, 1, 1])
+    found = result.predict(split)
+    assert found.mask.sum(1).tolist() == [0, 9, 9, 9]
+    assert_close(probs(found)[1:], probs(result.predict())[1:])
