@@ -27,11 +27,13 @@ docs: $(VENV)/.docs
 examples: $(VENV)/.plain
 	$(BIN)/python examples/pfedvem.py --clients 4 --rounds 2 --seeds 0 1 --participation 0.5 --out runs/smoke
 	$(BIN)/python examples/subnetwork_laplace.py --seeds 0 --examples 60 --out runs/smoke-laplace
+	$(BIN)/python examples/fedsi.py --seeds 0 --rounds 3 --out runs/smoke-fedsi
 	$(BIN)/python benchmarks/engines.py --quick --no-neighbour --rows mlp10 pfedvem
 	$(BIN)/python benchmarks/memory.py --quick
 	$(BIN)/python benchmarks/sensitivity.py --quick
 	$(BIN)/python benchmarks/curvature.py --quick --threads 1
 	$(BIN)/python benchmarks/gpu.py --quick --device cpu
+	$(BIN)/python benchmarks/papers/fedsi.py --quick
 
 # The wheel, in an empty environment without the development tools.
 wheel: $(VENV)/.test
