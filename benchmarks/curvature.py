@@ -83,7 +83,7 @@ def problem(name: str, quick: bool, *, paper: bool = False) -> Problem:
 
 def _laplace(p: Problem, backend: str, structure: str, **options: object):
     """A laplace-torch object, fitted on all samples in one batch."""
-    from bayesfl.data._torchvision import torchvision
+    from bayesfl._torchvision import torchvision
 
     torchvision()
     from laplace import Laplace

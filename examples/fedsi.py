@@ -224,8 +224,10 @@ def entries(name: str) -> dict[str, tuple[int | None, int]]:
     title = TITLES[name]
     if name == "pfedvem":
         return {f"{title}, mean": (0, DRAWS), f"{title}, {DRAWS} draws": (DRAWS, DRAWS)}
+    if name == "fedsi":
+        return {title: (None, DRAWS), "FedSI's MAP": (0, 0)}
     if name.startswith("fedsi"):
-        return {title: (None, DRAWS)} | ({"FedSI's MAP": (0, 0)} if name == "fedsi" else {})
+        return {title: (None, DRAWS)}
     return {title: (0, 0)}
 
 
