@@ -5,7 +5,9 @@ runs/demo/table.json), speed from benchmarks/results/engines.json (`make benchma
 """
 
 import json
+import math
 from pathlib import Path
+from typing import Any
 
 import bayesfl as bf
 from bayesfl import report
@@ -56,9 +58,83 @@ def engines() -> str:
     return "\n".join(lines)
 
 
+def selection() -> str:
+    """What rules of subnetworks are worth, in Markdown: a table for each measure, the networks side by side."""
+    saved = json.loads((RESULTS / "selection.json").read_text())
+    cells = {f"{dataset}, {scaling}": found for dataset, by in saved["results"].items() for scaling, found in by.items()}
+    rows = {cell: found["rows"] for cell, found in cells.items()}
+    names = list(next(iter(rows.values())))
+    base = {cell: of["MAP, one temperature"]["nll"] for cell, of in rows.items()}
+    beyond = {
+        name: {cell: [a - b for a, b in zip(of[name]["nll"], base[cell], strict=True)] for cell, of in rows.items()} for name in names
+    }
+
+    def side_by_side(title: str, *keys: str, part: str = "rows", scaled: bool = False, **options: Any) -> str:
+        kept = [name for name, row in next(iter(cells.values()))[part].items() if keys[0] in row and (scaled or "scaled" not in name)]
+        table = {
+            name: {f"{cell} {key}": of[part][name][key] for cell, of in cells.items() for key in keys if key in of[part][name]}
+            for name in kept
+        }
+        kind = {key: "" if len(keys) == 1 else f": {key.split('_')[-1]}" for key in keys}
+        columns = [report.Column(f"{cell} {key}", title=cell + kind[key], **options) for cell in cells for key in keys]
+        return f"**{title}**\n\n{report.table(table, columns=columns, style='markdown')}"
+
+    percent = {"scale": 100.0, "digits": 0}
+    network = [
+        report.Column("train_nll", title="NLL on training images", digits=4),
+        report.Column("constant_pixels", title="constant pixels (%)", **percent),
+        report.Column("changed_by_themselves", title="test images that change one (%)", **percent),
+        report.Column("dead_units", title="dead units (%)", **percent),
+        report.Column("uncurved", title="weights without curvature (%)", **percent),
+    ]
+    costs = {
+        name: {key: [value for of in rows.values() for value in of[name][key]] for key in ("order", "seconds", "predict_seconds")}
+        for name in names
+        if "order" in rows[next(iter(rows))][name]
+    }
+    cost = [
+        report.Column("order", title="order of the factor", digits=0),
+        report.Column("seconds", title="one fit (CPU s)", digits=2),
+        report.Column("predict_seconds", title="1,000 predictions and draws (CPU s)", digits=2),
+    ]
+    chosen = ["| method | " + " | ".join(cells) + " |", "|---|" + "---:|" * len(cells)]
+    for name in names:
+        if "log10_precision" in rows[next(iter(rows))][name] and "scaled" not in name:
+            seeds = [", ".join(f"{value:.1f}" for value in of[name]["log10_precision"]) for of in rows.values()]
+            chosen.append(f"| {name} | " + " | ".join(seeds) + " |")
+    low, high = (f"{value:.0f}" for value in (math.log10(g) for g in (saved["sizes"]["grid"][0], saved["sizes"]["grid"][-1])))
+    networks = report.table({cell: found["network"] for cell, found in cells.items()}, columns=network, style="markdown", corner="network")
+    return "\n\n".join(
+        [
+            f"**The networks**\n\n{networks}",
+            side_by_side("Share of the selected weights without curvature (%)", "uncurved", **percent),
+            side_by_side("Share of the selected weights that lead into dead units (%)", "in_dead_units", **percent),
+            f"**Chosen precision, log10, seed by seed** (grid {low} to {high})\n\n" + "\n".join(chosen),
+            side_by_side("Accuracy (%)", "accuracy", scaled=True, scale=100.0, digits=1, better="higher"),
+            side_by_side("NLL on test images (nats)", "nll", scaled=True, better="lower"),
+            "**NLL beyond that of one temperature (nats, paired by seed)**\n\n"
+            + report.table(beyond, columns=[report.Column(cell, title=cell) for cell in cells], style="markdown"),
+            side_by_side("NLL once the method has a temperature of its own, too (nats)", "nll_tempered", scaled=True, better="lower"),
+            side_by_side("ECE", "ece", scaled=True, better="lower"),
+            side_by_side("AUROC of images of unseen classes", "near_entropy", "near_epistemic", scaled=True, better="higher"),
+            side_by_side("AUROC of the other data set", "other_entropy", "other_epistemic", better="higher"),
+            side_by_side("AUROC of permuted pixels", "permuted_entropy", "permuted_epistemic", better="higher"),
+            side_by_side("NLL on lit test images beyond the same images unlit (nats)", "lit_change", better="lower"),
+            side_by_side("At fixed precisions: NLL on the first test images (nats)", "nll", part="fixed", better="lower"),
+            side_by_side("At fixed precisions: NLL on the same images, lit (nats)", "lit_nll", part="fixed", better="lower"),
+            side_by_side("At fixed precisions: AUROC of images of unseen classes", "near_entropy", "near_epistemic", part="fixed"),
+            f"**What it costs, mean over all networks**\n\n{report.table(costs, columns=cost, style='markdown')}",
+        ]
+    )
+
+
+PAGES = {ROOT / "README.md": (implemented, demo, engines), ROOT / "docs" / "selection.md": (selection,)}
+
+
 if __name__ == "__main__":
-    text = (ROOT / "README.md").read_text()
-    for make in (implemented, demo, engines):
-        begin, end = f"<!-- {make.__name__}: begin -->", f"<!-- {make.__name__}: end -->"
-        text = text[: text.index(begin) + len(begin)] + f"\n{make()}\n" + text[text.index(end) :]
-    (ROOT / "README.md").write_text(text)
+    for page, makers in PAGES.items():
+        text = page.read_text()
+        for make in makers:
+            begin, end = f"<!-- {make.__name__}: begin -->", f"<!-- {make.__name__}: end -->"
+            text = text[: text.index(begin) + len(begin)] + f"\n{make()}\n" + text[text.index(end) :]
+        page.write_text(text)

@@ -84,6 +84,7 @@ TITLES = {
     "fedavg_ft": "FedAvg-FT",
     "pfedvem": "pFedVEM",
 }
+COVERED = ("FedSI", "FedSI, whole body", "FedAvg-FT", "pFedVEM, mean")
 QUALITY = (
     report.Column("accuracy", better="higher"),
     report.Column("nll", title="NLL (nats)", better="lower"),
@@ -303,10 +304,11 @@ def compare(options: argparse.Namespace) -> None:
     print(f"\n{text}")
     atomic_write(options.out / "tables.txt", text + "\n")
     diagrams = {title: figures["diagram"] for title, figures in first.items()}
+    covered = {title: figures["coverage"] for title, figures in first.items()}
     pictures = {
         "reliability.png": bf.plots.reliability_compare(diagrams, bins=BINS, columns=3),
         "risk_coverage.png": bf.plots.risk_coverage(diagrams).figure,
-        "coverage.png": bf.plots.coverage({title: figures["coverage"] for title, figures in first.items()}),
+        "coverage.png": bf.plots.coverage({title: found for title, found in covered.items() if title in COVERED} or covered),
     }
     for name, figure in pictures.items():
         with atomic_path(options.out / name) as temporary:

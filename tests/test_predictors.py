@@ -16,6 +16,7 @@ from bayesfl.posteriors import Laplace
 from bayesfl.posteriors.linearised import nll
 from bayesfl.predict import Predictions
 from bayesfl.predictors import GRID, LinearisedLaplace
+from bayesfl.selection import Evidence
 
 
 @pytest.fixture(scope="module")
@@ -157,3 +158,16 @@ def test_an_empty_client(held: FederatedData, model: nn.Module):
     found = result.predict(split)
     assert found.mask.sum(1).tolist() == [0, 9, 9, 9]
     assert_close(probs(found)[1:], probs(result.predict())[1:])
+
+
+def test_a_rule_sees_the_predictions_prior(held: FederatedData, model: nn.Module):
+    """The variance that a selection reads is that of the precision at hand, 1 / precision, at every candidate."""
+    seen: list[float] = []
+
+    def rule(evidence: Evidence) -> Tensor:
+        seen.append(float(evidence.variance.unique()))
+        return evidence.curvature
+
+    result = trained(held, model, LinearisedLaplace(structure="subnetwork", selection=rule, share=0.3))
+    assert result.tuned in GRID
+    assert seen == pytest.approx([1 / value for value in GRID] * held.clients)

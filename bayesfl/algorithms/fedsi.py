@@ -52,6 +52,7 @@ def fedsi(
     aggregation: Aggregation = "mean_std",
     variance_floor: float = 1e-8,
     curvature_every: int = 1,
+    train_head: bool = False,
     predictive_precision: float | None = None,
     centre: bool = True,
     finetune_steps: int = 100,
@@ -77,6 +78,8 @@ def fedsi(
             the means), `product` (precisions of those that selected it add, the means weigh by them; the prior counts once for each).
         variance_floor: Least g; the largest is alpha.
         curvature_every: Rounds between fits; between them g stays.
+        train_head: Whether every client trains a head of its own together with the body, as in the authors' code, instead of the common one
+            that stands still.
         predictive_precision: Of the prior that predictions take; None chooses one for all clients on their validation data.
         centre: Whether predictions leave out what is common to all logits.
         finetune_steps: Mini-batches on the head before a client predicts.
@@ -89,7 +92,7 @@ def fedsi(
     rule = (share, selection, seed)
     return _composed(
         model,
-        _descent(epochs, steps, batch_size, optimiser),
+        _descent(epochs, steps, batch_size, optimiser, train_head),
         _Fit(curvature_every, *rule),
         _Prior(aggregation, _alpha(prior_precision), variance_floor),
         LinearisedLaplace("body", "subnetwork", predictive_precision, *rule, centre=centre),
@@ -109,6 +112,7 @@ def fedsi_fac(
     aggregation: Aggregation = "mean_std",
     variance_floor: float = 1e-8,
     curvature_every: int = 1,
+    train_head: bool = False,
     predictive_precision: float | None = None,
     centre: bool = True,
     finetune_steps: int = 100,
@@ -127,6 +131,7 @@ def fedsi_fac(
         aggregation: See `fedsi`.
         variance_floor: See `fedsi`.
         curvature_every: See `fedsi`.
+        train_head: See `fedsi`.
         predictive_precision: See `fedsi`.
         centre: See `fedsi`.
         finetune_steps: See `fedsi`.
@@ -138,7 +143,7 @@ def fedsi_fac(
     """
     return _composed(
         model,
-        _descent(epochs, steps, batch_size, optimiser),
+        _descent(epochs, steps, batch_size, optimiser, train_head),
         _Fit(curvature_every),
         _Prior(aggregation, _alpha(prior_precision), variance_floor),
         LinearisedLaplace("body", "diagonal", predictive_precision, centre=centre),
@@ -155,6 +160,7 @@ def fedsi_full(
     batch_size: int | None = 50,
     optimiser: Optimiser = Adam(1e-2),
     prior_precision: float = 1e-4,
+    train_head: bool = False,
     predictive_precision: float | None = None,
     centre: bool = True,
     finetune_steps: int = 100,
@@ -170,6 +176,7 @@ def fedsi_full(
         batch_size: See `fedsi`.
         optimiser: See `fedsi`.
         prior_precision: See `fedsi`; of all weights, throughout.
+        train_head: See `fedsi`.
         predictive_precision: See `fedsi`.
         centre: See `fedsi`.
         finetune_steps: See `fedsi`.
@@ -183,8 +190,8 @@ def fedsi_full(
     body = _body(lambda given, view: torch.full_like(given["body"]["loc"][:1], alpha))
     return Algorithm(
         model,
-        {"body": body, "head": Block("head.*", pool=None)},
-        (_descent(epochs, steps, batch_size, optimiser),),
+        {"body": body, "head": Block("head.*", pool=None, keep=train_head)},
+        (_descent(epochs, steps, batch_size, optimiser, train_head),),
         parts=BOTH,
         likelihood=likelihood,
         finetune=(_finetuning(finetune_steps, batch_size, finetune_lr),),
@@ -202,10 +209,11 @@ def _body(variance: Parameter, pool: AdditivePool | StackedPool = Mean(equal)) -
     return Block("body.*", prior=Normal(centre=server_mean("body"), variance=variance), pool=pool)
 
 
-def _descent(epochs: int, steps: int | None, batch_size: int | None, optimiser: Optimiser) -> Descend:
+def _descent(epochs: int, steps: int | None, batch_size: int | None, optimiser: Optimiser, train_head: bool) -> Descend:
     """To the MAP; the prior, which averaging may make stiff, is solved after each step."""
-    energy = Energy("body", BOTH, likelihood="mean")
-    return Descend("body", energy, epochs=epochs, steps=steps, batch_size=batch_size, optimiser=optimiser, prox=True)
+    trained = BOTH if train_head else ("body",)
+    energy = Energy(trained, BOTH, likelihood="mean")
+    return Descend(trained, energy, epochs=epochs, steps=steps, batch_size=batch_size, optimiser=optimiser, prox=True)
 
 
 def _finetuning(steps: int, batch_size: int | None, lr: float) -> Descend:
@@ -326,7 +334,7 @@ def _composed(
 
     return Algorithm(
         model,
-        {"body": _body(lambda given, view: given["g"], pool), "head": Block("head.*", pool=None)},
+        {"body": _body(lambda given, view: given["g"], pool), "head": Block("head.*", pool=None, keep="head" in descent.blocks)},
         (descent, Once(fit, data=True, batched=False)),
         parts=BOTH,
         likelihood=likelihood,

@@ -90,6 +90,13 @@ def test_fac_keeps_every_weight_on_its_own(regressions: FederatedData):
     start, g = START.double(), torch.full((DIM,), ALPHA, dtype=torch.float64)
     for j in range(len(COUNTS)):
         assert_close(result.private["std"][j], posterior(regressions, j, start, g)[1].diagonal().rsqrt(), atol=1e-9, rtol=0)
+    mean, one = result.server["body"]["loc"], torch.ones(DIM, dtype=torch.float64)
+    for j in range(len(COUNTS)):
+        x = 1.5 * regressions.test.client(j)[0].double()
+        found = result.predict().client(j)
+        assert found.variance is not None
+        expected = x.square() @ (1 / posterior(regressions, j, mean, one)[1].diagonal()) + NOISE**2
+        assert_close(found.variance[:, 0], expected, atol=1e-9, rtol=0)
     orthogonal = bf.data.from_arrays([2 * torch.eye(DIM)], [torch.ones(DIM)], outputs=1, task="regression")
     fac, all_of_them = (
         run(algorithm, orthogonal)
@@ -229,6 +236,20 @@ def test_the_whole_body_trains_under_one_variance(regressions: FederatedData):
         variance = (x @ precision.inverse() * x).sum(-1) + NOISE**2
         assert_close(found.client(j).variance[:, 0], variance, atol=1e-9, rtol=0)  # pyright: ignore[reportOptionalSubscript]
         assert_close(found.client(j).mean[:, 0], x @ mean, atol=1e-9, rtol=0)  # pyright: ignore[reportOptionalSubscript]
+
+
+def test_heads_that_train_are_private(model: nn.Module, clients: FederatedData):
+    """As in the authors' code: every client has a head of its own, moved with the body; by default the common one stands still."""
+    options: dict[str, Any] = {"epochs": 2, "share": 0.3, "predictive_precision": 1.0}
+    still, own = (run(bf.algorithms.fedsi(model, train_head=train, **options), clients) for train in (False, True))
+    start = still.algorithm.init(7, dtype=torch.float64)["head"]["loc"]
+    assert torch.equal(still.server["head"]["loc"], start)
+    assert "head" not in still.private
+    assert len(own.private["head"]["loc"].unique(dim=0)) == 7
+    assert not any(key.startswith("head") for key in own.algorithm.uplink())
+    for make in (bf.algorithms.fedsi_fac, bf.algorithms.fedsi_full):
+        moved = run(make(model, train_head=True, epochs=2, predictive_precision=1.0), clients).private["head"]["loc"]
+        assert len(moved.unique(dim=0)) == 7
 
 
 @pytest.mark.filterwarnings("ignore:most of the selected weights")
