@@ -171,3 +171,47 @@ def test_a_rule_sees_the_predictions_prior(held: FederatedData, model: nn.Module
     result = trained(held, model, LinearisedLaplace(structure="subnetwork", selection=rule, share=0.3))
     assert result.tuned in GRID
     assert seen == pytest.approx([1 / value for value in GRID] * held.clients)
+
+
+class Scripted:
+    """A predictor whose probability of class 0, the only label here, is given for every client size and candidate; it keeps the noise."""
+
+    tunes, grid = "strength", (1.0, 2.0)
+
+    def __init__(self, table: dict[int, tuple[float, float]]) -> None:
+        self.table, self.noise = table, {}
+
+    def __call__(self, algorithm: Any, given: Any, view: Any, data: Any) -> Any:
+        def fitted(x: Tensor, *, value: float | None = None, noise: Tensor | None = None) -> dict[str, Tensor]:
+            if noise is not None:
+                self.noise[int(view["n"])] = noise
+            p = torch.full((len(x), 1), self.table[int(view["n"])][int(value or 1) - 1], dtype=torch.float64)
+            return {"probs": torch.cat([p, (1 - p) / 2, (1 - p) / 2], -1), "epistemic": torch.zeros(len(x))}
+
+        return fitted
+
+
+@pytest.fixture(scope="module")
+def two() -> FederatedData:
+    """Two clients: 30 examples and 20 for validation, 6 and 4."""
+    xs = [torch.randn(n, 8, generator=torch.Generator().manual_seed(n)) for n in (50, 10)]
+    ys = [torch.zeros(n).long() for n in (50, 10)]
+    return bf.data.from_arrays(xs, ys, test=([x[:5] for x in xs], [y[:5] for y in ys]), outputs=3, task="classification", validation=0.4)
+
+
+def test_every_validation_example_counts_alike(two: FederatedData, model: nn.Module):
+    """Twenty that are a little better off by the second candidate outweigh four that are much better off by the first."""
+    predictor = Scripted({30: (0.5, 0.6), 6: (0.9, 0.5)})
+    assert trained(two, model, predictor).tuned == 2.0
+    assert trained(two, model, Scripted({30: (0.5, 0.52), 6: (0.9, 0.5)})).tuned == 1.0
+
+
+def test_clients_draw_for_themselves(two: FederatedData, model: nn.Module):
+    """Noise [S, N, O] differs from client to client, and a split read by itself gets the noise that it gets beside others."""
+    predictor = Scripted({30: (0.5, 0.5), 6: (0.5, 0.5)})
+    trained(two, model, predictor).predict(draws=7)
+    assert predictor.noise[30].shape == (7, 5, 3)
+    assert not torch.equal(predictor.noise[30], predictor.noise[6])
+    first = dict(predictor.noise)
+    trained(two, model, predictor, bf.Engine(chunk=1, workers=2)).predict(draws=7)
+    assert all(torch.equal(first[n], predictor.noise[n]) for n in first)
