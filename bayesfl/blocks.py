@@ -284,8 +284,8 @@ class Algorithm:
         }
 
     def network(self, view: View) -> nn.Module:
-        """A copy of the model at one client's personal weights, those of `parts` at their means; in the view's precision."""
-        network = copy.deepcopy(self.module(view["n"]))
+        """This thread's own copy of the model at one client's weights, those of `parts` at their means; the next call overwrites it."""
+        network = self.module(view["n"])
         for name, leaf in self.leaves(self.parts, view).items():
             network.get_parameter(name).copy_(leaf)
         return network

@@ -32,7 +32,7 @@ class Backend(Protocol):
 
 
 def choose(name: Name, module: nn.Module, layout: Layout) -> Backend:
-    """The backend of that name for a module that belongs to it, which it may change.
+    """The backend of that name for a module, which it reads and does not change.
 
     `auto` takes `layers` where every layer has a closed form; otherwise `func`, or on a GPU `backpack` where that knows every layer.
 
@@ -95,7 +95,7 @@ class BackPack:
     """BackPACK: gradients of single examples, one backward pass a cotangent, and its exact GGN diagonal.
 
     Args:
-        module: A module of layers that BackPACK knows, or a network that its converter takes apart (residual ones). It is changed.
+        module: A module of layers that BackPACK knows, or a network that its converter takes apart (residual ones).
         layout: The parameters that count.
     """
 
@@ -104,7 +104,7 @@ class BackPack:
     def __init__(self, module: nn.Module, layout: Layout) -> None:
         import backpack
 
-        self._layout = layout
+        self._layout, module = layout, copy.deepcopy(module)  # it is extended, by hooks that stay
         self._parameters = [module.get_parameter(name) for name in layout.names]
         for p in module.parameters():  # it cannot pass over frozen layers, and what it returns for them is left alone
             p.requires_grad_(True)

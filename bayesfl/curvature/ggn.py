@@ -58,7 +58,7 @@ class Curvature:
         self.layout = Layout(model, parameters) if isinstance(parameters, str) else parameters
         self._memory = memory
         self.module = copy.deepcopy(model)
-        self.engine = choose(backend, copy.deepcopy(self.module), self.layout)
+        self.engine = choose(backend, self.module, self.layout)
         self.backend = self.engine.name
         self._like = next(model.parameters()).detach()[..., :0]
 
