@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import bayesfl as bf
-from bayesfl.curvature import Curvature, ggn, restore
+from bayesfl.curvature import Curvature, dual, ggn, restore
 from bayesfl.likelihood import Categorical, Gaussian
 from tests.curvature import brute
 from tests.curvature.brute import CASES, LIKELIHOODS, PAIRS
@@ -294,3 +294,18 @@ def test_laplace_torch_finds_the_same(laplace, case, likelihood):
             kappa = (1 + torch.pi / 8 * covariance.diagonal(dim1=1, dim2=2)).rsqrt()
             if likelihood == "classification":
                 assert_close((kappa * mean).softmax(-1), fitted(test, link_approx="probit"), **near)
+
+
+@pytest.mark.parametrize("few", [0, 1000])
+def test_both_ways_to_the_marginals(few: int, monkeypatch: pytest.MonkeyPatch):
+    """Of a dual form, by the factor's inverse or by solves for all columns: the diagonal of the primal form's covariance."""
+    monkeypatch.setattr(dual, "FEW", few)
+    monkeypatch.setattr(dual, "COLUMNS", 7)
+    model, x = bf.models.mlp(5, hidden=6, outputs=3, seed=1).double(), torch.rand(4, 5, generator=torch.Generator().manual_seed(0)).double()
+    curvature, precision = Curvature(model), torch.linspace(0.5, 2.0, 57, dtype=torch.float64)
+    assert_close(
+        curvature.invert(x, precision, form="dual").marginals(),
+        curvature.invert(x, precision, form="primal").marginals(),
+        atol=1e-12,
+        rtol=1e-9,
+    )
