@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -18,6 +18,8 @@ from bayesfl.posteriors.linearised import nll
 from bayesfl.protocols import Fitted, Server, Tensors, View
 from bayesfl.random import Purpose, Stage, generator
 
+Part: TypeAlias = tuple[np.ndarray, Tensors]
+"""Clients [C], and what is predicted for them, {name: [C, N, ...]}."""
 # Inputs gathered at once for predictions, in bytes: activations are many times larger, and should stay in the cache.
 GATHER = 2**21
 
@@ -94,6 +96,51 @@ class Collector:
         """All of them; clients never added have no rows."""
         counts = torch.from_numpy(np.where(self._seen, self._counts, 0))
         return Predictions(mask=torch.arange(self._width) < counts[:, None], **self._tensors)
+
+
+def of_chunk(
+    algorithm: Algorithm,
+    given: Server,
+    views: View,
+    train: Split,
+    splits: Sequence[Split],
+    rows: np.ndarray,
+    engine: Engine,
+    *,
+    seed: int,
+    round: int,
+    draws: int | None,
+    value: float | None = None,
+) -> list[list[Part]]:
+    """A chunk of clients on each of some splits, from their views: by the method's own predictor where it has one, client by client.
+
+    Args:
+        algorithm: Whose clients they are.
+        given: What they received.
+        views: Their views [C, ...].
+        train: The clients' training data, which predictors may need.
+        splits: What is predicted.
+        rows: Places of the clients in these splits, [C].
+        engine: How it is computed.
+        seed: The experiment's seed.
+        round: An address.
+        draws: See `personal`.
+        value: See `personal`.
+    """
+    count = algorithm.predictive if draws is None else draws
+    if algorithm.predictor is None:
+        return [
+            [(rows, of_views(algorithm, algorithm.parts, views, split, rows, engine, seed=seed, round=round, draws=count))]
+            for split in splits
+        ]
+    address = {"seed": seed, "round": round, "index": len(algorithm.blocks)}
+    out: list[list[Part]] = [[] for _ in splits]
+    for row, fitted in _fitted(algorithm, given, views, train, rows):
+        client = int(row[0])
+        for split, parts in zip(splits, out, strict=True):
+            x = split.client(client)[0]
+            parts.append((row, _of_fitted(algorithm, fitted, x, value, count, client=client, plain=draws == 0, **address)))
+    return out
 
 
 def of_views(
@@ -173,30 +220,18 @@ def personal(
         seed: The experiment's seed.
         round: Rounds done; an address.
         rounds: Rounds in all; schedules read it.
-        draws: Posterior draws; 0 predicts at the mean, None as the method's paper does.
+        draws: Posterior draws; 0 predicts at the mean, None as the method's paper does (by the closed form, where its predictor has one).
         value: Of the number that the method's predictor tunes, see `tune`.
     """
 
-    def work(rows: np.ndarray) -> list[list[tuple[np.ndarray, Tensors]]]:
+    def work(rows: np.ndarray) -> list[list[Part]]:
         given, views = _personal_views(algorithm, server, private, data.train, engine, rows, seed=seed, round=round, rounds=rounds)
-        if algorithm.predictor is not None and draws != 0:
-            fitted = _fitted(algorithm, given, views, data.train, rows)
-            count = algorithm.predictive if draws is None else draws
-            address = {"seed": seed, "round": round, "index": len(algorithm.blocks)}
-            return [
-                [
-                    (row, _of_fitted(algorithm, one, split.client(int(row[0]))[0], value, count, client=int(row[0]), **address))
-                    for split in splits
-                ]
-                for row, one in fitted
-            ]
-        address = {"seed": seed, "round": round, "draws": algorithm.predictive if draws is None else draws}
-        return [[(rows, of_views(algorithm, algorithm.parts, views, split, rows, engine, **address)) for split in splits]]
+        return of_chunk(algorithm, given, views, data.train, splits, rows, engine, seed=seed, round=round, draws=draws, value=value)
 
     collectors = [Collector(split) for split in splits]
     for found in crew.over(_everyone(algorithm, data, engine), work):
-        for part in found:
-            for collector, (rows, chunk) in zip(collectors, part, strict=True):
+        for collector, parts in zip(collectors, found, strict=True):
+            for rows, chunk in parts:
                 collector.add(rows, chunk)
     return [collector.predictions() for collector in collectors]
 
@@ -301,7 +336,17 @@ def _fitted(algorithm: Algorithm, given: Server, views: View, train: Split, rows
 
 
 def _of_fitted(
-    algorithm: Algorithm, fitted: Fitted, x: Tensor, value: float | None, draws: int, *, seed: int, round: int, client: int, index: int
+    algorithm: Algorithm,
+    fitted: Fitted,
+    x: Tensor,
+    value: float | None,
+    draws: int,
+    *,
+    plain: bool,
+    seed: int,
+    round: int,
+    client: int,
+    index: int,
 ) -> Tensors:
     """What one client's predictor says at its inputs, {name: [1, N, ...]}, a piece of rows at a time; nothing where there are none."""
     rng = generator(seed, Purpose.PREDICT, round=round, client=client, index=index)
@@ -311,7 +356,7 @@ def _of_fitted(
         if draws:
             shape = (len(piece), draws, algorithm.module(x)(piece[:1]).shape[-1])
             noise = torch.from_numpy(rng.standard_normal(shape, np.float32)).to(x).transpose(0, 1)
-        pieces.append(fitted(piece, value=value, noise=noise))
+        pieces.append(fitted(piece, value=value, noise=noise, plain=plain))
     names = [f.name for f in fields(Predictions) if pieces and f.name in pieces[0]]
     return {name: torch.cat([piece[name] for piece in pieces]).unsqueeze(0) for name in names}
 

@@ -2,6 +2,7 @@
 
 import warnings
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -59,18 +60,23 @@ class LinearisedLaplace:
 
     def __call__(self, algorithm: Any, given: Server, view: View, data: Batch) -> Fitted:
         """See `Predictor`."""
-        network, x, pattern = algorithm.network(view), data["x"], algorithm.blocks[self.block].names
-        options = {"likelihood": algorithm.likelihood, "parameters": pattern}
-        diagonal = Laplace.fit(network, x, precision=self.grid[0], structure="diagonal", **options)
-        kept: dict[float, Laplace] = {}
+        likelihood, kept = algorithm.likelihood, {}
+
+        @cache
+        def diagonal() -> Laplace:
+            options = {"likelihood": likelihood, "parameters": algorithm.blocks[self.block].names}
+            return Laplace.fit(algorithm.network(view), data["x"], precision=self.grid[0], structure="diagonal", **options)
 
         def at(value: float) -> Laplace:
             if value not in kept:
                 kept.clear()  # one factor at a time: they are what takes the memory
-                kept[value] = self._fit(diagonal, x, value)
+                kept[value] = self._fit(diagonal(), data["x"], value)
             return kept[value]
 
-        def fitted(x: Tensor, *, value: float | None = None, noise: Tensor | None = None) -> Tensors:
+        def fitted(x: Tensor, *, value: float | None = None, noise: Tensor | None = None, plain: bool = False) -> Tensors:
+            if plain:
+                found = likelihood.predictive(algorithm.outputs(algorithm.leaves(algorithm.parts, view), x).unsqueeze(0))
+                return found | {"epistemic": torch.full_like(found["epistemic"], torch.nan)}
             mean, covariance = at(self.grid[0] if value is None else value).linearised(x, centre=self.centre)
             if self.precision is not None and float(kappa(covariance.diagonal(dim1=1, dim2=2)).median()) < SHRUNK:
                 warnings.warn(
@@ -78,7 +84,7 @@ class LinearisedLaplace:
                     "choose it on validation data: predictive_precision=None",
                     stacklevel=2,
                 )
-            return {name: t.to(x) for name, t in predictive(algorithm.likelihood, mean, covariance, noise).items()}
+            return {name: t.to(x) for name, t in predictive(likelihood, mean, covariance, noise).items()}
 
         return fitted
 

@@ -131,13 +131,14 @@ class Likelihood(Protocol):
 class Fitted(Protocol):
     """One client's predictor, ready to be used."""
 
-    def __call__(self, x: Tensor, *, value: float | None = None, noise: Tensor | None = None) -> Tensors:
+    def __call__(self, x: Tensor, *, value: float | None = None, noise: Tensor | None = None, plain: bool = False) -> Tensors:
         """What is predicted at `x` [N, *]: what `Likelihood.predictive` gives, without its draws' axis.
 
         Args:
             x: Inputs.
             value: Of the number that is tuned, if the predictor has one.
             noise: Standard normals [S, N, O] for draws of the outputs; without them the closed form.
+            plain: At the mean of what is uncertain, which then counts as certain.
         """
         ...
 

@@ -160,15 +160,15 @@ def _round(result: Result, data: FederatedData, crew: Crew, before: Collector | 
     todo = [(ids, sends) for group, sends in ((chosen, True), (rest, False)) for ids in chunks(group, data.train.counts, size)]
     kept = len(algorithm.phases) - _wasted(algorithm)
 
-    def work(chunk: tuple[np.ndarray, bool]) -> tuple[Done, Uplink, Tensors, float]:
+    def work(chunk: tuple[np.ndarray, bool]) -> tuple[Done, Uplink, list[predict.Part], float]:
         ids, sends = chunk
         done = local(ids, server, private, round, None if sends or before is not None else kept)
         reported = engine.map(lambda view: algorithm.report(done.given, view), done.views) if sends else {}
         clock = perf_counter()
-        seen: Tensors = {}
+        seen: list[predict.Part] = []
         if before is not None:
-            parts, draws = algorithm.parts, algorithm.predictive
-            seen = predict.of_views(algorithm, parts, done.views, data.test, ids, engine, seed=settings.seed, round=round + 1, draws=draws)
+            address = {"seed": settings.seed, "round": round + 1, "draws": algorithm.predictive}
+            (seen,) = predict.of_chunk(algorithm, done.given, done.views, data.train, [data.test], ids, engine, **address)
         return done, reported, seen, perf_counter() - clock
 
     gather = _Gather(algorithm, server)
@@ -182,7 +182,8 @@ def _round(result: Result, data: FederatedData, crew: Crew, before: Collector | 
             if sends:
                 gather.add(done, reported)
             if before is not None:
-                before.add(done.ids, seen)
+                for rows, part in seen:
+                    before.add(rows, part)
             measuring += seconds
             finished.append(replace(done, given={}, views={}))
         server = gather.server()

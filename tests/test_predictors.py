@@ -182,7 +182,7 @@ class Scripted:
         self.table, self.noise = table, {}
 
     def __call__(self, algorithm: Any, given: Any, view: Any, data: Any) -> Any:
-        def fitted(x: Tensor, *, value: float | None = None, noise: Tensor | None = None) -> dict[str, Tensor]:
+        def fitted(x: Tensor, *, value: float | None = None, noise: Tensor | None = None, plain: bool = False) -> dict[str, Tensor]:
             if noise is not None:
                 self.noise[int(view["n"])] = noise
             p = torch.full((len(x), 1), self.table[int(view["n"])][int(value or 1) - 1], dtype=torch.float64)

@@ -151,7 +151,7 @@ def fine_tuned_head(algorithm: bf.Algorithm, result: Any, data: FederatedData) -
         def __call__(self, algorithm: Any, given: Any, view: Any, data: Any) -> Any:
             seen.append(view["head"]["loc"].clone())
             assert not torch.equal(view["head"]["loc"], given["head"]["loc"])
-            return lambda x, value=None, noise=None: {"probs": x[:, :3].softmax(-1), "epistemic": x[:, 0]}
+            return lambda x, value=None, noise=None, plain=False: {"probs": x[:, :3].softmax(-1), "epistemic": x[:, 0]}
 
     replace(result, algorithm=replace(algorithm, predictor=Watch())).predict()
     return seen[0]
