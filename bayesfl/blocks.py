@@ -26,7 +26,7 @@ RESERVED = ("n", "ids", "round", "rounds")
 Start: TypeAlias = Callable[[np.random.Generator, int], Tensor]
 """Initial weights of a block: (generator, D) -> [D], float32."""
 ExampleWeight: TypeAlias = Callable[[Server, View, Batch], Tensor]
-"""What multiplies each example's loss: (given, view, batch) -> broadcasting against [..., B]."""
+"""What multiplies each example's loss: (given, view, batch) -> broadcasting against [..., B]; for each copy of a block [..., M, B]."""
 
 
 def standard_normal(scale: float = 1.0) -> Start:
@@ -50,9 +50,11 @@ class Block:
         pool: How the federation gathers it; None if it never leaves the client.
         keep: Whether the client keeps its own state between rounds.
         start: Initial weights: the module's, or drawn.
+        copies: M where the block stands M times in every client's model, as the components of a mixture do: its tensors are [..., M, D],
+            each copy with a start of its own, and an energy's weight says what an example counts for each, [..., M, B].
 
     Raises:
-        ValueError: A posterior with an entropy stands under a flat prior.
+        ValueError: A posterior with an entropy stands under a flat prior, or several copies would start alike.
     """
 
     names: str = "*"
@@ -61,8 +63,13 @@ class Block:
     pool: AdditivePool | StackedPool | None = field(default_factory=Mean)
     keep: bool = False
     start: Literal["module"] | Start = "module"
+    copies: int | None = None
 
     def __post_init__(self) -> None:
+        if self.copies is not None and whole("copies", self.copies, least=1) > 1 and self.start == "module":
+            raise ValueError(
+                f"block {self.names!r}: copies that start alike stay alike; draw their start, as by start=bf.models.anew(model)"
+            )
         if isinstance(self.prior, Flat) and self.posterior.noise_size(1):
             raise ValueError(
                 f"block {self.names!r}: a {type(self.posterior).__name__} posterior under a Flat prior has no optimum (its width grows "
@@ -132,9 +139,12 @@ class Energy:
         return (n, one) if self.likelihood == "sum" else (one, 1 / n)
 
     def shares(self, given: Server, view: View, batch: Batch) -> Tensor:
-        """What each example's loss counts in the batch's weighted mean, [..., B]; padding counts nothing."""
+        """What each example's loss counts in the batch's weighted mean, [..., B], for each copy [..., M, B]; padding counts nothing."""
         share = batch["weight"] / batch["weight"].sum(-1, keepdim=True)
-        return share if self.weight is None else share * self.weight(given, view, batch)
+        if self.weight is None:
+            return share
+        weight = self.weight(given, view, batch)
+        return (share.unsqueeze(-2) if weight.dim() > share.dim() else share) * weight
 
     def expected_nll(
         self, algorithm: "Algorithm", beliefs: Mapping[str, Tensors], given: Server, view: View, batch: Batch, noise: Mapping[str, Tensor]
@@ -151,7 +161,7 @@ class Energy:
         """
         now = {**view, **beliefs}
         draws = [{key: e[s] for key, e in noise.items()} for s in range(len(next(iter(noise.values()))))] if noise else [{}]
-        losses = torch.stack([algorithm.losses(algorithm.leaves(self.parts, now, e), batch) for e in draws]).mean(0)
+        losses = torch.stack([algorithm.losses_of_copies(self.parts, now, batch, e) for e in draws]).mean(0)
         return (losses * self.shares(given, view, batch)).sum()
 
     def __call__(
@@ -228,6 +238,8 @@ class Algorithm:
         layouts = {name: Layout(self.model, block.names) for name, block in self.blocks.items()}
         object.__setattr__(self, "_layouts", layouts)
         self.check_parts(self.parts)
+        if self.copies(self.parts) is not None and self.predictor is None:
+            raise ValueError(f"parts {self.parts} have copies, so a predictor must say how they predict together, as predictors.Mixture()")
         for phase in (*self.phases, *self.finetune, *self.adapt):
             phase.check(self)
 
@@ -252,17 +264,26 @@ class Algorithm:
                         "or name only one of them in parts"
                     )
                 owner[name] = part
+        counts = {count for part in owner.values() if (count := self.blocks[part].copies) is not None}
+        if len(counts) > 1:
+            raise ValueError(f"parts of one predictor have {sorted(counts)} copies; give them one number")
 
     def layout(self, block: str) -> Layout:
         """Which parameters a block covers, and how its vector is laid out."""
         return self.__dict__["_layouts"][block]
 
+    def copies(self, parts: Iterable[str]) -> int | None:
+        """How many copies the blocks have that stand several times, None where none does."""
+        found = {block.copies for block in (self.blocks[part] for part in parts) if block.copies}
+        return found.pop() if found else None
+
     def shared_parts(self) -> tuple[str, ...] | None:
-        """The blocks that make a global model: those that the server holds, if together they cover what `parts` cover."""
+        """The blocks that make a global model: those that the server holds, if together they cover what `parts` cover, once."""
         held = tuple(name for name, block in self.blocks.items() if not block.private)
         covered = [name for block in held for name in self.layout(block).names]
         wanted = {name for part in self.parts for name in self.layout(part).names}
-        return held if len(covered) == len(set(covered)) and set(covered) == wanted else None
+        single = self.copies(held) is None
+        return held if single and len(covered) == len(set(covered)) and set(covered) == wanted else None
 
     # What the mathematics needs
 
@@ -298,10 +319,31 @@ class Algorithm:
         """Negative log likelihoods [B] of one client's batch under its parameters, in nats."""
         return self.likelihood.nll(self.outputs(leaves, batch["x"]), batch["y"])
 
-    def divergence(self, block: str, belief: Tensors, given: Server, view: View) -> Tensor:
-        """KL(q || prior) [...] in nats of a block's belief; for a point, its energy -log p."""
+    def losses_of_copies(self, parts: Iterable[str], view: View, batch: Batch, noise: Mapping[str, Tensor] | None = None) -> Tensor:
+        """`losses` [B] of one client at its weights, or at one draw [D]; [M, B] where a part has M copies."""
+        parts, noise = tuple(parts), noise or {}
+        count = self.copies(parts)
+        leaves = self.leaves(parts, view, {k: self.noise_of_copies(k, e) for k, e in noise.items()})
+        if count is None:
+            return self.losses(leaves, batch)
+        many = {name for part in parts if self.blocks[part].copies for name in self.layout(part).names}
+        return torch.stack([self.losses({k: v[m] if k in many else v for k, v in leaves.items()}, batch) for m in range(count)])
+
+    def noise_size(self, block: str) -> int:
+        """Standard normals that one draw of a block takes, of all its copies."""
         this = self.blocks[block]
-        return this.prior.energy(*this.posterior.moments(belief), given, view) - this.posterior.entropy(belief)
+        return (this.copies or 1) * this.posterior.noise_size(self.layout(block).size)
+
+    def noise_of_copies(self, block: str, noise: Tensor) -> Tensor:
+        """Standard normals [..., `noise_size`] of a draw, [..., M, size] where the block has M copies."""
+        count = self.blocks[block].copies
+        return noise if count is None else noise.unflatten(-1, (count, -1))
+
+    def divergence(self, block: str, belief: Tensors, given: Server, view: View) -> Tensor:
+        """KL(q || prior) [...] in nats of a block's belief, of all its copies together; for a point, its energy -log p."""
+        this = self.blocks[block]
+        found = this.prior.energy(*this.posterior.moments(belief), given, view) - this.posterior.entropy(belief)
+        return found if this.copies is None else found.sum(-1)
 
     # What a federation needs
 
@@ -312,11 +354,19 @@ class Algorithm:
         for index, (name, block) in enumerate(self.blocks.items()):
             layout = self.layout(name)
             loc = layout.ravel(weights)
-            if block.start != "module":
-                loc = torch.as_tensor(block.start(generator(seed, Purpose.START, index=index), layout.size))
+            if block.copies is not None:
+                loc = torch.stack(
+                    [self._start(block, loc, generator(seed, Purpose.START, index=index, phase=m)) for m in range(block.copies)]
+                )
+            else:
+                loc = self._start(block, loc, generator(seed, Purpose.START, index=index))
             belief = block.posterior.init(loc.to(dtype=dtype, device=device))
             state[name] = {key: belief[key].clone() for key in (block.pool.sends if block.pool else ("loc",))}
         return state | self._more("server", self.server(state, clients), torch.empty(0, dtype=dtype, device=device))
+
+    @staticmethod
+    def _start(block: Block, loc: Tensor, rng: np.random.Generator) -> Tensor:
+        return loc if block.start == "module" else torch.as_tensor(block.start(rng, len(loc)))
 
     def newcomers(self, server: Server, clients: int) -> Server:
         """The server's state as it meets `clients` never seen in training.

@@ -9,10 +9,12 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from bayesfl.checks import number, whole
+from bayesfl.layout import Layout
 from bayesfl.random import Purpose, generator
 
 _BODY, _HEAD = 0, 1  # words of the addresses under Purpose.MODEL
@@ -68,6 +70,39 @@ def split(module: nn.Module, *, head: str = "fc", example: Tensor | None = None)
         if before.shape != after.shape or not torch.allclose(before, after, equal_nan=True):
             raise ValueError(f"submodule {head!r} is not the last step of the module: cut there, it computes something else")
     return cut
+
+
+def anew(module: nn.Module, *, pattern: str = "*") -> Callable[[np.random.Generator, int], Tensor]:
+    """A start for a block: the weights that the module's layers draw when they are made, drawn anew, (generator, D) -> [D] in float32.
+
+    Args:
+        module: The model; it is not changed.
+        pattern: The block's parameters, as in `Block.names`.
+
+    Raises:
+        ValueError: A layer has parameters and no `reset_parameters`.
+    """
+    stuck = [
+        name
+        for name, layer in module.named_modules()
+        if any(True for _ in layer.parameters(recurse=False)) and not hasattr(layer, "reset_parameters")
+    ]
+    if stuck:
+        raise ValueError(
+            f"layers {stuck} have no reset_parameters, by which their weights could be drawn anew; give the block another start"
+        )
+    layout = Layout(module, pattern)
+
+    def start(rng: np.random.Generator, size: int) -> Tensor:
+        fresh = copy.deepcopy(module)
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(int(rng.integers(2**31)))
+            for layer in fresh.modules():
+                if callable(reset := getattr(layer, "reset_parameters", None)):
+                    reset()
+        return layout.ravel({name: p.detach().float() for name, p in fresh.named_parameters() if name in layout.shapes})
+
+    return start
 
 
 def _outputs(module: nn.Module, example: Tensor) -> Tensor:

@@ -120,12 +120,7 @@ class Descend:
 
     def noise(self, algorithm: Algorithm) -> dict[str, tuple[int, int]]:
         """See `Phase.noise`: every part with an entropy draws."""
-        blocks = algorithm.blocks
-        return {
-            name: (self.draws, blocks[name].posterior.noise_size(algorithm.layout(name).size))
-            for name in self.energy.parts
-            if blocks[name].stochastic
-        }
+        return {name: (self.draws, algorithm.noise_size(name)) for name in self.energy.parts if algorithm.blocks[name].stochastic}
 
     def begin(self, algorithm: Algorithm, given: Server, view: View) -> Carry:
         """See `Phase.begin`."""

@@ -27,12 +27,16 @@ def equal(server: Server, uplink: Uplink) -> Tensor:
 
 
 def _add(total: Tensors | None, summands: dict[str, tuple[Tensor, Tensor]]) -> Tensors:
-    """Adds weight * value, client after client: {name: (weight [C], value [C, ...])}."""
+    """Adds weight * value, client after client: {name: (weight [C], or [C, M] for copies, value [C, ...])}."""
     if total is None:
         total = {k: torch.zeros(v.shape[1:], dtype=torch.float64, device=v.device) for k, (_, v) in summands.items()}
     for key, (weight, value) in summands.items():
-        for w, row in zip(weight.tolist(), value, strict=True):
-            total[key].add_(row, alpha=w)
+        if weight.dim() == 1:
+            for w, row in zip(weight.tolist(), value, strict=True):
+                total[key].add_(row, alpha=w)
+        else:
+            for w, row in zip(weight, value, strict=True):
+                total[key].addcmul_(row.double(), w.view(*w.shape, *[1] * (row.dim() - w.dim())))
     return total
 
 
@@ -45,7 +49,7 @@ class Mean:
     """The weighted mean of the clients' centres; 1 / rho_j^2 as the weight makes it precision-weighted.
 
     Args:
-        weight: (server, uplink) -> [C], not normalised; `by_size` is FedAvg's.
+        weight: (server, uplink) -> [C], not normalised, or [C, M] for the copies of a block; `by_size` is FedAvg's.
     """
 
     weight: Weight = by_size
@@ -59,7 +63,8 @@ class Mean:
 
     def solve(self, server: Server, name: str, total: Tensors) -> Tensors:
         """Their quotient."""
-        return _cast({"loc": total["loc"] / total["weight"]}, server[name])
+        weight = total["weight"]
+        return _cast({"loc": total["loc"] / (weight.unsqueeze(-1) if weight.dim() else weight)}, server[name])
 
 
 @dataclass(frozen=True)

@@ -102,3 +102,39 @@ class LinearisedLaplace:
 def size_of(share: float, weights: int) -> int:
     """How many of so many weights a share is: whole ones, at least one."""
     return max(1, int(share * weights + 1e-9))
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The copies of a block together: sum_m pi_m p(y | x, copy m), probabilities mixed and not logits; for targets, moments of the mixture.
+
+    Args:
+        block: The block with copies.
+        weights: Name of pi [M] in a client's view.
+    """
+
+    block: str
+    weights: str
+    tunes = ""
+    grid = ()
+
+    def __call__(self, algorithm: Any, given: Server, view: View, data: Batch) -> Fitted:
+        """See `Predictor`."""
+        leaves, pi = algorithm.leaves(algorithm.parts, view), view[self.weights]
+        many = algorithm.layout(self.block).shapes
+
+        def fitted(x: Tensor, *, value: float | None = None, noise: Tensor | None = None, plain: bool = False) -> Tensors:
+            single = [{k: v[m] if k in many else v for k, v in leaves.items()} for m in range(len(pi))]
+            each = [algorithm.likelihood.predictive(algorithm.outputs(one, x).unsqueeze(0)) for one in single]
+            stacked = {name: torch.stack([found[name] for found in each], -1) for name in each[0]}
+            if "probs" in stacked:
+                return {"probs": stacked["probs"] @ pi, "epistemic": torch.full_like(stacked["epistemic"][..., 0], torch.nan)}
+            mean = stacked["mean"] @ pi
+            spread = (stacked["mean"] - mean.unsqueeze(-1)).square() @ pi
+            return {
+                "mean": mean,
+                "variance": stacked["variance"] @ pi + spread,
+                "epistemic": torch.full_like(stacked["epistemic"][..., 0], torch.nan),
+            }
+
+        return fitted

@@ -11,8 +11,8 @@ PACKAGE = Path(bf.__file__).parent
 # A module imports only from lines above its own.
 ORDER = (
     {"checks", "_torchvision"},
-    {"protocols", "random", "numerics", "files"},
-    {"layout", "optim", "likelihood", "history", "models"},
+    {"protocols", "random", "numerics", "files", "layout"},
+    {"optim", "likelihood", "history", "models"},
     {"curvature"},
     {"posteriors", "selection"},
     {"priors", "pools", "predictors"},

@@ -49,7 +49,7 @@ class _Points(_Vectors):
         if isinstance(prior, GaussianPrior):
             self._added, self._solved = not prox, prox
             self._centre = prior.centre(given, views).expand_as(loc)
-            self._strength = weight.unsqueeze(-1) / prior.variance(given, views)
+            self._strength = weight.view(-1, *[1] * (loc.dim() - 1)) / prior.variance(given, views)
             self._pull = torch.empty_like(loc)
 
     def narrow(self, active: int) -> None:
@@ -100,11 +100,16 @@ class _Beliefs(_Vectors):
 
 
 def draw(algorithm: Algorithm, name: str, belief: Tensors, noise: dict[str, Tensor]) -> Tensor:
-    """Draws [C, S, D] of a block where there is noise for it [C, S, noise size], else its mean [C, D]."""
-    posterior = algorithm.blocks[name].posterior
+    """Draws [C, S, D] of a block where there is noise for it [C, S, noise size], else its mean [C, D].
+
+    Of M copies the draws of all [C, S M, D], or their means [C, M, D].
+    """
+    block = algorithm.blocks[name]
     if name not in noise:
-        return posterior.sample(belief)
-    return posterior.sample({key: t.unsqueeze(1) for key, t in belief.items()}, noise[name])
+        return block.posterior.sample(belief)
+    own = algorithm.noise_of_copies(name, noise[name])
+    drawn = block.posterior.sample({key: t.unsqueeze(1) for key, t in belief.items()}, own)
+    return drawn if block.copies is None else drawn.flatten(1, 2)
 
 
 def descend(
@@ -121,7 +126,7 @@ def descend(
         kernel: How a chunk goes through the model.
         batch: The batch that `Repeat` shares among its phases, if any.
     """
-    energy, chunk = phase.energy, len(views["n"])
+    energy, chunk, copies = phase.energy, len(views["n"]), algorithm.copies(phase.energy.parts)
     scale, weight = energy.scales(views["n"])
     rate = rate_at(phase.optimiser.rate, given["round"], given["rounds"])
     blocks: dict[str, _Points | _Beliefs] = {}
@@ -163,9 +168,16 @@ def descend(
         outputs, lifted, back = network(leaves, data["x"], slopes)
         share = energy.shares(given, front, data)
         losses, slope = algorithm.likelihood.nll_and_slope(outputs, data["y"].unsqueeze(1) if lifted else data["y"])
-        weights = share * factor
-        if lifted:
-            losses, weights = losses.mean(1), weights.unsqueeze(1) / outputs.shape[1]
+        if copies:  # [C, S M, B] of which every copy's draws count alike
+            share = share if share.dim() > 2 else share.unsqueeze(1).expand(-1, copies, -1)
+            losses = losses.unflatten(1, (-1, copies))
+            weights = (share * factor.unsqueeze(-1)).unsqueeze(1).expand_as(losses).flatten(1, 2) / losses.shape[1]
+            losses = losses.mean(1)
+        elif lifted:
+            weights = (share * factor).unsqueeze(1) / outputs.shape[1]
+            losses = losses.mean(1)
+        else:
+            weights = share * factor
         assert back is not None
         back(slope.mul_(weights.unsqueeze(-1)))
         grads = [g for block in blocks.values() for g in block.gradients(given, front)]
@@ -174,7 +186,7 @@ def descend(
         if phase.prox:  # of points only, one tensor each
             for block, pace in zip(blocks.values(), phase.optimiser.pace(now, state, rate), strict=True):
                 block.solve([pace])
-        sums.add_((losses * share).sum(-1))
+        sums.add_((losses * share).flatten(1).sum(-1))
         plan.seconds["steps"] += perf_counter() - start
     count = torch.as_tensor(plan.steps, dtype=total.dtype, device=total.device) if batch is None else float(len(steps))
     return views | {name: block.belief for name, block in blocks.items()}, {"nll": total / count}

@@ -116,9 +116,10 @@ class Engine:
         device = views["n"].device
         algorithm.module(views["n"])  # made here, since no copy can be made inside torch.func
         kernel = self.choose(algorithm, phase if isinstance(phase, Descend) else None, device)
-        if kernel == "reference" or not phase.batched:
+        descends = any(isinstance(p, Descend) for p in getattr(phase, "phases", (phase,)))
+        if kernel == "reference" or not phase.batched or not (descends or vmap.batches(algorithm.model)):
             return reference.run(algorithm, phase, given, views, plan)
-        if kernel != "live" or not any(isinstance(p, Descend) for p in getattr(phase, "phases", (phase,))):
+        if kernel != "live" or not descends:
             return self._chunk(algorithm, phase, given, views, plan, kernel)
         done = [
             self._chunk(algorithm, phase, given, tree_map(lambda t, c=c: t[c : c + 1], views), plan.client(c), kernel)

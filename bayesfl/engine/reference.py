@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from bayesfl.blocks import Algorithm
@@ -14,7 +15,15 @@ from bayesfl.protocols import Info, Server, View
 def run(algorithm: Algorithm, phase: Phase | Repeat, given: Server, views: View, plan: Plan) -> tuple[View, Info]:
     """Runs `phase` for every client of a chunk, stacked [C, ...]."""
     done = [_client(algorithm, phase, given, tree_map(lambda t, c=c: t[c], views), plan.client(c)) for c in range(len(plan.rows))]
-    return tree_map(lambda *rows: torch.stack(rows), *done)
+    return tree_map(lambda *rows: _stacked(rows), *done)
+
+
+def _stacked(rows: tuple[Tensor, ...]) -> Tensor:
+    """Clients' tensors as one, [C, ...]; what a phase says of each example is filled up with zeros to the longest client."""
+    if len({t.shape for t in rows}) == 1:
+        return torch.stack(rows)
+    longest = max(len(t) for t in rows)
+    return torch.stack([torch.cat([t, t.new_zeros(longest - len(t), *t.shape[1:])]) for t in rows])
 
 
 def _client(algorithm: Algorithm, phase: Phase | Repeat, given: Server, view: View, plan: Plan) -> tuple[View, Info]:

@@ -1,0 +1,99 @@
+"""FedEM: M components shared by all, every client its own mixture of them, learned by EM; D-FedEM: the same between neighbours.
+
+Model.  example i of client j comes from component z_i ~ pi_j:   p_j(y | x) = sum_m pi_jm p(y | x, theta_m).
+E step  (client)  q_im = pi_jm p(y_i | x_i, theta_m) / sum_m' ...,  at the components received;  pi_j = mean_i q_i.
+M step  (client)  theta_m moves by SGD on the mean over a batch of q_im times -log p(y_i | x_i, theta_m).
+M step  (server)  theta_m = sum_j (n_j / n) theta_jm.
+New client        EM on pi alone, the components as they are.
+
+Source: Marfoq, Neglia, Bellet, Kameni, Vidal, "Federated multi-task learning under a mixture of distributions", NeurIPS 2021, algorithms 1
+and 4; order of steps and hyperparameters from the authors' code, github.com/omarfoq/FedEM.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from bayesfl.blocks import Algorithm, Block, Energy
+from bayesfl.checks import whole
+from bayesfl.likelihood import Categorical
+from bayesfl.models import anew
+from bayesfl.optim import SGD, Rate
+from bayesfl.phases import Descend, Once
+from bayesfl.pools import Mean
+from bayesfl.posteriors import mixture
+from bayesfl.predictors import Mixture
+from bayesfl.protocols import Batch, Likelihood, Server, Uplink, View
+
+PARTS = ("components",)
+
+
+def fedem(
+    model: nn.Module,
+    *,
+    components: int = 3,
+    epochs: int = 1,
+    batch_size: int | None = 128,
+    lr: Rate = 0.03,
+    momentum: float = 0.9,
+    weight_decay: float = 5e-4,
+    by_responsibility: bool = False,
+    adapt_iterations: int = 20,
+    likelihood: Likelihood = Categorical(),
+) -> Algorithm:
+    """Federate `model` by FedEM.
+
+    Args:
+        model: Any module, the architecture of a component; the components draw their starts anew from its layers.
+        components: M.
+        epochs: Passes over a client's data each round, for all components.
+        batch_size: Examples of a step; None for all of the client's.
+        lr: Learning rate, or a schedule; the authors' code takes `multistep(lr)`, and another rate for each data set.
+        momentum: Of SGD; its state starts anew each round.
+        weight_decay: L2 coefficient, entering the gradient.
+        by_responsibility: Whether component m is averaged by n_j pi_jm instead of n_j, so that a client to which it means nothing does not
+            hold it back: with one-hot pi that is clustered FedAvg, where n_j slows a cluster down to its share of the examples.
+        adapt_iterations: Of EM on pi, for a client never seen.
+        likelihood: What y is.
+
+    Raises:
+        ValueError: A number lies outside its range.
+    """
+    whole("components", components, least=1)
+    whole("adapt_iterations", adapt_iterations, least=1)
+
+    def losses(algorithm: Algorithm, view: View, data: Batch) -> Tensor:
+        return algorithm.losses_of_copies(PARTS, view, data)
+
+    def expect(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
+        q, _ = mixture.responsibilities(view["pi"], losses(algorithm, view, data))
+        return view | {"q": q, "pi": mixture.mean_weights(q, data["weight"])}
+
+    def adapt(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
+        return view | {"pi": mixture.fit_weights(losses(algorithm, view, data), data["weight"], iterations=adapt_iterations)}
+
+    def counted(given: Server, view: View, batch: Batch) -> Tensor:
+        return torch.take_along_dim(view["q"], batch["index"].unsqueeze(-1), -2).mT
+
+    def share(server: Server, uplink: Uplink) -> Tensor:
+        return uplink["n"].unsqueeze(-1) * uplink["pi"] if by_responsibility else uplink["n"]
+
+    return Algorithm(
+        model,
+        {"components": Block(copies=components, start=anew(model), pool=Mean(share))},
+        (
+            Once(expect, data=True),
+            Descend(
+                "components",
+                Energy("components", PARTS, likelihood="mean", weight=counted),
+                epochs=epochs,
+                batch_size=batch_size,
+                optimiser=SGD(lr, momentum, weight_decay),
+            ),
+        ),
+        parts=PARTS,
+        likelihood=likelihood,
+        private=lambda given: {"pi": torch.full((components,), 1 / components)},
+        report=lambda given, view: {"pi": view["pi"]} if by_responsibility else {},
+        adapt=(Once(adapt, data=True),),
+        predictor=Mixture("components", "pi"),
+    )

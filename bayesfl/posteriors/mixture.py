@@ -1,0 +1,65 @@
+"""A mixture of M components with latent membership: responsibilities, weights, the bound that EM raises.
+
+    p(y | x) = sum_m pi_m p_m(y | x),    log p(y | x) >= sum_m q_m (log pi_m + log p_m(y | x) - log q_m),
+
+with equality where q_m is the posterior probability that component m made the example. All in log space: no density underflows.
+
+Source: Dempster, Laird, Rubin, "Maximum likelihood from incomplete data via the EM algorithm", JRSS B 39(1), 1977; for personal federated
+models Marfoq, Neglia, Bellet, Kameni, Vidal, "Federated multi-task learning under a mixture of distributions", NeurIPS 2021.
+"""
+
+import torch
+from torch import Tensor
+
+LEAST = 1e-12
+"""Least mixture weight: one that is exactly 0 could never come back."""
+
+
+def responsibilities(weights: Tensor, losses: Tensor) -> tuple[Tensor, Tensor]:
+    """The posterior of each example's component, q [..., N, M], and the log evidence of each example [..., N] in nats.
+
+    Args:
+        weights: pi [..., M], on the simplex.
+        losses: Negative log densities of each component, [..., M, N], in nats.
+    """
+    joint = (weights.clamp_min(LEAST).log().unsqueeze(-1) - losses).mT
+    evidence = joint.logsumexp(-1)
+    return (joint - evidence.unsqueeze(-1)).exp(), evidence
+
+
+def mean_weights(q: Tensor, counts: Tensor) -> Tensor:
+    """The weights pi [..., M] that maximise the bound: the mean of the responsibilities q [..., N, M] over examples that count.
+
+    Args:
+        q: Responsibilities.
+        counts: 1 for an example, 0 for padding, [..., N].
+    """
+    pi = (q * counts.unsqueeze(-1)).sum(-2) / counts.sum(-1, keepdim=True)
+    pi = pi.clamp_min(LEAST)
+    return pi / pi.sum(-1, keepdim=True)
+
+
+def bound(weights: Tensor, losses: Tensor, q: Tensor) -> Tensor:
+    """The EM bound of each example's log density, [..., N] in nats: the log density itself where q are the responsibilities.
+
+    Args:
+        weights: pi [..., M].
+        losses: [..., M, N], as in `responsibilities`.
+        q: Any distributions over components, [..., N, M].
+    """
+    joint = (weights.clamp_min(LEAST).log().unsqueeze(-1) - losses).mT
+    return (q * joint + torch.special.entr(q)).sum(-1)
+
+
+def fit_weights(losses: Tensor, counts: Tensor, *, iterations: int = 20) -> Tensor:
+    """EM on the weights alone, from equal ones: a concave problem, whose likelihood never falls.
+
+    Args:
+        losses: [..., M, N].
+        counts: [..., N].
+        iterations: How many.
+    """
+    pi = torch.full_like(losses[..., 0], 1 / losses.shape[-2])
+    for _ in range(iterations):
+        pi = mean_weights(responsibilities(pi, losses)[0], counts)
+    return pi

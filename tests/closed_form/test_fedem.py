@@ -1,0 +1,171 @@
+"""FedEM against algebra: EM's promise, one component, components that swap names, clusters."""
+
+from dataclasses import replace
+from itertools import cycle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+import bayesfl as bf
+from bayesfl.blocks import Block, Energy
+from bayesfl.data import FederatedData
+from bayesfl.likelihood import Gaussian
+from bayesfl.optim import SGD
+from bayesfl.phases import Descend
+from bayesfl.posteriors import MeanField, mixture
+from bayesfl.predictors import Mixture
+from bayesfl.priors import Normal, server_mean
+
+PLAIN: dict[str, Any] = {"momentum": 0.0, "weight_decay": 0.0}
+
+
+def run(algorithm: bf.Algorithm, clients: FederatedData, rounds: int = 1, kernel: Any = "auto", **options: Any):
+    options = {"dtype": torch.float64, "evaluate_every": None, "seed": 2, "progress": False, **options}
+    return bf.simulate(algorithm, clients, rounds=rounds, engine=bf.Engine(kernel), **options)
+
+
+def losses(algorithm: bf.Algorithm, components: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """[M, N], each component by itself."""
+    layout = algorithm.layout("components")
+    return torch.stack([algorithm.losses(layout.leaves(c), {"x": x.to(c), "y": y}) for c in components])
+
+
+def test_full_batch_steps_never_lower_the_likelihood(clients: FederatedData):
+    """One gradient step a round, averaged by size, is a step on the mixture's likelihood: generalised EM."""
+    algorithm = bf.algorithms.fedem(nn.Linear(8, 3), components=3, epochs=1, batch_size=None, lr=0.3, **PLAIN)
+    result, before = run(algorithm, clients), -torch.inf
+    for rounds in range(2, 25):
+        total = 0.0
+        for j in range(clients.clients):
+            table = losses(algorithm, result.server["components"]["loc"], *clients.train.client(j))
+            total += float(mixture.responsibilities(result.private["pi"][j], table)[1].sum())
+        assert total >= before - 1e-10
+        before, result = total, run(algorithm, clients, rounds, resume=result)
+
+
+def test_one_component_is_fedavg(clients: FederatedData, model: nn.Module):
+    """To rounding: q is 1 for every example."""
+    em = bf.algorithms.fedem(model, components=1, epochs=5, batch_size=None, lr=0.1)  # batches of a second phase have other addresses
+    avg = bf.algorithms.fedavg(model, epochs=5, batch_size=None, lr=0.1, momentum=0.9, weight_decay=5e-4)
+    start = em.init(7, seed=2, dtype=torch.float64)["components"]["loc"][0]
+    avg = replace(avg, blocks={"w": Block(start=lambda rng, size: start.float())})
+    assert_close(run(em, clients, 3).server["components"]["loc"][0], run(avg, clients, 3).server["w"]["loc"], atol=1e-9, rtol=0)
+
+
+def in_turn(starts: Tensor) -> Any:
+    """A block's start that hands out rows, one copy after another."""
+    rows = cycle(starts.float())
+    return lambda rng, size: next(rows)
+
+
+def test_components_may_swap_names(clients: FederatedData, model: nn.Module):
+    """Started in another order, components, weights and predictions come out in that order."""
+    order = [2, 0, 1]
+    plain = bf.algorithms.fedem(model, components=3, batch_size=10, lr=0.1)
+    starts = plain.init(7, seed=2)["components"]["loc"]
+    swapped = replace(plain, blocks={"components": replace(plain.blocks["components"], start=in_turn(starts[order]))})
+    one, other = run(plain, clients, 3), run(swapped, clients, 3)
+    assert_close(other.server["components"]["loc"], one.server["components"]["loc"][order], atol=1e-9, rtol=0)
+    assert_close(other.private["pi"], one.private["pi"][:, order], atol=1e-9, rtol=0)
+    assert_close(other.predict().probs, one.predict().probs, atol=1e-9, rtol=0, equal_nan=True)
+
+
+@pytest.fixture(scope="module")
+def clusters() -> tuple[FederatedData, Tensor]:
+    """Four clients of two linear rules with little noise, two of each, and the rules [2, 3]."""
+    rng = torch.Generator().manual_seed(0)
+    rules = torch.tensor([[3.0, 2.0, 1.0], [-2.0, -3.0, -2.0]])
+    xs = [1 + torch.rand(n, 3, generator=rng) for n in (20, 30, 40, 10)]
+    ys = [x @ rules[j // 2] for j, x in enumerate(xs)]
+    return bf.data.from_arrays(xs, ys, test=(xs, ys)), rules
+
+
+def clustered(clusters: tuple[FederatedData, Tensor], by_responsibility: bool) -> tuple[Tensor, Tensor]:
+    """Displacement of both components in a round that starts near the rules, [2, 3], and FedAvg's inside each cluster."""
+    data, rules = clusters
+    model, begin = nn.Linear(3, 1, bias=False), rules + 0.1
+    options: dict[str, Any] = {"epochs": 2, "batch_size": None, "lr": 1e-4, **PLAIN, "likelihood": Gaussian(0.1)}
+    em = bf.algorithms.fedem(model, components=2, by_responsibility=by_responsibility, **options)
+    em = replace(em, blocks={"components": replace(em.blocks["components"], start=in_turn(begin))})
+    moved = run(em, data).server["components"]["loc"] - begin.double()
+    inside = []
+    for m in (0, 1):
+        avg = replace(bf.algorithms.fedavg(model, **options), blocks={"w": Block(start=lambda rng, size, m=m: begin[m])})
+        inside.append(run(avg, data.select([2 * m, 2 * m + 1])).server["w"]["loc"] - begin[m].double())
+    return moved, torch.stack(inside)
+
+
+def test_clusters_slow_each_other_down(clusters: tuple[FederatedData, Tensor]):
+    """With one-hot responsibilities a component moves n_c / n of what FedAvg inside its cluster does: the others send it back unmoved."""
+    moved, inside = clustered(clusters, by_responsibility=False)
+    assert_close(moved, inside * 0.5, atol=1e-6, rtol=0)
+
+
+def test_weighed_by_responsibility_it_is_clustered_fedavg(clusters: tuple[FederatedData, Tensor]):
+    """Then a client to which a component means nothing does not count in its mean."""
+    moved, inside = clustered(clusters, by_responsibility=True)
+    assert_close(moved, inside, atol=1e-6, rtol=0)
+
+
+def test_predictions_mix_probabilities(clients: FederatedData, model: nn.Module):
+    """sum_m pi_m softmax of each component, not the softmax of a mean; pi from the client's own training data."""
+    algorithm = bf.algorithms.fedem(model, components=3, batch_size=10, lr=0.2)
+    result = run(algorithm, clients, 2)
+    x = clients.test.client(3)[0].double()
+    layout, loc = algorithm.layout("components"), result.server["components"]["loc"]
+    each = torch.stack([algorithm.outputs(layout.leaves(c), x).softmax(-1) for c in loc])
+    assert_close(result.predict().client(3).probs, torch.einsum("m,mno->no", result.private["pi"][3], each), atol=1e-12, rtol=0)
+    assert_close(result.predict(draws=0).client(3).probs, result.predict().client(3).probs, atol=0, rtol=0)
+
+
+def test_new_clients_fit_their_weights_alone(clients: FederatedData, model: nn.Module):
+    """The weights of largest likelihood under the components as they are, which stay."""
+    old, novel = clients.hold_out(2, seed=0)
+    result = run(bf.algorithms.fedem(model, components=3, batch_size=10, lr=0.3, adapt_iterations=500), old, 3)
+    adapted = result.adapt(novel)
+    assert torch.equal(adapted.server["components"]["loc"], result.server["components"]["loc"])
+    for j in range(2):
+        table = losses(result.algorithm, result.server["components"]["loc"], *novel.train.client(j))
+        best = mixture.fit_weights(table, torch.ones(table.shape[1], dtype=torch.float64), iterations=500)
+        assert_close(adapted.private["pi"][j], best, atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize("kernel", ["live", "layers", "vmap"])
+@pytest.mark.parametrize("draws", [1, 3])
+def test_components_may_be_beliefs(clients: FederatedData, model: nn.Module, kernel: Any, draws: int):
+    """Mean-field components, each with draws of its own, in every kernel as in the reference."""
+    plain = bf.algorithms.fedem(model, components=2)
+    prior = Normal(centre=server_mean("components"), variance=lambda given, view: torch.ones(1, dtype=torch.float64))
+    block = replace(plain.blocks["components"], posterior=MeanField(init_scale=0.1), prior=prior)
+    (expect, descend) = plain.phases
+    energy = Energy("components", ("components",), likelihood="sum", weight=descend.energy.weight)
+    step = Descend("components", energy, epochs=1, batch_size=10, optimiser=SGD(0.01), draws=draws)
+    algorithm = replace(plain, blocks={"components": block}, phases=(expect, step), predictor=Mixture("components", "pi"))
+    got, reference = (run(algorithm, clients, 2, k) for k in (kernel, "reference"))
+    assert_close(got.server, reference.server, atol=1e-9, rtol=0)
+    assert_close(got.private, reference.private, atol=1e-9, rtol=0)
+
+
+def test_a_gaussian_prior_holds_every_copy(clients: FederatedData, model: nn.Module):
+    """Point components under a Normal prior: the kernels add its pull to each copy as the reference does."""
+    plain = bf.algorithms.fedem(model, components=2, batch_size=10)
+    prior = Normal(centre=server_mean("components"), variance=lambda given, view: view["n"][..., None, None])
+    tied = replace(plain, blocks={"components": replace(plain.blocks["components"], prior=prior)})
+    for prox in (False, True):
+        (expect, descend) = tied.phases
+        algorithm = replace(tied, phases=(expect, replace(descend, prox=prox)))
+        got, reference = (run(algorithm, clients, 2, k).server for k in ("layers", "reference"))
+        assert_close(got, reference, atol=1e-9, rtol=0)
+
+
+def test_copies_that_start_alike_are_refused(model: nn.Module):
+    """They would stay alike; and a predictor must say how they predict together."""
+    with pytest.raises(ValueError, match="copies that start alike stay alike"):
+        Block(copies=2)
+    with pytest.raises(ValueError, match="a predictor must say how they predict together"):
+        replace(bf.algorithms.fedem(model), predictor=None)
+    with pytest.raises(ValueError, match="components must be at least 1"):
+        bf.algorithms.fedem(model, components=0)
