@@ -4,6 +4,7 @@ from bayesfl.data.arrays import from_arrays, from_datasets
 from bayesfl.data.federated import FederatedData, SourceInfo, Split
 from bayesfl.data.recipes import concept_drift, diabetes, dirichlet, heart_disease, iid, label_groups, labels_per_client
 from bayesfl.data.sources import Source, available, load
+from bayesfl.data.synthetic import linear_mixture
 
 __all__ = [
     "FederatedData",
@@ -20,5 +21,6 @@ __all__ = [
     "iid",
     "label_groups",
     "labels_per_client",
+    "linear_mixture",
     "load",
 ]
