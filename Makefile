@@ -33,6 +33,8 @@ examples: $(VENV)/.plain
 	$(BIN)/python benchmarks/sensitivity.py --quick
 	$(BIN)/python benchmarks/curvature.py --quick --threads 1
 	$(BIN)/python benchmarks/gpu.py --quick --device cpu
+	$(BIN)/python benchmarks/fedsi.py --quick
+	$(BIN)/python benchmarks/selection.py --quick
 	$(BIN)/python benchmarks/papers/fedsi.py --quick
 
 # The wheel, in an empty environment without the development tools.
@@ -52,6 +54,8 @@ benchmarks: $(VENV)/.plain
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/sensitivity.py
 	$(BIN)/python benchmarks/curvature.py
+	$(BIN)/python benchmarks/fedsi.py
+	$(BIN)/python benchmarks/selection.py
 
 check: test lint types docs examples wheel
 

@@ -1,7 +1,8 @@
-"""Writes the README's tables from what the commands made: python docs/tables.py.
+"""Writes the tables of the README and of docs/selection.md from what the commands made: python docs/tables.py.
 
 What is implemented comes from the compositions themselves, the demo's table from benchmarks/results/demo.json (`make demo` writes it to
-runs/demo/table.json), speed from benchmarks/results/engines.json (`make benchmarks`).
+runs/demo/table.json), speed from benchmarks/results/engines.json (`make benchmarks`), rules of subnetworks from
+benchmarks/results/selection.json (python benchmarks/selection.py).
 """
 
 import json
@@ -61,23 +62,30 @@ def engines() -> str:
 def selection() -> str:
     """What rules of subnetworks are worth, in Markdown: a table for each measure, the networks side by side."""
     saved = json.loads((RESULTS / "selection.json").read_text())
-    cells = {f"{dataset}, {scaling}": found for dataset, by in saved["results"].items() for scaling, found in by.items()}
+    parts = {
+        part: {f"{dataset}, {scaling}": found for dataset, by in saved[part]["results"].items() for scaling, found in by.items()}
+        for part in ("alone", "pooled", "control")
+    }
+    cells = parts["alone"]
     rows = {cell: found["rows"] for cell, found in cells.items()}
     names = list(next(iter(rows.values())))
-    base = {cell: of["MAP, one temperature"]["nll"] for cell, of in rows.items()}
-    beyond = {
-        name: {cell: [a - b for a, b in zip(of[name]["nll"], base[cell], strict=True)] for cell, of in rows.items()} for name in names
-    }
 
-    def side_by_side(title: str, *keys: str, part: str = "rows", scaled: bool = False, **options: Any) -> str:
-        kept = [name for name, row in next(iter(cells.values()))[part].items() if keys[0] in row and (scaled or "scaled" not in name)]
-        table = {
-            name: {f"{cell} {key}": of[part][name][key] for cell, of in cells.items() for key in keys if key in of[part][name]}
-            for name in kept
-        }
+    def side_by_side(title: str, *keys: str, of: str = "alone", part: str = "rows", scaled: bool = False, **options: Any) -> str:
+        found = {cell: by[part] for cell, by in parts[of].items()}
+        kept = [name for name, row in next(iter(found.values())).items() if keys[0] in row and (scaled or "scaled" not in name)]
+        table = {name: {f"{cell} {key}": by[name][key] for cell, by in found.items() for key in keys if key in by[name]} for name in kept}
         kind = {key: "" if len(keys) == 1 else f": {key.split('_')[-1]}" for key in keys}
-        columns = [report.Column(f"{cell} {key}", title=cell + kind[key], **options) for cell in cells for key in keys]
+        columns = [report.Column(f"{cell} {key}", title=cell + kind[key], **options) for cell in found for key in keys]
         return f"**{title}**\n\n{report.table(table, columns=columns, style='markdown')}"
+
+    def beyond(title: str, of: str, key: str) -> str:
+        found = {cell: by["rows"] for cell, by in parts[of].items()}
+        table = {
+            name: {c: [a - b for a, b in zip(by[name][key], by["MAP, one temperature"][key], strict=True)] for c, by in found.items()}
+            for name in next(iter(found.values()))
+        }
+        lines = report.table(table, columns=[report.Column(cell, title=cell) for cell in found], style="markdown")
+        return f"**{title}**\n\n{lines}"
 
     percent = {"scale": 100.0, "digits": 0}
     network = [
@@ -102,8 +110,14 @@ def selection() -> str:
         if "log10_precision" in rows[next(iter(rows))][name] and "scaled" not in name:
             seeds = [", ".join(f"{value:.1f}" for value in of[name]["log10_precision"]) for of in rows.values()]
             chosen.append(f"| {name} | " + " | ".join(seeds) + " |")
-    low, high = (f"{value:.0f}" for value in (math.log10(g) for g in (saved["sizes"]["grid"][0], saved["sizes"]["grid"][-1])))
+    low, high = (
+        f"{value:.0f}" for value in (math.log10(g) for g in (saved["alone"]["sizes"]["grid"][0], saved["alone"]["sizes"]["grid"][-1]))
+    )
     networks = report.table({cell: found["network"] for cell, found in cells.items()}, columns=network, style="markdown", corner="network")
+    counted = [report.Column(f"{key}_count", title=title) for key, title in (("near", "unseen classes"), ("other", "the other data set"))]
+    counted.append(report.Column("permuted_count", title="permuted pixels"))
+    counts = {cell: by["rows"]["changed constant pixels"] for cell, by in parts["control"].items()}
+    control = report.table(counts, columns=counted, style="markdown", corner="images")
     return "\n\n".join(
         [
             f"**The networks**\n\n{networks}",
@@ -112,15 +126,20 @@ def selection() -> str:
             f"**Chosen precision, log10, seed by seed** (grid {low} to {high})\n\n" + "\n".join(chosen),
             side_by_side("Accuracy (%)", "accuracy", scaled=True, scale=100.0, digits=1, better="higher"),
             side_by_side("NLL on test images (nats)", "nll", scaled=True, better="lower"),
-            "**NLL beyond that of one temperature (nats, paired by seed)**\n\n"
-            + report.table(beyond, columns=[report.Column(cell, title=cell) for cell in cells], style="markdown"),
+            beyond("NLL beyond that of one temperature (nats, paired by seed)", "alone", "nll"),
             side_by_side("NLL once the method has a temperature of its own, too (nats)", "nll_tempered", scaled=True, better="lower"),
+            side_by_side("One precision or temperature for all networks of a column: NLL (nats)", "nll", of="pooled", better="lower"),
+            beyond("The same: NLL beyond that of one temperature (nats, paired by seed)", "pooled", "nll"),
+            side_by_side("The same: ECE", "ece", of="pooled", better="lower"),
+            side_by_side("The same: log10 of the precision", "log10_precision", of="pooled", digits=1),
             side_by_side("ECE", "ece", scaled=True, better="lower"),
             side_by_side("AUROC of images of unseen classes", "near_entropy", "near_epistemic", scaled=True, better="higher"),
+            beyond("The same by entropy, beyond one temperature (paired by seed)", "alone", "near_entropy"),
             side_by_side("AUROC of the other data set", "other_entropy", "other_epistemic", better="higher"),
             side_by_side("AUROC of permuted pixels", "permuted_entropy", "permuted_epistemic", better="higher"),
+            f"**AUROC of the number of pixels changed that were constant in training, no network**\n\n{control}",
             side_by_side("NLL on lit test images beyond the same images unlit (nats)", "lit_change", better="lower"),
-            side_by_side("At fixed precisions: NLL on the first test images (nats)", "nll", part="fixed", better="lower"),
+            side_by_side("At fixed precisions: NLL on the first 500 test images (nats)", "nll", part="fixed", better="lower"),
             side_by_side("At fixed precisions: NLL on the same images, lit (nats)", "lit_nll", part="fixed", better="lower"),
             side_by_side("At fixed precisions: AUROC of images of unseen classes", "near_entropy", "near_epistemic", part="fixed"),
             f"**What it costs, mean over all networks**\n\n{report.table(costs, columns=cost, style='markdown')}",
