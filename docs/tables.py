@@ -1,8 +1,8 @@
-"""Writes the tables of the README and of docs/selection.md from what the commands made: python docs/tables.py.
+"""Writes the tables of the README, of docs/selection.md and of docs/papers from what the commands made: python docs/tables.py.
 
 What is implemented comes from the compositions themselves, the demo's table from benchmarks/results/demo.json (`make demo` writes it to
 runs/demo/table.json), speed from benchmarks/results/engines.json (`make benchmarks`), rules of subnetworks from
-benchmarks/results/selection.json (python benchmarks/selection.py).
+benchmarks/results/selection.json (python benchmarks/selection.py), papers' tables from benchmarks/results/papers.
 """
 
 import json
@@ -147,7 +147,54 @@ def selection() -> str:
     )
 
 
-PAGES = {ROOT / "README.md": (implemented, demo, engines), ROOT / "docs" / "selection.md": (selection,)}
+def fedsi() -> str:
+    """FedSI's Tables I and II beside what was measured, and what else was."""
+    saved = json.loads((RESULTS / "papers" / "fedsi.json").read_text())
+    order = ["Local", "FedAvg", "FedAvg-FT", "FedBABU", "FedSI", "FedSI's MAP", "FedSI-Fac", "FedSI, whole body"]
+    order += ["pFedVEM, mean", "pFedVEM, 100 draws"]
+    parts = []
+    for dataset, published in saved["published"].items():
+        rows: dict[str, dict[str, list[float]]] = {name: {} for name in order}
+        for key, cell in saved["cells"].items():
+            if key.split("/")[0] == dataset:
+                for title, row in cell["rows"].items():
+                    for name, value in row.items():
+                        rows[title].setdefault(name, []).append(value)
+        rows = {name: row for name, row in rows.items() if row}
+        for name, row in rows.items():
+            row |= {f"published_{key}": [value / (100 if key == "accuracy" else 1)] for key, value in published.get(name, {}).items()}
+            row["seeds"] = [float(len(row["accuracy"]))]
+        both = [("accuracy", "accuracy (%)", 100.0, 2), ("ece", "ECE", 1.0, 3), ("mce", "MCE", 1.0, 3), ("brier", "Brier", 1.0, 3)]
+        first = [
+            report.Column(f"{prefix}{key}", title=f"{title}, {word}", scale=scale, digits=digits)
+            for key, title, scale, digits in both
+            for prefix, word in (("published_", "published"), ("", "measured"))
+        ]
+        plain = [
+            ("nll", "NLL (nats)"),
+            ("nll_pooled", "one temperature"),
+            ("nll_client", "one for each client"),
+            ("ece_pooled", "ECE, one temperature"),
+        ]
+        plain += [("near_entropy_auroc", "unseen labels: AUROC by entropy"), ("near_epistemic_auroc", "epistemic")]
+        plain += [("far_entropy_auroc", "permuted pixels: by entropy"), ("far_epistemic_auroc", "epistemic"), ("seeds", "seeds")]
+        second = [report.Column(key, title=title, digits=0 if key == "seeds" else 3) for key, title in plain]
+        there = {key for row in rows.values() for key in row}
+        tables = [report.table(rows, columns=[c for c in columns if c.key in there], style="markdown") for columns in (first, second)]
+        more = [
+            f"{key.split('/')[1]}, seed {key.split('/')[2]}: " + ", ".join(f"{name.replace('_', ' ')} {cell[name]:.3g}" for name in told)
+            for key, cell in saved["cells"].items()
+            if key.split("/")[0] == dataset and (told := [n for n in ("predictive_precision", "uncurved_share") if n in cell])
+        ]
+        parts.append(f"**{dataset}**\n\n" + "\n\n".join(tables) + "\n\n" + "; ".join(more) + ".")
+    return "\n\n".join(parts)
+
+
+PAGES = {
+    ROOT / "README.md": (implemented, demo, engines),
+    ROOT / "docs" / "selection.md": (selection,),
+    ROOT / "docs" / "papers" / "fedsi.md": (fedsi,),
+}
 
 
 if __name__ == "__main__":
