@@ -28,6 +28,7 @@ class Purpose(IntEnum):
     PREDICT = 7
     POSTERIOR = 8
     SELECTION = 9
+    GRAPH = 10
 
 
 class Stage(IntEnum):

@@ -12,7 +12,7 @@ PACKAGE = Path(bf.__file__).parent
 ORDER = (
     {"checks", "_torchvision"},
     {"protocols", "random", "numerics", "files", "layout"},
-    {"optim", "likelihood", "history", "models"},
+    {"optim", "likelihood", "history", "models", "topology"},
     {"curvature"},
     {"posteriors", "selection"},
     {"priors", "pools", "predictors"},

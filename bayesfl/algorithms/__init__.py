@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from bayesfl.algorithms.ditto import ditto
 from bayesfl.algorithms.fedavg import fedavg, fedavg_ft
 from bayesfl.algorithms.fedbabu import fedbabu
-from bayesfl.algorithms.fedem import fedem
+from bayesfl.algorithms.fedem import d_fedem, fedem
 from bayesfl.algorithms.fedper import fedper
 from bayesfl.algorithms.fedprox import fedprox
 from bayesfl.algorithms.fedrep import fedrep
@@ -32,6 +32,7 @@ PAPERS: dict[str, tuple[Callable[..., Algorithm], str, str]] = {
     "pfedmap": (pfedmap, "pFedMAP", "Zhu, Ma, Blaschko, FL-NeurIPS 2022"),
     "pfedvem": (pfedvem, "pFedVEM", "Zhu, Ma, Blaschko, FL-NeurIPS 2022"),
     "fedem": (fedem, "FedEM", "Marfoq et al., NeurIPS 2021"),
+    "d_fedem": (d_fedem, "D-FedEM", "Marfoq et al., NeurIPS 2021"),
     "fedsi": (fedsi, "FedSI", "Chen, Liu, Wu, Fan, Cao, 2024"),
     "fedsi_fac": (fedsi_fac, "FedSI-Fac", "Chen, Liu, Wu, Fan, Cao, 2024"),
     "fedsi_full": (fedsi_full, "FedSI, whole body", "after Chen, Liu, Wu, Fan, Cao, 2024"),
@@ -85,6 +86,7 @@ __all__ = [
     "PAPERS",
     "Entry",
     "available",
+    "d_fedem",
     "ditto",
     "fedavg",
     "fedavg_ft",

@@ -6,9 +6,15 @@ M step  (client)  theta_m moves by SGD on the mean over a batch of q_im times -l
 M step  (server)  theta_m = sum_j (n_j / n) theta_jm.
 New client        EM on pi alone, the components as they are.
 
+Without a server  theta_jm <- sum_k W_jk theta_km  over neighbours k, W doubly stochastic.
+
 Source: Marfoq, Neglia, Bellet, Kameni, Vidal, "Federated multi-task learning under a mixture of distributions", NeurIPS 2021, algorithms 1
 and 4; order of steps and hyperparameters from the authors' code, github.com/omarfoq/FedEM.
 """
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +25,11 @@ from bayesfl.likelihood import Categorical
 from bayesfl.models import anew
 from bayesfl.optim import SGD, Rate
 from bayesfl.phases import Descend, Once
-from bayesfl.pools import Mean
+from bayesfl.pools import Mean, Stack
 from bayesfl.posteriors import mixture
 from bayesfl.predictors import Mixture
 from bayesfl.protocols import Batch, Likelihood, Server, Uplink, View
+from bayesfl.topology import check_mixing, erdos_renyi, metropolis
 
 PARTS = ("components",)
 
@@ -97,3 +104,67 @@ def fedem(
         adapt=(Once(adapt, data=True),),
         predictor=Mixture("components", "pi"),
     )
+
+
+def d_fedem(
+    model: nn.Module,
+    *,
+    mixing: Tensor | Callable[[int], Tensor] | None = None,
+    components: int = 3,
+    epochs: int = 1,
+    batch_size: int | None = 128,
+    lr: Rate = 0.03,
+    momentum: float = 0.9,
+    weight_decay: float = 5e-4,
+    adapt_iterations: int = 20,
+    likelihood: Likelihood = Categorical(),
+) -> Algorithm:
+    """Federate `model` by D-FedEM: no server; after its local work every client averages its components with its neighbours'.
+
+    The simulation's server holds every client's components, [J, M, D], and does the averaging; over a network it is a relay, which sees
+    what neighbours would. What a client would have got from one outside a round's cohort it takes from itself. A client never seen starts
+    from the mean over clients.
+
+    Args:
+        model: As in `fedem`.
+        mixing: The averaging weights [J, J], doubly stochastic, or what makes them for J clients; by default Metropolis weights on a random
+            graph with half of the edges. See `bayesfl.topology`.
+        components: As in `fedem`.
+        epochs: As in `fedem`.
+        batch_size: As in `fedem`.
+        lr: As in `fedem`.
+        momentum: As in `fedem`.
+        weight_decay: As in `fedem`.
+        adapt_iterations: As in `fedem`.
+        likelihood: What y is.
+
+    Raises:
+        ValueError: A number lies outside its range; a matrix that is not doubly stochastic, or not connected; in the first round, one of
+            another number of clients.
+    """
+    options = {"components": components, "epochs": epochs, "batch_size": batch_size, "lr": lr, "momentum": momentum}
+    central = fedem(model, **options, weight_decay=weight_decay, adapt_iterations=adapt_iterations, likelihood=likelihood)
+    given = None if mixing is None or callable(mixing) else check_mixing(mixing, len(mixing))
+
+    @cache
+    def weights_of(clients: int) -> Tensor:
+        made = mixing(clients) if callable(mixing) else metropolis(erdos_renyi(clients)) if given is None else given
+        return check_mixing(made, clients)
+
+    def server(blocks: Server, clients: int) -> Server:
+        loc = blocks["components"]["loc"]
+        return {"models": loc.expand(clients, *loc.shape)}
+
+    def share(server: Server, ids: Tensor) -> tuple[Server, View]:
+        return {k: v for k, v in server.items() if k != "models"}, {"components": {"loc": server["models"][ids]}}
+
+    def combine(server: Server, ids: Tensor, uplink: Uplink) -> Server:
+        models = server["models"]
+        weights = weights_of(len(models)).to(models.device)[ids][:, ids]
+        weights = weights + torch.diag(1 - weights.sum(1))  # what would have come from the absent
+        mixed = torch.einsum("jk,kmd->jmd", weights, uplink["components"]["loc"].double())
+        models = models.index_copy(0, ids, mixed.to(models))
+        return {"models": models, "components": {"loc": models.double().mean(0).to(models)}}
+
+    block = replace(central.blocks["components"], pool=Stack())
+    return replace(central, blocks={"components": block}, server=server, share=share, combine=combine)

@@ -15,9 +15,11 @@ from bayesfl.data import FederatedData
 from bayesfl.likelihood import Gaussian
 from bayesfl.optim import SGD
 from bayesfl.phases import Descend
+from bayesfl.pools import Mean, equal
 from bayesfl.posteriors import MeanField, mixture
 from bayesfl.predictors import Mixture
 from bayesfl.priors import Normal, server_mean
+from bayesfl.topology import metropolis, ring
 
 PLAIN: dict[str, Any] = {"momentum": 0.0, "weight_decay": 0.0}
 
@@ -169,3 +171,46 @@ def test_copies_that_start_alike_are_refused(model: nn.Module):
         replace(bf.algorithms.fedem(model), predictor=None)
     with pytest.raises(ValueError, match="components must be at least 1"):
         bf.algorithms.fedem(model, components=0)
+
+
+def test_everyone_beside_everyone_is_fedem_with_equal_weights(clients: FederatedData, model: nn.Module):
+    """D-FedEM on a complete graph with weights 1 / J: every client has the mean of all, as if a server had made it."""
+    options: dict[str, Any] = {"components": 2, "batch_size": 10, "lr": 0.1}
+    central = bf.algorithms.fedem(model, **options)
+    central = replace(central, blocks={"components": replace(central.blocks["components"], pool=Mean(equal))})
+    gossip = run(bf.algorithms.d_fedem(model, mixing=torch.full((7, 7), 1 / 7, dtype=torch.float64), **options), clients, 3)
+    mean = run(central, clients, 3).server["components"]["loc"]
+    assert_close(gossip.server["models"], mean.expand(7, *mean.shape), atol=1e-9, rtol=0)
+    assert_close(gossip.server["components"]["loc"], mean, atol=1e-9, rtol=0)
+
+
+def test_mixing_is_the_matrix_times_what_clients_made(clients: FederatedData, model: nn.Module):
+    """W times the locally trained components; their mean stays; who is absent keeps its own, and who is present what it would have got."""
+    w = metropolis(ring(7))
+    algorithm = bf.algorithms.d_fedem(model, mixing=w, components=2, batch_size=10, lr=0.1)
+    made: list[Tensor] = []
+
+    def combine(server: Any, ids: Tensor, uplink: Any) -> Any:
+        made.append(
+            torch.zeros(7, *uplink["components"]["loc"].shape[1:], dtype=torch.float64).index_copy(0, ids, uplink["components"]["loc"])
+        )
+        return algorithm.combine(server, ids, uplink)
+
+    watched = replace(algorithm, combine=combine)
+    result = run(watched, clients, 1)
+    assert_close(result.server["models"], torch.einsum("jk,kmd->jmd", w, made[0]), atol=1e-12, rtol=0)
+    assert_close(result.server["models"].mean(0), made[0].mean(0), atol=1e-12, rtol=0)
+    part = run(watched, clients, 1, participation=0.5)
+    present = part.settings.cohort(7, 0)
+    absent = [j for j in range(7) if j not in present]
+    start = algorithm.init(7, seed=2, dtype=torch.float64)["models"]
+    assert_close(part.server["models"][absent], start[absent], atol=0, rtol=0)
+    assert_close(part.server["models"][present].sum(0), made[1][present].sum(0), atol=1e-12, rtol=0)
+
+
+def test_a_matrix_for_others_is_refused(clients: FederatedData, model: nn.Module):
+    """In the first round, with the number of clients; one that does not mix, as it is given."""
+    with pytest.raises(ValueError, match="graph is not connected"):
+        bf.algorithms.d_fedem(model, mixing=torch.eye(7))
+    with pytest.raises(ValueError, match=r"the mixing matrix must be \[7, 7\]"):
+        run(bf.algorithms.d_fedem(model, mixing=torch.full((3, 3), 1 / 3)), clients)

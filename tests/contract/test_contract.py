@@ -14,7 +14,7 @@ import bayesfl as bf
 from bayesfl.algorithms import PAPERS
 from bayesfl.blocks import flatten
 from bayesfl.data import FederatedData
-from bayesfl.protocols import Server, Uplink
+from bayesfl.protocols import Server, StackedPool, Uplink
 from tests.cases import CASES, SIZES, Case, federation
 
 ROUNDS = 3
@@ -120,7 +120,9 @@ def test_uplink_is_what_is_declared(case: Case, model: nn.Module, clients: Feder
         arrived.append({key: t for key, t in flatten(uplink).items() if key not in ("n", "ids")})
         return algorithm.combine(server, ids, uplink)
 
-    blocks = {name: replace(b, pool=Watched(b.pool, arrived)) if b.pool else b for name, b in algorithm.blocks.items()}
+    # What a stacked pool gathers reaches `combine` too.
+    summed = {name: b for name, b in algorithm.blocks.items() if b.pool and not isinstance(b.pool, StackedPool)}
+    blocks = {**algorithm.blocks, **{name: replace(b, pool=Watched(b.pool, arrived)) for name, b in summed.items()}}
     watched = replace(algorithm, blocks=blocks, combine=combine)
     options = {"participation": 0.5, "dtype": torch.float64, "evaluate_every": None, "seed": 3, "progress": False}
     result = bf.simulate(watched, clients, rounds=1, engine=bf.Engine(chunk=2, workers=1), **options)

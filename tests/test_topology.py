@@ -1,0 +1,91 @@
+"""Graphs and mixing matrices: shapes by hand, what mixing keeps and where it ends, what is refused."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from bayesfl import topology
+
+GRAPHS = {
+    "ring": topology.ring(7),
+    "two": topology.ring(2),
+    "grid": topology.grid(3, 4),
+    "line": topology.grid(1, 5),
+    "complete": topology.complete(6),
+    "random": topology.erdos_renyi(12, p=0.3, seed=1),
+}
+
+
+def test_graphs_by_hand():
+    """Degrees, and an edge that must or must not be."""
+    assert topology.ring(5).sum(1).tolist() == [2] * 5
+    assert topology.ring(1).tolist() == [[False]]
+    assert topology.grid(2, 3).sum(1).tolist() == [2, 3, 2, 2, 3, 2]
+    assert not bool(topology.grid(2, 3)[2, 3])  # the end of a row and the start of the next
+    assert topology.complete(4).sum().item() == 12
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_metropolis_weights(name: str):
+    """Symmetric, doubly stochastic, on edges only; mixing keeps the mean, and repeated ends there."""
+    edges = GRAPHS[name]
+    assert topology.connected(edges)
+    w = topology.metropolis(edges)
+    assert_close(w, w.T, atol=0, rtol=0)
+    assert_close(w.sum(0), torch.ones(len(w), dtype=torch.float64))
+    assert bool((w >= 0).all())
+    assert not bool((w[~edges & ~torch.eye(len(w), dtype=torch.bool)] != 0).any())
+    theta = torch.randn(len(w), 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert_close((w @ theta).mean(0), theta.mean(0))
+    assert_close(torch.matrix_power(w, 5000) @ theta, theta.mean(0).expand_as(theta), atol=1e-8, rtol=0)
+
+
+def test_metropolis_by_hand():
+    """On a complete graph 1 / J; on a path of three 1/3 along edges, the rest at home."""
+    assert_close(topology.metropolis(topology.complete(5)), torch.full((5, 5), 0.2, dtype=torch.float64))
+    third = torch.tensor([[2.0, 1.0, 0.0], [1.0, 1.0, 1.0], [0.0, 1.0, 2.0]], dtype=torch.float64) / 3
+    assert_close(topology.metropolis(topology.grid(1, 3)), third)
+
+
+def test_random_graphs():
+    """Equal seeds draw equal graphs, p is the share of edges, within four standard errors; connected or refused."""
+    assert torch.equal(topology.erdos_renyi(9, seed=3), topology.erdos_renyi(9, seed=3))
+    assert not torch.equal(topology.erdos_renyi(9, seed=3), topology.erdos_renyi(9, seed=4))
+    share = float(topology.erdos_renyi(100, p=0.3).double().sum() / (100 * 99))
+    assert abs(share - 0.3) < 4 * (0.3 * 0.7 / 4950) ** 0.5
+    with pytest.raises(ValueError, match="none of 100 graphs of 50 clients"):
+        topology.erdos_renyi(50, p=0.001)
+
+
+def test_two_islands_are_not_connected():
+    """Nor is a client by itself."""
+    islands = torch.block_diag(torch.ones(2, 2), torch.ones(3, 3)).bool().fill_diagonal_(False)
+    assert not topology.connected(islands)
+    assert topology.connected(torch.zeros(1, 1, dtype=torch.bool))
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        (torch.eye(3), "graph is not connected"),
+        (torch.full((2, 2), 0.5), r"must be \[3, 3\]"),
+        (torch.full((3, 3), 0.5), "must be doubly stochastic"),
+        (torch.tensor([[1.5, -0.5, 0.0], [-0.5, 1.0, 0.5], [0.0, 0.5, 0.5]]), "must be doubly stochastic"),
+        (torch.tensor([[0.5, 0.5, 0.0], [0.5, 0.0, 0.5], [0.5, 0.0, 0.5]]), "must be doubly stochastic"),
+        (torch.full((3, 3), float("nan")), "must be doubly stochastic"),
+    ],
+)
+def test_mixing_matrices_that_are_none(weights: Tensor, message: str):
+    """Each by name, with the remedy."""
+    with pytest.raises(ValueError, match=message):
+        topology.check_mixing(weights, 3)
+
+
+@pytest.mark.parametrize("edges", [torch.ones(3, 3, dtype=torch.bool), torch.ones(3, 3).triu(1).bool(), torch.zeros(3, 3)])
+def test_edges_that_are_none(edges: Any):
+    """Self-loops, one-way edges, numbers."""
+    with pytest.raises(ValueError, match="edges must be a symmetric"):
+        topology.metropolis(edges)
