@@ -62,9 +62,12 @@ class Mean:
         return _add(total, {"weight": (weight, ones), "loc": (weight, uplink[name]["loc"])})
 
     def solve(self, server: Server, name: str, total: Tensors) -> Tensors:
-        """Their quotient."""
+        """Their quotient; a copy for which no client counts stays as it is."""
         weight = total["weight"]
-        return _cast({"loc": total["loc"] / (weight.unsqueeze(-1) if weight.dim() else weight)}, server[name])
+        if not weight.dim():
+            return _cast({"loc": total["loc"] / weight}, server[name])
+        mean = total["loc"] / weight.unsqueeze(-1)
+        return _cast({"loc": torch.where(weight.unsqueeze(-1) > 0, mean, server[name]["loc"].double())}, server[name])
 
 
 @dataclass(frozen=True)

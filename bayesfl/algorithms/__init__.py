@@ -11,6 +11,7 @@ from bayesfl.algorithms.fedper import fedper
 from bayesfl.algorithms.fedprox import fedprox
 from bayesfl.algorithms.fedrep import fedrep
 from bayesfl.algorithms.fedsi import fedsi, fedsi_fac, fedsi_full
+from bayesfl.algorithms.ifca import ifca
 from bayesfl.algorithms.lg_fedavg import lg_fedavg
 from bayesfl.algorithms.local import local
 from bayesfl.algorithms.pfedmap import pfedmap
@@ -31,6 +32,7 @@ PAPERS: dict[str, tuple[Callable[..., Algorithm], str, str]] = {
     "pfedme": (pfedme, "pFedMe", "Dinh, Tran, Nguyen, NeurIPS 2020"),
     "pfedmap": (pfedmap, "pFedMAP", "Zhu, Ma, Blaschko, FL-NeurIPS 2022"),
     "pfedvem": (pfedvem, "pFedVEM", "Zhu, Ma, Blaschko, FL-NeurIPS 2022"),
+    "ifca": (ifca, "IFCA", "Ghosh et al., NeurIPS 2020"),
     "fedem": (fedem, "FedEM", "Marfoq et al., NeurIPS 2021"),
     "d_fedem": (d_fedem, "D-FedEM", "Marfoq et al., NeurIPS 2021"),
     "fedsi": (fedsi, "FedSI", "Chen, Liu, Wu, Fan, Cao, 2024"),
@@ -98,6 +100,7 @@ __all__ = [
     "fedsi",
     "fedsi_fac",
     "fedsi_full",
+    "ifca",
     "lg_fedavg",
     "local",
     "pfedmap",

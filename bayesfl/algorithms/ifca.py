@@ -1,0 +1,80 @@
+"""IFCA: M models, every client trains and is served by the one that fits its data best, models averaged within those clusters.
+
+Source: Ghosh, Chung, Yin, Ramchandran, "An efficient framework for clustered federated learning", NeurIPS 2020, algorithm 1 with model
+averaging.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bayesfl.blocks import Algorithm, Block, Energy
+from bayesfl.checks import whole
+from bayesfl.likelihood import Categorical
+from bayesfl.models import anew
+from bayesfl.optim import SGD, Rate
+from bayesfl.phases import Descend, Once
+from bayesfl.pools import Mean
+from bayesfl.predictors import Mixture
+from bayesfl.protocols import Batch, Likelihood, Server, Uplink, View
+
+
+def ifca(
+    model: nn.Module,
+    *,
+    clusters: int = 2,
+    epochs: int = 5,
+    batch_size: int | None = 50,
+    lr: Rate = 1e-2,
+    momentum: float = 0.9,
+    weight_decay: float = 0.0,
+    likelihood: Likelihood = Categorical(),
+) -> Algorithm:
+    """Federate `model` by IFCA.
+
+    Args:
+        model: Any module; the clusters' models draw their starts anew from its layers.
+        clusters: M. A model that no client of a round chose stays as it is.
+        epochs: Passes over a client's data each round.
+        batch_size: Examples of a step; None for all of the client's.
+        lr: Learning rate, or a schedule.
+        momentum: Of SGD; its state starts anew each round.
+        weight_decay: L2 coefficient, entering the gradient.
+        likelihood: What y is.
+
+    Raises:
+        ValueError: A number lies outside its range.
+    """
+    whole("clusters", clusters, least=1)
+
+    def choose(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
+        total = (algorithm.losses_of_copies(("models",), view, data) * data["weight"]).sum(-1)
+        return view | {"cluster": F.one_hot(total.argmin(-1), clusters).to(total)}
+
+    def counted(given: Server, view: View, batch: Batch) -> Tensor:
+        return view["cluster"].unsqueeze(-1)
+
+    def share(server: Server, uplink: Uplink) -> Tensor:
+        return uplink["n"].unsqueeze(-1) * uplink["cluster"]
+
+    choice = Once(choose, data=True)
+    return Algorithm(
+        model,
+        {"models": Block(copies=clusters, start=anew(model), pool=Mean(share))},
+        (
+            choice,
+            Descend(
+                "models",
+                Energy("models", ("models",), likelihood="mean", weight=counted),
+                epochs=epochs,
+                batch_size=batch_size,
+                optimiser=SGD(lr, momentum, weight_decay),
+            ),
+        ),
+        parts=("models",),
+        likelihood=likelihood,
+        private=lambda given: {"cluster": torch.full((clusters,), 1 / clusters)},
+        report=lambda given, view: {"cluster": view["cluster"]},
+        finetune=(choice,),
+        predictor=Mixture("models", "cluster"),
+    )
