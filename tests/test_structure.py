@@ -11,7 +11,7 @@ PACKAGE = Path(bf.__file__).parent
 # A module imports only from lines above its own.
 ORDER = (
     {"checks", "_torchvision"},
-    {"protocols", "random", "numerics", "files", "layout"},
+    {"protocols", "random", "numerics", "files", "layout", "simplex"},
     {"optim", "likelihood", "history", "models", "topology"},
     {"curvature"},
     {"posteriors", "selection"},
