@@ -14,7 +14,20 @@ from bayesfl.result import load
 from bayesfl.simulate import simulate
 
 if TYPE_CHECKING:
-    from bayesfl import algorithms, calibration, curvature, data, detection, metrics, models, plots, posteriors, selection
+    from bayesfl import (
+        algorithms,
+        calibration,
+        curvature,
+        data,
+        detection,
+        metrics,
+        models,
+        plots,
+        posteriors,
+        predictors,
+        selection,
+        topology,
+    )
 
 __version__ = "0.1.0"
 __all__ = [
@@ -32,11 +45,26 @@ __all__ = [
     "models",
     "plots",
     "posteriors",
+    "predictors",
     "selection",
     "simulate",
+    "topology",
 ]
 
-_MODULES = ("algorithms", "calibration", "curvature", "data", "detection", "metrics", "models", "plots", "posteriors", "selection")
+_MODULES = (
+    "algorithms",
+    "calibration",
+    "curvature",
+    "data",
+    "detection",
+    "metrics",
+    "models",
+    "plots",
+    "posteriors",
+    "predictors",
+    "selection",
+    "topology",
+)
 
 
 def __getattr__(name: str) -> Any:

@@ -240,8 +240,8 @@ class Algorithm:
         self.check_parts(self.parts)
         if self.copies(self.parts) is not None and self.predictor is None:
             raise ValueError(f"parts {self.parts} have copies, so a predictor must say how they predict together, as predictors.Mixture()")
-        for phase in (*self.phases, *self.finetune, *self.adapt):
-            phase.check(self)
+        for part in (*self.phases, *self.finetune, *self.adapt, *([] if self.predictor is None else [self.predictor])):
+            part.check(self)
 
     def __repr__(self) -> str:
         blocks = ", ".join(f"{name}: {type(block.posterior).__name__}" for name, block in self.blocks.items())

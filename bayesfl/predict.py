@@ -1,5 +1,6 @@
 """Predictions of every client: personal, after aggregation, fine-tuned where the method says so; and those of the shared model."""
 
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
@@ -20,6 +21,8 @@ from bayesfl.random import Purpose, Stage, generator
 
 Part: TypeAlias = tuple[np.ndarray, Tensors]
 """Clients [C], and what is predicted for them, {name: [C, N, ...]}."""
+ALIKE = 1e-3
+"""Mean negative log likelihoods this near, in nats, say nothing about which candidate is better."""
 # Inputs gathered at once for predictions, in bytes: activations are many times larger, and should stay in the cache.
 GATHER = 2**21
 
@@ -250,7 +253,8 @@ def tune(
 ) -> float | None:
     """The number that the method's predictor tunes: of its grid, what makes the validation data of all clients together most likely.
 
-    Every client scores the whole grid and sends one sum for each candidate. None where the method has no such number.
+    Every client scores the whole grid and sends one sum for each candidate. Of candidates that are as good as the best, to `ALIKE` nats an
+    example, the largest is taken, for a precision the one that does least. None where the method has no such number.
 
     Raises:
         ValueError: There are no validation data, or no candidate gives finite predictions.
@@ -276,10 +280,17 @@ def tune(
 
     total = torch.stack(list(crew.over(_everyone(algorithm, data, engine), work))).sum(0)
     total[total.isnan()] = torch.inf
-    best = int(total.argmin())
+    alike = total <= total.min() + ALIKE * int(data.validation.counts.sum())
+    best = int(alike.nonzero().max())
     if not total[best].isfinite():
         raise ValueError(
             f"no {predictor.tunes} of the grid {predictor.grid} gives finite predictions; look at the scale of inputs and weights"
+        )
+    if best == 0:
+        warnings.warn(
+            f"{predictor.tunes} is at the lower edge of its grid, {predictor.grid[0]:g}: the validation data do not bound it; hold more of "
+            "them back, or give a number",
+            stacklevel=2,
         )
     return predictor.grid[best]
 

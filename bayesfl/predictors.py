@@ -8,14 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesfl.checks import number
+from bayesfl.checks import instance, number, whole
+from bayesfl.likelihood import Gaussian
+from bayesfl.posteriors import precision
 from bayesfl.posteriors.laplace import Laplace, Structure
 from bayesfl.posteriors.linearised import kappa, predictive
 from bayesfl.protocols import Batch, Fitted, Server, Tensors, View
-from bayesfl.selection import Evidence, Rule, select
+from bayesfl.selection import Evidence, Rule, check_rule, select
 
-GRID = tuple(10.0**k for k in range(-4, 5))
-"""Precisions that are tried on validation data, from 1e-4 to 1e4 by decades."""
+GRID = precision.GRID[::2]
+"""Precisions that are tried on validation data, from 1e-4 to 1e4 by decades; the largest leave the MAP's predictions."""
 SHRUNK = 0.3  # a median kappa below this says that the prior, not the data, makes the predictions
 
 
@@ -26,7 +28,7 @@ class LinearisedLaplace:
     Any method can take it: `replace(bf.algorithms.fedper(model), predictor=LinearisedLaplace())` is FedPer with a Laplace body.
 
     Args:
-        block: The block whose weights are uncertain; the others are constants.
+        block: The block whose weights are uncertain, the others constants; None for the first of the method's `parts`.
         structure: `full` (the whole block, in the dual form where N O is less than its weights), `subnetwork`, or `diagonal`.
         precision: Of the prior, in the units of a sum over the data; None to choose one for all clients on their validation data.
         share: Of the block's weights that a subnetwork has.
@@ -35,10 +37,11 @@ class LinearisedLaplace:
         centre: See `Laplace.linearised`.
 
     Raises:
-        ValueError: A precision that is not > 0, or a share outside (0, 1].
+        TypeError: `centre` is no bool.
+        ValueError: A precision that is not > 0, a share outside (0, 1], an unknown structure or selection.
     """
 
-    block: str = "body"
+    block: str | None = None
     structure: Structure = "full"
     precision: float | None = None
     share: float = 0.05
@@ -52,6 +55,18 @@ class LinearisedLaplace:
             raise ValueError(f"predictive_precision must be > 0 and finite, or None to choose it, got {self.precision}")
         if not 0 < number("share", self.share) <= 1:
             raise ValueError(f"share is the part of the weights that stays uncertain and must lie in (0, 1], got {self.share}")
+        if self.structure not in ("full", "subnetwork", "diagonal"):
+            raise ValueError(f"structure must be 'full', 'subnetwork' or 'diagonal', got {self.structure!r}")
+        check_rule(self.selection)
+        whole("seed", self.seed, least=0)
+        instance("centre", self.centre, bool, "pass True or False")
+
+    def check(self, algorithm: Any) -> None:
+        """See `Predictor`."""
+        if self.block is not None and self.block not in algorithm.parts:
+            raise ValueError(
+                f"block {self.block!r} is none of the predictor's parts {algorithm.parts}; name one of them, or None for the first"
+            )
 
     @property
     def grid(self) -> tuple[float, ...]:
@@ -64,7 +79,8 @@ class LinearisedLaplace:
 
         @cache
         def diagonal() -> Laplace:
-            options = {"likelihood": likelihood, "parameters": algorithm.blocks[self.block].names}
+            block = algorithm.parts[0] if self.block is None else self.block
+            options = {"likelihood": likelihood, "parameters": algorithm.blocks[block].names}
             return Laplace.fit(algorithm.network(view), data["x"], precision=self.grid[0], structure="diagonal", **options)
 
         def at(value: float) -> Laplace:
@@ -78,7 +94,8 @@ class LinearisedLaplace:
                 found = likelihood.predictive(algorithm.outputs(algorithm.leaves(algorithm.parts, view), x).unsqueeze(0))
                 return found | {"epistemic": torch.full_like(found["epistemic"], torch.nan)}
             mean, covariance = at(self.grid[0] if value is None else value).linearised(x, centre=self.centre)
-            if self.precision is not None and float(kappa(covariance.diagonal(dim1=1, dim2=2)).median()) < SHRUNK:
+            classes = not isinstance(likelihood, Gaussian)  # the variance of targets has their unit
+            if self.precision is not None and classes and float(kappa(covariance.diagonal(dim1=1, dim2=2)).median()) < SHRUNK:
                 warnings.warn(
                     f"predictive_precision={self.precision:g} leaves the predictions to the prior (the median kappa is below {SHRUNK}); "
                     "choose it on validation data: predictive_precision=None",
@@ -94,7 +111,7 @@ class LinearisedLaplace:
             return diagonal
         indices = None
         if self.structure == "subnetwork":
-            evidence = Evidence(diagonal.loc, diagonal.diagonal, 1 / diagonal.precision, self.seed)
+            evidence = Evidence(diagonal.loc, diagonal.diagonal, 1 / diagonal.precision, self.seed, diagonal.curvature.layout)
             indices = select(self.selection, evidence, size_of(self.share, len(diagonal.loc)))
         return diagonal.with_structure(x, self.structure, indices=indices)
 
@@ -117,6 +134,11 @@ class Mixture:
     weights: str
     tunes = ""
     grid = ()
+
+    def check(self, algorithm: Any) -> None:
+        """See `Predictor`."""
+        if self.block not in algorithm.parts or algorithm.blocks[self.block].copies is None:
+            raise ValueError(f"block {self.block!r} must be one of the predictor's parts {algorithm.parts} and have copies")
 
     def __call__(self, algorithm: Any, given: Server, view: View, data: Batch) -> Fitted:
         """See `Predictor`."""

@@ -153,7 +153,11 @@ class Predictor(Protocol):
 
     @property
     def grid(self) -> tuple[float, ...]:
-        """Its candidates; where there is one only, nothing is chosen."""
+        """Its candidates, ascending; where there is one only, nothing is chosen."""
+        ...
+
+    def check(self, algorithm: Any) -> None:
+        """Raises ValueError where the predictor does not fit the algorithm."""
         ...
 
     def __call__(self, algorithm: Any, given: Server, view: View, data: Batch) -> Fitted:

@@ -104,7 +104,7 @@ class Result:
         device: Where it was computed, and where its predictions are.
         dtype: Precision of its state.
         novel: Whether its clients joined after training, by `adapt`; then it predicts, but no training goes on from it.
-        chosen: `tuned` of the federation that they joined; None where nothing was tuned.
+        chosen: `tuned` where it is known already: that of the federation that new clients joined, or a saved one.
     """
 
     algorithm: Algorithm
@@ -137,6 +137,14 @@ class Result:
         data = self.data.to(self.device, self.dtype)
         with self.engine.crew(self.device) as crew:
             return predict.tune(self.algorithm, self.server, self.private, data, self.engine, crew, **self._address)
+
+    def _known(self) -> float | None:
+        """`tuned`, where there are data to tune on."""
+        try:
+            predict.check_tunable(self.algorithm, self.data)
+        except ValueError:
+            return self.chosen
+        return self.tuned
 
     @property
     def _address(self) -> dict[str, int]:
@@ -200,7 +208,7 @@ class Result:
         with self.engine.crew(self.device) as crew:
             for done in crew.over(everyone, lambda ids: local(ids, server, private, self.round)):
                 write_rows(private, done.ids, done.views)
-        return replace(self, data=novel, server=server, private=private, history=History(), novel=True, chosen=self.tuned)
+        return replace(self, data=novel, server=server, private=private, history=History(), novel=True, chosen=self._known())
 
     def to_arviz(self, client: int, block: str, *, draws: int = 1000) -> Any:
         """Draws from a client's posterior of a block, as ArviZ's InferenceData, one variable for each parameter.
@@ -249,7 +257,7 @@ class Result:
             "round": self.round,
             "dtype": str(self.dtype).removeprefix("torch."),
             "novel": self.novel,
-            "chosen": self.chosen,
+            "chosen": self.chosen if self.chosen is not None else self.__dict__.get("tuned"),
             "history": self.history.rows,
             "algorithm": checkpoint.identity(self.algorithm),
             "data": self.data.hash,

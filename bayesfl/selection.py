@@ -9,12 +9,15 @@ ICML 2021, eq. 15; used over clients in FedSI.
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from bayesfl.checks import whole
 from bayesfl.curvature.dual import NO_CURVATURE
+from bayesfl.layout import Layout
 from bayesfl.random import Purpose, generator
 
 
@@ -27,12 +30,14 @@ class Evidence:
         curvature: Diagonal of the GGN, summed over the data, in nats, [D].
         variance: Prior variances, [D].
         seed: Of rules that draw.
+        layout: Which parameters the weights belong to, for rules that go by name.
     """
 
     loc: Tensor
     curvature: Tensor
     variance: Tensor
     seed: int = 0
+    layout: Layout | None = None
 
     @property
     def posterior_variance(self) -> Tensor:
@@ -79,6 +84,31 @@ def predictive_variance(evidence: Evidence) -> Tensor:
     return evidence.curvature * evidence.posterior_variance
 
 
+@dataclass(frozen=True)
+class ByName:
+    """The weights of the parameters whose names fit a pattern, such as `body.0.*`; the first ones where they are too many.
+
+    Args:
+        pattern: Shell-style.
+    """
+
+    pattern: str
+
+    def __call__(self, evidence: Evidence) -> Tensor:
+        """Scores [D].
+
+        Raises:
+            ValueError: The evidence has no layout, or no parameter fits.
+        """
+        if evidence.layout is None:
+            raise ValueError("a rule that goes by name needs the evidence's layout, as Evidence(..., layout=curvature.layout)")
+        scores = torch.full_like(evidence.loc, -torch.inf)
+        found = [leaf.zero_() for name, leaf in evidence.layout.leaves(scores).items() if fnmatchcase(name, self.pattern)]
+        if not found:
+            raise ValueError(f"no parameter fits {self.pattern!r}; the names are {list(evidence.layout.names)}")
+        return scores
+
+
 RULES: dict[str, Rule] = {rule.__name__: rule for rule in (wasserstein, curved_wasserstein, magnitude, random, predictive_variance)}
 
 
@@ -91,11 +121,13 @@ def select(rule: str | Rule, evidence: Evidence, count: int) -> Tensor:
         ValueError: An unknown rule, a count that is not between 1 and D, or scores that are NaN.
     """
     size = len(evidence.loc)
-    if isinstance(rule, str) and rule not in RULES:
-        raise ValueError(f"selection must be one of {sorted(RULES)} or a function of the evidence, got {rule!r}")
-    if not 1 <= count <= size:
+    check_rule(rule)
+    if not 1 <= whole("count", count, least=0) <= size:
         raise ValueError(f"a subnetwork must have 1 to {size} weights, got {count}")
     scores = (RULES[rule] if isinstance(rule, str) else rule)(evidence)
+    if not isinstance(scores, Tensor) or scores.shape != (size,):
+        got = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+        raise ValueError(f"a selection gives one score for each of the {size} weights, a tensor [{size}], got {got}")
     if scores.isnan().any():
         raise ValueError(f"the selection's scores are NaN for {int(scores.isnan().sum())} weights; look at the curvature")
     least = scores.kthvalue(size - count + 1).values  # far quicker than sorting all
@@ -103,6 +135,8 @@ def select(rule: str | Rule, evidence: Evidence, count: int) -> Tensor:
     ties = ((scores == least) & (scores > -torch.inf)).nonzero().squeeze(1)[: count - int(above.sum())]
     above[ties] = True
     chosen = above.nonzero().squeeze(1)
+    if not len(chosen):
+        raise ValueError("the selection allows no weight at all: every score is -inf")
     if uncurved_share(evidence, chosen) > 0.5:
         # The same words each time, so that a federation's many rounds and clients say it once.
         warnings.warn(
@@ -111,6 +145,16 @@ def select(rule: str | Rule, evidence: Evidence, count: int) -> Tensor:
             stacklevel=2,
         )
     return chosen
+
+
+def check_rule(rule: object) -> None:
+    """That this is a rule or the name of one.
+
+    Raises:
+        ValueError: It is neither.
+    """
+    if not (callable(rule) or (isinstance(rule, str) and rule in RULES)):
+        raise ValueError(f"selection must be one of {sorted(RULES)} or a function of the evidence, got {rule!r}")
 
 
 def uncurved_share(evidence: Evidence, indices: Tensor) -> float:

@@ -120,7 +120,7 @@ def _resumed(saved: Result, settings: Settings, engine: Engine | None, device: t
     if engine is not None and (engine.kernel != kernel or engine.chunk not in (None, chunk)):
         raise ValueError(f"a resumed run keeps its kernel and chunk, {kernel!r} and {chunk}; got {engine.kernel!r} and {engine.chunk}")
     workers = saved.engine.workers if engine is None else engine.workers
-    own = {"private": tree_map(torch.clone, saved.private), "history": History(saved.history.rows)}
+    own = {"private": tree_map(torch.clone, saved.private), "history": History(saved.history.rows), "chosen": None}
     return replace(saved, settings=settings, engine=replace(saved.engine, workers=workers), **own)
 
 

@@ -11,6 +11,7 @@ go into a run folder.
 """
 
 import argparse
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -64,6 +65,7 @@ PRESETS = {
     "mnist": Preset(steps=20, batch_size=50, lr=0.1, train=50, test=950, rounds=100),
     "fashion-mnist": Preset(steps=20, batch_size=50, lr=0.1, train=50, test=950, rounds=100),
 }
+OTHER = {"mnist": "fashion-mnist", "fashion-mnist": "mnist"}
 METHODS: dict[str, Callable[[torch.nn.Module, Preset], bf.Algorithm]] = {
     "fedsi": lambda model, preset: bf.algorithms.fedsi(model, **_body(preset)),
     "fedsi_predictive": lambda model, preset: bf.algorithms.fedsi(model, selection="predictive_variance", **_body(preset)),
@@ -103,6 +105,8 @@ DOUBT = (
     report.Column("far_entropy_auroc", title="permuted: AUROC, entropy", better="higher"),
     report.Column("far_epistemic_auroc", title="epistemic", better="higher"),
     report.Column("far_entropy_fpr95", title="FPR95, entropy", better="lower"),
+    report.Column("other_entropy_auroc", title="another data set: AUROC, entropy", better="higher"),
+    report.Column("other_epistemic_auroc", title="epistemic", better="higher"),
 )
 DECISIONS = (
     report.Column("pooled_aurc", title="AURC", scale=100, digits=2, better="lower"),
@@ -112,7 +116,7 @@ DECISIONS = (
     report.Column("size", title="classes in a set", digits=2, better="lower"),
 )
 POSTERIOR = (
-    report.Column("predictive_precision", title="predictive precision"),
+    report.Column("log10_precision", title="predictive precision, log10", digits=1),
     report.Column("uncurved", title="without curvature (%)", scale=100, digits=0),
     report.Column("seconds", title="a round (ms)", scale=1000, digits=0),
 )
@@ -162,15 +166,22 @@ def first(split: Split, count: int) -> Split:
     return replace(split, index=torch.cat(rows), counts=np.array([len(r) for r in rows]))
 
 
-def strangers(clients: FederatedData, seed: int) -> dict[str, list[Split]]:
-    """Some of each client's own test examples, and what it was not trained for: labels it never saw, its own with permuted pixels."""
+def strangers(clients: FederatedData, seed: int, elsewhere: FederatedData | None = None) -> dict[str, list[Split]]:
+    """Some of each client's own test examples, and what it was not trained for.
+
+    That is labels it never saw (another client's images), its own images with permuted pixels, those of another data set if there is one.
+    """
     own = first(clients.test, LOOKED_AT)
     seen = [set(clients.train.client(j)[1].tolist()) for j in range(clients.clients)]
-    other = [next(k for k in range(clients.clients) if not seen[k] & seen[j]) for j in range(clients.clients)]
+    count = clients.clients
+    other = [next(k % count for k in range(j + 1, j + count) if not seen[k % count] & seen[j]) for j in range(count)]
     rng = torch.Generator().manual_seed(seed)
     orders = [torch.randperm(own.x[0].numel(), generator=rng) for _ in range(PERMUTATIONS)]
     far = [shown(own, lambda j, o=o: own.client(j)[0].flatten(1)[:, o].unflatten(1, own.x.shape[1:])) for o in orders]
-    return {"own": [own], "near": [shown(own, lambda j: own.client(other[j])[0])], "far": far}
+    found = {"own": [own], "near": [shown(own, lambda j: own.client(other[j])[0])], "far": far}
+    if elsewhere is not None:
+        found["other"] = [shown(own, lambda j: elsewhere.test.client(j)[0])]
+    return found
 
 
 def probs_of(found: Any) -> Tensor:
@@ -211,7 +222,7 @@ def measure(result: Any, outside: dict[str, list[Split]], draws: int | None, epi
     for score, count in uncertain.items():
         here = result.predict(outside["own"][0], draws=count)
         inside_scores = {score: detection.scores(here)[score]}
-        for name in ("near", "far"):
+        for name in [key for key in outside if key != "own"]:
             found = []
             for split in outside[name]:
                 there = result.predict(split, draws=count)
@@ -265,13 +276,18 @@ def compare(options: argparse.Namespace) -> None:
         FileNotFoundError: The data are not there.
         DivergenceError: Training left the finite numbers.
     """
+    for name in ("methods", "seeds"):
+        if len(set(getattr(options, name))) < len(getattr(options, name)):
+            raise ValueError(f"--{name} must name each once, got {' '.join(map(str, getattr(options, name)))}")
     given = {name: getattr(options, name) for name in ("rounds", "train", "test") if getattr(options, name) is not None}
     preset = replace(PRESETS[options.dataset], **given)
     rows: dict[str, dict[str, list[float]]] = {}
-    first: dict[str, dict[str, Any]] = {}
+    shown_first: dict[str, dict[str, Any]] = {}
     for seed in options.seeds:
         clients = federation(options.dataset, preset, seed, options.data_root, options.download)
-        outside = strangers(clients, seed)
+        other = OTHER.get(options.dataset)
+        elsewhere = None if other is None else federation(other, preset, seed, options.data_root, options.download)
+        outside = strangers(clients, seed, elsewhere)
         print(f"seed {seed}: {clients}, partition {clients.hash[:12]}", flush=True)
         model = bf.models.mlp(clients.inputs, hidden=100, outputs=clients.classes, seed=seed)
         for name in options.methods:
@@ -287,24 +303,26 @@ def compare(options: argparse.Namespace) -> None:
             )
             posterior = {"seconds": float(np.median(result.history["seconds"]))}
             if result.tuned is not None:
-                posterior["predictive_precision"] = result.tuned
+                posterior["log10_precision"] = math.log10(result.tuned)
             if "uncurved_share" in result.server:
                 posterior["uncurved"] = float(result.server["uncurved_share"])
             for title, (draws, epistemic) in entries(name).items():
                 row, figures = measure(result, outside, draws, epistemic)
                 for key, value in (row | posterior).items():
                     rows.setdefault(title, {}).setdefault(key, []).append(value)
-                first.setdefault(title, figures)
+                shown_first.setdefault(title, figures)
             record = {"arguments": vars(options), "preset": vars(preset), "environment": report.environment(), "rows": rows}
             report.write_json(options.out / "table.json", record)
-    text = "\n\n".join(report.table(rows, columns=columns) for columns in (QUALITY, DOUBT, DECISIONS, POSTERIOR))
+    there = {key for row in rows.values() for key in row}
+    tables = [[column for column in columns if column.key in there] for columns in (QUALITY, DOUBT, DECISIONS, POSTERIOR)]
+    text = "\n\n".join(report.table(rows, columns=columns) for columns in tables)
     print(
         f"\n{options.dataset}, {preset.rounds} rounds; mean over clients, then mean ± standard error of {len(options.seeds)} seeds; * best"
     )
     print(f"\n{text}")
     atomic_write(options.out / "tables.txt", text + "\n")
-    diagrams = {title: figures["diagram"] for title, figures in first.items()}
-    covered = {title: figures["coverage"] for title, figures in first.items()}
+    diagrams = {title: figures["diagram"] for title, figures in shown_first.items()}
+    covered = {title: figures["coverage"] for title, figures in shown_first.items()}
     pictures = {
         "reliability.png": bf.plots.reliability_compare(diagrams, bins=BINS, columns=3),
         "risk_coverage.png": bf.plots.risk_coverage(diagrams).figure,

@@ -35,7 +35,7 @@ COLUMNS = (
     report.Column("ece", better="lower"),
     report.Column("entropy_auroc", title="far AUROC: entropy", better="higher"),
     report.Column("epistemic_auroc", title="epistemic", better="higher"),
-    report.Column("precision", digits=1),
+    report.Column("log10_precision", title="precision, log10", digits=1),
     report.Column("uncurved_share", title="no curvature (%)", scale=100, digits=0),
     report.Column("order", title="order of the factor", digits=0),
     report.Column("seconds", digits=2),
@@ -104,7 +104,7 @@ def run(arguments: argparse.Namespace, seed: int) -> dict[str, tuple[dict[str, f
         row = measures(probs, truth, fitted.predict(far)["probs"]) | {"seconds": time.perf_counter() - start}
         noise = torch.randn(DRAWS, len(test), 10, generator=rng, dtype=torch.float64)
         row["epistemic_auroc"] = told_apart(*(fitted.predict(t, noise=noise)["epistemic"] for t in (test, far)))
-        row |= {"precision": float(fitted.precision[0]), "order": float(fitted.inverse.order)}
+        row |= {"log10_precision": float(fitted.precision[0].log10()), "order": float(fitted.inverse.order)}
         found[name] = (row | ({"uncurved_share": shares[name]} if name in shares else {}), probs, truth)
     return found
 

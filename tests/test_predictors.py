@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import bayesfl as bf
+from bayesfl import predict
 from bayesfl.data import FederatedData
 from bayesfl.likelihood import Bernoulli, Gaussian
 from bayesfl.posteriors import Laplace
@@ -17,6 +18,7 @@ from bayesfl.posteriors.linearised import nll
 from bayesfl.predict import Predictions
 from bayesfl.predictors import GRID, LinearisedLaplace
 from bayesfl.selection import Evidence
+from tests.cases import CASES
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +54,38 @@ def by_hand(result: Any, j: int, precision: float, structure: Any = "full") -> L
         for name, leaf in leaves.items():
             network.get_parameter(name).copy_(leaf)
     return Laplace.fit(network, result.data.train.client(j)[0].double(), precision=precision, structure=structure, parameters="body.*")
+
+
+class Scripted:
+    """A predictor whose probability of class 0, the only label here, is given for every client size and candidate; it keeps the noise."""
+
+    tunes, grid = "strength", (0.5, 1.0, 2.0)
+
+    def check(self, algorithm: Any) -> None:
+        pass
+
+    def __init__(self, table: dict[int, tuple[float, float]]) -> None:
+        self.table, self.noise = table, {}
+        self.broken: set[float] = set()
+        self.nan: set[float] = set()
+
+    def __call__(self, algorithm: Any, given: Any, view: Any, data: Any) -> Any:
+        def fitted(x: Tensor, *, value: float | None = None, noise: Tensor | None = None, plain: bool = False) -> dict[str, Tensor]:
+            if noise is not None:
+                self.noise[int(view["n"])] = noise
+            probs = {0.5: 0.01, 1.0: self.table[int(view["n"])][0], 2.0: self.table[int(view["n"])][1]}
+            p = torch.full((len(x), 1), probs[value or 1.0], dtype=torch.float64)
+            return {"probs": torch.cat([p, (1 - p) / 2, (1 - p) / 2], -1), "epistemic": torch.zeros(len(x))}
+
+        return fitted
+
+
+@pytest.fixture(scope="module")
+def two() -> FederatedData:
+    """Two clients: 30 examples and 20 for validation, 6 and 4."""
+    xs = [torch.randn(n, 8, generator=torch.Generator().manual_seed(n)) for n in (50, 10)]
+    ys = [torch.zeros(n).long() for n in (50, 10)]
+    return bf.data.from_arrays(xs, ys, test=([x[:5] for x in xs], [y[:5] for y in ys]), outputs=3, task="classification", validation=0.4)
 
 
 @pytest.mark.parametrize("structure", ["full", "diagonal"])
@@ -132,6 +166,74 @@ def test_regression_and_two_classes():
             assert_close(found.aleatoric, torch.full((7,), 0.25))
 
 
+def test_uncentred_is_the_papers(held: FederatedData, model: nn.Module):
+    """`centre=False` keeps what is common to all logits, as `Laplace` does; they differ."""
+    result, centred = (trained(held, model, LinearisedLaplace(precision=2.0, centre=centre)) for centre in (False, True))
+    expected = by_hand(result, 1, 2.0).predict(held.test.client(1)[0].double(), centre=False)["probs"]
+    assert_close(probs(result.predict().client(1)), expected, atol=1e-9, rtol=0)
+    assert float((probs(centred.predict().client(1)) - expected).abs().max()) > 1e-4
+
+
+def test_the_seed_of_a_selection(held: FederatedData, model: nn.Module):
+    """Another seed, other random weights, other predictions; in pieces or at once, the same."""
+    one, other = (
+        probs(trained(held, model, LinearisedLaplace(structure="subnetwork", selection="random", seed=s, precision=0.5)).predict())
+        for s in (0, 5)
+    )
+    assert float((one - other).nan_to_num().abs().max()) > 1e-4
+
+
+def test_pieces_change_nothing(held: FederatedData, model: nn.Module, monkeypatch: pytest.MonkeyPatch):
+    """Neither the closed form nor the draws, however few rows are looked at together."""
+    result = trained(held, model, LinearisedLaplace(precision=2.0))
+    whole = [probs(result.predict(draws=d)) for d in (None, 9)]
+    monkeypatch.setattr(predict, "GATHER", 3 * 8 * 8)
+    for before, draws in zip(whole, (None, 9), strict=True):
+        assert_close(probs(result.predict(draws=draws)), before, atol=1e-9, rtol=0, equal_nan=True)
+
+
+def test_every_method_takes_one(clients: FederatedData, model: nn.Module):
+    """Whatever its parts are called; a block that is none of them is named as the algorithm is built."""
+    for case in CASES:
+        if case.name in ("fedem", "d_fedem", "ifca"):
+            continue
+        algorithm = replace(case(model), predictor=LinearisedLaplace(precision=3.0))
+        result = bf.simulate(algorithm, clients, rounds=1, evaluate_every=None, progress=False, engine=bf.Engine(workers=1))
+        assert bool(probs(result.predict())[result.predict().mask].isfinite().all()), case.name
+    with pytest.raises(ValueError, match=r"block 'body' is none of the predictor's parts \('w',\)"):
+        replace(bf.algorithms.fedavg(model), predictor=LinearisedLaplace("body"))
+
+
+def test_of_candidates_alike_the_largest_is_taken(two: FederatedData, model: nn.Module):
+    """Less than a thousandth of a nat apart they say nothing; a choice at the lower edge is told."""
+    assert trained(two, model, Scripted({30: (0.9, 0.8999), 6: (0.9, 0.8999)})).tuned == 2.0
+    with pytest.warns(UserWarning, match="strength is at the lower edge of its grid, 0.5"):
+        assert trained(two, model, Scripted({30: (0.001, 0.001), 6: (0.001, 0.001)})).tuned == 0.5
+
+
+def test_what_is_not_finite_is_passed_over(two: FederatedData, model: nn.Module):
+    """A candidate without Cholesky factor, or with NaN, is not chosen; where all are such, that is said."""
+
+    class Failing(Scripted):
+        def __call__(self, algorithm: Any, given: Any, view: Any, data: Any) -> Any:
+            inner = super().__call__(algorithm, given, view, data)
+
+            def fitted(x: Tensor, *, value: float | None = None, **more: Any) -> dict[str, Tensor]:
+                if value in self.broken:
+                    raise torch.linalg.LinAlgError("no factor")
+                return {k: v * (torch.nan if value in self.nan else 1.0) for k, v in inner(x, value=value, **more).items()}
+
+            return fitted
+
+    table = {30: (0.5, 0.9), 6: (0.5, 0.9)}
+    predictor = Failing(table)
+    predictor.broken, predictor.nan = {2.0}, {0.5}
+    assert trained(two, model, predictor).tuned == 1.0
+    predictor.broken = {0.5, 1.0, 2.0}
+    with pytest.raises(ValueError, match="no strength of the grid"):
+        _ = trained(two, model, predictor).tuned
+
+
 def test_without_validation_data(clients: FederatedData, model: nn.Module):
     """Refused before training where it will be measured, and as it predicts; a number, or no closed form, needs none."""
     with pytest.raises(ValueError, match=r"predictive_precision is chosen on validation data.*validation=0.1"):
@@ -171,32 +273,6 @@ def test_a_rule_sees_the_predictions_prior(held: FederatedData, model: nn.Module
     result = trained(held, model, LinearisedLaplace(structure="subnetwork", selection=rule, share=0.3))
     assert result.tuned in GRID
     assert seen == pytest.approx([1 / value for value in GRID] * held.clients)
-
-
-class Scripted:
-    """A predictor whose probability of class 0, the only label here, is given for every client size and candidate; it keeps the noise."""
-
-    tunes, grid = "strength", (1.0, 2.0)
-
-    def __init__(self, table: dict[int, tuple[float, float]]) -> None:
-        self.table, self.noise = table, {}
-
-    def __call__(self, algorithm: Any, given: Any, view: Any, data: Any) -> Any:
-        def fitted(x: Tensor, *, value: float | None = None, noise: Tensor | None = None, plain: bool = False) -> dict[str, Tensor]:
-            if noise is not None:
-                self.noise[int(view["n"])] = noise
-            p = torch.full((len(x), 1), self.table[int(view["n"])][int(value or 1) - 1], dtype=torch.float64)
-            return {"probs": torch.cat([p, (1 - p) / 2, (1 - p) / 2], -1), "epistemic": torch.zeros(len(x))}
-
-        return fitted
-
-
-@pytest.fixture(scope="module")
-def two() -> FederatedData:
-    """Two clients: 30 examples and 20 for validation, 6 and 4."""
-    xs = [torch.randn(n, 8, generator=torch.Generator().manual_seed(n)) for n in (50, 10)]
-    ys = [torch.zeros(n).long() for n in (50, 10)]
-    return bf.data.from_arrays(xs, ys, test=([x[:5] for x in xs], [y[:5] for y in ys]), outputs=3, task="classification", validation=0.4)
 
 
 def test_every_validation_example_counts_alike(two: FederatedData, model: nn.Module):

@@ -2,13 +2,16 @@
 
 import warnings
 from itertools import combinations
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.testing import assert_close
 
 from bayesfl import selection
-from bayesfl.selection import Evidence, select, uncurved_share
+from bayesfl.layout import Layout
+from bayesfl.selection import ByName, Evidence, select, uncurved_share
 
 
 def evidence(size: int = 8, *, flat: int = 0, seed: int = 0) -> Evidence:
@@ -103,5 +106,31 @@ def test_ties_go_to_the_smaller_index():
 )
 def test_what_is_refused(rule, count, message):
     """Unknown rules, counts out of range, scores that order nothing."""
+    with pytest.raises(ValueError, match=message):
+        select(rule, evidence(), count)
+
+
+def test_by_name():
+    """The weights of the parameters that fit, the first ones where they are too many; without names it says so."""
+    layout = Layout(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), "*")
+    e = Evidence(torch.zeros(9), torch.ones(9), torch.ones(9), layout=layout)
+    assert select(ByName("1.*"), e, 9).tolist() == [6, 7, 8]
+    assert select(ByName("0.*"), e, 2).tolist() == [0, 1]
+    with pytest.raises(ValueError, match="no parameter fits 'x'"):
+        select(ByName("x"), e, 2)
+    with pytest.raises(ValueError, match="needs the evidence's layout"):
+        select(ByName("*"), Evidence(e.loc, e.curvature, e.variance), 2)
+
+
+@pytest.mark.parametrize(
+    ("rule", "count", "message"),
+    [
+        (lambda e: torch.zeros(3), 2, r"a tensor \[8\], got \[3\]"),
+        (lambda e: [1.0] * 8, 2, r"a tensor \[8\], got list"),
+        (lambda e: torch.full((8,), -torch.inf), 2, "allows no weight at all"),
+    ],
+)
+def test_rules_that_are_none(rule: Any, count: int, message: str):
+    """Scores of another shape, of no tensor, of nothing."""
     with pytest.raises(ValueError, match=message):
         select(rule, evidence(), count)

@@ -16,13 +16,13 @@ says what is done.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from bayesfl.blocks import Algorithm, Block, Energy
-from bayesfl.checks import number, whole
+from bayesfl.checks import instance, number, whole
 from bayesfl.curvature import Curvature
 from bayesfl.likelihood import Categorical
 from bayesfl.optim import Adam, Optimiser
@@ -34,7 +34,7 @@ from bayesfl.protocols import AdditivePool, Batch, Likelihood, Server, StackedPo
 from bayesfl.selection import Evidence, Rule, select, uncurved_share
 
 Aggregation = Literal["mean_std", "mean_var", "mean_over_selecting", "moment_match", "product"]
-AGGREGATIONS = ("mean_std", "mean_var", "mean_over_selecting", "moment_match", "product")
+AGGREGATIONS = get_args(Aggregation)
 BOTH = ("body", "head")
 
 
@@ -67,7 +67,8 @@ def fedsi(
         model: A `bf.models.Split`, or any module whose parameters are named `body.*` and `head.*`; its head is the common one.
         share: Of the body's weights that stay uncertain; the paper takes 0.05 for its MLP and 0.07 for its CNN.
         selection: Which these are, a rule of `bayesfl.selection`; the paper's takes weights without curvature first.
-        seed: Of rules that draw: one subnetwork for all clients and rounds, whose indices need not be sent.
+        seed: Of rules that draw: one subnetwork for all clients and rounds, so that its indices need not be sent (the declared uplink is a
+            vector over the whole body all the same, whatever the rule).
         epochs: Passes over a client's data each round.
         steps: Mini-batches a round instead; the authors' code takes 20.
         batch_size: Examples of a step, also of fine-tuning; None for all of the client's.
@@ -200,8 +201,10 @@ def fedsi_full(
 
 
 def _alpha(prior_precision: float) -> float:
-    if not 0 < number("prior_precision", prior_precision) < torch.inf:
-        raise ValueError(f"prior_precision must be > 0 and finite, got {prior_precision}")
+    if not 1e-30 < number("prior_precision", prior_precision) < 1e30:
+        raise ValueError(
+            f"prior_precision must lie within (1e-30, 1e30), so that its inverse is a number in float32, got {prior_precision}"
+        )
     return 1 / prior_precision
 
 
@@ -211,6 +214,7 @@ def _body(variance: Parameter, pool: AdditivePool | StackedPool = Mean(equal)) -
 
 def _descent(epochs: int, steps: int | None, batch_size: int | None, optimiser: Optimiser, train_head: bool) -> Descend:
     """To the MAP; the prior, which averaging may make stiff, is solved after each step."""
+    instance("train_head", train_head, bool, "pass True or False")
     trained = BOTH if train_head else ("body",)
     energy = Energy(trained, BOTH, likelihood="mean")
     return Descend(trained, energy, epochs=epochs, steps=steps, batch_size=batch_size, optimiser=optimiser, prox=True)
@@ -244,7 +248,7 @@ class _Fit:
             return view
         curvature = Curvature(algorithm.network(view), algorithm.likelihood, parameters=algorithm.layout("body"))
         g = given["g"].double()
-        evidence = Evidence(view["body"]["loc"].double(), curvature.diagonal(data["x"]), g, self.seed)
+        evidence = Evidence(view["body"]["loc"].double(), curvature.diagonal(data["x"]), g, self.seed, curvature.layout)
         if self.share is None:
             std, chosen = evidence.posterior_variance.sqrt(), torch.arange(len(g), device=g.device)
         else:
@@ -293,16 +297,17 @@ class _Prior:
 
 @dataclass(frozen=True)
 class _Means:
-    """The clients' means with every client at once: their plain mean, or weighted by precision among those that selected a weight."""
+    """The clients' means, all at once: plain, or in a round of fits weighted by precision among those that selected a weight."""
 
     weighted: bool
+    every: int
     sends = ("loc",)
 
     def __call__(self, server: Server, name: str, uplink: Uplink) -> Tensors:
         """See `StackedPool`."""
         loc = uplink[name]["loc"].double()
         mean = loc.mean(0)
-        if self.weighted:
+        if self.weighted and int(server["rounds_done"]) % self.every == 0:  # what was sent in an earlier round weighs nothing now
             precision = _precision(uplink["std"].double())
             total = precision.sum(0)
             mean = torch.where(total > 0, (precision * loc).sum(0) / total, mean)
@@ -325,7 +330,7 @@ def _composed(
     likelihood: Likelihood,
 ) -> Algorithm:
     """What FedSI and FedSI-Fac have in common."""
-    pool = _Means(prior.rule == "product") if prior.rule in ("moment_match", "product") else Mean(equal)
+    pool = _Means(prior.rule == "product", fit.every) if prior.rule in ("moment_match", "product") else Mean(equal)
 
     def combine(server: Server, ids: Tensor, uplink: Uplink) -> Server:
         fresh = int(server["rounds_done"]) % fit.every == 0

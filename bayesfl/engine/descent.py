@@ -5,7 +5,6 @@ phase; their Gaussian prior is added to the gradient analytically. Blocks with a
 KL go through autograd. Clients come longest first, so those still at work are a prefix, updated through views.
 """
 
-from collections.abc import Sequence
 from time import perf_counter
 from typing import Any
 
@@ -33,9 +32,6 @@ class _Vectors:
     def narrow(self, active: int) -> None:
         """From here on only the first `active` clients move."""
         self.now = [p[:active] for p in self.params]
-
-    def solve(self, pace: Sequence[Any]) -> None:
-        """The proximal step of a prior that was left out of the gradient: part of the way to its centre."""
 
 
 class _Points(_Vectors):
@@ -67,10 +63,11 @@ class _Points(_Vectors):
             slope.addcmul_(pull, self._strength[:active])
         return [slope]
 
-    def solve(self, pace: Sequence[Any]) -> None:
+    def solve(self, rate: Any) -> None:
+        """The proximal step of a prior that was left out of the gradient, at the optimiser's pace: part of the way to its centre."""
         if not self._solved:
             return
-        (loc,), (rate,), active = self.now, pace, len(self.now[0])
+        (loc,), active = self.now, len(self.now[0])
         if isinstance(rate, Tensor):
             pull = torch.mul(rate, self._strength[:active], out=self._pull[:active])
             loc.lerp_(self._centre[:active], rate.copy_(pull).add_(1).reciprocal_().mul_(pull))
@@ -183,9 +180,10 @@ def descend(
         grads = [g for block in blocks.values() for g in block.gradients(given, front)]
         now = [p for block in blocks.values() for p in block.now]
         phase.optimiser.update_(now, grads, state, rate, active)
-        if phase.prox:  # of points only, one tensor each
-            for block, pace in zip(blocks.values(), phase.optimiser.pace(now, state, rate), strict=True):
-                block.solve([pace])
+        if phase.prox:
+            points = [block for block in blocks.values() if isinstance(block, _Points)]  # all of them, of one tensor each
+            for block, pace in zip(points, phase.optimiser.pace(now, state, rate), strict=True):
+                block.solve(pace)
         sums.add_((losses * share).flatten(1).sum(-1))
         plan.seconds["steps"] += perf_counter() - start
     count = torch.as_tensor(plan.steps, dtype=total.dtype, device=total.device) if batch is None else float(len(steps))

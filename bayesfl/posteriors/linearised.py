@@ -1,7 +1,6 @@
 """Predictions of a linearised network: from a Gaussian over its outputs to what is predicted, in closed form or by draws."""
 
 import math
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -9,8 +8,6 @@ from torch import Tensor
 
 from bayesfl.likelihood import Bernoulli, Gaussian
 from bayesfl.protocols import Likelihood, Tensors
-
-Form = Literal["probit", "draws"]
 
 
 def kappa(variance: Tensor) -> Tensor:

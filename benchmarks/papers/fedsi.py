@@ -96,7 +96,9 @@ def run(dataset: str, method: str, seed: int, arguments: argparse.Namespace) -> 
         curve[milestone] = 100 * result.predict(draws=0).summary(clients.test)["accuracy"]
     assert result is not None
     trained = time.perf_counter() - start
-    outside = example.strangers(clients, seed)
+    other = example.OTHER.get(dataset)
+    elsewhere = None if other is None else example.federation(other, preset, seed, arguments.data_root)
+    outside = example.strangers(clients, seed, elsewhere)
     entries = example.entries(method) if method in example.METHODS else {TITLES[method]: (0, 0)}
     rows = {title: example.measure(result, outside, draws, epistemic)[0] for title, (draws, epistemic) in entries.items()}
     cell: dict[str, Any] = {

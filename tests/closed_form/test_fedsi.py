@@ -148,6 +148,9 @@ def fine_tuned_head(algorithm: bf.Algorithm, result: Any, data: FederatedData) -
     class Watch:
         tunes, grid = "", ()
 
+        def check(self, algorithm: Any) -> None:
+            pass
+
         def __call__(self, algorithm: Any, given: Any, view: Any, data: Any) -> Any:
             seen.append(view["head"]["loc"].clone())
             assert not torch.equal(view["head"]["loc"], given["head"]["loc"])
@@ -238,6 +241,46 @@ def test_the_whole_body_trains_under_one_variance(regressions: FederatedData):
         assert_close(found.client(j).mean[:, 0], x @ mean, atol=1e-9, rtol=0)  # pyright: ignore[reportOptionalSubscript]
 
 
+@pytest.mark.filterwarnings("ignore:most of the selected weights")
+def test_every_variant_fine_tunes_its_head(model: nn.Module, clients: FederatedData):
+    """Before it predicts, by the same steps."""
+    options: dict[str, Any] = {"epochs": 1, "predictive_precision": 1.0, "finetune_steps": 3}
+    heads = [
+        fine_tuned_head(algorithm, run(algorithm, clients), clients)
+        for algorithm in (make(model, **options) for make in (bf.algorithms.fedsi, bf.algorithms.fedsi_fac, bf.algorithms.fedsi_full))
+    ]
+    assert len(heads) == 3
+
+
+def test_in_a_round_without_fits_the_product_counts_clients_alike(model: nn.Module, clients: FederatedData):
+    """What some sent in an earlier round, and others never, weighs nothing in the mean."""
+    algorithm = bf.algorithms.fedsi(model, aggregation="product", curvature_every=3, share=0.3, epochs=1, predictive_precision=1.0)
+    uplink = {"std": torch.tensor([[1.0, 0.0], [0.5, 2.0]]), "body": {"loc": torch.tensor([[0.0, 1.0], [3.0, 5.0]])}}
+    pool: Any = algorithm.blocks["body"].pool
+    old = {"body": {"loc": torch.zeros(2)}}
+    later = pool(old | {"rounds_done": torch.tensor(1)}, "body", uplink)
+    assert_close(later["loc"], torch.tensor([1.5, 3.0]))
+    fitted = pool(old | {"rounds_done": torch.tensor(3)}, "body", uplink)
+    assert_close(fitted["loc"], torch.tensor([3 * 4 / 5, 5.0]))
+
+
+def test_the_share_without_curvature_is_told(model: nn.Module, clients: FederatedData):
+    """Inputs that are constant 0 have weights without curvature: the server's mean of the clients' shares says how many were taken."""
+    data = replace(
+        clients, splits={k: replace(s, x=torch.cat([s.x[:, :6], torch.zeros_like(s.x[:, 6:])], 1)) for k, s in clients.splits.items()}
+    )
+    result = run(bf.algorithms.fedsi(model, share=0.1, epochs=1, selection="random", predictive_precision=1.0), data)
+    layout = result.algorithm.layout("body")
+    dead = torch.zeros(layout.size, dtype=torch.bool)
+    layout.leaves(dead)["body.0.weight"][:, 6:] = True
+    chosen = result.private["std"] > 0
+    told, least = result.private["uncurved"], (chosen & dead).sum(1) / chosen.sum(1).double()
+    assert bool((told >= least - 1e-12).all())  # units that a small client never lights come on top
+    assert_close(told[:2], least[:2], atol=0.08, rtol=0)
+    assert float(result.server["uncurved_share"]) == pytest.approx(float(result.private["uncurved"].mean()))
+    assert float(result.server["uncurved_share"]) > 0.1
+
+
 def test_heads_that_train_are_private(model: nn.Module, clients: FederatedData):
     """As in the authors' code: every client has a head of its own, moved with the body; by default the common one stands still."""
     options: dict[str, Any] = {"epochs": 2, "share": 0.3, "predictive_precision": 1.0}
@@ -268,7 +311,7 @@ def test_the_literal_prior_is_stable(model: nn.Module, clients: FederatedData):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"prior_precision": 0.0}, "prior_precision must be > 0"),
+        ({"prior_precision": 0.0}, "prior_precision must lie within"),
         ({"predictive_precision": -1.0}, "predictive_precision must be > 0"),
         ({"share": 0.0}, r"share is the part of the weights that stays uncertain and must lie in \(0, 1\]"),
         ({"aggregation": "median"}, "aggregation must be one of"),
