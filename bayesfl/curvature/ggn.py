@@ -240,9 +240,11 @@ class Curvature:
         indices = torch.as_tensor(indices, device=self.device)
         if indices.dim() != 1 or indices.dtype not in (torch.int64, torch.int32, torch.int16, torch.uint8):
             raise ValueError(f"indices must be a vector of integers, got {indices.dtype} of shape {tuple(indices.shape)}")
+        if not len(indices):
+            raise ValueError("indices are empty: a subnetwork has at least one weight")
         if len(indices) > self.size:
             raise ValueError(f"a subnetwork of {len(indices)} weights is larger than the {self.size} weights that are covered")
-        if len(indices) and not (0 <= int(indices.min()) and int(indices.max()) < self.size):
+        if not (0 <= int(indices.min()) and int(indices.max()) < self.size):
             raise ValueError(f"indices must lie in 0 to {self.size - 1}, got {int(indices.min())} to {int(indices.max())}")
         if len(indices.unique()) < len(indices):
             raise ValueError(f"each index may stand once; {len(indices) - len(indices.unique())} stand again")

@@ -42,6 +42,7 @@ def test_a_precision_fits_the_weights(curvature, x):
 @pytest.mark.parametrize(
     ("indices", "message"),
     [
+        (range(0), "indices are empty: a subnetwork has at least one weight"),
         ([0, 23], "indices must lie in 0 to 22, got 0 to 23"),
         ([-1, 3], "indices must lie in 0 to 22, got -1 to 3"),
         ([3, 4, 3], "each index may stand once; 1 stand again"),
@@ -52,7 +53,7 @@ def test_a_precision_fits_the_weights(curvature, x):
     ],
 )
 def test_indices(curvature, x, indices, message):
-    indices = torch.tensor(indices)
+    indices = torch.tensor(list(indices), dtype=torch.long if isinstance(indices, range) else None)
     for call in (
         curvature.columns,
         curvature.ggn,
