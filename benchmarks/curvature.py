@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from engines import _high_water as high_water
+from engines import high_water
 from torch import Tensor, nn
 
 import bayesfl as bf

@@ -307,12 +307,12 @@ def measure(row: Row, *, busy: bool) -> dict[str, dict[str, float]]:
 def _peak(name: str, side: str, quick: bool, pipe) -> None:
     torch.set_num_threads(1)
     one_round = rows(quick)[name].sides[side]
-    before = _high_water()
+    before = high_water()
     one_round()()
-    pipe.send(_high_water() - before)
+    pipe.send(high_water() - before)
 
 
-def _high_water() -> float:
+def high_water() -> float:
     """Largest resident memory of this process so far, in MiB; getrusage would count the parent's too."""
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1]) / 1024

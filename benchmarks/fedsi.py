@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engines import _high_water as high_water
+from engines import high_water
 
 import bayesfl as bf
 from bayesfl import report
