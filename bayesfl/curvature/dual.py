@@ -31,7 +31,8 @@ weights left out, no weight's posterior variance changes by more than e, relativ
 
 
 FEW = 2
-"""Up to so many times the order of a dual factor, one triangular solve for all weights' columns is quicker than the factor's inverse."""
+"""Up to so many times the order of a dual factor, the columns of all weights are solved for instead of inverting the factor. That is
+quicker where the weights are spread over many units, as random ones are, and slower where they are those of a few."""
 COLUMNS = 512  # solved at once
 
 
