@@ -279,7 +279,8 @@ def main() -> None:
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2], help="torch's own threads, which stall beside busy neighbours")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")  # the other library's
-    print(f"torch {torch.__version__}, {report.environment()['cores']} cores", flush=True)
+    environment = report.environment()
+    print(f"torch {torch.__version__}, {environment['cores']} cores", flush=True)
     results: dict[str, dict] = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() and not arguments.quick else {}
     table = rows(arguments.quick)
     for name in arguments.rows:
@@ -309,7 +310,7 @@ def main() -> None:
         }
         results[name] = {"title": row.title, "repetitions": row.repetitions, "sides": sides}
         if not arguments.quick:
-            report.write_json(RESULTS, {"command": " ".join(["python", *sys.argv]), "environment": report.environment(), "rows": results})
+            report.write_json(RESULTS, {"command": " ".join(["python", *sys.argv]), "environment": environment, "rows": results})
 
 
 if __name__ == "__main__":
