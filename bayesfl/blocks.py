@@ -1,4 +1,4 @@
-"""Block, Energy, Algorithm: a published method as a value. Blocks say what is believed, tied, sent and kept; phases what is trained."""
+"""Block and Algorithm: a published method as a value. Blocks say what is believed, tied, sent and kept; phases what is trained."""
 
 import copy
 import threading
@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map
 from bayesfl.checks import instance, whole
 from bayesfl.layout import Layout
 from bayesfl.likelihood import Categorical
+from bayesfl.models import Split
 from bayesfl.pools import Mean
 from bayesfl.posteriors import Point
 from bayesfl.priors import Flat
@@ -25,8 +26,6 @@ from bayesfl.random import Purpose, generator
 RESERVED = ("n", "ids", "round", "rounds")
 Start: TypeAlias = Callable[[np.random.Generator, int], Tensor]
 """Initial weights of a block: (generator, D) -> [D], float32."""
-ExampleWeight: TypeAlias = Callable[[Server, View, Batch], Tensor]
-"""What multiplies each example's loss: (given, view, batch) -> broadcasting against [..., B]; for each copy of a block [..., M, B]."""
 
 
 def standard_normal(scale: float = 1.0) -> Start:
@@ -85,92 +84,6 @@ class Block:
     def private(self) -> bool:
         """Whether it stays on the client."""
         return self.keep and self.pool is None
-
-
-def inverse_count(given: Server, view: View, batch: Batch) -> Tensor:
-    """An example's weight 1 / n_j [..., 1]: under a sum likelihood, the data's mean beside the whole KL."""
-    return 1 / view["n"].unsqueeze(-1)
-
-
-def tempering(likelihood_scale: Literal["sum", "mean"]) -> ExampleWeight | None:
-    """The weight of examples that a method's `likelihood_scale` asks for beside a whole KL: None, or `inverse_count` for the mean.
-
-    Raises:
-        ValueError: It is neither word.
-    """
-    if likelihood_scale not in ("sum", "mean"):
-        raise ValueError(f"likelihood_scale must be 'sum' or 'mean', got {likelihood_scale!r}")
-    return None if likelihood_scale == "sum" else inverse_count
-
-
-@dataclass(frozen=True)
-class Energy:
-    """Expected negative log likelihood of the client's data plus the KL divergence of the trained blocks to their priors, in nats.
-
-    Priors and weights read the view as it was when the phase began, the trained blocks in it too: they are constant while it lasts.
-
-    Args:
-        block: The block or blocks whose KL counts: those that are trained.
-        parts: The blocks that make the predictor.
-        likelihood: `sum` over the client's n examples (n times the batch's mean, plus the KL), or that divided by n: the `mean`
-            plus KL / n, with the same minimum. A pull lambda / 2 |w_j - w|^2 written beside a mean loss is thus a prior of variance
-            1 / (lambda n).
-        weight: (given, view, batch) -> what multiplies each example's loss, broadcasting against [..., B]; for one client or many.
-    """
-
-    block: str | tuple[str, ...]
-    parts: tuple[str, ...]
-    _: KW_ONLY
-    likelihood: Literal["sum", "mean"]
-    weight: ExampleWeight | None = None
-
-    def __post_init__(self) -> None:
-        if self.likelihood not in ("sum", "mean"):
-            raise ValueError(f"likelihood must be 'sum' or 'mean', got {self.likelihood!r}")
-
-    @property
-    def blocks(self) -> tuple[str, ...]:
-        """The trained blocks as a tuple."""
-        return (self.block,) if isinstance(self.block, str) else tuple(self.block)
-
-    def scales(self, n: Tensor) -> tuple[Tensor, Tensor]:
-        """What multiplies the mean negative log likelihood, and the KL, for clients of `n` [...] examples."""
-        one = torch.ones_like(n)
-        return (n, one) if self.likelihood == "sum" else (one, 1 / n)
-
-    def shares(self, given: Server, view: View, batch: Batch) -> Tensor:
-        """What each example's loss counts in the batch's weighted mean, [..., B], for each copy [..., M, B]; padding counts nothing."""
-        share = batch["weight"] / batch["weight"].sum(-1, keepdim=True)
-        if self.weight is None:
-            return share
-        weight = self.weight(given, view, batch)
-        return (share.unsqueeze(-2) if weight.dim() > share.dim() else share) * weight
-
-    def expected_nll(
-        self, algorithm: "Algorithm", beliefs: Mapping[str, Tensors], given: Server, view: View, batch: Batch, noise: Mapping[str, Tensor]
-    ) -> Tensor:
-        """The weighted mean negative log likelihood of one client over the batch, a mean over draws; a scalar, in nats.
-
-        Args:
-            algorithm: Whose blocks these are.
-            beliefs: The trained blocks; the others are read from `view`.
-            given: What the server sent to everyone.
-            view: The client's view at the start of the phase.
-            batch: Its examples.
-            noise: {block: [S, noise size]} for the blocks that draw.
-        """
-        now = {**view, **beliefs}
-        draws = [{key: e[s] for key, e in noise.items()} for s in range(len(next(iter(noise.values()))))] if noise else [{}]
-        losses = torch.stack([algorithm.losses_of_copies(self.parts, now, batch, e) for e in draws]).mean(0)
-        return (losses * self.shares(given, view, batch)).sum()
-
-    def __call__(
-        self, algorithm: "Algorithm", beliefs: Mapping[str, Tensors], given: Server, view: View, batch: Batch, noise: Mapping[str, Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        """The energy of one client, and its `expected_nll`, whose arguments these are; both scalars."""
-        nll = self.expected_nll(algorithm, beliefs, given, view, batch, noise)
-        scale, weight = self.scales(view["n"])
-        return scale * nll + weight * sum(algorithm.divergence(name, beliefs[name], given, view) for name in self.blocks), nll
 
 
 @dataclass(frozen=True)
@@ -315,6 +228,15 @@ class Algorithm:
         """The model's outputs [B, O] for one client's `x` [B, *] under its parameters."""
         return functional_call(self.module(next(iter(leaves.values()))), dict(leaves), (x,))
 
+    def features(self, leaves: Mapping[str, Tensor], x: Tensor) -> tuple[Tensor | None, Tensor]:
+        """What the head of a `Split` gets, [B, F], None for another model, and the outputs [B, O]."""
+        module = self.module(next(iter(leaves.values())))
+        if not isinstance(module, Split):
+            return None, self.outputs(leaves, x)
+        body, head = ({k.removeprefix(part): v for k, v in leaves.items() if k.startswith(part)} for part in ("body.", "head."))
+        features = functional_call(module.body, body, (x,))
+        return features, functional_call(module.head, head, (features,))
+
     def losses(self, leaves: Mapping[str, Tensor], batch: Batch) -> Tensor:
         """Negative log likelihoods [B] of one client's batch under its parameters, in nats."""
         return self.likelihood.nll(self.outputs(leaves, batch["x"]), batch["y"])
@@ -407,6 +329,8 @@ class Algorithm:
         """One client's private state at its start, made from the server's: the blocks it keeps, and what `private` names."""
         loc = next(iter(server[name]["loc"] for name in self.blocks))
         kept = {name: self.belief(name, server[name]) for name, block in self.blocks.items() if block.keep}
+        for phase in self.phases:
+            kept |= phase.keeps(self, {name: self.belief(name, server[name]) for name in self.blocks})
         return kept | self._more("private", self.private(self.given(server, 0, 1)), loc)
 
     def views(self, given: Server, addressed: View, rows: View, counts: Tensor) -> View:

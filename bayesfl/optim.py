@@ -72,6 +72,13 @@ def _front(state: list[Tensor], active: int) -> list[Tensor]:
     return state if len(state[0]) == active else [v[:active] for v in state]
 
 
+def _aligned(number: Any, like: Tensor) -> Any:
+    """A number, or one for each client of a chunk, [C], of whom `like` holds the first, in a shape that broadcasts against it."""
+    if not isinstance(number, Tensor) or not number.dim():
+        return number
+    return number[: len(like)].to(like).view(-1, *[1] * (like.dim() - 1))
+
+
 def _matched(params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
     # The fused kernels read memory, not shapes: a gradient must lie as its parameter does.
     return [g if g.stride() == p.stride() else torch.empty_like(p).copy_(g) for p, g in zip(params, grads, strict=True)]
@@ -153,8 +160,9 @@ class Adam:
         """Zero moments and no step taken."""
         return {"mean": tree_map(torch.zeros_like, params), "square": tree_map(torch.zeros_like, params), "steps": 0}
 
-    def _corrections(self, steps: int) -> tuple[float, float]:
-        return 1 - self.betas[0] ** steps, math.sqrt(1 - self.betas[1] ** steps)
+    def _corrections(self, steps: Any) -> tuple[Any, Any]:
+        steps = steps.double() if isinstance(steps, Tensor) else steps
+        return 1 - self.betas[0] ** steps, (1 - self.betas[1] ** steps) ** 0.5
 
     def update(self, params: Any, grads: Any, state: Any, rate: float) -> tuple[Any, Any]:
         """See `Optimiser.update`."""
@@ -168,11 +176,15 @@ class Adam:
         return params, {"mean": mean, "square": square, "steps": steps}
 
     def update_(self, params: list[Tensor], grads: list[Tensor], state: Any, rate: float, active: int) -> None:
-        """See `Optimiser.update_`; the active clients have all taken the same number of steps."""
+        """See `Optimiser.update_`; clients whose state persists may have taken different numbers of steps, [C]."""
         first, second = self.betas
         grads = _matched(params, grads)
         mean, square = _front(state["mean"], active), _front(state["square"], active)
-        state["steps"] += 1
+        differ = isinstance(state["steps"], Tensor)
+        if differ:
+            state["steps"][:active] += 1
+        else:
+            state["steps"] += 1
         a, b = self._corrections(state["steps"])
         if self.weight_decay:
             grads = list(torch._foreach_add(grads, params, alpha=self.weight_decay))
@@ -180,11 +192,13 @@ class Adam:
         torch._foreach_mul_(square, second)
         torch._foreach_addcmul_(square, grads, grads, 1 - second)
         root = torch._foreach_sqrt(square)
-        torch._foreach_div_(root, b)
+        torch._foreach_div_(root, [_aligned(b, w) for w in root] if differ else b)
         torch._foreach_add_(root, self.eps)
-        torch._foreach_addcdiv_(params, mean, root, -rate / a)
+        if differ:
+            torch._foreach_mul_(root, [_aligned(a, w) for w in root])
+        torch._foreach_addcdiv_(params, mean, root, -rate if differ else -rate / a)
 
     def pace(self, params: Any, state: Any, rate: float) -> Any:
         """See `Optimiser.pace`; `params` may hold the first clients of `state` only."""
         b = self._corrections(state["steps"])[1]
-        return tree_map(lambda w, v: rate / (v[: len(w)].sqrt() / b + self.eps), params, state["square"])
+        return tree_map(lambda w, v: rate / (v[: len(w)].sqrt() / _aligned(b, w) + self.eps), params, state["square"])

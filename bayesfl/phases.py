@@ -6,9 +6,11 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
-from bayesfl.blocks import Algorithm, Block, Energy
+from bayesfl.blocks import Algorithm, Block
 from bayesfl.checks import whole
+from bayesfl.energy import Energy
 from bayesfl.optim import SGD, Optimiser, rate_at
 from bayesfl.priors import Flat
 from bayesfl.protocols import Batch, Carry, GaussianPrior, Info, Server, View
@@ -48,6 +50,10 @@ class Phase(Protocol):
         """{block: (S, noise size)} of one step."""
         ...
 
+    def keeps(self, algorithm: Algorithm, beliefs: View) -> View:
+        """What one client keeps from round to round for this phase alone, at its start, where `beliefs` are those of all blocks."""
+        ...
+
     def begin(self, algorithm: Algorithm, given: Server, view: View) -> Carry:
         """What the steps carry."""
         ...
@@ -74,12 +80,13 @@ class Descend:
             `Repeat`, steps on the shared batch.
         steps: Steps instead of passes; wins over `epochs`.
         batch_size: Examples of a step; None for all of the client's.
-        optimiser: Starts anew in every phase of every round.
+        optimiser: Starts anew in every phase of every round, unless `persist` names its state.
         draws: Posterior draws of a step, shared by its examples.
         prox: Whether Gaussian priors are left out of the gradient and solved exactly after each step of rate lr,
             w <- (w + lr k centre) / (1 + lr k) with k = 1 / variance (under a mean likelihood 1 / (n variance)): stable however stiff
             they are, where a gradient step needs lr k < 2, with the same minimum (Parikh and Boyd, "Proximal algorithms", 2014, section
             4.2). The lr of a weight is the optimiser's `pace`: that of momentum is longer, Adam's differs from weight to weight.
+        persist: A name for the optimiser's state, which the client then keeps from round to round as private state.
     """
 
     block: str | tuple[str, ...]
@@ -91,6 +98,7 @@ class Descend:
     optimiser: Optimiser = SGD()
     draws: int = 1
     prox: bool = False
+    persist: str | None = None
     batched = True
 
     def __post_init__(self) -> None:
@@ -112,6 +120,9 @@ class Descend:
             raise ValueError(f"blocks {self.blocks} are trained on the energy of {self.energy.blocks}; name the same in both")
         if missing := [name for name in self.blocks if name not in self.energy.parts]:
             raise ValueError(f"blocks {missing} are trained on an energy whose predictor {self.energy.parts} does not contain them")
+        drawn = [name for name in self.energy.parts if algorithm.blocks[name].stochastic or algorithm.blocks[name].copies]
+        if self.energy.penalty is not None and drawn:
+            raise ValueError(f"a penalty is defined for one model at its weights, but blocks {drawn} draw or have copies; use Point blocks")
         pulled = [name for name in self.blocks if not isinstance(algorithm.blocks[name].prior, Flat)]
         if self.prox and not all(_solvable(algorithm.blocks[name]) for name in pulled):
             raise ValueError(
@@ -122,10 +133,16 @@ class Descend:
         """See `Phase.noise`: every part with an entropy draws."""
         return {name: (self.draws, algorithm.noise_size(name)) for name in self.energy.parts if algorithm.blocks[name].stochastic}
 
+    def keeps(self, algorithm: Algorithm, beliefs: View) -> View:
+        """See `Phase.keeps`: the optimiser's state, where it persists and has any."""
+        state = None if self.persist is None else self.optimiser.init({name: beliefs[name] for name in self.blocks})
+        return {} if state is None else {str(self.persist): tree_map(torch.as_tensor, state)}
+
     def begin(self, algorithm: Algorithm, given: Server, view: View) -> Carry:
         """See `Phase.begin`."""
         beliefs = {name: view[name] for name in self.blocks}
-        return beliefs, self.optimiser.init(beliefs), torch.zeros_like(view["n"]), 0
+        state = view[self.persist] if self.persist in view else self.optimiser.init(beliefs)
+        return beliefs, state, torch.zeros_like(view["n"]), 0
 
     def step(self, algorithm: Algorithm, carry: Carry, given: Server, view: View, batch: Batch, noise: Noise) -> Carry:
         """See `Phase.step`."""
@@ -136,8 +153,8 @@ class Descend:
         def energy(beliefs: Any) -> tuple[Tensor, Tensor]:
             if not self.prox:
                 return self.energy(algorithm, beliefs, given, view, batch, noise)
-            nll = self.energy.expected_nll(algorithm, beliefs, given, view, batch, noise)
-            return scale * nll, nll
+            loss, nll = self.energy.loss(algorithm, beliefs, given, view, batch, noise)
+            return scale * loss, nll
 
         gradient, nll = torch.func.grad(energy, has_aux=True)(beliefs)
         rate = rate_at(self.optimiser.rate, given["round"], given["rounds"])
@@ -152,8 +169,9 @@ class Descend:
 
     def end(self, algorithm: Algorithm, carry: Carry, given: Server, view: View) -> tuple[View, Info]:
         """See `Phase.end`; the information is the batches' mean negative log likelihood, in nats."""
-        beliefs, _, total, count = carry
-        return view | beliefs, {"nll": total / count}
+        beliefs, state, total, count = carry
+        kept = {self.persist: state} if self.persist in view else {}
+        return view | beliefs | kept, {"nll": total / count}
 
 
 def _solvable(block: Block) -> bool:
@@ -183,6 +201,10 @@ class Once:
 
     def noise(self, algorithm: Algorithm) -> dict[str, tuple[int, int]]:
         """Draws nothing."""
+        return {}
+
+    def keeps(self, algorithm: Algorithm, beliefs: View) -> View:
+        """Nothing beyond what the algorithm names."""
         return {}
 
     def begin(self, algorithm: Algorithm, given: Server, view: View) -> Carry:
@@ -233,3 +255,7 @@ class Repeat:
         """As its inner phases."""
         for phase in self.phases:
             phase.check(algorithm)
+
+    def keeps(self, algorithm: Algorithm, beliefs: View) -> View:
+        """What its inner phases keep."""
+        return {name: state for phase in self.phases for name, state in phase.keeps(algorithm, beliefs).items()}

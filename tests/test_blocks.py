@@ -11,8 +11,9 @@ from torch.func import functional_call
 from torch.testing import assert_close
 
 import bayesfl as bf
-from bayesfl.blocks import Energy, inverse_count, standard_normal
+from bayesfl.blocks import standard_normal
 from bayesfl.data import FederatedData, from_arrays
+from bayesfl.energy import Energy, inverse_count
 from bayesfl.layout import Layout
 from bayesfl.likelihood import Gaussian
 from bayesfl.models import mlp, split

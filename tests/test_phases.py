@@ -1,20 +1,24 @@
-"""The proximal step of `Descend`: against its closed form, its minimum, and where a gradient step leaves the numbers."""
+"""What `Descend` may add to plain steps: priors solved, penalties, optimisers that persist; against closed forms and steps by hand."""
 
+import copy
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.testing import assert_close
 
 import bayesfl as bf
-from bayesfl.blocks import Block, Energy
+from bayesfl.blocks import Block
 from bayesfl.data import FederatedData
+from bayesfl.energy import Energy
 from bayesfl.optim import SGD, Adam
 from bayesfl.phases import Descend
 from bayesfl.posteriors import MeanField
 from bayesfl.priors import Normal, own_mean, server_mean
+from bayesfl.protocols import Batch
+from tests.cases import federation
 
 
 def pulled(
@@ -37,16 +41,16 @@ def test_two_steps_by_hand(model: nn.Module, clients: FederatedData, likelihood:
     """Each step: SGD on the likelihood alone, then (w + lr k centre) / (1 + lr k), k = 1 / variance, of a mean 1 / (n variance)."""
     variance, lr, one = 0.3, 0.05, clients.select([2])
     x, y = (t.double() if t.is_floating_point() else t for t in one.train.client(0))
-    copy = bf.models.mlp(8, hidden=16, outputs=3).double()
-    copy.load_state_dict({k: v.double() for k, v in model.state_dict().items()})
-    centres = [p.detach().clone() for p in copy.parameters()]
+    network = bf.models.mlp(8, hidden=16, outputs=3).double()
+    network.load_state_dict({k: v.double() for k, v in model.state_dict().items()})
+    centres = [p.detach().clone() for p in network.parameters()]
     k = 1 / variance if likelihood == "sum" else 1 / (len(x) * variance)
     for _ in range(2):
-        loss = torch.nn.functional.cross_entropy(copy(x), y, reduction=likelihood)
-        for p, g, c in zip(copy.parameters(), torch.autograd.grad(loss, list(copy.parameters())), centres, strict=True):
+        loss = torch.nn.functional.cross_entropy(network(x), y, reduction=likelihood)
+        for p, g, c in zip(network.parameters(), torch.autograd.grad(loss, list(network.parameters())), centres, strict=True):
             p.data = (p.data - lr * g + lr * k * c) / (1 + lr * k)
     result = run(pulled(model, variance, optimiser=SGD(lr), likelihood=likelihood, epochs=2), one, kernel)
-    assert_close(result.server["w"]["loc"], torch.cat([p.detach().flatten() for p in copy.parameters()]), atol=1e-12, rtol=0)
+    assert_close(result.server["w"]["loc"], torch.cat([p.detach().flatten() for p in network.parameters()]), atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize("kernel", ["reference", "layers"])
@@ -91,3 +95,116 @@ def test_prox_needs_a_gaussian_prior_of_points(model: nn.Module):
     step = Descend("w", Energy("w", ("w",), likelihood="sum"), prox=True)
     with pytest.raises(ValueError, match="use prox=False"):
         bf.Algorithm(model, {"w": Block(posterior=MeanField(), prior=prior)}, (step,), parts=("w",))
+
+
+def alignment(features: Tensor | None, outputs: Tensor, losses: Tensor, batch: Batch, given: Any, view: Any) -> Tensor:
+    """Reads all three: features near what the view says, small outputs, alike losses; padding counts nothing."""
+    assert features is not None
+    weight = batch["weight"] / batch["weight"].sum(-1, keepdim=True)
+    near = (features - view["target"].unsqueeze(-2)).square().mean(-1) + 0.1 * outputs.square().sum(-1)
+    mean = (losses * weight).sum(-1, keepdim=True)
+    return (weight * (0.7 * near + (losses - mean).square())).sum(-1)
+
+
+def aligned(model: nn.Module, **options: Any) -> bf.Algorithm:
+    """Body and head in turn, both with the penalty, targets from the client's private state."""
+    parts = ("body", "head")
+    target = {"target": torch.linspace(-1, 1, 16, dtype=torch.float64)}
+    rest = {"optimiser": SGD(0.1), **options}
+    phases = tuple(Descend(name, Energy(name, parts, likelihood="mean", penalty=alignment), **rest) for name in parts)
+    return bf.Algorithm(model, {"body": Block("body.*"), "head": Block("head.*")}, phases, parts=parts, private=lambda given: target)
+
+
+@pytest.mark.parametrize("kernel", ["reference", "layers", "live", "vmap"])
+@pytest.mark.parametrize("likelihood", ["sum", "mean"])
+def test_a_penalty_by_hand(model: bf.models.Split, clients: FederatedData, kernel: str, likelihood: str):
+    """One step of the body, then one of the head, on n times (or once) the mean loss plus the penalty, by autograd."""
+    one = clients.select([2])
+    x, y = (t.double() if t.is_floating_point() else t for t in one.train.client(0))
+    network = copy.deepcopy(model).double()
+    lr, scale = 0.01, len(x) if likelihood == "sum" else 1
+    view, batch = {"target": torch.linspace(-1, 1, 16, dtype=torch.float64)}, {"weight": torch.ones(len(x), dtype=torch.float64)}
+    for part in (network.body, network.head):
+        features = network.body(x)
+        outputs = network.head(features)
+        losses = torch.nn.functional.cross_entropy(outputs, y, reduction="none")
+        loss = scale * (losses.mean() + alignment(features, outputs, losses, batch, {}, view))
+        for p, g in zip(part.parameters(), torch.autograd.grad(loss, list(part.parameters())), strict=True):
+            p.data -= lr * g
+    algorithm = aligned(model)
+    phases = tuple(replace(p, energy=replace(p.energy, likelihood=likelihood), optimiser=SGD(lr)) for p in algorithm.phases)
+    result = run(replace(algorithm, phases=phases), one, kernel)
+    for name, part in (("body", network.body), ("head", network.head)):
+        assert_close(result.server[name]["loc"], torch.cat([p.detach().flatten() for p in part.parameters()]), atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("prox", [False, True])
+def test_a_penalty_in_every_kernel(model: nn.Module, clients: FederatedData, prox: bool):
+    """In batches, for clients of unequal size, beside a prior or one that is solved."""
+    prior = Normal(centre=server_mean("body"), variance=lambda given, view: torch.full_like(view["n"], 0.5)[..., None])
+    algorithm = aligned(model, batch_size=10, epochs=2)
+    body = replace(algorithm.phases[0], prox=prox)
+    algorithm = replace(algorithm, blocks={**algorithm.blocks, "body": Block("body.*", prior=prior)}, phases=(body, algorithm.phases[1]))
+    reference = run(algorithm, clients, "reference", rounds=2).server
+    for kernel in ("layers", "live", "vmap"):
+        found = run(algorithm, clients, kernel, rounds=2).server
+        for name in ("body", "head"):
+            assert_close(found[name]["loc"], reference[name]["loc"], atol=1e-10, rtol=0)
+
+
+def test_a_penalty_without_features():
+    """A model that is not cut in two has none, and a penalty that reads nothing trained changes nothing."""
+
+    def flat(features: Tensor | None, outputs: Tensor, losses: Tensor, batch: Batch, given: Any, view: Any) -> Tensor:
+        assert features is None
+        return torch.full_like(view["n"], 5.0)
+
+    clients, model = federation(), nn.Sequential(nn.Linear(8, 3))
+    plain = Descend("w", Energy("w", ("w",), likelihood="mean"), optimiser=SGD(0.1))
+    energy = replace(plain.energy, penalty=flat)
+    found = [
+        run(bf.Algorithm(model, {"w": Block()}, (replace(plain, energy=e),), parts=("w",)), clients, kernel).server["w"]["loc"]
+        for e, kernel in ((plain.energy, "layers"), (energy, "layers"), (energy, "reference"))
+    ]
+    assert_close(found[1], found[0], atol=0, rtol=0)
+    assert_close(found[2], found[0], atol=1e-12, rtol=0)
+
+
+def test_a_penalty_needs_points(model: nn.Module):
+    """Of draws there would be as many penalties as draws: refused, with the remedy."""
+    prior = Normal(centre=own_mean("w"), variance=lambda given, view: torch.ones(1))
+    step = Descend("w", Energy("w", ("w",), likelihood="sum", penalty=alignment))
+    with pytest.raises(ValueError, match=r"blocks \['w'\] draw or have copies; use Point blocks"):
+        bf.Algorithm(model, {"w": Block(posterior=MeanField(), prior=prior)}, (step,), parts=("w",))
+
+
+@pytest.mark.parametrize("kernel", ["reference", "layers", "live", "vmap"])
+@pytest.mark.parametrize("optimiser", [SGD(0.05), SGD(0.03, momentum=0.9), Adam(0.01, weight_decay=1e-2)], ids=str)
+def test_an_optimiser_that_persists(model: nn.Module, clients: FederatedData, optimiser: Any, kernel: str):
+    """A client alone goes through three rounds of two steps as through one of six; without, momentum starts anew."""
+
+    def phase(epochs: int, persist: str | None) -> bf.Algorithm:
+        step = Descend("w", Energy("w", ("w",), likelihood="mean"), optimiser=optimiser, epochs=epochs, persist=persist)
+        return bf.Algorithm(model, {"w": Block(pool=None, keep=True)}, (step,), parts=("w",))
+
+    kept, anew = (run(phase(2, name), clients, kernel, rounds=3).private["w"]["loc"] for name in ("velocity", None))
+    once = run(phase(6, None), clients, kernel).private["w"]["loc"]
+    assert_close(kept, once, atol=1e-12, rtol=0)
+    assert torch.equal(anew, kept) == (optimiser == SGD(0.05))
+
+
+@pytest.mark.parametrize("prox", [False, True])
+def test_clients_that_took_different_numbers_of_steps(model: nn.Module, clients: FederatedData, prox: bool):
+    """Adam corrects each client's moments by its own number of steps, whoever shares its chunk."""
+    prior = Normal(centre=server_mean("w"), variance=lambda given, view: torch.full_like(view["n"], 0.5)[..., None])
+    energy = Energy("w", ("w",), likelihood="mean")
+    step = Descend("w", energy, optimiser=Adam(0.01), epochs=2, batch_size=10, persist="moments", prox=prox)
+    algorithm = bf.Algorithm(model, {"w": Block(prior=prior)}, (step,), parts=("w",))
+    options: dict[str, Any] = {"rounds": 3, "participation": 0.5}
+    reference = run(algorithm, clients, "reference", **options)
+    steps = reference.private["moments"]["steps"]
+    assert len(set(steps.tolist())) > 2
+    for kernel in ("layers", "live", "vmap"):
+        found = run(algorithm, clients, kernel, **options)
+        assert_close(found.server["w"]["loc"], reference.server["w"]["loc"], atol=1e-10, rtol=0)
+        assert torch.equal(found.private["moments"]["steps"], steps)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, distributions
 from torch.testing import assert_close
 
-from bayesfl.blocks import Energy
+from bayesfl.energy import Energy
 from bayesfl.priors import Flat, Normal, closest_variance, inverse_size, own_mean, server_mean
 from bayesfl.protocols import GaussianPrior, Prior
 

@@ -14,8 +14,8 @@ from torch.testing import assert_close
 from torch.utils._pytree import tree_leaves
 
 import bayesfl as bf
-from bayesfl.blocks import Energy
 from bayesfl.checkpoint import CheckpointError
+from bayesfl.energy import Energy
 from bayesfl.likelihood import Bernoulli, Gaussian
 from bayesfl.local import _described
 from bayesfl.optim import cosine

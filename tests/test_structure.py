@@ -17,6 +17,7 @@ ORDER = (
     {"posteriors", "selection"},
     {"priors", "pools", "predictors"},
     {"blocks"},
+    {"energy"},
     {"phases"},
     {"data"},
     {"metrics"},

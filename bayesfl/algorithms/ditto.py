@@ -10,7 +10,8 @@ Source: Li, Hu, Beirami, Smith, "Ditto: fair and robust federated learning throu
 
 from torch import nn
 
-from bayesfl.blocks import Algorithm, Block, Energy
+from bayesfl.blocks import Algorithm, Block
+from bayesfl.energy import Energy
 from bayesfl.likelihood import Categorical
 from bayesfl.optim import SGD, Rate
 from bayesfl.phases import Descend, Once

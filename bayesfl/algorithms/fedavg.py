@@ -9,7 +9,8 @@ from dataclasses import replace
 
 from torch import nn
 
-from bayesfl.blocks import Algorithm, Block, Energy
+from bayesfl.blocks import Algorithm, Block
+from bayesfl.energy import Energy
 from bayesfl.likelihood import Categorical
 from bayesfl.optim import SGD, Rate
 from bayesfl.phases import Descend

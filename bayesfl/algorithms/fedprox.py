@@ -8,7 +8,8 @@ Source: Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith, "Federated optimization in 
 
 from torch import nn
 
-from bayesfl.blocks import Algorithm, Block, Energy
+from bayesfl.blocks import Algorithm, Block
+from bayesfl.energy import Energy
 from bayesfl.likelihood import Categorical
 from bayesfl.optim import SGD, Rate
 from bayesfl.phases import Descend

@@ -6,7 +6,8 @@ algorithm 1; the values of its CIFAR-10 experiments.
 
 from torch import nn
 
-from bayesfl.blocks import Algorithm, Block, Energy
+from bayesfl.blocks import Algorithm, Block
+from bayesfl.energy import Energy
 from bayesfl.likelihood import Categorical
 from bayesfl.optim import SGD, Rate
 from bayesfl.phases import Descend

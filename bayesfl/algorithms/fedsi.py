@@ -21,9 +21,10 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from bayesfl.blocks import Algorithm, Block, Energy
+from bayesfl.blocks import Algorithm, Block
 from bayesfl.checks import instance, number, whole
 from bayesfl.curvature import Curvature
+from bayesfl.energy import Energy
 from bayesfl.likelihood import Categorical
 from bayesfl.optim import Adam, Optimiser
 from bayesfl.phases import Descend, Once

@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bayesfl.blocks import Algorithm, Block, Energy
+from bayesfl.blocks import Algorithm, Block
 from bayesfl.checks import whole
+from bayesfl.energy import Energy
 from bayesfl.likelihood import Categorical
 from bayesfl.models import anew
 from bayesfl.optim import SGD, Rate

@@ -15,8 +15,9 @@ from typing import Literal
 import torch
 from torch import nn
 
-from bayesfl.blocks import Algorithm, Block, Energy, tempering
+from bayesfl.blocks import Algorithm, Block
 from bayesfl.checks import number
+from bayesfl.energy import Energy, tempering
 from bayesfl.likelihood import Categorical
 from bayesfl.optim import SGD
 from bayesfl.phases import Descend

@@ -9,8 +9,9 @@ the inner steps go on from the previous theta_j within a round, which starts at 
 
 from torch import nn
 
-from bayesfl.blocks import Algorithm, Block, Energy
+from bayesfl.blocks import Algorithm, Block
 from bayesfl.checks import number
+from bayesfl.energy import Energy
 from bayesfl.likelihood import Categorical
 from bayesfl.optim import SGD
 from bayesfl.phases import Descend, Once, Repeat

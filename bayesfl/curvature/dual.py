@@ -30,12 +30,6 @@ NO_CURVATURE = 1e-12
 weights left out, no weight's posterior variance changes by more than e, relatively, and no output's by more than about sqrt(e)."""
 
 
-FEW = 2
-"""Up to so many times the order of a dual factor, the columns of all weights are solved for instead of inverting the factor. That is
-quicker where the weights are spread over many units, as random ones are, and slower where they are those of a few."""
-COLUMNS = 512  # solved at once
-
-
 @dataclass(frozen=True, eq=False)
 class Inverse:
     """H_S^-1 of the weights S, ready to be used; made by `Curvature.invert`.
@@ -102,17 +96,8 @@ class Inverse:
             out[self.curved] = prior * torch.cholesky_inverse(self.chol).diagonal()
             return out
         # What is left of a well-determined weight's variance is a difference; it never comes out as nothing.
-        out[self.curved] = prior * (1 - self._explained(prior)).clamp_min(torch.finfo(torch.float64).eps)
+        out[self.curved] = prior * (1 - prior * self.rows.solved(self.chol)).clamp_min(torch.finfo(torch.float64).eps)
         return out
-
-    def _explained(self, prior: Tensor) -> Tensor:
-        """In the dual form, the share of each curved weight's prior variance that the data take away, g_r (A' M^-1 A)_rr."""
-        assert self.rows is not None
-        if len(prior) > FEW * self.order:
-            return prior * self.rows.quadratic(torch.cholesky_inverse(self.chol))
-        columns = self.rows.dense().flatten(0, 1).mul_(prior.sqrt())
-        parts = [torch.linalg.solve_triangular(self.chol, part, upper=False).square().sum(0) for part in columns.split(COLUMNS, 1)]
-        return torch.cat(parts)
 
     @property
     def noise_size(self) -> int:

@@ -55,8 +55,8 @@ class Rows(Protocol):
         """J' v for `vectors` [N Q, K]: [size, K]."""
         ...
 
-    def quadratic(self, matrix: Tensor) -> Tensor:
-        """The diagonal of J' M J, `matrix` M [N Q, N Q] symmetric: [size]."""
+    def solved(self, chol: Tensor) -> Tensor:
+        """The diagonal of J' (L L')^-1 J, `chol` L [N Q, N Q] lower triangular: [size]."""
         ...
 
 
@@ -130,11 +130,16 @@ class FactorRows:
             factor.back_into(vectors, out)
         return out
 
-    def quadratic(self, matrix: Tensor) -> Tensor:
-        """See `Rows`."""
+    def solved(self, chol: Tensor) -> Tensor:
+        """See `Rows`: by solves for all columns, or by the inverse, which itself costs about as many solves as its order."""
         out = self._zeros(self.size)
-        for factor in self.factors:
-            factor.quadratic_into(matrix, out)
+        if sum(f.columns for f in self.factors) <= len(chol) + sum(f.cost for f in self.factors):
+            for factor in self.factors:
+                factor.solved_into(chol, out)
+        else:
+            inverse = torch.cholesky_inverse(chol)
+            for factor in self.factors:
+                factor.quadratic_into(inverse, out)
         return out
 
 
@@ -218,11 +223,11 @@ class PulledRows:
         split = vectors.view(self.examples, self.cotangents, -1)
         return _sum(rows.flatten(0, 1).double().T @ split[some].flatten(0, 1) for some, rows in self._blocks())
 
-    def quadratic(self, matrix: Tensor) -> Tensor:
-        """See `Rows`: with M = L L' it is the sum of squares of L' J, which `back` gives a few columns at a time."""
-        values, vectors = torch.linalg.eigh(matrix)
-        out = matrix.new_zeros(self.size)
-        step = max(1, BLOCK // (8 * self.size))
-        for v, e in zip(vectors.split(step, 1), values.split(step), strict=True):
-            out += self.back(v).square() @ e
+    def solved(self, chol: Tensor) -> Tensor:
+        """See `Rows`: the sum of squares of L^-1 J, of whose rows `back` gives a few at a time."""
+        out = chol.new_zeros(self.size)
+        identity = torch.eye(len(chol), dtype=chol.dtype, device=chol.device)
+        inverse = torch.linalg.solve_triangular(chol, identity, upper=False)
+        for some in inverse.split(max(1, BLOCK // (8 * self.size))):
+            out += self.back(some.T).square().sum(1)
         return out

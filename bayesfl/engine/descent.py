@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from bayesfl.blocks import Algorithm
-from bayesfl.engine.network import Kernel, Network
+from bayesfl.energy import Energy
+from bayesfl.engine.network import Kernel, Network, Through
 from bayesfl.engine.plan import Plan
 from bayesfl.optim import rate_at
 from bayesfl.phases import Descend
@@ -109,6 +110,36 @@ def draw(algorithm: Algorithm, name: str, belief: Tensors, noise: dict[str, Tens
     return drawn if block.copies is None else drawn.flatten(1, 2)
 
 
+def _listed(state: Any, places: dict[str, list[str]]) -> Any:
+    """An optimiser's state for one nest of blocks {block: {tensor}} as that for a list of the same tensors, copied."""
+    if not isinstance(state, dict):
+        return state.clone()
+    if state.keys() == places.keys():
+        return [state[name][key].clone(memory_format=torch.contiguous_format) for name, keys in places.items() for key in keys]
+    return {key: _listed(value, places) for key, value in state.items()}
+
+
+def _nested(state: Any, places: dict[str, list[str]]) -> Any:
+    """The reverse."""
+    if isinstance(state, list):
+        rest = iter(state)
+        return {name: {key: next(rest) for key in keys} for name, keys in places.items()}
+    return {key: _nested(value, places) for key, value in state.items()} if isinstance(state, dict) else state
+
+
+def _penalised(energy: Energy, algorithm: Algorithm, through: Through, data: Batch, given: Server, front: View) -> list[Tensor | None]:
+    """Slopes of an energy's penalty at the outputs and at the features, None where it does not read them."""
+    assert energy.penalty is not None
+    with torch.enable_grad():
+        outputs = through.outputs.detach().requires_grad_()
+        features = None if through.features is None else through.features.detach().requires_grad_()
+        value = energy.penalty(features, outputs, algorithm.likelihood.nll(outputs, data["y"]), data, given, front)
+        if not value.requires_grad:
+            return [None, None]
+        ends = [outputs] if features is None else [outputs, features]
+        return [*torch.autograd.grad(value.sum(), ends, allow_unused=True), None][:2]
+
+
 def descend(
     algorithm: Algorithm, phase: Descend, given: Server, views: View, plan: Plan, kernel: Kernel, *, batch: Batch | None = None
 ) -> tuple[View, Info]:
@@ -140,7 +171,9 @@ def descend(
     network = Network(algorithm.module(views["n"]), kernel, still=still)
 
     params = [p for block in blocks.values() for p in block.params]
-    state = phase.optimiser.init(params)
+    places = {name: list(block.belief) for name, block in blocks.items()}
+    kept = phase.persist if phase.persist in views else None
+    state = phase.optimiser.init(params) if kept is None else _listed(views[kept], places)
     shapes = phase.noise(algorithm)
     total = torch.zeros_like(views["n"])
     steps = range(phase.steps or phase.epochs) if batch is not None else range(int(plan.steps.max()))
@@ -162,7 +195,8 @@ def descend(
         for block in blocks.values():
             now, to = block.leaves(noise)
             leaves, slopes = leaves | now, slopes | to
-        outputs, lifted, back = network(leaves, data["x"], slopes)
+        through = network(leaves, data["x"], slopes)
+        outputs, lifted = through.outputs, through.lifted
         share = energy.shares(given, front, data)
         losses, slope = algorithm.likelihood.nll_and_slope(outputs, data["y"].unsqueeze(1) if lifted else data["y"])
         if copies:  # [C, S M, B] of which every copy's draws count alike
@@ -175,8 +209,14 @@ def descend(
             losses = losses.mean(1)
         else:
             weights = share * factor
-        assert back is not None
-        back(slope.mul_(weights.unsqueeze(-1)))
+        slope.mul_(weights.unsqueeze(-1))
+        at_features = None
+        if energy.penalty is not None:
+            at_outputs, at_features = _penalised(energy, algorithm, through, data, given, front)
+            each = factor.unsqueeze(-1)
+            slope = slope if at_outputs is None else slope.addcmul_(at_outputs, each)
+            at_features = None if at_features is None else at_features * each
+        through.back(slope, at_features)
         grads = [g for block in blocks.values() for g in block.gradients(given, front)]
         now = [p for block in blocks.values() for p in block.now]
         phase.optimiser.update_(now, grads, state, rate, active)
@@ -187,4 +227,5 @@ def descend(
         sums.add_((losses * share).flatten(1).sum(-1))
         plan.seconds["steps"] += perf_counter() - start
     count = torch.as_tensor(plan.steps, dtype=total.dtype, device=total.device) if batch is None else float(len(steps))
-    return views | {name: block.belief for name, block in blocks.items()}, {"nll": total / count}
+    done = {} if kept is None else {kept: _nested(state, places)}
+    return views | {name: block.belief for name, block in blocks.items()} | done, {"nll": total / count}

@@ -161,8 +161,8 @@ class Engine:
             return torch.cat([self.outputs(algorithm, parts, *row) for row in rows])
         drawn = {part: descent.draw(algorithm, part, views[part], noise) for part in parts}
         leaves = {key: leaf for part, vector in drawn.items() for key, leaf in algorithm.layout(part).leaves(vector).items()}
-        outputs, lifted, _ = network.Network(algorithm.module(views["n"]), KERNEL_OF[kernel])(leaves, x)
-        return outputs if lifted else outputs.unsqueeze(1)
+        through = network.Network(algorithm.module(views["n"]), KERNEL_OF[kernel])(leaves, x)
+        return through.outputs if through.lifted else through.outputs.unsqueeze(1)
 
 
 KERNEL_OF: dict[str, network.Kernel] = {"live": live.kernel, "layers": layers.kernel, "vmap": vmap.kernel}

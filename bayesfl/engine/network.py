@@ -26,6 +26,22 @@ class Pass(NamedTuple):
     back: Back | None
 
 
+class Through(NamedTuple):
+    """What went through a whole model.
+
+    Args:
+        outputs: [C, B, O], or [C, S, B, O] where lifted.
+        lifted: Whether weights were drawn, so that outputs have an axis of draws.
+        features: What the head got; None where the model is not cut in two.
+        back: The way back from slopes at the outputs, and at the features where something else reads them.
+    """
+
+    outputs: Tensor
+    lifted: bool
+    features: Tensor | None
+    back: Callable[[Tensor, Tensor | None], None]
+
+
 class Passage(Protocol):
     """A module, ready for a chunk of clients to go through."""
 
@@ -89,11 +105,17 @@ class Network:
         self._still = still
         self._features: Pass | None = None
 
-    def __call__(self, leaves: dict[str, Tensor], x: Tensor, slopes: dict[str, Tensor] | None = None) -> Pass:
-        """What goes through the model, [C, B, ...]; the way back writes into `slopes`, and its own result is None."""
+    def __call__(self, leaves: dict[str, Tensor], x: Tensor, slopes: dict[str, Tensor] | None = None) -> Through:
+        """What goes through the model; the way back writes into `slopes`."""
         slopes = slopes or {}
         if "" in self._passages:
-            return self._passages[""](leaves, slopes, x, False, False)
+            whole = self._passages[""](leaves, slopes, x, False, False)
+
+            def all_the_way(slope: Tensor, at_features: Tensor | None = None) -> None:
+                if whole.back is not None:
+                    whole.back(slope)
+
+            return Through(whole.outputs, whole.lifted, None, all_the_way)
         of_body, of_head = _apart(leaves)
         to_body, to_head = _apart(slopes)
         features = self._features
@@ -101,12 +123,12 @@ class Network:
             features = self._features = self._passages["body."](of_body, to_body, x, False, False)
         outputs = self._passages["head."](of_head, to_head, features.outputs, features.lifted, bool(to_body))
 
-        def back(slope: Tensor) -> None:
+        def back(slope: Tensor, at_features: Tensor | None = None) -> None:
             through = None if outputs.back is None else outputs.back(slope)
             if features.back is not None and through is not None:
-                features.back(through)
+                features.back(through if at_features is None else through + at_features)
 
-        return Pass(outputs.outputs, outputs.lifted, back)
+        return Through(outputs.outputs, outputs.lifted, features.outputs, back)
 
 
 def _apart(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

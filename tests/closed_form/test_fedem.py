@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import bayesfl as bf
-from bayesfl.blocks import Block, Energy
+from bayesfl.blocks import Block
 from bayesfl.data import FederatedData
+from bayesfl.energy import Energy
 from bayesfl.likelihood import Gaussian
 from bayesfl.optim import SGD
 from bayesfl.phases import Descend

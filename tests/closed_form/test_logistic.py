@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import bayesfl as bf
-from bayesfl.blocks import Energy
 from bayesfl.data import from_arrays
+from bayesfl.energy import Energy
 from bayesfl.likelihood import Bernoulli
 from bayesfl.optim import Adam, cosine
 from bayesfl.phases import Descend

@@ -1,6 +1,7 @@
 """The inverse of H in both forms: against full matrices, conjugate regression, laplace-torch, and what must not change it."""
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import bayesfl as bf
-from bayesfl.curvature import Curvature, dual, ggn, restore
+from bayesfl.curvature import Curvature, factors, ggn, restore
 from bayesfl.likelihood import Categorical, Gaussian
 from tests.curvature import brute
 from tests.curvature.brute import CASES, LIKELIHOODS, PAIRS
@@ -296,16 +297,24 @@ def test_laplace_torch_finds_the_same(laplace, case, likelihood):
                 assert_close((kappa * mean).softmax(-1), fitted(test, link_approx="probit"), **near)
 
 
-@pytest.mark.parametrize("few", [0, 1000])
-def test_both_ways_to_the_marginals(few: int, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("unit", [0, 1000])
+def test_both_ways_to_the_marginals(unit: int, monkeypatch: pytest.MonkeyPatch):
     """Of a dual form, by the factor's inverse or by solves for all columns: the diagonal of the primal form's covariance."""
-    monkeypatch.setattr(dual, "FEW", few)
-    monkeypatch.setattr(dual, "COLUMNS", 7)
+    monkeypatch.setattr(factors, "UNIT", unit)
+    monkeypatch.setattr(factors, "COLUMNS", 7)
+    used: list[str] = []
+    for name in ("quadratic_into", "solved_into"):
+        monkeypatch.setattr(factors.Outer, name, _noting(getattr(factors.Outer, name), name, used))
     model, x = bf.models.mlp(5, hidden=6, outputs=3, seed=1).double(), torch.rand(4, 5, generator=torch.Generator().manual_seed(0)).double()
     curvature, precision = Curvature(model), torch.linspace(0.5, 2.0, 57, dtype=torch.float64)
-    assert_close(
-        curvature.invert(x, precision, form="dual").marginals(),
-        curvature.invert(x, precision, form="primal").marginals(),
-        atol=1e-12,
-        rtol=1e-9,
-    )
+    dual = curvature.invert(x, precision, form="dual").marginals()
+    assert set(used) == {"solved_into" if unit else "quadratic_into"}
+    assert_close(dual, curvature.invert(x, precision, form="primal").marginals(), atol=1e-12, rtol=1e-9)
+
+
+def _noting(method: Any, name: str, used: list[str]) -> Any:
+    def noted(*arguments: Any) -> Any:
+        used.append(name)
+        return method(*arguments)
+
+    return noted

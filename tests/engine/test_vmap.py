@@ -83,6 +83,10 @@ class Averaged:
         """One draw a step."""
         return {"w": (1, algorithm.layout("w").size)}
 
+    def keeps(self, algorithm, beliefs):
+        """Nothing."""
+        return {}
+
     def begin(self, algorithm, given, view):
         """Where it starts, the sum and the number of iterates."""
         return {"w": view["w"]["loc"], "sum": torch.zeros_like(view["w"]["loc"]), "count": torch.zeros_like(view["n"])}

@@ -10,8 +10,8 @@ from torch import Tensor, distributions, nn
 from torch.testing import assert_close
 
 import bayesfl as bf
-from bayesfl.blocks import Energy
 from bayesfl.data import Split
+from bayesfl.energy import Energy
 from bayesfl.engine import Plan
 from bayesfl.likelihood import Gaussian
 from bayesfl.optim import SGD
