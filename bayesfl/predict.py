@@ -16,13 +16,12 @@ from bayesfl.data import FederatedData, Split
 from bayesfl.engine import Crew, Engine, Plan
 from bayesfl.local import chunks, read_rows
 from bayesfl.posteriors.linearised import nll
+from bayesfl.posteriors.precision import ALIKE
 from bayesfl.protocols import Fitted, Server, Tensors, View
 from bayesfl.random import Purpose, Stage, generator
 
 Part: TypeAlias = tuple[np.ndarray, Tensors]
 """Clients [C], and what is predicted for them, {name: [C, N, ...]}."""
-ALIKE = 1e-3
-"""Mean negative log likelihoods this near, in nats, say nothing about which candidate is better."""
 # Inputs gathered at once for predictions, in bytes: activations are many times larger, and should stay in the cache.
 GATHER = 2**21
 

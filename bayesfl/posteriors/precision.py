@@ -13,6 +13,8 @@ from bayesfl.posteriors.linearised import nll
 
 GRID = tuple(10.0 ** (k / 2) for k in range(-8, 9))
 """From 1e-4 to 1e4, by half decades."""
+ALIKE = 1e-3
+"""Mean negative log likelihoods this near, in nats, say nothing about which candidate is better."""
 
 
 def by_evidence(fitted: Laplace, x: Tensor, y: Tensor, *, centre: float | Tensor = 0.0, grid: Sequence[float] = GRID) -> Laplace:
@@ -32,7 +34,8 @@ def by_evidence(fitted: Laplace, x: Tensor, y: Tensor, *, centre: float | Tensor
         MacKay, "A practical Bayesian framework for backpropagation networks", Neural Computation 4(3), 1992; Immer et al., "Scalable
         marginal likelihood estimation for model selection in deep learning", ICML 2021.
     """
-    best, precision = _best(fitted, x, grid, lambda candidate: float(candidate.log_marginal_likelihood(x, y, centre=centre)))
+    scores = _scores(fitted, x, grid, lambda candidate: float(candidate.log_marginal_likelihood(x, y, centre=centre)))
+    precision = max(scores, key=lambda one: scores[one])
     if precision in (min(grid), max(grid)):
         warnings.warn(
             f"the log marginal likelihood is largest at {precision:g}, an edge of the grid: it carries no information about the prior "
@@ -40,13 +43,15 @@ def by_evidence(fitted: Laplace, x: Tensor, y: Tensor, *, centre: float | Tensor
             stacklevel=2,
         )
         return fitted
-    return best
+    return fitted.with_precision(x, precision)
 
 
 def by_validation(
     fitted: Laplace, x: Inputs, held: Tensor, labels: Tensor, *, centre: bool = True, grid: Sequence[float] = GRID
 ) -> Laplace:
     """The approximation under the precision whose predictions have the smallest mean negative log likelihood on held-out data.
+
+    Of precisions that are as good as the best, to `ALIKE` nats an example, the largest, which does least.
 
     Args:
         fitted: The approximation, under any precision.
@@ -56,7 +61,8 @@ def by_validation(
         centre: Whether predictions are centred, see `Laplace.linearised`.
         grid: Precisions to try.
     """
-    return _best(fitted, x, grid, lambda candidate: -predictive_nll(candidate, held, labels, centre=centre))[0]
+    scores = _scores(fitted, x, grid, lambda candidate: -predictive_nll(candidate, held, labels, centre=centre))
+    return fitted.with_precision(x, max(precision for precision, value in scores.items() if value >= max(scores.values()) - ALIKE))
 
 
 def predictive_nll(fitted: Laplace, x: Inputs, y: Tensor, *, centre: bool = True) -> float:
@@ -64,21 +70,20 @@ def predictive_nll(fitted: Laplace, x: Inputs, y: Tensor, *, centre: bool = True
     return float(nll(fitted.predict(x, centre=centre), y).mean())
 
 
-def _best(fitted: Laplace, x: Inputs, grid: Sequence[float], score: Callable[[Laplace], float]) -> tuple[Laplace, float]:
-    """The approximation of the highest score and its precision; those without Cholesky factor or finite score are passed over.
+def _scores(fitted: Laplace, x: Inputs, grid: Sequence[float], score: Callable[[Laplace], float]) -> dict[float, float]:
+    """The score of each precision; those without Cholesky factor or finite score are passed over.
 
     Raises:
         ValueError: An empty grid, or one of which no precision works.
     """
-    best, chosen, highest = fitted, math.nan, -math.inf
+    found = {}
     for precision in grid:
         try:
-            candidate = fitted.with_precision(x, precision)
-            value = score(candidate)
+            value = score(fitted.with_precision(x, precision))
         except torch.linalg.LinAlgError:
             continue
-        if math.isfinite(value) and value > highest:
-            best, chosen, highest = candidate, precision, value
-    if math.isnan(chosen):
+        if math.isfinite(value):
+            found[precision] = value
+    if not found:
         raise ValueError(f"no precision of the grid {tuple(grid)} gives finite predictions; look at the scale of the inputs and weights")
-    return best, chosen
+    return found

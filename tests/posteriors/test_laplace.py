@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import bayesfl as bf
 from bayesfl.curvature import Curvature
 from bayesfl.likelihood import Bernoulli, Categorical, Gaussian
-from bayesfl.posteriors import Laplace
+from bayesfl.posteriors import Laplace, precision
 from bayesfl.posteriors.linearised import predictive
-from bayesfl.posteriors.precision import GRID, by_evidence, by_validation, predictive_nll
+from bayesfl.posteriors.precision import ALIKE, GRID, by_evidence, by_validation, predictive_nll
 from tests.curvature import brute
 from tests.curvature.brute import PAIRS
 
@@ -268,12 +268,23 @@ def test_precision_by_validation():
     held, labels = numbers(30, 4, seed=7), torch.arange(30) % 3
     best = by_validation(Laplace.fit(model, x), x, held, labels)
     scores = [predictive_nll(Laplace.fit(model, x, precision=p), held, labels) for p in GRID]
-    assert_close(predictive_nll(best, held, labels), min(scores))
-    assert float(best.precision[0]) == GRID[scores.index(min(scores))]
+    alike = [p for p, score in zip(GRID, scores, strict=True) if score <= min(scores) + ALIKE]
+    assert float(best.precision[0]) == max(alike)
     probs = best.predict(held)["probs"]
     assert_close(predictive_nll(best, held, labels), float(-probs[torch.arange(30), labels].log().mean()))
     with pytest.raises(ValueError, match="no precision of the grid"):
         by_validation(Laplace.fit(model, x), x, held.fill_(1e200), labels)
+
+
+@pytest.mark.parametrize(("alike", "expected"), [(0.0, 10.0), (0.011, 100.0), (0.5, 1000.0)])
+def test_precisions_that_are_alike(alike: float, expected: float, monkeypatch: pytest.MonkeyPatch):
+    """Of those within `ALIKE` of the best the largest, whatever the order of the grid."""
+    score = {1.0: 0.9, 10.0: 0.5, 100.0: 0.51, 1000.0: 0.8}
+    monkeypatch.setattr(precision, "ALIKE", alike)
+    monkeypatch.setattr(precision, "predictive_nll", lambda fitted, x, y, *, centre: score[float(fitted.precision[0])])
+    model, x = network(), numbers(10, 4)
+    best = by_validation(Laplace.fit(model, x), x, x, torch.zeros(10).long(), grid=(1000.0, 1.0, 100.0, 10.0))
+    assert float(best.precision[0]) == expected
 
 
 def test_nll_of_a_regression():
