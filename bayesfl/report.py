@@ -183,6 +183,32 @@ def write_json(path: str | os.PathLike[str], obj: Any) -> None:
     atomic_write(path, json.dumps(_jsonable(obj), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
+def one_experiment(folder: str | os.PathLike[str], arguments: Mapping[str, Any]) -> None:
+    """Refuses to write into a folder that holds another experiment's files; one that is absent or empty is fine, and stays so.
+
+    Args:
+        folder: Where `table.json` is written by `write_json`, with all that was asked for under `arguments`.
+        arguments: Of the command line, by name: those that make it another experiment, not where files lie or how many threads run.
+
+    Raises:
+        ValueError: The folder has files but no such table, or one of other arguments; the message names the first that differs.
+    """
+    folder = Path(folder)
+    if not folder.exists() or not any(folder.iterdir()):
+        return
+    remedy = "choose another --out, or delete the folder"
+    try:
+        there = json.loads((folder / "table.json").read_text())["arguments"]
+        missing = [name for name in arguments if name not in there]
+    except (OSError, json.JSONDecodeError, KeyError, TypeError):
+        missing = list(arguments)
+    if missing:
+        raise ValueError(f"--out {folder} holds files that are not of this script: {remedy}")
+    for name, mine in json.loads(json.dumps(_jsonable(arguments))).items():
+        if there[name] != mine:
+            raise ValueError(f"--out {folder} holds a run with --{name} {there[name]}, now it is {mine}: {remedy}")
+
+
 def environment() -> dict[str, Any]:
     """The machine and the versions that a run or a benchmark was made with, ready for `write_json`.
 

@@ -36,6 +36,7 @@ METHODS: dict[str, Callable[[torch.nn.Module, float], bf.Algorithm]] = {
     "FedProx": lambda model, rate: bf.algorithms.fedprox(model, mu=1.0, lr=multistep(rate), **{**ONE, "momentum": 0.0}),
     "FedAvg-FT": lambda model, rate: bf.algorithms.fedavg_ft(model, lr=multistep(rate), finetune_lr=rate, **ONE),
 }
+EXPERIMENT = ("clients", "rounds", "test", "methods", "rates", "seed")
 MIXTURES = ("FedEM", "D-FedEM")
 COLUMNS = (
     report.Column("accuracy", better="higher"),
@@ -102,6 +103,7 @@ def compare(options: argparse.Namespace) -> None:
         ValueError: Arguments that don't work out.
         DivergenceError: Training left the finite numbers.
     """
+    report.one_experiment(options.out, {name: getattr(options, name) for name in EXPERIMENT})
     clients = bf.data.linear_mixture(clients=options.clients, test=options.test, validation=0.2)
     true = np.array(clients.recipe["weights"])
     model = torch.nn.Linear(clients.inputs[0], 1)

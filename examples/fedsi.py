@@ -65,6 +65,7 @@ PRESETS = {
     "mnist": Preset(steps=20, batch_size=50, lr=0.1, train=50, test=950, rounds=100),
     "fashion-mnist": Preset(steps=20, batch_size=50, lr=0.1, train=50, test=950, rounds=100),
 }
+EXPERIMENT = ("dataset", "methods", "seeds", "rounds", "train", "test")
 OTHER = {"mnist": "fashion-mnist", "fashion-mnist": "mnist"}
 METHODS: dict[str, Callable[[torch.nn.Module, Preset], bf.Algorithm]] = {
     "fedsi": lambda model, preset: bf.algorithms.fedsi(model, **_body(preset)),
@@ -279,6 +280,7 @@ def compare(options: argparse.Namespace) -> None:
     for name in ("methods", "seeds"):
         if len(set(getattr(options, name))) < len(getattr(options, name)):
             raise ValueError(f"--{name} must name each once, got {' '.join(map(str, getattr(options, name)))}")
+    report.one_experiment(options.out, {name: getattr(options, name) for name in EXPERIMENT})
     given = {name: getattr(options, name) for name in ("rounds", "train", "test") if getattr(options, name) is not None}
     preset = replace(PRESETS[options.dataset], **given)
     rows: dict[str, dict[str, list[float]]] = {}

@@ -9,7 +9,6 @@ with a seed. A mistake in the arguments ends with exit code 2, training that div
 """
 
 import argparse
-import json
 import logging
 import sys
 from collections.abc import Callable
@@ -126,17 +125,7 @@ def check(options: argparse.Namespace) -> None:
         given = getattr(options, name)
         if len(set(given)) < len(given):
             raise ValueError(f"--{name} must name each once, got {' '.join(map(str, given))}")
-    if not options.out.exists() or not any(options.out.iterdir()):
-        return
-    remedy = "choose another --out, or delete the folder"
-    try:
-        there = json.loads((options.out / "table.json").read_text())["arguments"]
-    except (FileNotFoundError, json.JSONDecodeError, KeyError, TypeError):
-        raise ValueError(f"--out {options.out} holds files that are not of this script: {remedy}") from None
-    for name in EXPERIMENT:
-        if there.get(name) != getattr(options, name):
-            mine = getattr(options, name)
-            raise ValueError(f"--out {options.out} holds a run with --{name} {there.get(name)}, now it is {mine}: {remedy}")
+    report.one_experiment(options.out, {name: getattr(options, name) for name in EXPERIMENT})
 
 
 def write(options: argparse.Namespace, rows: dict[str, dict[str, list[float]]], history: list[dict[str, Any]], runs: int) -> None:

@@ -1,9 +1,11 @@
-"""The example as a command: what is finished is on disk, experiments are not mixed, mistakes are one line."""
+"""The examples as commands: what is finished is on disk, experiments are not mixed, mistakes are one line."""
 
 import csv
 import importlib.util
 import json
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,15 +14,20 @@ import bayesfl as bf
 SMALL = ["--clients", "4", "--rounds", "1", "--participation", "0.5", "--algorithms", "fedavg", "fedper", "--seeds", "0", "1"]
 
 
-@pytest.fixture
-def example():
-    path = Path(__file__).parents[1] / "examples" / "pfedvem.py"
-    spec = importlib.util.spec_from_file_location("pfedvem_example", path)
+def load(name: str) -> Any:
+    path = Path(__file__).parents[1] / "examples" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"{name}_example", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture
+def example():
+    return load("pfedvem")
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -69,6 +76,26 @@ def test_a_folder_holds_one_experiment(example, tmp_path, capsys):
     assert example.main([*SMALL, "--out", str(other)]) == 2
     assert "holds files that are not of this script" in capsys.readouterr().err
     assert files(other) == {"notes.txt": b"mine"}
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "option"),
+    [
+        ("fedsi", ["--methods", "fedbabu", "--seeds", "0", "--rounds", "1", "--train", "6", "--test", "4"], "methods"),
+        ("fedem", ["--methods", "FedAvg", "--clients", "3", "--rounds", "1", "--test", "20", "--rates", "0.1"], "rates"),
+    ],
+)
+def test_no_example_overwrites_another_experiment(name, arguments, option, tmp_path, capsys):
+    """The same again is fine; one argument else is refused in a line that names it, and the files stay."""
+    example, out = load(name), tmp_path / "run"
+    assert example.main([*arguments, "--out", str(out)]) == 0
+    assert example.main([*arguments, "--out", str(out)]) == 0
+    before = files(out)
+    capsys.readouterr()
+    other = {"methods": "fedavg_ft", "rates": "0.2"}[option]
+    assert example.main([*arguments, f"--{option}", other, "--out", str(out)]) == 2
+    assert capsys.readouterr().err.startswith(f"error: --out {out} holds a run with --{option} ")
+    assert files(out) == before
 
 
 @pytest.mark.parametrize(
