@@ -5,13 +5,17 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test lint types docs examples wheel readme benchmarks check clean
+.PHONY: demo test test-durability lint types docs examples wheel readme benchmarks check clean
 
 demo: $(VENV)/.plain
 	$(BIN)/python examples/pfedvem.py --out runs/demo
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest
+
+# Fifty kills over thirty rounds and two thousand mutations, where `test` has a few of each.
+test-durability: $(VENV)/.test
+	BAYESFL_DURABILITY=full $(BIN)/python -m pytest tests/test_durability.py
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,3 +46,10 @@ def atomic_write(path: str | os.PathLike[str], content: str | bytes) -> None:
     """Write `content` (text as UTF-8) to `path` whole or not at all, see `atomic_path`."""
     with atomic_path(path) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def remove_leftovers(folder: Path, suffix: str) -> None:
+    """Removes what `atomic_path` left in a folder when its process was killed: files under its temporary names, with this suffix."""
+    for file in folder.glob(f".*{suffix}"):
+        if re.fullmatch(rf"\..+\.[0-9a-f]{{16}}{re.escape(suffix)}", file.name):
+            file.unlink(missing_ok=True)

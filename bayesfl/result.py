@@ -9,16 +9,18 @@ import numpy as np
 import torch
 
 from bayesfl import checkpoint, predict
-from bayesfl.blocks import Algorithm
+from bayesfl.blocks import Algorithm, flatten
 from bayesfl.checks import instance, number, whole
 from bayesfl.data import FederatedData, Split
 from bayesfl.engine import Engine
 from bayesfl.history import History
+from bayesfl.identity import differences, identity
 from bayesfl.local import Local, chunks, private_rows, write_rows
 from bayesfl.predict import Predictions
 from bayesfl.protocols import Server, View
 from bayesfl.random import Purpose, Stage, generator
 
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
 METHOD = "build one on a model, as bf.algorithms.fedavg(model)"
 FEDERATION = "make one by bf.data.from_arrays(x, y), or by a recipe such as bf.data.iid('digits')"
 
@@ -251,7 +253,21 @@ class Result:
         Raises:
             ValueError: A file is where the folder should be.
         """
-        meta = {
+        checkpoint.write(path, self._meta(), self._tensors())
+
+    def save_round(self, path: str | os.PathLike[str]) -> None:
+        """The same as a checkpoint of a run in progress, beside the one before it, which stays; older ones go.
+
+        Raises:
+            ValueError: A file is where the folder should be.
+        """
+        checkpoint.write_round(path, self.round, self._meta(), self._tensors())
+
+    def _tensors(self) -> dict[str, Any]:
+        return {"server": self.server, "private": self.private}
+
+    def _meta(self) -> dict[str, Any]:
+        return {
             "settings": asdict(self.settings),
             "engine": asdict(self.engine),
             "round": self.round,
@@ -259,17 +275,16 @@ class Result:
             "novel": self.novel,
             "chosen": self.chosen if self.chosen is not None else self.__dict__.get("tuned"),
             "history": self.history.rows,
-            "algorithm": checkpoint.identity(self.algorithm),
+            "algorithm": identity(self.algorithm),
             "data": self.data.hash,
         }
-        checkpoint.write(path, meta, {"server": self.server, "private": self.private})
 
 
 def load(path: str | os.PathLike[str], algorithm: Algorithm, clients: FederatedData, *, device: torch.device | str = "cpu") -> Result:
     """A saved run.
 
     Args:
-        path: The folder that `Result.save` wrote.
+        path: The folder that `Result.save` wrote, or that of `simulate`'s checkpoints, of which the newest whole one is taken.
         algorithm: The method it was made with.
         clients: The data it was made on.
         device: Where its state goes.
@@ -282,21 +297,30 @@ def load(path: str | os.PathLike[str], algorithm: Algorithm, clients: FederatedD
     of_a_run(algorithm, clients)
     device = present(device)
     meta, state = checkpoint.read(path, device)
-    _check_same(f"{str(path)!r}", meta["algorithm"], meta["data"], algorithm, clients)
-    return Result(
-        algorithm,
-        clients,
-        Settings(**meta["settings"]),
-        Engine(**meta["engine"]),
-        meta["round"],
-        state["server"],
-        state.get("private", {}),
-        History(meta["history"]),
-        device,
-        getattr(torch, meta["dtype"]),
-        meta["novel"],
-        meta.get("chosen"),
-    )
+    try:
+        made_with, made_on = meta["algorithm"], str(meta["data"])
+        result = Result(
+            algorithm,
+            clients,
+            Settings(**meta["settings"]),
+            Engine(**meta["engine"]),
+            whole("round", meta["round"], least=0),
+            state["server"],
+            state.get("private", {}),
+            History(meta["history"]),
+            device,
+            DTYPES[meta["dtype"]],
+            meta["novel"],
+            None if meta["chosen"] is None else number("chosen", meta["chosen"]),
+        )
+        instance("novel", result.novel, bool, "save writes True or False")
+        if result.round > result.settings.rounds or not (result.novel or len(result.history) == result.round):
+            raise ValueError(f"round {result.round} of {result.settings.rounds} with a history of {len(result.history)}")
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise checkpoint.CheckpointError(f"{str(path)!r} is no saved run of this version: {type(error).__name__}, {error}") from error
+    _check_same(f"{str(path)!r}", made_with, made_on, algorithm, clients)
+    _check_shapes(str(path), result)
+    return result
 
 
 def of_a_run(algorithm: Algorithm, clients: FederatedData) -> None:
@@ -340,12 +364,28 @@ def same_run(result: Result, algorithm: Algorithm, clients: FederatedData) -> Re
     Raises:
         CheckpointError: It was not.
     """
-    _check_same("the result", checkpoint.identity(result.algorithm), result.data.hash, algorithm, clients)
+    _check_same("the result", identity(result.algorithm), result.data.hash, algorithm, clients)
     return result
 
 
+def _check_shapes(path: str, result: Result) -> None:
+    """That the state has the tensors that the method keeps on these data, in their shapes and types."""
+    algorithm, clients = result.algorithm, result.data.clients
+    server = algorithm.init(clients, dtype=result.dtype)
+    rows = flatten({"private": algorithm.rows(server)})
+    wanted = {name: (t.dtype, list(t.shape)) for name, t in flatten({"server": server}).items()}
+    wanted |= {name: (t.dtype, [clients, *t.shape]) for name, t in rows.items()}
+    found = {name: (t.dtype, list(t.shape)) for name, t in flatten({"server": result.server, "private": result.private}).items()}
+    if wrong := sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name)):
+        name = wrong[0]
+        raise checkpoint.CheckpointError(
+            f"{path!r} holds another state than the method keeps: {name} is {found.get(name, 'missing')}, not {wanted.get(name, 'there')}"
+            + (f", and {len(wrong) - 1} more" if len(wrong) > 1 else "")
+        )
+
+
 def _check_same(what: str, made_with: dict[str, Any], made_on: str, algorithm: Algorithm, clients: FederatedData) -> None:
-    if different := checkpoint.differences(made_with, checkpoint.identity(algorithm)):
+    if different := differences(made_with, identity(algorithm)):
         raise checkpoint.CheckpointError(f"{what} was made with another algorithm, which differs in {'; '.join(different)}")
     if made_on != clients.hash:
         raise checkpoint.CheckpointError(

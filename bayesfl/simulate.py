@@ -2,7 +2,7 @@
 
 import math
 import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any, Literal
 
@@ -13,6 +13,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from bayesfl import predict
 from bayesfl.blocks import Algorithm
+from bayesfl.checkpoint import claim, held
+from bayesfl.checks import whole
 from bayesfl.data import FederatedData
 from bayesfl.engine import Crew, Engine
 from bayesfl.history import History
@@ -38,7 +40,9 @@ def simulate(
     engine: Engine | None = None,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
-    resume: "Result | str | os.PathLike[str] | None" = None,
+    resume: "Result | str | os.PathLike[str] | bool | None" = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    every: int = 1,
     progress: bool | None = None,
 ) -> Result:
     """Trains a federation on this machine.
@@ -55,13 +59,16 @@ def simulate(
         engine: How it is computed; changes nothing but speed and rounding.
         device: Where.
         dtype: In which precision.
-        resume: A result, or the folder of a saved one, to go on from, bit for bit; not one of `adapt`.
+        resume: A result, or the folder of a saved one or of checkpoints, to go on from, bit for bit; not one of `adapt`. True: the newest
+            checkpoint in `checkpoint` that is whole, or from the start where there is none, so that one command can be repeated.
+        checkpoint: A folder for checkpoints of this run; the two newest are kept, whole whatever happens.
+        every: Rounds between checkpoints; the last round always makes one.
         progress: Whether to show a bar; None where standard error is a terminal.
 
     Raises:
         TypeError: The method, its likelihood, the data or what is resumed are something else.
         ValueError: Something does not fit: the message names it and the remedy.
-        CheckpointError: What is resumed was made with another method or on other data.
+        CheckpointError: What is resumed was made with another method or on other data, or is damaged.
         DivergenceError: Training left the finite numbers; it carries the result up to the last finite round.
     """
     of_a_run(algorithm, clients)
@@ -75,8 +82,10 @@ def simulate(
     )
     if not isinstance(engine, Engine | None):
         raise ValueError(f"engine must be an Engine, got {engine!r}; a kernel is chosen by engine=bf.Engine(kernel=...)")
-    if not isinstance(resume, Result | str | os.PathLike | None):
+    if not isinstance(resume, Result | str | os.PathLike | bool | None):
         raise TypeError(f"resume must be a Result or the folder of a saved one, got {type(resume).__name__}; a new run takes resume=None")
+    whole("every", every, least=1)
+    resume = _from_where(resume, checkpoint)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ValueError(f"dtype must be a floating-point type such as torch.float32, got {dtype!r}")
     device = present(device)
@@ -95,8 +104,39 @@ def simulate(
     else:
         saved = same_run(resume, algorithm, clients) if isinstance(resume, Result) else load(resume, algorithm, clients, device=device)
         result = _resumed(saved, settings, engine, device, dtype)
+    keep = None if checkpoint is None else Keep(checkpoint, every)
     with result.engine.crew(device) as crew:
-        return _rounds(result, clients.to(device, dtype), crew, progress)
+        return _rounds(result, clients.to(device, dtype), crew, progress, keep)
+
+
+@dataclass(frozen=True)
+class Keep:
+    """When and where checkpoints are written."""
+
+    folder: str | os.PathLike[str]
+    every: int
+
+    def __call__(self, result: Result) -> None:
+        """Writes one where it is due."""
+        if result.round % self.every == 0 or result.round == result.settings.rounds:
+            result.save_round(self.folder)
+
+
+def _from_where(
+    resume: "Result | str | os.PathLike[str] | bool | None", checkpoint: str | os.PathLike[str] | None
+) -> "Result | str | os.PathLike[str] | None":
+    """What is resumed, if anything; the folder for checkpoints is ready afterwards.
+
+    Raises:
+        ValueError: There is no such folder, or it holds another run.
+    """
+    if isinstance(resume, bool):
+        if resume and checkpoint is None:
+            raise ValueError("resume=True goes on from the newest checkpoint, but no checkpoint folder is given; pass checkpoint=")
+        resume = checkpoint if resume and checkpoint is not None and held(checkpoint) else None
+    if checkpoint is not None:
+        claim(checkpoint, resumed=isinstance(resume, str | os.PathLike) and os.path.realpath(resume) == os.path.realpath(checkpoint))
+    return resume
 
 
 def _resumed(saved: Result, settings: Settings, engine: Engine | None, device: torch.device, dtype: torch.dtype) -> Result:
@@ -124,7 +164,7 @@ def _resumed(saved: Result, settings: Settings, engine: Engine | None, device: t
     return replace(saved, settings=settings, engine=replace(saved.engine, workers=workers), **own)
 
 
-def _rounds(result: Result, data: FederatedData, crew: Crew, progress: bool | None) -> Result:
+def _rounds(result: Result, data: FederatedData, crew: Crew, progress: bool | None, keep: Keep | None) -> Result:
     from tqdm import tqdm
 
     settings = result.settings
@@ -139,6 +179,8 @@ def _rounds(result: Result, data: FederatedData, crew: Crew, progress: bool | No
                 row |= _measure(result, data, crew)
                 bar.set_postfix({measure: f"{row[measure]:.3f}"}, refresh=False)
             result.history.append(row)
+            if keep is not None:
+                keep(result)
             bar.update()
     return result
 
@@ -253,7 +295,10 @@ class _Gather:
                 new[name] = pool(self._server, name, uplink)
             else:
                 new[name] = pool.solve(self._server, name, self._totals[name])
-        return new | self._algorithm.combine(new, uplink["ids"], uplink)
+        changed = self._algorithm.combine(new, uplink["ids"], uplink)
+        if unknown := sorted(changed.keys() - new.keys()):
+            raise ValueError(f"`combine` returns {unknown}, which the server does not have; give them a start in `server`")
+        return new | changed
 
 
 def _wasted(algorithm: Algorithm) -> int:

@@ -4,17 +4,20 @@ import copy
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
+from torch.utils._pytree import tree_map
 
 import bayesfl as bf
 from bayesfl.blocks import Block
 from bayesfl.data import FederatedData
 from bayesfl.energy import Energy
+from bayesfl.engine import Plan
 from bayesfl.optim import SGD, Adam
-from bayesfl.phases import Descend
+from bayesfl.phases import Descend, Repeat
 from bayesfl.posteriors import MeanField
 from bayesfl.priors import Normal, own_mean, server_mean
 from bayesfl.protocols import Batch
@@ -208,3 +211,32 @@ def test_clients_that_took_different_numbers_of_steps(model: nn.Module, clients:
         found = run(algorithm, clients, kernel, **options)
         assert_close(found.server["w"]["loc"], reference.server["w"]["loc"], atol=1e-10, rtol=0)
         assert torch.equal(found.private["moments"]["steps"], steps)
+
+
+def test_repeated_phases_that_persist(model: nn.Module, clients: FederatedData):
+    """Inside `Repeat` too: two rounds of three batches as one of six."""
+
+    def repeated(times: int) -> bf.Algorithm:
+        step = Descend("w", Energy("w", ("w",), likelihood="mean"), optimiser=SGD(0.05, momentum=0.9), persist="velocity")
+        return bf.Algorithm(model, {"w": Block(pool=None, keep=True)}, (Repeat((step,), times=times),), parts=("w",))
+
+    found = [run(repeated(times), clients, kernel, rounds=6 // times) for times in (3, 6) for kernel in ("reference", "layers")]
+    for other in found[1:]:
+        assert_close(other.private["w"]["loc"], found[0].private["w"]["loc"], atol=1e-12, rtol=0)
+        assert_close(other.private["velocity"]["w"]["loc"], found[0].private["velocity"]["w"]["loc"], atol=1e-12, rtol=0)
+
+
+def test_a_state_that_persists_is_not_written_into(model: nn.Module, clients: FederatedData):
+    """A kernel returns a new one: what the view held is the client's until its round is accepted."""
+    step = Descend("w", Energy("w", ("w",), likelihood="mean"), optimiser=Adam(0.05), persist="moments")
+    algorithm = bf.Algorithm(model, {"w": Block()}, (step,), parts=("w",))
+    server = algorithm.init(7, dtype=torch.float64)
+    rows = tree_map(lambda t: t.expand(7, *t.shape).clone(), algorithm.rows(server))
+    before = tree_map(torch.clone, rows)
+    data = clients.to("cpu", torch.float64)
+    given = algorithm.given(server, 0, 1)
+    views = algorithm.views(given, {}, rows, torch.from_numpy(data.train.counts).double())
+    plan = Plan(step, data.train, np.arange(7), dtype=torch.float64)
+    after, _ = bf.Engine("layers").run(algorithm, step, given, views, plan)
+    assert_close(rows, before, atol=0, rtol=0)
+    assert float(after["moments"]["steps"].sum()) == 7

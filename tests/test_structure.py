@@ -11,7 +11,7 @@ PACKAGE = Path(bf.__file__).parent
 # A module imports only from lines above its own.
 ORDER = (
     {"checks", "_torchvision"},
-    {"protocols", "random", "numerics", "files", "layout", "simplex"},
+    {"protocols", "random", "numerics", "files", "digest", "layout", "simplex"},
     {"optim", "likelihood", "history", "models", "topology"},
     {"curvature"},
     {"posteriors", "selection"},
@@ -23,7 +23,7 @@ ORDER = (
     {"metrics"},
     {"calibration", "detection"},
     {"engine"},
-    {"local", "checkpoint"},
+    {"local", "checkpoint", "identity"},
     {"predict"},
     {"result"},
     {"simulate"},

@@ -1,0 +1,263 @@
+"""Checkpoints: a run killed at any moment and repeated ends in the same bits; damage is found; nothing but our own error leaves.
+
+BAYESFL_DURABILITY=full makes the kills 50 over 30 rounds and the mutations 2,000; otherwise they are few.
+"""
+
+import json
+import os
+import struct
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import bayesfl as bf
+from bayesfl import digest
+from bayesfl.blocks import flatten
+from bayesfl.checkpoint import STATE, CheckpointError, held
+from bayesfl.result import Result
+from tests import killed
+
+FULL = os.environ.get("BAYESFL_DURABILITY") == "full"
+ROUNDS, KILLS, MUTATIONS = (30, 50, 2000) if FULL else (6, 5, 200)
+MOMENTS = ("write", "flush", "rename", "folder", "round")
+TIMES = ("seconds", "seconds_steps", "seconds_batches", "seconds_noise")
+
+
+def state(result: Result) -> dict[str, Tensor]:
+    return flatten({"server": result.server, "private": result.private})
+
+
+def without_times(result: Result) -> list[dict[str, Any]]:
+    return [{key: value for key, value in row.items() if key not in TIMES} for row in result.history]
+
+
+def same(one: Result, other: Result) -> bool:
+    a, b = state(one), state(other)
+    equal = a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+    return equal and str(without_times(one)) == str(without_times(other))  # as text, so that NaN is NaN
+
+
+def child(*arguments: Any) -> int:
+    return subprocess.run([sys.executable, "-m", "tests.killed", *map(str, arguments)], capture_output=True, timeout=120).returncode
+
+
+def test_killed_again_and_again(tmp_path: Path):
+    """By SIGKILL while it writes, flushes, renames, flushes the folder, or trains: in the end the bits of a run that never stopped."""
+    folder, out = tmp_path / "checkpoints", tmp_path / "out"
+    rng = np.random.default_rng(0)
+    for kill in range(KILLS):
+        moment = MOMENTS[kill % len(MOMENTS)]
+        code = child(folder, out, ROUNDS, moment, 1 + int(rng.integers(2)))
+        if code == 0:  # there was no such moment any more: start over, so that every kill is one
+            for file in folder.iterdir():
+                file.unlink()
+            code = child(folder, out, ROUNDS, moment, 1)
+        assert code == -9
+    assert child(folder, out, ROUNDS) == 0
+    result = bf.load(out, killed.algorithm(), killed.federation())
+    whole = killed.run(str(tmp_path / "whole"), ROUNDS)
+    assert same(result, whole)
+    assert sorted(file.name for file in folder.iterdir()) == [f"round-{ROUNDS - 1:06d}.safetensors", f"round-{ROUNDS:06d}.safetensors"]
+
+
+def test_the_order_of_flushes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The file's bytes are on the disk before its name is, and the name before the next round begins; old ones go last."""
+    calls: list[str] = []
+
+    def noting(name: str, function: Any) -> Any:
+        def noted(*arguments: Any, **more: Any) -> Any:
+            descriptor = arguments[0]
+            kind = " folder" if name == "fsync" and os.path.isdir(f"/proc/self/fd/{descriptor}") else ""
+            calls.append(name + kind)
+            return function(*arguments, **more)
+
+        return noted
+
+    monkeypatch.setattr(os, "fsync", noting("fsync", os.fsync))
+    monkeypatch.setattr(os, "replace", noting("replace", os.replace))
+    monkeypatch.setattr(Path, "unlink", noting("unlink", Path.unlink))
+    killed.run(str(tmp_path), 3, evaluate_every=None)
+    assert calls == ["fsync", "replace", "unlink", "fsync folder"] * 3 + ["unlink"]  # the temporary name's, and the third's oldest
+
+
+@pytest.mark.parametrize("every", [1, 2, 4])
+def test_resuming_from_a_checkpoint(tmp_path: Path, every: int):
+    """Every k rounds, and at the end; stopped between, a run goes on from the last and gives the same bits."""
+    stopped: list[int] = []
+
+    class Stop(Exception):
+        pass
+
+    original = killed.module._round
+
+    def until(result: Result, *more: Any) -> Any:
+        if result.round == 3 and not stopped:
+            stopped.append(3)
+            raise Stop
+        return original(result, *more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(killed.module, "_round", until)
+        with pytest.raises(Stop):
+            killed.run(str(tmp_path / "a"), 5, every=every)
+        there = [file.name for file in held(tmp_path / "a")]
+        assert there == {1: ["round-000003.safetensors", "round-000002.safetensors"], 2: ["round-000002.safetensors"], 4: []}[every]
+        result = killed.run(str(tmp_path / "a"), 5, every=every)
+    assert same(result, killed.run(str(tmp_path / "b"), 5))
+    assert held(tmp_path / "a")[0].name == "round-000005.safetensors"
+    assert same(bf.load(tmp_path / "a", killed.algorithm(), killed.federation()), result)
+
+
+def test_a_damaged_checkpoint_and_the_one_before(tmp_path: Path):
+    """A warning names the damaged file, the run goes on from the one before to the same bits; where both are damaged, an error."""
+    whole = killed.run(str(tmp_path / "whole"), 4)
+    killed.run(str(tmp_path / "run"), 3)
+    newest, before = held(tmp_path / "run")
+    newest.write_bytes(newest.read_bytes()[:-7])
+    with pytest.warns(UserWarning, match=r"round-000003\.safetensors' is damaged.*taking round-000002\.safetensors instead"):
+        result = bf.load(tmp_path / "run", killed.algorithm(), killed.federation())
+    assert result.round == 2
+    before.write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"round-000003.*damaged.*round-000002.*damaged"):
+        bf.load(tmp_path / "run", killed.algorithm(), killed.federation())
+    killed.run(str(tmp_path / "again"), 3)
+    newest = held(tmp_path / "again")[0]
+    newest.write_bytes(newest.read_bytes()[:100])
+    with pytest.warns(UserWarning, match="damaged"):
+        # rounds=3 was a run of its own; schedules read the number of rounds, and this method has none
+        assert same(killed.run(str(tmp_path / "again"), 4), whole)
+
+
+def test_folders_hold_one_run(tmp_path: Path):
+    """What a killed process left is removed; another run, a saved result and a file are refused, before anything is trained."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    leftover, own = folder / ".round-000001.0123456789abcdef.safetensors", folder / ".notes.safetensors"
+    leftover.write_bytes(b"half")
+    own.write_bytes(b"mine")
+    result = killed.run(str(folder), 1)
+    assert not leftover.exists()
+    assert own.read_bytes() == b"mine"
+    options: dict[str, Any] = {"rounds": 2, "progress": False}
+    with pytest.raises(ValueError, match="holds a run already; pass resume=True"):
+        bf.simulate(killed.algorithm(), killed.federation(), checkpoint=folder, **options)
+    with pytest.raises(ValueError, match="holds a run already"):
+        bf.simulate(killed.algorithm(), killed.federation(), checkpoint=folder, resume=result, **options)
+    with pytest.raises(ValueError, match="resume=True goes on from the newest checkpoint, but no checkpoint folder is given"):
+        bf.simulate(killed.algorithm(), killed.federation(), resume=True, **options)
+    with pytest.raises(ValueError, match="every must be at least 1"):
+        bf.simulate(killed.algorithm(), killed.federation(), checkpoint=tmp_path / "new", every=0, **options)
+    assert not (tmp_path / "new").exists()
+    result.save(tmp_path / "saved")
+    with pytest.raises(ValueError, match="holds a saved result"):
+        bf.simulate(killed.algorithm(), killed.federation(), checkpoint=tmp_path / "saved", resume=tmp_path / "saved", **options)
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ValueError, match="path must name a folder"):
+        bf.simulate(killed.algorithm(), killed.federation(), checkpoint=tmp_path / "file", **options)
+
+
+def parts(file: bytes) -> tuple[dict[str, Any], bytes]:
+    (length,) = struct.unpack("<Q", file[:8])
+    return json.loads(file[8 : 8 + length]), file[8 + length :]
+
+
+def joined(header: dict[str, Any], body: bytes) -> bytes:
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + body
+
+
+def resealed(file: bytes) -> bytes:
+    """With a digest that fits what the file says now, where it can be read at all."""
+    from safetensors.torch import load
+
+    try:
+        header, body = parts(file)
+        text = header["__metadata__"]["bayesfl"]
+        header["__metadata__"]["digest"] = digest.of_tensors(text, load(file))
+        return joined(header, body)
+    except Exception:  # a mutation that no reader understands stays as it is
+        return file
+
+
+def mutated(file: bytes, rng: np.random.Generator) -> bytes:
+    """Bytes changed, cut, doubled or swapped; names, shapes, types and numbers of the header and of the JSON in it replaced."""
+    kind = rng.integers(8)
+    if kind == 0:
+        changed = bytearray(file)
+        for place in rng.integers(len(file), size=int(rng.integers(1, 9))):
+            changed[place] = int(rng.integers(256))
+        return bytes(changed)
+    if kind == 1:
+        return file[: int(rng.integers(len(file)))]
+    if kind == 2:
+        place, size = int(rng.integers(len(file))), int(rng.integers(1, 64))
+        return file[:place] + file[place : place + size] + file[place:]
+    header, body = parts(file)
+    names = [name for name in header if name != "__metadata__"]
+    name = names[int(rng.integers(len(names)))]
+    odd = [None, -1, 0, 1e30, "x", [], {}, True, [[]], "nan", 2**70, "../../x", [1, 2, 3], {"a": {}}]
+    value = odd[int(rng.integers(len(odd)))]
+    if kind == 3:
+        header[name][["dtype", "shape", "data_offsets"][int(rng.integers(3))]] = ["F16", "I64", "BF16", value][int(rng.integers(4))]
+    elif kind == 4:
+        header[["server.w.loc", "private", "x.y", name + ".z", ""][int(rng.integers(5))]] = header.pop(name)
+    elif kind == 5:
+        body = body[::-1]
+    else:
+        meta = json.loads(header["__metadata__"]["bayesfl"])
+        place, key = meta, list(meta)[int(rng.integers(len(meta)))]
+        if isinstance(meta[key], dict) and meta[key] and rng.random() < 0.7:
+            place, key = meta[key], list(meta[key])[int(rng.integers(len(meta[key])))]
+        if rng.random() < 0.2:
+            del place[key]
+        else:
+            place[key] = value
+        text = json.dumps(meta)
+        header["__metadata__"]["bayesfl"] = "[" * 100_000 if rng.random() < 0.02 else text
+    return joined(header, body)
+
+
+def test_nothing_but_our_own_error_leaves(tmp_path: Path):
+    """A damaged file is found by its digest; with a digest made to fit, it is refused by what a run must be, or its values are taken."""
+    result = killed.run(str(tmp_path / "run"), 2)
+    algorithm, data = killed.algorithm(), killed.federation()
+    good = held(tmp_path / "run")[0].read_bytes()
+    file = tmp_path / "bad" / STATE
+    file.parent.mkdir()
+    rng, found, refused, accepted = np.random.default_rng(1), 0, 0, 0
+    for _ in range(MUTATIONS):
+        bad = mutated(good, rng)
+        file.write_bytes(bad)
+        try:  # the same header in other words is no damage
+            assert same(bf.load(file.parent, algorithm, data), result)
+        except CheckpointError:
+            found += 1
+        file.write_bytes(resealed(bad))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            try:
+                again = bf.load(file.parent, algorithm, data)
+            except CheckpointError:
+                refused += 1
+            else:
+                accepted += 1
+                assert state(again).keys() == state(result).keys()
+                assert all(t.shape == state(result)[name].shape for name, t in state(again).items())
+    assert found > 0.9 * MUTATIONS
+    assert refused > MUTATIONS / 2
+    assert accepted > 0
+
+
+def test_combine_keeps_to_what_the_server_has(model, clients):
+    """A name that `server` does not give a start would be lost on resuming: refused in the first round."""
+    block = bf.Block()
+    algorithm = bf.Algorithm(model, {"w": block}, (), parts=("w",), combine=lambda server, ids, uplink: {"extra": torch.ones(1)})
+    with pytest.raises(ValueError, match=r"`combine` returns \['extra'\], which the server does not have; give them a start in `server`"):
+        bf.simulate(algorithm, clients, rounds=1, progress=False)

@@ -1,0 +1,191 @@
+"""What makes two methods the same: every value that changes what is computed, and nothing that differs between processes."""
+
+import functools
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import bayesfl as bf
+from bayesfl.identity import differences, identity
+from bayesfl.optim import SGD
+from bayesfl.pools import Mean, equal
+
+
+def test_closures_are_part_of_the_identity():
+    """Ditto with another lambda is another algorithm, though only a lambda's cell knows it."""
+    model = bf.models.mlp(8, outputs=3)
+    assert identity(bf.algorithms.ditto(model, lam=1.0)) == identity(bf.algorithms.ditto(model, lam=1.0))
+    assert identity(bf.algorithms.ditto(model, lam=1.0)) != identity(bf.algorithms.ditto(model, lam=2.0))
+
+
+def network(activation: nn.Module, *, shift: float = 0.0, count: int = 0) -> nn.Module:
+    """Two layers, of which a pattern may cover one, and a buffer."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 4), activation, nn.Linear(4, 3))
+    with torch.no_grad():
+        model[0].bias += shift
+    model.register_buffer("count", torch.tensor(count))
+    return model
+
+
+def of_model(model: nn.Module) -> dict[str, Any]:
+    """The identity of a method that trains the last layer alone."""
+    return identity(bf.Algorithm(model, {"w": bf.Block("2.*")}, (), parts=("w",)))
+
+
+def test_the_model_is_part_of_the_identity():
+    """Layers and their options, buffers, and the parameters that no block covers; not the start of those that one covers."""
+    plain = of_model(network(nn.ReLU()))
+    assert differences(plain, of_model(network(nn.Tanh()))) == ["layers.1: saved ReLU(), given Tanh()"]
+    assert differences(of_model(network(nn.LeakyReLU(0.1))), of_model(network(nn.LeakyReLU(0.2)))) != []
+    (line,) = differences(plain, of_model(network(nn.ReLU(), shift=0.1)))
+    assert line.startswith("constants.0.bias: saved ")
+    (line,) = differences(plain, of_model(network(nn.ReLU(), count=1)))
+    assert line.startswith("constants.count: saved ")
+    other = network(nn.ReLU())
+    with torch.no_grad():
+        other[2].bias += 1.0
+    assert of_model(other) == plain
+
+
+def of_weight(weight: Any) -> Any:
+    """The part of an identity that pictures a pool's weight."""
+    return identity(bf.Algorithm(nn.Linear(2, 2), {"w": bf.Block(pool=Mean(weight))}, (), parts=("w",)))["blocks"]["w"]["pool"]["weight"]
+
+
+def scaled(by: Any, server: Any, uplink: Any) -> torch.Tensor:
+    return by * uplink["n"]
+
+
+class Scaled:
+    """A weight that is an object."""
+
+    def __init__(self, by: Any) -> None:
+        self.by = by
+
+    def __call__(self, server: Any, uplink: Any) -> torch.Tensor:
+        return self.by * uplink["n"]
+
+    def method(self, server: Any, uplink: Any) -> torch.Tensor:
+        return self.by * uplink["n"]
+
+
+def default(by: Any) -> Callable:
+    return lambda server, uplink, by=by: by * uplink["n"]
+
+
+def keyword(by: Any) -> Callable:
+    def weight(server, uplink, *, by=by):
+        return by * uplink["n"]
+
+    return weight
+
+
+def closed(by: Any) -> Callable:
+    return lambda server, uplink: by * uplink["n"]
+
+
+def wrapped(by: Any) -> Callable:
+    return functools.lru_cache(closed(by))
+
+
+def two_fold(by: Any) -> Callable:
+    """Two functions that hold each other and themselves."""
+
+    def even(n):
+        return by if n == 0 else odd(n - 1) + even(0)
+
+    def odd(n):
+        return 0.0 if n == 0 else even(n - 1) + odd(0)
+
+    return lambda server, uplink: even(2) * uplink["n"]
+
+
+HOLDERS = {
+    "partial": lambda by: functools.partial(scaled, by),
+    "partial keyword": lambda by: functools.partial(scaled, by=by),
+    "default": default,
+    "keyword default": keyword,
+    "closure": closed,
+    "object": Scaled,
+    "method": lambda by: Scaled(by).method,
+    "wrapped": wrapped,
+    "mutually recursive": two_fold,
+}
+
+
+@pytest.mark.parametrize("holder", HOLDERS.values(), ids=list(HOLDERS))
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (1.0, 2.0),
+        (torch.ones(2), torch.zeros(2)),
+        (np.float32(1), np.float32(2)),
+        (np.ones(2), np.zeros(2)),
+        (math.inf, math.nan),
+        ({"a": (1, 2)}, {"a": (1, 3)}),
+        ({"x", "y"}, {"x", "z"}),
+        (nn.Linear(1, 1), nn.Linear(1, 2)),
+        (SGD(0.1), SGD(0.2)),
+        (torch.float32, torch.float64),
+    ],
+    ids=["number", "tensor", "numpy", "array", "not finite", "nest", "set", "module", "dataclass", "dtype"],
+)
+def test_whatever_holds_a_value_is_told_apart(holder: Callable, one: Any, other: Any):
+    """Two functions that differ in what they hold differ, two that hold the same do not; nothing of it is an address."""
+    assert differences(of_weight(holder(one)), of_weight(holder(one))) == []
+    assert of_weight(holder(one)) != of_weight(holder(other))
+    assert not re.search(r"0x[0-9a-f]{6}", json.dumps(of_weight(holder(one))))
+
+
+def test_any_value_has_an_identity():
+    """Not one of these raises, and JSON holds them all."""
+    inside: list[Any] = []
+    inside.append(inside)
+    chain: Any = 1.0
+    for _ in range(3000):
+        chain = functools.partial(scaled, chain)
+
+    def unfilled():
+        return lambda server, uplink: later
+        later = 1.0
+
+    class Broken(nn.Module):
+        def extra_repr(self) -> str:
+            raise RuntimeError
+
+    class Addressed(nn.Module):
+        def extra_repr(self) -> str:
+            return repr(object())
+
+    odd = (inside, chain, object(), print, torch.exp, torch.ops.aten.relu, Broken(), Addressed(), torch.empty(2, device="meta"))
+    more = (torch.eye(2).to_sparse(), np.array(["a"]), {(1, "a"): 2}, b"bytes", 1j, range(3), Path("a"), bf.Engine(), "a".upper)
+    for value in (*odd, *more, np.array([object()]), torch.Size([1]), equal, type, Scaled):
+        text = json.dumps(of_weight(closed(value)))
+        assert json.loads(text) == of_weight(closed(value)), value
+        assert "0x" not in text
+    assert json.dumps(of_weight(unfilled()))
+
+
+def test_identities_are_the_same_in_another_process():
+    """Neither hashes that Python draws anew nor places in memory are in it."""
+    code = (
+        "import json, torch, bayesfl as bf; from bayesfl.identity import identity; "
+        "model = bf.models.mlp(8, hidden=8, outputs=3); "
+        "print(json.dumps([identity(make(model)) for make, _, _ in bf.algorithms.PAPERS.values()]))"
+    )
+    environment = {**os.environ, "PYTHONHASHSEED": "1"}
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment).stdout
+    model = bf.models.mlp(8, hidden=8, outputs=3)
+    assert json.loads(printed) == [identity(make(model)) for make, _, _ in bf.algorithms.PAPERS.values()]
