@@ -26,7 +26,8 @@ PAGES = [page for page in sorted(DOCS.rglob("*.md")) if "_build" not in page.par
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(DOCS).as_posix())
-def test_the_blocks_of_a_page_run(page, monkeypatch):
+def test_the_blocks_of_a_page_run(page, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)  # what a page writes
     monkeypatch.setattr(bf.algorithms, "PAPERS", dict(bf.algorithms.PAPERS))
     exec(compile(script(page), str(page), "exec"), {"__name__": f"docs_{page.stem}"})
 
