@@ -15,7 +15,7 @@ ORDER = (
     {"optim", "likelihood", "history", "models", "topology"},
     {"curvature"},
     {"posteriors", "selection"},
-    {"priors", "pools", "predictors"},
+    {"priors", "pools", "predictors", "robust"},
     {"blocks"},
     {"energy"},
     {"phases"},
