@@ -213,7 +213,9 @@ class Result:
         return replace(self, data=novel, server=server, private=private, history=History(), novel=True, chosen=self._known())
 
     def to_arviz(self, client: int, block: str, *, draws: int = 1000) -> Any:
-        """Draws from a client's posterior of a block, as ArviZ's InferenceData, one variable for each parameter.
+        """Draws from a client's posterior of a block, as ArviZ's InferenceData, one variable for each parameter, [chain, draw, ...].
+
+        Of a block that stands M times the copies come first, [chain, draw, M, ...].
 
         Args:
             client: Its id.
@@ -238,7 +240,8 @@ class Result:
         )
         index = list(self.algorithm.blocks).index(block)
         rng = generator(self.settings.seed, Purpose.POSTERIOR, round=self.round, client=client, index=index)
-        noise = torch.from_numpy(rng.standard_normal((draws, this.posterior.noise_size(layout.size)), np.float32)).to(belief["loc"])
+        noise = torch.from_numpy(rng.standard_normal((draws, self.algorithm.noise_size(block)), np.float32)).to(belief["loc"])
+        noise = self.algorithm.noise_of_copies(block, noise)
         leaves = layout.leaves(this.posterior.sample({key: t.unsqueeze(0) for key, t in belief.items()}, noise))
         posterior = {name: leaf.unsqueeze(0).cpu().numpy() for name, leaf in leaves.items()}
         if int(arviz.__version__.split(".")[0]) > 0:  # from version 1 the groups are one mapping

@@ -165,6 +165,21 @@ def test_blocks_draw_apart_for_arviz(result):
     assert not torch.isclose(a, other).any()
 
 
+def test_draws_of_copies_for_arviz(result):
+    """A mixture's components, each about its own mean with its own width, [chain, draw, M, ...]."""
+    pytest.importorskip("arviz")
+    plain = bf.algorithms.fedem(bf.models.mlp(8, hidden=4, outputs=3), components=2, epochs=1, lr=0.1)
+    prior = Normal(centre=server_mean("components"), variance=lambda given, view: torch.ones(1))
+    block = replace(plain.blocks["components"], posterior=MeanField(init_scale=0.1), prior=prior)
+    run = bf.simulate(replace(plain, blocks={"components": block}), result.data, rounds=1, evaluate_every=None, progress=False)
+    weight = run.to_arviz(1, "components", draws=2000).posterior["head.weight"]
+    assert weight.shape == (1, 2000, 2, 3, 4)
+    mean, variance = block.posterior.moments(run.algorithm.belief("components", run.server["components"]))
+    layout = run.algorithm.layout("components")
+    assert_close(torch.tensor(weight.values[0]).mean(0), layout.leaves(mean)["head.weight"], atol=0.02, rtol=0)
+    assert_close(torch.tensor(weight.values[0]).var(0), layout.leaves(variance)["head.weight"], atol=0, rtol=0.15)
+
+
 def test_posterior_draws_for_arviz(result):
     """A client's block as InferenceData, whose moments are the posterior's."""
     pytest.importorskip("arviz")

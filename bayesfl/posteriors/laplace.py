@@ -165,7 +165,13 @@ class Laplace:
         return self.inverse.noise_size
 
     def sample(self, noise: Tensor) -> Tensor:
-        """Draws of all weights [K, D] from standard normals [K, `noise_size`]."""
+        """Draws of all weights [K, D] from standard normals [K, `noise_size`].
+
+        Raises:
+            ValueError: The noise has another shape.
+        """
+        if noise.dim() != 2 or noise.shape[1] != self.noise_size:
+            raise ValueError(f"noise must be [K, {self.noise_size}], `noise_size` standard normals for each draw, got {list(noise.shape)}")
         return self.loc + self._everywhere(self.inverse.sample(noise))
 
     def _everywhere(self, values: Tensor) -> Tensor:

@@ -119,6 +119,15 @@ def test_posteriors_are_those_of_laplace_torch(theirs, form, task):
         assert_close(fitted.predict(new, centre=False)["probs"], probs.detach(), rtol=1e-8, atol=1e-9)
 
 
+@pytest.mark.parametrize("structure", ["full", "diagonal", "kfac"])
+def test_noise_of_another_width(structure: str):
+    """Refused, with the width that it takes."""
+    fitted = Laplace.fit(network(), numbers(12, 4), structure=structure)
+    for shape in ((3, fitted.noise_size + 1), (fitted.noise_size,)):
+        with pytest.raises(ValueError, match=rf"noise must be \[K, {fitted.noise_size}\], .* got \[{', '.join(map(str, shape))}\]"):
+            fitted.sample(torch.zeros(shape))
+
+
 def test_evidence_by_finite_differences():
     """d/d log lambda of the evidence is (D - lambda |loc|^2 - lambda tr H^-1) / 2, MacKay (1992)."""
     model, x, y = network(), numbers(12, 4), torch.arange(12) % 3
