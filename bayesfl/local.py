@@ -46,6 +46,7 @@ class Done:
         info: What people may read, [C] each.
         seconds: Time of steps, batches and noise.
         received: Bytes that the chunk received.
+        diverged: Whose training left the finite numbers, [C] bool; their views are those at their start.
     """
 
     ids: np.ndarray
@@ -54,11 +55,23 @@ class Done:
     info: Info
     seconds: dict[str, float]
     received: int
+    diverged: np.ndarray
 
 
 @dataclass(frozen=True)
 class Local:
-    """The local work of a chunk of clients: phases in order, checked after each."""
+    """The local work of a chunk of clients: phases in order, checked after each.
+
+    Args:
+        algorithm: Whose phases they are.
+        phases: The phases.
+        engine: How they are run.
+        train: The clients' training data.
+        seed: Of everything random.
+        rounds: Of the run.
+        stage: Which list of phases it is.
+        tolerant: Whether a client that leaves the finite numbers is set aside instead of stopping all.
+    """
 
     algorithm: Algorithm
     phases: tuple[Any, ...]
@@ -67,12 +80,13 @@ class Local:
     seed: int
     rounds: int
     stage: Stage = Stage.TRAIN
+    tolerant: bool = False
 
     def __call__(self, ids: np.ndarray, server: Server, private: View, round: int, phases: int | None = None) -> Done:
         """Runs the first `phases` phases, or all, for the clients `ids`, longest first.
 
         Raises:
-            DivergenceError: A client's state is no longer finite.
+            DivergenceError: A client's state is no longer finite, and that is not tolerated.
         """
         dtype, device = self.train.x.dtype, self.train.x.device
         places = torch.from_numpy(ids).to(device)
@@ -83,6 +97,7 @@ class Local:
         views = self.algorithm.views(given, addressed, rows, counts)
         info: Info = {}
         seconds: dict[str, float] = {}
+        started, diverged = views, np.zeros(len(ids), bool)
         for position, phase in enumerate(self.phases[:phases]):
             plan = Plan(phase, self.train, ids, seed=self.seed, round=round, stage=self.stage, position=position, dtype=dtype)
             before = views
@@ -93,6 +108,10 @@ class Local:
             # A sum is finite only where all of its terms are, and takes one pass.
             finite = torch.stack([t.reshape(len(ids), -1).sum(1).isfinite() for t in changed]).all(0) if changed else None
             if finite is not None and not bool(finite.all()):
+                if self.tolerant:
+                    diverged |= ~finite.cpu().numpy()
+                    views = _set_aside(views, started, ~finite)
+                    continue
                 client = int(ids[int((~finite).nonzero()[0])])
                 raise DivergenceError(
                     f"client {client} is no longer finite after phase {position} ({_described(phase)}) of round {round}, both counted "
@@ -102,12 +121,23 @@ class Local:
                     phase=position,
                 )
         received = len(ids) * sum(t.nbytes for t in self._travels(given)) + sum(t.nbytes for t in tree_leaves(addressed))
-        return Done(ids, given, views, info, seconds, received)
+        return Done(ids, given, views, info, seconds, received, diverged)
 
     def _travels(self, given: Server) -> list[Tensor]:
         """What a client receives each round: frozen blocks it has had from the start."""
         frozen = [name for name, block in self.algorithm.blocks.items() if block.pool is None]
         return [t for key, t in flatten(given).items() if isinstance(t, Tensor) and key.split(".")[0] not in frozen]
+
+
+def _set_aside(views: View, started: View, diverged: Tensor) -> View:
+    """The views [C, ...], of clients that have diverged [C] those at their start, and zeros of what was not there then."""
+
+    def back(now: Tensor, then: Tensor) -> Tensor:
+        return torch.where(diverged.view(-1, *[1] * (now.dim() - 1)), then, now)
+
+    return {
+        key: tree_map(back, value, started[key] if key in started else tree_map(torch.zeros_like, value)) for key, value in views.items()
+    }
 
 
 def _described(phase: Any) -> str:

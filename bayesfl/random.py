@@ -29,6 +29,7 @@ class Purpose(IntEnum):
     POSTERIOR = 8
     SELECTION = 9
     GRAPH = 10
+    FAULT = 11
 
 
 class Stage(IntEnum):

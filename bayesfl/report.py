@@ -199,11 +199,9 @@ def one_experiment(folder: str | os.PathLike[str], arguments: Mapping[str, Any])
     remedy = "choose another --out, or delete the folder"
     try:
         there = json.loads((folder / "table.json").read_text())["arguments"]
-        missing = [name for name in arguments if name not in there]
+        there = {name: there[name] for name in arguments}
     except (OSError, json.JSONDecodeError, KeyError, TypeError):
-        missing = list(arguments)
-    if missing:
-        raise ValueError(f"--out {folder} holds files that are not of this script: {remedy}")
+        raise ValueError(f"--out {folder} holds files that are not of this script: {remedy}") from None
     for name, mine in json.loads(json.dumps(_jsonable(arguments))).items():
         if there[name] != mine:
             raise ValueError(f"--out {folder} holds a run with --{name} {there[name]}, now it is {mine}: {remedy}")

@@ -1,29 +1,30 @@
 """Federated training on one machine: rounds of local work, in chunks of clients, and what the server makes of it."""
 
-import math
+import logging
 import os
 from dataclasses import dataclass, replace
-from time import perf_counter
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from bayesfl import predict
+from bayesfl.admission import ATTEMPTS, Admission, TooFewClients
 from bayesfl.blocks import Algorithm
 from bayesfl.checkpoint import claim, held
 from bayesfl.checks import whole
 from bayesfl.data import FederatedData
 from bayesfl.engine import Crew, Engine
+from bayesfl.faults import Plan
 from bayesfl.history import History
 from bayesfl.likelihood import Bernoulli
-from bayesfl.local import DivergenceError, Done, Local, chunks, private_rows, read_rows, write_rows
+from bayesfl.local import private_rows
 from bayesfl.predict import Collector
-from bayesfl.protocols import Server, StackedPool, Tensors, Uplink, View
 from bayesfl.result import Result, Settings, load, of_a_run, present, same_run
+from bayesfl.rounds import run_round
 
+log = logging.getLogger(__name__)
 PROBE = 32  # examples on which the model's outputs are looked at before training
 
 
@@ -43,6 +44,11 @@ def simulate(
     resume: "Result | str | os.PathLike[str] | bool | None" = None,
     checkpoint: str | os.PathLike[str] | None = None,
     every: int = 1,
+    on_bad_client: Literal["stop", "skip"] | None = None,
+    min_clients: int = 1,
+    below_minimum: Literal["skip", "repeat"] = "skip",
+    max_norm: float | None = 100.0,
+    faults: Plan | None = None,
     progress: bool | None = None,
 ) -> Result:
     """Trains a federation on this machine.
@@ -63,6 +69,12 @@ def simulate(
             checkpoint in `checkpoint` that is whole, or from the start where there is none, so that one command can be repeated.
         checkpoint: A folder for checkpoints of this run; the two newest are kept, whole whatever happens.
         every: Rounds between checkpoints; the last round always makes one.
+        on_bad_client: `stop` the run where a client's training leaves the finite numbers, or `skip` a client whose reply is bad in any way
+            that `bayesfl.admission` knows: the round goes on as without it. None: `skip` where there are `faults`, else `stop`.
+        min_clients: Replies that a round needs.
+        below_minimum: What becomes of a round with fewer: `skip` leaves all as it was, `repeat` tries again, three times in all.
+        max_norm: Where bad clients are skipped, how many times as far as the round's median a client may go from what it was sent.
+        faults: What goes wrong on purpose, see `bayesfl.faults`.
         progress: Whether to show a bar; None where standard error is a terminal.
 
     Raises:
@@ -70,6 +82,7 @@ def simulate(
         ValueError: Something does not fit: the message names it and the remedy.
         CheckpointError: What is resumed was made with another method or on other data, or is damaged.
         DivergenceError: Training left the finite numbers; it carries the result up to the last finite round.
+        TooFewClients: A round that is to be repeated had too few replies three times.
     """
     of_a_run(algorithm, clients)
     settings = Settings(
@@ -104,9 +117,12 @@ def simulate(
     else:
         saved = same_run(resume, algorithm, clients) if isinstance(resume, Result) else load(resume, algorithm, clients, device=device)
         result = _resumed(saved, settings, engine, device, dtype)
+    admission = Admission(on_bad_client or ("stop" if faults is None else "skip"), min_clients, below_minimum, max_norm)
+    if faults is not None and not admission.skips:
+        raise ValueError("faults need on_bad_client='skip': the first of them would stop the run")
     keep = None if checkpoint is None else Keep(checkpoint, every)
     with result.engine.crew(device) as crew:
-        return _rounds(result, clients.to(device, dtype), crew, progress, keep)
+        return _rounds(result, clients.to(device, dtype), crew, progress, keep, admission, faults)
 
 
 @dataclass(frozen=True)
@@ -164,18 +180,27 @@ def _resumed(saved: Result, settings: Settings, engine: Engine | None, device: t
     return replace(saved, settings=settings, engine=replace(saved.engine, workers=workers), **own)
 
 
-def _rounds(result: Result, data: FederatedData, crew: Crew, progress: bool | None, keep: Keep | None) -> Result:
+def _rounds(
+    result: Result,
+    data: FederatedData,
+    crew: Crew,
+    progress: bool | None,
+    keep: Keep | None,
+    admission: Admission,
+    faults: Plan | None,
+) -> Result:
     from tqdm import tqdm
 
-    settings = result.settings
-    sent = sum(math.prod(shape) * dtype.itemsize for shape, dtype in result.algorithm.uplink(result.dtype).values())
+    settings, declared = result.settings, result.algorithm.uplink(result.dtype)
+    options: dict[str, Any] = {"declared": declared, "admission": admission, "faults": faults}
     measure = "personal_accuracy" if data.task == "classification" else "personal_rmse"
     with tqdm(total=settings.rounds, initial=result.round, unit="round", disable=None if progress is None else not progress) as bar:
         while result.round < settings.rounds:
-            before = Collector(data.test) if settings.evaluates(result.round) else None
-            result, row = _round(result, data, crew, before, sent)
-            if before is not None:
-                row |= {f"before_pool_{key}": value for key, value in before.predictions().summary(data.test).items()}
+            evaluates = settings.evaluates(result.round)
+            result, row, before = _attempts(result, data, crew, evaluates, options)
+            if evaluates:
+                if before is not None:
+                    row |= {f"before_pool_{key}": value for key, value in before.predictions().summary(data.test).items()}
                 row |= _measure(result, data, crew)
                 bar.set_postfix({measure: f"{row[measure]:.3f}"}, refresh=False)
             result.history.append(row)
@@ -185,69 +210,22 @@ def _rounds(result: Result, data: FederatedData, crew: Crew, progress: bool | No
     return result
 
 
-def _round(result: Result, data: FederatedData, crew: Crew, before: Collector | None, sent: int) -> tuple[Result, dict[str, Any]]:
-    """One round, in which a client of the cohort sends `sent` bytes: the result after it, and what the history says of it.
-
-    Private rows are changed in place; whatever is raised, they are put back as they were.
-    """
-    start = perf_counter()
-    algorithm, settings, engine, round = result.algorithm, result.settings, result.engine, result.round
-    server, private = result.server, result.private
-    local = Local(algorithm, algorithm.phases, engine, data.train, settings.seed, settings.rounds)
-    chosen = settings.cohort(data.clients, round)
-    rest = np.setdiff1d(np.arange(data.clients), chosen) if settings.train == "all" else chosen[:0]
-    # The rest come in chunks of their own, so that whether they are measured does not change who shares a chunk; unmeasured,
-    # they leave out the phases whose result would be thrown away.
-    size = engine.chunk_size(data.clients, algorithm, result.device)
-    todo = [(ids, sends) for group, sends in ((chosen, True), (rest, False)) for ids in chunks(group, data.train.counts, size)]
-    kept = len(algorithm.phases) - _wasted(algorithm)
-
-    def work(chunk: tuple[np.ndarray, bool]) -> tuple[Done, Uplink, list[predict.Part], float]:
-        ids, sends = chunk
-        done = local(ids, server, private, round, None if sends or before is not None else kept)
-        reported = engine.map(lambda view: algorithm.report(done.given, view), done.views) if sends else {}
-        clock = perf_counter()
-        seen: list[predict.Part] = []
-        if before is not None:
-            address = {"seed": settings.seed, "round": round + 1, "draws": algorithm.predictive}
-            (seen,) = predict.of_chunk(algorithm, done.given, done.views, data.train, [data.test], ids, engine, **address)
-        return done, reported, seen, perf_counter() - clock
-
-    gather = _Gather(algorithm, server)
-    undo: list[tuple[np.ndarray, View]] = []
-    finished: list[Done] = []
-    measuring = 0.0
-    try:
-        for (_, sends), (done, reported, seen, seconds) in zip(todo, crew.over(todo, work), strict=True):
-            undo.append((done.ids, read_rows(private, done.ids)))
-            write_rows(private, done.ids, done.views)
-            if sends:
-                gather.add(done, reported)
-            if before is not None:
-                for rows, part in seen:
-                    before.add(rows, part)
-            measuring += seconds
-            finished.append(replace(done, given={}, views={}))
-        server = gather.server()
-        if not all(bool(t.isfinite().all()) for t in tree_leaves(server)):
-            raise DivergenceError(
-                f"the server is no longer finite after round {round}, counted from 0; lower the learning rates", round=round
-            )
-    except BaseException as error:
-        for ids, old in undo:
-            write_rows(private, ids, old)
-        if isinstance(error, DivergenceError):
-            error.result = result
-        raise
-    # Predictions ran in the workers, beside training; their share of the time is taken out.
-    row: dict[str, Any] = {"round": round + 1, "cohort": len(chosen)}
-    row["seconds"] = perf_counter() - start - measuring / min(len(todo), engine.worker_count(result.device))
-    for part in ("steps", "batches", "noise"):
-        row[f"seconds_{part}"] = sum(done.seconds.get(part, 0.0) for done in finished)
-    row |= {"bytes_up": sent * len(chosen), "bytes_down": sum(done.received for done in finished)}
-    losses = [done.info["nll"].double().cpu() for (_, sends), done in zip(todo, finished, strict=True) if sends and "nll" in done.info]
-    row["train_nll"] = float(torch.cat(losses).mean()) if losses else math.nan
-    return replace(result, round=round + 1, server=server), row
+def _attempts(
+    result: Result, data: FederatedData, crew: Crew, evaluates: bool, options: dict[str, Any]
+) -> tuple[Result, dict[str, Any], Collector | None]:
+    """A round, tried again or passed over where too few reply."""
+    for attempt in range(ATTEMPTS):
+        before = Collector(data.test) if evaluates else None
+        try:
+            return *run_round(result, data, crew, before, attempt=attempt, **options), before
+        except TooFewClients as error:
+            if options["admission"].below_minimum == "skip":
+                log.warning("%s; the round is skipped", error)
+                return replace(result, round=result.round + 1), {"round": result.round + 1, "cohort": 0}, None
+            log.warning("%s; attempt %d of %d", error, attempt + 1, ATTEMPTS)
+            if attempt + 1 == ATTEMPTS:
+                raise
+    raise AssertionError
 
 
 def _measure(result: Result, data: FederatedData, crew: Crew) -> dict[str, float]:
@@ -265,51 +243,6 @@ def _measure(result: Result, data: FederatedData, crew: Crew) -> dict[str, float
     if shared is not None:
         row |= {f"global_{key}": value for key, value in shared.summary(data.test).items()}
     return row
-
-
-class _Gather:
-    """What the server adds up over a round."""
-
-    def __init__(self, algorithm: Algorithm, server: Server) -> None:
-        self._algorithm, self._server = algorithm, server
-        self._totals: dict[str, Tensors] = {}
-        self._stacked: list[Uplink] = []
-        self._pools = {name: block.pool for name, block in algorithm.blocks.items() if block.pool}
-
-    def add(self, done: Done, reported: Uplink) -> None:
-        """The uplinks of a chunk, client after client."""
-        sent = self._algorithm.sent(done.views)
-        ids = torch.from_numpy(done.ids).to(done.views["n"].device)
-        extra = reported | {"n": done.views["n"], "ids": ids}
-        for name, pool in self._pools.items():
-            if not isinstance(pool, StackedPool):
-                self._totals[name] = pool.accumulate(self._totals.get(name), self._server, name, sent | extra)
-        self._stacked.append(extra | {name: sent[name] for name, pool in self._pools.items() if isinstance(pool, StackedPool)})
-
-    def server(self) -> Server:
-        """The server's next state."""
-        uplink = tree_map(lambda *rows: torch.cat(rows), *self._stacked)
-        new = dict(self._server)
-        for name, pool in self._pools.items():
-            if isinstance(pool, StackedPool):
-                new[name] = pool(self._server, name, uplink)
-            else:
-                new[name] = pool.solve(self._server, name, self._totals[name])
-        changed = self._algorithm.combine(new, uplink["ids"], uplink)
-        if unknown := sorted(changed.keys() - new.keys()):
-            raise ValueError(f"`combine` returns {unknown}, which the server does not have; give them a start in `server`")
-        return new | changed
-
-
-def _wasted(algorithm: Algorithm) -> int:
-    """How many phases at the end train only what a client outside the cohort neither keeps nor sends."""
-    count = 0
-    for phase in reversed(algorithm.phases):
-        trained = getattr(phase, "blocks", None)
-        if not trained or any(algorithm.blocks[name].keep for name in trained):
-            break
-        count += 1
-    return count
 
 
 def _check(algorithm: Algorithm, data: FederatedData) -> None:

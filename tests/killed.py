@@ -70,7 +70,7 @@ def die_at(moment: str, count: int) -> None:
     elif moment == "folder":
         os.fsync = before(os.fsync, is_folder)
     else:
-        module._round = before(module._round)
+        module.run_round = before(module.run_round)
 
 
 if __name__ == "__main__":

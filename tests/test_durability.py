@@ -95,16 +95,16 @@ def test_resuming_from_a_checkpoint(tmp_path: Path, every: int):
     class Stop(Exception):
         pass
 
-    original = killed.module._round
+    original = killed.module.run_round
 
-    def until(result: Result, *more: Any) -> Any:
+    def until(result: Result, *more: Any, **options: Any) -> Any:
         if result.round == 3 and not stopped:
             stopped.append(3)
             raise Stop
-        return original(result, *more)
+        return original(result, *more, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(killed.module, "_round", until)
+        patch.setattr(killed.module, "run_round", until)
         with pytest.raises(Stop):
             killed.run(str(tmp_path / "a"), 5, every=every)
         there = [file.name for file in held(tmp_path / "a")]

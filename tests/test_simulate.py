@@ -14,6 +14,7 @@ from torch.testing import assert_close
 from torch.utils._pytree import tree_leaves
 
 import bayesfl as bf
+from bayesfl.admission import Admission
 from bayesfl.checkpoint import CheckpointError
 from bayesfl.energy import Energy
 from bayesfl.likelihood import Bernoulli, Gaussian
@@ -23,7 +24,7 @@ from bayesfl.phases import Descend, Once, Repeat
 from bayesfl.pools import Mean, Stack
 from bayesfl.protocols import Batch, Server, Tensors, View
 from bayesfl.result import Settings
-from bayesfl.simulate import _round
+from bayesfl.rounds import run_round
 from tests.cases import SIZES, federation
 
 SETTINGS = {"rounds": 100, "participation": 0.29, "sampling": "fixed", "train": "cohort", "seed": 0, "evaluate_every": None}
@@ -292,7 +293,7 @@ def test_whatever_is_raised_leaves_private_rows_as_they_were(clients, model, whe
     with pytest.raises(error, match=where):
         bf.simulate(made, clients, rounds=2, resume=first, **options)
     with first.engine.crew(first.device) as crew, pytest.raises(error, match=where):
-        _round(first, clients, crew, None, 0)
+        run_round(first, clients, crew, None, declared=made.uplink(), admission=Admission())
     assert all(torch.equal(a, b) for a, b in zip(tree_leaves((first.server, first.private)), kept, strict=True))
     fail.clear()
     again = bf.simulate(made, clients, rounds=2, resume=first, **options)

@@ -1,0 +1,138 @@
+"""Which of a round's replies the server takes: whole, as declared, finite, and not absurdly far from what it sent.
+
+These checks catch machines that break and code of another version. They are no defence against clients that lie consistently; for those
+there are the pools of `bayesfl.robust`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bayesfl.checks import number, whole
+from bayesfl.protocols import Tensors
+
+Declared: TypeAlias = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+"""Shape and precision of every tensor that a client sends, by its dotted name."""
+PROTOCOL = 1
+"""Version of what a client and a server say to each other."""
+ATTEMPTS = 3
+"""How often a round is tried before the run stops for want of clients."""
+ENOUGH = 3
+"""Replies of a round from which its own median says how far clients go."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """What a client replies in a round.
+
+    Args:
+        tensors: By their declared names.
+        round: That it was trained in.
+        protocol: Of the client's code.
+    """
+
+    tensors: Mapping[str, Any]
+    round: int
+    protocol: int = PROTOCOL
+
+
+def objection(message: Message, declared: Declared, round: int) -> str | None:
+    """Why a message is not taken, in words; None where nothing is wrong with it on its own.
+
+    Args:
+        message: What came.
+        declared: Shape and precision of every tensor, as `Algorithm.uplink` has them.
+        round: The round that is on.
+    """
+    if message.protocol != PROTOCOL:
+        return f"it speaks protocol {message.protocol}, the server {PROTOCOL}"
+    if message.round != round:
+        return f"it answers round {message.round}, not round {round}"
+    if missing := sorted(declared.keys() - message.tensors.keys()):
+        return f"tensors {missing} are missing"
+    if extra := sorted(message.tensors.keys() - declared.keys()):
+        return f"tensors {extra} were not declared"
+    for name, (shape, dtype) in declared.items():
+        tensor = message.tensors[name]
+        if not isinstance(tensor, Tensor):
+            return f"{name} is a {type(tensor).__name__}, no tensor"
+        if tuple(tensor.shape) != shape or tensor.dtype != dtype:
+            return f"{name} is {tensor.dtype} {list(tensor.shape)}, declared as {dtype} {list(shape)}"
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            return f"{name} is not finite"
+    return None
+
+
+def distances(sent: Mapping[str, Tensors], start: Mapping[str, Tensors]) -> Tensor:
+    """How far each client has gone from what the server sent it, [C], Euclidean over all pooled blocks together.
+
+    Args:
+        sent: {block: {tensor: [C, ...]}}.
+        start: The same as the server sent it, [...] or [C, ...]; tensors that it did not send don't count.
+    """
+    total = torch.zeros(len(next(iter(next(iter(sent.values())).values()))), dtype=torch.float64) if sent else torch.zeros(0)
+    for name, tensors in sent.items():
+        for key, value in tensors.items():
+            if key in start.get(name, {}):
+                total += (value.double() - start[name][key].double()).flatten(1).square().sum(1).cpu()
+    return total.sqrt()
+
+
+@dataclass(frozen=True)
+class Admission:
+    """The rules of a run.
+
+    Args:
+        on_bad_client: `stop` the run, or `skip` the client: its reply and its new state are dropped, it starts its next round from the
+            last state that was taken, and the round is as without it.
+        min_clients: Replies that a round needs.
+        below_minimum: What becomes of a round with fewer: `skip` leaves everything as it was, `repeat` tries again, three times in all.
+        max_norm: A reply is dropped that went so many times as far from what was sent as the round's median, or, where fewer than three
+            replied, as the median of earlier rounds; None for no such check.
+        norm_floor: A distance that is always allowed.
+
+    Raises:
+        ValueError: A word or a number outside its range.
+    """
+
+    on_bad_client: Literal["stop", "skip"] = "stop"
+    min_clients: int = 1
+    below_minimum: Literal["skip", "repeat"] = "skip"
+    max_norm: float | None = 100.0
+    norm_floor: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.on_bad_client not in ("stop", "skip"):
+            raise ValueError(f"on_bad_client must be 'stop' or 'skip', got {self.on_bad_client!r}")
+        if self.below_minimum not in ("skip", "repeat"):
+            raise ValueError(f"below_minimum must be 'skip' or 'repeat', got {self.below_minimum!r}")
+        whole("min_clients", self.min_clients, least=1)
+        if self.max_norm is not None and not number("max_norm", self.max_norm) > 1:
+            raise ValueError(f"max_norm is in medians and must be > 1, or None for no check, got {self.max_norm}")
+        if not number("norm_floor", self.norm_floor) >= 0:
+            raise ValueError(f"norm_floor must be >= 0, got {self.norm_floor}")
+
+    @property
+    def skips(self) -> bool:
+        """Whether bad clients are left out."""
+        return self.on_bad_client == "skip"
+
+    def limit(self, norms: Sequence[float], earlier: Sequence[float]) -> float:
+        """The largest distance that is taken.
+
+        Args:
+            norms: Of this round's replies.
+            earlier: The medians of earlier rounds.
+        """
+        known = norms if len(norms) >= ENOUGH else earlier
+        if self.max_norm is None or not len(known):
+            return np.inf
+        return max(self.norm_floor, self.max_norm * float(np.median(known)))
+
+
+class TooFewClients(RuntimeError):
+    """Fewer clients replied than a round needs."""

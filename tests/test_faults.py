@@ -1,0 +1,230 @@
+"""Clients that fail: each round is as it would have been without them, and what was refused is said by name."""
+
+import logging
+import re
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+import bayesfl as bf
+from bayesfl.admission import PROTOCOL, Admission, Message, TooFewClients, distances, objection
+from bayesfl.blocks import flatten
+from bayesfl.data import FederatedData
+from bayesfl.faults import KINDS, Lost, at_random
+from bayesfl.phases import Once
+from bayesfl.result import Result, Settings
+
+METHODS: dict[str, dict[str, Any]] = {
+    "fedavg": {"epochs": 1, "batch_size": 10},
+    "ditto": {"epochs": 1, "batch_size": 10},
+    "pfedvem": {"head_epochs": 2, "body_epochs": 1, "batch_size": 10, "init_scale": 0.3},
+    "d_fedem": {"components": 2, "epochs": 1, "batch_size": 10},
+}
+WORDS = {
+    "lost": "did not reply",
+    "stale": "it answers round 0, not round 1",
+    "protocol": f"it speaks protocol {PROTOCOL + 1}, the server {PROTOCOL}",
+    "missing": "are missing",
+    "extra": r"tensors \['more'\] were not declared",
+    "shape": "declared as",
+    "dtype": "float16",
+    "larger": "declared as",
+    "nan": "is not finite",
+    "infinite": "is not finite",
+    "far": "from what it was sent, more than",
+}
+
+
+def state(result: Result) -> dict[str, Tensor]:
+    return flatten({"server": result.server, "private": result.private})
+
+
+def run(algorithm: bf.Algorithm, clients: FederatedData, **options: Any) -> Result:
+    options = {"rounds": 3, "dtype": torch.float64, "seed": 3, "progress": False, "engine": bf.Engine(chunk=3), **options}
+    return bf.simulate(algorithm, clients, **options)
+
+
+def without(client: int, round: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on no cohort of that round has the client: by other means than a fault."""
+    cohort = Settings.cohort
+
+    def fewer(self: Settings, clients: int, at: int) -> np.ndarray:
+        ids = cohort(self, clients, at)
+        return ids[ids != client] if at == round else ids
+
+    monkeypatch.setattr(Settings, "cohort", fewer)
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("method", list(METHODS))
+def test_a_round_without_the_client(
+    method: str, kind: str, model: nn.Module, clients: FederatedData, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """Its reply is refused with the reason, its own state is that of its last accepted round, all others go on as without it."""
+    algorithm = getattr(bf.algorithms, method)(model, **METHODS[method])
+    with caplog.at_level(logging.WARNING, logger="bayesfl"):
+        result = run(algorithm, clients, train="cohort", faults=lambda round, attempt, ids: {4: KINDS[kind]} if round == 1 else {})
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert said.startswith("round 1: client 4 ")
+
+    assert re.search(WORDS[kind], said)
+    assert result.history["cohort"].tolist() == [7, 6, 7]
+    assert result.history["lost"].tolist() == [0, int(kind == "lost"), 0]
+    assert result.history["rejected"].tolist() == [0, int(kind != "lost"), 0]
+    without(4, 1, monkeypatch)
+    assert_close(state(result), state(run(algorithm, clients, train="cohort")), atol=1e-12, rtol=0)
+
+
+def test_a_lost_client_outside_the_cohort(model: nn.Module, clients: FederatedData):
+    """Where all train, one that is not gathered may fail too: its state stays, and nobody else's changes."""
+    algorithm = bf.algorithms.pfedvem(model, **METHODS["pfedvem"])
+    cohort = Settings(3, 0.5, "fixed", "all", 3, None).cohort(7, 2)
+    out = int(np.setdiff1d(np.arange(7), cohort)[0])
+    options: dict[str, Any] = {"participation": 0.5, "sampling": "fixed", "train": "all"}
+    before = run(algorithm, clients, rounds=2, **options)
+    result = run(algorithm, clients, resume=before, faults=lambda round, attempt, ids: {out: Lost()}, **options)
+    plain = run(algorithm, clients, resume=before, **options)
+    assert_close(result.server, plain.server, atol=1e-12, rtol=0)
+    for name, t in flatten(result.private).items():
+        others = np.setdiff1d(np.arange(7), [out])
+        assert_close(t[others], flatten(plain.private)[name][others], atol=1e-12, rtol=0)
+        assert torch.equal(t[out], flatten(before.private)[name][out])
+
+
+def breaking(model: nn.Module, clients: FederatedData) -> bf.Algorithm:
+    """FedPer whose third client loses its head to NaN, and then goes on training."""
+    plain = bf.algorithms.fedper(model, epochs=1, batch_size=10)
+    n = int(clients.train.counts[2])
+    assert (clients.train.counts == n).sum() == 1
+
+    def lose(algorithm: bf.Algorithm, given: Any, view: Any, data: Any) -> Any:
+        nan = torch.where(view["n"] == n, torch.nan, 1.0)
+        return view | {"head": {"loc": view["head"]["loc"] * nan}}
+
+    return replace(plain, phases=(*plain.phases, Once(lose), *plain.phases))
+
+
+@pytest.mark.parametrize("kernel", ["layers", "live", "reference"])
+def test_training_that_leaves_the_numbers(kernel: Any, model: nn.Module, clients: FederatedData, monkeypatch: pytest.MonkeyPatch):
+    """It stops a plain run; skipped, its client is left out, and the others of its chunk are as they were."""
+    algorithm = breaking(model, clients)
+    with pytest.raises(bf.DivergenceError, match="client 2"):
+        run(algorithm, clients)
+    result = run(algorithm, clients, on_bad_client="skip", engine=bf.Engine(kernel, chunk=3))
+    assert result.history["rejected"].tolist() == [1, 1, 1]
+    plain = bf.algorithms.fedper(model, epochs=1, batch_size=10)
+    for round in range(3):
+        without(2, round, monkeypatch)
+    between = Once(lambda algorithm, given, view, data: view)  # a phase's draws know its place
+    healthy = run(replace(plain, phases=(*plain.phases, between, *plain.phases)), clients, engine=bf.Engine(kernel, chunk=3))
+    assert_close(result.private, healthy.private, atol=1e-12, rtol=0)
+    assert_close(result.server, healthy.server, atol=1e-12, rtol=0)
+
+
+def test_rounds_with_too_few(model: nn.Module, clients: FederatedData, caplog: pytest.LogCaptureFixture):
+    """Skipped, a round leaves all as it was; repeated, it is the round of the attempt that went well; three failures stop the run."""
+    algorithm = bf.algorithms.ditto(model, **METHODS["ditto"])
+    plain = run(algorithm, clients)
+
+    def first(attempts: int) -> Any:
+        return lambda round, attempt, ids: {int(k): Lost() for k in ids[:4]} if round == 1 and attempt < attempts else {}
+
+    with caplog.at_level(logging.WARNING, logger="bayesfl"):
+        skipped = run(algorithm, clients, faults=first(1), min_clients=4)
+    assert "3 clients replied in round 1, counted from 0, which needs 4; the round is skipped" in caplog.text
+    assert skipped.history["cohort"].tolist() == [7, 0, 7]
+    after_one = run(algorithm, clients, rounds=1)
+    two = run(algorithm, clients, rounds=2, faults=first(1), min_clients=4)
+    assert_close(state(two), state(after_one), atol=0, rtol=0)
+    repeated = run(algorithm, clients, faults=first(2), min_clients=4, below_minimum="repeat")
+    assert_close(state(repeated), state(plain), atol=1e-12, rtol=0)
+    assert repeated.history["cohort"].tolist() == [7, 7, 7]
+    with pytest.raises(TooFewClients, match="3 clients replied in round 1"):
+        run(algorithm, clients, faults=first(3), min_clients=4, below_minimum="repeat")
+    nan = {0: KINDS["nan"], 1: KINDS["nan"]}
+    refused = run(algorithm, clients, rounds=1, faults=lambda round, attempt, ids: nan, min_clients=6)
+    assert refused.history["cohort"].tolist() == [0]
+    fresh = run(algorithm, clients, rounds=1, faults=lambda round, attempt, ids: {int(k): Lost() for k in ids}, min_clients=1)
+    assert_close(state(refused), state(fresh), atol=0, rtol=0)
+
+
+def test_a_long_bad_time(model: nn.Module, clients: FederatedData, tmp_path: Any):
+    """Faults of every kind at random: kernels and chunks agree, and a run stopped in between goes on to the same bits."""
+    algorithm = bf.algorithms.pfedvem(model, **METHODS["pfedvem"])
+    options: dict[str, Any] = {"rounds": 10, "participation": 0.7, "faults": at_random(0.3, seed=1), "min_clients": 2, "evaluate_every": 5}
+    whole = run(algorithm, clients, **options)
+    assert np.nansum(whole.history["lost"]) > 0
+    assert np.nansum(whole.history["rejected"]) > 5
+    assert_close(state(whole), state(run(algorithm, clients, engine=bf.Engine("reference", chunk=2), **options)), atol=1e-6, rtol=0)
+    run(algorithm, clients, checkpoint=tmp_path / "run", **(options | {"rounds": 6}))
+    again = run(algorithm, clients, checkpoint=tmp_path / "run", resume=True, **options)
+    assert all(torch.equal(t, state(whole)[name]) for name, t in state(again).items())
+    assert np.array_equal(again.history["uplink_norm"], whole.history["uplink_norm"], equal_nan=True)
+
+
+def test_how_far_is_too_far():
+    """A hundred medians of a round of three or more, else of earlier rounds; the floor is always allowed; without either, anything."""
+    rules = Admission("skip", max_norm=10.0, norm_floor=0.5)
+    assert rules.limit([1.0, 2.0, 9.0], [100.0]) == 20.0
+    assert rules.limit([1.0, 2.0], [3.0, 4.0, 7.0]) == 40.0
+    assert rules.limit([1.0, 2.0], []) == np.inf
+    assert rules.limit([0.001, 0.002, 0.003], []) == 0.5
+    assert Admission("skip", max_norm=None).limit([1.0, 2.0, 3.0], []) == np.inf
+
+
+def test_distances():
+    """Euclidean over everything that travels together, from what was sent to all or to each; what was not sent does not count."""
+    sent = {"a": {"loc": torch.tensor([[3.0, 0.0], [0.0, 1.0]])}, "b": {"loc": torch.tensor([[[4.0]], [[2.0]]]), "rho": torch.ones(2, 1)}}
+    start = {"a": {"loc": torch.zeros(2)}, "b": {"loc": torch.tensor([[[0.0]], [[2.0]]])}}
+    assert_close(distances(sent, start), torch.tensor([5.0, 1.0], dtype=torch.float64))
+
+
+def test_a_message_as_declared():
+    """The first thing that is wrong is named; a good message has nothing."""
+    declared: Any = {"w.loc": ((2,), torch.float32), "count": ((), torch.int64)}
+    good = Message({"w.loc": torch.zeros(2), "count": torch.tensor(1)}, round=3)
+    assert objection(good, declared, 3) is None
+    bad: dict[str, Message] = {
+        "it answers round 3, not round 4": good,
+        "tensors ['count'] are missing": replace(good, tensors={"w.loc": torch.zeros(2)}, round=4),
+        "w.loc is a str, no tensor": replace(good, tensors={"w.loc": "x", "count": torch.tensor(1)}, round=4),
+        "w.loc is torch.float32 [3], declared as torch.float32 [2]": replace(
+            good, tensors={"w.loc": torch.zeros(3), "count": torch.tensor(1)}, round=4
+        ),
+        "count is torch.int32 [], declared as torch.int64 []": replace(
+            good, tensors={"w.loc": torch.zeros(2), "count": torch.tensor(1, dtype=torch.int32)}, round=4
+        ),
+    }
+    for reason, message in bad.items():
+        assert objection(message, declared, 4) == reason
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"on_bad_client": "ignore"}, "on_bad_client must be 'stop' or 'skip', got 'ignore'"),
+        ({"below_minimum": "wait"}, "below_minimum must be 'skip' or 'repeat', got 'wait'"),
+        ({"min_clients": 0}, "min_clients must be at least 1, got 0"),
+        ({"max_norm": 0.5}, "max_norm is in medians and must be > 1"),
+        ({"faults": at_random(0.1), "on_bad_client": "stop"}, "faults need on_bad_client='skip'"),
+    ],
+)
+def test_arguments_that_do_not_work(options: dict[str, Any], message: str, model: nn.Module, clients: FederatedData):
+    """Refused before anything is trained."""
+    with pytest.raises(ValueError, match=message):
+        run(bf.algorithms.fedavg(model), clients, **options)
+
+
+def test_plans_that_do_not_work():
+    """A share that is none, kinds that are not there."""
+    with pytest.raises(ValueError, match=r"share is a probability and must lie in \[0, 1\], got 1.5"):
+        at_random(1.5)
+    with pytest.raises(ValueError, match="kinds must be among"):
+        at_random(0.1, kinds=("late",))
+    with pytest.raises(ValueError, match="kinds must be among"):
+        at_random(0.1, kinds=())
