@@ -1,8 +1,10 @@
 """Checkpoints: a run killed at any moment and repeated ends in the same bits; damage is found; nothing but our own error leaves.
 
-BAYESFL_DURABILITY=full makes the kills 50 over 30 rounds and the mutations 2,000; otherwise they are few.
+BAYESFL_DURABILITY=full makes the kills 50 over 30 rounds, the mutations 2,000 and the long run 200 rounds of 1,000 clients; otherwise
+they are few.
 """
 
+import gc
 import json
 import os
 import struct
@@ -21,11 +23,13 @@ import bayesfl as bf
 from bayesfl import digest
 from bayesfl.blocks import flatten
 from bayesfl.checkpoint import STATE, CheckpointError, held
+from bayesfl.faults import at_random
 from bayesfl.result import Result
 from tests import killed
 
 FULL = os.environ.get("BAYESFL_DURABILITY") == "full"
 ROUNDS, KILLS, MUTATIONS = (30, 50, 2000) if FULL else (6, 5, 200)
+CLIENTS, LONG = (1000, 200) if FULL else (100, 20)
 MOMENTS = ("write", "flush", "rename", "folder", "round")
 TIMES = ("seconds", "seconds_steps", "seconds_batches", "seconds_noise")
 
@@ -261,3 +265,27 @@ def test_combine_keeps_to_what_the_server_has(model, clients):
     algorithm = bf.Algorithm(model, {"w": block}, (), parts=("w",), combine=lambda server, ids, uplink: {"extra": torch.ones(1)})
     with pytest.raises(ValueError, match=r"`combine` returns \['extra'\], which the server does not have; give them a start in `server`"):
         bf.simulate(algorithm, clients, rounds=1, progress=False)
+
+
+def resident() -> int:
+    """What this process holds in memory, in kB."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS"))
+    return int(line.split()[1])
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
+def test_memory_stays_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A long run with faults in a tenth of all replies and a checkpoint now and then: after the first tenth it takes no more."""
+    data, seen = killed.federation(sizes=(20,) * CLIENTS), {}
+    original = killed.module.run_round
+
+    def watched(result: Result, *more: Any, **options: Any) -> Any:
+        gc.collect()
+        seen[result.round] = resident()
+        return original(result, *more, **options)
+
+    monkeypatch.setattr(killed.module, "run_round", watched)
+    options: dict[str, Any] = {"faults": at_random(0.1, seed=2), "checkpoint": tmp_path, "every": 10, "evaluate_every": None}
+    bf.simulate(killed.algorithm(), data, rounds=LONG, progress=False, **options)
+    assert seen[LONG - 1] <= 1.05 * seen[LONG // 10]
+    print(f"{seen[LONG // 10] / 1024:.0f} MiB in round {LONG // 10}, {seen[LONG - 1] / 1024:.0f} MiB in round {LONG - 1}")
