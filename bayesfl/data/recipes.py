@@ -345,7 +345,7 @@ def dominant_classes(
     source: str | Source = "digits",
     *,
     clients: int = 20,
-    train: int = 60,
+    train: int = 50,
     test: int = 30,
     uniform: float = 0.2,
     groups: Sequence[Sequence[int]] | None = None,
@@ -360,9 +360,9 @@ def dominant_classes(
     Client j is in group j mod G. Unless `groups` are given, group g has the classes 2g, 2g + 1 and 2g + 2, modulo the number of classes, so
     that neighbours have one class in common: with ten classes {0, 1, 2}, {2, 3, 4}, {4, 5, 6}, {6, 7, 8}, {8, 9, 0}, as in the paper.
 
-    Each class's rows, of the training and of the test part, are a shuffled queue that clients take from one after another; where it ends it
-    starts again. So CLIENTS MAY SHARE EXAMPLES, though none has one twice; one client's validation rows can then be another's training
-    rows. `recipe["shared"]` says how many training and test rows belong to several clients.
+    Each class's rows, of the training and of the test part, are a shuffled queue that clients take from one after another; where it ends
+    it starts again. So CLIENTS MAY SHARE EXAMPLES, though none has one twice: `recipe["shared"]` says how many training and test rows
+    belong to several. Where training rows do, there is no validation or calibration part, which others would have trained on.
 
     Sizes of the paper, as `train` and `test`, with 20 or 100 clients: CIFAR-10 and CINIC-10 600 and 300, Fashion-MNIST 600 and 600; EMNIST
     1,000 and 600 with digits, capitals and small letters as three groups. The authors' code takes rows as they come and, on CIFAR-10,
@@ -382,7 +382,8 @@ def dominant_classes(
         download: Let torchvision fetch images that are not there.
 
     Raises:
-        ValueError: A number out of range, groups that are none, or a client that wants more of a class than there is.
+        ValueError: A number out of range, groups that are none, a client that wants more of a class than there is, or a validation or
+            calibration part of rows that clients share.
 
     References:
         Xu, Tong, Huang, "Personalized federated learning with feature alignment and classifier collaboration", ICLR 2023,
@@ -410,6 +411,12 @@ def dominant_classes(
     for labels, size in ((y_train, train), (y_test, test)):
         wanted = np.array([partitions.largest_remainder(size, row) for row in shares])
         rows.append(partitions.deal_around(labels, wanted[np.arange(clients) % len(held)], rng))
+    shared = [int((np.unique(np.concatenate(part), return_counts=True)[1] > 1).sum()) for part in rows]
+    if shared[0] and (validation or calibration):
+        raise ValueError(
+            f"{shared[0]} training examples belong to several clients, so that one's validation or calibration part would be trained on "
+            "by another: take a smaller `train`, fewer clients, or neither part"
+        )
     return _federate(
         opened,
         *rows,
@@ -421,7 +428,7 @@ def dominant_classes(
             "test": test,
             "uniform": uniform,
             "groups": held,
-            "shared": [int((np.unique(np.concatenate(part), return_counts=True)[1] > 1).sum()) for part in rows],
+            "shared": shared,
         },
         seed=seed,
         validation=validation,

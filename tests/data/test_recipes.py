@@ -546,6 +546,8 @@ def test_every_recipe_is_determined_by_its_arguments(make):
         (lambda: dominant_classes(uniform=float("nan")), "uniform is a share"),
         (lambda: dominant_classes(train=0), "train must be at least 1, got 0"),
         (lambda: dominant_classes(test=1.5), "test must be a whole number, got 1.5"),  # pyright: ignore[reportArgumentType]
+        (lambda: dominant_classes(train=60, validation=0.2), "training examples belong to several clients, .*: take a smaller `train`"),
+        (lambda: dominant_classes(train=60, calibration=0.2), "training examples belong to several clients"),
         (lambda: dominant_classes(train=600), "class 8 has 139 examples, and a client wants 172: take fewer per client"),
         (lambda: dominant_classes(groups=[[0, 10]]), r"groups must each hold classes within \[0, 10\)"),
         (lambda: dominant_classes(groups=[[0], []]), "groups must each hold classes"),
