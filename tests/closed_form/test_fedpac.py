@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+import inspect
 from dataclasses import replace
 from itertools import combinations
 from typing import Any
@@ -19,6 +20,7 @@ from bayesfl.blocks import Algorithm
 from bayesfl.data import FederatedData
 from bayesfl.likelihood import Gaussian
 from bayesfl.models import Split
+from bayesfl.phases import Once
 
 CLASSES, WIDTH = 4, 5
 SIZES = (9, 14, 6, 11)
@@ -104,6 +106,15 @@ def test_pieces_of_the_pass_add_up(few: FederatedData, network: Split, monkeypat
         assert_close(pieces.private[name], whole.private[name], atol=1e-12, rtol=0)
 
 
+def test_padding_is_no_example(few: FederatedData, network: Split):
+    """Clients of unequal size may be measured together, the short ones padded."""
+    alone = bf.algorithms.fedpac(network)
+    together = replace(alone, phases=tuple(replace(p, batched=True) if isinstance(p, Once) else p for p in alone.phases))
+    one, other = run(alone, few, 2), run(together, few, 2, engine=bf.Engine(chunk=4))
+    for name in ("counts", "h", "variance", "centroids"):
+        assert_close(other.private[name], one.private[name], atol=1e-12, rtol=0)
+
+
 # Programs
 
 
@@ -121,9 +132,9 @@ def test_closed_cases():
 
 
 def test_small_weights_are_none():
-    """1 / V of (1, 3, 1e4) would give the last 7.5e-5: it gets 0, the others the rest."""
+    """1 / V of (1, 3, 2000) would give the last 3.7e-4: it gets 0, the others the rest."""
     h = torch.ones(3, 2)
-    a = mixing(h, torch.tensor([1.0, 3.0, 1e4]), h)
+    a = mixing(h, torch.tensor([1.0, 3.0, 2000.0]), h)
     assert_close(a, torch.tensor([[0.75, 0.25, 0.0]], dtype=torch.float64).expand(3, 3), atol=1e-12, rtol=0)
     assert not a[:, 2].any()
     kept = mixing(h, torch.tensor([1.0, 1.0, 400.0]), h)[0, 2]  # 1.2e-3 is above the threshold
@@ -373,7 +384,14 @@ def test_only_newcomers_are_sent_heads_of_others(clients: FederatedData, model: 
     assert torch.equal(addressed["head"]["loc"], result.server["heads"][[0, 3]])
 
 
-# What is refused
+# What is asked for
+
+
+def test_defaults_are_the_papers():
+    """Of the authors' code; CIFAR-10 takes another learning rate."""
+    defaults = {name: p.default for name, p in inspect.signature(bf.algorithms.fedpac).parameters.items()}
+    steps = {"head_epochs": 1, "body_epochs": 5, "batch_size": 50, "lr": 0.01, "head_lr": 0.1, "momentum": 0.5, "weight_decay": 5e-4}
+    assert {name: defaults[name] for name in (*steps, "lam")} == {**steps, "lam": 1.0}
 
 
 @pytest.mark.parametrize(
