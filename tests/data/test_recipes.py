@@ -375,13 +375,14 @@ def test_swapped_labels_change_names_by_group():
         for j, mine in enumerate(fine_labels(data, source, part)):
             assert data.splits[part].client(j)[1].tolist() == names[j % 3][mine].tolist()
     assert torch.equal(load("digits").y, source.y)
-    every = swapped_labels(Source.from_parts(*three(), name="three"), clients=4, groups=4, swaps=1)  # as many as there are
+    every = swapped_labels(small(3), clients=4, groups=4, swaps=1)  # as many as there are
     assert sorted(every.recipe["names"]) == [[0, 1, 2], [0, 2, 1], [1, 0, 2], [2, 1, 0]]
 
 
-def three():
-    """Twelve training and six test rows of three classes."""
-    return torch.zeros(12, 1), torch.tensor([0, 1, 2] * 4), torch.zeros(6, 1), torch.tensor([0, 1, 2] * 2)
+def small(classes: int) -> Source:
+    """Four training and two test rows of each class."""
+    y = torch.arange(classes)
+    return Source.from_parts(torch.zeros(4 * classes, 1), y.repeat(4), torch.zeros(2 * classes, 1), y.repeat(2), name="small")
 
 
 def test_dirichlet_deals_test_rows_like_training_rows():
@@ -554,7 +555,7 @@ def test_every_recipe_is_determined_by_its_arguments(make):
         (lambda: dominant_classes(groups=[]), "groups must each hold classes"),
         (lambda: dominant_classes("diabetes"), "is a regression"),
         (
-            lambda: dominant_classes(Source.from_parts(*three(), name="three"), clients=2),
+            lambda: dominant_classes(small(3), clients=2),
             "3 classes, too few for groups of three: pass groups=",
         ),
         (lambda: dominant_classes(clients=0), "clients must be a whole number"),
@@ -563,9 +564,10 @@ def test_every_recipe_is_determined_by_its_arguments(make):
         (lambda: swapped_labels(swaps=6), r"swaps must lie within \[1, 5\]"),
         (lambda: swapped_labels(swaps=0), "swaps must be at least 1"),
         (
-            lambda: swapped_labels(Source.from_parts(*three(), name="three"), clients=5, groups=5, swaps=1),
+            lambda: swapped_labels(small(3), clients=5, groups=5, swaps=1),
             "in 3 ways: use at most 4 groups",
         ),
+        (lambda: swapped_labels(small(4), clients=5, groups=5, swaps=2), "in 3 ways: use at most 4 groups"),
         (lambda: swapped_labels("diabetes"), "is a regression"),
         (lambda: dirichlet(alpha=0), "alpha is a concentration"),
         (lambda: dirichlet(alpha=float("inf")), "alpha is a concentration"),
