@@ -33,6 +33,7 @@ examples: $(VENV)/.plain
 	$(BIN)/python examples/subnetwork_laplace.py --seeds 0 --examples 60 --out runs/smoke-laplace
 	$(BIN)/python examples/fedsi.py --seeds 0 --rounds 3 --out runs/smoke-fedsi
 	$(BIN)/python examples/fedem.py --clients 12 --rounds 3 --rates 0.3 --test 50 --out runs/smoke-fedem
+	$(BIN)/python examples/fedpac.py --clients 8 --rounds 2 --rates 0.03 --seeds 0 --out runs/smoke-fedpac
 	$(BIN)/python benchmarks/engines.py --quick --no-neighbour --rows mlp10 pfedvem
 	$(BIN)/python benchmarks/memory.py --quick
 	$(BIN)/python benchmarks/sensitivity.py --quick

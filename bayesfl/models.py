@@ -237,6 +237,40 @@ def lenet(
     return _seeded(make, seed, head_scale)
 
 
+def leaky_cnn(inputs: Sequence[int], *, outputs: int, head_scale: float | None = None, seed: int = 0) -> Split:
+    """The networks of FedPAC, with leaky ReLUs of slope 0.01 and max-pooling: conv 5x5, pool, conv 5x5, pool, 128 | outputs.
+
+    16 and 32 channels, the second convolution padded by 1. Images of several channels take one more convolution after that, 3x3 of 64
+    channels, padded by 1, and a pooling, as on CIFAR-10.
+
+    Args:
+        inputs: (channels, height, width) of an image.
+        outputs: Number of outputs.
+        head_scale: Draw the head's weights and biases from N(0, head_scale^2) instead of torch's default.
+        seed: Seed of the start.
+
+    Raises:
+        ValueError: Inputs that are no images, or too small.
+
+    References:
+        Xu, Tong, Huang, "Personalized federated learning with feature alignment and classifier collaboration", ICLR 2023,
+        arXiv:2306.11867, experiments; details from the authors' code, github.com/JianXu95/FedPAC.
+    """
+    deep = _image(inputs, outputs, 12)[0] > 1
+    depth, height, width = _image(inputs, outputs, 16 if deep else 12)
+    size = [((side - 4) // 2 - 2) // 2 // (2 if deep else 1) for side in (height, width)]
+
+    def make() -> Split:
+        layers: list[nn.Module] = [nn.Conv2d(depth, 16, 5), nn.LeakyReLU(), nn.MaxPool2d(2)]
+        layers += [nn.Conv2d(16, 32, 5, padding=1), nn.LeakyReLU(), nn.MaxPool2d(2)]
+        if deep:
+            layers += [nn.Conv2d(32, 64, 3, padding=1), nn.LeakyReLU(), nn.MaxPool2d(2)]
+        features = (64 if deep else 32) * size[0] * size[1]
+        return Split(nn.Sequential(*layers, nn.Flatten(), nn.Linear(features, 128), nn.LeakyReLU()), nn.Linear(128, outputs))
+
+    return _seeded(make, seed, head_scale)
+
+
 def cifar100_cnn(inputs: Sequence[int] = (3, 32, 32), *, outputs: int = 20, head_scale: float | None = None, seed: int = 0) -> Split:
     """The network of pFedVEM for CIFAR-100: five 3x3 convolutions, averaged | outputs.
 

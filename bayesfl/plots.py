@@ -1,4 +1,4 @@
-"""Reliability diagrams, learning curves, risk-coverage curves and the coverage of conformal sets.
+"""Reliability diagrams, learning curves, risk-coverage curves, the coverage of conformal sets, and who learns from whom.
 
 Matplotlib is imported only when something is drawn, and only its object-oriented interface is used: no backend is switched, no figure is
 registered with pyplot, nothing is shown. Without `ax` a figure is made, to be saved by `axes.figure.savefig("diagram.png")`; to draw into
@@ -273,6 +273,52 @@ def coverage(entries: "Coverage | Mapping[str, Coverage]", *, level: float = 0.9
     if title:
         figure.suptitle(title)
     return figure
+
+
+def collaboration(
+    weights: Tensor | np.ndarray, *, groups: Sequence[int] | None = None, ax: "Axes | None" = None, title: str | None = None
+) -> "Axes":
+    """Who learns from whom: the darker, the more of the column's client is in what the row's client gets.
+
+    Args:
+        weights: Of J clients, [J, J] >= 0, such as FedPAC's `result.server["collaboration"]`; a row of 0 is a client that was never there.
+        groups: Where it is known which clients are alike, the group of each, [J]: clients stand in the order of their groups, with lines
+            between these, so that weights within groups are blocks on the diagonal.
+        ax: Where to draw; by default a new figure.
+        title: Of the axes.
+
+    Returns:
+        The matplotlib Axes. `axes.figure` is the figure.
+
+    Raises:
+        ValueError: The weights are not square, not finite or negative, or `groups` has another length.
+    """
+    from matplotlib.colors import LinearSegmentedColormap
+
+    shown = np.asarray(weights.detach().cpu() if isinstance(weights, Tensor) else weights, dtype=float)
+    if shown.ndim != 2 or shown.shape[0] != shown.shape[1] or not len(shown):
+        raise ValueError(f"weights must be square, a row and a column for each client, got shape {list(shown.shape)}")
+    if not (np.isfinite(shown).all() and (shown >= 0).all()):
+        raise ValueError(f"weights must be finite and >= 0, got {shown.min():.3g} to {shown.max():.3g}")
+    if groups is not None and len(groups) != len(shown):
+        raise ValueError(f"groups must name one group for each of {len(shown)} clients, got {len(groups)}")
+    order = np.arange(len(shown)) if groups is None else np.argsort(np.asarray(groups), kind="stable")
+    ax = _figure((4.6, 4.0)).add_subplot() if ax is None else ax
+    image = ax.imshow(
+        shown[np.ix_(order, order)], cmap=LinearSegmentedColormap.from_list("", ["white", _BLUE]), vmin=0, vmax=shown.max() or 1
+    )
+    if groups is not None:
+        kinds = np.asarray(groups)[order]
+        for place in np.flatnonzero(kinds[1:] != kinds[:-1]) + 0.5:
+            ax.axhline(place, color="0.5", linewidth=0.8)
+            ax.axvline(place, color="0.5", linewidth=0.8)
+    named = np.arange(0, len(shown), max(1, -(-len(shown) // 20)))
+    ax.set_xticks(named, [str(order[place]) for place in named])
+    ax.set_yticks(named, [str(order[place]) for place in named])
+    ax.tick_params(color="0.5", labelsize="x-small")
+    ax.set(xlabel="whose model", ylabel="client", title=title or "")
+    ax.figure.colorbar(image, ax=ax, label="weight", shrink=0.85)
+    return ax
 
 
 def _columns(name: str, history: Any) -> list[str]:

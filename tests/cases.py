@@ -45,6 +45,7 @@ CASES = (
     Case("fedprox", {"epochs": 2, "batch_size": 10, "mu": 0.3, "momentum": 0.5}),
     Case("fedper", {"epochs": 2, "batch_size": 10, "adapt_epochs": 3}),
     Case("fedrep", {"head_epochs": 2, "body_epochs": 1, "batch_size": 10, "lr": halving}),
+    Case("fedpac", {"head_epochs": 1, "body_epochs": 2, "batch_size": 10, "lam": 0.7}),
     Case("lg_fedavg", {"epochs": 2, "batch_size": 10, "adapt_epochs": 3}),
     Case("fedbabu", {"epochs": 2, "batch_size": 10, "finetune_epochs": 2, "weight_decay": 1e-3}),
     Case("ditto", {"epochs": 2, "batch_size": 10, "lam": 0.5, "adapt_epochs": 3}),

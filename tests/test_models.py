@@ -18,6 +18,8 @@ MAKERS = {
     "mlp-deep": lambda **o: models.mlp((1, 28, 28), outputs=3, hidden=(50, 20), **o),
     "lenet-grey": lambda **o: models.lenet((1, 28, 28), outputs=10, **o),
     "lenet-colour": lambda **o: models.lenet((3, 32, 32), outputs=10, **o),
+    "leaky-grey": lambda **o: models.leaky_cnn((1, 28, 28), outputs=10, **o),
+    "leaky-colour": lambda **o: models.leaky_cnn((3, 32, 32), outputs=10, **o),
     "cifar100_cnn": lambda **o: models.cifar100_cnn(**o),
     "resnet18": lambda **o: models.resnet18((3, 16, 16), outputs=10, width=8, **o),
 }
@@ -26,6 +28,8 @@ INPUTS = {
     "mlp-deep": (1, 28, 28),
     "lenet-grey": (1, 28, 28),
     "lenet-colour": (3, 32, 32),
+    "leaky-grey": (1, 28, 28),
+    "leaky-colour": (3, 32, 32),
     "cifar100_cnn": (3, 32, 32),
     "resnet18": (3, 16, 16),
 }
@@ -45,6 +49,11 @@ def test_published_sizes():
     widths = (3, 32, 64, 128, 256, 100)
     convs = sum(9 * a * b + b for a, b in pairwise(widths))
     assert size(models.cifar100_cnn()) == convs + 100 * 20 + 20
+    dense = 800 * 128 + 128 + 128 * 10 + 10
+    assert size(models.leaky_cnn((1, 28, 28), outputs=10)) == 25 * 16 + 16 + 25 * 16 * 32 + 32 + dense  # FedPAC, Fashion-MNIST
+    dense = 576 * 128 + 128 + 128 * 10 + 10
+    convs = 3 * 25 * 16 + 16 + 25 * 16 * 32 + 32 + 9 * 32 * 64 + 64
+    assert size(models.leaky_cnn((3, 32, 32), outputs=10)) == convs + dense  # FedPAC, CIFAR-10
     assert size(models.resnet18((3, 32, 32), outputs=10)) == 11_173_962  # as with batch norm
 
 
@@ -105,9 +114,9 @@ def test_one_gradient_per_client_under_vmap(name):
             assert_close(together[key][j], value)
 
 
-@pytest.mark.parametrize("name", ["mlp", "mlp-deep", "lenet-grey", "lenet-colour", "cifar100_cnn"])
+@pytest.mark.parametrize("name", ["mlp", "mlp-deep", "lenet-grey", "lenet-colour", "leaky-grey", "leaky-colour", "cifar100_cnn"])
 def test_bodies_are_trees_of_the_layers_that_kernels_know(name):
-    known = (nn.Sequential, nn.Linear, nn.Conv2d, nn.ReLU, nn.MaxPool2d, nn.AdaptiveAvgPool2d, nn.Flatten)
+    known = (nn.Sequential, nn.Linear, nn.Conv2d, nn.ReLU, nn.LeakyReLU, nn.MaxPool2d, nn.AdaptiveAvgPool2d, nn.Flatten)
     assert {type(module) for module in MAKERS[name]().body.modules()} <= set(known)
 
 
@@ -142,6 +151,9 @@ def test_the_cifar100_network_pools_with_padding():
         (lambda: models.lenet((1, 28, 28), outputs=10, hidden=84), "hidden must be two widths, .*got 84"),  # pyright: ignore[reportArgumentType]
         (lambda: models.lenet((64,), outputs=10), "for others there is mlp"),
         (lambda: models.lenet((1, 8, 8), outputs=10), "at least 12 x 12"),
+        (lambda: models.leaky_cnn((1, 11, 28), outputs=10), "at least 12 x 12"),
+        (lambda: models.leaky_cnn((3, 15, 28), outputs=10), "at least 16 x 16"),
+        (lambda: models.leaky_cnn((64,), outputs=10), "for others there is mlp"),
         (lambda: models.cifar100_cnn((32, 32)), "for others there is mlp"),
         (lambda: models.resnet18((3, 32, 32), outputs=10, groups=3), "groups must divide width"),
         (lambda: models.resnet18((3, 32, 32), outputs=10, groups="2"), "groups must be a whole number, got '2'"),  # pyright: ignore[reportArgumentType]
@@ -162,6 +174,13 @@ def test_numbers_of_numpy_are_numbers():
 @pytest.mark.parametrize("side", [12, 13, 28, 31, 32, 33])
 def test_lenet_takes_any_size(side):
     assert models.lenet((2, side, side + 3), outputs=4)(torch.randn(2, 2, side, side + 3)).shape == (2, 4)
+
+
+@pytest.mark.parametrize(("depth", "side"), [(1, 12), (1, 13), (1, 28), (3, 16), (3, 17), (3, 32)])
+def test_the_leaky_network_takes_any_size(depth, side):
+    model = models.leaky_cnn((depth, side, side + 3), outputs=4)
+    assert model(torch.randn(2, depth, side, side + 3)).shape == (2, 4)
+    assert {layer.negative_slope for layer in model.modules() if isinstance(layer, nn.LeakyReLU)} == {0.01}
 
 
 class Pretrained(nn.Module):

@@ -298,3 +298,30 @@ def test_coverage_shows_clients_and_chance():
         plots.coverage({})
     with pytest.raises(ValueError, match="no test examples"):
         plots.coverage(conformal(*case).evaluate(probs, labels, torch.zeros_like(mask)))
+
+
+def test_collaboration_shows_groups_as_blocks():
+    """Clients stand in the order of their groups, labelled by their own numbers, lines between groups; without groups as they come."""
+    weights = torch.tensor([[0.6, 0.0, 0.4, 0.0], [0.1, 0.9, 0.0, 0.0], [0.5, 0.0, 0.5, 0.0], [0.0, 0.3, 0.0, 0.7]])
+    mine = Figure().add_subplot()
+    ax = plots.collaboration(weights, groups=[0, 1, 0, 1], ax=mine, title="t")
+    assert ax is mine
+    (image,) = ax.images
+    order = [0, 2, 1, 3]
+    np.testing.assert_allclose(image.get_array(), weights.numpy()[order][:, order])
+    assert image.get_clim() == (0, pytest.approx(0.9))
+    assert [text.get_text() for text in ax.get_yticklabels()] == ["0", "2", "1", "3"]
+    across, down = ax.lines
+    assert list(across.get_ydata()) == list(down.get_xdata()) == [1.5, 1.5]
+    assert ax.get_title() == "t"
+    ax.figure.canvas.draw()
+    plain = plots.collaboration(weights.numpy())
+    np.testing.assert_allclose(plain.images[0].get_array(), weights)
+    assert not plain.lines
+    plots.collaboration(torch.zeros(30, 30)).figure.canvas.draw()
+    with pytest.raises(ValueError, match=r"weights must be square, .* got shape \[4, 3\]"):
+        plots.collaboration(weights[:, :3])
+    with pytest.raises(ValueError, match=r"finite and >= 0, got -0\.9"):
+        plots.collaboration(-weights)
+    with pytest.raises(ValueError, match="one group for each of 4 clients, got 2"):
+        plots.collaboration(weights, groups=[0, 1])

@@ -7,6 +7,7 @@ from bayesfl.algorithms.ditto import ditto
 from bayesfl.algorithms.fedavg import fedavg, fedavg_ft
 from bayesfl.algorithms.fedbabu import fedbabu
 from bayesfl.algorithms.fedem import d_fedem, fedem
+from bayesfl.algorithms.fedpac import fedpac
 from bayesfl.algorithms.fedper import fedper
 from bayesfl.algorithms.fedprox import fedprox
 from bayesfl.algorithms.fedrep import fedrep
@@ -26,6 +27,7 @@ PAPERS: dict[str, tuple[Callable[..., Algorithm], str, str]] = {
     "fedprox": (fedprox, "FedProx", "Li et al., MLSys 2020"),
     "fedper": (fedper, "FedPer", "Arivazhagan et al., 2019"),
     "fedrep": (fedrep, "FedRep", "Collins et al., ICML 2021"),
+    "fedpac": (fedpac, "FedPAC", "Xu, Tong, Huang, ICLR 2023"),
     "lg_fedavg": (lg_fedavg, "LG-FedAvg", "Liang et al., 2020"),
     "fedbabu": (fedbabu, "FedBABU", "Oh, Kim, Yun, ICLR 2022"),
     "ditto": (ditto, "Ditto", "Li et al., ICML 2021"),
@@ -94,6 +96,7 @@ __all__ = [
     "fedavg_ft",
     "fedbabu",
     "fedem",
+    "fedpac",
     "fedper",
     "fedprox",
     "fedrep",

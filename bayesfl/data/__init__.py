@@ -2,7 +2,17 @@
 
 from bayesfl.data.arrays import from_arrays, from_datasets
 from bayesfl.data.federated import FederatedData, SourceInfo, Split
-from bayesfl.data.recipes import concept_drift, diabetes, dirichlet, heart_disease, iid, label_groups, labels_per_client
+from bayesfl.data.recipes import (
+    concept_drift,
+    diabetes,
+    dirichlet,
+    dominant_classes,
+    heart_disease,
+    iid,
+    label_groups,
+    labels_per_client,
+    swapped_labels,
+)
 from bayesfl.data.sources import Source, available, load
 from bayesfl.data.synthetic import linear_mixture
 
@@ -15,6 +25,7 @@ __all__ = [
     "concept_drift",
     "diabetes",
     "dirichlet",
+    "dominant_classes",
     "from_arrays",
     "from_datasets",
     "heart_disease",
@@ -23,4 +34,5 @@ __all__ = [
     "labels_per_client",
     "linear_mixture",
     "load",
+    "swapped_labels",
 ]

@@ -196,6 +196,31 @@ def deal_exactly(
     return [join(part) for part in pieces]
 
 
+def deal_around(labels: np.ndarray, wanted: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
+    """Deals every client exactly so many rows of each class, from one shuffled queue per class that starts again where it ends.
+
+    A row is dealt a second time only after all others of its class were dealt once.
+
+    Args:
+        labels: Class of each row [N].
+        wanted: Rows of each class and client, [J, K].
+        rng: Source of the draws.
+
+    Raises:
+        ValueError: A client wants more rows of a class than there are, so that it would have one twice.
+    """
+    by_class = rows_by_class(labels, wanted.shape[1])
+    most, have = wanted.max(0, initial=0), np.array([len(rows) for rows in by_class])
+    if (most > have).any():
+        k = int((most - have).argmax())
+        raise ValueError(f"class {k} has {have[k]} examples, and a client wants {most[k]}: take fewer per client, or a smaller `uniform`")
+    pieces = []
+    for k, rows in enumerate(by_class):
+        queue, ends = rng.permutation(rows), np.cumsum(wanted[:, k])
+        pieces.append([queue[np.arange(end - n, end) % max(1, len(queue))] for n, end in zip(wanted[:, k], ends, strict=True)])
+    return join(list(zip(*pieces, strict=True)))
+
+
 def dirichlet_counts(sizes: np.ndarray, clients: int, alpha: float, min_size: int, rng: np.random.Generator) -> tuple[np.ndarray, int]:
     """How many rows of each class each client gets, proportions of every class drawn from a symmetric Dirichlet.
 

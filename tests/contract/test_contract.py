@@ -51,7 +51,9 @@ def test_kernels_agree(case: Case, model: nn.Module, clients: FederatedData, par
 
 
 @pytest.mark.filterwarnings("ignore:most of the selected weights")
-@pytest.mark.parametrize("case", [c for c in CASES if c.name in ("fedavg", "fedper", "ditto", "pfedme", "pfedvem", "fedsi")], ids=str)
+@pytest.mark.parametrize(
+    "case", [c for c in CASES if c.name in ("fedavg", "fedper", "fedpac", "ditto", "pfedme", "pfedvem", "fedsi")], ids=str
+)
 def test_kernels_agree_on_convolutions(case: Case):
     """The same for a CNN, whose auto kernel differs from phase to phase."""
     clients = federation((1, 12, 12), sizes=(23, 17, 5))

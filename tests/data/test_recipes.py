@@ -11,7 +11,19 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from bayesfl.data import Source, concept_drift, diabetes, dirichlet, heart_disease, iid, label_groups, labels_per_client, load
+from bayesfl.data import (
+    Source,
+    concept_drift,
+    diabetes,
+    dirichlet,
+    dominant_classes,
+    heart_disease,
+    iid,
+    label_groups,
+    labels_per_client,
+    load,
+    swapped_labels,
+)
 from bayesfl.data.sources import FINE_TO_COARSE
 
 needs_files = pytest.mark.skipif("BAYESFL_DATA" not in os.environ, reason="BAYESFL_DATA names no folder of data sets")
@@ -312,6 +324,67 @@ def test_label_groups_of_the_paper(name, clients, train, test):
             label_groups(name, clients=clients, train=train + 1, test=test)
 
 
+def test_dominant_classes_are_the_published_groups(hundred):
+    """Five groups of three classes that overlap by one; a fifth of a client's rows is spread over all classes, the rest over its three."""
+    data, source = dominant_classes("digits", clients=7, train=50, test=25), load("digits")
+    held = [[0, 1, 2], [2, 3, 4], [4, 5, 6], [6, 7, 8], [0, 8, 9]]
+    assert data.recipe["groups"] == held
+    for part, size in (("train", 50), ("test", 25)):
+        for j, mine in enumerate(fine_labels(data, source, part)):
+            share = np.full(10, 0.02)
+            share[held[j % 5]] += 0.8 / 3
+            counts = np.bincount(mine, minlength=10)
+            assert counts.sum() == size
+            assert abs(counts - size * share).max() < 1
+    assert data.test.x is data.train.x
+    even = dominant_classes("digits", clients=3, uniform=1.0, train=100, test=20)
+    assert all((np.bincount(mine) == 10).all() for mine in fine_labels(even, source, "train"))
+    own = dominant_classes(hundred, clients=4, uniform=0.0, groups=[[7], [3, 99]], train=10, test=4)
+    expected = [{7}, {3, 99}, {7}, {3, 99}]
+    assert [set(mine) for mine in fine_labels(own, hundred, "train")] == expected
+    assert dominant_classes(hundred, clients=1, train=100, test=100).recipe["groups"][-1] == [0, 98, 99]
+
+
+def test_dominant_classes_share_rows_only_when_a_class_runs_out():
+    """Clients take rows one after another; where a class ends it starts again, so that no row is used twice more than another."""
+    source = load("digits")
+    for clients, train in ((10, 60), (20, 200)):
+        data = dominant_classes(clients=clients, train=train)
+        times = np.bincount(data.train.index.numpy(), minlength=source.train)
+        labels = source.y_train.numpy()
+        for k in range(10):
+            assert times[labels == k].max() - times[labels == k].min() <= 1
+        assert data.recipe["shared"][0] == (times > 1).sum()
+        assert (times > 1).any() == (train == 200)
+        assert all(len(data.train.rows(j).unique()) == train for j in range(clients))
+
+
+def test_swapped_labels_change_names_by_group():
+    """Every group's names are a permutation of disjoint pairs, no two alike, the first the classes' own; rows are dealt as by `iid`."""
+    source = load("digits")
+    data = swapped_labels(clients=7, groups=3, swaps=2, seed=4)
+    names, plain = np.array(data.recipe["names"]), iid(clients=7, seed=4)
+    assert torch.equal(data.train.index, plain.train.index)
+    assert torch.equal(data.test.index, plain.test.index)
+    assert names[0].tolist() == list(range(10))
+    assert len({row.tobytes() for row in names}) == 3
+    for row in names:
+        assert (row[row] == np.arange(10)).all()
+    assert [(row != np.arange(10)).sum() for row in names] == [0, 4, 4]
+    for part in ("train", "test"):
+        for j, mine in enumerate(fine_labels(data, source, part)):
+            assert data.splits[part].client(j)[1].tolist() == names[j % 3][mine].tolist()
+    assert torch.equal(load("digits").y, source.y)
+    every = swapped_labels(small(3), clients=4, groups=4, swaps=1)  # as many as there are
+    assert sorted(every.recipe["names"]) == [[0, 1, 2], [0, 2, 1], [1, 0, 2], [2, 1, 0]]
+
+
+def small(classes: int) -> Source:
+    """Four training and two test rows of each class."""
+    y = torch.arange(classes)
+    return Source.from_parts(torch.zeros(4 * classes, 1), y.repeat(4), torch.zeros(2 * classes, 1), y.repeat(2), name="small")
+
+
 def test_dirichlet_deals_test_rows_like_training_rows():
     source = load("digits")
     data = dirichlet(clients=10, alpha=0.3)
@@ -404,11 +477,13 @@ def test_heart_disease_has_the_published_counts():
         lambda **options: labels_per_client(clients=10, **options),
         lambda **options: labels_per_client(clients=10, sizes="random", **options),
         lambda **options: dirichlet(clients=10, **options),
+        lambda **options: dominant_classes(clients=10, **options),
+        lambda **options: swapped_labels(clients=10, **options),
         lambda **options: iid(clients=10, **options),
         lambda **options: diabetes(clients=10, **options),
         lambda **options: diabetes(clients=10, by="bmi", **options),
     ],
-    ids=["concept_drift", "labels", "labels-random", "dirichlet", "iid", "diabetes", "diabetes-by"],
+    ids=["concept_drift", "labels", "labels-random", "dirichlet", "dominant", "swapped", "iid", "diabetes", "diabetes-by"],
 )
 def test_every_recipe_is_determined_by_its_arguments(make):
     data = make(seed=5)
@@ -468,6 +543,32 @@ def test_every_recipe_is_determined_by_its_arguments(make):
         (lambda: label_groups(validation=1.0), "validation is a share"),
         (lambda: labels_per_client(sizes="some"), "sizes must be"),  # pyright: ignore[reportArgumentType]
         (lambda: labels_per_client(clients=1400, labels=9), "use fewer clients or fewer labels"),
+        (lambda: dominant_classes(uniform=1.5), r"uniform is a share .* within \[0, 1\], got 1.5"),
+        (lambda: dominant_classes(uniform=float("nan")), "uniform is a share"),
+        (lambda: dominant_classes(train=0), "train must be at least 1, got 0"),
+        (lambda: dominant_classes(test=1.5), "test must be a whole number, got 1.5"),  # pyright: ignore[reportArgumentType]
+        (lambda: dominant_classes(train=60, validation=0.2), "training examples belong to several clients, .*: take a smaller `train`"),
+        (lambda: dominant_classes(train=60, calibration=0.2), "training examples belong to several clients"),
+        (lambda: dominant_classes(train=600), "class 8 has 139 examples, and a client wants 172: take fewer per client"),
+        (lambda: dominant_classes(groups=[[0, 10]]), r"groups must each hold classes within \[0, 10\)"),
+        (lambda: dominant_classes(groups=[[0], []]), "groups must each hold classes"),
+        (lambda: dominant_classes(groups=[]), "groups must each hold classes"),
+        (lambda: dominant_classes("diabetes"), "is a regression"),
+        (
+            lambda: dominant_classes(small(3), clients=2),
+            "3 classes, too few for groups of three: pass groups=",
+        ),
+        (lambda: dominant_classes(clients=0), "clients must be a whole number"),
+        (lambda: swapped_labels(groups=21), r"groups must lie within \[1, 20\], the number of clients, got 21"),
+        (lambda: swapped_labels(groups=0), "groups must be at least 1"),
+        (lambda: swapped_labels(swaps=6), r"swaps must lie within \[1, 5\]"),
+        (lambda: swapped_labels(swaps=0), "swaps must be at least 1"),
+        (
+            lambda: swapped_labels(small(3), clients=5, groups=5, swaps=1),
+            "in 3 ways: use at most 4 groups",
+        ),
+        (lambda: swapped_labels(small(4), clients=5, groups=5, swaps=2), "in 3 ways: use at most 4 groups"),
+        (lambda: swapped_labels("diabetes"), "is a regression"),
         (lambda: dirichlet(alpha=0), "alpha is a concentration"),
         (lambda: dirichlet(alpha=float("inf")), "alpha is a concentration"),
         (lambda: dirichlet(alpha="a"), "alpha must be a number, got 'a'"),  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,196 @@
+"""FedPAC: a shared body trained towards common class centroids, under personal heads that are mixed for each client by what helps it.
+
+z = body(x) in R^d, K classes; client j has n_j examples, n_jk of them of class k, p_jk = n_jk / n_j; m_jk is the mean of z over them.
+
+Client  1. with the body received, before training:  h_j[k] = p_jk m_jk,  V_j = (sum_k p_jk mean_{y=k} |z|^2 - |h_j|^2) / n_j:
+           the mean of onehot(y) z' and the trace of its covariance over n_j, how well that mean is known.
+        2. Head: SGD on the mean loss, the body fixed.
+        3. Body: SGD on the mean loss + lambda mean |z - c_y|^2 / d, the head fixed. c_k is the centroid received; where nobody has
+           sent one yet, the client's own m_jk of step 1. No pull in the first round.
+        4. With the body as it is now: centroids c_jk, the means of z.
+Server  body = sum_j (n_j / n) body_j,  c_k = sum_j n_jk c_jk / sum_j n_jk,  and for every client i of the cohort
+        head_i = sum_j a_ij head_j,  a_i = argmin over the simplex of  sum_j a_j^2 V_j + |h_i - sum_j a_j h_j|^2,
+        variance plus squared bias; weights below 1e-3 are set to 0 and the rest scaled to sum 1.
+
+Source: Xu, Tong, Huang, "Personalized federated learning with feature alignment and classifier collaboration", ICLR 2023, arXiv:2306.11867;
+order of steps, threshold and hyperparameters from the authors' code, github.com/JianXu95/FedPAC. That code drops small eigenvalues of a
+program that rounding made indefinite, and with them the variances; here programs are solved exactly (`bayesfl.simplex`).
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bayesfl import simplex
+from bayesfl.blocks import Algorithm, Block
+from bayesfl.checks import number
+from bayesfl.energy import Energy
+from bayesfl.likelihood import Categorical
+from bayesfl.models import Split
+from bayesfl.optim import SGD, Rate
+from bayesfl.phases import Descend, Once
+from bayesfl.pools import Stack
+from bayesfl.protocols import Batch, Likelihood, Server, Uplink, View
+
+PARTS = ("body", "head")
+LEAST = 1e-3  # weights below it are none
+ROWS = 256  # examples whose features are held at once
+FLOOR = 1e-10  # a client of one example says V = 0; in units of the mean diagonal it counts as this, so that a minimum is unique
+
+
+def mixing(h: Tensor, variance: Tensor, own: Tensor) -> Tensor:
+    """Weights [C, J] that C clients give the heads of J: argmin_a sum_j a_j^2 V_j + |own_i - sum_j a_j h_j|^2 over the simplex, in float64.
+
+    Args:
+        h: Feature statistics of those whose heads are mixed, [J, K d].
+        variance: V [J] >= 0.
+        own: The same statistics of those who get the mixtures, [C, K d].
+    """
+    h, variance = h.double(), variance.double()
+    gram = h @ h.mT
+    scale = (gram.diagonal() + variance).mean()
+    # Where nothing distinguishes the heads, no features and no variance, they count the same.
+    variance = variance.clamp_min(max(FLOOR * float(scale), torch.finfo(h.dtype).tiny ** 0.5))
+    weights = simplex.minimise(gram + torch.diag(variance), own.double() @ h.mT)
+    weights = torch.where(weights < LEAST, 0.0, weights)
+    return weights / weights.sum(-1, keepdim=True)
+
+
+def fedpac(
+    model: nn.Module,
+    *,
+    head_epochs: int = 1,
+    body_epochs: int = 5,
+    lr: Rate = 1e-2,
+    head_lr: Rate = 0.1,
+    momentum: float = 0.5,
+    weight_decay: float = 5e-4,
+    lam: float = 1.0,
+    batch_size: int | None = 50,
+    likelihood: Likelihood = Categorical(),
+) -> Algorithm:
+    """Federate `model` by FedPAC.
+
+    Besides its models a client sends counts, means of features and mean features weighted by frequency of every class, so the server knows
+    its labels' frequencies. `result.server["collaboration"]` [J, J] has the weights a_ij: rows are the clients that get a head, columns
+    those whose heads are in it. Only heads of a round's cohort are mixed, among themselves. Of a client that is absent, head and row stay
+    as they were and go stale: that head knew another body. The row of a client that was never there is 0, its head the start's.
+
+    A client that joins later gets body and centroids; the program is solved for its statistics over the heads that the last cohort trained,
+    and it takes `head_epochs` passes from that mixture. (The server would solve it; the simulation hands the newcomer the heads.) The paper
+    has no rule for such clients.
+
+    A round's two accuracies, as the authors print them: at the start of local training, with the head that was mixed, is
+    `history["personal_accuracy"]` of the round before; after local training, `history["before_pool_accuracy"]`. The global model that
+    `history["global_accuracy"]` measures has the mean head of the cohort, weighted by size, which nobody is sent.
+
+    Args:
+        model: A `bf.models.Split` whose head is one `nn.Linear`.
+        head_epochs: Passes over a client's data for its head each round.
+        body_epochs: Passes for the body after that.
+        lr: Learning rate of the body, or a schedule; 0.02 on CIFAR-10.
+        head_lr: Learning rate of the head, or a schedule.
+        momentum: Of SGD; its state starts anew in each phase.
+        weight_decay: L2 coefficient, entering the gradient.
+        lam: Strength lambda of the pull of features towards centroids, >= 0.
+        batch_size: Examples of a step; None for all of the client's.
+        likelihood: What y is: classes.
+
+    Raises:
+        ValueError: `lam` is negative, the model is no `Split` with a linear head, or y is no class.
+    """
+    if not 0 <= number("lam", lam) < torch.inf:
+        raise ValueError(f"lam is the strength of a pull and must be finite and >= 0, got {lam}")
+    if likelihood.task != "classification":
+        raise ValueError(f"FedPAC's statistics are of classes, likelihood {type(likelihood).__name__} is for {likelihood.task}; use fedrep")
+    if not isinstance(model, Split) or not isinstance(model.head, nn.Linear):
+        raise ValueError(f"model must be a bf.models.Split whose head is one nn.Linear, got {type(model).__name__}; use bf.models.split")
+    classes, width = max(2, model.head.out_features), model.head.in_features
+
+    def moments(algorithm: Algorithm, view: View, data: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """Of every class: examples [K], mean features [K, d], mean squared lengths [K]; 0 where a class has no examples."""
+        leaves, hot = algorithm.leaves(PARTS, view), F.one_hot(data["y"], classes).to(data["weight"]) * data["weight"].unsqueeze(-1)
+        counts, first, second = hot.sum(0), 0.0, 0.0
+        for x, rows in zip(data["x"].split(ROWS), hot.split(ROWS), strict=True):
+            z, _ = algorithm.features(leaves, x)
+            assert z is not None
+            first, second = first + rows.mT @ z, second + rows.mT @ z.square().sum(-1)
+        each = counts.clamp_min(1)
+        return counts, first / each.unsqueeze(-1), second / each
+
+    def statistics(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
+        counts, means, squares = moments(algorithm, view, data)
+        share = counts / counts.sum()
+        h = share.unsqueeze(-1) * means
+        variance = ((share * squares).sum() - h.square().sum()).clamp_min(0) / counts.sum()
+        target = torch.where(given["seen"].unsqueeze(-1), given["centroids"], means)
+        return view | {"counts": counts, "h": h, "variance": variance, "target": target}
+
+    def centroids(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
+        return view | {"centroids": moments(algorithm, view, data)[1]}
+
+    def pull(features: Tensor | None, outputs: Tensor, losses: Tensor, batch: Batch, given: Server, view: View) -> Tensor:
+        assert features is not None
+        target = F.one_hot(batch["y"], classes).to(features) @ view["target"]  # quicker than picking rows
+        apart = (features - target).square().mean(-1) * batch["weight"]
+        return lam * (given["round"] > 0) * apart.sum(-1) / batch["weight"].sum(-1)
+
+    def start(blocks: Server, clients: int) -> Server:
+        loc = blocks["head"]["loc"]
+        return {
+            "heads": loc.expand(clients, len(loc)),
+            "collaboration": torch.zeros(clients, clients),
+            "centroids": torch.zeros(classes, width),
+            "seen": torch.zeros(classes, dtype=torch.bool),
+            "trained": {"head": loc.new_zeros(0, len(loc)), "h": torch.zeros(0, classes * width), "variance": torch.zeros(0)},
+        }
+
+    def share(server: Server, ids: Tensor) -> tuple[Server, View]:
+        common = {name: server[name] for name in ("body", "centroids", "seen")}
+        if len(server["trained"]["head"]) and not bool(server["collaboration"].any()):  # heads are known, none of them of these clients
+            return common | {"trained": server["trained"]}, {}
+        return common, {"head": {"loc": server["heads"][ids]}}
+
+    def combine(server: Server, ids: Tensor, uplink: Uplink) -> Server:
+        head, counts = uplink["head"]["loc"].double(), uplink["counts"].double()
+        h, variance, size = uplink["h"].flatten(1), uplink["variance"], uplink["n"].double()
+        weights = mixing(h, variance, h)
+        rows = weights.new_zeros(len(ids), len(server["heads"])).index_copy(1, ids, weights)
+        total = counts.sum(0).unsqueeze(-1)
+        means = (counts.unsqueeze(-1) * uplink["centroids"].double()).sum(0) / total.clamp_min(1)
+        return {
+            "head": {"loc": (size @ head / size.sum()).to(uplink["h"])},
+            "heads": server["heads"].index_copy(0, ids, (weights @ head).to(uplink["h"])),
+            "collaboration": server["collaboration"].index_copy(0, ids, rows.to(uplink["h"])),
+            "centroids": torch.where(total > 0, means.to(uplink["h"]), server["centroids"]),
+            "seen": server["seen"] | (total.squeeze(-1) > 0),
+            "trained": {"head": uplink["head"]["loc"], "h": h, "variance": variance},
+        }
+
+    def join(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
+        trained = given["trained"]
+        weights = mixing(trained["h"], trained["variance"], view["h"].flatten()[None])
+        return view | {"head": {"loc": (weights[0] @ trained["head"].double()).to(view["h"])}}
+
+    measure = Once(statistics, data=True, batched=False)
+    head, body = Energy("head", PARTS, likelihood="mean"), Energy("body", PARTS, likelihood="mean", penalty=pull)
+    fit_head = Descend("head", head, epochs=head_epochs, batch_size=batch_size, optimiser=SGD(head_lr, momentum, weight_decay))
+    fit_body = Descend("body", body, epochs=body_epochs, batch_size=batch_size, optimiser=SGD(lr, momentum, weight_decay))
+    return Algorithm(
+        model,
+        {"body": Block("body.*"), "head": Block("head.*", pool=Stack(), keep=True)},
+        (measure, fit_head, fit_body, Once(centroids, data=True, batched=False)),
+        parts=PARTS,
+        likelihood=likelihood,
+        server=start,
+        private=lambda given: {
+            "counts": torch.zeros(classes),
+            "h": torch.zeros(classes, width),
+            "variance": torch.zeros(()),
+            "centroids": torch.zeros(classes, width),
+        },
+        share=share,
+        report=lambda given, view: {name: view[name] for name in ("counts", "h", "variance", "centroids")},
+        combine=combine,
+        adapt=(measure, Once(join, batched=False), fit_head),
+    )

@@ -1,0 +1,420 @@
+"""FedPAC against algebra: its statistics, its programs, whole rounds as a plain loop, and the limits that are other methods."""
+
+import copy
+import importlib
+import inspect
+from dataclasses import replace
+from itertools import combinations
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+import bayesfl as bf
+from bayesfl import simplex
+from bayesfl.algorithms.fedpac import mixing
+from bayesfl.blocks import Algorithm
+from bayesfl.data import FederatedData
+from bayesfl.likelihood import Gaussian
+from bayesfl.models import Split
+from bayesfl.phases import Once
+
+CLASSES, WIDTH = 4, 5
+SIZES = (9, 14, 6, 11)
+module = importlib.import_module("bayesfl.algorithms.fedpac")
+
+
+@pytest.fixture(scope="module")
+def few() -> FederatedData:
+    """Four clients of unequal size: class 2 is the last one's alone, class 3 nobody's."""
+    rng = torch.Generator().manual_seed(3)
+    xs = [torch.randn(n, 6, generator=rng) for n in SIZES]
+    ys = [torch.randint(0, 2, (n,), generator=rng) + (j == 3) for j, n in enumerate(SIZES)]
+    return bf.data.from_arrays(xs, ys, test=(xs, ys), outputs=CLASSES, task="classification")
+
+
+@pytest.fixture(scope="module")
+def network() -> Split:
+    """Leaky, so that no feature is cut off."""
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        return Split(nn.Sequential(nn.Linear(6, WIDTH), nn.LeakyReLU()), nn.Linear(WIDTH, CLASSES))
+
+
+def run(algorithm: Algorithm, clients: FederatedData, rounds: int = 1, **options: Any):
+    options = {"dtype": torch.float64, "evaluate_every": None, "seed": 2, "progress": False, **options}
+    return bf.simulate(algorithm, clients, rounds=rounds, **options)
+
+
+def features(algorithm: Algorithm, body: Tensor, x: Tensor) -> Tensor:
+    """[N, d] at the weights of a body."""
+    leaves = algorithm.layout("body").leaves(body) | algorithm.layout("head").leaves(torch.zeros(algorithm.layout("head").size).to(body))
+    z, _ = algorithm.features(leaves, x.to(body))
+    assert z is not None
+    return z
+
+
+# Statistics
+
+
+def test_variance_is_the_trace_of_the_covariance(few: FederatedData, network: Split):
+    """With Phi = onehot(y) z' of an example: h is its mean, n V the trace of its biased covariance, at the body received."""
+    algorithm = bf.algorithms.fedpac(network)
+    start = algorithm.init(4, seed=2, dtype=torch.float64)["body"]["loc"]
+    private = run(algorithm, few).private
+    for j, n in enumerate(SIZES):
+        x, y = few.train.client(j)
+        z = features(algorithm, start, x)
+        phi = (F.one_hot(y, CLASSES).to(z)[:, :, None] * z[:, None]).flatten(1)
+        assert_close(private["h"][j].flatten(), phi.mean(0), atol=1e-12, rtol=0)
+        assert_close(n * private["variance"][j], torch.cov(phi.T, correction=0).trace(), atol=1e-12, rtol=0)
+        assert private["counts"][j].tolist() == torch.bincount(y, minlength=CLASSES).tolist()
+
+
+def test_centroids_are_of_the_body_that_was_trained(few: FederatedData, network: Split):
+    """A client's are means of features after training, the server's their means by the number of examples of the class."""
+    algorithm = bf.algorithms.fedpac(network, batch_size=None)
+    result = run(algorithm, few)
+    total, count = torch.zeros(CLASSES, WIDTH, dtype=torch.float64), torch.zeros(CLASSES)
+    for j in range(4):
+        x, y = few.train.client(j)
+        z = features(algorithm, trained_body(algorithm, few, j), x)
+        for k in range(CLASSES):
+            if (y == k).any():
+                assert_close(result.private["centroids"][j, k], z[y == k].mean(0), atol=1e-12, rtol=0)
+                total[k] += z[y == k].sum(0)
+                count[k] += int((y == k).sum())
+    assert_close(result.server["centroids"][:3], total[:3] / count[:3, None], atol=1e-12, rtol=0)
+    assert result.server["seen"].tolist() == [True, True, True, False]
+    assert not result.server["centroids"][3].any()
+
+
+def trained_body(algorithm: Algorithm, clients: FederatedData, j: int) -> Tensor:
+    """The body of a client after its first round; full batches, so that who it is does not matter."""
+    return run(algorithm, clients.select([j])).server["body"]["loc"]
+
+
+def test_pieces_of_the_pass_add_up(few: FederatedData, network: Split, monkeypatch: pytest.MonkeyPatch):
+    """Statistics do not depend on how many examples are looked at together."""
+    whole = run(bf.algorithms.fedpac(network), few, 2)
+    monkeypatch.setattr(module, "ROWS", 4)
+    pieces = run(bf.algorithms.fedpac(network), few, 2)
+    for name in ("h", "variance", "centroids"):
+        assert_close(pieces.private[name], whole.private[name], atol=1e-12, rtol=0)
+
+
+def test_padding_is_no_example(few: FederatedData, network: Split):
+    """Clients of unequal size may be measured together, the short ones padded."""
+    alone = bf.algorithms.fedpac(network)
+    together = replace(alone, phases=tuple(replace(p, batched=True) if isinstance(p, Once) else p for p in alone.phases))
+    one, other = run(alone, few, 2), run(together, few, 2, engine=bf.Engine(chunk=4))
+    for name in ("counts", "h", "variance", "centroids"):
+        assert_close(other.private[name], one.private[name], atol=1e-12, rtol=0)
+
+
+# Programs
+
+
+def test_closed_cases():
+    """Equal features: weights as 1 / V. Two at a squared distance: V_1 / (V_1 + V_2 + distance) on the other. Far apart: each its own."""
+    v = torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64)
+    h = torch.ones(3, 6)
+    assert_close(mixing(h, v, h), (1 / v / (1 / v).sum()).expand(3, 3), atol=1e-12, rtol=0)
+    for distance in (0.0, 0.7, 3.0):
+        h = torch.tensor([[0.0, 1.0], [distance**0.5, 1.0]], dtype=torch.float64)
+        a = mixing(h, v[:2], h)
+        assert_close(a[0, 1], torch.tensor(1 / (3 + distance), dtype=torch.float64), atol=1e-12, rtol=0)
+        assert_close(a[1, 0], torch.tensor(2 / (3 + distance), dtype=torch.float64), atol=1e-12, rtol=0)
+    assert torch.equal(mixing(1e3 * torch.eye(3), v, 1e3 * torch.eye(3)), torch.eye(3, dtype=torch.float64))
+
+
+def test_small_weights_are_none():
+    """1 / V of (1, 3, 2000) would give the last 3.7e-4: it gets 0, the others the rest."""
+    h = torch.ones(3, 2)
+    a = mixing(h, torch.tensor([1.0, 3.0, 2000.0]), h)
+    assert_close(a, torch.tensor([[0.75, 0.25, 0.0]], dtype=torch.float64).expand(3, 3), atol=1e-12, rtol=0)
+    assert not a[:, 2].any()
+    kept = mixing(h, torch.tensor([1.0, 1.0, 400.0]), h)[0, 2]  # 1.2e-3 is above the threshold
+    assert_close(kept, torch.tensor(1 / 801, dtype=torch.float64), atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize("clients", [1, 2, 30])
+def test_clients_of_one_example(clients: int):
+    """V = 0 is no division by zero: alone they keep their heads, alike or without features they share them equally."""
+    h, none = torch.ones(clients, 3), torch.zeros(clients)
+    equal = torch.full((clients, clients), 1 / clients, dtype=torch.float64)
+    assert_close(mixing(h, none, h), equal, atol=1e-5, rtol=0)
+    assert_close(mixing(0 * h, none, 0 * h), equal, atol=1e-9, rtol=0)
+    assert_close(mixing(torch.eye(clients), none, torch.eye(clients)), torch.eye(clients, dtype=torch.float64), atol=1e-9, rtol=0)
+
+
+def solved(h: Tensor, variance: Tensor, own: Tensor) -> Tensor:
+    """A program's weights [J] by trying every support: on it the minimum is linear algebra, and the best feasible one is the answer."""
+    best, found = torch.inf, torch.zeros(len(h), dtype=torch.float64)
+    for size in range(1, len(h) + 1):
+        for support in combinations(range(len(h)), size):
+            s = list(support)
+            ones = torch.ones(size, 1, dtype=torch.float64)
+            q = h[s] @ h[s].T + torch.diag(variance[s])
+            system = torch.cat([torch.cat([q, ones], 1), torch.cat([ones.T, torch.zeros(1, 1, dtype=torch.float64)], 1)])
+            a = torch.linalg.solve(system, torch.cat([h[s] @ own, torch.ones(1, dtype=torch.float64)]))[:-1]
+            value = float((a.square() * variance[s]).sum() + (own - a @ h[s]).square().sum())
+            if bool((a >= 0).all()) and value < best:
+                best, found = value, torch.zeros(len(h), dtype=torch.float64).index_copy(0, torch.tensor(s), a)
+    found = torch.where(found < 1e-3, 0.0, found)
+    return found / found.sum()
+
+
+# Whole rounds
+
+
+def reference(network: Split, clients: FederatedData, cohorts: list[list[int]], lam: float) -> dict[str, Any]:
+    """The method as a plain loop with torch's own SGD: full batches, 2 head steps and 3 body steps."""
+    model = copy.deepcopy(network).double()
+    body, sizes = copy.deepcopy(model.body.state_dict()), clients.train.counts
+    heads = [copy.deepcopy(model.head.state_dict()) for _ in range(clients.clients)]
+    weights = torch.zeros(clients.clients, clients.clients, dtype=torch.float64)
+    centroids: dict[int, Tensor] = {}
+    data = [(x.double(), y) for x, y in (clients.train.client(j) for j in range(clients.clients))]
+    for t, cohort in enumerate(cohorts):
+        bodies, trained, h, v, sums, counts = [], [], [], [], torch.zeros(CLASSES, WIDTH).double(), torch.zeros(CLASSES).double()
+        for j in cohort:
+            x, y = data[j]
+            model.body.load_state_dict(body)
+            model.head.load_state_dict(heads[j])
+            with torch.no_grad():
+                z = model.body(x)
+            p = [float((y == k).double().mean()) for k in range(CLASSES)]
+            means = [z[y == k].mean(0) if p[k] else torch.zeros(WIDTH).double() for k in range(CLASSES)]
+            h.append(torch.cat([p[k] * means[k] for k in range(CLASSES)]))
+            square = sum(p[k] * z[y == k].square().sum(1).mean() - p[k] ** 2 * means[k].square().sum() for k in range(CLASSES) if p[k])
+            v.append(torch.as_tensor(square) / len(x))
+            target = torch.stack([centroids.get(int(k), means[int(k)]) for k in y])
+            sgd = torch.optim.SGD(model.head.parameters(), lr=0.2, momentum=0.5, weight_decay=0.01)
+            for _ in range(2):
+                sgd.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                sgd.step()
+            sgd = torch.optim.SGD(model.body.parameters(), lr=0.1, momentum=0.5, weight_decay=0.01)
+            for _ in range(3):
+                sgd.zero_grad()
+                loss = F.cross_entropy(model(x), y)
+                if t > 0:
+                    loss = loss + lam * F.mse_loss(model.body(x), target)
+                loss.backward()
+                sgd.step()
+            bodies.append(copy.deepcopy(model.body.state_dict()))
+            trained.append(copy.deepcopy(model.head.state_dict()))
+            with torch.no_grad():
+                z = model.body(x)
+            for k in y.tolist():
+                counts[k] += 1
+            for k, row in zip(y.tolist(), z, strict=True):
+                sums[k] += row
+        n = float(sum(sizes[j] for j in cohort))
+        body = {key: sum(sizes[j] / n * b[key] for j, b in zip(cohort, bodies, strict=True)) for key in body}
+        for i, j in enumerate(cohort):
+            a = solved(torch.stack(h), torch.stack(v), h[i])
+            heads[j] = {key: sum(w * head[key] for w, head in zip(a, trained, strict=True)) for key in heads[j]}
+            weights[j] = torch.zeros(clients.clients).double().index_copy(0, torch.tensor(cohort), a)
+        centroids |= {k: sums[k] / counts[k] for k in range(CLASSES) if counts[k]}
+    return {"body": body, "heads": heads, "weights": weights, "centroids": centroids}
+
+
+@pytest.mark.parametrize(("participation", "seed"), [(1.0, 0), (0.75, 0), (0.5, 3)])
+def test_rounds_as_a_plain_loop(few: FederatedData, network: Split, participation: float, seed: int):
+    """Four rounds, clients that stay away, a class of which the server hears late and one of which it never does."""
+    options: dict[str, Any] = {"lr": 0.1, "head_lr": 0.2, "weight_decay": 0.01, "batch_size": None, "lam": 0.8}
+    algorithm = bf.algorithms.fedpac(network, head_epochs=2, body_epochs=3, **options)
+    result = run(algorithm, few, 4, participation=participation, sampling="fixed", seed=seed)
+    cohorts = [result.settings.cohort(4, t).tolist() for t in range(4)]
+    if participation == 0.5:
+        assert 3 not in cohorts[0]
+        assert any(3 in cohort for cohort in cohorts[1:])
+    expected = reference(network, few, cohorts, lam=0.8)
+
+    def flat(state: dict[str, Tensor]) -> Tensor:
+        return torch.cat([state[key].flatten() for key in state])
+
+    assert_close(result.server["body"]["loc"], flat(expected["body"]), atol=1e-10, rtol=0)
+    assert_close(result.server["heads"], torch.stack([flat(head) for head in expected["heads"]]), atol=1e-10, rtol=0)
+    assert_close(result.server["collaboration"], expected["weights"], atol=1e-9, rtol=0)
+    for k, centroid in expected["centroids"].items():
+        assert_close(result.server["centroids"][k], centroid, atol=1e-10, rtol=0)
+    assert result.server["seen"].tolist() == [k in expected["centroids"] for k in range(CLASSES)]
+
+
+def test_the_programs_of_a_round_are_solved(clients: FederatedData, model: nn.Module):
+    """Weights of a round satisfy the optimality conditions to 1e-8, once those cut off are put back."""
+    result = run(bf.algorithms.fedpac(model), clients, 2)
+    known = result.server["trained"]
+    h, v = known["h"].double(), known["variance"].double()
+    exact = simplex.minimise(h @ h.T + torch.diag(v), h @ h.T)
+    assert float(simplex.kkt(h @ h.T + torch.diag(v), h @ h.T, exact).max()) < 1e-8
+    assert_close(mixing(h, v, h), torch.where(exact < 1e-3, 0, exact) / torch.where(exact < 1e-3, 0, exact).sum(1, keepdim=True))
+    order = [int(n) for n in torch.tensor(clients.train.counts).argsort(descending=True, stable=True)]  # as uplinks come in
+    a = result.server["collaboration"][order][:, order]
+    assert_close(a, mixing(h, v, h), atol=1e-12, rtol=0)
+    assert_close(result.server["heads"][order], a @ known["head"], atol=1e-12, rtol=0)
+
+
+def test_without_pull_and_mixing_it_is_fedrep(clients: FederatedData, model: nn.Module, monkeypatch: pytest.MonkeyPatch):
+    """lambda = 0 and every client its own head; full batches, since phases at other places draw other ones."""
+    monkeypatch.setattr(module, "mixing", lambda h, variance, own: torch.eye(len(own), dtype=torch.float64))
+    options: dict[str, Any] = {"head_epochs": 2, "body_epochs": 3, "batch_size": None, "lr": 0.1, "weight_decay": 0.01}
+    pac = run(bf.algorithms.fedpac(model, head_lr=0.1, lam=0.0, **options), clients, 3)
+    rep = run(bf.algorithms.fedrep(model, **options), clients, 3)
+    assert_close(pac.server["body"]["loc"], rep.server["body"]["loc"], atol=1e-10, rtol=0)
+    assert_close(pac.server["heads"], rep.private["head"]["loc"], atol=1e-10, rtol=0)
+    assert_close(pac.predict().probs, rep.predict().probs, atol=1e-10, rtol=0, equal_nan=True)
+
+
+def test_the_first_round_has_no_pull(clients: FederatedData, model: nn.Module):
+    """Whatever lambda is; from the second round on it matters."""
+    one, other = (bf.algorithms.fedpac(model, lam=lam) for lam in (0.0, 50.0))
+    assert torch.equal(run(one, clients).server["body"]["loc"], run(other, clients).server["body"]["loc"])
+    assert not torch.equal(run(one, clients, 2).server["body"]["loc"], run(other, clients, 2).server["body"]["loc"])
+
+
+# What the server holds
+
+
+def test_the_absent_keep_their_heads_and_rows(clients: FederatedData, model: nn.Module):
+    """A client outside the cohort has the head and the row of its last round; before its first, the start's head and a row of 0."""
+    algorithm = bf.algorithms.fedpac(model)
+    options: dict[str, Any] = {"participation": 0.5, "sampling": "fixed"}
+    first, second = (run(algorithm, clients, rounds, **options).server for rounds in (1, 2))
+    settings = run(algorithm, clients, 1, **options).settings
+    one, two = (set(settings.cohort(7, t).tolist()) for t in (0, 1))
+    start = algorithm.init(7, seed=2, dtype=torch.float64)["head"]["loc"]
+    assert one - two
+    assert set(range(7)) - one - two
+    for j in range(7):
+        row = second["collaboration"][j]
+        if j in two:
+            assert set(row.nonzero().flatten().tolist()) <= two
+            assert_close(row.sum(), torch.ones((), dtype=torch.float64))
+        elif j in one:
+            assert torch.equal(row, first["collaboration"][j])
+            assert torch.equal(second["heads"][j], first["heads"][j])
+        else:
+            assert not row.any()
+            assert torch.equal(second["heads"][j], start)
+
+
+def test_a_class_that_the_cohort_lacks_keeps_its_centroid(network: Split):
+    """Others become means by the number of examples, of those that have some."""
+    algorithm = bf.algorithms.fedpac(network)
+    size = algorithm.layout("head").size
+    before = algorithm.init(3, dtype=torch.float64) | {"seen": torch.tensor([True, True, False, False])}
+    before["centroids"] = torch.arange(4.0).double()[:, None].expand(4, WIDTH).clone()
+    sent = torch.tensor([[10.0, 0.0, 30.0, 0.0], [20.0, 0.0, 0.0, 0.0]]).double()[..., None].expand(2, 4, WIDTH)
+    uplink = {
+        "head": {"loc": torch.randn(2, size).double()},
+        "counts": torch.tensor([[1.0, 0.0, 5.0, 0.0], [3.0, 0.0, 0.0, 0.0]]).double(),
+        "centroids": sent,
+        "h": torch.randn(2, 4, WIDTH).double(),
+        "variance": torch.ones(2).double(),
+        "n": torch.tensor([6.0, 3.0]).double(),
+    }
+    after = algorithm.combine(before, torch.tensor([2, 0]), uplink)
+    assert after["centroids"][:, 0].tolist() == [17.5, 1.0, 30.0, 3.0]
+    assert after["seen"].tolist() == [True, True, True, False]
+    assert_close(after["head"]["loc"], (2 * uplink["head"]["loc"][0] + uplink["head"]["loc"][1]) / 3)  # of the global model
+    assert torch.equal(after["heads"][1], before["heads"][1])
+
+
+def test_the_two_evaluations_of_a_round(clients: FederatedData, model: nn.Module):
+    """`personal_` is the common body under the mixed head, `before_pool_` the client's own models after local training."""
+    algorithm = bf.algorithms.fedpac(model, batch_size=None, head_epochs=3, lr=0.2)
+    result = run(algorithm, clients, 2, evaluate_every=1)
+    x = clients.test.client(4)[0]
+    leaves = algorithm.layout("body").leaves(result.server["body"]["loc"])
+    leaves |= algorithm.layout("head").leaves(result.server["heads"][4])
+    probs = algorithm.outputs(leaves, x.double()).softmax(-1)
+    assert_close(result.predict().client(4).probs, probs, atol=1e-12, rtol=0)
+    # Of one client alone pooling changes nothing, and its head is mixed with no other.
+    alone = run(algorithm, clients.select([4]), 2, evaluate_every=1).history
+    assert_close(torch.tensor(alone["before_pool_nll"]), torch.tensor(alone["personal_nll"]), atol=1e-12, rtol=0)
+    assert result.history["before_pool_nll"][-1] != result.history["personal_nll"][-1]
+
+
+# Clients that join later
+
+
+def test_a_newcomer_gets_the_mixture_of_one_like_it(clients: FederatedData, model: nn.Module):
+    """With a body that stands still, one with the data of a client has that client's statistics, and gets its head."""
+    result = run(bf.algorithms.fedpac(model, lr=1e-30, head_lr=0.5), clients, 2)
+    still = replace(result, algorithm=replace(result.algorithm, adapt=result.algorithm.adapt[:2]))
+    joined = still.adapt(clients.select([5, 2]))
+    assert_close(joined.private["head"]["loc"], result.server["heads"][[5, 2]], atol=1e-9, rtol=0)
+    assert_close(joined.predict().probs[0], result.predict().probs[5], atol=1e-9, rtol=0)
+
+
+def test_a_newcomer_trains_its_head_from_there(clients: FederatedData, model: nn.Module):
+    """The mixture, then `head_epochs` passes, here as one step of plain descent; the body is the server's."""
+    old, novel = clients.hold_out(2, seed=0)
+    options: dict[str, Any] = {"batch_size": None, "momentum": 0.0, "weight_decay": 0.0, "head_lr": 0.3}
+    result = run(bf.algorithms.fedpac(model, **options), old, 3)
+    joined = result.adapt(novel)
+    algorithm, known = result.algorithm, result.server["trained"]
+    for j in range(2):
+        x, y = novel.train.client(j)
+        z = features(algorithm, result.server["body"]["loc"], x)
+        h = (F.one_hot(y, 3).to(z)[:, :, None] * z[:, None]).mean(0).flatten()
+        a = mixing(known["h"], known["variance"], h[None])[0]
+        head = (a @ known["head"]).requires_grad_()
+        weight, bias = algorithm.layout("head").leaves(head).values()
+        F.cross_entropy(z @ weight.T + bias, y).backward()
+        assert head.grad is not None
+        assert_close(joined.private["head"]["loc"][j], head.detach() - 0.3 * head.grad, atol=1e-9, rtol=0)
+
+
+def test_only_newcomers_are_sent_heads_of_others(clients: FederatedData, model: nn.Module):
+    """In training the heads that the server keeps for them stay there: a client receives one model and the centroids."""
+    algorithm = bf.algorithms.fedpac(model)
+    result = run(algorithm, clients, 2, dtype=torch.float32)
+    size = sum(p.numel() for p in model.parameters())
+    assert result.history["bytes_down"].tolist() == [7 * (4 * (size + 3 * 16) + 3)] * 2
+    common, addressed = algorithm.share(result.server, torch.tensor([0, 3]))
+    assert "trained" not in common
+    assert torch.equal(addressed["head"]["loc"], result.server["heads"][[0, 3]])
+
+
+# What is asked for
+
+
+def test_defaults_are_the_papers():
+    """Of the authors' code; CIFAR-10 takes another learning rate."""
+    defaults = {name: p.default for name, p in inspect.signature(bf.algorithms.fedpac).parameters.items()}
+    steps = {"head_epochs": 1, "body_epochs": 5, "batch_size": 50, "lr": 0.01, "head_lr": 0.1, "momentum": 0.5, "weight_decay": 5e-4}
+    assert {name: defaults[name] for name in (*steps, "lam")} == {**steps, "lam": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        (bf.models.mlp(3, outputs=2), {"lam": -0.1}, "lam is the strength of a pull and must be finite and >= 0, got -0.1"),
+        (bf.models.mlp(3, outputs=2), {"lam": float("nan")}, "lam is the strength"),
+        (bf.models.mlp(3, outputs=1), {"likelihood": Gaussian(1.0)}, "likelihood Gaussian is for regression; use fedrep"),
+        (nn.Linear(3, 2), {}, "model must be a bf.models.Split whose head is one nn.Linear, got Linear"),
+        (Split(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 2))), {}, "one nn.Linear"),
+    ],
+)
+def test_what_is_refused(model: nn.Module, options: dict[str, Any], message: str):
+    """By name, with the remedy."""
+    with pytest.raises(ValueError, match=message):
+        bf.algorithms.fedpac(model, **options)
+
+
+def test_two_classes_of_one_output(few: FederatedData):
+    """A Bernoulli likelihood has one output and two classes, which the statistics know."""
+    data = few.select([0, 1, 2])
+    binary = replace(data, outputs=2)
+    model = bf.models.mlp(6, hidden=4, outputs=1)
+    result = run(bf.algorithms.fedpac(model, likelihood=bf.likelihood.Bernoulli()), binary, 2)
+    assert result.server["centroids"].shape == (2, 4)
+    assert result.server["seen"].all()
