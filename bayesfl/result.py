@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_map
 
 from bayesfl import checkpoint, predict
 from bayesfl.blocks import Algorithm, flatten
@@ -372,17 +373,25 @@ def same_run(result: Result, algorithm: Algorithm, clients: FederatedData) -> Re
 
 
 def _check_shapes(path: str, result: Result) -> None:
-    """That the state has the tensors that the method keeps on these data, in their shapes and types."""
+    """That the state has the tensors that the method keeps on these data, in their types and shapes; an axis of 0 at the start may grow."""
     algorithm, clients = result.algorithm, result.data.clients
     server = algorithm.init(clients, dtype=result.dtype)
-    rows = flatten({"private": algorithm.rows(server)})
-    wanted = {name: (t.dtype, list(t.shape)) for name, t in flatten({"server": server}).items()}
-    wanted |= {name: (t.dtype, [clients, *t.shape]) for name, t in rows.items()}
-    found = {name: (t.dtype, list(t.shape)) for name, t in flatten({"server": result.server, "private": result.private}).items()}
-    if wrong := sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name)):
-        name = wrong[0]
+    rows = tree_map(lambda t: t.expand(clients, *t.shape), algorithm.rows(server))
+    wanted = flatten({"server": server, "private": rows})
+    found = flatten({"server": result.server, "private": result.private})
+
+    def fits(name: str) -> bool:
+        if not (name in wanted and name in found and wanted[name].dtype == found[name].dtype):
+            return False
+        sizes = wanted[name].shape, found[name].shape
+        return len(sizes[0]) == len(sizes[1]) and all(m in (n, 0) for m, n in zip(*sizes, strict=True))
+
+    def picture(name: str, tensors: dict[str, Any]) -> str:
+        return f"{tensors[name].dtype} {list(tensors[name].shape)}" if name in tensors else "absent"
+
+    if wrong := sorted(name for name in wanted.keys() | found.keys() if not fits(name)):
         raise checkpoint.CheckpointError(
-            f"{path!r} holds another state than the method keeps: {name} is {found.get(name, 'missing')}, not {wanted.get(name, 'there')}"
+            f"{path!r} holds another state than the method keeps: {wrong[0]} is {picture(wrong[0], found)}, not {picture(wrong[0], wanted)}"
             + (f", and {len(wrong) - 1} more" if len(wrong) > 1 else "")
         )
 
