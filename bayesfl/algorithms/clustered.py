@@ -148,12 +148,15 @@ def bipartition(updates: Tensor) -> Tensor:
 
     An update of length 0 is at distance 1 from all others. Of equal distances the first in scipy's order is taken.
     """
-    from scipy.cluster.hierarchy import linkage, to_tree
+    from scipy.cluster.hierarchy import ClusterNode, linkage, to_tree
     from scipy.spatial.distance import squareform
 
     directions = updates.double() / updates.double().norm(dim=1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
     distances = (1 - directions @ directions.T).clamp_min(0).fill_diagonal_(0)
     root = to_tree(linkage(squareform(distances.cpu().numpy(), checks=False), method="complete"))
+    assert isinstance(root, ClusterNode)
+    left = root.get_left()
+    assert left is not None
     group = torch.zeros(len(updates), dtype=torch.bool, device=updates.device)
-    group[root.get_left().pre_order()] = True
+    group[left.pre_order()] = True
     return group != group[0]
