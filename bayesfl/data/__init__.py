@@ -2,7 +2,18 @@
 
 from bayesfl.data.arrays import from_arrays, from_datasets
 from bayesfl.data.federated import FederatedData, SourceInfo, Split
-from bayesfl.data.recipes import concept_drift, diabetes, dirichlet, heart_disease, iid, label_groups, labels_per_client
+from bayesfl.data.recipes import (
+    concept_drift,
+    diabetes,
+    dirichlet,
+    heart_disease,
+    iid,
+    label_groups,
+    labels_per_client,
+    pachinko,
+    shakespeare,
+    shards,
+)
 from bayesfl.data.sources import Source, available, load
 from bayesfl.data.synthetic import linear_mixture
 
@@ -23,4 +34,7 @@ __all__ = [
     "labels_per_client",
     "linear_mixture",
     "load",
+    "pachinko",
+    "shakespeare",
+    "shards",
 ]

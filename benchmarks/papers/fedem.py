@@ -96,7 +96,6 @@ def measured(result: Result, clients: FederatedData) -> dict[str, Any]:
         row |= {"l1": l1(result.private["pi"].numpy(), true), "l1_equal_shares": l1(np.full_like(true, 1 / true.shape[1]), true)}
     if "cluster" in result.server:
         row["cluster_sizes"] = sorted(torch.bincount(result.server["cluster"]).tolist(), reverse=True)
-        row["norms"] = result.server["norms"].tolist()
     row["round_seconds"] = float(np.median(result.history["seconds"]))
     return row
 
