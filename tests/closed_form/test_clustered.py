@@ -171,6 +171,16 @@ def test_thresholds_are_in_units_of_the_first_mean_update(planted: FederatedData
     assert_close(plain.server["norms"][0, 1], torch.stack(own).max() / moved.norm())
 
 
+def test_a_cluster_splits_just_where_its_thresholds_say(planted: FederatedData):
+    """In the round after `first_split`, with eps1 a little above its norm and eps2 a little below; not with either on the other side."""
+    whole = run(started(), planted, 6).server
+    moved, furthest = whole["norms"][0].tolist()
+    assert abs(float(whole["unit"]) - 1) > 0.1  # else thresholds as lengths would do the same
+    for up, down, rounds, clusters in ((1.01, 0.99, 6, 2), (0.99, 0.99, 6, 1), (1.01, 1.01, 6, 1), (1.01, 0.99, 5, 1)):
+        result = run(started(eps1=moved * up, eps2=furthest * down, first_split=5), planted, rounds)
+        assert len(result.server["models"]) == clusters
+
+
 def test_a_client_that_stays_away_keeps_its_cluster(planted: FederatedData):
     """Clusters average those who are there; one of which nobody is there stays as it is."""
     algorithm = started(eps1=0.02, eps2=0.1, first_split=4)
