@@ -213,7 +213,7 @@ def test_clients_that_took_different_numbers_of_steps(model: nn.Module, clients:
 
 
 @pytest.mark.parametrize("kernel", ["reference", "layers", "live", "vmap"])
-@pytest.mark.parametrize("copies", [None, 3])
+@pytest.mark.parametrize("copies", [None, 1, 3])
 @pytest.mark.parametrize("likelihood", [Categorical(), Gaussian(0.7)])
 def test_once_gets_the_losses_it_asks_for(clients: FederatedData, kernel: Any, copies: int | None, likelihood: Any):
     """Those of every example at the parts' means, of every copy, by every kernel as by hand; of beliefs and points alike."""

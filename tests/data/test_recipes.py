@@ -443,21 +443,23 @@ FOOL:\t{long}
 PROLOGUE
 
 KING\t{long}{long}
+
+QUEEN\t{exact}
 """
 
 
 def test_roles_speak_for_themselves(tmp_path):
     """Who says what, in which order; a chunk of 80 characters and the one after it; first ones train, last ones test."""
     long = "abcdefgh " * 30
-    text = PLAYS.format(long=long.strip())
+    text = PLAYS.format(long=long.strip(), exact=240 * "x")  # the last chunk of so many has nothing after it
     said = speeches(text)
-    assert list(said) == ["first, KING", "first, FOOL", "second, KING"]
+    assert list(said) == ["first, KING", "first, FOOL", "second, KING", "second, QUEEN"]
     assert said["first, KING"] == f"{long.strip()} the first\nAnd more\non two lines."
     assert said["first, FOOL"] == f"Too short.\n{long.strip()}"
     (tmp_path / "shakespeare").mkdir()
     (tmp_path / "shakespeare" / "moby_plays.txt").write_text(text)
     data = shakespeare(min_size=2, root=tmp_path)
-    assert data.client_names == ("first, KING", "first, FOOL", "second, KING")
+    assert data.client_names == ("first, KING", "first, FOOL", "second, KING", "second, QUEEN")
     assert data.inputs == (80,)
     assert data.classes == 100
     characters = data.class_names
