@@ -185,19 +185,30 @@ class Once:
     Args:
         fn: (algorithm, given, view, batch) -> view. A key that it adds dies with the round unless `private` names it.
         data: Whether it reads the client's data; without, `batch` is empty (inside `Repeat` it is always the shared batch).
+        losses: Parts of a predictor whose negative log likelihoods at their means, in nats, `batch["losses"]` then has, [B], or [M, B] of
+            copies: what engines compute faster than `fn` would.
         batched: False where vmap cannot carry `fn`.
+
+    Raises:
+        ValueError: Losses without data.
     """
 
     fn: Update
     _: KW_ONLY
     data: bool = False
+    losses: tuple[str, ...] = ()
     batched: bool = True
     epochs = 1
     steps = None
     batch_size = None
 
+    def __post_init__(self) -> None:
+        if self.losses and not self.data:
+            raise ValueError(f"losses of {self.losses} are those of the client's data; pass data=True")
+
     def check(self, algorithm: Algorithm) -> None:
-        """Fits any algorithm."""
+        """Fits any algorithm that has the parts of `losses`."""
+        algorithm.check_parts(self.losses)
 
     def noise(self, algorithm: Algorithm) -> dict[str, tuple[int, int]]:
         """Draws nothing."""

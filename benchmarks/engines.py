@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +32,7 @@ import torch.nn.functional as F
 import bayesfl as bf
 from bayesfl import report
 from bayesfl.data import FederatedData, SourceInfo, Split
+from bayesfl.likelihood import Bernoulli
 
 RESULTS = Path(__file__).parent / "results" / "engines.json"
 LR, MOMENTUM, BATCH = 0.05, 0.9, 50
@@ -229,6 +231,9 @@ def rows(quick: bool) -> dict[str, Row]:
     cnn = bf.algorithms.fedavg(net, epochs=2, lr=LR, momentum=MOMENTUM)
     vem = bf.algorithms.pfedvem(mlp, head_epochs=epochs, body_epochs=epochs)
     ditto = bf.algorithms.ditto(mlp, epochs=epochs, batch_size=BATCH, lr=LR, momentum=MOMENTUM)
+    linear, once = torch.nn.Linear(150, 1), {"epochs": 1, "batch_size": 128, "lr": LR, "momentum": MOMENTUM, "likelihood": Bernoulli()}
+    mean, mixed = bf.algorithms.fedavg(linear, **once), bf.algorithms.fedem(linear, components=3, **once)
+    mixture = cache(lambda: bf.data.linear_mixture(clients=60 if quick else 300, test=1))
     return {
         "mlp10": make("FedAvg, MLP 784-100-10, 10 clients x 250", lambda: bare_fedavg(mlp, ten(), epochs), fedavg, ten, 0.45, 0.72, 31),
         "mlp100": make("the same, 100 clients", lambda: bare_fedavg(mlp, hundred(), epochs), fedavg, hundred, 0.40, 0.65, 5),
@@ -245,6 +250,18 @@ def rows(quick: bool) -> dict[str, Row]:
                 "2 workers": lambda: Ours(ditto, ten(), two),
             },
             {"1 worker": 2.3, "2 workers": 2.3},
+            2 if quick else 21,
+        ),
+        "fedem": Row(
+            "FedEM, 3 linear components, 300 clients, in units of our own FedAvg round",
+            "FedAvg",
+            {
+                "FedAvg": lambda: Ours(mean, mixture(), one),
+                "1 worker": lambda: Ours(mixed, mixture(), one),
+                "FedAvg, 2 workers": lambda: Ours(mean, mixture(), two),
+                "2 workers": lambda: Ours(mixed, mixture(), two),
+            },
+            {"1 worker": 2.4, "2 workers": 2.4},
             2 if quick else 21,
         ),
     }
@@ -341,7 +358,7 @@ def main() -> None:
     table = rows(arguments.quick)
     for name in arguments.rows:
         row = table[name]
-        for busy in (False, True)[: 1 if arguments.no_neighbour or name == "ditto" else 2]:
+        for busy in (False, True)[: 1 if arguments.no_neighbour or row.unit == "FedAvg" else 2]:
             with neighbour(busy):
                 sides = measure(row, busy=busy)
             if not busy:

@@ -190,10 +190,56 @@ def fedsi() -> str:
     return "\n\n".join(parts)
 
 
+def fedem() -> str:
+    """The synthetic row of FedEM's Table 2 beside what was measured."""
+    saved = json.loads((RESULTS / "papers" / "fedem.json").read_text())
+    rows: dict[str, dict[str, list[float]]] = {}
+    clusters = []
+    for key, cell in saved["cells"].items():
+        name, *rest = key.split("/")
+        if "validation" in rest:
+            continue
+        row = rows.setdefault(name, {})
+        for measure in ("accuracy", "accuracy_decile", "nll", "rate", "l1"):
+            if measure in cell:
+                row.setdefault(measure, []).append(cell[measure])
+        if "cluster_sizes" in cell:
+            clusters.append(f"seed {rest[0]}: {len(cell['cluster_sizes'])} of {', '.join(map(str, cell['cluster_sizes']))}")
+    for name, row in rows.items():
+        row["seeds"] = [float(len(row["accuracy"]))]
+        row["rate"] = row["rate"][:1]  # the same for all seeds
+        row |= {f"published_{key}": [value / 100] for key, value in saved["published"].get(name, {}).items()}
+    percent = {"scale": 100.0, "digits": 1}
+    columns = [
+        report.Column("published_accuracy", title="average (%), published", **percent),
+        report.Column("accuracy", title="measured", **percent),
+        report.Column("published_accuracy_decile", title="bottom decile (%), published", **percent),
+        report.Column("accuracy_decile", title="measured", **percent),
+        report.Column("nll", title="NLL (nats)"),
+        report.Column("l1", title="weights: L1"),
+        report.Column("rate", title="learning rate", digits=2),
+        report.Column("seeds", title="seeds", digits=0),
+    ]
+    rates = sorted({float(key.split("/")[2]) for key in saved["cells"] if "/validation/" in key})
+    grid = {
+        name: {f"{rate:g}": saved["cells"].get(f"{name}/validation/{rate:g}", {}).get("accuracy", math.nan) for rate in rates}
+        for name in rows
+    }
+    tried = [report.Column(f"{rate:g}", title=f"{rate:g}", **percent) for rate in rates]
+    shown = "\n\n".join(
+        [
+            report.table(rows, columns=columns, style="markdown"),
+            f"**Accuracy on validation data by learning rate (%), seed 0**\n\n{report.table(grid, columns=tried, style='markdown')}",
+        ]
+    )
+    return shown + (f"\n\nClusters of clustered FL: {'; '.join(clusters)} clients." if clusters else "")
+
+
 PAGES = {
     ROOT / "README.md": (implemented, demo, engines),
     ROOT / "docs" / "selection.md": (selection,),
     ROOT / "docs" / "papers" / "fedsi.md": (fedsi,),
+    ROOT / "docs" / "papers" / "fedem.md": (fedem,),
 }
 
 

@@ -4,9 +4,9 @@
     python examples/fedem.py --clients 300 --rounds 200          # the paper's synthetic experiment
 
 Every example follows one of three linear rules; every client draws rules in shares of its own. Prints accuracy of FedEM, D-FedEM (no
-server) and of Local, FedAvg, FedProx, FedAvg-FT (FedAvg+) and IFCA, its mean over clients and that of the worst tenth, each at the learning
-rate that is best on validation data; how far the learned mixture weights are from the true ones, in L1 after the best matching of
-components, beside guessing equal shares. Table and a picture of the weights go into a run folder.
+server) and of Local, FedAvg, FedProx, FedAvg-FT (FedAvg+), clustered FL and IFCA, its mean over clients and that of the worst tenth, each
+at the learning rate that is best on validation data; how far the learned mixture weights are from the true ones, in L1 after the best
+matching of components, beside guessing equal shares. Table and a picture of the weights go into a run folder.
 """
 
 import argparse
@@ -30,6 +30,7 @@ ONE = {**LOCAL, "epochs": 1}
 METHODS: dict[str, Callable[[torch.nn.Module, float], bf.Algorithm]] = {
     "FedEM": lambda model, rate: bf.algorithms.fedem(model, lr=multistep(rate), **ONE),
     "D-FedEM": lambda model, rate: bf.algorithms.d_fedem(model, lr=multistep(rate), **ONE),
+    "Clustered FL": lambda model, rate: bf.algorithms.clustered(model, lr=multistep(rate), **ONE),
     "IFCA": lambda model, rate: bf.algorithms.ifca(model, clusters=3, lr=multistep(rate), **ONE),
     "Local": lambda model, rate: bf.algorithms.local(model, lr=multistep(rate), **ONE),
     "FedAvg": lambda model, rate: bf.algorithms.fedavg(model, lr=multistep(rate), **ONE),

@@ -6,6 +6,7 @@ they are few.
 
 import gc
 import json
+import logging
 import os
 import struct
 import subprocess
@@ -285,6 +286,7 @@ def test_memory_stays_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         return original(result, *more, **options)
 
     monkeypatch.setattr(killed.module, "run_round", watched)
+    monkeypatch.setattr(logging.getLogger("bayesfl.rounds"), "disabled", True)  # pytest would keep every line
     options: dict[str, Any] = {"faults": at_random(0.1, seed=2), "checkpoint": tmp_path, "every": 10, "evaluate_every": None}
     bf.simulate(killed.algorithm(), data, rounds=LONG, progress=False, **options)
     assert seen[LONG - 1] <= 1.05 * seen[LONG // 10]

@@ -57,6 +57,33 @@ def test_published_sizes():
     assert size(models.resnet18((3, 32, 32), outputs=10)) == 11_173_962  # as with batch norm
 
 
+def test_the_character_network():
+    """FedEM's sizes for 100 characters; the state after the last character, by the LSTM's equations."""
+    assert size(models.char_lstm(80, outputs=100)) == 825_220
+    model = models.char_lstm((5,), outputs=7, embedding=3, hidden=4, layers=2, seed=1)
+    assert {key.partition(".")[0] for key, _ in model.named_parameters()} == {"body", "head"}
+    x = torch.tensor([[0.0, 1.0, 6.0, 3.0, 3.0], [2.0, 0.0, 0.0, 5.0, 1.0]])
+    outputs = model(x)
+    assert outputs.shape == (2, 7)
+    assert_close(model(x[1:]), outputs[1:])
+    assert not torch.allclose(model(x.flip(1)), outputs)
+    read = model.body.read
+    state = cell = torch.zeros(2, 4)
+    low = low_cell = torch.zeros(2, 4)
+
+    def step(layer, x, state, cell):
+        w = {key: getattr(read, f"{key}_l{layer}") for key in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")}
+        i, f, g, o = (x @ w["weight_ih"].T + w["bias_ih"] + state @ w["weight_hh"].T + w["bias_hh"]).chunk(4, -1)
+        cell = f.sigmoid() * cell + i.sigmoid() * g.tanh()
+        return o.sigmoid() * cell.tanh(), cell
+
+    for t in range(5):
+        low, low_cell = step(0, model.body.embed.weight[x[:, t].long()], low, low_cell)
+        state, cell = step(1, low, state, cell)
+    assert_close(outputs, model.head(state))
+    assert not torch.equal(models.char_lstm(5, outputs=7, seed=2).head.weight, models.char_lstm(5, outputs=7, seed=3).head.weight)
+
+
 @every
 def test_shapes_and_names(name):
     model = MAKERS[name]()
@@ -158,6 +185,9 @@ def test_the_cifar100_network_pools_with_padding():
         (lambda: models.resnet18((3, 32, 32), outputs=10, groups=3), "groups must divide width"),
         (lambda: models.resnet18((3, 32, 32), outputs=10, groups="2"), "groups must be a whole number, got '2'"),  # pyright: ignore[reportArgumentType]
         (lambda: models.resnet18((3, 32, 32), outputs=10, width=8.0), "width must be a whole number, got 8.0"),  # pyright: ignore[reportArgumentType]
+        (lambda: models.char_lstm((1, 28, 28), outputs=10), r"inputs must be texts of L characters, \(L,\), got \(1, 28, 28\)"),
+        (lambda: models.char_lstm(80, outputs=10, hidden=0), "hidden must be at least 1, got 0"),
+        (lambda: models.char_lstm(80, outputs=10, embedding=1.5), "embedding must be a whole number, got 1.5"),  # pyright: ignore[reportArgumentType]
         (lambda: models.cifar100_cnn(outputs=2.5), "outputs .* must be a whole number, got 2.5"),  # pyright: ignore[reportArgumentType]
     ],
 )

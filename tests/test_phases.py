@@ -16,9 +16,11 @@ from bayesfl.blocks import Block
 from bayesfl.data import FederatedData
 from bayesfl.energy import Energy
 from bayesfl.engine import Plan
+from bayesfl.likelihood import Categorical, Gaussian
 from bayesfl.optim import SGD, Adam
-from bayesfl.phases import Descend, Repeat
+from bayesfl.phases import Descend, Once, Repeat
 from bayesfl.posteriors import MeanField
+from bayesfl.predictors import Mixture
 from bayesfl.priors import Normal, own_mean, server_mean
 from bayesfl.protocols import Batch
 from tests.cases import federation
@@ -240,3 +242,52 @@ def test_a_state_that_persists_is_not_written_into(model: nn.Module, clients: Fe
     after, _ = bf.Engine("layers").run(algorithm, step, given, views, plan)
     assert_close(rows, before, atol=0, rtol=0)
     assert float(after["moments"]["steps"].sum()) == 7
+
+
+@pytest.mark.parametrize("kernel", ["reference", "layers", "live", "vmap"])
+@pytest.mark.parametrize("copies", [None, 1, 3])
+@pytest.mark.parametrize("likelihood", [Categorical(), Gaussian(0.7)])
+def test_once_gets_the_losses_it_asks_for(clients: FederatedData, kernel: Any, copies: int | None, likelihood: Any):
+    """Those of every example at the parts' means, of every copy, by every kernel as by hand; of beliefs and points alike."""
+    net = bf.models.mlp(8, hidden=16, outputs=3)
+    if likelihood.task == "regression":
+        parts = [clients.train.client(j) for j in range(7)]
+        xs, ys = [x for x, _ in parts], [torch.nn.functional.one_hot(y, 3).float() for _, y in parts]
+        clients = bf.data.from_arrays(xs, ys, test=(xs, ys))
+
+    def keep(algorithm: Any, given: Any, view: Any, data: Batch) -> Any:
+        return view | {"seen": (data["losses"] * data["weight"]).sum(-1)}
+
+    prior = Normal(centre=server_mean("head"), variance=lambda given, view: torch.ones_like(view["n"])[..., None])
+    start = bf.models.anew(net, pattern="head.*") if copies else "module"
+    blocks = {
+        "body": Block("body.*"),
+        "head": Block("head.*", posterior=MeanField(init_scale=0.5), prior=prior, copies=copies, start=start),
+    }
+    algorithm = bf.Algorithm(
+        net,
+        blocks,
+        (Once(keep, data=True, losses=("body", "head")),),
+        parts=("body", "head"),
+        likelihood=likelihood,
+        private=lambda given: {"seen": torch.zeros(copies or ())},
+        predictor=Mixture("head", "seen") if copies else None,
+    )
+    result = run(algorithm, clients, kernel)
+    loc = result.server["head"]["loc"]
+    for j in range(7):
+        x, y = (t.double() if t.is_floating_point() else t for t in clients.train.client(j))
+        body = algorithm.layout("body").leaves(result.server["body"]["loc"])
+        wanted = [
+            algorithm.losses(body | algorithm.layout("head").leaves(head), {"x": x, "y": y}).sum()
+            for head in (loc if copies else loc[None])
+        ]
+        assert_close(result.private["seen"][j], torch.stack(wanted) if copies else wanted[0], atol=1e-9, rtol=0)
+
+
+def test_losses_are_those_of_the_data(model: nn.Module):
+    """Which a phase without data has not; and of parts that there are."""
+    with pytest.raises(ValueError, match=r"losses of .* pass data=True"):
+        Once(lambda algorithm, given, view, data: view, losses=("w",))
+    with pytest.raises(ValueError, match="'v' is not a block"):
+        bf.Algorithm(model, {"w": Block()}, (Once(lambda algorithm, given, view, data: view, data=True, losses=("v",)),), parts=("w",))

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from bayesfl.algorithms.clustered import clustered
 from bayesfl.algorithms.ditto import ditto
 from bayesfl.algorithms.fedavg import fedavg, fedavg_ft
 from bayesfl.algorithms.fedbabu import fedbabu
@@ -34,6 +35,7 @@ PAPERS: dict[str, tuple[Callable[..., Algorithm], str, str]] = {
     "pfedme": (pfedme, "pFedMe", "Dinh, Tran, Nguyen, NeurIPS 2020"),
     "pfedmap": (pfedmap, "pFedMAP", "Zhu, Ma, Blaschko, FL-NeurIPS 2022"),
     "pfedvem": (pfedvem, "pFedVEM", "Zhu, Ma, Blaschko, FL-NeurIPS 2022"),
+    "clustered": (clustered, "Clustered FL", "Sattler, Müller, Samek, TNNLS 2021"),
     "ifca": (ifca, "IFCA", "Ghosh et al., NeurIPS 2020"),
     "fedem": (fedem, "FedEM", "Marfoq et al., NeurIPS 2021"),
     "d_fedem": (d_fedem, "D-FedEM", "Marfoq et al., NeurIPS 2021"),
@@ -90,6 +92,7 @@ __all__ = [
     "PAPERS",
     "Entry",
     "available",
+    "clustered",
     "d_fedem",
     "ditto",
     "fedavg",

@@ -69,15 +69,12 @@ def fedem(
     whole("components", components, least=1)
     whole("adapt_iterations", adapt_iterations, least=1)
 
-    def losses(algorithm: Algorithm, view: View, data: Batch) -> Tensor:
-        return algorithm.losses_of_copies(PARTS, view, data)
-
     def expect(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
-        q, _ = mixture.responsibilities(view["pi"], losses(algorithm, view, data))
+        q, _ = mixture.responsibilities(view["pi"], data["losses"])
         return view | {"q": q, "pi": mixture.mean_weights(q, data["weight"])}
 
     def adapt(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
-        return view | {"pi": mixture.fit_weights(losses(algorithm, view, data), data["weight"], iterations=adapt_iterations)}
+        return view | {"pi": mixture.fit_weights(data["losses"], data["weight"], iterations=adapt_iterations)}
 
     def counted(given: Server, view: View, batch: Batch) -> Tensor:
         return torch.take_along_dim(view["q"], batch["index"].unsqueeze(-1), -2).mT
@@ -89,7 +86,7 @@ def fedem(
         model,
         {"components": Block(copies=components, start=anew(model), pool=Mean(share))},
         (
-            Once(expect, data=True),
+            Once(expect, data=True, losses=PARTS),
             Descend(
                 "components",
                 Energy("components", PARTS, likelihood="mean", weight=counted),
@@ -102,7 +99,7 @@ def fedem(
         likelihood=likelihood,
         private=lambda given: {"pi": torch.full((components,), 1 / components)},
         report=lambda given, view: {"pi": view["pi"]} if by_responsibility else {},
-        adapt=(Once(adapt, data=True),),
+        adapt=(Once(adapt, data=True, losses=PARTS),),
         predictor=Mixture("components", "pi"),
     )
 

@@ -49,7 +49,7 @@ def ifca(
     whole("clusters", clusters, least=1)
 
     def choose(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
-        total = (algorithm.losses_of_copies(("models",), view, data) * data["weight"]).sum(-1)
+        total = (data["losses"] * data["weight"]).sum(-1)
         return view | {"cluster": F.one_hot(total.argmin(-1), clusters).to(total)}
 
     def counted(given: Server, view: View, batch: Batch) -> Tensor:
@@ -58,7 +58,7 @@ def ifca(
     def share(server: Server, uplink: Uplink) -> Tensor:
         return uplink["n"].unsqueeze(-1) * uplink["cluster"]
 
-    choice = Once(choose, data=True)
+    choice = Once(choose, data=True, losses=("models",))
     return Algorithm(
         model,
         {"models": Block(copies=clusters, start=anew(model), pool=Mean(share))},

@@ -11,6 +11,9 @@ from bayesfl.data.recipes import (
     iid,
     label_groups,
     labels_per_client,
+    pachinko,
+    shakespeare,
+    shards,
     swapped_labels,
 )
 from bayesfl.data.sources import Source, available, load
@@ -34,5 +37,8 @@ __all__ = [
     "labels_per_client",
     "linear_mixture",
     "load",
+    "pachinko",
+    "shakespeare",
+    "shards",
     "swapped_labels",
 ]

@@ -46,8 +46,8 @@ def largest_remainder(total: int, weights: np.ndarray) -> np.ndarray:
 
 
 def deal(rows: np.ndarray, counts: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
-    """Shuffled `rows`, the first counts[0] for the first client, and so on."""
-    return np.split(rng.permutation(rows), np.cumsum(counts)[:-1])
+    """Shuffled `rows`, the first counts[0] for the first client, and so on; what is left over is nobody's."""
+    return np.split(rng.permutation(rows), np.cumsum(counts))[:-1]
 
 
 def join(pieces: Sequence[Sequence[np.ndarray]]) -> list[np.ndarray]:
@@ -219,6 +219,62 @@ def deal_around(labels: np.ndarray, wanted: np.ndarray, rng: np.random.Generator
         queue, ends = rng.permutation(rows), np.cumsum(wanted[:, k])
         pieces.append([queue[np.arange(end - n, end) % max(1, len(queue))] for n, end in zip(wanted[:, k], ends, strict=True)])
     return join(list(zip(*pieces, strict=True)))
+
+
+def shards(labels: np.ndarray, clients: int, each: int, rng: np.random.Generator) -> list[np.ndarray]:
+    """Rows sorted by class, ties at random, cut into clients * each shards of one size (to within one), `each` of them to every client.
+
+    Args:
+        labels: Class of each row [N], N >= clients * each.
+        clients: Number of clients.
+        each: Shards of a client.
+        rng: Source of the draws.
+    """
+    shuffled = rng.permutation(len(labels))
+    pieces = np.array_split(shuffled[np.argsort(labels[shuffled], kind="stable")], clients * each)
+    return join([[pieces[k] for k in mine] for mine in rng.permutation(clients * each).reshape(clients, each)])
+
+
+def pachinko_counts(
+    sizes: np.ndarray, superclasses: Sequence[Sequence[int]], clients: int, size: int, alpha: float, beta: float, rng: np.random.Generator
+) -> np.ndarray:
+    """How many rows of each class each client gets by Pachinko allocation, [K, J]: down a tree of superclasses and their classes.
+
+    Every client draws weights of the superclasses from a symmetric Dirichlet of `alpha`, and of the classes in each from one of `beta`;
+    each of its rows is of a superclass and then a class drawn by these weights among what has rows left. Clients come one after another,
+    so that the last take what the others leave.
+
+    Args:
+        sizes: Rows of each class [K].
+        superclasses: The classes of each superclass; each class stands in one at most.
+        clients: Number of clients J, with J * size <= the rows of all superclasses.
+        size: Rows of each client.
+        alpha: Concentration over superclasses, > 0.
+        beta: Concentration over the classes of one, > 0.
+        rng: Source of the draws.
+    """
+    groups, left = [np.asarray(group) for group in superclasses], sizes.copy()
+    room = np.array([left[group].sum() for group in groups])
+    counts = np.zeros((len(sizes), clients), dtype=np.int64)
+    for j in range(clients):
+        coarse = rng.dirichlet(np.full(len(groups), alpha))
+        fine = [rng.dirichlet(np.full(len(group), beta)) for group in groups]
+        for _ in range(size):
+            g = _draw(coarse, room > 0, rng)
+            k = groups[g][_draw(fine[g], left[groups[g]] > 0, rng)]
+            counts[k, j] += 1
+            left[k] -= 1
+            room[g] -= 1
+    return counts
+
+
+def _draw(weights: np.ndarray, there: np.ndarray, rng: np.random.Generator) -> int:
+    """A place with a chance in proportion to its weight, among those that are there; alike where all of these weights are 0."""
+    weights = np.where(there, weights, 0.0)
+    if not weights.sum() > 0:
+        weights = there.astype(float)
+    ends = np.cumsum(weights)
+    return int(np.searchsorted(ends, rng.random() * ends[-1], side="right"))
 
 
 def dirichlet_counts(sizes: np.ndarray, clients: int, alpha: float, min_size: int, rng: np.random.Generator) -> tuple[np.ndarray, int]:

@@ -1,7 +1,8 @@
 """Recipes: one call from the name of a data set to a federation, as papers make them.
 
-All but `label_groups` keep the data's own division into training and test rows, and all share one copy of the data between
-clients. The same arguments give the same partition on every machine; `FederatedData.hash` tells whether two are the same.
+All but `label_groups`, and what belongs to its own clients, keep the data's own division into training and test rows, and all share one
+copy of the data between clients. The same arguments give the same partition on every machine; `FederatedData.hash` tells whether two are
+the same.
 """
 
 import math
@@ -22,13 +23,15 @@ from bayesfl.data.sources import INFO, NORMALISATION, Source, load
 from bayesfl.random import Purpose, generator
 
 _HEART_TEST = 0.34  # FLamby's share
+_ROLE_TRAIN = 0.8
 _centred_inputs = WeakTensorKeyDictionary()
 
 
 def _open(source: str | Source, root: str | Path | None, download: bool) -> Source:
     opened = source if isinstance(source, Source) else load(source, root=root, download=download)
     if opened.owners is not None:
-        raise ValueError(f"{opened.info.name!r} belongs to its own clients already and has no test part to share out; use heart_disease()")
+        own = "shakespeare()" if opened.info.name == "shakespeare" else "heart_disease()"
+        raise ValueError(f"{opened.info.name!r} belongs to its own clients already and has no test part to share out; use {own}")
     return opened
 
 
@@ -82,6 +85,33 @@ def _federate(
     )
 
 
+def _superclasses(opened: Source, given: Sequence[Sequence[int]] | None) -> list[list[int]]:
+    """The classes of each superclass: those given, else the source's own, else classes in pairs.
+
+    Raises:
+        ValueError: There are no groups of one size of different classes.
+    """
+    given = given if given is not None else opened.superclasses
+    if given is None:
+        if opened.outputs % 2:
+            raise ValueError(
+                f"{opened.info.name!r} has {opened.outputs} classes, which don't make pairs: pass superclasses=, groups of one size"
+            )
+        given = [(k, k + 1) for k in range(0, opened.outputs, 2)]
+    groups = [[int(k) for k in group] for group in given]
+    flat = [k for group in groups for k in group]
+    if not flat or len({len(group) for group in groups}) > 1 or len(set(flat)) < len(flat) or not set(flat) <= set(range(opened.outputs)):
+        raise ValueError(f"superclasses must be groups of one size of different classes within [0, {opened.outputs}), got {groups}")
+    return groups
+
+
+def _concentration(name: str, value: float) -> float:
+    value = number(name, value)
+    if not (value > 0 and math.isfinite(value)):
+        raise ValueError(f"{name} is a concentration and must be a finite number > 0, got {value}")
+    return value
+
+
 def concept_drift(
     source: str | Source = "digits",
     *,
@@ -124,17 +154,8 @@ def concept_drift(
     """
     opened = _open(source, root, download)
     y_train, y_test = _labels(opened, "concept_drift")
-    given = superclasses if superclasses is not None else opened.superclasses
-    if given is None:
-        if opened.outputs % 2:
-            raise ValueError(
-                f"{opened.info.name!r} has {opened.outputs} classes, which don't make pairs: pass superclasses=, groups of one size"
-            )
-        given = [(k, k + 1) for k in range(0, opened.outputs, 2)]
-    groups = [[int(k) for k in group] for group in given]
+    groups = _superclasses(opened, superclasses)
     flat = [k for group in groups for k in group]
-    if not flat or len({len(group) for group in groups}) > 1 or len(set(flat)) < len(flat) or not set(flat) <= set(range(opened.outputs)):
-        raise ValueError(f"superclasses must be groups of one size of different classes within [0, {opened.outputs}), got {groups}")
     size = len(groups[0])
     fewest = int(np.bincount(y_train, minlength=opened.outputs)[flat].min())
     min_piece = whole("min_piece", min_piece, least=1)
@@ -230,6 +251,130 @@ def _deal_evenly(source: Source, clients: int, rng: np.random.Generator) -> tupl
     """Shuffled training and test rows in equal parts, to within one."""
     parts = [np.array_split(rng.permutation(rows), clients) for rows in (source.train, len(source.x) - source.train)]
     return partitions.join([[part] for part in parts[0]]), partitions.join([[part] for part in parts[1]])
+
+
+def shards(
+    source: str | Source = "digits",
+    *,
+    clients: int = 100,
+    shards: int = 2,
+    seed: int = 0,
+    validation: float = 0.0,
+    calibration: float = 0.0,
+    root: str | Path | None = None,
+    download: bool = False,
+) -> FederatedData:
+    """The pathological partition: training rows sorted by label and cut into shards of one size, a few shards for every client.
+
+    Every training row belongs to one client, and clients have equally much (to within a row for each shard). A client has about as many
+    classes as shards: a shard where one class ends and the next begins has two, and two shards may be of one class. Its share of a class's
+    test rows is its share of that class's training rows, rounded; a client that would get none is lent one of another's. FedEM's code
+    pools training and test rows and cuts each client's 80 : 20; here the data's own division is kept.
+
+    Args:
+        source: Name of a data set, or a source of your own.
+        clients: Number of clients.
+        shards: Shards of each client.
+        seed: Seed of the partition and of the shares below.
+        validation: Share of each client's training rows for tuning.
+        calibration: Likewise, for temperatures and conformal thresholds.
+        root: Folder of the data's files.
+        download: Let torchvision fetch images that are not there.
+
+    Raises:
+        ValueError: Numbers that are not whole, or more shards than training rows.
+
+    References:
+        McMahan et al., "Communication-efficient learning of deep networks from decentralized data", AISTATS 2017, section 3.
+    """
+    opened = _open(source, root, download)
+    y_train, y_test = _labels(opened, "shards")
+    shards = whole("shards", shards, least=1)
+    _check_clients(clients, len(y_train) // shards, f"times {shards} training examples")
+    rng = generator(seed, Purpose.PARTITION)
+    train = partitions.shards(y_train, clients, shards, rng)
+    counts = np.stack([np.bincount(y_train[rows], minlength=opened.outputs) for rows in train], axis=1)
+    return _federate(
+        opened,
+        train,
+        partitions.follow_counts(y_test, counts, rng),
+        recipe={"recipe": "shards", "source": opened.info.name, "clients": clients, "shards": shards},
+        seed=seed,
+        validation=validation,
+        calibration=calibration,
+    )
+
+
+def pachinko(
+    source: str | Source = "cifar100",
+    *,
+    clients: int = 100,
+    size: int | None = None,
+    alpha: float = 0.4,
+    beta: float = 10.0,
+    superclasses: Sequence[Sequence[int]] | None = None,
+    seed: int = 0,
+    validation: float = 0.0,
+    calibration: float = 0.0,
+    root: str | Path | None = None,
+    download: bool = False,
+) -> FederatedData:
+    """Label skew down a tree: a client has few superclasses, and of these most classes; clients have equally much.
+
+    Pachinko allocation: every client draws weights of the superclasses from a symmetric Dirichlet of `alpha` and of the classes in each
+    from one of `beta`, and every training row of it a superclass and then a class by these weights, without replacement; what has no rows
+    left is drawn no more. Test rows follow as in `shards`. FedEM's code pools the 60,000 images, 600 for a client, and cuts each client's
+    80 : 20; here the data's own division is kept, 500 training and about 100 test images.
+
+    Args:
+        source: Name of a data set, or a source of your own. Without superclasses of its own, k is classes 2k and 2k + 1.
+        clients: Number of clients.
+        size: Training rows of each client, before validation and calibration; None shares all of them out, to within a remainder.
+        alpha: Concentration over superclasses, > 0.
+        beta: Concentration over the classes of one, > 0.
+        superclasses: The classes of each superclass, groups of one size.
+        seed: Seed of the partition and of the shares below.
+        validation: Share of each client's training rows for tuning.
+        calibration: Likewise, for temperatures and conformal thresholds.
+        root: Folder of the data's files.
+        download: Let torchvision fetch images that are not there.
+
+    Raises:
+        ValueError: Numbers out of range or of another sort, too few rows for so many clients, or superclasses that don't work out.
+
+    References:
+        Reddi et al., "Adaptive federated optimization", ICLR 2021, appendix on CIFAR-100 (after Li and McCallum, "Pachinko allocation",
+        ICML 2006); the values of Marfoq et al., "Federated multi-task learning under a mixture of distributions", NeurIPS 2021.
+    """
+    opened = _open(source, root, download)
+    y_train, y_test = _labels(opened, "pachinko")
+    groups = _superclasses(opened, superclasses)
+    alpha, beta = _concentration("alpha", alpha), _concentration("beta", beta)
+    sizes = np.bincount(y_train, minlength=opened.outputs)
+    rows = int(sizes[[k for group in groups for k in group]].sum())
+    _check_clients(clients, rows, "training examples")
+    size = rows // clients if size is None else whole("size", size, least=1)
+    if clients * size > rows:
+        raise ValueError(f"{clients} clients of {size} training examples need {clients * size}, there are {rows}: take fewer, or size=None")
+    rng = generator(seed, Purpose.PARTITION)
+    counts = partitions.pachinko_counts(sizes, groups, clients, size, alpha, beta, rng)
+    return _federate(
+        opened,
+        partitions.deal_counts(y_train, counts, rng),
+        partitions.follow_counts(y_test, counts, rng),
+        recipe={
+            "recipe": "pachinko",
+            "source": opened.info.name,
+            "clients": clients,
+            "size": size,
+            "alpha": alpha,
+            "beta": beta,
+            "superclasses": groups,
+        },
+        seed=seed,
+        validation=validation,
+        calibration=calibration,
+    )
 
 
 def _centred(source: Source) -> Tensor:
@@ -516,6 +661,7 @@ def dirichlet(
     clients: int = 20,
     alpha: float = 0.5,
     min_size: int = 10,
+    label_clusters: int | None = None,
     seed: int = 0,
     validation: float = 0.0,
     calibration: float = 0.0,
@@ -528,11 +674,17 @@ def dirichlet(
     the largest, so that the call ends for any alpha (`recipe["moved"]` says how many rows that took). A client's share of a
     class's test rows is its share of that class's training rows, rounded; a client that would get none is lent one of another's.
 
+    With `label_clusters` classes are first put into so many groups at random, as large as each other to within one, and a group's rows are
+    dealt as those of one class: FedEM's CIFAR-10 is 80 clients, alpha 0.4 and 3 groups. Its code draws the numbers from a multinomial and
+    cuts pooled rows 80 : 20; here they are the proportions, rounded, and the data's own division is kept. `recipe["label_clusters"]` has
+    the groups.
+
     Args:
         source: Name of a data set, or a source of your own.
         clients: Number of clients.
         alpha: Concentration, > 0: the smaller, the more skewed.
         min_size: Fewest training rows of a client, before validation and calibration.
+        label_clusters: Groups of classes that are dealt together; None deals each class by itself.
         seed: Seed of the partition and of the shares below.
         validation: Share of each client's training rows for tuning.
         calibration: Likewise, for temperatures and conformal thresholds.
@@ -543,13 +695,12 @@ def dirichlet(
         ValueError: Numbers out of range or of another sort, or too few rows for so many clients.
 
     References:
-        Yurochkin et al., "Bayesian nonparametric federated learning of neural networks", ICML 2019, section 4.
+        Yurochkin et al., "Bayesian nonparametric federated learning of neural networks", ICML 2019, section 4. Groups: Marfoq et al.,
+        "Federated multi-task learning under a mixture of distributions", NeurIPS 2021, experiments.
     """
     opened = _open(source, root, download)
     y_train, y_test = _labels(opened, "dirichlet")
-    alpha, min_size = number("alpha", alpha), whole("min_size", min_size, least=1)
-    if not (alpha > 0 and math.isfinite(alpha)):
-        raise ValueError(f"alpha is a concentration and must be a finite number > 0, got {alpha}")
+    alpha, min_size = _concentration("alpha", alpha), whole("min_size", min_size, least=1)
     _check_clients(clients, len(y_train), "training examples")
     if clients * min_size > len(y_train):
         raise ValueError(
@@ -557,7 +708,17 @@ def dirichlet(
             "training examples: use fewer clients or a smaller min_size"
         )
     rng = generator(seed, Purpose.PARTITION)
-    counts, moved = partitions.dirichlet_counts(np.bincount(y_train, minlength=opened.outputs), clients, alpha, min_size, rng)
+    clusters = None
+    if label_clusters is not None:
+        if whole("label_clusters", label_clusters, least=1) > opened.outputs:
+            raise ValueError(f"label_clusters must lie within [1, {opened.outputs}], the number of classes, got {label_clusters}")
+        clusters = [np.sort(group) for group in np.array_split(rng.permutation(opened.outputs), label_clusters)]
+        cluster_of = np.empty(opened.outputs, dtype=np.int64)
+        for k, group in enumerate(clusters):
+            cluster_of[group] = k
+        y_train, y_test = cluster_of[y_train], cluster_of[y_test]
+    sizes = np.bincount(y_train, minlength=opened.outputs if clusters is None else len(clusters))
+    counts, moved = partitions.dirichlet_counts(sizes, clients, alpha, min_size, rng)
     return _federate(
         opened,
         partitions.deal_counts(y_train, counts, rng),
@@ -569,6 +730,7 @@ def dirichlet(
             "alpha": alpha,
             "min_size": min_size,
             "moved": moved,
+            **({} if clusters is None else {"label_clusters": [group.tolist() for group in clusters]}),
         },
         seed=seed,
         validation=validation,
@@ -710,6 +872,60 @@ def heart_disease(
         class_names=source.class_names,
         source=source.info,
         recipe={"recipe": "heart_disease", "source": "heart"},
+        validation=validation,
+        calibration=calibration,
+        seed=seed,
+    )
+
+
+def shakespeare(
+    *, min_size: int = 10, seed: int = 0, validation: float = 0.0, calibration: float = 0.0, root: str | Path | None = None
+) -> FederatedData:
+    """Speaking roles of 37 plays: a natural federation whose task is the next character, for `bf.models.char_lstm`.
+
+    A client is a role of one play. All that it says, stage directions left out, is cut into chunks of 80 characters; an example is a chunk
+    and the character after it, one of the 100 of `string.printable`. The first 80 % of a role's examples, in the order of its text, are
+    training data, the others test data. Inputs are the characters' numbers, as floats. FedEM's code predicts every character of a chunk
+    from those before it and weighs the loss by character; here each chunk has one label, as in LEAF, whose chunks begin at every
+    character.
+
+    Args:
+        min_size: Fewest examples of a role, at least 2; smaller ones are left out.
+        seed: Of the shares below.
+        validation: Share of each role's training examples for tuning.
+        calibration: Likewise, for temperatures and conformal thresholds.
+        root: Folder that holds `shakespeare/moby_plays.txt`.
+
+    Raises:
+        ValueError: A number out of range, or no role has so many examples.
+
+    References:
+        McMahan et al., "Communication-efficient learning of deep networks from decentralized data", AISTATS 2017; Caldas et al., "LEAF: a
+        benchmark for federated settings", 2018, arXiv:1812.01097; Marfoq et al., "Federated multi-task learning under a mixture of
+        distributions", NeurIPS 2021.
+    """
+    min_size = whole("min_size", min_size, least=2)
+    source = load("shakespeare", root=root)
+    assert source.owners is not None
+    counts = np.bincount(source.owners.numpy(), minlength=len(source.owner_names))
+    starts = np.cumsum(counts) - counts  # a role's examples stand together, in the order of its text
+    chosen = np.flatnonzero(counts >= min_size)
+    if not len(chosen):
+        raise ValueError(f"no role has min_size={min_size} examples, the largest has {counts.max()}; take fewer")
+    cuts = [int(_ROLE_TRAIN * counts[j]) for j in chosen]
+    return assemble(
+        source.x,
+        source.y,
+        {
+            "train": [np.arange(starts[j], starts[j] + cut) for j, cut in zip(chosen, cuts, strict=True)],
+            "test": [np.arange(starts[j] + cut, starts[j] + counts[j]) for j, cut in zip(chosen, cuts, strict=True)],
+        },
+        outputs=source.outputs,
+        task="classification",
+        names=[source.owner_names[j] for j in chosen],
+        class_names=source.class_names,
+        source=source.info,
+        recipe={"recipe": "shakespeare", "source": "shakespeare", "min_size": min_size},
         validation=validation,
         calibration=calibration,
         seed=seed,

@@ -5,6 +5,8 @@ import gzip
 import logging
 import math
 import os
+import re
+import string
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -150,6 +152,7 @@ _XIAO = (
     "H. Xiao, K. Rasul, R. Vollgraf, Fashion-MNIST: a novel image dataset for benchmarking machine learning algorithms, arXiv:1708.07747"
 )
 _KRIZHEVSKY = "A. Krizhevsky, Learning multiple layers of features from tiny images, technical report, University of Toronto, 2009"
+_COHEN = "G. Cohen, S. Afshar, J. Tapson, A. van Schaik, EMNIST: an extension of MNIST to handwritten letters, arXiv:1702.05373, 2017"
 _CIFAR = "https://www.cs.toronto.edu/~kriz/cifar.html"
 
 INFO = {
@@ -171,6 +174,13 @@ INFO = {
         ),
         SourceInfo(name="cifar10", licence="not stated; the authors ask to be cited", citation=_KRIZHEVSKY, url=_CIFAR),
         SourceInfo(name="cifar100", licence="not stated; the authors ask to be cited", citation=_KRIZHEVSKY, url=_CIFAR),
+        SourceInfo(name="emnist-letters", citation=_COHEN, url="https://www.nist.gov/itl/products-and-services/emnist-dataset"),
+        SourceInfo(
+            name="shakespeare",
+            licence="public domain",
+            citation="W. Shakespeare, the plays of the Complete Moby Shakespeare",
+            url="https://www.gutenberg.org/ebooks/3201",
+        ),
         SourceInfo(
             name="heart",
             licence="CC BY 4.0; the four investigators ask to be named",
@@ -189,12 +199,20 @@ INFO = {
 NORMALISATION = {
     "mnist": ((0.1307,), (0.3081,)),
     "fashion-mnist": ((0.2860,), (0.3530,)),
+    "emnist-letters": ((0.1307,), (0.3081,)),
     "cifar10": ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)),
     "cifar100": ((0.5074, 0.4867, 0.4411), (0.2011, 0.1987, 0.2025)),
 }
-_FOLDER = {"mnist": "MNIST", "fashion-mnist": "FashionMNIST", "cifar10": "cifar-10-batches-py", "cifar100": "cifar-100-python"}
-_TORCHVISION = {"mnist": "MNIST", "fashion-mnist": "FashionMNIST", "cifar10": "CIFAR10", "cifar100": "CIFAR100"}
+_FOLDER = {
+    "mnist": "MNIST",
+    "fashion-mnist": "FashionMNIST",
+    "emnist-letters": "EMNIST",
+    "cifar10": "cifar-10-batches-py",
+    "cifar100": "cifar-100-python",
+}
+_TORCHVISION = {"mnist": "MNIST", "fashion-mnist": "FashionMNIST", "emnist-letters": "EMNIST", "cifar10": "CIFAR10", "cifar100": "CIFAR100"}
 _FASHION = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
+_NAMES = {"fashion-mnist": _FASHION, "emnist-letters": tuple(string.ascii_lowercase)}
 
 
 def available() -> dict[str, SourceInfo]:
@@ -208,7 +226,8 @@ def load(name: str, *, root: str | Path | None = None, download: bool = False) -
     `digits` and `diabetes` come with scikit-learn. The others are looked for in `root`, else in the folder that the environment
     variable BAYESFL_DATA names, else in the user's cache (`~/.cache/bayesfl/datasets` on Linux): as `<name>.npz` (`x_train`,
     `x_test` uint8 images, `y_train`, `y_test`), as the original idx files (`MNIST/raw`, `FashionMNIST/raw`, gzipped or not), as
-    `heart_disease/heart.csv` or the repository's `heart_disease/processed.*.data`, or as torchvision keeps them.
+    `heart_disease/heart.csv` or the repository's `heart_disease/processed.*.data`, as `shakespeare/moby_plays.txt`, or as torchvision keeps
+    them. `emnist-letters` stands in for EMNIST by class: 26 letters, the files' labels 1 to 26 as 0 to 25, images upright.
 
     Args:
         name: Its name.
@@ -239,7 +258,12 @@ def default_root() -> Path:
 
 @lru_cache(maxsize=4)
 def _load(name: str, root: Path, download: bool) -> Source:
-    readers: dict[str, Callable[[], Source]] = {"digits": _digits, "diabetes": _diabetes, "heart": lambda: _heart(root)}
+    readers: dict[str, Callable[[], Source]] = {
+        "digits": _digits,
+        "diabetes": _diabetes,
+        "heart": lambda: _heart(root),
+        "shakespeare": lambda: _shakespeare(root),
+    }
     if name in readers:
         return readers[name]()
     return _images(name, root, download)
@@ -337,6 +361,67 @@ def _heart(root: Path) -> Source:
     )
 
 
+CHUNK = 80  # characters of an example
+_OPENING = re.compile(r"^(ACT|PROLOGUE|INDUCTION)", re.MULTILINE)  # what stands before lists who is in the play
+
+
+def speeches(text: str) -> dict[str, str]:
+    """What each role says, {"play, speaker": text}, roles in the order in which they first speak.
+
+    Args:
+        text: Plays, each begun by a line `@@PLAY name`; a speech begins with its speaker and a tab and goes on to the next blank line.
+            What is in square brackets is left out, runs of blanks are one, and so are line ends.
+    """
+    said: dict[str, list[str]] = {}
+    for play in text.split("@@PLAY ")[1:]:
+        name, _, body = play.partition("\n")
+        opening = _OPENING.search(body)
+        for block in re.split(r"\n[ \t]*\n", body[opening.start() if opening else 0 :]):
+            speaker, tab, words = re.sub(r"\[[^\]]*\]", "", block).strip("\n").partition("\t")
+            words = re.sub(r"\s*\n\s*", "\n", re.sub(r"[ \t]+", " ", words)).strip()
+            if tab and words and speaker.strip() and not speaker.startswith("SCENE"):
+                said.setdefault(f"{name.strip()}, {' '.join(speaker.split()).rstrip(':')}", []).append(words)
+    return {role: "\n".join(parts) for role, parts in said.items()}
+
+
+def _shakespeare(root: Path) -> Source:
+    """Chunks of what a role says and the character after each, roles one after another; not yet split."""
+    path = root / "shakespeare" / "moby_plays.txt"
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"the plays are not on disk. Looked at\n  {path}\nPut the plays of {INFO['shakespeare'].url} there as one text, each begun by "
+            "a line '@@PLAY name', its speeches by the speaker and a tab and ended by a blank line; or name another folder by root= or by "
+            "the environment variable BAYESFL_DATA"
+        )
+    number = np.full(128, -1)
+    number[[ord(c) for c in string.printable]] = np.arange(len(string.printable))
+    x, y, owners, names = [], [], [], []
+    for role, said in speeches(path.read_text(encoding="ascii")).items():
+        codes = number[np.frombuffer(said.encode("ascii"), np.uint8)]
+        n = (len(codes) - 1) // CHUNK
+        if not n:
+            continue
+        if (codes < 0).any():
+            raise ValueError(f"{path} has characters that are not printable, in what {role!r} says: take them out")
+        x.append(codes[: n * CHUNK].reshape(n, CHUNK))
+        y.append(codes[CHUNK : n * CHUNK + 1 : CHUNK])
+        owners.append(np.full(n, len(names)))
+        names.append(role)
+    if not names:
+        raise ValueError(f"{path} has no speech of more than {CHUNK} characters after a line '@@PLAY name': it is not such a text")
+    return Source(
+        x=torch.from_numpy(np.concatenate(x)).float(),
+        y=torch.from_numpy(np.concatenate(y)),
+        train=sum(map(len, y)),
+        outputs=len(string.printable),
+        task="classification",
+        info=INFO["shakespeare"],
+        class_names=tuple(string.printable),
+        owners=torch.from_numpy(np.concatenate(owners)),
+        owner_names=tuple(names),
+    )
+
+
 def read_idx(path: str | Path) -> np.ndarray:
     """An array of unsigned bytes in the idx format of MNIST, gzipped or not.
 
@@ -374,7 +459,7 @@ def _images(name: str, root: Path, download: bool) -> Source:
             return _standardised(name, arrays)
     else:
         looked.append(root / _FOLDER[name])
-    if download or (name.startswith("cifar") and looked[-1].is_dir()):
+    if download or (_FOLDER[name] not in ("MNIST", "FashionMNIST") and looked[-1].is_dir()):
         try:
             arrays = _torchvision_arrays(name, root, download)
         except (OSError, RuntimeError, HTTPException) as error:
@@ -420,8 +505,10 @@ def _torchvision_arrays(name: str, root: Path, download: bool) -> dict[str, np.n
     log.info("reading %s through torchvision in %s", name, root)
     arrays = {}
     for part, train in (("train", True), ("test", False)):
-        data = getattr(datasets, _TORCHVISION[name])(str(root), train=train, download=download)
-        arrays |= {f"x_{part}": np.asarray(data.data), f"y_{part}": np.asarray(data.targets)}
+        letters = {"split": "letters"} if name == "emnist-letters" else {}
+        data = getattr(datasets, _TORCHVISION[name])(str(root), train=train, download=download, **letters)
+        x = np.asarray(data.data)
+        arrays |= {f"x_{part}": x.swapaxes(1, 2) if letters else x, f"y_{part}": np.asarray(data.targets)}  # EMNIST's lie on their side
     if name.startswith("cifar"):
         arrays["label_names"] = np.asarray(data.classes)
     return arrays
@@ -440,16 +527,17 @@ def _standardised(name: str, arrays: dict[str, np.ndarray]) -> Source:
         images = torch.from_numpy(np.array(raw[part]))
         place.copy_(images[:, None] if images.dim() == 3 else images.permute(0, 3, 1, 2))
     x.div_(255).sub_(torch.tensor(mean)[:, None, None]).div_(torch.tensor(std)[:, None, None])
-    names = raw["label_names"].tolist() if "label_names" in raw else _FASHION if name == "fashion-mnist" else None
+    names = raw["label_names"].tolist() if "label_names" in raw else _NAMES.get(name)
     superclasses, superclass_names = None, None
     if name == "cifar100":
         coarse = raw["coarse_of_fine"] if "coarse_of_fine" in raw else np.array(FINE_TO_COARSE)
         superclasses = tuple(tuple(np.flatnonzero(coarse == k).tolist()) for k in range(20))
         superclass_names = tuple(raw["coarse_names"].tolist()) if "coarse_names" in raw else None
-    classes = 100 if name == "cifar100" else 10
+    classes = {"cifar100": 100, "emnist-letters": 26}.get(name, 10)
+    y = np.concatenate([raw["y_train"], raw["y_test"]]).astype(np.int64)
     return Source(
         x=x,
-        y=torch.from_numpy(np.concatenate([raw["y_train"], raw["y_test"]]).astype(np.int64)),
+        y=torch.from_numpy(y - 1 if name == "emnist-letters" else y),
         train=train,
         outputs=classes,
         task="classification",

@@ -24,6 +24,9 @@ KERNELS = ("auto", "reference", "live", "layers", "vmap")
 
 # docs/decisions/0008: with larger chunks the weights of an MLP leave the cache, smaller ones pay more calls for each product.
 CPU_CHUNK = 5
+# Small models take more clients, whose calls cost more than their products, while the chunk's weights fit into this many bytes and so many
+# chunks are left that workers get equal shares.
+CPU_BYTES, CPU_SMALL_CHUNK, CPU_CHUNKS = 12 * 2**20, 20, 8
 # docs/decisions/0008: small networks of convolutions gain from chunks as others do, larger ones are faster client by client.
 CPU_CONVOLUTIONS = 100_000
 # A client in training holds its weights about eight times: state, leaves, gradients, momentum, pull and temporaries.
@@ -37,8 +40,8 @@ class Engine:
     Args:
         kernel: `reference` (pure steps, one client after another), `live` (the module itself, client by client), `layers` (layer
             rules for a whole chunk), `vmap` (any module that torch.func can batch), or `auto`, which decides for each phase.
-        chunk: Clients at once; None decides from the cohort on a CPU, on a GPU from the weights alone and the free memory: where
-            activations are large, which it does not know, it is yours to set.
+        chunk: Clients at once; None decides on a CPU from the cohort and the size of the weights, on a GPU from the weights alone and
+            the free memory: where activations are large, which it does not know, it is yours to set.
         workers: Threads that run chunks, each with one intra-op thread; None for the cores this process may use (1 on a GPU, and
             under `vmap`, whose Python holds the lock).
 
@@ -62,7 +65,11 @@ class Engine:
         if self.chunk is not None:
             return self.chunk
         if device.type != "cuda":
-            return max(1, min(CPU_CHUNK, -(-clients // 2)))
+            most = CPU_CHUNK
+            if not live.has_convolutions(algorithm.model):
+                weights = sum(algorithm.layout(name).size * (block.copies or 1) for name, block in algorithm.blocks.items())
+                most = max(most, min(CPU_SMALL_CHUNK, CPU_BYTES // (4 * COPIES * weights), clients // CPU_CHUNKS))
+            return max(1, min(most, -(-clients // 2)))
         size = sum(p.numel() for p in algorithm.model.parameters()) * 4 * COPIES
         return max(1, min(clients, int(0.5 * torch.cuda.mem_get_info(device)[0] / size)))
 
@@ -144,8 +151,14 @@ class Engine:
         self, algorithm: Algorithm, phase: Phase, given: Server, views: View, plan: Plan, kernel: Kernel, batch: Batch | None
     ) -> tuple[View, Info]:
         if not isinstance(phase, Descend):
-            return vmap.run(algorithm, phase, given, views, plan, batch)
+            return vmap.run(algorithm, phase, given, views, plan, batch, losses=self._losses)
         return descent.descend(algorithm, phase, given, views, plan, KERNEL_OF[kernel], batch=batch)
+
+    def _losses(self, algorithm: Algorithm, parts: tuple[str, ...], views: View, batch: Batch) -> Tensor:
+        """`Algorithm.losses_of_copies` of a chunk of clients, [C, B] or [C, M, B]: by the kernel, many clients and copies at once."""
+        outputs = self.outputs(algorithm, parts, views, batch["x"], {})
+        losses = algorithm.likelihood.nll(outputs, batch["y"].unsqueeze(1))
+        return losses if algorithm.copies(parts) else losses.squeeze(1)
 
     def outputs(self, algorithm: Algorithm, parts: tuple[str, ...], views: View, x: Tensor, noise: dict[str, Tensor]) -> Tensor:
         """Outputs [C, S, N, O] of a chunk of clients at `x` [C, N, *].

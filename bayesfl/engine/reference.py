@@ -41,6 +41,8 @@ def _steps(algorithm: Algorithm, phase: Phase, given: Server, view: View, plan: 
     carry = phase.begin(algorithm, given, view)
     for t in steps:
         batch = {key: value[0] for key, value in plan.batch(t, 1).items()} if data else {}
+        if parts := getattr(phase, "losses", ()):
+            batch["losses"] = algorithm.losses_of_copies(parts, view, batch)
         noise = {key: value[0] for key, value in plan.noise(phase.noise(algorithm), 1).items()}
         carry = phase.step(algorithm, carry, given, view, batch, noise)
     return phase.end(algorithm, carry, given, view)

@@ -1,5 +1,6 @@
 """The vmap kernel: torch.func carries any module, and any pure phase, over a chunk of clients."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,7 +43,16 @@ def _forward(module: nn.Module, leaves: dict[str, Tensor], x: Tensor, lifted: bo
 kernel = by_autograd(_forward)
 
 
-def run(algorithm: Algorithm, phase: Phase, given: Server, views: View, plan: Plan, batch: Batch | None = None) -> tuple[View, Info]:
+def run(
+    algorithm: Algorithm,
+    phase: Phase,
+    given: Server,
+    views: View,
+    plan: Plan,
+    batch: Batch | None = None,
+    *,
+    losses: Callable[[Algorithm, tuple[str, ...], View, Batch], Tensor],
+) -> tuple[View, Info]:
     """Runs any pure phase for a chunk of clients, step by step over those still at work.
 
     Args:
@@ -52,6 +62,7 @@ def run(algorithm: Algorithm, phase: Phase, given: Server, views: View, plan: Pl
         views: [C, ...] throughout.
         plan: Batches and noise.
         batch: The batch that `Repeat` shares among its phases, if any.
+        losses: (algorithm, parts, views, batch) -> what a `Once` with `losses` asks for, of the chunk.
     """
     chunk = len(plan.rows)
     carry = vmap(lambda view: phase.begin(algorithm, given, view))(views)
@@ -60,11 +71,13 @@ def run(algorithm: Algorithm, phase: Phase, given: Server, views: View, plan: Pl
         active = chunk if batch is not None else plan.active(t)
         data = batch if batch is not None else plan.batch(t, active) if getattr(phase, "data", True) else {}
         noise = plan.noise(phase.noise(algorithm), active)
+        carried, seen = tree_map(lambda leaf, a=active: leaf[:a], (carry, views))
+        if parts := getattr(phase, "losses", ()):
+            data = {**data, "losses": losses(algorithm, parts, seen, data)}
 
         def step(carry: Any, view: View, batch: Batch, noise: dict[str, Tensor]) -> Any:
             return phase.step(algorithm, carry, given, view, batch, noise)
 
-        carried, seen = tree_map(lambda leaf, a=active: leaf[:a], (carry, views))
         new = vmap(step)(carried, seen, data, noise)
         carry = new if active == chunk else tree_map(lambda n, c, a=active: torch.cat([n, c[a:]]), new, carry)
     return vmap(lambda carry, view: phase.end(algorithm, carry, given, view))(carry, views)

@@ -59,6 +59,66 @@ def test_unequal_classes_are_cut_in_the_same_proportions(rng):
     assert sorted(np.concatenate(rows)) == list(range(len(labels)))
 
 
+def test_shards_are_runs_of_sorted_labels(rng):
+    """Of one size, every row in one of them; a client has no more classes than its shards can touch."""
+    labels = rng.permutation(np.repeat(np.arange(4), (30, 50, 7, 13)))
+    for clients, each in ((10, 2), (5, 1), (7, 3), (100, 1), (1, 4)):
+        dealt = partitions.shards(labels, clients, each, np.random.default_rng(1))
+        assert np.array_equal(np.sort(np.concatenate(dealt)), np.arange(100))
+        assert max(map(len, dealt)) - min(map(len, dealt)) <= each
+        # Cut points of the sorted labels: every client's labels are those of some of the runs.
+        runs = [np.bincount(run, minlength=4) for run in np.array_split(np.sort(labels), clients * each)]
+        held = [np.bincount(labels[rows], minlength=4) for rows in dealt]
+        assert np.array_equal(sum(held), sum(runs))
+        if each == 1:
+            assert sorted(map(tuple, held)) == sorted(map(tuple, runs))
+    alike = np.repeat(np.arange(5), 20)
+    for rows in partitions.shards(alike, 10, 1, rng):
+        assert len(rows) == 10
+        assert len(set(alike[rows])) == 1
+
+
+def test_shards_go_to_clients_at_random(rng):
+    """Not the first to the first; and ties of a class are not in the order of rows."""
+    labels = np.repeat(np.arange(20), 5)
+    dealt = [partitions.shards(labels, 10, 2, np.random.default_rng(seed)) for seed in range(2)]
+    assert not np.array_equal(dealt[0][0], dealt[1][0])
+    assert any(len({*labels[rows]}) == 2 and np.diff(np.unique(labels[rows])) > 1 for rows in dealt[0])
+    whole = partitions.shards(np.zeros(100, int), 2, 1, rng)
+    assert not np.array_equal(whole[0], np.arange(50))
+
+
+def test_pachinko_exhausts_the_leaves(rng):
+    """As many rows as asked for; nothing twice; all taken where clients want all there is, whatever their weights."""
+    sizes, groups = np.array([3, 40, 20, 0, 17, 9]), [[0, 4, 3], [5, 2, 1]]
+    for alpha, beta in ((0.01, 0.01), (0.4, 10.0), (100.0, 100.0), (1e-9, 1e-9)):
+        counts = partitions.pachinko_counts(sizes, groups, 8, 11, alpha, beta, rng)
+        assert counts.sum(0).tolist() == [11] * 8
+        assert (counts.sum(1) <= sizes).all()
+        assert counts.sum() == 88
+        full = partitions.pachinko_counts(sizes, groups, 1, 89, alpha, beta, rng)
+        assert full[:, 0].tolist() == sizes.tolist()
+
+
+def test_pachinko_draws_down_the_tree():
+    """Without running out, a client's shares of superclasses have the moments of their Dirichlet, and so have those of classes in one."""
+    alpha, beta, groups = 0.7, 3.0, [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
+    counts = partitions.pachinko_counts(np.full(12, 10**9), groups, 800, 150, alpha, beta, np.random.default_rng(0))
+    coarse = counts.reshape(4, 3, -1).sum(1) / 150
+    assert abs(coarse.mean(1) - 1 / 4).max() < 0.03
+    # A share drawn 150 times: the Dirichlet's variance, and the multinomial's given it.
+    var = 3 / (16 * (4 * alpha + 1))
+    assert abs(coarse.var(1).mean() / (var + (3 / 16 - var) / 150) - 1) < 0.1
+    many = counts[:3, counts[:3].sum(0) > 40]
+    fine = many[0] / many.sum(0)
+    var = 2 / (9 * (3 * beta + 1))
+    expected = var + (1 / 3 - 1 / 9 - var) * (1 / many.sum(0)).mean()
+    assert abs(fine.mean() - 1 / 3) < 0.02
+    both = counts[:, (counts[:3].sum(0) > 20) & (counts[3:6].sum(0) > 20)]
+    assert abs(np.corrcoef(both[0] / both[:3].sum(0), both[3] / both[3:6].sum(0))[0, 1]) < 0.2  # each superclass has weights of its own
+    assert abs(fine.var() / expected - 1) < 0.15
+
+
 def test_labels_are_spread_evenly(rng):
     for classes, clients, each in ((10, 20, 2), (10, 7, 3), (3, 5, 3), (10, 1, 1)):
         held = partitions.spread_labels(classes, clients, each, rng)

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import string
 import time
 import weakref
 from dataclasses import replace
@@ -22,9 +23,12 @@ from bayesfl.data import (
     label_groups,
     labels_per_client,
     load,
+    pachinko,
+    shakespeare,
+    shards,
     swapped_labels,
 )
-from bayesfl.data.sources import FINE_TO_COARSE
+from bayesfl.data.sources import FINE_TO_COARSE, speeches
 
 needs_files = pytest.mark.skipif("BAYESFL_DATA" not in os.environ, reason="BAYESFL_DATA names no folder of data sets")
 
@@ -412,6 +416,154 @@ def test_dirichlet_ends_for_many_clients_and_little_alpha(hundred):
         assert set(test) <= set(train)
 
 
+def test_shards_deal_test_rows_like_training_rows():
+    """The pathological partition of digits: every row once, two shards a client, test labels those of its training rows."""
+    source = load("digits")
+    data = shards(clients=20, shards=2)
+    assert torch.equal(data.train.index.sort()[0], torch.arange(source.train))
+    assert data.train.counts.max() - data.train.counts.min() <= 2
+    train, test = fine_labels(data, source, "train"), fine_labels(data, source, "test")
+    assert max(len(set(mine)) for mine in train) <= 4
+    assert np.mean([len(set(mine)) for mine in train]) < 3.5
+    for k in range(10):
+        ours = np.array([int((mine == k).sum()) for mine in train], dtype=float)
+        theirs = np.array([int((mine == k).sum()) for mine in test], dtype=float)
+        assert np.abs(theirs - ours / ours.sum() * (source.y_test == k).sum().item()).max() <= 1.5
+    assert len(set(np.concatenate([data.test.rows(j).numpy() for j in range(20)]))) == len(source.x) - source.train
+
+
+def test_label_clusters_are_dealt_as_one_class():
+    """FedEM's CIFAR-10 recipe, on digits: a client has one share of all classes of a group; groups are of one size."""
+    source = load("digits")
+    data = dirichlet(clients=8, alpha=0.4, label_clusters=3, seed=1)
+    groups = data.recipe["label_clusters"]
+    assert sorted(map(len, groups)) == [3, 3, 4]
+    assert sorted(k for group in groups for k in group) == list(range(10))
+    assert dirichlet(clients=8, alpha=0.4, label_clusters=3, seed=2).recipe["label_clusters"] != groups
+    assert torch.equal(data.train.index.sort()[0], torch.arange(source.train))
+    train, test = fine_labels(data, source, "train"), fine_labels(data, source, "test")
+    for group in groups:
+        ours = np.array([[(mine == k).sum() for k in group] for mine in train])
+        total = ours.sum(1) / ours.sum()
+        # Given its share of a group a client's rows are drawn at random: within five standard deviations of the class's.
+        for at in range(len(group)):
+            n = ours[:, at].sum()
+            assert np.abs(ours[:, at] - n * total).max() <= 5 * np.sqrt(n * total * (1 - total)).max() + 1
+        theirs = np.array([np.isin(mine, group).sum() for mine in test])
+        assert np.abs(theirs - total * theirs.sum()).max() <= 1.5
+    assert "label_clusters" not in dirichlet(clients=8).recipe
+    # As many groups as classes deal each class by itself; one group leaves labels in the same shares everywhere.
+    one = dirichlet(clients=4, alpha=0.4, label_clusters=1)
+    shares = np.array([np.bincount(mine, minlength=10) / len(mine) for mine in fine_labels(one, source, "train") if len(mine) > 200])
+    assert np.abs(shares - 0.1).max() < 0.08
+
+
+def test_pachinko_of_cifar_100(hundred):
+    """Sizes of the paper: 100 clients of 500, all training rows once; few superclasses carry a client, and most classes of these."""
+    start = time.perf_counter()
+    data = pachinko(hundred)
+    assert time.perf_counter() - start < 20
+    assert data.train.counts.tolist() == [500] * 100
+    assert torch.equal(data.train.index.sort()[0], torch.arange(50_000))
+    assert len(data.test.index) == 10_000
+    coarse = np.array(FINE_TO_COARSE)
+    first = [np.bincount(coarse[mine], minlength=20) for mine in fine_labels(data, hundred, "train")[:50]]
+    assert np.mean([np.sort(mine)[-5:].sum() / 500 for mine in first]) > 0.6  # the early ones, before anything runs out
+    flat = pachinko(hundred, clients=20, size=300, alpha=1e6, beta=1e6)
+    assert all(np.bincount(coarse[mine], minlength=20).min() >= 2 for mine in fine_labels(flat, hundred, "train"))
+    assert flat.train.counts.tolist() == [300] * 20
+    assert flat.recipe["superclasses"] == [list(group) for group in hundred.superclasses]
+    assert pachinko("digits", clients=7).train.counts.tolist() == [205] * 7  # pairs of classes; 1,438 rows leave three
+
+
+PLAYS = """@@PLAY first
+
+DRAMATIS PERSONAE
+
+KING\tof nothing, who must not be anybody's {long}
+
+ACT I
+
+SCENE I\tA hall, which nobody says. {long}
+
+[Enter KING and
+FOOL]
+
+KING\t{long} the first
+
+FOOL\tToo short.
+
+KING\tAnd   more
+[Aside, which {long} nobody says]
+  on two lines.
+
+ACT II
+
+FOOL:\t{long}
+
+@@PLAY second
+
+PROLOGUE
+
+KING\t{long}{long}
+
+QUEEN\t{exact}
+"""
+
+
+def test_roles_speak_for_themselves(tmp_path):
+    """Who says what, in which order; a chunk of 80 characters and the one after it; first ones train, last ones test."""
+    long = "abcdefgh " * 30
+    text = PLAYS.format(long=long.strip(), exact=240 * "x")  # the last chunk of so many has nothing after it
+    said = speeches(text)
+    assert list(said) == ["first, KING", "first, FOOL", "second, KING", "second, QUEEN"]
+    assert said["first, KING"] == f"{long.strip()} the first\nAnd more\non two lines."
+    assert said["first, FOOL"] == f"Too short.\n{long.strip()}"
+    (tmp_path / "shakespeare").mkdir()
+    (tmp_path / "shakespeare" / "moby_plays.txt").write_text(text)
+    data = shakespeare(min_size=2, root=tmp_path)
+    assert data.client_names == ("first, KING", "first, FOOL", "second, KING", "second, QUEEN")
+    assert data.inputs == (80,)
+    assert data.classes == 100
+    characters = data.class_names
+    assert characters == tuple(string.printable)
+    for j, role in enumerate(data.client_names):
+        x, y = (torch.cat(pair) for pair in zip(data.train.client(j), data.test.client(j), strict=True))
+        chunks = ["".join(characters[int(c)] for c in row) for row in x]
+        assert chunks == [said[role][80 * i : 80 * i + 80] for i in range(len(chunks))]
+        assert [characters[int(c)] for c in y] == [said[role][80 * i + 80] for i in range(len(chunks))]
+        assert len(chunks) == (len(said[role]) - 1) // 80
+        assert data.train.counts[j] == int(0.8 * len(chunks))
+    assert shakespeare(min_size=4, root=tmp_path).client_names == ("second, KING",)
+    with pytest.raises(ValueError, match="no role has min_size=9 examples, the largest has 6"):
+        shakespeare(min_size=9, root=tmp_path)
+    with pytest.raises(ValueError, match="min_size must be at least 2"):
+        shakespeare(min_size=1, root=tmp_path)
+    with pytest.raises(ValueError, match=r"belongs to its own clients .* use shakespeare\(\)"):
+        iid(load("shakespeare", root=tmp_path))
+
+
+@needs_files
+def test_the_plays():
+    """37 plays; every role's letters are its own."""
+    data = shakespeare()
+    assert len({name.split(", ")[0] for name in data.client_names}) == 37
+    assert "hamlet, HAMLET" in data.client_names
+    assert data.train.counts.min() >= 8
+    assert data.test.counts.min() >= 2
+    hamlet = data.client_names.index("hamlet, HAMLET")
+    assert data.train.counts[hamlet] + data.test.counts[hamlet] > 500
+    assert data.hash == shakespeare().hash
+
+
+@needs_files
+def test_pachinko_of_the_images():
+    """The paper's sizes on the real labels."""
+    data = pachinko("cifar100")
+    assert data.train.counts.tolist() == [500] * 100
+    assert torch.equal(data.train.index.sort()[0], torch.arange(50_000))
+
+
 def test_iid_deals_everything():
     data, source = iid(clients=7), load("digits")
     for split, size in ((data.train, source.train), (data.test, len(source.x) - source.train)):
@@ -479,11 +631,27 @@ def test_heart_disease_has_the_published_counts():
         lambda **options: dirichlet(clients=10, **options),
         lambda **options: dominant_classes(clients=10, **options),
         lambda **options: swapped_labels(clients=10, **options),
+        lambda **options: dirichlet(clients=10, label_clusters=3, **options),
+        lambda **options: shards(clients=10, **options),
+        lambda **options: pachinko("digits", clients=10, **options),
         lambda **options: iid(clients=10, **options),
         lambda **options: diabetes(clients=10, **options),
         lambda **options: diabetes(clients=10, by="bmi", **options),
     ],
-    ids=["concept_drift", "labels", "labels-random", "dirichlet", "dominant", "swapped", "iid", "diabetes", "diabetes-by"],
+    ids=[
+        "concept_drift",
+        "labels",
+        "labels-random",
+        "dirichlet",
+        "dominant",
+        "swapped",
+        "label-clusters",
+        "shards",
+        "pachinko",
+        "iid",
+        "diabetes",
+        "diabetes-by",
+    ],
 )
 def test_every_recipe_is_determined_by_its_arguments(make):
     data = make(seed=5)
@@ -575,6 +743,16 @@ def test_every_recipe_is_determined_by_its_arguments(make):
         (lambda: dirichlet(min_size=0), "min_size must be at least 1"),
         (lambda: dirichlet(min_size=10.5), "min_size must be a whole number, got 10.5"),  # pyright: ignore[reportArgumentType]
         (lambda: dirichlet(clients=500), "500 clients of at least 10 examples need 5000, 'digits' has 1438"),
+        (lambda: dirichlet(label_clusters=0), "label_clusters must be at least 1, got 0"),
+        (lambda: dirichlet(label_clusters=11), r"label_clusters must lie within \[1, 10\], the number of classes, got 11"),
+        (lambda: shards(shards=0), "shards must be at least 1, got 0"),
+        (lambda: shards(clients=720), r"clients must be a whole number within \[1, 719\], as many as there are times 2 training examples"),
+        (lambda: shards("diabetes"), "shards shares data out by class, 'diabetes' is a regression"),
+        (lambda: pachinko("digits", alpha=0), "alpha is a concentration and must be a finite number > 0, got 0"),
+        (lambda: pachinko("digits", beta=-1.0), "beta is a concentration and must be a finite number > 0, got -1"),
+        (lambda: pachinko("digits", clients=10, size=144), "10 clients of 144 training examples need 1440, there are 1438"),
+        (lambda: pachinko("digits", superclasses=[[0, 1], [1, 2]]), "different classes"),
+        (lambda: pachinko("diabetes"), "pachinko shares data out by class"),
         (lambda: iid(clients=0), "clients must be a whole number"),
         (lambda: iid(clients=2.5), "clients must be a whole number"),  # pyright: ignore[reportArgumentType]
         (lambda: iid(clients=360), "clients must be a whole number"),

@@ -28,11 +28,24 @@ def test_what_an_engine_refuses(options, message):
 
 
 def test_chunks_of_a_cpu():
-    """At most five clients, at least two chunks where there are two clients; what is asked for stands; workers never count."""
-    algorithm = bf.algorithms.fedavg(bf.models.mlp(4, outputs=2))
-    for clients, size in ((1, 1), (2, 1), (3, 2), (9, 5), (10, 5), (1000, 5)):
-        assert {bf.Engine(workers=w).chunk_size(clients, algorithm, CPU) for w in (None, 1, 7)} == {size}
-        assert bf.Engine(chunk=64).chunk_size(clients, algorithm, CPU) == 64
+    """At most five clients, more of small models where eight chunks are left; at least two chunks; what is asked for stands."""
+    algorithms = bf.algorithms
+    small, medium, large = bf.models.mlp(4, hidden=8, outputs=2), bf.models.mlp(100, hidden=200, outputs=10), bf.models.mlp(784, outputs=10)
+    assert sum(p.numel() for p in medium.parameters()) == 22_210  # 12 MiB hold 17 of them, each counted eight times in four bytes
+    lenet = bf.models.lenet((1, 12, 12), outputs=2, channels=(2, 2), hidden=(4, 4))
+    cases = (
+        (algorithms.fedavg(small), ((1, 1), (2, 1), (3, 2), (9, 5), (10, 5), (40, 5), (80, 10), (160, 20), (1000, 20))),
+        (algorithms.fedavg(medium), ((10, 5), (80, 10), (1000, 17))),
+        (algorithms.ditto(medium), ((10, 5), (80, 8), (1000, 8))),
+        (algorithms.fedem(medium, components=3), ((10, 5), (1000, 5))),
+        (algorithms.fedavg(large), ((1, 1), (9, 5), (1000, 5))),
+        (algorithms.fedavg(lenet), ((1, 1), (9, 5), (1000, 5))),
+    )
+    for algorithm, sizes in cases:
+        for clients, size in sizes:
+            # Workers never count: they must not change the bits.
+            assert {bf.Engine(workers=w).chunk_size(clients, algorithm, CPU) for w in (None, 1, 7)} == {size}
+            assert bf.Engine(chunk=64).chunk_size(clients, algorithm, CPU) == 64
 
 
 def chosen(model: nn.Module, phase: Descend | None = None, kernel: Kernel = "auto") -> str:

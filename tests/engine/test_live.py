@@ -6,9 +6,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.testing import assert_close
 
+import bayesfl as bf
 from bayesfl.engine import live
 from bayesfl.layout import Layout
 from bayesfl.models import resnet18
+from tests.cases import CASES
 
 S, B = 2, 3
 
@@ -92,3 +94,38 @@ def test_a_parameter_that_forward_leaves_out():
     found.back(numbers(1, B, 2))
     assert bool((slopes["spare"] == 0).all())
     assert all(bool(slope.isfinite().all()) for slope in slopes.values())
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedem", "d_fedem", "ifca", "clustered"])
+def test_methods_run_on_an_lstm(name: str):
+    """Which nothing can batch: client by client, as the reference does; copies one after another; new clients and predictions too."""
+    rng = torch.Generator().manual_seed(0)
+    xs = [torch.randint(6, (n, 4), generator=rng).float() for n in (9, 5, 3)]
+    ys = [((x[:, -1] + x[:, 0]) % 6).long() for x in xs]
+    clients = bf.data.from_arrays(xs, ys, test=(xs, ys), outputs=6, task="classification")
+    model = bf.models.char_lstm(clients.inputs, outputs=6, embedding=2, hidden=3, layers=2)
+    case = next(case for case in CASES if case.name == name)
+
+    def run(kernel):
+        options = {"rounds": 3, "dtype": torch.float64, "evaluate_every": None, "progress": False}
+        return bf.simulate(case(model, batch_size=4, lr=0.3), clients, engine=bf.Engine(kernel), **options)
+
+    live, reference = run("auto"), run("reference")
+    assert_close(live.server, reference.server, atol=1e-9, rtol=0)
+    assert_close(live.private, reference.private, atol=1e-9, rtol=0)
+    start = case(model).init(3, dtype=torch.float64)
+    block = next(iter(live.algorithm.blocks))
+    assert not torch.allclose(live.server[block]["loc"], start[block]["loc"])
+    layout = live.algorithm.layout(block)
+    for part in ("body.embed.", "body.read.weight_hh_l0", "body.read.weight_ih_l1", "head."):
+        moved = {
+            name: (leaf - layout.leaves(start[block]["loc"])[name]).abs().max()
+            for name, leaf in layout.leaves(live.server[block]["loc"]).items()
+        }
+        assert max(value for name, value in moved.items() if name.startswith(part)) > 1e-6
+    assert_close(live.predict().probs, reference.predict().probs, atol=1e-9, rtol=0, equal_nan=True)
+    probs = live.adapt(clients.select([1])).predict().probs
+    assert probs is not None
+    assert_close(probs.sum(-1), torch.ones(1, 5, dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"torch.func cannot batch module 'body.read' \(LSTM\); use kernel='live' or 'auto'"):
+        run("vmap")

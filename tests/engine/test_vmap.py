@@ -125,6 +125,10 @@ def test_a_pure_phase_over_unequal_clients():
     assert not torch.equal(runs[1][0]["w"]["loc"][0], views["w"]["loc"][0])
 
 
+def unasked(*_):
+    raise AssertionError("no phase here asks for losses")
+
+
 def test_a_closed_form_over_a_chunk():
     """`Once` sees one client's view and data, and what it returns comes back stacked."""
 
@@ -138,6 +142,6 @@ def test_a_closed_form_over_a_chunk():
     server = algorithm.init(2, dtype=torch.float64)
     given = algorithm.given(server, 0, 1)
     views = algorithm.views(given, {}, {}, torch.tensor([5.0, 2.0]).double())
-    found, info = vmap.run(algorithm, phase, given, views, Plan(phase, split, np.arange(2), dtype=torch.float64))
+    found, info = vmap.run(algorithm, phase, given, views, Plan(phase, split, np.arange(2), dtype=torch.float64), losses=unasked)
     assert_close(found["mean"], torch.stack([split.x[:5].mean(0), split.x[5:].mean(0)]))
     assert info == {}

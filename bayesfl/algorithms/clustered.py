@@ -1,0 +1,162 @@
+"""Clustered FL: FedAvg within clusters of clients, which split in two where their clients want to go different ways.
+
+A cluster starts with everyone.  With w its model, w_j what client j makes of it, u_j = w_j - w and n_j its number of examples:
+
+w <- w + u,  u = sum_j n_j u_j / sum_j n_j,  over the clients of the cluster.
+It splits where |u| < eps1 (its model stands still) while max_j |u_j| > eps2 (its clients do not), and it has more than two clients; the
+parts are the two last groups of complete-linkage clustering on 1 - cos(u_i, u_j).
+
+The paper's eps are lengths of an update, which follow the learning rate and the size of the model, so that the same numbers may never
+split on other data. Here they are multiples of |u| in the first round.
+
+Source: Sattler, Müller, Samek, "Clustered federated learning: model-agnostic distributed multi-task optimization under privacy
+constraints", IEEE Transactions on Neural Networks and Learning Systems 32(8), 2021, algorithm 3; complete linkage, the size and the first
+round of a split from the authors' code, github.com/felisat/clustered-federated-learning, where the places of clients within their cluster
+are taken for their numbers, which is wrong from the second split on; here they are mapped back.
+"""
+
+import logging
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from bayesfl.algorithms.fedavg import fedavg
+from bayesfl.blocks import Algorithm, Block
+from bayesfl.checks import number, whole
+from bayesfl.likelihood import Categorical
+from bayesfl.optim import Rate
+from bayesfl.phases import Once
+from bayesfl.pools import Stack, by_size
+from bayesfl.protocols import Batch, Likelihood, Server, Uplink, View, Weight
+
+log = logging.getLogger(__name__)
+SMALLEST = 2  # a cluster of so many clients, or fewer, stays whole
+
+
+def clustered(
+    model: nn.Module,
+    *,
+    eps1: float = 0.4,
+    eps2: float = 1.6,
+    first_split: int = 20,
+    epochs: int = 1,
+    batch_size: int | None = 128,
+    lr: Rate = 0.1,
+    momentum: float = 0.9,
+    weight_decay: float = 0.0,
+    weight: Weight = by_size,
+    likelihood: Likelihood = Categorical(),
+) -> Algorithm:
+    """Federate `model` by clustered FL.
+
+    The server holds `models` [clusters, D], each client's `cluster` [J] (-1 before the first round), the first round's `unit` |u|, and
+    `norms` [clusters, 2], |u| and max |u_j| of the last round in this unit, which say how far from a split a cluster is. It sends a client
+    its cluster's model. A cluster splits in a round in which all of its clients take part: let everyone do so. A client never seen gets
+    all models and predicts by the one that fits its training data best, as in `ifca`.
+
+    Args:
+        model: Any module.
+        eps1: A cluster's model stands still where |u| is less, in units of the first round's |u|.
+        eps2: Its clients do not where the largest |u_j| is more, in the same unit.
+        first_split: Rounds without a split.
+        epochs: Passes over a client's data each round.
+        batch_size: Examples of a step; None for all of the client's.
+        lr: Learning rate, or a schedule (round, rounds) -> rate; with one that falls, updates become small and splits end.
+        momentum: Of SGD; its state starts anew each round.
+        weight_decay: L2 coefficient, entering the gradient.
+        weight: What clients count in their cluster's mean, [C]; the authors' code counts them alike (`bayesfl.pools.equal`).
+        likelihood: What y is.
+
+    Raises:
+        ValueError: A number lies outside its range.
+    """
+    for name, value in {"eps1": eps1, "eps2": eps2}.items():
+        if not number(name, value) >= 0:
+            raise ValueError(f"{name} is a length in units of the first round's mean update and must be >= 0, got {value}")
+    whole("first_split", first_split, least=0)
+
+    def server(blocks: Server, clients: int) -> Server:
+        return {
+            "models": blocks["w"]["loc"].unsqueeze(0),
+            "cluster": torch.full((clients,), -1),
+            "rounds_done": torch.tensor(0),
+            "unit": torch.tensor(0.0),
+            "norms": torch.zeros(1, 2),
+        }
+
+    def share(server: Server, ids: Tensor) -> tuple[Server, View]:
+        models, cluster = server["models"], server["cluster"][ids]
+        if len(models) == 1:
+            return {"w": server["w"]}, {}
+        if bool((cluster < 0).any()):
+            return {"w": server["w"], "models": models}, {}
+        return {}, {"w": {"loc": models[cluster]}}
+
+    def choose(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
+        if "models" not in given:
+            return view
+        layout = algorithm.layout("w")
+        total = torch.stack([(algorithm.losses(layout.leaves(loc), data) * data["weight"]).sum(-1) for loc in given["models"]])
+        return view | {"w": {"loc": given["models"][total.argmin()]}}
+
+    def combine(server: Server, ids: Tensor, uplink: Uplink) -> Server:
+        cluster, models = server["cluster"].clamp_min(0), list(server["models"].double())
+        updates = uplink["w"]["loc"].double() - torch.stack(models)[cluster[ids]]
+        counts = weight(server, uplink).double()
+
+        def mean(places: Tensor) -> Tensor:
+            return counts[places] @ updates[places] / counts[places].sum()
+
+        rounds_done = server["rounds_done"] + 1
+        unit = mean(torch.arange(len(ids))).norm() if rounds_done == 1 else server["unit"].double()
+        norms = list(server["norms"].double())
+        member = cluster.clone()
+        for c, centre in enumerate(tuple(models)):
+            places = (cluster[ids] == c).nonzero().flatten()
+            if not len(places):
+                continue
+            moved, furthest = mean(places).norm(), updates[places].norm(dim=1).max()
+            norms[c] = torch.stack([moved, furthest]) / unit.clamp_min(torch.finfo(torch.float64).tiny)
+            whole_cluster = len(places) == int((cluster == c).sum()) and len(places) > SMALLEST
+            if whole_cluster and rounds_done > first_split and moved < eps1 * unit and furthest > eps2 * unit:
+                new = places[bipartition(updates[places])]  # from places in the cluster to places among those who sent
+                log.info("round %d: cluster %d splits, %d of its %d clients leave", int(rounds_done), c, len(new), len(places))
+                member[ids[new]] = len(models)
+                models.append(centre + mean(new))
+                norms.append(norms[c])
+                places = places[~torch.isin(places, new)]
+            models[c] = centre + mean(places)
+        loc, made = server["w"]["loc"], torch.stack(models)
+        return {
+            "w": {"loc": made[member].mean(0).to(loc)},
+            "models": made.to(loc),
+            "cluster": member,
+            "rounds_done": rounds_done,
+            "unit": unit.to(loc),
+            "norms": torch.stack(norms).to(loc),
+        }
+
+    options = {"epochs": epochs, "batch_size": batch_size, "lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+    plain = fedavg(model, **options, likelihood=likelihood)
+    finetune = (Once(choose, data=True),)
+    return replace(plain, blocks={"w": Block(pool=Stack())}, server=server, share=share, combine=combine, finetune=finetune)
+
+
+def bipartition(updates: Tensor) -> Tensor:
+    """Two groups by complete linkage on 1 - cosine similarity: which of the updates [C, D] are not in the group of the first, [C] bool.
+
+    An update of length 0 is at distance 1 from all others. Of equal distances the first in scipy's order is taken.
+    """
+    from scipy.cluster.hierarchy import ClusterNode, linkage, to_tree
+    from scipy.spatial.distance import squareform
+
+    directions = updates.double() / updates.double().norm(dim=1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
+    distances = (1 - directions @ directions.T).clamp_min(0).fill_diagonal_(0)
+    root = to_tree(linkage(squareform(distances.cpu().numpy(), checks=False), method="complete"))
+    assert isinstance(root, ClusterNode)
+    left = root.get_left()
+    assert left is not None
+    group = torch.zeros(len(updates), dtype=torch.bool, device=updates.device)
+    group[left.pre_order()] = True
+    return group != group[0]
