@@ -1,6 +1,7 @@
 """Federations of data: recipes that share a data set out, and your own arrays."""
 
 from bayesfl.data.arrays import from_arrays, from_datasets
+from bayesfl.data.coloured import coloured, recoloured
 from bayesfl.data.federated import FederatedData, SourceInfo, Split
 from bayesfl.data.recipes import concept_drift, diabetes, dirichlet, heart_disease, iid, label_groups, labels_per_client
 from bayesfl.data.sources import Source, available, load
@@ -12,6 +13,7 @@ __all__ = [
     "SourceInfo",
     "Split",
     "available",
+    "coloured",
     "concept_drift",
     "diabetes",
     "dirichlet",
@@ -23,4 +25,5 @@ __all__ = [
     "labels_per_client",
     "linear_mixture",
     "load",
+    "recoloured",
 ]
