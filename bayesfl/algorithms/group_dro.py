@@ -80,7 +80,7 @@ def group_dro(
         return (batch["environment"] @ emphasis.unsqueeze(-1)).squeeze(-1)
 
     def start(blocks: Server, clients: int) -> Server:
-        return {"log_q": torch.full((clients, environments), -math.log(clients * environments))}
+        return {"log_q": blocks["w"]["loc"].new_full((clients, environments), -math.log(clients * environments))}
 
     def share(server: Server, ids: Tensor) -> tuple[Server, View]:
         return {name: entry for name, entry in server.items() if name != "log_q"}, {"log_q": server["log_q"][ids]}
