@@ -75,14 +75,14 @@ def squared_slopes(slopes: Tensor, batch: Batch, estimator: Estimator = "biased"
     `biased` squares the batch's mean, which a batch's noise makes larger than the square of the mean over all data, by the variance of a
     slope over the number of examples. `unbiased` is the mean product of two different examples, that is of the means of two disjoint halves
     averaged over all ways to halve: its expectation over fresh batches is the square. It can be negative, without bound where the same
-    batch is seen again and again, and leaves out environments with one example.
+    batch is seen again and again, and is 0 for environments with one example.
     """
     mean, count = by_environment(slopes, batch)
     if estimator == "biased":
         return mean.square().sum(-1)
     own = (slopes.square().unsqueeze(-1) * members(batch)).sum(-2)
     pairs = (mean * count).square() - own
-    return torch.where(count > 1, pairs / (count * (count - 1)).clamp_min(1), torch.zeros_like(pairs)).sum(-1)
+    return (pairs / (count * (count - 1)).clamp_min(1)).sum(-1)
 
 
 @dataclass(frozen=True)

@@ -192,8 +192,8 @@ def test_evenly_spaced_examples():
 class ByHand:
     """Clients' data, and what methods minimise on it, from formulas alone, for a linear layer of three classes."""
 
-    def __init__(self, clients: FederatedData, algorithm: bf.Algorithm, block: str = "w") -> None:
-        self.layout = algorithm.layout(block)
+    def __init__(self, clients: FederatedData, algorithm: bf.Algorithm, estimator: str = "biased") -> None:
+        self.layout, self.estimator = algorithm.layout("w"), estimator
         self.data = []
         for j in range(clients.clients):
             x, y = clients.train.client(j)
@@ -215,7 +215,14 @@ class ByHand:
         x, y, environment = self.data[j]
         logits = self.logits(w, x)
         slope = ((logits.softmax(1) - torch.eye(3, dtype=torch.float64)[y]) * logits).sum(1)
-        return sum((slope[environment == e].mean() ** 2 for e in environment.unique()), torch.tensor(0.0))
+        total = torch.tensor(0.0)
+        for e in environment.unique():
+            own = slope[environment == e]
+            if self.estimator == "biased":
+                total = total + own.mean() ** 2
+            else:
+                total = total + (torch.outer(own, own).sum() - (own * own).sum()) / (len(own) * (len(own) - 1))
+        return total
 
     def irm(self, w: Tensor, j: int, gamma: float, l2: float) -> Tensor:
         return (self.losses(w, j).mean() + gamma * self.squares(w, j) + l2 * w.square().sum()) / max(1.0, gamma)
@@ -240,7 +247,8 @@ def weights(algorithm: bf.Algorithm, block: str = "w") -> Tensor:
     return algorithm.init(7, seed=2, dtype=torch.float64)[block]["loc"]
 
 
-def test_rounds_of_perinvfl_by_hand(clients: FederatedData):
+@pytest.mark.parametrize("estimator", ["biased", "unbiased"])
+def test_rounds_of_perinvfl_by_hand(clients: FederatedData, estimator: str):
     """Both problems, Adam kept across rounds and forgotten as gamma jumps, ridge and pull divided with the rest."""
     gamma, l2, lam, start, steps, personal = 25.0, 0.05, 0.7, 2, 2, 3
     algorithm = bf.algorithms.perinvfl(
@@ -249,13 +257,14 @@ def test_rounds_of_perinvfl_by_hand(clients: FederatedData):
         l2=l2,
         lam=lam,
         anneal=start,
+        estimator=estimator,
         steps=steps,
         personal_steps=personal,
         batch_size=None,
         optimiser=Adam(0.02),
         personal_optimiser=Adam(0.03),
     )
-    hand, w = ByHand(clients, algorithm), weights(algorithm)
+    hand, w = ByHand(clients, algorithm, estimator), weights(algorithm)
     theta = [w] * 7
     for round in range(4):
         now = gamma if round >= start else 1.0
