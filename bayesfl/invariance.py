@@ -41,7 +41,7 @@ def scale_slopes(likelihood: Likelihood, outputs: Tensor, y: Tensor) -> Tensor:
         y: [..., B], or [..., B, O].
 
     Returns:
-        [..., B] in nats, to be differentiated further: (sigmoid(a) - y) a for two classes, sum_c (p_c - 1[c = y]) a_c for more.
+        Slopes [..., B] in nats, through which gradients flow; (sigmoid(a) - y) a for two classes, sum_c (p_c - 1[c = y]) a_c for more.
     """
     # Not jvp: torch's forward mode has one level for all threads. Not nll_and_slope: kernels work in place there.
     slopes = torch.func.grad(lambda scaled: likelihood.nll(scaled, y).sum())(outputs)
@@ -120,7 +120,7 @@ class Annealed:
 def irm_energy(block: str, likelihood: Likelihood, annealed: Annealed, *, estimator: Estimator = "biased") -> Energy:
     """(R + gamma_t sum_e g_e^2) / max(1, gamma_t) of one block that is a whole predictor, R the mean over a client's examples.
 
-    What ties the block belongs into its prior, see `tied`.
+    What ties the block belongs into its prior, see `tied`. The loss that a phase reports is divided, too.
 
     Raises:
         ValueError: The estimator is none.

@@ -1,8 +1,9 @@
 """PerInvFL: personal models that are invariant themselves and are pulled to a global invariant one.
 
 Lower problem  w by distributed IRM or GroupDRO over all clients' environments.
-Upper problem  client j takes steps on  (R_j(theta) + gamma_t sum_e g_e(theta)^2 + l2 |theta|^2 + lam/2 |theta - w|^2) / max(1, gamma_t),
-               w the model received; theta_j and its optimiser's state stay on the client from round to round.
+Upper problem  theta_j by steps on  (R_j(theta) + gamma_t sum_e g_e(theta)^2 + l2 |theta|^2 + lam/2 |theta - w|^2) / max(1, gamma_t).
+
+There w is the model received in the round; theta_j and its optimiser's state stay on the client from round to round.
 
 Two weights, kept apart: gamma for what is invariant in the client's own data, lam for the trust in the federation's model. With one
 environment a client's own GroupDRO would be its plain risk, so PerInvFL-DRO has IRM's penalty in the upper problem, too.
