@@ -320,7 +320,7 @@ def test_rounds_of_group_dro_by_hand(clients: FederatedData):
 
 
 def test_one_step_of_group_dro_descends_the_weighted_risk(clients: FederatedData):
-    """In mini-batches too: their expectation is the weighted risk, here over all batches of one pass."""
+    """sum_e q_e R_e, at the weights of the round."""
     algorithm = bf.algorithms.group_dro(nn.Linear(8, 3), eta=2.0, environments=2, steps=1, batch_size=None, optimiser=SGD(0.3))
     hand, w = ByHand(clients, algorithm), weights(algorithm)
     result = run(algorithm, clients)
@@ -333,20 +333,28 @@ def test_one_step_of_group_dro_descends_the_weighted_risk(clients: FederatedData
         )
 
     close(result.server["w"]["loc"], w - 0.3 * torch.func.grad(weighted)(w), 1e-10)
-    # One example a batch: the energy's mean over a pass is the client's weighted risk.
-    small = bf.algorithms.group_dro(nn.Linear(8, 3), eta=2.0, environments=2, steps=1, batch_size=1)
-    measure, step = small.phases
-    ids = np.array([1])
+
+
+@pytest.mark.parametrize("most", [None, 7])
+def test_batches_of_group_dro_are_weighted_as_the_client(clients: FederatedData, most: int | None):
+    """One example a batch: the energy's mean over a pass is sum_e q_e R_e of a client, also where q is from losses on a few examples."""
+    algorithm = bf.algorithms.group_dro(nn.Linear(8, 3), eta=2.0, environments=2, loss_examples=most, steps=1, batch_size=1)
+    measure, step = algorithm.phases
+    hand, w, ids = ByHand(clients, algorithm), weights(algorithm), np.array([1])
     data = clients.to(dtype=torch.float64).train
     view = {"w": {"loc": w}, "n": hand.n[1], "log_q": torch.tensor([0.3, 0.7]).double().log()}
     given: dict[str, Any] = {"w": {"loc": w}, "round": 0, "rounds": 1}
-    whole = {key: t[0] for key, t in Plan(measure, data, ids, dtype=torch.float64).batch(0, 1).items()}
-    view = measure.fn(small, given, view, whole)
-    plan = Plan(replace(step, steps=int(hand.n[1])), data, ids, dtype=torch.float64)
-    found = [step.energy(small, {"w": {"loc": w}}, given, view, {k: t[0] for k, t in plan.batch(t, 1).items()}, {})[0] for t in range(40)]
-    risks = torch.stack([hand.losses(w, 1)[hand.data[1][2] == e].mean() for e in (0, 1)])
-    local = torch.tensor([0.3, 0.7]) * torch.exp(2.0 * risks)
-    close(torch.stack(found).mean(), (local * risks).sum() / local.sum(), 1e-10)
+    everything = {key: t[0] for key, t in Plan(measure, data, ids, dtype=torch.float64).batch(0, 1).items()}
+    view = measure.fn(algorithm, given, view, everything)
+    plan = Plan(replace(step, steps=40), data, ids, dtype=torch.float64)
+    batches = [{key: t[0] for key, t in plan.batch(t, 1).items()} for t in range(40)]
+    found = torch.stack([step.energy(algorithm, {"w": {"loc": w}}, given, view, batch, {})[0] for batch in batches])
+    losses, environment = hand.losses(w, 1), hand.data[1][2]
+    places = torch.arange(40) if most is None else torch.arange(most) * 40 // most
+    measured = torch.stack([losses[places][environment[places] == e].mean() for e in (0, 1)])
+    q = torch.tensor([0.3, 0.7]) * torch.exp(2.0 * measured)
+    risks = torch.stack([losses[environment == e].mean() for e in (0, 1)])
+    close(found.mean(), (q / q.sum() * risks).sum(), 1e-7)
 
 
 def test_one_client_has_all_the_weight():
