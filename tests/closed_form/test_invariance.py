@@ -588,12 +588,15 @@ def test_what_travels(clients: FederatedData):
     assert {name: shape for name, (shape, _) in robust.items()} == {"w.loc": (27,), "risk": (2,), "present": (2,)}
 
 
-def test_a_novel_client_starts_from_the_global_model(clients: FederatedData):
-    """With no step of any length, theta of one that joins is w."""
+@pytest.mark.parametrize("variant", ["distance", "contrastive"])
+def test_a_novel_client_starts_from_the_global_model(clients: FederatedData, model: nn.Module, variant: str):
+    """With steps of no length, theta of one that joins is w, after as many of them as were asked for."""
     old, novel = clients.hold_out(2, seed=0)
-    algorithm = bf.algorithms.perinvfl(nn.Linear(8, 3), personal_optimiser=SGD(0.0))
+    algorithm = bf.algorithms.perinvfl(model, variant=variant, personal_steps=2, adapt_steps=6, personal_optimiser=Adam(0.0))
     result = run(algorithm, old, rounds=2)
-    close(result.adapt(novel).private["theta"]["loc"], result.server["w"]["loc"].expand(2, -1))
+    adapted = result.adapt(novel).private
+    close(adapted["theta"]["loc"], result.server["w"]["loc"].expand(2, -1))
+    assert adapted["theta_optimiser"]["steps"].tolist() == [6, 6]
     assert not torch.allclose(result.private["theta"]["loc"][0], result.server["w"]["loc"])
 
 
