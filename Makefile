@@ -34,6 +34,7 @@ examples: $(VENV)/.plain
 	$(BIN)/python examples/fedsi.py --seeds 0 --rounds 3 --out runs/smoke-fedsi
 	$(BIN)/python examples/fedem.py --clients 12 --rounds 3 --rates 0.3 --test 50 --out runs/smoke-fedem
 	$(BIN)/python examples/fedpac.py --clients 8 --rounds 2 --rates 0.03 --seeds 0 --out runs/smoke-fedpac
+	$(BIN)/python examples/perinvfl.py --rounds 3 --anneal 1 --out runs/smoke-perinvfl
 	$(BIN)/python benchmarks/engines.py --quick --no-neighbour --rows mlp10 pfedvem
 	$(BIN)/python benchmarks/memory.py --quick
 	$(BIN)/python benchmarks/sensitivity.py --quick
@@ -42,6 +43,7 @@ examples: $(VENV)/.plain
 	$(BIN)/python benchmarks/fedsi.py --quick
 	$(BIN)/python benchmarks/selection.py --quick
 	$(BIN)/python benchmarks/papers/fedsi.py --quick
+	$(BIN)/python benchmarks/papers/perinvfl.py --quick
 
 # The wheel, in an empty environment without the development tools.
 wheel: $(VENV)/.test

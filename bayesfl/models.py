@@ -7,7 +7,7 @@ generator alone. `split` gives any other module the same two names.
 import copy
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -159,7 +159,13 @@ def _image(inputs: Sequence[int] | int, outputs: int, smallest: int) -> tuple[in
 
 
 def mlp(
-    inputs: int | Sequence[int], *, outputs: int, hidden: int | Sequence[int] = 100, head_scale: float | None = None, seed: int = 0
+    inputs: int | Sequence[int],
+    *,
+    outputs: int,
+    hidden: int | Sequence[int] = 100,
+    start: Literal["torch", "xavier"] = "torch",
+    head_scale: float | None = None,
+    seed: int = 0,
 ) -> Split:
     """Fully connected network with ReLUs: hidden layers | output layer.
 
@@ -167,20 +173,28 @@ def mlp(
         inputs: Number of features, or the shape of one example, which is flattened.
         outputs: Number of outputs.
         hidden: Width of the hidden layer, or of each.
-        head_scale: Draw the head's weights and biases from N(0, head_scale^2) instead of torch's default.
+        start: How weights are drawn: torch's default, or `xavier`, uniformly by Glorot and Bengio's rule with biases of 0.
+        head_scale: Draw the head's weights and biases from N(0, head_scale^2) instead.
         seed: Seed of the start.
 
     Raises:
-        ValueError: A size that is no whole number of at least 1.
+        ValueError: A size that is no whole number of at least 1, or an unknown start.
     """
     shape = _shape(inputs, outputs)
+    if start not in ("torch", "xavier"):
+        raise ValueError(f"start must be 'torch' or 'xavier', got {start!r}")
     widths = _sizes("hidden", hidden, "one width or several, each a whole number of at least 1, since the head alone would leave no body")
 
     def make() -> Split:
         layers: list[nn.Module] = [nn.Flatten()] if len(shape) > 1 else []
         for before, after in zip((math.prod(shape), *widths), widths, strict=False):
             layers += [nn.Linear(before, after), nn.ReLU()]
-        return Split(nn.Sequential(*layers), nn.Linear(widths[-1], outputs))
+        made = Split(nn.Sequential(*layers), nn.Linear(widths[-1], outputs))
+        for layer in made.modules() if start == "xavier" else ():
+            if isinstance(layer, nn.Linear):
+                nn.init.xavier_uniform_(layer.weight)
+                nn.init.zeros_(layer.bias)
+        return made
 
     return _seeded(make, seed, head_scale)
 

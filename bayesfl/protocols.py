@@ -20,7 +20,8 @@ View: TypeAlias = dict[str, Any]
 Uplink: TypeAlias = dict[str, Any]
 """What clients send: their pooled blocks, what the algorithm reports, "n", and "ids", which the server adds."""
 Batch: TypeAlias = Tensors
-"""x [..., B, *], y [..., B], weight [..., B] (0 marks padding), index [..., B] into the client's own rows."""
+"""x [..., B, *], y [..., B], weight [..., B] (0 marks padding), index [..., B] into the client's own rows; where the data have
+environments, environment [..., B, E], 1 for the one that an example is from."""
 Carry: TypeAlias = Any
 Info: TypeAlias = dict[str, Tensor]
 """What people read and the mathematics never does."""

@@ -249,7 +249,7 @@ def _wasted(algorithm: Algorithm) -> int:
     count = 0
     for phase in reversed(algorithm.phases):
         trained = getattr(phase, "blocks", None)
-        if not trained or any(algorithm.blocks[name].keep for name in trained):
+        if not trained or getattr(phase, "persist", None) or any(algorithm.blocks[name].keep for name in trained):
             break
         count += 1
     return count

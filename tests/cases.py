@@ -8,6 +8,7 @@ import torch
 
 import bayesfl as bf
 from bayesfl.data import FederatedData
+from bayesfl.optim import SGD, Adam
 
 SIZES = (43, 40, 17, 5, 31, 43, 8)
 
@@ -30,7 +31,7 @@ class Case:
         return make(model, **{**self.options, **more})
 
     def __str__(self) -> str:
-        return self.name
+        return "-".join([self.name, *(self.options[key] for key in ("lower", "variant") if key in self.options)])
 
 
 def halving(round: int, rounds: int) -> float:
@@ -38,6 +39,7 @@ def halving(round: int, rounds: int) -> float:
     return 0.05 * 0.5**round
 
 
+PERSONAL: dict[str, Any] = {"gamma": 30.0, "anneal": 1, "steps": 3, "personal_steps": 2, "batch_size": 10, "personal_optimiser": Adam(0.02)}
 CASES = (
     Case("local", {"epochs": 2, "batch_size": 10, "adapt_epochs": 3}),
     Case("fedavg", {"epochs": 2, "batch_size": 10}),
@@ -56,6 +58,13 @@ CASES = (
     Case("ifca", {"clusters": 2, "epochs": 2, "batch_size": 10}),
     Case("fedem", {"components": 2, "epochs": 2, "batch_size": 10, "lr": 0.1}),
     Case("d_fedem", {"components": 2, "epochs": 2, "batch_size": 10, "lr": 0.1}),
+    Case("irm", {"gamma": 30.0, "anneal": 1, "l2": 0.1, "steps": 5, "batch_size": 10, "optimiser": Adam(0.01)}),
+    Case("group_dro", {"eta": 0.5, "environments": 2, "loss_examples": 30, "steps": 5, "batch_size": 10, "optimiser": Adam(0.01)}),
+    Case("irm_l2", {"lam": 0.5, **PERSONAL, "estimator": "unbiased", "server_optimiser": Adam(0.05)}),
+    Case("irm_ft", {**PERSONAL, "optimiser": SGD(0.1)}),
+    Case("perinvfl", {"lam": 0.5, **PERSONAL, "adapt_steps": 3}),
+    Case("perinvfl", {"lower": "group_dro", "environments": 2, "eta": 0.5, "lam": 0.5, **PERSONAL, "adapt_steps": 3}),
+    Case("perinvfl", {"variant": "contrastive", "lam": 0.5, **PERSONAL, "adapt_steps": 3}),
     Case("fedsi", {"epochs": 2, "batch_size": 10, "share": 0.3, "finetune_steps": 5, "predictive_precision": 1.0}),
     Case("fedsi_fac", {"epochs": 2, "batch_size": 10, "finetune_steps": 5, "predictive_precision": 1.0, "curvature_every": 2}),
     Case("fedsi_full", {"steps": 5, "batch_size": 10, "finetune_steps": 5, "predictive_precision": 1.0}),
@@ -63,7 +72,7 @@ CASES = (
 
 
 def federation(shape: tuple[int, ...] = (8,), sizes: tuple[int, ...] = SIZES, classes: int = 3) -> FederatedData:
-    """Clients of unequal size whose labels follow related linear rules."""
+    """Clients of unequal size whose labels follow related linear rules; every other has two environments."""
     rng = torch.Generator().manual_seed(1)
     width = int(torch.tensor(shape).prod())
     common = torch.randn(width, classes, generator=rng)
@@ -74,4 +83,6 @@ def federation(shape: tuple[int, ...] = (8,), sizes: tuple[int, ...] = SIZES, cl
         xs.append(x)
         ys.append((x.flatten(1) @ own).argmax(-1))
     train = [x[:-6] for x in xs], [y[:-6] for y in ys]
-    return bf.data.from_arrays(*train, test=([x[-6:] for x in xs], [y[-6:] for y in ys]), outputs=classes, task="classification")
+    environments = [torch.arange(n) % (1 + j % 2) for j, n in enumerate(sizes)]
+    test = [x[-6:] for x in xs], [y[-6:] for y in ys]
+    return bf.data.from_arrays(*train, test=test, outputs=classes, task="classification", environments=environments)

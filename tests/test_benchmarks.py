@@ -1,5 +1,6 @@
 """The benchmarks as commands: what a machine lacks is one line."""
 
+import json
 import runpy
 import sys
 from dataclasses import replace
@@ -131,3 +132,55 @@ def test_the_page_on_fedem_shows_what_was_made():
     root = SELECTION.parents[1]
     tables = runpy.run_path(str(root / "docs" / "tables.py"))
     assert tables["fedem"]() in (root / "docs" / "papers" / "fedem.md").read_text()
+
+
+def test_claims_about_the_coloured_sets(tmp_path):
+    """By means over seeds: what holds, what does not, what is open where a method has not run; the page shows what there is."""
+    root = SELECTION.parents[1]
+    tables = runpy.run_path(str(root / "docs" / "tables.py"))
+    assert tables["perinvfl"]() in (root / "docs" / "papers" / "perinvfl.md").read_text()
+    worst = {
+        "FedAvg": 0.1,
+        "Ditto": 0.12,
+        "FedAvg-FT": 0.1,
+        "pFedMe": 0.15,
+        "IRM": 0.6,
+        "IRM-L2": 0.5,
+        "IRM-FT": 0.65,
+        "PerInvFL-IRM": 0.55,
+    }
+    cells = {}
+    for method, low in worst.items():
+        for seed, shift in ((0, -0.01), (1, 0.01)):
+            cases = {f"p{p}": low + shift + (0.7 - low) * i / 4 for i, p in enumerate((0.1, 0.2, 0.3, 0.4, 0.5))}
+            row = {**cases, "worst": low + shift, "average": sum(cases.values()) / 5, "held_back": 0.7}
+            cells[f"rc-mnist, upright/{method}/{seed}"] = {"row": row, "chosen": {"rate": 1e-3}}
+    cells["coloured mnist, central/IRM/0"] = {"row": {"training": 0.7, "test": 0.65}}
+
+    def shown(cells):
+        folder = tmp_path / "papers"
+        folder.mkdir(exist_ok=True)
+        (folder / "perinvfl.json").write_text(json.dumps({"cells": cells, "published": {"IRM": {"training": 70.8, "test": 66.9}}}))
+        tables["perinvfl"].__globals__["RESULTS"] = tmp_path
+        return tables["perinvfl"]()
+
+    open_ones = shown(cells)
+    assert open_ones.count("| open |") == 3, "three claims need PerInvFL-DRO"
+    assert "| IRM-L2 and IRM-FT are worse than IRM, on average | does not hold |" in open_ones
+    assert "| (ours) IRM is above FedAvg at p = 0.1 | holds |" in open_ones
+    assert "66.9" in open_ones
+    # Spreads: IRM 0.1, FedAvg's row at least 0.55, PerInvFL-IRM 0.15.
+    for low, step, best, spread in (
+        (0.68, 0.01, "holds", "holds"),
+        (0.3, 0.01, "does not hold", "holds"),
+        (0.3, 0.1, "does not hold", "holds"),
+    ):
+        for seed in (0, 1):
+            row = {f"p{p}": low + step * i for i, p in enumerate((0.1, 0.2, 0.3, 0.4, 0.5))}
+            cells[f"rc-mnist, upright/PerInvFL-DRO/{seed}"] = {"row": {**row, "worst": low, "average": low + 2 * step, "held_back": 0.7}}
+        found = shown(cells)
+        assert f"| the best worst case is PerInvFL's | {best} |" in found
+        assert f"FedAvg-FT and pFedMe | {spread} |" in found
+    for seed in (0, 1):
+        cells[f"rc-mnist, upright/PerInvFL-IRM/{seed}"]["row"]["p0.1"] = 0.2
+    assert "FedAvg-FT and pFedMe | does not hold |" in shown(cells)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import bayesfl as bf
 
@@ -130,3 +131,32 @@ def test_divergence_is_one_line_and_keeps_what_there_was(example, tmp_path, caps
     assert error.count("\n") == 1
     assert json.loads((out / "table.json").read_text())["runs"]["finished"] == 1
     assert (out / "fedper-seed0-diverged").is_dir()
+
+
+def test_invariance_is_looked_at(tmp_path, capsys):
+    """The slopes are those of each client's own model on its training data, sureness that of the global model at each angle."""
+    example = load("perinvfl")
+    arguments = ["--rounds", "2", "--anneal", "1", "--workers", "1", "--methods", "IRM", "PerInvFL-DRO", "--out", str(tmp_path)]
+    assert example.main(arguments) == 0
+    rows = json.loads((tmp_path / "table.json").read_text())["rows"]
+    assert "p = 0.1 (%)" in capsys.readouterr().out
+    clients = example.federation("digits", 0, upright=False)
+    algorithm = example.METHODS["PerInvFL-DRO"](example.network(clients, 0), 1e-3, 1.0, 1)
+    result = bf.simulate(algorithm, clients, rounds=2, train="all", evaluate_every=None, engine=bf.Engine(workers=1), progress=False)
+    images = []
+    for j in range(4):
+        x, y = clients.train.client(j)
+        own = algorithm.layout("theta").leaves(result.private["theta"]["loc"][j])
+        logits = algorithm.outputs(own, x)[:, 0]
+        slope = float(((logits.sigmoid() - y) * logits).mean())
+        assert rows["PerInvFL-DRO"][f"g{j}"] == pytest.approx(slope, abs=1e-5)
+        images.append(torch.stack([image.rot90(4 - j, (1, 2)) for image in x]))
+    shared = algorithm.layout("w").leaves(result.server["w"]["loc"])
+    for k in range(4):
+        logits = algorithm.outputs(shared, torch.cat(images).rot90(k, (2, 3)))
+        assert rows["PerInvFL-DRO"][f"turn{k}"] == pytest.approx(float(logits.abs().mean()), abs=1e-5)
+    case = bf.data.recoloured(clients, 0.3)
+    hits = [float((result.predict(case).client(j).probs.argmax(1) == case.client(j)[1]).double().mean()) for j in range(4)]
+    assert rows["PerInvFL-DRO"]["p0.3"] == pytest.approx(sum(hits) / 4, abs=1e-9)
+    assert rows["IRM"]["worst"] == min(rows["IRM"][f"p{p}"] for p in example.CASES)
+    assert "rate" not in rows["IRM"]

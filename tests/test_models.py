@@ -201,6 +201,20 @@ def test_numbers_of_numpy_are_numbers():
     assert [tuple(p.shape) for p in model.parameters()] == [(3, 4), (3,), (2, 3), (2,)]
 
 
+def test_xavier_start():
+    """Weights uniform within sqrt(6 / (fan in + fan out)), biases 0; a head_scale still has the last word on the head."""
+    model = models.mlp((2, 14, 14), hidden=(390, 390), outputs=1, start="xavier")
+    for layer, (before, after) in zip([model.body[1], model.body[3], model.head], [(392, 390), (390, 390), (390, 1)], strict=True):
+        assert isinstance(layer, nn.Linear)
+        bound = (6 / (before + after)) ** 0.5
+        assert layer.weight.shape == (after, before)
+        assert 0.98 * bound < layer.weight.abs().max() <= bound
+        assert (layer.bias == 0).all()
+    assert models.mlp(5, hidden=3, outputs=2, start="xavier", head_scale=0.1).head.bias.abs().min() > 0
+    with pytest.raises(ValueError, match="start must be 'torch' or 'xavier'"):
+        models.mlp(5, outputs=2, start="glorot")  # pyright: ignore[reportArgumentType]
+
+
 @pytest.mark.parametrize("side", [12, 13, 28, 31, 32, 33])
 def test_lenet_takes_any_size(side):
     assert models.lenet((2, side, side + 3), outputs=4)(torch.randn(2, 2, side, side + 3)).shape == (2, 4)

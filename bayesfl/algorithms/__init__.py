@@ -13,9 +13,12 @@ from bayesfl.algorithms.fedper import fedper
 from bayesfl.algorithms.fedprox import fedprox
 from bayesfl.algorithms.fedrep import fedrep
 from bayesfl.algorithms.fedsi import fedsi, fedsi_fac, fedsi_full
+from bayesfl.algorithms.group_dro import group_dro
 from bayesfl.algorithms.ifca import ifca
+from bayesfl.algorithms.irm import irm, irm_ft, irm_l2
 from bayesfl.algorithms.lg_fedavg import lg_fedavg
 from bayesfl.algorithms.local import local
+from bayesfl.algorithms.perinvfl import perinvfl
 from bayesfl.algorithms.pfedmap import pfedmap
 from bayesfl.algorithms.pfedme import pfedme
 from bayesfl.algorithms.pfedvem import pfedvem
@@ -39,6 +42,11 @@ PAPERS: dict[str, tuple[Callable[..., Algorithm], str, str]] = {
     "ifca": (ifca, "IFCA", "Ghosh et al., NeurIPS 2020"),
     "fedem": (fedem, "FedEM", "Marfoq et al., NeurIPS 2021"),
     "d_fedem": (d_fedem, "D-FedEM", "Marfoq et al., NeurIPS 2021"),
+    "irm": (irm, "IRM", "Arjovsky et al., 2019"),
+    "group_dro": (group_dro, "GroupDRO", "Sagawa et al., ICLR 2020"),
+    "irm_l2": (irm_l2, "IRM-L2", "Tang, Guo, Zhang, 2022"),
+    "irm_ft": (irm_ft, "IRM-FT", "Tang, Guo, Zhang, 2022"),
+    "perinvfl": (perinvfl, "PerInvFL", "Tang, Guo, Zhang, 2022"),
     "fedsi": (fedsi, "FedSI", "Chen, Liu, Wu, Fan, Cao, 2024"),
     "fedsi_fac": (fedsi_fac, "FedSI-Fac", "Chen, Liu, Wu, Fan, Cao, 2024"),
     "fedsi_full": (fedsi_full, "FedSI, whole body", "after Chen, Liu, Wu, Fan, Cao, 2024"),
@@ -106,9 +114,14 @@ __all__ = [
     "fedsi",
     "fedsi_fac",
     "fedsi_full",
+    "group_dro",
     "ifca",
+    "irm",
+    "irm_ft",
+    "irm_l2",
     "lg_fedavg",
     "local",
+    "perinvfl",
     "pfedmap",
     "pfedme",
     "pfedvem",

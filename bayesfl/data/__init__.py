@@ -1,6 +1,7 @@
 """Federations of data: recipes that share a data set out, and your own arrays."""
 
 from bayesfl.data.arrays import from_arrays, from_datasets
+from bayesfl.data.coloured import coloured, recoloured
 from bayesfl.data.federated import FederatedData, SourceInfo, Split
 from bayesfl.data.recipes import (
     concept_drift,
@@ -25,6 +26,7 @@ __all__ = [
     "SourceInfo",
     "Split",
     "available",
+    "coloured",
     "concept_drift",
     "diabetes",
     "dirichlet",
@@ -38,6 +40,7 @@ __all__ = [
     "linear_mixture",
     "load",
     "pachinko",
+    "recoloured",
     "shakespeare",
     "shards",
     "swapped_labels",

@@ -117,6 +117,30 @@ def _by_client(x: Any, y: Any, ids: Any, known: Sequence[Hashable] | None) -> tu
     return [xs[r] for r in rows], [ys[r] for r in rows], order
 
 
+def _environments(values: Any, xs: list[Tensor], ids: Any, order: Sequence[Hashable], held: int) -> Tensor:
+    """The environment of every training row, client after client, then 0 for `held` rows of test data."""
+    if ids is not None:
+        pooled = _tensor(values, "environments")
+        owners = _plain(ids, "client_ids")
+        if pooled.shape != (len(owners),):
+            raise ValueError(f"environments must have one number for each of the {len(owners)} rows, got shape {list(pooled.shape)}")
+        places: dict[Hashable, list[int]] = {owner: [] for owner in order}
+        for row, owner in enumerate(owners):
+            places[owner].append(row)
+        parts = [pooled[torch.tensor(places[owner], dtype=torch.int64)] for owner in order]
+    else:
+        parts = [_tensor(value, f"environments of client {j}") for j, value in enumerate(_list(values, "environments", "array"))]
+    if len(parts) != len(xs):
+        raise ValueError(f"environments must be one array for each of the {len(xs)} clients, got {len(parts)}")
+    for j, (part, xj) in enumerate(zip(parts, xs, strict=True)):
+        if part.shape != (len(xj),) or part.is_floating_point():
+            raise ValueError(
+                f"environments of client {j} must be whole numbers, one for each of its {len(xj)} rows, got {part.dtype} of shape "
+                f"{list(part.shape)}"
+            )
+    return torch.cat([*parts, torch.zeros(held, dtype=torch.int64)])
+
+
 def from_arrays(
     x: Array | Sequence[Array],
     y: Array | Sequence[Array],
@@ -131,6 +155,7 @@ def from_arrays(
     names: Sequence[str] | None = None,
     class_names: Sequence[str] | None = None,
     source: SourceInfo | None = None,
+    environments: Array | Sequence[Array] | None = None,
     seed: int = 0,
 ) -> FederatedData:
     """Federated data from your own arrays or tensors.
@@ -151,6 +176,9 @@ def from_arrays(
         names: Name of each client.
         class_names: Name of each class.
         source: Name, terms and citation of the data.
+        environments: Which of its client's environments (instruments, days, sites) each row of the training data is from, in the form of
+            `y`: whole numbers from 0 within each client, no gaps. Environment 0 of one client has nothing to do with that of another.
+            For methods that look for what holds in all of them; where every client is one, call `as_environments()` on the data instead.
         seed: Seed of the splits.
 
     Raises:
@@ -211,6 +239,9 @@ def from_arrays(
         pooled_y = torch.cat([yj.float() for yj in every])
         outputs = math.prod(pooled_y.shape[1:]) if outputs is None else outputs
     pooled_x = torch.cat([*xs, *tests[0]])
+    found_in = None
+    if environments is not None:
+        found_in = _environments(environments, xs, client_ids if pooled else None, order, len(pooled_x) - sum(map(len, xs)))
 
     ends = np.cumsum([len(yj) for yj in every])
     places = [np.arange(end - len(yj), end, dtype=np.int64) for end, yj in zip(ends, every, strict=True)]
@@ -244,6 +275,7 @@ def from_arrays(
         validation=validation,
         calibration=calibration,
         seed=seed,
+        environment=found_in,
     )
 
 

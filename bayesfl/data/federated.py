@@ -52,15 +52,18 @@ class Split:
         y: Class labels [N] int64, or targets [N] or [N, O], floating point.
         index: Rows of `x` and `y`, client after client, [sum of counts] int64.
         counts: Number of examples of each client, [J] int64.
+        environment: Which of its client's environments each row is from, [N] int64, numbered from 0 within each client; None where the
+            data have none.
 
     Raises:
-        ValueError: The four don't fit each other.
+        ValueError: They don't fit each other.
     """
 
     x: Tensor
     y: Tensor
     index: Tensor
     counts: np.ndarray
+    environment: Tensor | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "counts", np.asarray(self.counts, dtype=np.int64))
@@ -78,6 +81,12 @@ class Split:
             raise ValueError(f"counts must be >= 0 and add up to the {len(self.index)} entries of index, got a sum of {self.counts.sum()}")
         if len(self.index) and not 0 <= int(self.index.min()) <= int(self.index.max()) < len(self.x):
             raise ValueError(f"index must lie within [0, {len(self.x)}), got {int(self.index.min())} to {int(self.index.max())}")
+        if self.environment is not None:
+            found = self.environment
+            if found.dtype != torch.int64 or found.shape != self.y.shape[:1]:
+                raise ValueError(f"environment must be int64 of shape [{len(self.y)}], got {found.dtype} of shape {list(found.shape)}")
+            if len(found) and found.min() < 0:
+                raise ValueError(f"environment must hold whole numbers from 0 up, got {int(found.min())}")
 
     @property
     def clients(self) -> int:
@@ -88,6 +97,11 @@ class Split:
     def offsets(self) -> np.ndarray:
         """Where each client starts in `index`, [J] int64."""
         return np.cumsum(self.counts) - self.counts
+
+    @cached_property
+    def environments(self) -> int:
+        """The largest number of environments that a client has; 0 where the data have none."""
+        return 0 if self.environment is None or not len(self.index) else int(self.environment[self.index].max()) + 1
 
     def rows(self, j: int) -> Tensor:
         """Client j's places in `x` and `y`, [n_j] int64."""
@@ -111,7 +125,7 @@ class Split:
         index = self.index.to(device=device)
         if x is self.x and y is self.y and index is self.index:
             return self
-        return replace(self, x=x, y=y, index=index)
+        return replace(self, x=x, y=y, index=index, environment=None if self.environment is None else self.environment.to(device=device))
 
     def padded_labels(self) -> tuple[Tensor, Tensor]:
         """Labels or targets [J, max n] (or [J, max n, O]) and their mask [J, max n] bool; padded rows are 0."""
@@ -152,7 +166,9 @@ class FederatedData:
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{name} {split.counts.sum()}" for name, split in self.splits.items())
-        return f"FederatedData({self.source.name}, {self.clients} clients; {counts})"
+        most = self.splits["train"].environments
+        environments = f", up to {most} environments each" if most > 1 else ", one environment each" if most else ""
+        return f"FederatedData({self.source.name}, {self.clients} clients{environments}; {counts})"
 
     def __post_init__(self) -> None:
         if "train" not in self.splits:
@@ -182,6 +198,7 @@ class FederatedData:
                 f"client {self.client_names[empty[0]]!r} has no training example ({len(empty)} of {self.clients} clients have none): "
                 "leave such clients out, or use fewer clients"
             )
+        self._check_environments()
         self._check_overlap()
 
     def _first_client(self, split: Split, places: Tensor) -> str:
@@ -214,6 +231,32 @@ class FederatedData:
                     f"{what} holds NaN or infinite numbers: first in client {self._first_client(split, places)!r}, split {name!r}; "
                     "drop those examples or fill them in"
                 )
+
+    def _check_environments(self) -> None:
+        train = self.splits["train"]
+        with_some = [split for split in self.splits.values() if split.environments]
+        if train.environment is None:
+            if with_some:
+                raise ValueError("splits have environments but 'train' has none; give it some, or leave those of the others out")
+            return
+        most = max(split.environments for split in with_some)
+
+        def counted(split: Split) -> np.ndarray:
+            assert split.environment is not None
+            client = np.repeat(np.arange(split.clients), split.counts)
+            flat = client * most + split.environment[split.index].cpu().numpy()
+            return np.bincount(flat, minlength=split.clients * most).reshape(-1, most)
+
+        anywhere = np.stack([counted(split) > 0 for split in with_some]).any(0)
+        known = np.where(anywhere, np.arange(1, most + 1), 0).max(1, keepdims=True)
+        missing = np.argwhere((counted(train) == 0) & (np.arange(most) < known))
+        if len(missing):
+            client, environment = missing[0]
+            raise ValueError(
+                f"client {self.client_names[client]!r} has no training example of its environment {environment}, of {known[client, 0]}: "
+                "number each client's environments from 0 without gaps, as np.unique(values, return_inverse=True)[1] does, leave out those "
+                "with too few examples, or use smaller shares for the other splits"
+            )
 
     def _check_overlap(self) -> None:
         train = self.splits["train"]
@@ -285,6 +328,8 @@ class FederatedData:
             digest.update(split.index.cpu().numpy().astype("<i8").tobytes())
             digest.update(_digest(split.y).encode())
             digest.update(_digest(split.x).encode())
+            if split.environment is not None:
+                digest.update(_digest(split.environment).encode())
         return digest.hexdigest()
 
     def select(self, ids: Iterable[int]) -> "FederatedData":
@@ -302,6 +347,17 @@ class FederatedData:
             client_names=tuple(self.client_names[j] for j in chosen),
             recipe={"recipe": "select", "ids": chosen, "of": dict(self.recipe)},
         )
+
+    def as_environments(self) -> "FederatedData":
+        """The same data, all of a client's examples from one environment: what invariant methods take the clients for."""
+        made: dict[int, Tensor] = {}
+        splits = {
+            name: replace(
+                split, environment=made.setdefault(id(split.x), torch.zeros(len(split.x), dtype=torch.int64, device=split.x.device))
+            )
+            for name, split in self.splits.items()
+        }
+        return replace(self, splits=splits, recipe={"recipe": "as_environments", "of": dict(self.recipe)})
 
     def hold_out(self, clients: int | float, *, seed: int = 0) -> tuple["FederatedData", "FederatedData"]:
         """The federation without some clients drawn at random, and those clients: novel ones, never seen in training.
@@ -328,7 +384,10 @@ class FederatedData:
                 moved[id(tensor)] = tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)
             return moved[id(tensor)]
 
-        splits = {name: replace(split, x=move(split.x), y=move(split.y), index=move(split.index)) for name, split in self.splits.items()}
+        splits = {
+            name: replace(split, **{key: move(t) for key in ("x", "y", "index", "environment") if (t := getattr(split, key)) is not None})
+            for name, split in self.splits.items()
+        }
         if all(move(t) is t for split in self.splits.values() for t in (split.x, split.y, split.index)):
             return self
         return replace(self, splits=splits)
@@ -417,6 +476,7 @@ def assemble(
     validation: float,
     calibration: float,
     seed: int,
+    environment: Tensor | None = None,
 ) -> FederatedData:
     """Federated data of shared tensors and the rows of each client, validation and calibration taken out of its training rows.
 
@@ -433,6 +493,7 @@ def assemble(
         validation: Share of each client's training rows, 0 for no such split.
         calibration: Likewise, disjoint from it.
         seed: Seed of the two draws.
+        environment: Which of its client's environments each row is from, [N] int64, from 0 within each client; None where there are none.
 
     Raises:
         ValueError: A share out of range, or a client that would have nothing left to train on.
@@ -458,7 +519,13 @@ def assemble(
             )
         parts["train"][j] = left
     splits = {
-        name: Split(x, y, torch.from_numpy(np.concatenate([*lists, np.empty(0, np.int64)])), np.array([len(r) for r in lists], np.int64))
+        name: Split(
+            x,
+            y,
+            torch.from_numpy(np.concatenate([*lists, np.empty(0, np.int64)])),
+            np.array([len(r) for r in lists], np.int64),
+            environment,
+        )
         for name, lists in parts.items()
     }
     return FederatedData(

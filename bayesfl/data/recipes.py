@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from bayesfl.checks import number, whole
 from bayesfl.data import partitions
 from bayesfl.data.federated import FederatedData, assemble
-from bayesfl.data.sources import INFO, NORMALISATION, Source, load
+from bayesfl.data.sources import Source, load, unit_range
 from bayesfl.random import Purpose, generator
 
 _HEART_TEST = 0.34  # FLamby's share
@@ -386,16 +386,7 @@ def _centred(source: Source) -> Tensor:
     known = _centred_inputs.get(source.x)
     if known is not None and known[0] == source.x._version and (x := known[1]()) is not None:
         return x
-    x = source.x.clone()
-    if source.info.name in NORMALISATION and source.info is INFO[source.info.name]:
-        mean, std = (torch.tensor(numbers)[:, None, None] for numbers in NORMALISATION[source.info.name])
-        x.mul_(std).add_(mean).mul_(255).round_().div_(255)  # rounded: the bytes on disk, to the last bit
-    least, most = x.aminmax()
-    if not (least >= 0 and most <= 1):
-        raise ValueError(
-            f"centred maps inputs from [0, 1] to [-1, 1], those of {source.info.name!r} lie within [{least:.4g}, {most:.4g}]: "
-            "scale them to [0, 1], or pass centred=False"
-        )
+    x = unit_range(source, "centred maps inputs from [0, 1] to [-1, 1]", "or pass centred=False")
     x.mul_(2).sub_(1)
     _centred_inputs[source.x] = (source.x._version, ref(x))
     return x

@@ -215,6 +215,28 @@ _FASHION = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Sh
 _NAMES = {"fashion-mnist": _FASHION, "emnist-letters": tuple(string.ascii_lowercase)}
 
 
+def unit_range(source: Source, why: str, otherwise: str = "") -> Tensor:
+    """A copy of a source's inputs within [0, 1], the usual standardisation of known images undone.
+
+    Args:
+        source: Whose inputs.
+        why: Who asks for them, the start of the error.
+        otherwise: What else the user can do, its end.
+
+    Raises:
+        ValueError: Inputs beyond [0, 1].
+    """
+    x = source.x.clone()
+    if source.info.name in NORMALISATION and source.info is INFO[source.info.name]:
+        mean, std = (torch.tensor(numbers)[:, None, None] for numbers in NORMALISATION[source.info.name])
+        x.mul_(std).add_(mean).mul_(255).round_().div_(255)  # rounded: the bytes on disk, to the last bit
+    least, most = x.aminmax()
+    if not (least >= 0 and most <= 1):
+        remedy = ", ".join(filter(None, ("scale them to [0, 1]", otherwise)))
+        raise ValueError(f"{why}, those of {source.info.name!r} lie within [{least:.4g}, {most:.4g}]: {remedy}")
+    return x
+
+
 def available() -> dict[str, SourceInfo]:
     """Every data set that `load` and the recipes know, with its terms and citation."""
     return dict(INFO)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from bayesfl.data import Split
@@ -109,11 +110,15 @@ class Plan:
 
     def _gather(self, index: Tensor) -> Batch:
         flat = index.reshape(-1)
-        x, y = self._split.x, self._split.y
-        return {
+        x, y, environment = self._split.x, self._split.y, self._split.environment
+        batch = {
             "x": x.index_select(0, flat).unflatten(0, index.shape),
             "y": y.index_select(0, flat).unflatten(0, index.shape),
         }
+        if environment is not None:
+            # One-hot: how many there are is then a shape, which functions under vmap could not read off numbers.
+            batch["environment"] = F.one_hot(environment[index], self._split.environments).to(self._dtype)
+        return batch
 
     @cached_property
     def _everything(self) -> Batch:

@@ -420,6 +420,79 @@ def test_select_and_hold_out(data):
             data.hold_out(bad)
 
 
+def environments(sizes=(20, 30, 25)):
+    return [np.arange(n) % (j + 1) for j, n in enumerate(sizes)]
+
+
+def test_environments_go_with_their_rows():
+    """Through lists and pooled arrays, splits, selection and devices; they are part of what a hash knows."""
+    xs, ys = arrays(sizes=(20, 30, 25))
+    xs = [np.hstack([x[:, :1], e[:, None]]) for x, e in zip(xs, environments(), strict=True)]  # written beside the row, to be known again
+    data = from_arrays(xs, ys, environments=environments(), validation=0.2, seed=3)
+    ids = np.repeat([5, 7, 9], (20, 30, 25))
+    order = np.random.default_rng(0).permutation(75)
+    columns = [np.concatenate(part)[order] for part in (xs, ys, environments())]
+    pooled = from_arrays(columns[0], columns[1], environments=columns[2], client_ids=ids[order], seed=3)
+    for made in (data, pooled, data.select([2, 0]), data.to(dtype=torch.float64), data.hold_out(1)[0]):
+        for split in made.splits.values():
+            assert split.environment is not None
+            assert torch.equal(split.environment[split.index].double(), split.x[split.index, 1].double())
+    assert (data.train.environments, data.select([1]).train.environments, data.select([0]).train.environments) == (3, 2, 1)
+    assert "up to 3 environments each" in repr(data)
+    assert "one environment each" in repr(data.as_environments())
+    plain = from_arrays(xs, ys, validation=0.2, seed=3)
+    assert plain.train.environment is None
+    assert "environment" not in repr(plain)
+    assert len({data.hash, plain.hash, data.as_environments().hash}) == 3
+    assert data.as_environments().train.environments == 1
+    assert torch.equal(data.as_environments().train.index, data.train.index)
+
+
+def test_given_test_data_have_no_environment_of_their_own():
+    xs, ys = arrays(sizes=(20, 30, 25))
+    data = from_arrays(xs, ys, test=arrays(sizes=(3, 4, 5)), environments=environments())
+    assert data.train.environments == 3
+    assert data.test.environments == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "message"),
+    [
+        ([np.zeros(20, int), np.zeros(30, int)], {}, "environments must be one array for each of the 3 clients, got 2"),
+        (
+            [np.zeros(20, int), np.zeros(9, int), np.zeros(25, int)],
+            {},
+            "environments of client 1 must be whole numbers, one for each of its 30",
+        ),
+        ([np.zeros(20), np.zeros(30), np.zeros(25)], {}, "environments of client 0 must be whole numbers"),
+        ([np.zeros(20, int), np.zeros(30, int) - 1, np.zeros(25, int)], {}, "environment must hold whole numbers from 0 up, got -1"),
+        (
+            [np.zeros(20, int), np.ones(30, int), np.zeros(25, int)],
+            {},
+            "client 'client 1' has no training example of its environment 0, of 2",
+        ),
+        (
+            [np.zeros(20, int), np.arange(30) % 2 * 2, np.zeros(25, int)],
+            {},
+            "'client 1' has no training example of its environment 1, of 3",
+        ),
+        ([np.zeros(20, int), np.eye(30)[0].astype(int), np.zeros(25, int)], {"validation": 0.9, "test_share": 0}, "use smaller shares"),
+    ],
+)
+def test_environments_that_cannot_be_right(given, options, message):
+    with pytest.raises(ValueError, match=message):
+        from_arrays(*arrays(sizes=(20, 30, 25)), environments=given, **options)
+
+
+def test_splits_have_environments_alike(split):
+    with pytest.raises(ValueError, match=r"environment must be int64 of shape \[10\]"):
+        replace(split, environment=torch.zeros(9, dtype=torch.int64))
+    data = from_arrays(*arrays(), seed=1)
+    splits = {**data.splits, "test": data.as_environments().test}
+    with pytest.raises(ValueError, match="splits have environments but 'train' has none"):
+        replace(data, splits=splits)
+
+
 def test_table_has_a_row_per_client_and_the_hash(data):
     lines = data.table().splitlines()
     assert lines[0].split() == ["client", "train", "test", "validation", "calibration", "0", "1", "2"]

@@ -1,5 +1,6 @@
 """Plans: who works when, on which rows, with which noise. All of it follows from addresses."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -202,3 +203,20 @@ def test_precision_and_time():
     assert set(made.seconds) == {"steps", "batches", "noise"}
     assert made.seconds["batches"] > 0
     assert made.seconds["noise"] > 0
+
+
+@pytest.mark.parametrize("size", [None, 3])
+def test_batches_say_their_environments(size):
+    """One-hot, as wide as the client with the most has them; those of the examples that a batch holds."""
+    data = split()
+    rows = torch.arange(40)
+    which = torch.where(torch.isin(rows, data.rows(1)), rows % 3, 0)
+    made = Plan(phase(batch_size=size, epochs=2), replace(data, environment=which), ORDER, dtype=torch.float64)
+    for t in range(int(made.steps.max())):
+        batch = made.batch(t, made.active(t))
+        environment = batch["environment"]
+        assert environment.dtype == torch.float64
+        assert environment.shape == (*batch["weight"].shape, 3)
+        assert torch.equal(environment.argmax(-1), which[batch["y"]])
+        assert (environment.sum(-1) == 1).all()
+    assert "environment" not in plan(phase()).batch(0, 4)

@@ -1,0 +1,116 @@
+"""Distributed GroupDRO: one model for all whose worst environment is as good as can be, by weights that grow where the loss is large.
+
+    min_w max_q sum_e q_e R_e(w),  q on the simplex of all clients' environments.
+
+Each round a client measures its R_e at the model received, and trains on  sum_e q_e R_e  over its own environments; the server makes
+q_e <- q_e exp(eta R_e) / Z  and averages the models by it, a client counting what its environments do. With one local step that is a
+gradient step on sum_e q_e R_e. A client with one environment trains on its plain risk and sends one number beside the model.
+
+Source: Sagawa, Koh, Hashimoto, Liang, "Distributionally robust neural networks for group shifts", ICLR 2020, algorithm 1 (there for one
+machine); distributed as a baseline and as the lower problem of PerInvFL (see `perinvfl`). The released code of that paper keeps the first
+round's losses for ever and lets q enter twice, in the local loss and in the mean; here losses are fresh and q enters once.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from bayesfl.blocks import Algorithm, Block
+from bayesfl.checks import number, whole
+from bayesfl.energy import Energy
+from bayesfl.invariance import by_environment, evenly, reweighted
+from bayesfl.likelihood import Categorical
+from bayesfl.optim import Adam, Optimiser
+from bayesfl.phases import Descend, Once
+from bayesfl.pools import Mean
+from bayesfl.protocols import Batch, Likelihood, Server, Uplink, View
+from bayesfl.server import with_optimiser
+
+
+def group_dro(
+    model: nn.Module,
+    *,
+    eta: float = 1e-2,
+    environments: int = 1,
+    loss_examples: int | None = None,
+    steps: int = 5,
+    batch_size: int | None = 200,
+    optimiser: Optimiser = Adam(5e-4),
+    server_optimiser: Optimiser | None = None,
+    likelihood: Likelihood = Categorical(),
+) -> Algorithm:
+    """Federate `model` by GroupDRO over the environments of all clients; the data need environments.
+
+    Only the weights of a round's cohort move, their sum kept. `result.server["log_q"]` has their logarithms, [J, environments].
+
+    Args:
+        model: Any module.
+        eta: Step of the weights' logarithms, per nat.
+        environments: The most that a client has.
+        loss_examples: How many of a client's training examples, evenly spaced and always the same, measure its losses; None for all.
+        steps: Mini-batches of a client in a round.
+        batch_size: Examples of a step; None for all of the client's.
+        optimiser: Of the clients; its state is kept from round to round.
+        server_optimiser: Takes the mean change of a round as a gradient; None for the mean itself.
+        likelihood: What y is.
+
+    Raises:
+        ValueError: A number lies outside its range; in the first round, a client has more environments.
+    """
+    whole("environments", environments, least=1)
+    if not 0 <= number("eta", eta) < math.inf:
+        raise ValueError(f"eta is the step of the weights and must be >= 0 and finite, got {eta}")
+    if loss_examples is not None:
+        whole("loss_examples", loss_examples, least=1)
+
+    def measure(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
+        some = evenly(data, loss_examples)
+        risk, seen = by_environment(algorithm.losses(algorithm.leaves(("w",), view), some), some)
+        _, count = by_environment(data["weight"], data)
+        if (found := count.shape[-1]) > environments:
+            raise ValueError(f"clients have up to {found} environments, the method was made for {environments}: pass environments={found}")
+        risk, seen, count = (torch.nn.functional.pad(t, (0, environments - found)) for t in (risk, seen, count))
+        # q_e over n_e / n: what an example of each environment counts, so that batches drawn from all examples give sum_e q_e R_e.
+        q = torch.where(seen > 0, view["log_q"] + eta * risk, torch.full_like(risk, -torch.inf)).softmax(-1)
+        return view | {"risk": risk, "present": (seen > 0).to(risk), "emphasis": q * view["n"] / count.clamp_min(1)}
+
+    def counted(given: Server, view: View, batch: Batch) -> Tensor:
+        emphasis = view["emphasis"][..., : batch["environment"].shape[-1]]
+        return (batch["environment"] @ emphasis.unsqueeze(-1)).squeeze(-1)
+
+    def start(blocks: Server, clients: int) -> Server:
+        return {"log_q": blocks["w"]["loc"].new_full((clients, environments), -math.log(clients * environments))}
+
+    def share(server: Server, ids: Tensor) -> tuple[Server, View]:
+        return {name: entry for name, entry in server.items() if name != "log_q"}, {"log_q": server["log_q"][ids]}
+
+    def weight(server: Server, uplink: Uplink) -> Tensor:
+        raised = server["log_q"][uplink["ids"]].double() + eta * uplink["risk"].double()
+        return (raised.exp() * uplink["present"]).sum(-1)  # up to the Z of the round, which the mean divides out
+
+    def combine(server: Server, ids: Tensor, uplink: Uplink) -> Server:
+        log_q = server["log_q"]
+        return {"log_q": log_q.index_copy(0, ids, reweighted(log_q[ids], uplink["risk"], uplink["present"], eta))}
+
+    step = Descend(
+        "w",
+        Energy("w", ("w",), likelihood="mean", weight=counted),
+        steps=steps,
+        batch_size=batch_size,
+        optimiser=optimiser,
+        persist="w_optimiser",
+    )
+    algorithm = Algorithm(
+        model,
+        {"w": Block(pool=Mean(weight))},
+        (Once(measure, data=True), step),
+        parts=("w",),
+        likelihood=likelihood,
+        private=lambda given: {"risk": torch.zeros(environments), "present": torch.ones(environments)},
+        server=start,
+        share=share,
+        report=lambda given, view: {"risk": view["risk"], "present": view["present"]},
+        combine=combine,
+    )
+    return algorithm if server_optimiser is None else with_optimiser(algorithm, server_optimiser)

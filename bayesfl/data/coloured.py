@@ -1,0 +1,185 @@
+"""Coloured images: a colour that agrees with the label, differently in every environment, beside a shape that always means the same."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bayesfl.checks import number, whole
+from bayesfl.data.federated import FederatedData, Split, assemble
+from bayesfl.data.sources import Source, load, unit_range
+from bayesfl.random import Purpose, generator
+
+Agreement: TypeAlias = float | Sequence[float]
+_FLIP, _COLOUR = 1, 2  # words of the addresses under Purpose.PARTITION, beside the order of the rows
+
+
+def _shares(name: str, values: Sequence[Agreement]) -> list[list[float]]:
+    """The agreements of every client's environments, checked."""
+    if isinstance(values, str) or not isinstance(values, Sequence) or not len(values):
+        raise ValueError(f"{name} must have one share for each client, or one tuple of them, got {values!r}")
+    nested = [list(own) if isinstance(own, Sequence) else [own] for own in values]
+    for share in (share for own in nested for share in own):
+        _share(name, share)
+    if not all(nested):
+        raise ValueError(f"{name} must have at least one environment for each client, got {values!r}")
+    return [[float(share) for share in own] for own in nested]
+
+
+def _share(name: str, value: float) -> float:
+    if not 0 <= number(name, value) <= 1:
+        raise ValueError(f"{name} must hold shares within [0, 1], got {value}")
+    return float(value)
+
+
+def _coloured(grey: Tensor, y: Tensor, drawn: Tensor, agreement: Tensor | float) -> Tensor:
+    """Two channels [N, 2, H, W], all black but that of the colour: the label's with probability `agreement`."""
+    colour = torch.where(drawn < agreement, y, 1 - y)
+    x = grey.new_zeros(len(grey), 2, *grey.shape[1:])
+    x[torch.arange(len(grey)), colour] = grey
+    return x
+
+
+def coloured(
+    source: str | Source = "digits",
+    *,
+    agreement: Sequence[Agreement] = (0.9, 0.85, 0.8, 0.75),
+    test_agreement: float = 0.1,
+    rotate: bool = True,
+    flip: float = 0.25,
+    test: int | None = None,
+    seed: int = 0,
+    validation: float = 0.0,
+    calibration: float = 0.0,
+    root: str | Path | None = None,
+    download: bool = False,
+) -> FederatedData:
+    """Images in two colours, of which shape tells the label less often than colour does in training, and colour misleads in the test.
+
+    The label is whether the class is among the first half, flipped with probability `flip`: no shape can be right more often than
+    1 - `flip`. The colour agrees with that noisy label with a probability of its own in each client's training data, and with
+    `test_agreement` in everyone's test data; `recoloured` gives the same test images other colours. Client i's images, of both parts, are
+    turned by i quarter turns counter-clockwise. Inputs are [2, H, W] within [0, 1]; images of 28 x 28 are thinned to every second pixel.
+
+    * `coloured("fashion-mnist", test=10_000)`: RC-FMNIST, four clients, as the authors' generator makes it.
+    * `coloured("mnist", agreement=(0.95, 0.9, 0.85, 0.8), test_agreement=0.5, test=10_000)`: RC-MNIST, as its folder's name has it.
+    * `rotate=False`: the same without a mark by which a network could tell clients apart.
+    * `coloured("mnist", agreement=((0.8, 0.9),), rotate=False, test=10_000)`: IRM's coloured MNIST, on one machine.
+
+    Args:
+        source: Name of a data set of grey images, or a source of your own with inputs [1, H, W] (or H H numbers) within [0, 1].
+        agreement: For each client the probability that colour agrees with label in training, or several, one for each of its environments.
+        test_agreement: The same in the test data.
+        rotate: Whether clients are turned.
+        flip: Of the label noise.
+        test: How many of the last rows of the source's training part are the test data, as IRM's code has it with 10,000 of MNIST; None
+            for the source's own test part.
+        seed: Seed of order, noise and colours, and of the shares below.
+        validation: Share of each client's training rows for tuning.
+        calibration: Likewise, for temperatures and conformal thresholds.
+        root: Folder of the data's files.
+        download: Let torchvision fetch images that are not there.
+
+    Raises:
+        ValueError: Shares outside [0, 1], inputs that are no grey images, a single class, or fewer rows than environments.
+
+    References:
+        Arjovsky, Bottou, Gulrajani, Lopez-Paz, "Invariant risk minimization", 2019, arXiv:1907.02893, section 5.2, and its code. Turned,
+        for clients: Tang, Guo, Zhang, "Exploiting personalized invariance for better out-of-distribution generalization in federated
+        learning", 2022, arXiv:2211.11243; shares and order of the draws from its code, github.com/Tangx-yy/Per-InvFL.
+    """
+    opened = source if isinstance(source, Source) else load(source, root=root, download=download)
+    nested = _shares("agreement", agreement)
+    _share("test_agreement", test_agreement)
+    _share("flip", flip)
+    if opened.task != "classification" or opened.outputs < 2:
+        raise ValueError(f"coloured needs images of two classes or more, {opened.info.name!r} has none")
+    rows = len(opened.x) if test is None else opened.train
+    train = opened.train if test is None else opened.train - whole("test", test, least=1)
+    parts = [(client, environment) for client, own in enumerate(nested) for environment in range(len(own))]
+    if min(train, rows - train) < len(parts):
+        raise ValueError(
+            f"{len(parts)} environments need as many rows in each part, {opened.info.name!r} leaves {train} for training and "
+            f"{rows - train} for the test: use fewer clients, or another test="
+        )
+    grey = _grey(opened)[:rows]
+    first = (opened.y[:rows] < opened.outputs // 2).long()
+    flipped, drawn = (torch.from_numpy(generator(seed, Purpose.PARTITION, phase=word).random(rows)) for word in (_FLIP, _COLOUR))
+    y = torch.where(flipped < flip, 1 - first, first)
+    order = generator(seed, Purpose.PARTITION).permutation(train)
+
+    owner, environment = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64)
+    agrees = torch.full((rows,), float(test_agreement), dtype=torch.float64)
+    trained: list[list[np.ndarray]] = [[] for _ in nested]
+    for k, (client, e) in enumerate(parts):
+        mine = order[k :: len(parts)]
+        trained[client].append(mine)
+        owner[mine], environment[mine], agrees[mine] = client, e, nested[client][e]
+    held = [np.arange(train + client, rows, len(nested)) for client in range(len(nested))]
+    for client, mine in enumerate(held):
+        owner[mine] = client
+    x = _coloured(grey, y, drawn, agrees)
+    if rotate:
+        for client in range(len(nested)):
+            x[owner == client] = x[owner == client].rot90(client, (-2, -1))
+    return assemble(
+        x,
+        y,
+        {"train": [np.concatenate(own) for own in trained], "test": held},
+        outputs=2,
+        task="classification",
+        names=[f"client {client}" for client in range(len(nested))],
+        class_names=("last half", "first half"),
+        source=opened.info,
+        recipe={
+            "recipe": "coloured",
+            "source": opened.info.name,
+            "agreement": nested,
+            "test_agreement": float(test_agreement),
+            "rotate": bool(rotate),
+            "flip": float(flip),
+            "test": test,
+        },
+        validation=validation,
+        calibration=calibration,
+        seed=seed,
+        environment=environment,
+    )
+
+
+def recoloured(clients: FederatedData, agreement: float) -> Split:
+    """The test part of `coloured` data with other colours: the same images, noisy labels and draws, so that cases differ where they must.
+
+    `result.predict(split).summary(split)` scores one trained model on it.
+
+    Args:
+        clients: What `coloured` made.
+        agreement: The probability that colour agrees with label.
+
+    Raises:
+        ValueError: They are other data, or the share lies outside [0, 1].
+    """
+    if clients.recipe.get("recipe") != "coloured":
+        raise ValueError(f"recoloured needs data made by coloured(), got ones made by {clients.recipe.get('recipe')!r}")
+    split = clients.test
+    rows = split.index
+    drawn = torch.from_numpy(generator(clients.recipe["seed"], Purpose.PARTITION, phase=_COLOUR).random(len(split.x)))[rows.cpu()]
+    x = split.x.clone()
+    x[rows] = _coloured(split.x[rows].sum(1), split.y[rows], drawn.to(rows.device), _share("agreement", agreement))
+    return Split(x, split.y, rows, split.counts, split.environment)
+
+
+def _grey(source: Source) -> Tensor:
+    """Images [N, H, W] within [0, 1]; every second pixel of those of 28 x 28."""
+    shape = tuple(source.x.shape[1:])
+    side = math.isqrt(shape[0])
+    if len(shape) == 1 and side * side == shape[0]:
+        shape = (1, side, side)
+    if len(shape) != 3 or shape[0] != 1:
+        raise ValueError(f"coloured needs grey images, inputs of shape [1, H, W] or of H H numbers, {source.info.name!r} has {list(shape)}")
+    x = unit_range(source, "coloured needs inputs within [0, 1]").view(-1, *shape[1:])
+    return x[:, ::2, ::2] if shape[1:] == (28, 28) else x

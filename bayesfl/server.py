@@ -1,0 +1,57 @@
+"""An optimiser on the server: the mean change of a round as a gradient, for any method."""
+
+from dataclasses import replace
+
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from bayesfl.blocks import Algorithm
+from bayesfl.optim import Optimiser
+from bayesfl.protocols import Server, Uplink, View
+
+STATE = "server_optimiser"
+
+
+def with_optimiser(algorithm: Algorithm, optimiser: Optimiser) -> Algorithm:
+    """The same method, but the server does not take what its pools make of a round: it takes the step there as a gradient.
+
+        w <- update(w, w - pooled),
+
+    for every block that is gathered. `SGD(1.0)` is the method itself. Where clients take one plain step of rate 1 on their mean loss, the
+    gradient is that of the pooled loss, and the run is the optimiser's on all data together.
+
+    Args:
+        algorithm: The method; what its `combine` does to blocks comes first.
+        optimiser: Its state, and the blocks as they were sent out, live on the server and are not shared.
+
+    Raises:
+        ValueError: Its learning rate is a schedule; the server counts no rounds.
+
+    References:
+        Reddi et al., "Adaptive federated optimization", ICLR 2021, algorithm 1. FedAdam's own step has no bias correction.
+    """
+    rate = optimiser.rate
+    if callable(rate):
+        raise ValueError("the server's optimiser needs one learning rate, not a schedule")
+    gathered = [name for name, block in algorithm.blocks.items() if block.pool is not None]
+
+    def entries(server: Server) -> Server:
+        return {name: server[name] for name in gathered}
+
+    def start(blocks: Server, clients: int) -> Server:
+        now = entries(blocks)
+        state = {"before": now} | ({} if (made := optimiser.init(now)) is None else {"state": made})
+        return {**algorithm.server(blocks, clients), STATE: state}
+
+    def share(server: Server, ids: Tensor) -> tuple[Server, View]:
+        return algorithm.share({name: entry for name, entry in server.items() if name != STATE}, ids)
+
+    def combine(server: Server, ids: Tensor, uplink: Uplink) -> Server:
+        own, kept = {name: entry for name, entry in server.items() if name != STATE}, server[STATE]
+        changed = algorithm.combine(own, ids, uplink)
+        before, after = kept["before"], entries(own | changed)
+        gradient = tree_map(lambda old, new: old - new, before, after)
+        now, state = optimiser.update(before, gradient, kept.get("state"), rate)
+        return {**changed, **now, STATE: {"before": now} | ({} if state is None else {"state": state})}
+
+    return replace(algorithm, server=start, share=share, combine=combine)
