@@ -373,18 +373,23 @@ def same_run(result: Result, algorithm: Algorithm, clients: FederatedData) -> Re
 
 
 def _check_shapes(path: str, result: Result) -> None:
-    """That the state has the tensors that the method keeps on these data, in their types and shapes; an axis of 0 at the start may grow."""
+    """That the state has the tensors that the method keeps on these data, in their types and shapes.
+
+    What a method holds on the server beyond its blocks may grow along its first axis, as models of clusters do, unless that is of clients.
+    """
     algorithm, clients = result.algorithm, result.data.clients
-    server = algorithm.init(clients, dtype=result.dtype)
+    server, one_more = (algorithm.init(n, dtype=result.dtype) for n in (clients, clients + 1))
     rows = tree_map(lambda t: t.expand(clients, *t.shape), algorithm.rows(server))
     wanted = flatten({"server": server, "private": rows})
     found = flatten({"server": result.server, "private": result.private})
+    more = flatten({"server": {name: entry for name, entry in one_more.items() if name not in algorithm.blocks}})
+    free = {name for name, t in more.items() if t.dim() and t.shape == wanted[name].shape}
 
     def fits(name: str) -> bool:
         if not (name in wanted and name in found and wanted[name].dtype == found[name].dtype):
             return False
-        sizes = wanted[name].shape, found[name].shape
-        return len(sizes[0]) == len(sizes[1]) and all(m in (n, 0) for m, n in zip(*sizes, strict=True))
+        start = int(name in free)
+        return wanted[name].dim() == found[name].dim() and wanted[name].shape[start:] == found[name].shape[start:]
 
     def picture(name: str, tensors: dict[str, Any]) -> str:
         return f"{tensors[name].dtype} {list(tensors[name].shape)}" if name in tensors else "absent"

@@ -2,19 +2,22 @@
 
 z = body(x) in R^d, K classes; client j has n_j examples, n_jk of them of class k, p_jk = n_jk / n_j; m_jk is the mean of z over them.
 
-Client  1. with the body received, before training:  h_j[k] = p_jk m_jk,  V_j = (sum_k p_jk mean_{y=k} |z|^2 - |h_j|^2) / n_j:
-           the mean of onehot(y) z' and the trace of its covariance over n_j, how well that mean is known.
-        2. Head: SGD on the mean loss, the body fixed.
-        3. Body: SGD on the mean loss + lambda mean |z - c_y|^2 / d, the head fixed. c_k is the centroid received; where nobody has
-           sent one yet, the client's own m_jk of step 1. No pull in the first round.
-        4. With the body as it is now: centroids c_jk, the means of z.
-Server  body = sum_j (n_j / n) body_j,  c_k = sum_j n_jk c_jk / sum_j n_jk,  and for every client i of the cohort
-        head_i = sum_j a_ij head_j,  a_i = argmin over the simplex of  sum_j a_j^2 V_j + |h_i - sum_j a_j h_j|^2,
-        variance plus squared bias; weights below 1e-3 are set to 0 and the rest scaled to sum 1.
+A client of the cohort:
+
+1. With the body received, before training: h_j[k] = p_jk m_jk and V_j = (sum_k p_jk mean_{y=k} |z|^2 - |h_j|^2) / n_j, the mean of
+   onehot(y) z' and the trace of its covariance over n_j, which says how well that mean is known.
+2. Head: SGD on the mean loss, the body fixed.
+3. Body: SGD on the mean loss + lambda mean |z - c_y|^2 / d, the head fixed. c_k is the centroid received; where nobody has sent one
+   yet, the client's own m_jk of step 1. No pull in the first round.
+4. With the body as it is now: centroids c_jk, the means of z.
+
+The server: body = sum_j (n_j / n) body_j, c_k = sum_j n_jk c_jk / sum_j n_jk, and for every client i of the cohort
+head_i = sum_j a_ij head_j with a_i = argmin over the simplex of sum_j a_j^2 V_j + |h_i - sum_j a_j h_j|^2, variance plus squared bias;
+weights below 1e-3 are set to 0 and the rest scaled to sum 1.
 
 Source: Xu, Tong, Huang, "Personalized federated learning with feature alignment and classifier collaboration", ICLR 2023, arXiv:2306.11867;
 order of steps, threshold and hyperparameters from the authors' code, github.com/JianXu95/FedPAC. That code drops small eigenvalues of a
-program that rounding made indefinite, and with them the variances; here programs are solved exactly (`bayesfl.simplex`).
+program that rounding made indefinite, and with them the variances; here programs are solved exactly, in float64.
 """
 
 import torch

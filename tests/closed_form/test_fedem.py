@@ -215,6 +215,22 @@ def test_everyone_beside_everyone_is_fedem_with_equal_weights(clients: Federated
     assert_close(gossip.server["components"]["loc"], mean, atol=1e-9, rtol=0)
 
 
+def test_two_rounds_between_neighbours_by_hand(clients: FederatedData, model: nn.Module):
+    """Each client alone goes on from its own mixture; row j of an asymmetric matrix says what j takes from whom."""
+    options: dict[str, Any] = {"components": 2, "batch_size": None, "lr": 0.1}  # full batches draw nothing
+    shift = torch.eye(7, dtype=torch.float64).roll(1, 0)
+    w = 0.5 * torch.eye(7, dtype=torch.float64) + 0.3 * shift + 0.2 * shift @ shift @ shift
+    one = bf.algorithms.fedem(model, **options)
+    alone = [run(one, clients.select([j])) for j in range(7)]
+    models = torch.einsum("jk,kmd->jmd", w, torch.stack([result.server["components"]["loc"] for result in alone]))
+    started = [replace(r, server={**r.server, "components": {"loc": m}}) for r, m in zip(alone, models, strict=True)]
+    further = [run(one, clients.select([j]), 2, resume=started[j]) for j in range(7)]
+    wanted = torch.einsum("jk,kmd->jmd", w, torch.stack([result.server["components"]["loc"] for result in further]))
+    found = run(bf.algorithms.d_fedem(model, mixing=w, **options), clients, 2).server
+    assert_close(found["models"], wanted, atol=1e-10, rtol=0)
+    assert_close(found["components"]["loc"], wanted.mean(0), atol=1e-10, rtol=0)
+
+
 def test_mixing_is_the_matrix_times_what_clients_made(clients: FederatedData, model: nn.Module):
     """W times the locally trained components; their mean stays; who is absent keeps its own, and who is present what it would have got."""
     w = metropolis(ring(7))
