@@ -51,7 +51,7 @@ def run(
     plan: Plan,
     batch: Batch | None = None,
     *,
-    losses: Callable[[Algorithm, tuple[str, ...], View, Batch], Tensor],
+    losses: Callable[[Algorithm, tuple[str, ...], View, Batch], Tensor] | None = None,
 ) -> tuple[View, Info]:
     """Runs any pure phase for a chunk of clients, step by step over those still at work.
 
@@ -73,6 +73,7 @@ def run(
         noise = plan.noise(phase.noise(algorithm), active)
         carried, seen = tree_map(lambda leaf, a=active: leaf[:a], (carry, views))
         if parts := getattr(phase, "losses", ()):
+            assert losses is not None
             data = {**data, "losses": losses(algorithm, parts, seen, data)}
 
         def step(carry: Any, view: View, batch: Batch, noise: dict[str, Tensor]) -> Any:
