@@ -291,3 +291,21 @@ def test_clients_draw_for_themselves(two: FederatedData, model: nn.Module):
     first = dict(predictor.noise)
     trained(two, model, predictor, bf.Engine(chunk=1, workers=2)).predict(draws=7)
     assert all(torch.equal(first[n], predictor.noise[n]) for n in first)
+
+
+def test_moments_of_a_mixture_of_regressions():
+    """Mean and variance of sum_m pi_m N(f_m, s^2): pi f, and s^2 + pi f^2 - (pi f)^2."""
+    rng = torch.Generator().manual_seed(0)
+    xs = [torch.randn(n, 3, generator=rng) for n in (12, 7)]
+    ys = [x.sum(-1) for x in xs]
+    data = bf.data.from_arrays(xs, ys, test=(xs, ys), outputs=1, task="regression")
+    method = bf.algorithms.fedem(bf.models.mlp(3, hidden=4, outputs=1), components=3, lr=0.01, likelihood=Gaussian(0.5))
+    result = bf.simulate(method, data, rounds=2, progress=False, dtype=torch.float64)
+    found, pi = result.predict().client(1), result.private["pi"][1]
+    layout = method.layout("components")
+    each = torch.stack([method.outputs(layout.leaves(loc), xs[1].double())[:, 0] for loc in result.server["components"]["loc"]])
+    assert found.mean is not None
+    assert found.variance is not None
+    assert_close(found.mean[:, 0], pi @ each, atol=1e-9, rtol=0)
+    assert_close(found.variance[:, 0], 0.25 + pi @ each.square() - (pi @ each).square(), atol=1e-9, rtol=0)
+    assert float(pi.max()) < 0.99
