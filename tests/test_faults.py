@@ -15,7 +15,7 @@ import bayesfl as bf
 from bayesfl.admission import PROTOCOL, Admission, Message, TooFewClients, distances, objection
 from bayesfl.blocks import flatten
 from bayesfl.data import FederatedData
-from bayesfl.faults import KINDS, Lost, at_random
+from bayesfl.faults import KINDS, Altered, Lost, at_random
 from bayesfl.phases import Once
 from bayesfl.result import Result, Settings
 
@@ -228,3 +228,32 @@ def test_plans_that_do_not_work():
         at_random(0.1, kinds=("late",))
     with pytest.raises(ValueError, match="kinds must be among"):
         at_random(0.1, kinds=())
+
+
+def test_a_reply_that_is_taken_leaves_the_clients_own_state_alone(model: nn.Module, clients: FederatedData):
+    """Changed on its way by so little that nobody objects, it moves the server, and not what the client keeps."""
+    algorithm = bf.algorithms.pfedvem(model, **METHODS["pfedvem"])
+
+    def nudged(message: Message) -> Message:
+        return replace(message, tensors={name: t + 0.1 if t.is_floating_point() else t for name, t in message.tensors.items()})
+
+    plain = run(algorithm, clients, rounds=1, on_bad_client="skip")
+    result = run(algorithm, clients, rounds=1, faults=lambda round, attempt, ids: {3: Altered(nudged)})
+    assert result.history["rejected"].tolist() == [0]
+    assert_close(result.private, plain.private, atol=0, rtol=0)
+    assert not torch.allclose(result.server["body"]["loc"], plain.server["body"]["loc"])
+
+
+def test_earlier_rounds_say_how_far_two_clients_go(model: nn.Module, clients: FederatedData):
+    """In the first round of two there is nothing to compare with; from the second on its median is, also after a resume."""
+    two = clients.select([0, 1])
+    algorithm = bf.algorithms.fedavg(model, **METHODS["fedavg"])
+
+    def far_in(round: int) -> Any:
+        return lambda at, attempt, ids: {1: KINDS["far"]} if at == round else {}
+
+    assert run(algorithm, two, rounds=1, faults=far_in(0)).history["rejected"].tolist() == [0]
+    result = run(algorithm, two, rounds=2, faults=far_in(1))
+    assert result.history["rejected"].tolist() == [0, 1]
+    first = run(algorithm, two, rounds=1, faults=far_in(1))
+    assert_close(state(run(algorithm, two, rounds=2, resume=first, faults=far_in(1))), state(result), atol=0, rtol=0)

@@ -171,7 +171,7 @@ def restore(curvature: "Curvature", tensors: Tensors) -> Inverse:
         variance=tensors["variance"],
         uncurved=int(tensors["uncurved"]),
         curved=curved,
-        chol=tensors["chol"],
+        chol=tensors["chol"].mT.contiguous().mT,  # column by column, as it was factored: solves round by how it lies
         data=data,
         rows=rows,
     )
