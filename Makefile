@@ -42,6 +42,7 @@ examples: $(VENV)/.plain
 	$(BIN)/python benchmarks/gpu.py --quick --device cpu
 	$(BIN)/python benchmarks/fedsi.py --quick
 	$(BIN)/python benchmarks/selection.py --quick
+	$(BIN)/python benchmarks/simplex.py --quick
 	$(BIN)/python benchmarks/papers/fedsi.py --quick
 	$(BIN)/python benchmarks/papers/perinvfl.py --quick
 
@@ -64,6 +65,7 @@ benchmarks: $(VENV)/.plain
 	$(BIN)/python benchmarks/curvature.py
 	$(BIN)/python benchmarks/fedsi.py
 	$(BIN)/python benchmarks/selection.py
+	$(BIN)/python benchmarks/simplex.py
 
 check: test lint types docs examples wheel
 

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -198,6 +198,7 @@ class Row:
         sides: {name: makes a round}.
         limits: {name: at most this ratio}.
         repetitions: Of all sides, after one that warms up.
+        steps_alone: Whether the local work is gradient steps and nothing else, so that the rest of a round has its limit.
     """
 
     title: str
@@ -205,6 +206,7 @@ class Row:
     sides: dict[str, Callable[[], Round]]
     limits: dict[str, float]
     repetitions: int
+    steps_alone: bool = True
 
 
 def rows(quick: bool) -> dict[str, Row]:
@@ -225,6 +227,16 @@ def rows(quick: bool) -> dict[str, Row]:
     def make(title: str, bare, algorithm: bf.Algorithm, data, at_two: float, at_one: float, repetitions: int) -> Row:
         return Row(title, "bare", against(bare, algorithm, data), {"2 workers": at_two, "1 worker": at_one}, 2 if quick else repetitions)
 
+    def beside(title: str, algorithm: bf.Algorithm, unit: str, other: bf.Algorithm, data, limit: float, repetitions: int = 21) -> Row:
+        sides = {
+            unit: lambda: Ours(other, data(), one),
+            "1 worker": lambda: Ours(algorithm, data(), one),
+            f"{unit}, 2 workers": lambda: Ours(other, data(), two),
+            "2 workers": lambda: Ours(algorithm, data(), two),
+        }
+        limits = {"1 worker": limit, "2 workers": limit}
+        return Row(f"{title}, in units of our own {unit} round", unit, sides, limits, 2 if quick else repetitions)
+
     ten, hundred = (lambda: federation([250] * 10)), (lambda: federation([250] * (20 if quick else 100)))
     forty, images = (lambda: federation(unequal())), (lambda: federation([125] * (4 if quick else 20), (1, 28, 28)))
     net = bf.models.lenet((1, 28, 28), outputs=10)
@@ -233,6 +245,10 @@ def rows(quick: bool) -> dict[str, Row]:
     ditto = bf.algorithms.ditto(mlp, epochs=epochs, batch_size=BATCH, lr=LR, momentum=MOMENTUM)
     linear, once = torch.nn.Linear(150, 1), {"epochs": 1, "batch_size": 128, "lr": LR, "momentum": MOMENTUM, "likelihood": Bernoulli()}
     mean, mixed = bf.algorithms.fedavg(linear, **once), bf.algorithms.fedem(linear, components=3, **once)
+    twenty, wide = (lambda: federation([120 if quick else 600] * 20)), bf.models.mlp(784, hidden=128, outputs=10)
+    leaky, fives = bf.models.leaky_cnn((1, 28, 28), outputs=10), {"head_epochs": 1, "body_epochs": 1 if quick else 5, "batch_size": BATCH}
+    rep, pac = bf.algorithms.fedrep(wide, **fives), bf.algorithms.fedpac(wide, **fives)
+    rep_cnn, pac_cnn = bf.algorithms.fedrep(leaky, **fives), bf.algorithms.fedpac(leaky, **fives)
     mixture = cache(lambda: bf.data.linear_mixture(clients=60 if quick else 300, test=1))
     return {
         "mlp10": make("FedAvg, MLP 784-100-10, 10 clients x 250", lambda: bare_fedavg(mlp, ten(), epochs), fedavg, ten, 0.45, 0.72, 31),
@@ -240,30 +256,10 @@ def rows(quick: bool) -> dict[str, Row]:
         "unequal": make("40 clients of 10 to 500", lambda: bare_fedavg(mlp, forty(), epochs), fedavg, forty, 0.45, 0.65, 11),
         "lenet": make("LeNet 6-16-120-84, 20 clients x 125", lambda: bare_fedavg(net, images(), 2), cnn, images, 0.55, 0.95, 15),
         "pfedvem": make("pFedVEM, 10 clients, 5 draws", lambda: bare_pfedvem(mlp, ten(), epochs, epochs, 5), vem, ten, 0.40, 0.60, 15),
-        "ditto": Row(
-            "Ditto, in units of our own FedAvg round",
-            "FedAvg",
-            {
-                "FedAvg": lambda: Ours(fedavg, ten(), one),
-                "1 worker": lambda: Ours(ditto, ten(), one),
-                "FedAvg, 2 workers": lambda: Ours(fedavg, ten(), two),
-                "2 workers": lambda: Ours(ditto, ten(), two),
-            },
-            {"1 worker": 2.3, "2 workers": 2.3},
-            2 if quick else 21,
-        ),
-        "fedem": Row(
-            "FedEM, 3 linear components, 300 clients, in units of our own FedAvg round",
-            "FedAvg",
-            {
-                "FedAvg": lambda: Ours(mean, mixture(), one),
-                "1 worker": lambda: Ours(mixed, mixture(), one),
-                "FedAvg, 2 workers": lambda: Ours(mean, mixture(), two),
-                "2 workers": lambda: Ours(mixed, mixture(), two),
-            },
-            {"1 worker": 2.4, "2 workers": 2.4},
-            2 if quick else 21,
-        ),
+        "ditto": beside("Ditto", ditto, "FedAvg", fedavg, ten, 2.3),
+        "fedem": replace(beside("FedEM, 3 linear components, 300 clients", mixed, "FedAvg", mean, mixture, 2.4), steps_alone=False),
+        "fedpac": replace(beside("FedPAC, MLP 784-128-10, 20 clients x 600", pac, "FedRep", rep, twenty, 1.5), steps_alone=False),
+        "fedpac_cnn": replace(beside("FedPAC, its CNN, 20 clients x 125", pac_cnn, "FedRep", rep_cnn, images, 1.5, 5), steps_alone=False),
     }
 
 
@@ -315,7 +311,7 @@ def measure(row: Row, *, busy: bool) -> dict[str, dict[str, float]]:
         }
         if name in row.limits:
             out[name]["at_most"] = row.limits[name]
-            if not busy:
+            if not busy and row.steps_alone:
                 out[name]["rest_at_most"] = REST[name]
     out["2 workers"]["to_one_worker"] = statistics.median(a / b for a, b in zip(wall["2 workers"], wall["1 worker"], strict=True))
     return out
@@ -358,7 +354,7 @@ def main() -> None:
     table = rows(arguments.quick)
     for name in arguments.rows:
         row = table[name]
-        for busy in (False, True)[: 1 if arguments.no_neighbour or row.unit == "FedAvg" else 2]:
+        for busy in (False, True)[: 1 if arguments.no_neighbour or row.unit != "bare" else 2]:
             with neighbour(busy):
                 sides = measure(row, busy=busy)
             if not busy:

@@ -12,6 +12,7 @@ Source: Marfoq, Neglia, Bellet, Kameni, Vidal, "Federated multi-task learning un
 and 4; order of steps and hyperparameters from the authors' code, github.com/omarfoq/FedEM.
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -32,7 +33,9 @@ from bayesfl.predictors import Mixture
 from bayesfl.protocols import Batch, Likelihood, Server, Uplink, View
 from bayesfl.topology import check_mixing, erdos_renyi, metropolis
 
+log = logging.getLogger(__name__)
 PARTS = ("components",)
+DEAD = 1e-3  # a component of which so small a share of the examples is made has died
 
 
 def fedem(
@@ -49,6 +52,10 @@ def fedem(
     likelihood: Likelihood = Categorical(),
 ) -> Algorithm:
     """Federate `model` by FedEM.
+
+    A component may die: one that explains no example anywhere is trained on none, and does not come back. `result.server["usage"]` [M] is
+    the share of a round's examples that each component made, from the clients' pi, which they send for it; a component that falls below a
+    thousandth is named in the log.
 
     Args:
         model: Any module, the architecture of a component; the components draw their starts anew from its layers.
@@ -82,6 +89,17 @@ def fedem(
     def share(server: Server, uplink: Uplink) -> Tensor:
         return uplink["n"].unsqueeze(-1) * uplink["pi"] if by_responsibility else uplink["n"]
 
+    def combine(server: Server, ids: Tensor, uplink: Uplink) -> Server:
+        before, now = server["usage"], (uplink["n"] @ uplink["pi"] / uplink["n"].sum()).to(server["usage"])
+        for m in ((now < DEAD) & (before >= DEAD)).nonzero().flatten().tolist():
+            log.warning(
+                "component %d of %d has died: it made %.1g of the round's examples; fewer components, or other starts, lose nothing",
+                m,
+                components,
+                float(now[m]),
+            )
+        return {"usage": now}
+
     return Algorithm(
         model,
         {"components": Block(copies=components, start=anew(model), pool=Mean(share))},
@@ -98,7 +116,10 @@ def fedem(
         parts=PARTS,
         likelihood=likelihood,
         private=lambda given: {"pi": torch.full((components,), 1 / components)},
-        report=lambda given, view: {"pi": view["pi"]} if by_responsibility else {},
+        server=lambda blocks, clients: {"usage": torch.full((components,), 1 / components)},
+        share=lambda server, ids: ({name: entry for name, entry in server.items() if name != "usage"}, {}),
+        report=lambda given, view: {"pi": view["pi"]},
+        combine=combine,
         adapt=(Once(adapt, data=True, losses=PARTS),),
         predictor=Mixture("components", "pi"),
     )
@@ -151,10 +172,10 @@ def d_fedem(
 
     def server(blocks: Server, clients: int) -> Server:
         loc = blocks["components"]["loc"]
-        return {"models": loc.expand(clients, *loc.shape)}
+        return {**central.server(blocks, clients), "models": loc.expand(clients, *loc.shape)}
 
     def share(server: Server, ids: Tensor) -> tuple[Server, View]:
-        return {k: v for k, v in server.items() if k != "models"}, {"components": {"loc": server["models"][ids]}}
+        return {}, {"components": {"loc": server["models"][ids]}}
 
     def combine(server: Server, ids: Tensor, uplink: Uplink) -> Server:
         models = server["models"]
@@ -162,7 +183,11 @@ def d_fedem(
         weights = weights + torch.diag(1 - weights.sum(1))  # what would have come from the absent
         mixed = torch.einsum("jk,kmd->jmd", weights, uplink["components"]["loc"].double())
         models = models.index_copy(0, ids, mixed.to(models))
-        return {"models": models, "components": {"loc": models.double().mean(0).to(models)}}
+        return {
+            **central.combine(server, ids, uplink),
+            "models": models,
+            "components": {"loc": models.double().mean(0).to(models)},
+        }
 
     block = replace(central.blocks["components"], pool=Stack())
     return replace(central, blocks={"components": block}, server=server, share=share, combine=combine)

@@ -261,3 +261,20 @@ def test_a_matrix_for_others_is_refused(clients: FederatedData, model: nn.Module
         bf.algorithms.d_fedem(model, mixing=torch.eye(7))
     with pytest.raises(ValueError, match=r"the mixing matrix must be \[7, 7\]"):
         run(bf.algorithms.d_fedem(model, mixing=torch.full((3, 3), 1 / 3)), clients)
+
+
+@pytest.mark.parametrize("method", ["fedem", "d_fedem"])
+def test_a_component_that_dies_is_named(method: str, clients: FederatedData, caplog: pytest.LogCaptureFixture):
+    """Once, with its share, and left as it is; the usage is the mean of pi by size."""
+    made = getattr(bf.algorithms, method)(nn.Linear(8, 3), components=3, lr=0.1, batch_size=None)
+    start = cycle([torch.zeros(27), 0.1 * torch.randn(27, generator=torch.Generator().manual_seed(0)), torch.full((27,), 300.0)])
+    hopeless = replace(made.blocks["components"], start=lambda rng, size: next(start))
+    algorithm = replace(made, blocks={"components": hopeless})
+    with caplog.at_level("WARNING", logger="bayesfl"):
+        result = run(algorithm, clients, 3)
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert said.startswith("component 2 of 3 has died: it made ")
+    n = torch.from_numpy(clients.train.counts).double()
+    assert_close(result.server["usage"], n @ result.private["pi"] / n.sum())
+    assert float(result.server["usage"][2]) < 1e-3
+    assert_close(result.server["usage"].sum(), torch.tensor(1.0, dtype=torch.float64))
