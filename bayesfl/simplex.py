@@ -74,13 +74,14 @@ def _descended(quadratic: Tensor, linear: Tensor, steepest: float) -> Tensor:
 
 
 def _settled(quadratic: Tensor, linear: Tensor, weights: Tensor, support: Tensor) -> Tensor:
-    """The minimisers, from feasible `weights` that are 0 outside `support`, both [C, K]."""
+    """The minimisers, from feasible `weights` that are 0 outside `support`, both [C, K]; programs that have arrived drop out."""
     count = linear.shape[1]
     identity = torch.eye(count, dtype=quadratic.dtype, device=quadratic.device)
+    done, todo = torch.empty_like(weights), torch.arange(len(weights), device=weights.device)
     for _ in range(20 * count + 20):
-        inside = support.to(quadratic)
+        inside, wanted = support.to(quadratic), linear[todo]
         blocks = torch.where(support[:, :, None] & support[:, None], quadratic, identity)
-        free, ones = torch.linalg.solve(blocks, torch.stack([linear * inside, inside], -1)).unbind(-1)
+        free, ones = torch.linalg.solve(blocks, torch.stack([wanted * inside, inside], -1)).unbind(-1)
         level = (1 - (free * inside).sum(-1, keepdim=True)) / (ones * inside).sum(-1, keepdim=True)
         target = (free + level * ones) * inside
         # As far as the first weight that would turn negative.
@@ -89,11 +90,14 @@ def _settled(quadratic: Tensor, linear: Tensor, weights: Tensor, support: Tensor
         leaves = (share <= step) & (target < 0)
         weights = torch.where(leaves, 0.0, weights + step * (target - weights))
         support = support & ~leaves
-        arrived = ~leaves.any(-1)
-        multipliers = (weights @ quadratic - linear - level).masked_fill(support, torch.inf)
+        multipliers = (weights @ quadratic - wanted - level).masked_fill(support, torch.inf)
         least, enters = multipliers.min(-1)
+        arrived = ~leaves.any(-1)
         grows = arrived & (least < -TOLERANCE)
-        if bool((arrived & ~grows).all()):
-            return weights
+        settled = arrived & ~grows
+        done[todo[settled]] = weights[settled]
         support = support.scatter(1, enters[:, None], support.gather(1, enters[:, None]) | grows[:, None])
+        weights, support, todo = weights[~settled], support[~settled], todo[~settled]
+        if not len(todo):
+            return done
     raise RuntimeError(f"the active set of {len(linear)} programs of {count} weights did not settle; is the quadratic nearly singular?")
