@@ -267,7 +267,11 @@ def test_a_matrix_for_others_is_refused(clients: FederatedData, model: nn.Module
 def test_a_component_that_dies_is_named(method: str, clients: FederatedData, caplog: pytest.LogCaptureFixture):
     """Once, with its share, and left as it is; the usage is the mean of pi by size."""
     made = getattr(bf.algorithms, method)(nn.Linear(8, 3), components=3, lr=0.1, batch_size=None)
-    start = cycle([torch.zeros(27), 0.1 * torch.randn(27, generator=torch.Generator().manual_seed(0)), torch.full((27,), 300.0)])
+    parts = [clients.train.client(j) for j in range(7)]
+    clients = bf.data.from_arrays([x for x, _ in parts], [y.clamp(max=1) for _, y in parts], outputs=3, task="classification")
+    wrong = torch.zeros(27)
+    wrong[-1] = 300.0  # sure of a class that nobody has
+    start = cycle([torch.zeros(27), 0.1 * torch.randn(27, generator=torch.Generator().manual_seed(0)), wrong])
     hopeless = replace(made.blocks["components"], start=lambda rng, size: next(start))
     algorithm = replace(made, blocks={"components": hopeless})
     with caplog.at_level("WARNING", logger="bayesfl"):
