@@ -104,6 +104,8 @@ class Descend:
     def __post_init__(self) -> None:
         whole("epochs", self.epochs, least=1)
         whole("draws", self.draws, least=1)
+        if isinstance(self.optimiser, type) or not all(hasattr(self.optimiser, name) for name in ("rate", "init", "update", "update_")):
+            raise ValueError(f"optimiser must be one of bayesfl.optim, such as SGD(0.1), got {self.optimiser!r}")
         for name, value in {"steps": self.steps, "batch_size": self.batch_size}.items():
             if value is not None:
                 whole(name, value, least=1)

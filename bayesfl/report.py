@@ -211,15 +211,15 @@ def environment() -> dict[str, Any]:
     """The machine and the versions that a run or a benchmark was made with, ready for `write_json`.
 
     Returns:
-        `date` (UTC), `bayesfl`, `python`, `platform`, `torch` and `numpy` versions, `cpu` (its model), `cores` that this process may use,
-        `threads` of torch, `accelerator` (its name), and `commit` of bayesfl's own repository, ending in `-dirty` where tracked files
-        were changed; what cannot be found out is None.
+        `date` (UTC), `bayesfl`, `python`, `torch` and `numpy` versions, `platform` (system, processor family, C library), `cpu` (its
+        model), `cores` that this process may use, `threads` of torch, `accelerator` (its name), and `commit` of bayesfl's own repository,
+        ending in `-dirty` where tracked files were changed; what cannot be found out is None.
     """
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "bayesfl": _version(),
         "python": platform.python_version(),
-        "platform": platform.platform(),
+        "platform": "-".join(part for part in (platform.system(), platform.machine(), *platform.libc_ver()) if part),
         "torch": str(torch.__version__),
         "numpy": np.__version__,
         "cpu": _cpu_model(),

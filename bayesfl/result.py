@@ -168,6 +168,8 @@ class Result:
             instance("split", split, Split, "pass clients.test, or another split of result.data")
         data = self.data.to(self.device, self.dtype)
         split = data.test if split is None else split.to(self.device, self.dtype)
+        if not split.counts.any():
+            raise ValueError("the split has no examples to predict; pass one that has, or make the data with a larger part for it")
         if split.clients != data.clients:
             raise ValueError(f"the split has {split.clients} clients, the result {data.clients}; use result.adapt(...) for new clients")
         if not any(_is_part(split, known) for known in data.splits.values()):

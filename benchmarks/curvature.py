@@ -308,9 +308,15 @@ def main() -> None:
             }
             for side in row.sides
         }
-        results[name] = {"title": row.title, "repetitions": row.repetitions, "sides": sides}
+        results[name] = {
+            "title": row.title,
+            "repetitions": row.repetitions,
+            "sides": sides,
+            "command": " ".join(["python", *sys.argv]),  # rows may be measured anew one by one
+            "environment": environment,
+        }
         if not arguments.quick:
-            report.write_json(RESULTS, {"command": " ".join(["python", *sys.argv]), "environment": environment, "rows": results})
+            report.write_json(RESULTS, {"rows": results})
 
 
 if __name__ == "__main__":

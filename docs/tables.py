@@ -143,6 +143,7 @@ def selection() -> str:
             side_by_side("At fixed precisions: NLL on the same images, lit (nats)", "lit_nll", part="fixed", better="lower"),
             side_by_side("At fixed precisions: AUROC of images of unseen classes", "near_entropy", "near_epistemic", part="fixed"),
             f"**What it costs, mean over all networks**\n\n{report.table(costs, columns=cost, style='markdown')}",
+            "\n\n".join(f"{made(saved[part])} The part `{part}`." for part in parts),
         ]
     )
 
@@ -179,15 +180,84 @@ def fedsi() -> str:
         plain += [("near_entropy_auroc", "unseen labels: AUROC by entropy"), ("near_epistemic_auroc", "epistemic")]
         plain += [("far_entropy_auroc", "permuted pixels: by entropy"), ("far_epistemic_auroc", "epistemic"), ("seeds", "seeds")]
         second = [report.Column(key, title=title, digits=0 if key == "seeds" else 3) for key, title in plain]
+        third = [
+            report.Column("ece_client", title="ECE, a temperature for each client"),
+            report.Column("other_entropy_auroc", title="another data set: AUROC by entropy"),
+            report.Column("other_epistemic_auroc", title="epistemic"),
+            report.Column("near_entropy_fpr95", title="unseen labels: FPR at 95 %"),
+            report.Column("far_entropy_fpr95", title="permuted pixels: FPR at 95 %"),
+            report.Column("pooled_aurc", title="AURC (%)", scale=100.0, digits=2),
+            report.Column("accuracy_at_80", title="accuracy on the surest 80 % (%)", scale=100.0, digits=1),
+            report.Column("coverage", title="conformal coverage, 90 % wanted (%)", scale=100.0, digits=1),
+            report.Column("lowest", title="lowest client (%)", scale=100.0, digits=1),
+            report.Column("size", title="classes in a set", digits=2),
+        ]
         there = {key for row in rows.values() for key in row}
-        tables = [report.table(rows, columns=[c for c in columns if c.key in there], style="markdown") for columns in (first, second)]
+        tables = [
+            report.table(rows, columns=[c for c in columns if c.key in there], style="markdown") for columns in (first, second, third)
+        ]
         more = [
             f"{key.split('/')[1]}, seed {key.split('/')[2]}: " + ", ".join(f"{name.replace('_', ' ')} {cell[name]:.3g}" for name in told)
             for key, cell in saved["cells"].items()
             if key.split("/")[0] == dataset and (told := [n for n in ("predictive_precision", "uncurved_share") if n in cell])
         ]
-        parts.append(f"**{dataset}**\n\n" + "\n\n".join(tables) + "\n\n" + "; ".join(more) + ".")
+        parts.append(f"**{dataset}**\n\n" + "\n\n".join([*tables, *(["; ".join(more) + "."] if more else [])]))
     return "\n\n".join(parts)
+
+
+def curvature() -> str:
+    """Curvature beside laplace-torch, row by row: how many times as long the other takes, and how much of its memory ours does."""
+    saved = json.loads((RESULTS / "curvature.json").read_text())
+    heads = ["work", "ours (s)", "beside", "times ours, 1 thread", "2 threads", "aim", "our share of its memory", "aim"]
+    lines = []
+    for row in saved["rows"].values():
+        ours, title = row["sides"]["ours"], row["title"].replace("|", "\\|")
+        for name, side in row["sides"].items():
+            if name == "ours":
+                continue
+            times = [f"{side['threads'][count]['times_ours']:.2f}" if count in side["threads"] else "-" for count in ("1", "2")]
+            both = side["memory_mib"] and ours["memory_mib"]
+            share = f"{ours['memory_mib'] / side['memory_mib']:.3f}" if both else "-"
+            aims = [f"{value:.3g}" if value else "" for value in (side["aim_times_ours"], side["aim_memory_share"])]
+            lines.append([title, f"{ours['threads']['1']['seconds']:.3g}", name, *times, aims[0], share, aims[1]])
+    origins = dict.fromkeys(made(row) for row in saved["rows"].values())
+    return "\n\n".join([ruled(heads, lines), *origins])
+
+
+def fedsi_round() -> str:
+    """What a round of FedSI costs."""
+    saved = json.loads((RESULTS / "fedsi.json").read_text())
+    lines = []
+    for name, one in saved["workers"]["1"].items():
+        two = saved["workers"]["2"][name]
+        pairs = [f"{one[key]:.2f}, {two[key]:.2f}" for key in ("seconds", "times_fedavg", "times_fedavg_and_factors")]
+        aim = f"{saved['aims'][name][0]:g} {saved['aims'][name][1]}" if name in saved["aims"] else ""
+        lines.append([name, *pairs, aim, f"{saved['memory_mib'][name]:.0f}" if name in saved["memory_mib"] else ""])
+    heads = ["round", "seconds, 1 and 2 workers", "in FedAvg rounds", "in FedAvg rounds with factors", "aim", "memory (MiB)"]
+    return f"{ruled(heads, lines)}\n\n{made(saved)}"
+
+
+def programs() -> str:
+    """FedPAC's quadratic programs."""
+    saved = json.loads((RESULTS / "simplex.json").read_text())
+    lines = []
+    for name, row in saved["rows"].items():
+        theirs = [f"{row['slsqp_cpu_seconds']:.1f}", f"{row['slsqp_violation']:.0e}"]
+        lines.append([name, f"{row['cpu_seconds']:.2f}", str(saved["at_most"]), f"{row['violation']:.0e}", *theirs])
+    heads = ["100 programs of 100 weights", "CPU seconds", "aim", "violation", "SLSQP: CPU seconds", "violation"]
+    return f"{ruled(heads, lines)}\n\n{made(saved)}"
+
+
+def ruled(heads: list[str], lines: list[list[str]]) -> str:
+    """A table of texts."""
+    return "\n".join("| " + " | ".join(line) + " |" for line in (heads, ["---"] * len(heads), *lines))
+
+
+def made(saved: dict[str, Any]) -> str:
+    """By which command, when, on what, at which commit."""
+    env = saved["environment"]
+    at = "" if env["commit"] is None else f", commit {env['commit'][:10]}{' (tree changed)' if env['commit'].endswith('dirty') else ''}"
+    return f"Made by `{saved['command']}`, {env['date'][:10]}, {env['cpu']}, {env['cores']} cores, torch {env['torch']}{at}."
 
 
 def fedem() -> str:
@@ -310,6 +380,7 @@ def _claims(rows: dict[str, dict[str, list[float]]], cases: list[str]) -> str:
 PAGES = {
     ROOT / "README.md": (implemented, demo, engines),
     ROOT / "docs" / "selection.md": (selection,),
+    ROOT / "docs" / "speed.md": (curvature, fedsi_round, programs),
     ROOT / "docs" / "papers" / "fedsi.md": (fedsi,),
     ROOT / "docs" / "papers" / "fedem.md": (fedem,),
     ROOT / "docs" / "papers" / "perinvfl.md": (perinvfl,),

@@ -11,6 +11,7 @@ curvature. Draws reliability diagrams into a run folder.
 """
 
 import argparse
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -29,6 +30,11 @@ from bayesfl.posteriors import Laplace
 from bayesfl.posteriors.precision import by_validation
 
 DRAWS = 200
+EXPERIMENT = ("dataset", "examples", "validation", "share", "precision", "seeds")
+NOTE = (
+    "Permuted pixels light some that were constant in training. A subnetwork of weights without curvature sees these alone: its epistemic "
+    "AUROC counts changed pixels, and says nothing about images that look like the training data."
+)
 COLUMNS = (
     report.Column("accuracy", better="higher"),
     report.Column("nll", title="NLL (nats)", better="lower"),
@@ -109,30 +115,56 @@ def run(arguments: argparse.Namespace, seed: int) -> dict[str, tuple[dict[str, f
     return found
 
 
-def main() -> None:
-    """Runs all seeds, prints the table, writes it and the diagrams."""
+def compare(options: argparse.Namespace) -> None:
+    """Runs all seeds, prints the table, writes it and the diagrams.
+
+    Raises:
+        ValueError: Arguments that don't work out.
+        OSError: The data are not there.
+    """
+    if len(set(options.seeds)) < len(options.seeds):
+        raise ValueError(f"--seeds must name each once, got {' '.join(map(str, options.seeds))}")
+    if not 0 < options.share <= 1:
+        raise ValueError(f"--share is of the weights and must lie in (0, 1], got {options.share}")
+    if not 0 < options.precision < float("inf"):
+        raise ValueError(f"--precision must be > 0 and finite, got {options.precision}")
+    for name in ("examples", "validation"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"--{name} must be at least 1, got {getattr(options, name)}")
+    if sources.load(options.dataset, root=options.data_root).task != "classification":
+        raise ValueError(f"--dataset must have classes of images, {options.dataset} has not; take digits, mnist or fashion-mnist")
+    report.one_experiment(options.out, {name: getattr(options, name) for name in EXPERIMENT})
+    runs = [run(options, seed) for seed in options.seeds]
+    rows = {name: {key: [r[name][0][key] for r in runs] for key in runs[0][name][0]} for name in runs[0]}
+    table = report.table(rows, columns=COLUMNS)
+    print(f"{table}\n\n{NOTE}")
+    report.write_json(options.out / "table.json", {"arguments": vars(options), "environment": report.environment(), "rows": rows})
+    atomic_write(options.out / "table.txt", f"{table}\n\n{NOTE}\n")
+    figure = bf.plots.reliability_compare({name: (probs, truth, None) for name, (_, probs, truth) in runs[0].items()})
+    with atomic_path(options.out / "reliability.png") as path:
+        figure.savefig(path, dpi=120)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The exit code: 0, or 2 where the arguments don't work out."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dataset", default="digits", help="a source with classes of small images, such as digits, mnist, fashion_mnist")
+    parser.add_argument("--dataset", default="digits", help="a source with classes of small images, such as digits, mnist, fashion-mnist")
     parser.add_argument("--data-root", default=None, help="where the data are; see bf.data")
     parser.add_argument("--examples", type=int, default=150, help="to train on")
     parser.add_argument("--validation", type=int, default=100, help="to choose precisions on")
     parser.add_argument("--share", type=float, default=0.05, help="of the weights that stay uncertain in a subnetwork")
     parser.add_argument("--precision", type=float, default=0.01, help="of the training prior, in units of a sum over the data")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--out", default="runs/subnetwork_laplace", help="folder of the table and the diagrams")
-    arguments = parser.parse_args()
+    parser.add_argument("--out", type=Path, default=Path("runs/subnetwork_laplace"), help="folder of the table and the diagrams")
+    options = parser.parse_args(argv)
     torch.set_num_threads(1)
-    runs = [run(arguments, seed) for seed in arguments.seeds]
-    rows = {name: {key: [r[name][0][key] for r in runs] for key in runs[0][name][0]} for name in runs[0]}
-    table = report.table(rows, columns=COLUMNS)
-    print(table)
-    out = Path(arguments.out)
-    atomic_write(out / "table.txt", table + "\n")
-    report.write_json(out / "table.json", {"arguments": vars(arguments), "environment": report.environment(), "rows": rows})
-    figure = bf.plots.reliability_compare({name: (probs, truth, None) for name, (_, probs, truth) in runs[0].items()})
-    with atomic_path(out / "reliability.png") as path:
-        figure.savefig(path, dpi=120)
+    try:
+        compare(options)
+    except (ValueError, OSError, ImportError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -119,6 +119,26 @@ def test_mistakes_are_one_line(example, tmp_path, capsys, arguments, message):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--share", "0"], "error: --share is of the weights and must lie in (0, 1], got 0.0"),
+        (["--precision", "-1"], "error: --precision must be > 0 and finite, got -1.0"),
+        (["--seeds", "0", "0"], "error: --seeds must name each once, got 0 0"),
+        (["--examples", "0"], "error: --examples must be at least 1, got 0"),
+        (["--dataset", "diabetes"], "error: --dataset must have classes of images, diabetes has not"),
+        (["--dataset", "nothing"], "error: "),
+    ],
+)
+def test_mistakes_of_the_laplace_example_are_one_line(tmp_path, capsys, arguments, message):
+    """As those of the others; nothing is written."""
+    assert load("subnetwork_laplace").main([*arguments, "--out", str(tmp_path / "run")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(message)
+    assert error.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
 def test_divergence_is_one_line_and_keeps_what_there_was(example, tmp_path, capsys, monkeypatch):
     """Exit code 1; the runs before it are in the table, the last finite round of its own in a folder."""
     make = dict(example.ALGORITHMS)

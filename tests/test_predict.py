@@ -149,6 +149,14 @@ def test_finetuning_runs_once_for_all_splits():
         assert_close(result.predict(split).summary(split)["nll"], result.history[f"{prefix}_nll"][-1])
 
 
+def test_a_split_without_examples(result):
+    """Nothing to predict: refused, where one empty client among others is fine."""
+    test = result.data.test
+    empty = Split(test.x, test.y, test.index[:0], np.zeros(test.clients, int))
+    with pytest.raises(ValueError, match="the split has no examples to predict"):
+        result.predict(empty)
+
+
 def test_blocks_draw_apart_for_arviz(result):
     """Two blocks of one client, and one block of two clients, have draws of their own."""
     pytest.importorskip("arviz")

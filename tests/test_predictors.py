@@ -309,3 +309,8 @@ def test_moments_of_a_mixture_of_regressions():
     assert_close(found.mean[:, 0], pi @ each, atol=1e-9, rtol=0)
     assert_close(found.variance[:, 0], 0.25 + pi @ each.square() - (pi @ each).square(), atol=1e-9, rtol=0)
     assert float(pi.max()) < 0.99
+
+
+def test_the_grid_is_by_decades():
+    """From 1e-4 to 1e4."""
+    assert_close(torch.tensor(LinearisedLaplace().grid), torch.logspace(-4, 4, 9), rtol=1e-6, atol=0)

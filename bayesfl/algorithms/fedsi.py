@@ -15,6 +15,7 @@ equations 10 to 15 and algorithm 1. Where the text and the authors' code (github
 says what is done.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -222,6 +223,9 @@ def _descent(epochs: int, steps: int | None, batch_size: int | None, optimiser: 
 
 
 def _finetuning(steps: int, batch_size: int | None, lr: float) -> Descend:
+    whole("finetune_steps", steps, least=1)
+    if not 0 <= number("finetune_lr", lr) < math.inf:
+        raise ValueError(f"finetune_lr must be >= 0 and finite, got {lr}")
     return Descend("head", Energy("head", BOTH, likelihood="mean"), steps=steps, batch_size=batch_size, optimiser=Adam(lr))
 
 
