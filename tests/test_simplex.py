@@ -92,6 +92,7 @@ def test_projection():
     ("quadratic", "linear", "message"),
     [
         (torch.eye(3), torch.ones(2, 2), r"quadratic must be \[K, K\]"),
+        (torch.tensor([[2.0, 1.0], [0.0, 2.0]]), torch.ones(1, 2), "quadratic must be symmetric"),
         (-torch.eye(2), torch.ones(1, 2), "positive definite"),
         (torch.full((2, 2), float("nan")), torch.ones(1, 2), "all numbers finite"),
         (torch.eye(2), torch.tensor([[float("inf"), 0.0]]), "all numbers finite"),
@@ -101,3 +102,21 @@ def test_programs_that_are_none(quadratic: Tensor, linear: Tensor, message: str)
     """Named, instead of weights that are NaN."""
     with pytest.raises(ValueError, match=message):
         simplex.minimise(quadratic, linear)
+
+
+@pytest.mark.parametrize("exchanges", [0, 1, 30])
+@pytest.mark.parametrize("block", [1, 2**26])
+def test_every_way_ends_at_the_minimum(exchanges: int, block: int, monkeypatch: pytest.MonkeyPatch):
+    """By block pivoting, by the active set after it gave up, by the active set alone; one program at a time, or many: the same."""
+    rng = torch.Generator().manual_seed(3)
+    h = torch.randn(40, 3, generator=rng, dtype=torch.float64)  # of rank 3: supports are small, and many exchanges are wrong
+    quadratic = h @ h.T + torch.diag(1e-3 + 1e-2 * torch.rand(40, generator=rng, dtype=torch.float64))
+    wanted = simplex.minimise(quadratic, h @ h.T)
+    assert float(simplex.kkt(quadratic, h @ h.T, wanted).max()) < 1e-12
+    monkeypatch.setattr(simplex, "EXCHANGES", exchanges)
+    monkeypatch.setattr(simplex, "BLOCK", block)
+    monkeypatch.setattr(simplex, "STEPS", 3)
+    found = simplex.minimise(quadratic, h @ h.T)
+    assert_close(found, wanted, atol=1e-10, rtol=0)
+    assert float(simplex.kkt(quadratic, h @ h.T, found).max()) < 1e-12
+    assert bool((found >= 0).all())

@@ -53,9 +53,9 @@ def fedem(
 ) -> Algorithm:
     """Federate `model` by FedEM.
 
-    A component may die: one that explains no example anywhere is trained on none, and does not come back. `result.server["usage"]` [M] is
-    the share of a round's examples that each component made, from the clients' pi, which they send for it; a component that falls below a
-    thousandth is named in the log.
+    A component may die: one that explains no example anywhere is trained on none, and comes back only by chance. `result.server["usage"]`
+    [M] is the share of the examples that each component made, from the pi that clients sent last; those that fall below a thousandth, or
+    rise above it again, are named in the log.
 
     Args:
         model: Any module, the architecture of a component; the components draw their starts anew from its layers.
@@ -90,15 +90,19 @@ def fedem(
         return uplink["n"].unsqueeze(-1) * uplink["pi"] if by_responsibility else uplink["n"]
 
     def combine(server: Server, ids: Tensor, uplink: Uplink) -> Server:
-        before, now = server["usage"], (uplink["n"] @ uplink["pi"] / uplink["n"].sum()).to(server["usage"])
-        for m in ((now < DEAD) & (before >= DEAD)).nonzero().flatten().tolist():
-            log.warning(
-                "component %d of %d has died: it made %.1g of the round's examples; fewer components, or other starts, lose nothing",
-                m,
-                components,
-                float(now[m]),
-            )
-        return {"usage": now}
+        pi, sizes = server["pi_seen"].index_copy(0, ids, uplink["pi"]), server["sizes"].index_copy(0, ids, uplink["n"])
+        before, now = server["usage"], (sizes @ pi / sizes.sum()).to(server["usage"])
+        for m in ((now < DEAD) != (before < DEAD)).nonzero().flatten().tolist():
+            what = "has died" if now[m] < DEAD else "is back"
+            log.warning("component %d of %d %s: it makes a share of %.1g of all examples seen", m, components, what, float(now[m]))
+        return {"pi_seen": pi, "sizes": sizes, "usage": now}
+
+    def start(blocks: Server, clients: int) -> Server:
+        return {
+            "pi_seen": torch.zeros(clients, components),
+            "sizes": torch.zeros(clients),
+            "usage": torch.full((components,), 1 / components),
+        }
 
     return Algorithm(
         model,
@@ -116,8 +120,8 @@ def fedem(
         parts=PARTS,
         likelihood=likelihood,
         private=lambda given: {"pi": torch.full((components,), 1 / components)},
-        server=lambda blocks, clients: {"usage": torch.full((components,), 1 / components)},
-        share=lambda server, ids: ({name: entry for name, entry in server.items() if name != "usage"}, {}),
+        server=start,
+        share=lambda server, ids: ({name: server[name] for name in PARTS}, {}),
         report=lambda given, view: {"pi": view["pi"]},
         combine=combine,
         adapt=(Once(adapt, data=True, losses=PARTS),),

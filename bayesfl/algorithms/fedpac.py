@@ -36,7 +36,7 @@ from bayesfl.pools import Stack
 from bayesfl.protocols import Batch, Likelihood, Server, Uplink, View
 
 PARTS = ("body", "head")
-LEAST = 1e-3  # weights below it are none
+LEAST = 1e-3  # weights below it are none; of more than a hundred heads a tenth of equal shares, so that most of the weight always stays
 ROWS = 256  # examples whose features are held at once
 FLOOR = 1e-10  # a client of one example says V = 0; in units of the mean diagonal it counts as this, so that a minimum is unique
 
@@ -55,7 +55,7 @@ def mixing(h: Tensor, variance: Tensor, own: Tensor) -> Tensor:
     # Where nothing distinguishes the heads, no features and no variance, they count the same.
     variance = variance.clamp_min(max(FLOOR * float(scale), torch.finfo(h.dtype).tiny ** 0.5))
     weights = simplex.minimise(gram + torch.diag(variance), own.double() @ h.mT)
-    weights = torch.where(weights < LEAST, 0.0, weights)
+    weights = torch.where(weights < min(LEAST, 0.1 / len(h)), 0.0, weights)
     return weights / weights.sum(-1, keepdim=True)
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from scipy.optimize import minimize
 
 import bayesfl as bf
 from bayesfl import report
@@ -79,6 +80,22 @@ def l1(learned: np.ndarray, true: np.ndarray) -> float:
     return min(float(np.abs(learned[:, list(order)] - true).sum(1).mean()) for order in orders)
 
 
+def best_rule(clients: FederatedData) -> float:
+    """The largest share of examples that one linear rule can get right: 1 - angle / pi under each true rule, by the shares of these.
+
+    Of rules that combine the true ones; angles stand for shares where inputs are spherical, which 150 uniform ones nearly are.
+    """
+    rules, shares = np.array(clients.recipe["rules"]), np.array(clients.recipe["weights"]).mean(0)
+
+    def wrong(mix: np.ndarray) -> float:
+        rule = mix @ rules
+        cosines = rules @ rule / (np.linalg.norm(rules, axis=1) * np.linalg.norm(rule))
+        return float(shares @ np.arccos(cosines.clip(-1, 1)) / np.pi)
+
+    starts = [np.ones(len(rules)), *np.eye(len(rules))]
+    return 1 - min(float(minimize(wrong, start, method="Nelder-Mead", options={"xatol": 1e-8, "fatol": 1e-10}).fun) for start in starts)
+
+
 def run(method: str, rate: float, seed: int, clients: FederatedData, rounds: int, workers: int | None) -> Result:
     """One federation, everyone in every round."""
     torch.manual_seed(seed)  # of the linear layer that is the start of methods with one model
@@ -113,12 +130,12 @@ def main() -> None:
     size, rounds = ({"clients": 20, "test": 100}, 4) if arguments.quick else ({"clients": 300, "test": 2000}, 200)
     rates, seeds = (arguments.rates[-1:], arguments.seeds[:1]) if arguments.quick else (arguments.rates, arguments.seeds)
     saved: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() and not arguments.quick else {"cells": {}}
-    saved |= {"command": " ".join(["python", *sys.argv]), "published": PUBLISHED, "rounds": rounds, "environment": report.environment()}
-    clients = bf.data.linear_mixture(**size)
+    environment, clients = report.environment(), bf.data.linear_mixture(**size)
+    saved |= {"published": PUBLISHED, "rounds": rounds, "best_single_rule": best_rule(clients)}
     held = bf.data.linear_mixture(**size | {"test": 1}, validation=0.2)
 
     def keep(key: str, cell: dict[str, Any]) -> None:
-        saved["cells"][key] = cell
+        saved["cells"][key] = cell | {"command": " ".join(["python", *sys.argv]), "environment": environment}
         print(key, {name: value if isinstance(value, list) else round(value, 4) for name, value in cell.items()}, flush=True)
         if not arguments.quick:
             report.write_json(RESULTS, saved)

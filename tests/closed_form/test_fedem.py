@@ -277,8 +277,25 @@ def test_a_component_that_dies_is_named(method: str, clients: FederatedData, cap
     with caplog.at_level("WARNING", logger="bayesfl"):
         result = run(algorithm, clients, 3)
     (said,) = (record.getMessage() for record in caplog.records)
-    assert said.startswith("component 2 of 3 has died: it made ")
+    assert said.startswith("component 2 of 3 has died: it makes a share of ")
     n = torch.from_numpy(clients.train.counts).double()
     assert_close(result.server["usage"], n @ result.private["pi"] / n.sum())
     assert float(result.server["usage"][2]) < 1e-3
     assert_close(result.server["usage"].sum(), torch.tensor(1.0, dtype=torch.float64))
+
+
+def test_a_component_that_the_cohort_does_not_use_is_alive(clients: FederatedData, caplog: pytest.LogCaptureFixture):
+    """Two kinds of clients, one of them in a round: what the others sent last still counts."""
+    x = torch.randn(60, 8, generator=torch.Generator().manual_seed(0))
+    kinds = [(x @ torch.ones(8) > 0).long(), (x @ torch.ones(8) <= 0).long()]  # opposite rules
+    federation = bf.data.from_arrays([x] * 4, [kinds[j % 2] for j in range(4)], outputs=2, task="classification")
+    start = cycle([torch.cat([torch.full((8,), -5.0), torch.full((8,), 5.0), torch.zeros(2)]) * sign for sign in (1.0, -1.0)])
+    made = bf.algorithms.fedem(nn.Linear(8, 2), components=2, lr=0.1, by_responsibility=True)
+    algorithm = replace(made, blocks={"components": replace(made.blocks["components"], start=lambda rng, size: next(start))})
+    with caplog.at_level("WARNING", logger="bayesfl"):
+        result = run(algorithm, federation, 12, participation=0.25, sampling="fixed")
+    said = [record.getMessage() for record in caplog.records]
+    assert all("has died" in line for line in said[::2])  # until a client of the other kind has come, one is unused
+    assert all("is back" in line for line in said[1::2])
+    assert len(said) <= 2
+    assert float(result.server["usage"].min()) > 0.2

@@ -418,3 +418,9 @@ def test_two_classes_of_one_output(few: FederatedData):
     result = run(bf.algorithms.fedpac(model, likelihood=bf.likelihood.Bernoulli()), binary, 2)
     assert result.server["centroids"].shape == (2, 4)
     assert result.server["seen"].all()
+
+
+def test_many_heads_that_are_alike():
+    """Of more than a thousand every weight is below the paper's threshold: equal heads stay equal, and sum to 1."""
+    weights = mixing(torch.ones(1001, 3), torch.ones(1001), torch.ones(1, 3))
+    assert_close(weights, torch.full((1, 1001), 1 / 1001, dtype=torch.float64))
