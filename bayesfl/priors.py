@@ -37,6 +37,14 @@ class Normal:
     centre: Parameter
     variance: Parameter
 
+    def __post_init__(self) -> None:
+        for name in ("centre", "variance"):
+            if not callable(getattr(self, name)):
+                raise ValueError(
+                    f"{name} must be a function (given, view) -> tensor, got {getattr(self, name)!r}; a number c is "
+                    "lambda given, view: torch.full_like(view['n'], c)[..., None]"
+                )
+
     def energy(self, loc: Tensor, var: Tensor, given: Server, view: View) -> Tensor:
         """Expected negative log density [...] in nats under a belief with moments `loc` and `var` [..., D]."""
         variance = self.variance(given, view)

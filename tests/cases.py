@@ -9,6 +9,7 @@ import torch
 import bayesfl as bf
 from bayesfl.data import FederatedData
 from bayesfl.optim import SGD, Adam
+from bayesfl.posteriors import MeanField
 
 SIZES = (43, 40, 17, 5, 31, 43, 8)
 
@@ -57,6 +58,7 @@ CASES = (
     Case("clustered", {"epochs": 2, "batch_size": 10, "first_split": 1, "eps1": 2.0, "eps2": 0.1}),
     Case("ifca", {"clusters": 2, "epochs": 2, "batch_size": 10}),
     Case("fedem", {"components": 2, "epochs": 2, "batch_size": 10, "lr": 0.1}),
+    Case("fedem", {"components": 2, "epochs": 1, "batch_size": 10, "lr": 0.05, "posterior": MeanField(), "draws": 2}),
     Case("d_fedem", {"components": 2, "epochs": 2, "batch_size": 10, "lr": 0.1}),
     Case("irm", {"gamma": 30.0, "anneal": 1, "l2": 0.1, "steps": 5, "batch_size": 10, "optimiser": Adam(0.01)}),
     Case("group_dro", {"eta": 0.5, "environments": 2, "loss_examples": 30, "steps": 5, "batch_size": 10, "optimiser": Adam(0.01)}),

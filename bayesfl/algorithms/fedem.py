@@ -13,6 +13,7 @@ and 4; order of steps and hyperparameters from the authors' code, github.com/oma
 """
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -21,15 +22,16 @@ import torch
 from torch import Tensor, nn
 
 from bayesfl.blocks import Algorithm, Block
-from bayesfl.checks import whole
+from bayesfl.checks import instance, number, whole
 from bayesfl.energy import Energy
 from bayesfl.likelihood import Categorical
 from bayesfl.models import anew
 from bayesfl.optim import SGD, Rate
 from bayesfl.phases import Descend, Once
-from bayesfl.pools import Mean, Stack
-from bayesfl.posteriors import mixture
+from bayesfl.pools import Mean, MomentMatched, Stack
+from bayesfl.posteriors import MeanField, Point, mixture
 from bayesfl.predictors import Mixture
+from bayesfl.priors import Normal, server_mean
 from bayesfl.protocols import Batch, Likelihood, Server, Uplink, View
 from bayesfl.topology import check_mixing, erdos_renyi, metropolis
 
@@ -48,6 +50,9 @@ def fedem(
     momentum: float = 0.9,
     weight_decay: float = 5e-4,
     by_responsibility: bool = False,
+    posterior: Point | MeanField = Point(),
+    prior_variance: float = 1.0,
+    draws: int = 1,
     adapt_iterations: int = 20,
     likelihood: Likelihood = Categorical(),
 ) -> Algorithm:
@@ -67,14 +72,24 @@ def fedem(
         weight_decay: L2 coefficient, entering the gradient.
         by_responsibility: Whether component m is averaged by n_j pi_jm instead of n_j, so that a client to which it means nothing does not
             hold it back: with one-hot pi that is clustered FedAvg, where n_j slows a cluster down to its share of the examples.
+        posterior: What is believed of a component: a point, as in the paper, or `MeanField(init_scale=...)`, which no paper has: then the
+            M step minimises mean_i q_im E[-log p(y_i | x_i, theta_m)] + KL / n_j to N(mean received, prior_variance), the server matches
+            the moments of the clients' beliefs by size, and E step and predictions are at the means.
+        prior_variance: Of each weight of a component around the mean received, where it is no point.
+        draws: Posterior draws of a step, likewise.
         adapt_iterations: Of EM on pi, for a client never seen.
         likelihood: What y is.
 
     Raises:
-        ValueError: A number lies outside its range.
+        ValueError: A number lies outside its range, or beliefs are to be averaged by responsibility.
     """
     whole("components", components, least=1)
     whole("adapt_iterations", adapt_iterations, least=1)
+    instance("by_responsibility", by_responsibility, bool, "pass True or False")
+    if not 0 < number("prior_variance", prior_variance) < math.inf:
+        raise ValueError(f"prior_variance must be > 0 and finite, got {prior_variance}")
+    if isinstance(posterior, MeanField) and by_responsibility:
+        raise ValueError("by_responsibility is an average of points, but the posterior is MeanField; pass by_responsibility=False")
 
     def expect(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
         q, _ = mixture.responsibilities(view["pi"], data["losses"])
@@ -104,9 +119,15 @@ def fedem(
             "usage": torch.full((components,), 1 / components),
         }
 
+    block = Block(copies=components, start=anew(model), pool=Mean(share))
+    if isinstance(posterior, MeanField):
+        prior = Normal(
+            centre=server_mean("components"), variance=lambda given, view: torch.full_like(view["n"], prior_variance)[..., None, None]
+        )
+        block = replace(block, posterior=posterior, prior=prior, pool=MomentMatched(posterior=posterior))
     return Algorithm(
         model,
-        {"components": Block(copies=components, start=anew(model), pool=Mean(share))},
+        {"components": block},
         (
             Once(expect, data=True, losses=PARTS),
             Descend(
@@ -115,6 +136,7 @@ def fedem(
                 epochs=epochs,
                 batch_size=batch_size,
                 optimiser=SGD(lr, momentum, weight_decay),
+                draws=draws,
             ),
         ),
         parts=PARTS,

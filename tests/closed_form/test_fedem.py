@@ -12,13 +12,9 @@ from torch.testing import assert_close
 import bayesfl as bf
 from bayesfl.blocks import Block
 from bayesfl.data import FederatedData
-from bayesfl.energy import Energy
 from bayesfl.likelihood import Gaussian
-from bayesfl.optim import SGD
-from bayesfl.phases import Descend
 from bayesfl.pools import Mean, equal
 from bayesfl.posteriors import MeanField, mixture
-from bayesfl.predictors import Mixture
 from bayesfl.priors import Normal, server_mean
 from bayesfl.topology import metropolis, ring
 
@@ -170,13 +166,9 @@ def test_new_clients_fit_their_weights_alone(clients: FederatedData, model: nn.M
 @pytest.mark.parametrize("draws", [1, 3])
 def test_components_may_be_beliefs(clients: FederatedData, model: nn.Module, kernel: Any, draws: int):
     """Mean-field components, each with draws of its own, in every kernel as in the reference."""
-    plain = bf.algorithms.fedem(model, components=2)
-    prior = Normal(centre=server_mean("components"), variance=lambda given, view: torch.ones(1, dtype=torch.float64))
-    block = replace(plain.blocks["components"], posterior=MeanField(init_scale=0.1), prior=prior)
-    (expect, descend) = plain.phases
-    energy = Energy("components", ("components",), likelihood="sum", weight=descend.energy.weight)
-    step = Descend("components", energy, epochs=1, batch_size=10, optimiser=SGD(0.01), draws=draws)
-    algorithm = replace(plain, blocks={"components": block}, phases=(expect, step), predictor=Mixture("components", "pi"))
+    algorithm = bf.algorithms.fedem(
+        model, components=2, posterior=MeanField(init_scale=0.1), prior_variance=0.5, draws=draws, batch_size=10, lr=0.1
+    )
     got, reference = (run(algorithm, clients, 2, k) for k in (kernel, "reference"))
     assert_close(got.server, reference.server, atol=1e-9, rtol=0)
     assert_close(got.private, reference.private, atol=1e-9, rtol=0)
@@ -299,3 +291,50 @@ def test_a_component_that_the_cohort_does_not_use_is_alive(clients: FederatedDat
     assert all("is back" in line for line in said[1::2])
     assert len(said) <= 2
     assert float(result.server["usage"].min()) > 0.2
+
+
+def test_beliefs_of_one_component_by_hand():
+    """M = 1, regression, all at once: mean-field VI of a linear model, whose optimum is known, pooled by moments."""
+    rng = torch.Generator().manual_seed(0)
+    xs = [torch.randn(n, 2, generator=rng) for n in (12, 7)]
+    ys = [x @ torch.tensor([1.0, -0.5]) for x in xs]
+    data = bf.data.from_arrays(xs, ys, outputs=1, task="regression")
+    algorithm = bf.algorithms.fedem(
+        nn.Linear(2, 1, bias=False),
+        components=1,
+        posterior=MeanField(),
+        prior_variance=0.7,
+        draws=64,
+        epochs=900,
+        batch_size=None,
+        lr=0.01,
+        weight_decay=0.0,
+        likelihood=Gaussian(0.5),
+    )
+    start = algorithm.init(2, seed=2, dtype=torch.float64)["components"]["loc"][0]
+    found = run(algorithm, data).server["components"]
+    loc, variance = (t[0] for t in MeanField().moments(found))
+    means, variances = [], []
+    for x, y in zip(xs, ys, strict=True):
+        precision = x.double().T @ x.double() / 0.25 + torch.eye(2, dtype=torch.float64) / 0.7
+        means.append(torch.linalg.solve(precision, x.double().T @ y.double() / 0.25 + start / 0.7))
+        variances.append(1 / precision.diagonal())
+    share = torch.tensor([12 / 19, 7 / 19], dtype=torch.float64)
+    mean = share @ torch.stack(means)
+    assert_close(loc, mean, atol=0.03, rtol=0)
+    assert_close(variance, share @ (torch.stack(variances) + (torch.stack(means) - mean).square()), atol=0, rtol=0.15)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"prior_variance": 0.0}, ValueError, "prior_variance must be > 0"),
+        ({"posterior": MeanField(), "by_responsibility": True}, ValueError, "by_responsibility is an average of points"),
+        ({"by_responsibility": "yes"}, TypeError, "by_responsibility must be of type bool"),
+        ({"components": 0}, ValueError, "components must be at least 1"),
+    ],
+)
+def test_options_that_do_not_work(options: dict[str, Any], error: type[Exception], message: str):
+    """Refused as the method is made."""
+    with pytest.raises(error, match=message):
+        bf.algorithms.fedem(nn.Linear(2, 2), **options)
