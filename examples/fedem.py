@@ -89,10 +89,12 @@ def picture(weights: dict[str, np.ndarray], path: Path) -> None:
     for axis, (name, rows) in zip(axes, weights.items(), strict=True):
         bottom = np.zeros(len(rows))
         for m in range(rows.shape[1]):
-            axis.bar(np.arange(len(rows)), rows[order, m], bottom=bottom, width=1.0, color=bf.plots.OKABE_ITO[m])
+            label = f"component {m}"
+            axis.bar(np.arange(len(rows)), rows[order, m], bottom=bottom, width=1.0, color=bf.plots.OKABE_ITO[m], label=label)
             bottom += rows[order, m]
-        axis.set(ylabel=name, ylim=(0, 1), xlim=(-0.5, len(rows) - 0.5))
+        axis.set(ylabel=f"{name}: weight", ylim=(0, 1), xlim=(-0.5, len(rows) - 0.5))
     axes[-1].set_xlabel("client")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=weights["true"].shape[1], frameon=False)
     with atomic_path(path) as temporary:
         figure.savefig(temporary, dpi=120)
 
