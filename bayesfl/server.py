@@ -17,8 +17,9 @@ def with_optimiser(algorithm: Algorithm, optimiser: Optimiser) -> Algorithm:
 
         w <- update(w, w - pooled),
 
-    for every block that is gathered. `SGD(1.0)` is the method itself. Where clients take one plain step of rate 1 on their mean loss, the
-    gradient is that of the pooled loss, and the run is the optimiser's on all data together.
+    for every block that is gathered. `SGD(1.0)` is the method itself. Where clients take one plain step of rate 1, the gradient is that of
+    their objectives' mean by the pool's weights. With weights n_j / n, mean losses and everyone taking part that is the mean loss of all
+    data together; a penalty is averaged likewise, and not added up, see `bayesfl.algorithms.irm`.
 
     Args:
         algorithm: The method; what its `combine` does to blocks comes first.

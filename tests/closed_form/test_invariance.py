@@ -518,7 +518,7 @@ def test_strong_pulls_give_the_model_received(name: str, gamma: float):
 
 
 def test_one_gradient_a_round_is_central_irm(clients: FederatedData):
-    """Clients send one plain step, the server takes Adam's: the run is that of Adam on the pooled objective, to rounding."""
+    """Clients send one plain step, the server takes Adam's: the run is that of Adam on the clients' mean objective, to rounding."""
     gamma, l2, start, rate = 40.0, 0.03, 4, 0.05
     options: dict[str, Any] = {"gamma": gamma, "l2": l2, "anneal": start, "steps": 1, "batch_size": None, "optimiser": SGD(1.0)}
     algorithm = bf.algorithms.irm(nn.Linear(8, 3), server_optimiser=Adam(rate), **options)
@@ -533,6 +533,27 @@ def test_one_gradient_a_round_is_central_irm(clients: FederatedData):
     close(result.server["w"]["loc"], w, 1e-6)
     plain = run(bf.algorithms.irm(algorithm.model, **options), clients, rounds=8).server["w"]["loc"]
     assert not torch.allclose(plain, w, atol=1e-3)
+
+
+@pytest.mark.parametrize("server", [SGD, Adam])
+def test_one_gradient_a_round_is_irm_on_all_data_with_gamma_over_clients(server: Any):
+    """Four clients of 15: gamma = 40 is gamma = 10 with every environment on one client, and not gamma = 40 there."""
+    clients, gamma, rate = federation(sizes=(15,) * 4), 40.0, 0.02
+    xs, ys = (list(part) for part in zip(*(clients.train.client(j) for j in range(4)), strict=True))
+    own = [torch.arange(15) % 2, *[torch.zeros(15).long()] * 3]  # five environments
+    apart = bf.data.from_arrays(xs, ys, environments=own, outputs=3, test_share=0)
+    on_one = torch.cat([own[0], *(own[j] + 1 + j for j in range(1, 4))])
+    together = bf.data.from_arrays([torch.cat(xs)], [torch.cat(ys)], environments=[on_one], outputs=3, test_share=0)
+    model = nn.Linear(8, 3)
+    options: dict[str, Any] = {"l2": 0.03, "anneal": 0, "steps": 1, "batch_size": None, "optimiser": SGD(1.0)}
+
+    def trained(data: FederatedData, gamma: float, rate: float) -> Tensor:
+        return run(bf.algorithms.irm(model, gamma=gamma, server_optimiser=server(rate), **options), data, rounds=8).server["w"]["loc"]
+
+    # The objectives are divided by their gammas, which Adam's steps do not see.
+    federated = trained(apart, gamma, rate * 4 if server is SGD else rate)
+    close(federated, trained(together, gamma / 4, rate), 1e-9 if server is SGD else 1e-5)
+    assert not torch.allclose(federated, trained(together, gamma, rate), atol=1e-3)
 
 
 @pytest.mark.parametrize("name", ["fedavg", "pfedvem", "group_dro", "d_fedem"])
