@@ -13,7 +13,18 @@ from torch.testing import assert_close
 import bayesfl as bf
 from bayesfl.data import FederatedData
 from bayesfl.engine import Plan
-from bayesfl.invariance import NOTHING, Annealed, by_environment, evenly, irm_energy, reweighted, scale_slopes, squared_slopes, tied
+from bayesfl.invariance import (
+    NOTHING,
+    Annealed,
+    by_environment,
+    evenly,
+    irm_energy,
+    members,
+    reweighted,
+    scale_slopes,
+    squared_slopes,
+    tied,
+)
 from bayesfl.likelihood import Bernoulli, Categorical, Gaussian
 from bayesfl.optim import SGD, Adam, cosine
 from bayesfl.pools import Mean, equal
@@ -176,7 +187,7 @@ def test_evenly_spaced_examples():
     """All where there are few, else as many as asked for, in the order of the data; padding stays padding."""
     x = torch.arange(10.0).expand(3, 10)
     weight = torch.tensor([[1.0] * 10, [1.0] * 4 + [0.0] * 6, [1.0] * 2 + [0.0] * 8])
-    data = {"x": x.unsqueeze(-1), "y": x.long(), "weight": weight}
+    data = {"x": x.unsqueeze(-1), "y": x.long(), "weight": weight, "environment": torch.ones(3, 10, 1)}
     some = evenly(data, 4)
     assert some["y"].tolist() == [[0, 2, 5, 7], [0, 1, 2, 3], [0, 1, 2, 3]]
     assert some["x"][..., 0].tolist() == some["y"].double().tolist()
@@ -184,6 +195,38 @@ def test_evenly_spaced_examples():
     assert evenly({key: t[1] for key, t in data.items()}, 4)["y"].tolist() == [0, 1, 2, 3]
     assert evenly(data, None) is data
     assert evenly(data, 10) is data
+
+
+def test_rare_environments_are_among_the_examples():
+    """An equal share from each environment, evenly spaced there; all of a small one; a client with few examples loses none."""
+    environment = torch.zeros(2, 200, dtype=torch.int64)
+    environment[0, [31, 90, 177]] = 1
+    environment[1, 25:] = 1
+    weight = torch.ones(2, 200)
+    weight[1, 27:] = 0
+    data = batch_of(environment, weight) | {"y": torch.arange(200).expand(2, 200)}
+    some = evenly(data, 50)
+    first = some["y"][0][some["weight"][0] > 0].tolist()
+    others = [i for i in range(200) if environment[0, i] == 0]
+    assert first == sorted([31, 90, 177, *(others[i * 197 // 25] for i in range(25))])
+    assert some["y"][1][some["weight"][1] > 0].tolist() == list(range(27))
+    assert [members(evenly(data, most))[0].sum(0).tolist() for most in (2, 3, 7)] == [[1, 1], [1, 1], [3, 3]]
+
+
+@pytest.mark.parametrize("name", ["group_dro", "perinvfl"])
+def test_a_rare_environment_keeps_its_weight(name: str):
+    """Three rows of 200, of which losses on 50 evenly spaced ones would have none."""
+    rng = torch.Generator().manual_seed(0)
+    x, y, environment = torch.randn(200, 8, generator=rng), torch.arange(200) % 3, torch.zeros(200, dtype=torch.int64)
+    environment[[31, 90, 177]] = 1
+    clients = bf.data.from_arrays([x], [y], environments=[environment], outputs=3, test_share=0)
+    options = {"lower": "group_dro"} if name == "perinvfl" else {}
+    algorithm = getattr(bf.algorithms, name)(nn.Linear(8, 3), environments=2, loss_examples=50, steps=1, **options)
+    log_q = run(algorithm, clients, rounds=3).server["log_q"]
+    assert bool((log_q.exp() > 0.3).all())
+    close(log_q.exp().sum(), 1.0)
+    with pytest.raises(ValueError, match=r"loss_examples must be at least environments=2.* got 1: pass more, or None"):
+        getattr(bf.algorithms, name)(nn.Linear(8, 3), environments=2, loss_examples=1, **options)
 
 
 # By hand
@@ -350,8 +393,8 @@ def test_batches_of_group_dro_are_weighted_as_the_client(clients: FederatedData,
     batches = [{key: t[0] for key, t in plan.batch(t, 1).items()} for t in range(40)]
     found = torch.stack([step.energy(algorithm, {"w": {"loc": w}}, given, view, batch, {})[0] for batch in batches])
     losses, environment = hand.losses(w, 1), hand.data[1][2]
-    places = torch.arange(40) if most is None else torch.arange(most) * 40 // most
-    measured = torch.stack([losses[places][environment[places] == e].mean() for e in (0, 1)])
+    places = torch.arange(20) if most is None else torch.arange(most // 2) * 20 // (most // 2)
+    measured = torch.stack([losses[environment == e][places].mean() for e in (0, 1)])
     q = torch.tensor([0.3, 0.7]) * torch.exp(2.0 * measured)
     risks = torch.stack([losses[environment == e].mean() for e in (0, 1)])
     close(found.mean(), (q / q.sum() * risks).sum(), 1e-7)
@@ -388,10 +431,11 @@ def test_losses_on_some_examples(clients: FederatedData):
     result = run(algorithm, clients)
     for j in range(7):
         n = int(hand.n[j])
-        places = [i * n // 10 for i in range(10)] if n > 10 else list(range(n))
-        losses, environment = hand.losses(w, j)[places], hand.data[j][2][places]
+        losses, environment = hand.losses(w, j), hand.data[j][2]
         for e in environment.unique():
-            close(result.private["risk"][j, e], losses[environment == e].mean(), 1e-10)
+            own, share = losses[environment == e], 10 // len(environment.unique())
+            places = [i * len(own) // share for i in range(share)] if n > 10 else list(range(len(own)))
+            close(result.private["risk"][j, e], own[places].mean(), 1e-10)
 
 
 def test_rounds_of_the_contrastive_form_by_hand(clients: FederatedData):
