@@ -794,6 +794,28 @@ def test_mistakes_are_named(name: str, options: dict[str, Any], message: str):
         getattr(bf.algorithms, name)(nn.Linear(8, 3), **options)
 
 
+@pytest.mark.parametrize(("lower", "variant"), list(product(("irm", "group_dro"), ("distance", "contrastive"))))
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"gamma": -1.0}, "gamma is the weight of a penalty"),
+        ({"gamma": float("nan")}, "gamma is the weight of a penalty"),
+        ({"anneal": -3}, "the annealing round must be at least 0, got -3"),
+        ({"estimator": "zzz"}, "estimator must be 'biased' or 'unbiased', got 'zzz'"),
+        ({"l2": -1.0}, "l2 must be >= 0 and finite, got -1"),
+        ({"lam": -1.0}, "lam must be >= 0 and finite, got -1"),
+        ({"eta": -1.0}, "eta is the step of the weights and must be >= 0 and finite, got -1"),
+        ({"eta": float("nan")}, "eta is the step of the weights and must be >= 0 and finite, got nan"),
+        ({"environments": -3}, "environments must be at least 1, got -3"),
+        ({"loss_examples": -2}, "loss_examples must be at least 1, got -2"),
+        ({"optimiser": 0.1}, r"optimiser must be one of bayesfl.optim, such as SGD\(0.1\), got 0.1"),
+    ],
+)
+def test_options_of_other_branches_are_checked(lower: Any, variant: Any, option: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        bf.algorithms.perinvfl(bf.models.mlp(8, hidden=3, outputs=3), lower=lower, variant=variant, **option)
+
+
 def test_a_pull_needs_a_centre():
     with pytest.raises(ValueError, match="a pull needs a centre"):
         tied(Annealed(0.0), lam=1.0)
