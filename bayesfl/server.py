@@ -26,11 +26,13 @@ def with_optimiser(algorithm: Algorithm, optimiser: Optimiser) -> Algorithm:
         optimiser: Its state, and the blocks as they were sent out, live on the server and are not shared.
 
     Raises:
-        ValueError: Its learning rate is a schedule; the server counts no rounds.
+        ValueError: It is none of `bayesfl.optim`, or its learning rate is a schedule; the server counts no rounds.
 
     References:
         Reddi et al., "Adaptive federated optimization", ICLR 2021, algorithm 1. FedAdam's own step has no bias correction.
     """
+    if isinstance(optimiser, type) or not all(hasattr(optimiser, name) for name in ("rate", "init", "update")):
+        raise ValueError(f"server_optimiser must be one of bayesfl.optim, such as Adam(0.01), got {optimiser!r}")
     rate = optimiser.rate
     if callable(rate):
         raise ValueError("the server's optimiser needs one learning rate, not a schedule")
