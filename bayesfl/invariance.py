@@ -196,19 +196,31 @@ def anew_at(annealed: Annealed, state: str) -> tuple[tuple[Once, ...], dict[str,
 
 
 def evenly(data: Batch, most: int | None) -> Batch:
-    """At most so many of a client's examples [..., B], evenly spaced in the order of its data; all for None."""
-    width = data["weight"].shape[-1]
-    if most is None or most >= width:
+    """At most so many of a client's examples [..., B], all for None; of more, an equal share from each of the client's environments.
+
+    Within an environment they are evenly spaced in the order of the data. No environment is lost while `most` is at least their number.
+
+    Raises:
+        ValueError: The data have no environments.
+    """
+    if most is None or most >= data["weight"].shape[-1]:
         return data
-    n = data["weight"].sum(-1, keepdim=True)
-    steps = torch.arange(most, device=n.device, dtype=torch.float64)
-    places = torch.where(n > most, (steps * (n.double() / most)).floor(), steps).long()
+    there = members(data)
+    count = there.sum(-2, keepdim=True).long()
+    n, environments = count.sum(-1, keepdim=True), (count > 0).sum(-1, keepdim=True)
+    share = torch.where(n > most, most // environments.clamp_min(1), n).clamp_min(1)
+    # The r-th of c examples is among the floor(i c / share) if its first candidate is, i = ceil(r share / c).
+    rank, size = there.cumsum(-2).round().long() - 1, count.clamp_min(1)
+    chosen = (rank * share + size - 1) // size * size // share == rank
+    kept = (chosen & (there > 0)).any(-1)
+    places = kept.to(torch.uint8).sort(dim=-1, descending=True, stable=True).indices[..., :most]
 
     def taken(t: Tensor) -> Tensor:
         index = places.reshape(*places.shape, *[1] * (t.dim() - places.dim()))
         return t.gather(places.dim() - 1, index.expand(*places.shape, *t.shape[places.dim() :]))
 
-    return {name: taken(t) for name, t in data.items()}
+    some = {name: taken(t) for name, t in data.items()}
+    return some | {"weight": some["weight"] * taken(kept).to(some["weight"])}
 
 
 def reweighted(log_q: Tensor, risk: Tensor, present: Tensor, eta: float) -> Tensor:

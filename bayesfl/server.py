@@ -17,19 +17,22 @@ def with_optimiser(algorithm: Algorithm, optimiser: Optimiser) -> Algorithm:
 
         w <- update(w, w - pooled),
 
-    for every block that is gathered. `SGD(1.0)` is the method itself. Where clients take one plain step of rate 1 on their mean loss, the
-    gradient is that of the pooled loss, and the run is the optimiser's on all data together.
+    for every block that is gathered. `SGD(1.0)` is the method itself. Where clients take one plain step of rate 1, the gradient is that of
+    their objectives' mean by the pool's weights. With weights n_j / n, mean losses and everyone taking part that is the mean loss of all
+    data together; a penalty is averaged likewise, and not added up, see `bayesfl.algorithms.irm`.
 
     Args:
         algorithm: The method; what its `combine` does to blocks comes first.
         optimiser: Its state, and the blocks as they were sent out, live on the server and are not shared.
 
     Raises:
-        ValueError: Its learning rate is a schedule; the server counts no rounds.
+        ValueError: It is none of `bayesfl.optim`, or its learning rate is a schedule; the server counts no rounds.
 
     References:
         Reddi et al., "Adaptive federated optimization", ICLR 2021, algorithm 1. FedAdam's own step has no bias correction.
     """
+    if isinstance(optimiser, type) or not all(hasattr(optimiser, name) for name in ("rate", "init", "update")):
+        raise ValueError(f"server_optimiser must be one of bayesfl.optim, such as Adam(0.01), got {optimiser!r}")
     rate = optimiser.rate
     if callable(rate):
         raise ValueError("the server's optimiser needs one learning rate, not a schedule")

@@ -1,8 +1,9 @@
 """Graphs of clients without a server, and the weights by which neighbours average.
 
-A mixing matrix W [J, J] is doubly stochastic and 0 where no edge is: theta_j <- sum_k W_jk theta_k keeps the mean over clients, and on a
-connected graph repeated mixing ends there (Xiao and Boyd, "Fast linear iterations for distributed averaging", Systems and Control Letters
-53(1), 2004).
+A mixing matrix W [J, J] is doubly stochastic and 0 where no edge is: theta_j <- sum_k W_jk theta_k keeps the mean over clients. Repeated
+mixing ends there where only one eigenvalue has modulus 1 (Xiao and Boyd, "Fast linear iterations for distributed averaging", Systems and
+Control Letters 53(1), 2004): on a connected graph whose clients have weights of their own, as by `metropolis`, and not where two groups
+only swap what they have.
 """
 
 import torch
@@ -12,6 +13,7 @@ from bayesfl.checks import number, whole
 from bayesfl.random import Purpose, generator
 
 TRIES = 100  # random graphs drawn until one is connected
+PERIODIC = 1e-7  # an eigenvalue whose modulus is so near 1 counts as 1
 
 
 def ring(clients: int) -> Tensor:
@@ -79,15 +81,24 @@ def metropolis(edges: Tensor) -> Tensor:
     return weights + torch.diag(1 - weights.sum(1))
 
 
-def check_mixing(weights: Tensor, clients: int) -> Tensor:
-    """The mixing matrix in float64, if it is one of so many clients.
+def check_mixing(weights: Tensor, clients: int | None = None) -> Tensor:
+    """The mixing matrix in float64, if it is one of so many clients, None for any number, and repeated mixing ends at the mean.
 
     Raises:
-        ValueError: It has another shape, is not doubly stochastic, has negative entries, or its graph is not connected.
+        ValueError: It is no matrix or has another shape, is not doubly stochastic, has negative entries, its graph is not connected, or
+            repeated mixing goes round for ever.
     """
-    weights = torch.as_tensor(weights, dtype=torch.float64)
-    if weights.shape != (clients, clients):
-        raise ValueError(f"the mixing matrix must be [{clients}, {clients}], one row for each client, got {list(weights.shape)}")
+    if clients is not None:
+        whole("clients", clients, least=1)
+    remedy = "topology.metropolis(edges) makes one, as of topology.ring(clients)"
+    try:
+        weights = torch.as_tensor(weights, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"the mixing matrix must be a [J, J] tensor of numbers, got {weights!r}; {remedy}") from error
+    wanted = max(1, len(weights)) if clients is None and weights.dim() else clients
+    if weights.shape != (wanted, wanted):
+        size = "J" if clients is None else clients
+        raise ValueError(f"the mixing matrix must be [{size}, {size}], one row for each client, got {list(weights.shape)}; {remedy}")
     sums = torch.stack([weights.sum(0), weights.sum(1)])
     if not weights.isfinite().all() or bool((weights < 0).any()) or float((sums - 1).abs().max()) > 1e-6:  # a matrix in float32 is fine
         raise ValueError(
@@ -96,4 +107,10 @@ def check_mixing(weights: Tensor, clients: int) -> Tensor:
         )
     if not connected((weights > 0) | (weights.T > 0)):
         raise ValueError("the mixing matrix's graph is not connected, so some clients never hear of others; add edges")
+    # A weight of one's own anywhere breaks every cycle.
+    if len(weights) > 1 and not weights.diagonal().any() and float(torch.linalg.eigvals(weights).abs().sort().values[-2]) > 1 - PERIODIC:
+        raise ValueError(
+            "the mixing matrix's second largest eigenvalue has modulus 1, so repeated mixing goes round and never ends at the mean: give "
+            "every client a weight of its own, as topology.metropolis(edges) does"
+        )
     return weights

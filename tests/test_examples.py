@@ -159,8 +159,22 @@ def test_invariance_is_looked_at(tmp_path, capsys):
     arguments = ["--rounds", "2", "--anneal", "1", "--workers", "1", "--methods", "IRM", "PerInvFL-DRO", "--out", str(tmp_path)]
     assert example.main(arguments) == 0
     rows = json.loads((tmp_path / "table.json").read_text())["rows"]
-    assert "p = 0.1 (%)" in capsys.readouterr().out
+    written = json.loads((tmp_path / "table.json").read_text())["references"]
+    out = capsys.readouterr().out
+    assert "p = 0.1 (%)" in out
+    assert "*" not in out
     clients = example.federation("digits", 0, upright=False)
+    assert [line.split("  ")[0] for line in out.splitlines() if line.startswith("(")] == list(written)
+    for p in example.CASES:  # colour agrees with the label in so many of 359 images, which are the same in each case
+        assert abs(written["(colour alone)"][f"p{p}"] - p) < 3 * (0.25 / 359) ** 0.5
+        assert (written["(coin)"][f"p{p}"], written["(shape, at most)"][f"p{p}"]) == (0.5, 0.75)
+    images, labels = clients.test.client(2)
+    seen = torch.tensor([float(image[1].sum()) > float(image[0].sum()) for image in images])
+    assert abs(float((seen == labels.bool()).double().mean()) - 0.1) < 0.15
+    near = {key: value + 0.009 for key, value in written["(colour alone)"].items()}
+    sentence = example.colour_alone({"A": near, "B": near | {"p0.3": near["p0.3"] + 0.01}, "C": near}, written["(colour alone)"])
+    assert sentence == "Within a point of colour alone in every column, so not told from it: A, C."
+    assert example.colour_alone({"B": near | {"p0.3": 0.9}}, written["(colour alone)"]) == ""
     algorithm = example.METHODS["PerInvFL-DRO"](example.network(clients, 0), 1e-3, 1.0, 1)
     result = bf.simulate(algorithm, clients, rounds=2, train="all", evaluate_every=None, engine=bf.Engine(workers=1), progress=False)
     images = []

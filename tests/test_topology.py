@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.testing import assert_close
 
 from bayesfl import topology
@@ -76,12 +75,47 @@ def test_two_islands_are_not_connected():
         (torch.tensor([[1.5, -0.5, 0.0], [-0.5, 1.0, 0.5], [0.0, 0.5, 0.5]]), "must be doubly stochastic"),
         (torch.tensor([[0.5, 0.5, 0.0], [0.5, 0.0, 0.5], [0.5, 0.0, 0.5]]), "must be doubly stochastic"),
         (torch.full((3, 3), float("nan")), "must be doubly stochastic"),
+        (torch.eye(3).roll(1, 0), "modulus 1, so repeated mixing goes round .* give every client a weight of its own"),
+        (3, r"must be \[3, 3\], one row for each client, got \[\]; topology.metropolis"),
+        ("ring", r"must be a \[J, J\] tensor of numbers, got 'ring'; topology.metropolis"),
+        ([[1.0], [0.5, 0.5]], r"must be a \[J, J\] tensor of numbers, got \[\[1.0\], \[0.5, 0.5\]\]; topology.metropolis"),
     ],
 )
-def test_mixing_matrices_that_are_none(weights: Tensor, message: str):
+def test_mixing_matrices_that_are_none(weights: Any, message: str):
     """Each by name, with the remedy."""
     with pytest.raises(ValueError, match=message):
         topology.check_mixing(weights, 3)
+
+
+def test_mixing_that_goes_round():
+    """Between two groups that only take from each other, in either precision; on odd rings, or with one weight at home, it ends."""
+    for clients in (2, 4, 10):
+        edges = topology.ring(clients).float()
+        with pytest.raises(ValueError, match=r"as topology.metropolis"):
+            topology.check_mixing(edges / edges.sum(1), clients)
+    thirds = sum((torch.eye(64).roll(k, 0) / 3 for k in (1, 3, 5)), torch.zeros(64, 64))
+    with pytest.raises(ValueError, match="goes round"):
+        topology.check_mixing(thirds)
+    home = topology.ring(4).double() / 2
+    home[0, 0] = home[1, 1] = 0.5
+    home[0, 1] = home[1, 0] = 0
+    for ends in (home, topology.ring(7).double() / 2, torch.ones(1, 1)):
+        w = topology.check_mixing(ends)
+        assert_close(torch.matrix_power(w, 5000), torch.full_like(w, 1 / len(w)))
+
+
+@pytest.mark.parametrize(
+    ("weights", "clients", "message"),
+    [
+        (torch.empty(0, 0), 0, "clients must be at least 1, got 0"),
+        (torch.empty(0, 0), None, r"must be \[J, J\], one row for each client, got \[0, 0\]"),
+        (torch.ones(2, 3) / 3, None, r"must be \[J, J\], one row for each client, got \[2, 3\]"),
+        (3, None, r"must be \[J, J\], one row for each client, got \[\]"),
+    ],
+)
+def test_matrices_of_nobody(weights: Any, clients: int | None, message: str):
+    with pytest.raises(ValueError, match=message):
+        topology.check_mixing(weights, clients)
 
 
 @pytest.mark.parametrize("edges", [torch.ones(3, 3, dtype=torch.bool), torch.ones(3, 3).triu(1).bool(), torch.zeros(3, 3)])

@@ -69,8 +69,10 @@ def clustered(
         likelihood: What y is.
 
     Raises:
-        ValueError: A number lies outside its range.
+        ValueError: A number lies outside its range, or the weight is no function.
     """
+    if not callable(weight):
+        raise ValueError(f"weight must be a function (server, uplink) -> [C], such as bayesfl.pools.by_size or equal, got {weight!r}")
     for name, value in {"eps1": eps1, "eps2": eps2}.items():
         if not number(name, value) >= 0:
             raise ValueError(f"{name} is a length in units of the first round's mean update and must be >= 0, got {value}")

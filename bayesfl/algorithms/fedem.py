@@ -167,8 +167,8 @@ def d_fedem(
     """Federate `model` by D-FedEM: no server; after its local work every client averages its components with its neighbours'.
 
     The simulation's server holds every client's components, [J, M, D], and does the averaging; over a network it is a relay, which sees
-    what neighbours would. What a client would have got from one outside a round's cohort it takes from itself. A client never seen starts
-    from the mean over clients.
+    what neighbours would. What a client would have got from one outside a round's cohort it takes from itself, which keeps the mean if W is
+    symmetric. A client never seen starts from the mean over clients.
 
     Args:
         model: As in `fedem`.
@@ -185,11 +185,11 @@ def d_fedem(
 
     Raises:
         ValueError: A number lies outside its range; a matrix that is not doubly stochastic, or not connected; in the first round, one of
-            another number of clients.
+            another number of clients; a round without everyone where the matrix is not symmetric.
     """
     options = {"components": components, "epochs": epochs, "batch_size": batch_size, "lr": lr, "momentum": momentum}
     central = fedem(model, **options, weight_decay=weight_decay, adapt_iterations=adapt_iterations, likelihood=likelihood)
-    given = None if mixing is None or callable(mixing) else check_mixing(mixing, len(mixing))
+    given = None if mixing is None or callable(mixing) else check_mixing(mixing)
 
     @cache
     def weights_of(clients: int) -> Tensor:
@@ -205,7 +205,13 @@ def d_fedem(
 
     def combine(server: Server, ids: Tensor, uplink: Uplink) -> Server:
         models = server["models"]
-        weights = weights_of(len(models)).to(models.device)[ids][:, ids]
+        weights = weights_of(len(models)).to(models.device)
+        if len(ids) < len(models) and not torch.allclose(weights, weights.T, rtol=0, atol=1e-6):
+            raise ValueError(
+                f"mixing is not symmetric and {len(ids)} of {len(models)} clients took part, so the mean over clients would move: pass a "
+                "symmetric matrix such as topology.metropolis(edges), or let everyone take part"
+            )
+        weights = weights[ids][:, ids]
         weights = weights + torch.diag(1 - weights.sum(1))  # what would have come from the absent
         mixed = torch.einsum("jk,kmd->jmd", weights, uplink["components"]["loc"].double())
         models = models.index_copy(0, ids, mixed.to(models))

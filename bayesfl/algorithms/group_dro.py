@@ -48,7 +48,8 @@ def group_dro(
         model: Any module.
         eta: Step of the weights' logarithms, per nat.
         environments: The most that a client has.
-        loss_examples: How many of a client's training examples, evenly spaced and always the same, measure its losses; None for all.
+        loss_examples: How many of a client's training examples measure its losses, always the same, in equal shares from each of its
+            environments and evenly spaced there; at least `environments`, None for all.
         steps: Mini-batches of a client in a round.
         batch_size: Examples of a step; None for all of the client's.
         optimiser: Of the clients; its state is kept from round to round.
@@ -62,14 +63,18 @@ def group_dro(
     if not 0 <= number("eta", eta) < math.inf:
         raise ValueError(f"eta is the step of the weights and must be >= 0 and finite, got {eta}")
     if loss_examples is not None:
-        whole("loss_examples", loss_examples, least=1)
+        if whole("loss_examples", loss_examples, least=1) < environments:
+            raise ValueError(
+                f"loss_examples must be at least environments={environments}, so that none is lost, got {loss_examples}: "
+                "pass more, or None for all of a client's"
+            )
 
     def measure(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
-        some = evenly(data, loss_examples)
-        risk, seen = by_environment(algorithm.losses(algorithm.leaves(("w",), view), some), some)
         _, count = by_environment(data["weight"], data)
         if (found := count.shape[-1]) > environments:
             raise ValueError(f"clients have up to {found} environments, the method was made for {environments}: pass environments={found}")
+        some = evenly(data, loss_examples)
+        risk, seen = by_environment(algorithm.losses(algorithm.leaves(("w",), view), some), some)
         risk, seen, count = (torch.nn.functional.pad(t, (0, environments - found)) for t in (risk, seen, count))
         # q_e over n_e / n: what an example of each environment counts, so that batches drawn from all examples give sum_e q_e R_e.
         q = torch.where(seen > 0, view["log_q"] + eta * risk, torch.full_like(risk, -torch.inf)).softmax(-1)

@@ -1,11 +1,15 @@
 """Distributed IRM: one model for all, trained to be best in every environment at once; IRM-L2 and IRM-FT make personal models of it.
 
 Client j minimises  (R_j(w) + gamma_t sum_e g_e(w)^2 + l2 |w|^2) / max(1, gamma_t),  R_j the mean over its examples, g_e the derivative of
-environment e's mean loss by one scale of the outputs: IRMv1, which adds up over environments, so that FedAvg carries it. gamma_t is 1 at
-first and gamma from round `anneal` on, when Adam's state starts anew.
+environment e's mean loss by one scale of the outputs (IRMv1), and the server averages by size. gamma_t is 1 at first and gamma from round
+`anneal` on, when Adam's state starts anew. Together they minimise, over max(1, gamma_t),
 
-With several local steps, and with Adam on each client, the round is not a step on the sum of the penalties. One step a round,
-`optimiser=SGD(1.0)` and the optimiser on the server is: then the run is IRM's on all data together.
+    R(w) + gamma_t sum_j (n_j / n) sum_e g_je(w)^2 + l2 |w|^2,  R the mean over all examples.
+
+So the penalty is a mean over clients, where IRM on all data together has a sum: with J clients of one size gamma here is gamma / J there.
+With several local steps, and with Adam on each client, the round is not a step on this. With `steps=1`, `batch_size=None`,
+`optimiser=SGD(1.0)` and the optimiser on the server it is: with J clients of one size the gradients, from round `anneal` on, are those of
+IRM with gamma / J on all data together, but for the divisors, max(1, gamma) and max(1, gamma / J), which Adam's steps do not see.
 
 IRM-L2  theta_j  by steps on  R_j(theta) + lam/2 |theta - w|^2  from the model received;  IRM-FT  the same with lam = 0.
 
@@ -47,7 +51,8 @@ def irm(
 
     Args:
         model: Any module.
-        gamma: Weight of the squared slopes from round `anneal` on; 0 is FedAvg with a ridge.
+        gamma: Weight of a client's squared slopes from round `anneal` on; 0 is FedAvg with a ridge. Among J clients of one size it
+            counts as gamma / J does with all data on one.
         anneal: Round, counted from 0, at which the penalty's weight goes from 1 to gamma.
         estimator: Of the squares from mini-batches, see `bayesfl.invariance.squared_slopes`.
         l2: Of the ridge l2 |w|^2, divided by max(1, gamma_t) with the rest.

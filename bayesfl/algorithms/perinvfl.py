@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from bayesfl.algorithms.group_dro import group_dro
 from bayesfl.algorithms.irm import from_server, irm
 from bayesfl.blocks import Algorithm, Block
-from bayesfl.checks import whole
+from bayesfl.checks import number, whole
 from bayesfl.energy import Energy, Penalty
 from bayesfl.invariance import Annealed, Estimator, anew_at, irm_energy, tied
 from bayesfl.likelihood import Categorical
@@ -90,7 +90,8 @@ def perinvfl(
         likelihood: What y is.
 
     Raises:
-        ValueError: A number lies outside its range, a word is none of its choices, or `contrastive` has a model without body and head.
+        ValueError: A number lies outside its range, whether or not `lower` and `variant` use it; a word is none of its choices;
+            `contrastive` has a model without body and head.
     """
     for name, word, known in (("lower", lower, ("irm", "group_dro")), ("variant", variant, ("distance", "contrastive"))):
         if word not in known:
@@ -99,6 +100,8 @@ def perinvfl(
         raise ValueError(
             "variant 'contrastive' compares features, so it needs a body and a head: build the model by bf.models, or split it"
         )
+    if not 0 <= number("lam", lam) < math.inf:
+        raise ValueError(f"lam must be >= 0 and finite, got {lam}")
     whole("personal_steps", personal_steps, least=1)
     whole("adapt_steps", adapt_steps, least=1)
     rest = {
@@ -108,10 +111,10 @@ def perinvfl(
         "server_optimiser": server_optimiser,
         "likelihood": likelihood,
     }
-    if lower == "irm":
-        below = irm(model, gamma=gamma, anneal=anneal, estimator=estimator, l2=l2, **rest)
-    else:
-        below = group_dro(model, eta=eta, environments=environments, loss_examples=loss_examples, **rest)
+    below = {  # both, so that the options of either are checked
+        "irm": irm(model, gamma=gamma, anneal=anneal, estimator=estimator, l2=l2, **rest),
+        "group_dro": group_dro(model, eta=eta, environments=environments, loss_examples=loss_examples, **rest),
+    }[lower]
     options = {"optimiser": personal_optimiser, "persist": "theta_optimiser"}
 
     if variant == "distance":

@@ -9,12 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bayesfl.checks import number, whole
+from bayesfl.checks import instance, number, whole
 from bayesfl.data.federated import FederatedData, Split, assemble
 from bayesfl.data.sources import Source, load, unit_range
 from bayesfl.random import Purpose, generator
 
 Agreement: TypeAlias = float | Sequence[float]
+_NO_IMAGES = ("heart", "diabetes", "shakespeare")
 _FLIP, _COLOUR = 1, 2  # words of the addresses under Purpose.PARTITION, beside the order of the rows
 
 
@@ -85,22 +86,32 @@ def coloured(
         download: Let torchvision fetch images that are not there.
 
     Raises:
-        ValueError: Shares outside [0, 1], inputs that are no grey images, a single class, or fewer rows than environments.
+        ValueError: Shares outside [0, 1], data that are no grey images, a single class, fewer rows than environments, or `rotate`
+            is no bool.
 
     References:
         Arjovsky, Bottou, Gulrajani, Lopez-Paz, "Invariant risk minimization", 2019, arXiv:1907.02893, section 5.2, and its code. Turned,
         for clients: Tang, Guo, Zhang, "Exploiting personalized invariance for better out-of-distribution generalization in federated
         learning", 2022, arXiv:2211.11243; shares and order of the draws from its code, github.com/Tangx-yy/Per-InvFL.
     """
+    if (name := source.info.name if isinstance(source, Source) else source) in _NO_IMAGES:
+        raise ValueError(f"coloured needs grey images, and the data {name!r} are no images: take 'digits', 'mnist' or 'fashion-mnist'")
+    if not isinstance(rotate, bool):
+        raise ValueError(f"rotate must be True or False, got {rotate!r}")
     opened = source if isinstance(source, Source) else load(source, root=root, download=download)
     nested = _shares("agreement", agreement)
     _share("test_agreement", test_agreement)
     _share("flip", flip)
     if opened.task != "classification" or opened.outputs < 2:
         raise ValueError(f"coloured needs images of two classes or more, {opened.info.name!r} has none")
-    rows = len(opened.x) if test is None else opened.train
-    train = opened.train if test is None else opened.train - whole("test", test, least=1)
     parts = [(client, environment) for client, own in enumerate(nested) for environment in range(len(own))]
+    if test is not None and whole("test", test, least=1) > opened.train - len(parts):
+        raise ValueError(
+            f"test must leave a row for each of {len(parts)} environments of the {opened.train} in the training part of "
+            f"{opened.info.name!r}, got {test}: take less"
+        )
+    rows = len(opened.x) if test is None else opened.train
+    train = opened.train if test is None else opened.train - test
     if min(train, rows - train) < len(parts):
         raise ValueError(
             f"{len(parts)} environments need as many rows in each part, {opened.info.name!r} leaves {train} for training and "
@@ -140,7 +151,7 @@ def coloured(
             "source": opened.info.name,
             "agreement": nested,
             "test_agreement": float(test_agreement),
-            "rotate": bool(rotate),
+            "rotate": rotate,
             "flip": float(flip),
             "test": test,
         },
@@ -161,8 +172,10 @@ def recoloured(clients: FederatedData, agreement: float) -> Split:
         agreement: The probability that colour agrees with label.
 
     Raises:
+        TypeError: They are no `FederatedData`.
         ValueError: They are other data, or the share lies outside [0, 1].
     """
+    instance("clients", clients, FederatedData, "pass what bf.data.coloured() made")
     if clients.recipe.get("recipe") != "coloured":
         raise ValueError(f"recoloured needs data made by coloured(), got ones made by {clients.recipe.get('recipe')!r}")
     split = clients.test

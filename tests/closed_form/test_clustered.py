@@ -235,3 +235,5 @@ def test_bad_thresholds_are_refused():
         bf.algorithms.clustered(nn.Linear(3, 1), eps2=True)
     with pytest.raises(ValueError, match="first_split must be at least 0"):
         bf.algorithms.clustered(nn.Linear(3, 1), first_split=-1)
+    with pytest.raises(ValueError, match=r"weight must be a function .* such as bayesfl.pools.by_size or equal, got 3"):
+        bf.algorithms.clustered(nn.Linear(3, 1), weight=3)  # pyright: ignore[reportArgumentType]

@@ -253,6 +253,19 @@ def test_a_matrix_for_others_is_refused(clients: FederatedData, model: nn.Module
         bf.algorithms.d_fedem(model, mixing=torch.eye(7))
     with pytest.raises(ValueError, match=r"the mixing matrix must be \[7, 7\]"):
         run(bf.algorithms.d_fedem(model, mixing=torch.full((3, 3), 1 / 3)), clients)
+    for none in ("ring", 3, [[1.0], [0.5, 0.5]]):
+        with pytest.raises(ValueError, match=r"the mixing matrix must be .*\[J, J\].*; topology.metropolis\(edges\) makes one"):
+            bf.algorithms.d_fedem(model, mixing=none)  # pyright: ignore[reportArgumentType]
+
+
+def test_one_way_mixing_needs_everyone(clients: FederatedData, model: nn.Module):
+    """A part of an asymmetric matrix does not keep the cohort's mean, so it is refused; one that is symmetric in float32 is not."""
+    w = (torch.eye(7) + torch.eye(7).roll(1, 0)) / 2
+    algorithm = bf.algorithms.d_fedem(model, mixing=w, components=2, batch_size=None)
+    run(algorithm, clients)
+    with pytest.raises(ValueError, match=r"mixing is not symmetric and 3 of 7 clients took part.*pass a symmetric matrix"):
+        run(algorithm, clients, participation=0.5)
+    run(bf.algorithms.d_fedem(model, mixing=metropolis(ring(7)).float(), components=2, batch_size=None), clients, participation=0.5)
 
 
 @pytest.mark.parametrize("method", ["fedem", "d_fedem"])

@@ -13,7 +13,18 @@ from torch.testing import assert_close
 import bayesfl as bf
 from bayesfl.data import FederatedData
 from bayesfl.engine import Plan
-from bayesfl.invariance import NOTHING, Annealed, by_environment, evenly, irm_energy, reweighted, scale_slopes, squared_slopes, tied
+from bayesfl.invariance import (
+    NOTHING,
+    Annealed,
+    by_environment,
+    evenly,
+    irm_energy,
+    members,
+    reweighted,
+    scale_slopes,
+    squared_slopes,
+    tied,
+)
 from bayesfl.likelihood import Bernoulli, Categorical, Gaussian
 from bayesfl.optim import SGD, Adam, cosine
 from bayesfl.pools import Mean, equal
@@ -176,7 +187,7 @@ def test_evenly_spaced_examples():
     """All where there are few, else as many as asked for, in the order of the data; padding stays padding."""
     x = torch.arange(10.0).expand(3, 10)
     weight = torch.tensor([[1.0] * 10, [1.0] * 4 + [0.0] * 6, [1.0] * 2 + [0.0] * 8])
-    data = {"x": x.unsqueeze(-1), "y": x.long(), "weight": weight}
+    data = {"x": x.unsqueeze(-1), "y": x.long(), "weight": weight, "environment": torch.ones(3, 10, 1)}
     some = evenly(data, 4)
     assert some["y"].tolist() == [[0, 2, 5, 7], [0, 1, 2, 3], [0, 1, 2, 3]]
     assert some["x"][..., 0].tolist() == some["y"].double().tolist()
@@ -184,6 +195,38 @@ def test_evenly_spaced_examples():
     assert evenly({key: t[1] for key, t in data.items()}, 4)["y"].tolist() == [0, 1, 2, 3]
     assert evenly(data, None) is data
     assert evenly(data, 10) is data
+
+
+def test_rare_environments_are_among_the_examples():
+    """An equal share from each environment, evenly spaced there; all of a small one; a client with few examples loses none."""
+    environment = torch.zeros(2, 200, dtype=torch.int64)
+    environment[0, [31, 90, 177]] = 1
+    environment[1, 25:] = 1
+    weight = torch.ones(2, 200)
+    weight[1, 27:] = 0
+    data = batch_of(environment, weight) | {"y": torch.arange(200).expand(2, 200)}
+    some = evenly(data, 50)
+    first = some["y"][0][some["weight"][0] > 0].tolist()
+    others = [i for i in range(200) if environment[0, i] == 0]
+    assert first == sorted([31, 90, 177, *(others[i * 197 // 25] for i in range(25))])
+    assert some["y"][1][some["weight"][1] > 0].tolist() == list(range(27))
+    assert [members(evenly(data, most))[0].sum(0).tolist() for most in (2, 3, 7)] == [[1, 1], [1, 1], [3, 3]]
+
+
+@pytest.mark.parametrize("name", ["group_dro", "perinvfl"])
+def test_a_rare_environment_keeps_its_weight(name: str):
+    """Three rows of 200, of which losses on 50 evenly spaced ones would have none."""
+    rng = torch.Generator().manual_seed(0)
+    x, y, environment = torch.randn(200, 8, generator=rng), torch.arange(200) % 3, torch.zeros(200, dtype=torch.int64)
+    environment[[31, 90, 177]] = 1
+    clients = bf.data.from_arrays([x], [y], environments=[environment], outputs=3, test_share=0)
+    options = {"lower": "group_dro"} if name == "perinvfl" else {}
+    algorithm = getattr(bf.algorithms, name)(nn.Linear(8, 3), environments=2, loss_examples=50, steps=1, **options)
+    log_q = run(algorithm, clients, rounds=3).server["log_q"]
+    assert bool((log_q.exp() > 0.3).all())
+    close(log_q.exp().sum(), 1.0)
+    with pytest.raises(ValueError, match=r"loss_examples must be at least environments=2.* got 1: pass more, or None"):
+        getattr(bf.algorithms, name)(nn.Linear(8, 3), environments=2, loss_examples=1, **options)
 
 
 # By hand
@@ -350,8 +393,8 @@ def test_batches_of_group_dro_are_weighted_as_the_client(clients: FederatedData,
     batches = [{key: t[0] for key, t in plan.batch(t, 1).items()} for t in range(40)]
     found = torch.stack([step.energy(algorithm, {"w": {"loc": w}}, given, view, batch, {})[0] for batch in batches])
     losses, environment = hand.losses(w, 1), hand.data[1][2]
-    places = torch.arange(40) if most is None else torch.arange(most) * 40 // most
-    measured = torch.stack([losses[places][environment[places] == e].mean() for e in (0, 1)])
+    places = torch.arange(20) if most is None else torch.arange(most // 2) * 20 // (most // 2)
+    measured = torch.stack([losses[environment == e][places].mean() for e in (0, 1)])
     q = torch.tensor([0.3, 0.7]) * torch.exp(2.0 * measured)
     risks = torch.stack([losses[environment == e].mean() for e in (0, 1)])
     close(found.mean(), (q / q.sum() * risks).sum(), 1e-7)
@@ -388,10 +431,11 @@ def test_losses_on_some_examples(clients: FederatedData):
     result = run(algorithm, clients)
     for j in range(7):
         n = int(hand.n[j])
-        places = [i * n // 10 for i in range(10)] if n > 10 else list(range(n))
-        losses, environment = hand.losses(w, j)[places], hand.data[j][2][places]
+        losses, environment = hand.losses(w, j), hand.data[j][2]
         for e in environment.unique():
-            close(result.private["risk"][j, e], losses[environment == e].mean(), 1e-10)
+            own, share = losses[environment == e], 10 // len(environment.unique())
+            places = [i * len(own) // share for i in range(share)] if n > 10 else list(range(len(own)))
+            close(result.private["risk"][j, e], own[places].mean(), 1e-10)
 
 
 def test_rounds_of_the_contrastive_form_by_hand(clients: FederatedData):
@@ -518,7 +562,7 @@ def test_strong_pulls_give_the_model_received(name: str, gamma: float):
 
 
 def test_one_gradient_a_round_is_central_irm(clients: FederatedData):
-    """Clients send one plain step, the server takes Adam's: the run is that of Adam on the pooled objective, to rounding."""
+    """Clients send one plain step, the server takes Adam's: the run is that of Adam on the clients' mean objective, to rounding."""
     gamma, l2, start, rate = 40.0, 0.03, 4, 0.05
     options: dict[str, Any] = {"gamma": gamma, "l2": l2, "anneal": start, "steps": 1, "batch_size": None, "optimiser": SGD(1.0)}
     algorithm = bf.algorithms.irm(nn.Linear(8, 3), server_optimiser=Adam(rate), **options)
@@ -533,6 +577,27 @@ def test_one_gradient_a_round_is_central_irm(clients: FederatedData):
     close(result.server["w"]["loc"], w, 1e-6)
     plain = run(bf.algorithms.irm(algorithm.model, **options), clients, rounds=8).server["w"]["loc"]
     assert not torch.allclose(plain, w, atol=1e-3)
+
+
+@pytest.mark.parametrize("server", [SGD, Adam])
+def test_one_gradient_a_round_is_irm_on_all_data_with_gamma_over_clients(server: Any):
+    """Four clients of 15: gamma = 40 is gamma = 10 with every environment on one client, and not gamma = 40 there."""
+    clients, gamma, rate = federation(sizes=(15,) * 4), 40.0, 0.02
+    xs, ys = (list(part) for part in zip(*(clients.train.client(j) for j in range(4)), strict=True))
+    own = [torch.arange(15) % 2, *[torch.zeros(15).long()] * 3]  # five environments
+    apart = bf.data.from_arrays(xs, ys, environments=own, outputs=3, test_share=0)
+    on_one = torch.cat([own[0], *(own[j] + 1 + j for j in range(1, 4))])
+    together = bf.data.from_arrays([torch.cat(xs)], [torch.cat(ys)], environments=[on_one], outputs=3, test_share=0)
+    model = nn.Linear(8, 3)
+    options: dict[str, Any] = {"l2": 0.03, "anneal": 0, "steps": 1, "batch_size": None, "optimiser": SGD(1.0)}
+
+    def trained(data: FederatedData, gamma: float, rate: float) -> Tensor:
+        return run(bf.algorithms.irm(model, gamma=gamma, server_optimiser=server(rate), **options), data, rounds=8).server["w"]["loc"]
+
+    # The objectives are divided by their gammas, which Adam's steps do not see.
+    federated = trained(apart, gamma, rate * 4 if server is SGD else rate)
+    close(federated, trained(together, gamma / 4, rate), 1e-9 if server is SGD else 1e-5)
+    assert not torch.allclose(federated, trained(together, gamma, rate), atol=1e-3)
 
 
 @pytest.mark.parametrize("name", ["fedavg", "pfedvem", "group_dro", "d_fedem"])
@@ -711,6 +776,9 @@ def test_more_environments_than_weights_are_refused(clients: FederatedData):
         ("irm", {"anneal": -1}, "the annealing round must be at least 0"),
         ("irm", {"estimator": "none"}, "estimator must be 'biased' or 'unbiased'"),
         ("irm", {"l2": -0.1}, "l2 must be >= 0"),
+        ("irm", {"optimiser": 0.1}, r"optimiser must be one of bayesfl.optim, such as SGD\(0.1\), got 0.1"),
+        ("irm", {"server_optimiser": "adam"}, r"server_optimiser must be one of bayesfl.optim, such as Adam\(0.01\), got 'adam'"),
+        ("group_dro", {"server_optimiser": Adam}, r"server_optimiser must be one of bayesfl.optim, such as Adam\(0.01\), got <class"),
         ("irm", {"server_optimiser": SGD(cosine(0.1))}, "the server's optimiser needs one learning rate"),
         ("irm_l2", {"lam": -0.1}, "lam must be >= 0"),
         ("irm_ft", {"personal_steps": 0}, "personal_steps must be at least 1"),
@@ -727,6 +795,28 @@ def test_more_environments_than_weights_are_refused(clients: FederatedData):
 def test_mistakes_are_named(name: str, options: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         getattr(bf.algorithms, name)(nn.Linear(8, 3), **options)
+
+
+@pytest.mark.parametrize(("lower", "variant"), list(product(("irm", "group_dro"), ("distance", "contrastive"))))
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"gamma": -1.0}, "gamma is the weight of a penalty"),
+        ({"gamma": float("nan")}, "gamma is the weight of a penalty"),
+        ({"anneal": -3}, "the annealing round must be at least 0, got -3"),
+        ({"estimator": "zzz"}, "estimator must be 'biased' or 'unbiased', got 'zzz'"),
+        ({"l2": -1.0}, "l2 must be >= 0 and finite, got -1"),
+        ({"lam": -1.0}, "lam must be >= 0 and finite, got -1"),
+        ({"eta": -1.0}, "eta is the step of the weights and must be >= 0 and finite, got -1"),
+        ({"eta": float("nan")}, "eta is the step of the weights and must be >= 0 and finite, got nan"),
+        ({"environments": -3}, "environments must be at least 1, got -3"),
+        ({"loss_examples": -2}, "loss_examples must be at least 1, got -2"),
+        ({"optimiser": 0.1}, r"optimiser must be one of bayesfl.optim, such as SGD\(0.1\), got 0.1"),
+    ],
+)
+def test_options_of_other_branches_are_checked(lower: Any, variant: Any, option: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        bf.algorithms.perinvfl(bf.models.mlp(8, hidden=3, outputs=3), lower=lower, variant=variant, **option)
 
 
 def test_a_pull_needs_a_centre():

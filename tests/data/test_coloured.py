@@ -134,8 +134,13 @@ def test_test_rows_off_the_end_of_the_training_part():
         ({"test_agreement": -0.1}, "test_agreement must hold shares within"),
         ({"flip": 2.0}, "flip must hold shares within"),
         ({"test": 0}, "test must be at least 1"),
-        ({"test": 1437}, "4 environments need as many rows in each part"),
-        ({"source": "diabetes"}, "coloured needs images of two classes or more"),
+        ({"test": 1435}, "test must leave a row for each of 4 environments of the 1438 in the training part of 'digits', got 1435"),
+        ({"test": 10**6}, "test must leave a row .* got 1000000: take less"),
+        ({"test": 3}, "4 environments need as many rows in each part, 'digits' leaves 1435 for training and 3 for the test"),
+        ({"source": "diabetes"}, "coloured needs grey images, and the data 'diabetes' are no images: take 'digits'"),
+        ({"source": "heart"}, "coloured needs grey images, and the data 'heart' are no images: take 'digits'"),
+        ({"source": Source.from_parts(*[torch.rand(9, 1, 4, 4), torch.rand(9)] * 2, name="dose")}, "images of two classes or more, 'dose'"),
+        ({"rotate": "no"}, "rotate must be True or False, got 'no'"),
         ({"source": Source.from_parts(*[torch.rand(9, 3, 4, 4), torch.arange(9) % 2] * 2, name="rgb")}, "coloured needs grey images"),
     ],
 )
@@ -149,3 +154,5 @@ def test_only_coloured_data_are_recoloured(made):
         recoloured(made[1].select([0]), 0.5)
     with pytest.raises(ValueError, match="agreement must hold shares"):
         recoloured(made[1], 1.5)
+    with pytest.raises(TypeError, match=r"clients must be of type FederatedData, got int; pass what bf.data.coloured\(\) made"):
+        recoloured(3, 0.5)  # pyright: ignore[reportArgumentType]
