@@ -162,6 +162,7 @@ def restore(curvature: "Curvature", tensors: Tensors) -> Inverse:
     data = {name: tensors[name] for name in ("x", "cotangents") if name in tensors}
     indices, curved, rows = tensors.get("indices"), tensors["curved"], None
     if data:
+        curvature.prove(data["x"])
         rows = _restricted(curvature.engine.linearise(data["x"], data["cotangents"].to)[1], indices, curved)
     return Inverse(
         curvature=curvature,

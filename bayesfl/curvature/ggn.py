@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesfl.curvature import dual
-from bayesfl.curvature.backends import BackPack, Name, choose
+from bayesfl.curvature.backends import BackPack, Func, Name, choose, failed
 from bayesfl.curvature.batches import Inputs, available, batches, require, twice
 from bayesfl.curvature.factors import BLOCK
 from bayesfl.curvature.jacobians import Rows
@@ -37,7 +37,8 @@ class Curvature:
         model: Any module from inputs [N, ...] to outputs [N, O]. Its modes are kept: `eval()` it first where they matter.
         likelihood: What the outputs mean.
         parameters: Which parameters count: a layout, or a pattern over their names, such as `body.*`.
-        backend: `layers` (closed forms), `func` (torch.func), `backpack`, or `auto`; `backend` says afterwards which it is.
+        backend: `layers` (closed forms), `func` (torch.func), `backpack`, or `auto`; `backend` says afterwards which it is. BackPACK is
+            held against `func` on the first two examples that come; where they differ `auto` takes `func`.
         memory: Bytes that one result may take; by default what the device has free at the time.
 
     Raises:
@@ -59,13 +60,18 @@ class Curvature:
         self._memory = memory
         self.module = copy.deepcopy(model)
         self.engine = choose(backend, self.module, self.layout)
-        self.backend = self.engine.name
+        self._asked, self._proven = backend, not isinstance(self.engine, BackPack)
         self._like = next(model.parameters()).detach()[..., :0]
 
     @property
     def size(self) -> int:
         """Number of weights, D."""
         return self.layout.size
+
+    @property
+    def backend(self) -> str:
+        """The backend that runs."""
+        return self.engine.name
 
     @property
     def device(self) -> torch.device:
@@ -187,11 +193,45 @@ class Curvature:
         for batch in batches(x, self._like):
             if batch.shape[1:] != seen:
                 seen = batch.shape[1:]
+                self.prove(batch)
                 alone, each, outputs = self.engine.floats(batch)
                 size = max(1, BLOCK // (8 * (alone + outputs * (each + extra))))
             yield from batch.split(size)
         if seen is None:
             raise ValueError("there are no data: at least one example is needed")
+
+    def prove(self, x: Tensor) -> None:
+        """Once, before BackPACK is used: it gives torch.func's diagonal for two examples of `x`, or `auto` takes torch.func.
+
+        Raises:
+            ValueError: BackPACK was asked for by name and fails or differs.
+        """
+        if self._proven:
+            return
+        backpack, func, x = self.engine, Func(self.module, self.layout), x[:2]
+        assert isinstance(backpack, BackPack)
+        self.engine = func
+        want, what = self.linearise(x)[1].squares(), None  # outputs that are not finite are refused here
+        try:
+            self.engine = backpack
+            own = backpack.diagonal(x, self.likelihood)
+            for found in (self.linearise(x)[1].squares(), want if own is None else own):
+                what = what or self._differs(found.double(), want)
+        except Exception as error:  # whatever it meets in a forward that it doesn't know
+            what = error
+        if what is None:
+            self._proven = True
+        elif self._asked == "backpack":
+            raise failed(self.module, what) from (what if isinstance(what, Exception) else None)
+        else:
+            self.engine, self._proven = func, True
+
+    def _differs(self, found: Tensor, want: Tensor) -> str | None:
+        """Which parameters' diagonals [D] differ by more than rounding (that of TF32 in float32)."""
+        eps = torch.finfo(self._like.dtype).eps
+        floor, pairs = eps * want.norm(), zip(self.layout.leaves(found).items(), self.layout.leaves(want).values(), strict=True)
+        bad = [name for (name, mine), theirs in pairs if (mine - theirs).norm() > eps**0.25 * theirs.norm() + floor]
+        return f"its curvature of {bad[0]!r} is not torch.func's" if bad else None
 
     def linearise(self, x: Tensor, directions: Callable[[int], Tensor] | None = None) -> tuple[Tensor, Rows]:
         """Outputs [B, O] in float64 and rows: R' J with R R' = Lambda, or U' J for `directions(O)` = U [O, Q].
