@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
+from bayesfl.checks import instance, whole
 from bayesfl.curvature import dual
 from bayesfl.curvature.backends import BackPack, Func, Name, choose, failed
 from bayesfl.curvature.batches import Inputs, available, batches, require, twice
@@ -22,7 +23,7 @@ from bayesfl.curvature.factors import BLOCK
 from bayesfl.curvature.jacobians import Rows
 from bayesfl.curvature.roots import basis, root
 from bayesfl.layout import Layout
-from bayesfl.likelihood import Categorical
+from bayesfl.likelihood import Bernoulli, Categorical
 from bayesfl.protocols import Likelihood
 
 
@@ -42,7 +43,9 @@ class Curvature:
         memory: Bytes that one result may take; by default what the device has free at the time.
 
     Raises:
-        ValueError: No parameter fits the pattern; the backend does not support a layer; batch norm or dropout in training mode.
+        TypeError: The model is no module.
+        ValueError: No parameter fits the pattern; the backend does not support a layer; batch norm or dropout in training mode; memory
+            that is no number of bytes.
     """
 
     def __init__(
@@ -54,6 +57,9 @@ class Curvature:
         backend: Name = "auto",
         memory: int | None = None,
     ) -> None:
+        instance("model", model, nn.Module, "pass a trained nn.Module from inputs [N, ...] to outputs [N, O]")
+        if memory is not None:
+            whole("memory, in bytes,", memory, least=0)
         _check_modes(model)
         self.likelihood = Categorical() if likelihood is None else likelihood
         self.layout = Layout(model, parameters) if isinstance(parameters, str) else parameters
@@ -142,7 +148,7 @@ class Curvature:
             ValueError: Indices that are out of range or stand twice.
             MemoryError: The result is larger than memory allows.
         """
-        weight = self.vector(weight)
+        weight = self.vector(weight, "weight")
         if indices is not None:
             weight = weight[self.check_indices(indices)]
         mine = self._all(x, indices)
@@ -237,7 +243,7 @@ class Curvature:
         """Outputs [B, O] in float64 and rows: R' J with R R' = Lambda, or U' J for `directions(O)` = U [O, Q].
 
         Raises:
-            ValueError: Outputs that are not finite, or not [B, O].
+            ValueError: Outputs that are not finite, or not [B, O], or not as many as the likelihood takes.
         """
 
         def cotangents(f: Tensor) -> Tensor:
@@ -247,6 +253,7 @@ class Curvature:
             if bad:
                 raise ValueError(f"the model's outputs are not finite for {bad} of {len(x)} examples, so neither is its curvature")
             if directions is None:
+                _check_outputs(self.likelihood, f.shape[1])
                 return root(self.likelihood, f).mT.to(f.dtype)
             return directions(f.shape[1]).to(f).T.expand(len(f), -1, -1)
 
@@ -258,18 +265,21 @@ class Curvature:
         parts = parts if indices is None else [rows.restrict(indices) for rows in parts]
         return parts[0].join(parts[1:])
 
-    def vector(self, value: float | Tensor) -> Tensor:
-        """One number for each weight, [D] in float64.
+    def vector(self, value: float | Tensor, name: str = "precision") -> Tensor:
+        """One number for each weight, [D] in float64; `name` is the argument's.
 
         Raises:
-            ValueError: Of another shape.
+            ValueError: Of another shape, or no number.
         """
-        value = torch.as_tensor(value, dtype=torch.float64, device=self.device)
-        if value.dim() == 0:
-            value = value.expand(self.size)
-        if value.shape != (self.size,):
-            raise ValueError(f"one number or one for each of the {self.size} weights is needed, got shape {tuple(value.shape)}")
-        return value
+        try:
+            vector = torch.as_tensor(value, dtype=torch.float64, device=self.device)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(f"{name}: one number or one for each of the {self.size} weights is needed, got {value!r}") from error
+        if vector.dim() == 0:
+            vector = vector.expand(self.size)
+        if vector.shape != (self.size,):
+            raise ValueError(f"{name}: one number or one for each of the {self.size} weights is needed, got shape {tuple(vector.shape)}")
+        return vector
 
     def check_indices(self, indices: Tensor) -> Tensor:
         """The indices on the model's device.
@@ -303,6 +313,13 @@ class Curvature:
         counts = {name: int(part.sum()) for name, part in self.layout.leaves(bad).items()}
         named = ", ".join(f"{name!r} ({count} of {self.layout.leaves(bad)[name].numel()})" for name, count in counts.items() if count)
         raise ValueError(f"the curvature is not finite for {named}; look at the weights and the scale of the inputs")
+
+
+def _check_outputs(likelihood: Likelihood, count: int) -> None:
+    if isinstance(likelihood, Categorical) and count < 2:
+        raise ValueError("likelihood Categorical() needs two outputs or more, the model has 1: pass likelihood=Bernoulli() for one logit")
+    if isinstance(likelihood, Bernoulli) and count != 1:
+        raise ValueError(f"likelihood Bernoulli() takes one output, the model has {count}: pass likelihood=Categorical()")
 
 
 def _check_modes(model: nn.Module) -> None:
