@@ -35,9 +35,10 @@ def choose(name: Name, module: nn.Module, layout: Layout) -> Backend:
     """The backend of that name for a module, which it reads and does not change.
 
     `auto` takes `layers` where every layer has a closed form; otherwise `func`, or on a GPU `backpack` where that knows every layer.
+    What a forward does beside its layers BackPACK may miss: hold it against `func` before it is used, as `Curvature` does.
 
     Raises:
-        ValueError: An unknown name, or a layer that the backend asked for does not support.
+        ValueError: An unknown name, or a model that the backend asked for does not support.
     """
     if name not in ("auto", "layers", "func", "backpack"):
         raise ValueError(f"backend must be 'auto', 'layers', 'func' or 'backpack', got {name!r}")
@@ -47,13 +48,29 @@ def choose(name: Name, module: nn.Module, layout: Layout) -> Backend:
             return layers.Layers(module, layout)
         if name == "layers":
             raise ValueError(f"the backend 'layers' has no closed form for {', '.join(missing)}; backend='func' takes any architecture")
-    if name == "backpack" or (name == "auto" and next(module.parameters()).is_cuda):
+    if name == "backpack" or (name == "auto" and _on_a_gpu(module)):
         missing = backpack_unsupported(module)
         if not missing:
-            return BackPack(module, layout)
-        if name == "backpack":
+            try:
+                return BackPack(module, layout)
+            except Exception as error:  # of its converter, which meets any forward
+                if name == "backpack":
+                    raise failed(module, error) from error
+        elif name == "backpack":
             raise ValueError(f"BackPACK does not support {', '.join(missing)}; backend='func' takes any architecture")
     return Func(module, layout)
+
+
+def _on_a_gpu(module: nn.Module) -> bool:
+    return next(module.parameters()).is_cuda
+
+
+def failed(module: nn.Module, what: Exception | str) -> ValueError:
+    """The error that says what BackPACK made of a module."""
+    if isinstance(what, Exception):
+        lines = str(what).strip().splitlines()
+        what = f"{type(what).__name__}: {lines[0][:100]}" if lines else type(what).__name__
+    return ValueError(f"BackPACK does not support this {type(module).__name__} ({what}); backend='func' takes any architecture")
 
 
 class Func:
@@ -108,6 +125,9 @@ class BackPack:
         self._parameters = [module.get_parameter(name) for name in layout.names]
         for p in module.parameters():  # it cannot pass over frozen layers, and what it returns for them is left alone
             p.requires_grad_(True)
+        for layer in module.modules():  # it reads what went into a layer
+            if getattr(layer, "inplace", False):
+                layer.inplace = False  # type: ignore[assignment]
         self._module = backpack.extend(_prepared(module))
 
     @torch.no_grad()
@@ -173,7 +193,7 @@ def _prepared(module: nn.Module) -> nn.Module:
     """The same network in containers that BackPACK sees through: a flat stack, or what its converter makes of it."""
     flat: list[nn.Module] = []
     for _, layer in layers.stack(module):
-        flat.append(copy.copy(layer) if any(layer is other for other in flat) else layer)  # one activation may stand in several places
+        flat.append(copy.deepcopy(layer) if any(layer is other for other in flat) else layer)  # one activation may stand in several places
     if any(list(layer.children()) for layer in flat):
         from backpack.custom_module.graph_utils import convert_module_to_backpack
 
@@ -182,7 +202,7 @@ def _prepared(module: nn.Module) -> nn.Module:
 
 
 def backpack_unsupported(module: nn.Module) -> list[str]:
-    """The layers for which BackPACK has no exact GGN diagonal or no single gradients."""
+    """What BackPACK has no exact GGN diagonal or no single gradients for, or would get wrong without a word."""
     try:
         from backpack.extensions import BatchGrad, DiagGGNExact
     except ImportError:
@@ -194,4 +214,6 @@ def backpack_unsupported(module: nn.Module) -> list[str]:
         leaf, own = not list(layer.children()), any(True for _ in layer.parameters(recurse=False))
         if (leaf and type(layer) not in second) or (own and not (leaf and type(layer) in first)):
             out.append(f"{type(layer).__name__} {name!r}")
-    return out
+        elif getattr(layer, "padding_mode", "zeros") != "zeros":  # its rules pad with zeros
+            out.append(f"{type(layer).__name__} {name!r} with padding_mode={layer.padding_mode!r}")
+    return out + layers.unseen(module)

@@ -15,15 +15,18 @@ def batches(x: Inputs, like: Tensor) -> Iterator[Tensor]:
     """The batches' inputs [B, ...] on the device of `like`, empty ones left out.
 
     Raises:
-        TypeError: Something among the batches that is no inputs.
+        TypeError: Neither inputs nor batches, or something among the batches that is no inputs.
     """
+    if not isinstance(x, Iterable):
+        raise TypeError(f"x must be a tensor [N, ...] or batches of them, got {type(x).__name__}")
     for batch in [x] if isinstance(x, Tensor) else x:
         if isinstance(batch, Mapping):
-            batch = batch["x"]
+            batch = batch.get("x")
         elif isinstance(batch, (tuple, list)):
-            batch = batch[0]
-        if not isinstance(batch, Tensor):
-            raise TypeError(f"a batch must be a tensor, a tuple that begins with one, or a mapping with 'x', got {type(batch).__name__}")
+            batch = batch[0] if batch else None
+        if not isinstance(batch, Tensor) or not batch.dim():
+            came = "a single number" if isinstance(batch, Tensor) else type(batch).__name__
+            raise TypeError(f"a batch must be a tensor [N, ...], a tuple that begins with one, or a mapping with 'x', got {came}")
         if len(batch):
             yield batch.to(like.device)
 

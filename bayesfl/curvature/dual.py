@@ -157,11 +157,12 @@ class Inverse:
 
 
 def restore(curvature: "Curvature", tensors: Tensors) -> Inverse:
-    """The `Inverse` whose `tensors` these are, for the same model at the same weights."""
+    """The `Inverse` whose `tensors` these are, for the same model at the same weights; equal to rounding, as rows are computed anew."""
     tensors = {name: t.to(curvature.device) for name, t in tensors.items()}
     data = {name: tensors[name] for name in ("x", "cotangents") if name in tensors}
     indices, curved, rows = tensors.get("indices"), tensors["curved"], None
     if data:
+        curvature.prove(data["x"])
         rows = _restricted(curvature.engine.linearise(data["x"], data["cotangents"].to)[1], indices, curved)
     return Inverse(
         curvature=curvature,
@@ -207,7 +208,7 @@ def invert(
     if diagonal is None:
         diagonal = curvature.diagonal(x)
     else:
-        diagonal = curvature.vector(diagonal)
+        diagonal = curvature.vector(diagonal, "diagonal")
         curvature.check_finite(diagonal, torch.arange(len(diagonal), device=curvature.device))
     if indices is not None:
         indices = curvature.check_indices(indices)
@@ -243,15 +244,45 @@ def invert(
     )
 
 
+def independent(curvature: "Curvature", precision: Tensor, diagonal: Tensor) -> Inverse:
+    """The inverse of the diagonal of H alone: as if its variances were a prior, and no weight had curvature.
+
+    Args:
+        curvature: Model, likelihood, backend.
+        precision: Prior precision [D].
+        diagonal: Of the GGN, [D].
+
+    Raises:
+        ValueError: A precision that is not positive and finite.
+    """
+    check_precision(precision)
+    return Inverse(
+        curvature=curvature,
+        form="primal",
+        reason="every weight on its own",
+        indices=None,
+        variance=1 / (diagonal + precision),
+        uncurved=int((diagonal < NO_CURVATURE * precision).sum()),
+        curved=torch.zeros_like(diagonal, dtype=torch.bool),
+        chol=diagonal.new_zeros(0, 0),
+        data={},
+        rows=None,
+    )
+
+
 def check_precision(precision: Tensor) -> None:
-    """Nothing where every prior precision [D] is positive and finite.
+    """Nothing where every prior precision [D] is positive and finite, and it and its inverse are far from overflow.
 
     Raises:
         ValueError: One is not.
     """
-    bad = precision[~((precision > 0) & precision.isfinite())]
-    if len(bad):
-        raise ValueError(f"a prior precision must be > 0 and finite, got {float(bad[0])} ({len(bad)} of {len(precision)})")
+    for fits, what in (
+        ((precision > 0) & precision.isfinite(), "> 0 and finite"),
+        ((precision >= 1e-30) & (precision <= 1e30), "between 1e-30 and 1e30"),
+    ):
+        bad = precision[~fits]
+        if len(bad):
+            raise ValueError(f"a prior precision must be {what}, got {float(bad[0])} ({len(bad)} of {len(precision)})")
 
 
 def _restricted(rows: Rows, indices: Tensor | None, curved: Tensor) -> Rows:

@@ -15,14 +15,15 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
+from bayesfl.checks import instance, whole
 from bayesfl.curvature import dual
-from bayesfl.curvature.backends import BackPack, Name, choose
+from bayesfl.curvature.backends import BackPack, Func, Name, choose, failed
 from bayesfl.curvature.batches import Inputs, available, batches, require, twice
 from bayesfl.curvature.factors import BLOCK
 from bayesfl.curvature.jacobians import Rows
 from bayesfl.curvature.roots import basis, root
 from bayesfl.layout import Layout
-from bayesfl.likelihood import Categorical
+from bayesfl.likelihood import Bernoulli, Categorical
 from bayesfl.protocols import Likelihood
 
 
@@ -37,11 +38,14 @@ class Curvature:
         model: Any module from inputs [N, ...] to outputs [N, O]. Its modes are kept: `eval()` it first where they matter.
         likelihood: What the outputs mean.
         parameters: Which parameters count: a layout, or a pattern over their names, such as `body.*`.
-        backend: `layers` (closed forms), `func` (torch.func), `backpack`, or `auto`; `backend` says afterwards which it is.
+        backend: `layers` (closed forms), `func` (torch.func), `backpack`, or `auto`; `backend` says afterwards which it is. BackPACK is
+            held against `func` on the first two examples that come; where they differ `auto` takes `func`.
         memory: Bytes that one result may take; by default what the device has free at the time.
 
     Raises:
-        ValueError: No parameter fits the pattern; the backend does not support a layer; batch norm or dropout in training mode.
+        TypeError: The model is no module.
+        ValueError: No parameter fits the pattern; the backend does not support a layer; batch norm or dropout in training mode; memory
+            that is no number of bytes.
     """
 
     def __init__(
@@ -53,19 +57,27 @@ class Curvature:
         backend: Name = "auto",
         memory: int | None = None,
     ) -> None:
+        instance("model", model, nn.Module, "pass a trained nn.Module from inputs [N, ...] to outputs [N, O]")
+        if memory is not None:
+            whole("memory, in bytes,", memory, least=0)
         _check_modes(model)
         self.likelihood = Categorical() if likelihood is None else likelihood
         self.layout = Layout(model, parameters) if isinstance(parameters, str) else parameters
         self._memory = memory
         self.module = copy.deepcopy(model)
         self.engine = choose(backend, self.module, self.layout)
-        self.backend = self.engine.name
+        self._asked, self._proven = backend, not isinstance(self.engine, BackPack)
         self._like = next(model.parameters()).detach()[..., :0]
 
     @property
     def size(self) -> int:
         """Number of weights, D."""
         return self.layout.size
+
+    @property
+    def backend(self) -> str:
+        """The backend that runs."""
+        return self.engine.name
 
     @property
     def device(self) -> torch.device:
@@ -136,7 +148,7 @@ class Curvature:
             ValueError: Indices that are out of range or stand twice.
             MemoryError: The result is larger than memory allows.
         """
-        weight = self.vector(weight)
+        weight = self.vector(weight, "weight")
         if indices is not None:
             weight = weight[self.check_indices(indices)]
         mine = self._all(x, indices)
@@ -187,17 +199,51 @@ class Curvature:
         for batch in batches(x, self._like):
             if batch.shape[1:] != seen:
                 seen = batch.shape[1:]
+                self.prove(batch)
                 alone, each, outputs = self.engine.floats(batch)
                 size = max(1, BLOCK // (8 * (alone + outputs * (each + extra))))
             yield from batch.split(size)
         if seen is None:
             raise ValueError("there are no data: at least one example is needed")
 
+    def prove(self, x: Tensor) -> None:
+        """Once, before BackPACK is used: it gives torch.func's diagonal for two examples of `x`, or `auto` takes torch.func.
+
+        Raises:
+            ValueError: BackPACK was asked for by name and fails or differs.
+        """
+        if self._proven:
+            return
+        backpack, func, x = self.engine, Func(self.module, self.layout), x[:2]
+        assert isinstance(backpack, BackPack)
+        self.engine = func
+        want, what = self.linearise(x)[1].squares(), None  # outputs that are not finite are refused here
+        try:
+            self.engine = backpack
+            own = backpack.diagonal(x, self.likelihood)
+            for found in (self.linearise(x)[1].squares(), want if own is None else own):
+                what = what or self._differs(found.double(), want)
+        except Exception as error:  # whatever it meets in a forward that it doesn't know
+            what = error
+        if what is None:
+            self._proven = True
+        elif self._asked == "backpack":
+            raise failed(self.module, what) from (what if isinstance(what, Exception) else None)
+        else:
+            self.engine, self._proven = func, True
+
+    def _differs(self, found: Tensor, want: Tensor) -> str | None:
+        """Which parameters' diagonals [D] differ by more than rounding (that of TF32 in float32)."""
+        eps = torch.finfo(self._like.dtype).eps
+        floor, pairs = eps * want.norm(), zip(self.layout.leaves(found).items(), self.layout.leaves(want).values(), strict=True)
+        bad = [name for (name, mine), theirs in pairs if (mine - theirs).norm() > eps**0.25 * theirs.norm() + floor]
+        return f"its curvature of {bad[0]!r} is not torch.func's" if bad else None
+
     def linearise(self, x: Tensor, directions: Callable[[int], Tensor] | None = None) -> tuple[Tensor, Rows]:
         """Outputs [B, O] in float64 and rows: R' J with R R' = Lambda, or U' J for `directions(O)` = U [O, Q].
 
         Raises:
-            ValueError: Outputs that are not finite, or not [B, O].
+            ValueError: Outputs that are not finite, or not [B, O], or not as many as the likelihood takes.
         """
 
         def cotangents(f: Tensor) -> Tensor:
@@ -207,6 +253,7 @@ class Curvature:
             if bad:
                 raise ValueError(f"the model's outputs are not finite for {bad} of {len(x)} examples, so neither is its curvature")
             if directions is None:
+                _check_outputs(self.likelihood, f.shape[1])
                 return root(self.likelihood, f).mT.to(f.dtype)
             return directions(f.shape[1]).to(f).T.expand(len(f), -1, -1)
 
@@ -218,18 +265,21 @@ class Curvature:
         parts = parts if indices is None else [rows.restrict(indices) for rows in parts]
         return parts[0].join(parts[1:])
 
-    def vector(self, value: float | Tensor) -> Tensor:
-        """One number for each weight, [D] in float64.
+    def vector(self, value: float | Tensor, name: str = "precision") -> Tensor:
+        """One number for each weight, [D] in float64; `name` is the argument's.
 
         Raises:
-            ValueError: Of another shape.
+            ValueError: Of another shape, or no number.
         """
-        value = torch.as_tensor(value, dtype=torch.float64, device=self.device)
-        if value.dim() == 0:
-            value = value.expand(self.size)
-        if value.shape != (self.size,):
-            raise ValueError(f"one number or one for each of the {self.size} weights is needed, got shape {tuple(value.shape)}")
-        return value
+        try:
+            vector = torch.as_tensor(value, dtype=torch.float64, device=self.device)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(f"{name}: one number or one for each of the {self.size} weights is needed, got {value!r}") from error
+        if vector.dim() == 0:
+            vector = vector.expand(self.size)
+        if vector.shape != (self.size,):
+            raise ValueError(f"{name}: one number or one for each of the {self.size} weights is needed, got shape {tuple(vector.shape)}")
+        return vector
 
     def check_indices(self, indices: Tensor) -> Tensor:
         """The indices on the model's device.
@@ -263,6 +313,13 @@ class Curvature:
         counts = {name: int(part.sum()) for name, part in self.layout.leaves(bad).items()}
         named = ", ".join(f"{name!r} ({count} of {self.layout.leaves(bad)[name].numel()})" for name, count in counts.items() if count)
         raise ValueError(f"the curvature is not finite for {named}; look at the weights and the scale of the inputs")
+
+
+def _check_outputs(likelihood: Likelihood, count: int) -> None:
+    if isinstance(likelihood, Categorical) and count < 2:
+        raise ValueError("likelihood Categorical() needs two outputs or more, the model has 1: pass likelihood=Bernoulli() for one logit")
+    if isinstance(likelihood, Bernoulli) and count != 1:
+        raise ValueError(f"likelihood Bernoulli() takes one output, the model has {count}: pass likelihood=Categorical()")
 
 
 def _check_modes(model: nn.Module) -> None:

@@ -27,17 +27,20 @@ def stack(module: nn.Module) -> list[tuple[str, nn.Module]]:
 def unsupported(module: nn.Module) -> list[str]:
     """What has no closed form here, such as "GroupNorm 'body.1'"; empty where all have."""
     layers = stack(module)
-    out = [f"{type(layer).__name__} {name!r}" for name, layer in layers if not _has_form(layer)]
-    weighted = [layer for _, layer in layers if any(True for _ in layer.parameters())]
-    parameters = [p for layer in weighted for p in layer.parameters()]
-    if len(set(map(id, parameters))) < len(parameters):
+    return [f"{type(layer).__name__} {name!r}" for name, layer in layers if not _has_form(layer)] + unseen(module)
+
+
+def unseen(module: nn.Module) -> list[str]:
+    """What rules for layers don't see: forward hooks, of containers too, and parameters that are used in two places."""
+    hooked = [(name, m) for name, m in module.named_modules() if m._forward_hooks or m._forward_pre_hooks]
+    out = [f"{type(m).__name__} {name!r} with forward hooks" for name, m in hooked]
+    parameters = [id(p) for _, p in module.named_parameters(remove_duplicate=False)]
+    if len(set(parameters)) < len(parameters):
         out.append("parameters that are used in two places")
     return out
 
 
 def _has_form(layer: nn.Module) -> bool:
-    if layer._forward_hooks or layer._forward_pre_hooks:
-        return False
     if isinstance(layer, nn.Conv2d) and (layer.padding_mode != "zeros" or isinstance(layer.padding, str) or layer.groups != 1):
         return False
     if isinstance(layer, nn.MaxPool2d) and layer.return_indices:

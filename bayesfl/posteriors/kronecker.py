@@ -79,7 +79,12 @@ class Kronecker:
     indices = None
 
     def __repr__(self) -> str:
-        return f"Kronecker(order {self.order}, {self.size} weights, {self.curvature.backend}: {self.reason})"
+        return f"Kronecker(order {self.order}, {self.size} weights, {self.backend}: {self.reason})"
+
+    @property
+    def backend(self) -> str:
+        """The backend that ran."""
+        return self.curvature.backend
 
     @property
     def reason(self) -> str:
@@ -143,7 +148,7 @@ class Kronecker:
 
     def predict(self, x: Inputs, *, centre: bool = False) -> tuple[Tensor, Tensor]:
         """Outputs of the linearised model at `x`: mean [N, O] and covariance J H^-1 J' [N, O, O]; see `Inverse.predict`."""
-        return self.curvature.spread(x, self._between, centre=centre, extra=0 if self.curvature.backend == "layers" else self.size)
+        return self.curvature.spread(x, self._between, centre=centre, extra=0 if self.backend == "layers" else self.size)
 
     def _between(self, rows: Rows) -> Tensor:
         """J H^-1 J' for rows J over all weights, example by example, [N, Q, Q]."""

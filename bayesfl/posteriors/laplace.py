@@ -14,9 +14,11 @@ subnetwork inference", ICML 2021; for one layer: Kristiadi, Hein, Hennig, "Being
 networks", ICML 2020; for `kfac` see `bayesfl.posteriors.kronecker`.
 """
 
+import json
 import math
 import os
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from typing import Literal, cast
 
 import torch
@@ -24,13 +26,13 @@ from torch import Tensor, nn
 
 from bayesfl.curvature import Curvature, Inverse, restore
 from bayesfl.curvature.backends import Name
-from bayesfl.curvature.batches import Inputs
-from bayesfl.curvature.dual import NO_CURVATURE, check_precision
+from bayesfl.curvature.batches import Inputs, batches
+from bayesfl.curvature.dual import independent
 from bayesfl.files import atomic_path
-from bayesfl.likelihood import Categorical
+from bayesfl.likelihood import Bernoulli, Categorical, Gaussian
 from bayesfl.posteriors import kronecker
 from bayesfl.posteriors.kronecker import Kronecker
-from bayesfl.posteriors.linearised import predictive
+from bayesfl.posteriors.linearised import as_labels, as_targets, predictive
 from bayesfl.protocols import Likelihood, Tensors
 
 Structure = Literal["full", "subnetwork", "diagonal", "kfac"]
@@ -46,6 +48,7 @@ class Laplace:
         precision: Prior precision of each, [D].
         diagonal: Of the GGN, [D].
         structure: What ties the weights.
+        examples: How many it was fitted to.
         inverse: H_S^-1; says which form was chosen and why.
     """
 
@@ -54,6 +57,7 @@ class Laplace:
     precision: Tensor
     diagonal: Tensor
     structure: Structure
+    examples: int
     inverse: Inverse | Kronecker
 
     @classmethod
@@ -88,14 +92,18 @@ class Laplace:
             memory: Bytes that one matrix may take; by default what is free.
 
         Raises:
-            ValueError: A precision that is not positive and finite, indices that don't fit the structure, curvature that is not finite;
-                under `kfac` other layers, or a layer in part.
+            TypeError: The model is no module, `x` neither inputs nor batches, or the likelihood's curvature is not known.
+            ValueError: A precision that is not in 1e-30 to 1e30, indices that don't fit the structure, curvature that is not finite, a
+                likelihood that takes another number of outputs, memory that is no number of bytes; under `kfac` other layers, or a layer
+                in part.
             MemoryError: A factor is larger than memory allows; the message says the bytes.
             torch.linalg.LinAlgError: A covariance without Cholesky factor.
         """
         _check_structure(structure, indices)
         curvature = Curvature(model, likelihood, parameters=parameters, backend=backend, memory=memory)
-        return cls._of(curvature, x, _weights(model, curvature), precision, structure, indices, curvature.diagonal(x))
+        counts: list[int] = []
+        diagonal = curvature.diagonal(_counted(x, counts, curvature.device))
+        return cls._of(curvature, x, _weights(model, curvature), precision, structure, indices, diagonal, sum(counts))
 
     @classmethod
     def load(
@@ -109,15 +117,34 @@ class Laplace:
     ) -> "Laplace":
         """A posterior that `Laplace.save` wrote, for the model at the weights it was fitted at, on that model's device.
 
-        Raises:
-            ValueError: The model has other parameters, or other weights.
-        """
-        from safetensors import safe_open
+        What it gives is what the saved one gave, to rounding: rows of the dual form are computed anew, in other batches.
 
+        Args:
+            path: Of the file.
+            model: The model that it was fitted to.
+            likelihood: By default the one that it was fitted with; only one of another class than those here has to be given.
+            parameters: Which parameters it covers.
+            backend: See `bayesfl.curvature.Curvature`.
+
+        Raises:
+            ValueError: The file is no such posterior, or of another likelihood; the model has other parameters, or other weights.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(path, "pt") as file:
+                meta = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}
+        except SafetensorError as error:
+            raise ValueError(f"{str(path)!r} is no file that Laplace.save wrote, or is damaged: {error}") from error
+        if (
+            not {"parameters", "structure", "likelihood", "examples"} <= meta.keys()
+            or not {"loc", "precision", "diagonal"} <= tensors.keys()
+        ):
+            raise ValueError(f"{str(path)!r} is no posterior that Laplace.save wrote")
+        likelihood = _likelihood(path, meta["likelihood"], likelihood)
         curvature = Curvature(model, likelihood, parameters=parameters, backend=backend)
-        with safe_open(path, "pt", device=str(curvature.device)) as file:
-            meta = file.metadata()
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
+        tensors = {name: t.to(curvature.device) for name, t in tensors.items()}
         names, structure = meta["parameters"].split("\n"), cast(Structure, meta["structure"])
         if names != list(curvature.layout.names):
             raise ValueError(
@@ -128,7 +155,7 @@ class Laplace:
             raise ValueError(f"{str(path)!r} was fitted at other weights; load those into the model first")
         parts = {name.removeprefix("inverse."): t for name, t in tensors.items() if name.startswith("inverse.")}
         inverse = kronecker.restore(curvature, parts) if structure == "kfac" else restore(curvature, parts)
-        return cls(curvature, tensors["loc"], tensors["precision"], tensors["diagonal"], structure, inverse)
+        return cls(curvature, tensors["loc"], tensors["precision"], tensors["diagonal"], structure, int(meta["examples"]), inverse)
 
     @classmethod
     def _of(
@@ -140,15 +167,16 @@ class Laplace:
         structure: Structure,
         indices: Tensor | None,
         diagonal: Tensor,
+        examples: int,
     ) -> "Laplace":
         prior = curvature.vector(precision)
         if structure == "diagonal":
-            inverse = _independent(curvature, diagonal, prior)
+            inverse = independent(curvature, prior, diagonal)
         elif structure == "kfac":
             inverse = kronecker.invert(curvature, x, prior, diagonal=diagonal)
         else:
             inverse = curvature.invert(x, prior, indices=indices, diagonal=diagonal)
-        return cls(curvature, loc, prior, diagonal, structure, inverse)
+        return cls(curvature, loc, prior, diagonal, structure, examples, inverse)
 
     @property
     def indices(self) -> Tensor | None:
@@ -197,11 +225,18 @@ class Laplace:
             x: The inputs it was fitted on, [N, ...].
             y: Their labels or targets.
             centre: Of the prior, one number or one for each weight [D]. Around loc itself the evidence has no maximum in the precision.
+
+        Raises:
+            ValueError: Inputs, labels, targets or a centre that don't fit.
         """
+        self._check_fitted_to(x)
         chosen = slice(None) if self.indices is None else self.indices
-        away = (self.loc - torch.as_tensor(centre).to(self.loc))[chosen]
+        away = (self.loc - self.curvature.vector(centre, "centre"))[chosen]
         precision = self.precision[chosen]
-        nll = self.curvature.likelihood.nll(self.curvature.outputs(x), y.to(self.loc.device)).sum()
+        outputs = self.curvature.outputs(x)
+        regression = isinstance(self.curvature.likelihood, Gaussian)
+        y = as_targets(y, outputs) if regression else as_labels(y, len(outputs), max(2, outputs.shape[1])).to(outputs.device)
+        nll = self.curvature.likelihood.nll(outputs, y).sum()
         return -nll - 0.5 * (precision * away.square()).sum() - 0.5 * (self.log_det() - precision.log().sum())
 
     def linearised(self, x: Inputs, *, centre: bool = True) -> tuple[Tensor, Tensor]:
@@ -222,15 +257,25 @@ class Laplace:
             x: Inputs, or batches of them.
             centre: See `linearised`.
             noise: Standard normals [S, N, O] for draws of the outputs; without them the closed form.
+
+        Raises:
+            ValueError: The noise has another shape, or there are no draws.
         """
         return predictive(self.curvature.likelihood, *self.linearised(x, centre=centre), noise)
 
     def with_precision(self, x: Inputs, precision: float | Tensor) -> "Laplace":
-        """The same under another prior precision, fitted to the same `x`; the GGN's diagonal and its Kronecker factors are kept."""
+        """The same under another prior precision, fitted to the same `x`; the GGN's diagonal and its Kronecker factors are kept.
+
+        Raises:
+            ValueError: As in `fit`, or `x` is a tensor of other than the `examples` that it was fitted to.
+            MemoryError: As in `fit`.
+            torch.linalg.LinAlgError: As in `fit`.
+        """
+        self._check_fitted_to(x)
         if isinstance(self.inverse, Kronecker):
             prior = self.curvature.vector(precision)
             return replace(self, precision=prior, inverse=self.inverse.with_precision(prior, self.diagonal))
-        return self._of(self.curvature, x, self.loc, precision, self.structure, self.indices, self.diagonal)
+        return self._of(self.curvature, x, self.loc, precision, self.structure, self.indices, self.diagonal, self.examples)
 
     def with_structure(self, x: Inputs, structure: Structure, *, indices: Tensor | None = None) -> "Laplace":
         """The same weights and precision under another structure, fitted to the same `x`; the diagonal of the GGN is not computed anew.
@@ -248,7 +293,13 @@ class Laplace:
             torch.linalg.LinAlgError: As in `fit`.
         """
         _check_structure(structure, indices)
-        return self._of(self.curvature, x, self.loc, self.precision, structure, indices, self.diagonal)
+        return self._of(self.curvature, x, self.loc, self.precision, structure, indices, self.diagonal, self.examples)
+
+    def _check_fitted_to(self, x: Inputs) -> None:
+        if isinstance(x, Tensor) and len(x) != self.examples:
+            raise ValueError(
+                f"x must be the {self.examples} examples that it was fitted to, got {len(x)}; fit other data anew by Laplace.fit"
+            )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the posterior, whole or not at all, as one safetensors file; `Laplace.load` reads it on any device.
@@ -259,9 +310,41 @@ class Laplace:
 
         own = {"loc": self.loc, "precision": self.precision, "diagonal": self.diagonal}
         tensors = own | {f"inverse.{name}": t for name, t in self.inverse.tensors().items()}
-        meta = {"structure": self.structure, "parameters": "\n".join(self.curvature.layout.names)}
+        meta = {"structure": self.structure, "parameters": "\n".join(self.curvature.layout.names), "examples": str(self.examples)}
+        meta["likelihood"] = _described(self.curvature.likelihood)
         with atomic_path(path) as temporary:
             save_file({name: t.detach().cpu().clone().contiguous() for name, t in tensors.items()}, temporary, meta)
+
+
+def _described(likelihood: Likelihood) -> str:
+    """Its class and options as JSON."""
+    options = asdict(likelihood) if is_dataclass(likelihood) and not isinstance(likelihood, type) else {}
+    return json.dumps({"class": type(likelihood).__name__, **options}, default=float)
+
+
+def _likelihood(path: str | os.PathLike[str], stored: str, given: Likelihood | None) -> Likelihood:
+    """The likelihood that a file describes.
+
+    Raises:
+        ValueError: Another one is given, or none and it is of a class that is not known here.
+    """
+    if given is not None:
+        if _described(given) != stored:
+            raise ValueError(f"{str(path)!r} was fitted with the likelihood {stored}, got {_described(given)}; leave out likelihood=")
+        return given
+    options = json.loads(stored)
+    name = options.pop("class")
+    known = {kind.__name__: kind for kind in (Categorical, Bernoulli, Gaussian)}
+    if name not in known:
+        raise ValueError(f"{str(path)!r} was fitted with a likelihood of class {name}: pass it as likelihood=")
+    return known[name](**options)
+
+
+def _counted(x: Inputs, counts: list[int], device: torch.device) -> Iterator[Tensor]:
+    """The inputs of each batch, while their numbers are noted."""
+    for batch in batches(x, torch.empty(0, device=device)):
+        counts.append(len(batch))
+        yield batch
 
 
 def _check_structure(structure: Structure, indices: Tensor | None) -> None:
@@ -270,23 +353,6 @@ def _check_structure(structure: Structure, indices: Tensor | None) -> None:
     if (indices is None) == (structure == "subnetwork"):
         needs = "needs" if indices is None else "has no"
         raise ValueError(f"indices say which weights a subnetwork has: structure {structure!r} {needs} indices")
-
-
-def _independent(curvature: Curvature, diagonal: Tensor, precision: Tensor) -> Inverse:
-    """The inverse of the diagonal of H alone: as if its variances were a prior, and no weight had curvature."""
-    check_precision(precision)
-    return Inverse(
-        curvature=curvature,
-        form="primal",
-        reason="every weight on its own",
-        indices=None,
-        variance=1 / (diagonal + precision),
-        uncurved=int((diagonal < NO_CURVATURE * precision).sum()),
-        curved=torch.zeros_like(diagonal, dtype=torch.bool),
-        chol=diagonal.new_zeros(0, 0),
-        data={},
-        rows=None,
-    )
 
 
 def _weights(model: nn.Module, curvature: Curvature) -> Tensor:

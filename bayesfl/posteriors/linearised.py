@@ -34,7 +34,13 @@ def predictive(likelihood: Likelihood, mean: Tensor, covariance: Tensor, noise: 
     outputs, `epistemic` [N] the mutual information of label and weights in nats, and `aleatoric` [N] the mean entropy that is left.
 
     Targets, exactly: `mean` and `variance` [N, O], noise of the data included, `epistemic` [N] the variance of the means.
+
+    Raises:
+        ValueError: The noise has another shape, or there are no draws.
     """
+    if noise is not None and (noise.dim() != 3 or not len(noise) or noise.shape[1:] != mean.shape):
+        wanted = ", ".join(map(str, mean.shape))
+        raise ValueError(f"noise must be [S, {wanted}], standard normals for one draw or more of the outputs, got {list(noise.shape)}")
     spread = covariance.diagonal(dim1=-2, dim2=-1)
     if isinstance(likelihood, Gaussian):
         return {"mean": mean, "variance": spread + likelihood.scale**2, "epistemic": spread.sum(-1)}
@@ -47,9 +53,40 @@ def predictive(likelihood: Likelihood, mean: Tensor, covariance: Tensor, noise: 
 
 
 def nll(found: Tensors, y: Tensor) -> Tensor:
-    """Negative log density [N] in nats of labels or targets `y` [N] (or [N, O]) under what `predictive` gives."""
+    """Negative log density [N] in nats of labels or targets `y` [N] (or [N, O]) under what `predictive` gives.
+
+    Raises:
+        ValueError: There are fewer or more of them than predictions, or a label is no class.
+    """
     if "mean" in found:
-        residual = y.view(found["mean"].shape).to(found["mean"]) - found["mean"]
+        residual = as_targets(y, found["mean"]) - found["mean"]
         return 0.5 * (residual.square() / found["variance"] + (2 * math.pi * found["variance"]).log()).sum(-1)
-    probs = found["probs"].gather(-1, y.to(found["probs"].device).long().view(-1, 1)).squeeze(-1)
+    probs = found["probs"]
+    probs = probs.gather(-1, as_labels(y, *probs.shape).to(probs.device)[:, None]).squeeze(-1)
     return -probs.clamp_min(torch.finfo(probs.dtype).tiny).log()
+
+
+def as_targets(y: Tensor, like: Tensor) -> Tensor:
+    """Targets [N] (where O is 1) or [N, O] in the shape [N, O], type and place of `like`.
+
+    Raises:
+        ValueError: Their shape is another.
+    """
+    if y.shape != like.shape and y.shape != like.shape[:1] + (() if like.shape[1] == 1 else like.shape[1:]):
+        raise ValueError(f"targets must be one for each of the {len(like)} inputs, of shape {list(like.shape)}, got {list(y.shape)}")
+    return y.reshape(like.shape).to(like)
+
+
+def as_labels(y: Tensor, count: int, classes: int) -> Tensor:
+    """Labels [N], or [N, 1], as whole numbers [N].
+
+    Raises:
+        ValueError: There are not `count`, or one is not a class from 0 to `classes` - 1.
+    """
+    if y.shape not in ((count,), (count, 1)):
+        raise ValueError(f"labels must be one for each of the {count} inputs, got shape {list(y.shape)}")
+    labels = y.reshape(-1).long()
+    bad = y.reshape(-1)[(labels != y.reshape(-1)) | (labels < 0) | (labels >= classes)]
+    if len(bad):
+        raise ValueError(f"labels must be classes from 0 to {classes - 1}, got {bad[0].item()} ({len(bad)} of {count})")
+    return labels

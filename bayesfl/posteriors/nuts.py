@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from bayesfl.checks import number, whole
+from bayesfl.checks import instance, number, whole
 from bayesfl.layout import Layout
 from bayesfl.protocols import Likelihood, Tensors
 
@@ -78,8 +78,8 @@ class Samples:
         Vehtari et al., "Rank-normalization, folding, and localization: an improved R-hat", Bayesian Analysis 16(2), 2021.
 
         Returns:
-            `r_hat`: near 1 where the chains agree; above 1.01, run longer. NaN with fewer than 4 draws.
-            `ess`: effective number of draws for the mean. `ess_tail`: for the 5 and 95 % quantiles.
+            `r_hat`: near 1 where the chains agree; above 1.01, run longer. NaN with one chain, which has none to agree with.
+            `ess`: effective number of draws for the mean. `ess_tail`: for the 5 and 95 % quantiles. All NaN with fewer than 4 draws.
         """
         import arviz
 
@@ -132,11 +132,17 @@ def nuts(
         progress: Whether to show Pyro's progress bar.
 
     Raises:
-        ValueError: There are more than a few thousand weights, the pattern matches none, sizes do not fit, an option is impossible, or the
-            posterior's density at the start is not finite.
+        TypeError: The model is no module, the likelihood none, or the data are no tensors.
+        ValueError: There are more than a few thousand weights, the pattern matches none, there are no data, sizes do not fit, an option is
+            impossible, or the posterior's density at the start is not finite.
     """
     from pyro.infer import mcmc
 
+    instance("model", model, nn.Module, "pass an nn.Module from inputs to outputs")
+    if not callable(getattr(likelihood, "nll", None)):
+        raise TypeError(f"likelihood must have a method `nll`, got {likelihood!r}; pass Categorical(), Bernoulli() or Gaussian(scale=0.1)")
+    for name, value in {"x": x, "y": y}.items():
+        instance(name, value, Tensor, "turn arrays into tensors by torch.as_tensor")
     layout = Layout(model, pattern)
     if layout.size > LIMIT:
         raise ValueError(
@@ -149,6 +155,8 @@ def nuts(
         raise ValueError(f"target_accept is a probability in (0, 1), got {target_accept}")
     if len(x) != len(y):
         raise ValueError(f"x and y must have one row for each example; got {len(x)} and {len(y)}")
+    if not len(x):
+        raise ValueError("x has no rows: at least one example is needed, without data the draws would be the prior's")
     prior = {name: _weights(name, value, layout.size) for name, value in {"precision": precision, "centre": centre}.items()}
     if not bool((prior["precision"] > 0).all()):
         raise ValueError(f"precision is 1 / variance of the prior and must be > 0, got {float(prior['precision'].min())}")
@@ -167,10 +175,23 @@ def nuts(
             if not math.isfinite(potential({"w": start})):
                 raise ValueError("the posterior's density is not finite at the start; check that x and y are finite, and the likelihood")
             kernel = mcmc.NUTS(potential_fn=potential, full_mass=full_mass, target_accept_prob=target_accept)
-            run = mcmc.MCMC(kernel, num_samples=draws, warmup_steps=warmup, initial_params={"w": start}, disable_progbar=not progress)
+            # Pyro's own summary takes four draws or more, and the kernel forgets when the run ends: look after each draw.
+            places: list[int] = []
+
+            def note(kernel: Any, _: Any, stage: str, __: int, places: list[int] = places) -> None:
+                if not stage.startswith("Warmup"):
+                    places[:] = kernel.diagnostics()["divergences"]
+
+            run = mcmc.MCMC(
+                kernel,
+                num_samples=draws,
+                warmup_steps=warmup,
+                initial_params={"w": start},
+                hook_fn=note,
+                disable_progbar=not progress,
+            )
             run.run()
         kept.append(run.get_samples()["w"].detach())
-        places: Any = run.diagnostics()["divergences"]["chain 0"]
         diverging.append(torch.zeros(draws, dtype=torch.bool).index_fill_(0, torch.tensor(places, dtype=torch.long), True))
         log.info("chain %d of %d: %d draws, %d diverged", chain + 1, chains, draws, len(places))
     samples = Samples(torch.stack(kept), torch.stack(diverging), layout, model, likelihood)

@@ -30,6 +30,9 @@ def by_evidence(fitted: Laplace, x: Tensor, y: Tensor, *, centre: float | Tensor
         centre: Of the prior.
         grid: Precisions to try.
 
+    Raises:
+        ValueError: An empty grid, one of which no precision works, or labels or targets that don't fit.
+
     References:
         MacKay, "A practical Bayesian framework for backpropagation networks", Neural Computation 4(3), 1992; Immer et al., "Scalable
         marginal likelihood estimation for model selection in deep learning", ICML 2021.
@@ -60,13 +63,20 @@ def by_validation(
         labels: Their labels or targets.
         centre: Whether predictions are centred, see `Laplace.linearised`.
         grid: Precisions to try.
+
+    Raises:
+        ValueError: An empty grid, one of which no precision works, or labels or targets that don't fit.
     """
     scores = _scores(fitted, x, grid, lambda candidate: -predictive_nll(candidate, held, labels, centre=centre))
     return fitted.with_precision(x, max(precision for precision, value in scores.items() if value >= max(scores.values()) - ALIKE))
 
 
 def predictive_nll(fitted: Laplace, x: Inputs, y: Tensor, *, centre: bool = True) -> float:
-    """Mean negative log density of `y` under the predictive distribution in closed form, in nats."""
+    """Mean negative log density of `y` under the predictive distribution in closed form, in nats.
+
+    Raises:
+        ValueError: Labels or targets that don't fit the inputs or the classes.
+    """
     return float(nll(fitted.predict(x, centre=centre), y).mean())
 
 
@@ -76,6 +86,8 @@ def _scores(fitted: Laplace, x: Inputs, grid: Sequence[float], score: Callable[[
     Raises:
         ValueError: An empty grid, or one of which no precision works.
     """
+    if not len(grid):
+        raise ValueError("grid is empty: pass one prior precision or more")
     found = {}
     for precision in grid:
         try:

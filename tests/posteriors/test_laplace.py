@@ -240,7 +240,7 @@ def test_draws_part_the_uncertainty():
 
 @pytest.mark.parametrize("form", ["full", "subnetwork", "diagonal", "kfac"])
 def test_a_saved_posterior_predicts_the_same(tmp_path, form):
-    """To the bit; and it is refused for other weights and other parameters."""
+    """To the bit for these few rows; and it is refused for other weights and other parameters."""
     model, x = network(), numbers(12, 4)
     chosen = torch.tensor([0, 3, 8, 20, 31, 40]) if form == "subnetwork" else None
     fitted = Laplace.fit(model, x, precision=0.3, structure=form, indices=chosen)
@@ -255,6 +255,20 @@ def test_a_saved_posterior_predicts_the_same(tmp_path, form):
         Laplace.load(tmp_path / "posterior.safetensors", bf.models.mlp(4, hidden=6, outputs=3, seed=2).double())
     with pytest.raises(ValueError, match="covers the parameters"):
         Laplace.load(tmp_path / "posterior.safetensors", model, parameters="head.*")
+
+
+@pytest.mark.parametrize("structure", ["full", "kfac"])
+@pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 2e-6), (torch.float64, 1e-13)])
+def test_a_saved_posterior_is_the_same_to_rounding(tmp_path, dtype, near, structure):
+    """From several batches, with examples that were split off: the rows of the dual form come back in one batch."""
+    case = brute.CASES[0]
+    model, x, new = case.model().to(dtype), case.data(27).to(dtype), case.data(7, seed=3).to(dtype)
+    fitted = Laplace.fit(model, x.split(5), precision=0.3, structure=structure)
+    assert fitted.inverse.form == ("dual" if structure == "full" else "kronecker")
+    fitted.save(tmp_path / "posterior.safetensors")
+    again, noise = Laplace.load(tmp_path / "posterior.safetensors", model), numbers(2, fitted.noise_size)
+    for call in (lambda f: f.predict(new)["probs"], lambda f: f.moments()[1], lambda f: f.sample(noise), Laplace.log_det):
+        assert_close(call(again), call(fitted), rtol=near, atol=near)
 
 
 def test_precision_by_evidence():
@@ -334,3 +348,159 @@ def test_the_model_is_left_alone(form):
     assert model.training
     assert all(p.grad is None and p.requires_grad for p in model.parameters())
     assert not any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize("structure", ["full", "diagonal", "kfac"])
+@pytest.mark.parametrize("likelihood", [Gaussian(0.3), Bernoulli(), Categorical()], ids=lambda value: type(value).__name__)
+def test_a_saved_posterior_keeps_its_likelihood(tmp_path, likelihood, structure):
+    """It is what it was without being told, and another one is refused."""
+    model, x, path = network(1 if isinstance(likelihood, Bernoulli) else 3), numbers(12, 4), tmp_path / "posterior.safetensors"
+    fitted = Laplace.fit(model, x, structure=structure, likelihood=likelihood)
+    fitted.save(path)
+    for again in (Laplace.load(path, model), Laplace.load(path, model, likelihood=likelihood)):
+        assert again.curvature.likelihood == likelihood
+        assert again.examples == 12
+        assert_close(again.predict(x), fitted.predict(x), equal_nan=True)
+    for other in (Gaussian(0.4), Categorical() if likelihood != Categorical() else Bernoulli()):
+        with pytest.raises(ValueError, match=rf"posterior.*' was fitted with the likelihood .*{type(likelihood).__name__}.*, got"):
+            Laplace.load(path, model, likelihood=other)
+
+
+def test_a_likelihood_of_ones_own_is_given_again(tmp_path):
+    class Mine(Gaussian):
+        pass
+
+    model, x, path = network(), numbers(12, 4), tmp_path / "posterior.safetensors"
+    Laplace.fit(model, x, likelihood=Mine(0.3)).save(path)
+    assert Laplace.load(path, model, likelihood=Mine(0.3)).curvature.likelihood == Mine(0.3)
+    with pytest.raises(ValueError, match="of class Mine: pass it as likelihood="):
+        Laplace.load(path, model)
+
+
+def test_files_from_elsewhere(tmp_path):
+    """Refused by their path."""
+    from safetensors.torch import save_file
+
+    path = tmp_path / "posterior.safetensors"
+    for junk in (b"", b"junk", b"no posterior at all" * 100):
+        path.write_bytes(junk)
+        with pytest.raises(ValueError, match=r"posterior.*' is no file that Laplace.save wrote, or is damaged"):
+            Laplace.load(path, network())
+    for meta in (None, {"structure": "full", "parameters": "weight"}):
+        save_file({"loc": torch.zeros(3)}, path, meta)
+        with pytest.raises(ValueError, match=r"posterior.*' is no posterior that Laplace.save wrote"):
+            Laplace.load(path, network())
+    with pytest.raises(FileNotFoundError):
+        Laplace.load(tmp_path / "nothing", network())
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        (torch.zeros(29).long(), r"labels must be one for each of the 30 inputs, got shape \[29\]"),
+        (torch.zeros(1).long(), r"labels must be one for each of the 30 inputs, got shape \[1\]"),
+        (torch.zeros(30, 3).long(), r"labels must be one for each of the 30 inputs, got shape \[30, 3\]"),
+        (torch.arange(30) % 4, r"labels must be classes from 0 to 2, got 3 \(7 of 30\)"),
+        (torch.arange(30) % 3 - 1, r"labels must be classes from 0 to 2, got -1 \(10 of 30\)"),
+        (torch.full((30,), 0.5), r"labels must be classes from 0 to 2, got 0.5"),
+    ],
+)
+def test_labels_fit_the_inputs_and_the_classes(labels, message):
+    """Wherever they come in."""
+    model, x = network(), numbers(30, 4)
+    fitted = Laplace.fit(model, x)
+    for call in (
+        lambda: by_validation(fitted, x, x, labels),
+        lambda: by_evidence(fitted, x, labels),
+        lambda: predictive_nll(fitted, x, labels),
+        lambda: fitted.log_marginal_likelihood(x, labels),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+def test_targets_fit_the_outputs():
+    """One for each output of each input; for one output an axis may be left out."""
+    model, x, y, precision = linear_model()
+    fitted = Laplace.fit(model, x, precision=precision, likelihood=Gaussian(0.5))
+    for score in (lambda y: predictive_nll(fitted, x, y), lambda y: float(fitted.log_marginal_likelihood(x, y))):
+        assert score(y) == score(y[:, None])
+        for other in (y[:-1], y[:1], y[None], y.view(10, 2)):
+            with pytest.raises(ValueError, match=r"targets must be one for each of the 20 inputs, of shape \[20, 1\], got"):
+                score(other)
+    wide = Laplace.fit(network(), numbers(6, 4), likelihood=Gaussian())
+    assert predictive_nll(wide, numbers(6, 4), numbers(6, 3)) > 0
+    for other in (numbers(6), numbers(18), numbers(3, 6)):
+        with pytest.raises(ValueError, match=r"of shape \[6, 3\], got"):
+            predictive_nll(wide, numbers(6, 4), other)
+
+
+def test_bernoulli_labels():
+    """0 and 1, as whole numbers or not."""
+    x, y = numbers(12, 4), torch.arange(12) % 2
+    fitted = Laplace.fit(network(1), x, likelihood=Bernoulli())
+    assert predictive_nll(fitted, x, y) == predictive_nll(fitted, x, y.double())
+    assert_close(fitted.log_marginal_likelihood(x, y), fitted.log_marginal_likelihood(x, y.double()))
+    with pytest.raises(ValueError, match="classes from 0 to 1, got 2"):
+        fitted.log_marginal_likelihood(x, 2 * y)
+
+
+def test_an_empty_grid():
+    x, y = numbers(12, 4), torch.arange(12) % 3
+    fitted = Laplace.fit(network(), x)
+    with pytest.raises(ValueError, match="grid is empty: pass one"):
+        by_validation(fitted, x, x, y, grid=())
+    with pytest.raises(ValueError, match="grid is empty: pass one"):
+        by_evidence(fitted, x, y, grid=())
+
+
+@pytest.mark.parametrize("structure", ["full", "diagonal", "kfac"])
+def test_a_likelihood_fits_the_outputs(structure):
+    """One logit is no softmax, and two are no sigmoid."""
+    with pytest.raises(ValueError, match=r"Categorical\(\) needs two outputs or more, the model has 1: pass likelihood=Bernoulli\(\)"):
+        Laplace.fit(network(1), numbers(5, 4), structure=structure)
+    with pytest.raises(ValueError, match=r"Bernoulli\(\) takes one output, the model has 2: pass likelihood=Categorical\(\)"):
+        Laplace.fit(network(2), numbers(5, 4), structure=structure, likelihood=Bernoulli())
+
+
+@pytest.mark.parametrize(
+    ("error", "arguments", "message"),
+    [
+        (ValueError, {"precision": "a"}, "precision: one number or one for each of the 51 weights is needed, got 'a'"),
+        (ValueError, {"precision": None}, "precision: one number or one for each of the 51 weights is needed, got None"),
+        (ValueError, {"precision": torch.ones(3)}, r"precision: one number .* got shape \(3,\)"),
+        (ValueError, {"precision": 1e-320}, r"prior precision must be between 1e-30 and 1e30, got 1e-320 \(51 of 51\)"),
+        (ValueError, {"precision": 1e31}, "prior precision must be between 1e-30 and 1e30, got 1e"),
+        (ValueError, {"memory": "1GB"}, "memory, in bytes, must be a whole number, got '1GB'"),
+        (ValueError, {"memory": -1}, "memory, in bytes, must be at least 0, got -1"),
+        (TypeError, {"model": None}, "model must be of type Module, got NoneType; pass a trained nn.Module"),
+        (TypeError, {"x": None}, r"x must be a tensor \[N, ...\] or batches of them, got NoneType"),
+        (TypeError, {"x": 3}, "or batches of them, got int"),
+        (TypeError, {"x": torch.tensor(3.0)}, r"a batch must be a tensor \[N, ...\], .* got a single number"),
+        (TypeError, {"x": [()]}, r"a batch must be a tensor \[N, ...\], .* got NoneType"),
+        (TypeError, {"x": [{"y": 1}]}, "or a mapping with 'x', got NoneType"),
+    ],
+)
+@pytest.mark.parametrize("structure", ["full", "diagonal", "kfac"])
+def test_what_comes_in_is_checked(structure, error, arguments, message):
+    """By argument, value and remedy."""
+    with pytest.raises(error, match=message):
+        Laplace.fit(**{"model": network(), "x": numbers(5, 4), "structure": structure} | arguments)
+
+
+@pytest.mark.parametrize("structure", ["full", "diagonal", "kfac"])
+def test_what_is_asked_of_a_fit_is_checked(structure):
+    """Data that it was not fitted to, a centre and noise of another shape."""
+    x, y = numbers(12, 4), torch.arange(12) % 3
+    fitted = Laplace.fit(network(), x.split(5), structure=structure)
+    assert fitted.examples == 12
+    for call in (lambda: fitted.with_precision(x[:7], 2.0), lambda: fitted.log_marginal_likelihood(x[:7], y[:7])):
+        with pytest.raises(ValueError, match="x must be the 12 examples that it was fitted to, got 7"):
+            call()
+    assert fitted.with_precision(x.split(7), 2.0).with_precision(x, 3.0).examples == 12
+    with pytest.raises(ValueError, match=r"centre: one number or one for each of the 51 weights is needed, got shape \(1, 51\)"):
+        fitted.log_marginal_likelihood(x, y, centre=torch.zeros(1, 51))
+    for shape in ((0, 12, 3), (2, 11, 3), (12, 3), (2, 12, 2)):
+        with pytest.raises(ValueError, match=r"noise must be \[S, 12, 3\], standard normals for one draw or more"):
+            fitted.predict(x, noise=torch.zeros(shape))
+    assert fitted.inverse.backend == "layers"

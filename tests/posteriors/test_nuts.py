@@ -180,3 +180,38 @@ def test_input_errors():
     x[0, 0] = float("nan")
     with pytest.raises(ValueError, match="not finite at the start"):
         nuts(linear(), Bernoulli(), x, (y > 0).long(), precision=1.0)
+    x, y = data()
+    with pytest.raises(ValueError, match="x has no rows"):
+        nuts(linear(), Gaussian(), x[:0], y[:0], precision=1.0)
+    for name, value in {"x": x.numpy(), "y": y.tolist()}.items():
+        with pytest.raises(TypeError, match=rf"{name} must be of type Tensor, got (ndarray|list); .* torch.as_tensor"):
+            nuts(linear(), Gaussian(), **{"x": x, "y": y, name: value}, precision=1.0)
+    with pytest.raises(TypeError, match=r"likelihood must have a method `nll`, got None; pass Categorical\(\)"):
+        nuts(linear(), None, x, y, precision=1.0)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="model must be of type Module, got NoneType"):
+        nuts(None, Gaussian(), x, y, precision=1.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("draws", "chains"), [(1, 2), (3, 1), (4, 1)])
+def test_few_draws_and_one_chain(draws, chains):
+    """Sampled, and what they can't tell is NaN."""
+    found = nuts(linear(), Gaussian(SCALE), *data(), precision=1.0, draws=draws, warmup=5, chains=chains)
+    assert found.diverging.shape == (chains, draws)
+    told = found.diagnostics()
+    assert told["r_hat"].isnan().all()
+    assert all(told[key].isnan().all() == (draws < 4) for key in ("ess", "ess_tail"))
+
+
+def test_divergences_are_those_that_pyro_counts(monkeypatch):
+    """At the same draws."""
+    from pyro.infer import mcmc
+
+    class Cliff(Gaussian):
+        def nll(self, outputs: Tensor, y: Tensor) -> Tensor:
+            return super().nll(outputs, y) + 1e6 * outputs.squeeze(-1).clamp_min(0.5).square()
+
+    theirs, run = [], mcmc.MCMC.run
+    monkeypatch.setattr(mcmc.MCMC, "run", lambda self: (run(self), theirs.append(self.diagnostics()["divergences"]["chain 0"]))[0])
+    found = nuts(linear(), Cliff(), *data(), precision=1.0, draws=30, warmup=3, chains=2)
+    assert theirs == [chain.nonzero().flatten().tolist() for chain in found.diverging]
+    assert theirs[0]

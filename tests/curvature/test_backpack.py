@@ -1,0 +1,206 @@
+"""BackPACK held against torch.func: what it would get wrong or fail on is refused, or left to `func` under `auto`."""
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from bayesfl.curvature import Curvature, backends, restore
+from bayesfl.likelihood import Bernoulli, Gaussian
+
+
+class Functional(nn.Module):
+    """An activation that is no layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(5, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(F.relu(self.a(x)))
+
+
+class Doubled(Functional):
+    """A factor before the outputs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * self.b(self.a(x))
+
+
+class Scaled(nn.Sequential):
+    """A stack whose forward does more."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 3 * super().forward(x)
+
+
+class Again(nn.Module):
+    """One layer at two places of the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.squash, self.b = nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.squash(self.a(self.squash(self.a(x)))))
+
+
+class Mean(nn.Module):
+    """A residual network whose places are averaged by a method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.relu, self.b, self.head = nn.Conv2d(2, 3, 3, padding=1), nn.ReLU(), nn.Conv2d(3, 3, 3, padding=1), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.relu(self.a(x))
+        return self.head((x + self.b(x)).mean((2, 3)))
+
+
+def vectors() -> Tensor:
+    return torch.randn(6, 5, generator=torch.Generator().manual_seed(0))
+
+
+def images() -> Tensor:
+    return torch.randn(6, 2, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+def convolution(**options) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(2, 3, 3, **options), nn.ReLU(), nn.Flatten(), nn.Linear(192, 3))
+
+
+def hooked(before: bool, container: bool) -> nn.Module:
+    model = nn.Sequential(nn.Sequential(nn.Linear(5, 3)))
+    at = model[0] if container else model[0][0]  # type: ignore[index]
+    if before:
+        at.register_forward_pre_hook(lambda _, inputs: (2 * inputs[0],))
+    else:
+        at.register_forward_hook(lambda _, __, out: 2 * out)
+    return model
+
+
+def tied() -> nn.Module:
+    one, other = nn.Linear(5, 5), nn.Linear(5, 5)
+    other.weight = one.weight
+    return nn.Sequential(one, nn.Tanh(), other)
+
+
+SEEN = [
+    (convolution(padding=1, padding_mode="circular"), images(), "Conv2d '0' with padding_mode='circular'"),
+    (convolution(padding=1, padding_mode="reflect"), images(), "Conv2d '0' with padding_mode='reflect'"),
+    (hooked(before=False, container=False), vectors(), "Linear '0.0' with forward hooks"),
+    (hooked(before=True, container=False), vectors(), "Linear '0.0' with forward hooks"),
+    (hooked(before=False, container=True), vectors(), "Sequential '0' with forward hooks"),
+    (tied(), vectors(), "parameters that are used in two places"),
+]
+PROBED = [
+    (Functional(), vectors()),
+    (Doubled(), vectors()),
+    (Scaled(nn.Linear(5, 3)), vectors()),
+    (Again(), vectors()),
+    (Mean(), images()),
+    (convolution(padding="same"), images()),
+]
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as `auto` knows."""
+    monkeypatch.setattr(backends, "_on_a_gpu", lambda _: True)
+
+
+@pytest.mark.parametrize(("model", "x", "named"), SEEN, ids=[case[2] for case in SEEN])
+def test_what_its_rules_do_not_see_is_refused(on_a_gpu, model, x, named):
+    """By BackPACK and by closed forms, before there are data; `auto` takes `func`."""
+    with pytest.raises(ValueError, match=re.escape(f"BackPACK does not support {named}; backend='func'")):
+        Curvature(model, backend="backpack")
+    with pytest.raises(ValueError, match=re.escape(f"no closed form for {named.split(' with padding')[0]}")):
+        Curvature(model, backend="layers")
+    curvature = Curvature(model)
+    assert curvature.backend == "func"
+    assert_close(curvature.diagonal(x), Curvature(model, backend="func").diagonal(x))
+
+
+@pytest.mark.parametrize(("model", "x"), PROBED, ids=[type(case[0]).__name__ for case in PROBED])
+def test_a_forward_that_it_does_not_know(on_a_gpu, model, x):
+    """An error that names the model, what happened and the remedy, by any way the data come; `auto` takes `func`."""
+    message = rf"BackPACK does not support this {type(model).__name__} \(\w+Error: .+\); backend='func' takes any"
+    for call in (Curvature.diagonal, Curvature.outputs, lambda c, x: c.invert(x, 1.0), lambda c, x: c.columns(x, torch.arange(2))):
+        with pytest.raises(ValueError, match=message):
+            call(Curvature(model, backend="backpack"), x)
+    curvature = Curvature(model)
+    assert_close(curvature.diagonal(x), Curvature(model, backend="func").diagonal(x))
+    assert curvature.backend == "func"
+
+
+@pytest.mark.parametrize("likelihood", [None, Gaussian(0.5), Bernoulli()], ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize("broken", ["diagonal", "_pull"])
+def test_other_numbers_than_those_of_torch_func(on_a_gpu, monkeypatch, broken, likelihood):
+    """Of its own diagonal or of its rows: refused by name, and `auto` takes `func`, after a restore too."""
+    right = getattr(backends.BackPack, broken)
+
+    def wrong(self, *args):
+        found = right(self, *args)
+        return None if found is None else 1.1 * found
+
+    outputs = 1 if isinstance(likelihood, Bernoulli) else 3
+    model, x = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4).eval(), nn.Linear(4, outputs)), vectors()
+    curvature = Curvature(model, likelihood)
+    assert_close(curvature.diagonal(x), Curvature(model, likelihood, backend="func").diagonal(x), rtol=1e-5, atol=1e-6)
+    assert curvature.backend == "backpack"
+    saved = curvature.invert(x, 1.0, form="dual").tensors()
+    if broken == "diagonal" and isinstance(likelihood, Bernoulli):
+        return  # it has none of its own
+    monkeypatch.setattr(backends.BackPack, broken, wrong)
+    asked = Curvature(model, likelihood, backend="backpack")
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"this Sequential \(its curvature of '0.weight' is not torch.func's\); backend='func'"):
+            asked.diagonal(x)
+    for use in (lambda c: c.diagonal(x), lambda c: restore(c, saved)):
+        curvature = Curvature(model, likelihood)
+        use(curvature)
+        assert curvature.backend == "func"
+
+
+def test_two_examples_are_enough(monkeypatch):
+    """It is held against torch.func once, on no more."""
+    counts, linearise = [], backends.Func.linearise
+    monkeypatch.setattr(backends.Func, "linearise", lambda self, x, cotangents: counts.append(len(x)) or linearise(self, x, cotangents))
+    curvature = Curvature(Functional(), backend="func")
+    curvature.diagonal(vectors())
+    assert counts == [6]
+    counts.clear()
+    curvature = Curvature(nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3)), backend="backpack")
+    for x in (vectors(), vectors()[:1]):
+        curvature.diagonal(x)
+    assert counts == [2]
+    Curvature(nn.Linear(5, 3), backend="backpack").diagonal(vectors()[:1])
+    assert counts == [2, 1]
+
+
+def test_an_activation_in_place_or_in_several_places():
+    """They are taken apart in a copy."""
+    relu, x = nn.ReLU(inplace=True), vectors()
+    model = nn.Sequential(nn.Linear(5, 4), relu, nn.Linear(4, 4), relu, nn.Linear(4, 3))
+    want = Curvature(model, backend="func").diagonal(x)
+    assert_close(Curvature(model, backend="backpack").diagonal(x), want, rtol=1e-5, atol=1e-6)
+    assert relu.inplace
+
+
+def test_dilated_groups_in_float64():
+    model = nn.Sequential(nn.Conv2d(2, 4, 3, dilation=2, groups=2), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)).double()
+    x = images().double()
+    curvature = Curvature(model, backend="backpack")
+    assert_close(curvature.diagonal(x), Curvature(model, backend="func").diagonal(x))
+
+
+def test_outputs_that_are_not_finite():
+    """Are no fault of BackPACK's."""
+    model = nn.Sequential(nn.Linear(5, 3))
+    with torch.no_grad():
+        model[0].weight.fill_(torch.inf)
+    with pytest.raises(ValueError, match="the model's outputs are not finite"):
+        Curvature(model, backend="backpack").diagonal(vectors())
