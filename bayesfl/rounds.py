@@ -91,7 +91,7 @@ def run_round(
     gate = _Gate(algorithm, server, gather, admission, declared, wrong, round, result.history.rows) if admission.skips else None
     undo: list[tuple[np.ndarray, View]] = []
     finished: list[Done] = []
-    measured: list[predict.Part] = []
+    held: list[predict.Part] = []
     measuring = 0.0
     try:
         for (_, sends), (done, reported, seen, seconds) in zip(todo, crew.over(todo, work), strict=True):
@@ -101,7 +101,11 @@ def run_round(
                 gate.add(done, reported, sends)
             elif sends:
                 gather.add(done.ids, done.views["n"], algorithm.sent(done.views), reported)
-            measured += seen
+            if before is not None and gate is None:  # nobody will be left out
+                for rows, part in seen:
+                    before.add(rows, part)
+            else:
+                held += seen
             measuring += seconds
             finished.append(replace(done, given={}, views={}))
         dropped = [] if gate is None else gate.close()
@@ -122,7 +126,7 @@ def run_round(
             error.result = result
         raise
     if before is not None:
-        for rows, part in measured:
+        for rows, part in held:
             inside = ~np.isin(rows, dropped)
             before.add(rows[inside], _rows(part, inside))
     # Predictions ran in the workers, beside training; their share of the time is taken out.
