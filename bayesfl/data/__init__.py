@@ -3,17 +3,16 @@
 from bayesfl.data.arrays import from_arrays, from_datasets
 from bayesfl.data.coloured import coloured, recoloured
 from bayesfl.data.federated import FederatedData, SourceInfo, Split
+from bayesfl.data.natural import heart_disease, shakespeare
 from bayesfl.data.recipes import (
     concept_drift,
     diabetes,
     dirichlet,
     dominant_classes,
-    heart_disease,
     iid,
     label_groups,
     labels_per_client,
     pachinko,
-    shakespeare,
     shards,
     swapped_labels,
 )

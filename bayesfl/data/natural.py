@@ -1,0 +1,122 @@
+"""Federations by nature: every example has its own client, a hospital or a speaking role, and nothing is shared out."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from bayesfl.checks import whole
+from bayesfl.data import partitions
+from bayesfl.data.federated import FederatedData, assemble
+from bayesfl.data.sources import load
+from bayesfl.random import Purpose, generator
+
+_HEART_TEST = 0.34  # FLamby's share
+_ROLE_TRAIN = 0.8
+
+
+def heart_disease(
+    *,
+    seed: int = 0,
+    validation: float = 0.0,
+    calibration: float = 0.0,
+    root: str | Path | None = None,
+) -> FederatedData:
+    """Four hospitals, heart disease yes or no: a natural federation of 740 patients, 13 inputs.
+
+    The protocol of FLamby: three attributes that are mostly missing are dropped (slope, ca, thal), then incomplete patients;
+    dummies for chest pain and resting electrocardiogram; each hospital split 66 : 34, stratified, and standardised by its
+    own training patients.
+
+    Args:
+        seed: Seed of the split and of the shares below.
+        validation: Share of each hospital's training patients for tuning.
+        calibration: Likewise, for temperatures and conformal thresholds.
+        root: Folder that holds `heart_disease/heart.csv`.
+
+    References:
+        Ogier du Terrail et al., "FLamby: datasets and benchmarks for cross-silo federated learning in realistic healthcare
+        settings", NeurIPS 2022 (datasets and benchmarks), appendix on Fed-Heart-Disease.
+    """
+    source = load("heart", root=root)
+    assert source.owners is not None
+    owners, y = source.owners.numpy(), source.y.numpy()
+    x = source.x.double()
+    train, test = [], []
+    for j in range(len(source.owner_names)):
+        rows = np.flatnonzero(owners == j)
+        rng = generator(seed, Purpose.PARTITION, client=j)
+        left, held = partitions.stratified(y[rows], rows, math.ceil(_HEART_TEST * len(rows)), rng)
+        mean, std = x[left].mean(0), x[left].std(0, correction=0)
+        x[rows] = (x[rows] - mean) / std.where(std > 0, torch.ones_like(std))  # a constant feature becomes 0
+        train.append(left)
+        test.append(held)
+    return assemble(
+        x.float(),
+        source.y,
+        {"train": train, "test": test},
+        outputs=2,
+        task="classification",
+        names=source.owner_names,
+        class_names=source.class_names,
+        source=source.info,
+        recipe={"recipe": "heart_disease", "source": "heart"},
+        validation=validation,
+        calibration=calibration,
+        seed=seed,
+    )
+
+
+def shakespeare(
+    *, min_size: int = 10, seed: int = 0, validation: float = 0.0, calibration: float = 0.0, root: str | Path | None = None
+) -> FederatedData:
+    """Speaking roles of 37 plays: a natural federation whose task is the next character, for `bf.models.char_lstm`.
+
+    A client is a role of one play. All that it says, stage directions left out, is cut into chunks of 80 characters; an example is a chunk
+    and the character after it, one of the 100 of `string.printable`. The first 80 % of a role's examples, in the order of its text, are
+    training data, the others test data. Inputs are the characters' numbers, as floats. FedEM's code predicts every character of a chunk
+    from those before it and weighs the loss by character; here each chunk has one label, as in LEAF, whose chunks begin at every
+    character.
+
+    Args:
+        min_size: Fewest examples of a role, at least 2; smaller ones are left out.
+        seed: Of the shares below.
+        validation: Share of each role's training examples for tuning.
+        calibration: Likewise, for temperatures and conformal thresholds.
+        root: Folder that holds `shakespeare/moby_plays.txt`.
+
+    Raises:
+        ValueError: A number out of range, or no role has so many examples.
+
+    References:
+        McMahan et al., "Communication-efficient learning of deep networks from decentralized data", AISTATS 2017; Caldas et al., "LEAF: a
+        benchmark for federated settings", 2018, arXiv:1812.01097; Marfoq et al., "Federated multi-task learning under a mixture of
+        distributions", NeurIPS 2021.
+    """
+    min_size = whole("min_size", min_size, least=2)
+    source = load("shakespeare", root=root)
+    assert source.owners is not None
+    counts = np.bincount(source.owners.numpy(), minlength=len(source.owner_names))
+    starts = np.cumsum(counts) - counts  # a role's examples stand together, in the order of its text
+    chosen = np.flatnonzero(counts >= min_size)
+    if not len(chosen):
+        raise ValueError(f"no role has min_size={min_size} examples, the largest has {counts.max()}; take fewer")
+    cuts = [int(_ROLE_TRAIN * counts[j]) for j in chosen]
+    return assemble(
+        source.x,
+        source.y,
+        {
+            "train": [np.arange(starts[j], starts[j] + cut) for j, cut in zip(chosen, cuts, strict=True)],
+            "test": [np.arange(starts[j] + cut, starts[j] + counts[j]) for j, cut in zip(chosen, cuts, strict=True)],
+        },
+        outputs=source.outputs,
+        task="classification",
+        names=[source.owner_names[j] for j in chosen],
+        class_names=source.class_names,
+        source=source.info,
+        recipe={"recipe": "shakespeare", "source": "shakespeare", "min_size": min_size},
+        validation=validation,
+        calibration=calibration,
+        seed=seed,
+    )
