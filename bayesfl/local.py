@@ -88,11 +88,17 @@ class Local:
         Raises:
             DivergenceError: A client's state is no longer finite, and that is not tolerated.
         """
+        common, addressed = self.algorithm.share(server, torch.from_numpy(ids).to(self.train.x.device))
+        return self.received(ids, common, addressed, read_rows(private, ids), round, phases)
+
+    def received(self, ids: np.ndarray, common: Server, addressed: View, rows: View, round: int, phases: int | None = None) -> Done:
+        """As a call, from what was sent to the clients `ids`: to all, and to each of them [C, ...]; `rows` are their own [C, ...].
+
+        Raises:
+            DivergenceError: A client's state is no longer finite, and that is not tolerated.
+        """
         dtype, device = self.train.x.dtype, self.train.x.device
-        places = torch.from_numpy(ids).to(device)
-        common, addressed = self.algorithm.share(server, places)
         given = self.algorithm.given(common, round, self.rounds)
-        rows = read_rows(private, ids)
         counts = torch.from_numpy(self.train.counts[ids]).to(dtype=dtype, device=device)
         views = self.algorithm.views(given, addressed, rows, counts)
         info: Info = {}
@@ -145,6 +151,17 @@ def _described(phase: Any) -> str:
     inner = phase.phases if isinstance(phase, Repeat) else (phase,)
     trained = dict.fromkeys(name for one in inner for name in getattr(one, "blocks", ()))
     return type(phase).__name__ + (f" on {', '.join(trained)}" if trained else "")
+
+
+def kept_phases(algorithm: Algorithm) -> int:
+    """How many phases a client outside the cohort runs: those at the end are left out that train only what it neither keeps nor sends."""
+    count = len(algorithm.phases)
+    for phase in reversed(algorithm.phases):
+        trained = getattr(phase, "blocks", None)
+        if not trained or getattr(phase, "persist", None) or any(algorithm.blocks[name].keep for name in trained):
+            break
+        count -= 1
+    return count
 
 
 def chunks(ids: np.ndarray, counts: np.ndarray, size: int) -> list[np.ndarray]:

@@ -9,18 +9,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from bayesfl import predict
-from bayesfl.admission import Admission, Declared, Message, TooFewClients, distances, objection
+from bayesfl.admission import Admission, Declared, Message, TooFewClients, objection
 from bayesfl.blocks import Algorithm, flatten
 from bayesfl.data import FederatedData
 from bayesfl.engine import Crew
 from bayesfl.faults import Altered, Fault, Lost, Plan
-from bayesfl.local import DivergenceError, Done, Local, chunks, read_rows, write_rows
+from bayesfl.gather import Gate, Gather, some_rows
+from bayesfl.local import DivergenceError, Done, Local, chunks, kept_phases, read_rows, write_rows
 from bayesfl.predict import Collector
-from bayesfl.protocols import Server, StackedPool, Tensors, Uplink, View
+from bayesfl.protocols import Uplink, View
 from bayesfl.result import Result
 
 log = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ def run_round(
     # they leave out the phases whose result would be thrown away.
     size = engine.chunk_size(data.clients, algorithm, result.device)
     todo = [(ids, sends) for group, sends in ((chosen, True), (rest, False)) for ids in chunks(group, data.train.counts, size)]
-    kept = len(algorithm.phases) - _wasted(algorithm)
+    kept = kept_phases(algorithm)
 
     def work(chunk: tuple[np.ndarray, bool]) -> tuple[Done, Uplink, list[predict.Part], float]:
         ids, sends = chunk
@@ -87,8 +87,8 @@ def run_round(
         return done, reported, seen, perf_counter() - clock
 
     sent = sum(math.prod(shape) * dtype.itemsize for shape, dtype in declared.values())
-    gather = _Gather(algorithm, server)
-    gate = _Gate(algorithm, server, gather, admission, declared, wrong, round, result.history.rows) if admission.skips else None
+    gather = Gather(algorithm, server, round)
+    gate = Gate(algorithm, server, gather, admission, round, result.history) if admission.skips else None
     undo: list[tuple[np.ndarray, View]] = []
     finished: list[Done] = []
     held: list[predict.Part] = []
@@ -98,7 +98,7 @@ def run_round(
             undo.append((done.ids, read_rows(private, done.ids)))
             write_rows(private, done.ids, done.views)
             if gate is not None:
-                gate.add(done, reported, sends)
+                _look(gate, algorithm, declared, wrong, round, done, reported, sends)
             elif sends:
                 gather.add(done.ids, done.views["n"], algorithm.sent(done.views), reported)
             if before is not None and gate is None:  # nobody will be left out
@@ -111,14 +111,10 @@ def run_round(
         dropped = [] if gate is None else gate.close()
         for ids, old in undo:
             if (out := np.isin(ids, dropped)).any():
-                write_rows(private, ids[out], _rows(old, out))
+                write_rows(private, ids[out], some_rows(old, out))
         if len(taken := np.setdiff1d(chosen, dropped)) < admission.min_clients:
             raise TooFewClients(f"{len(taken)} replies were taken in round {round}, counted from 0, which needs {admission.min_clients}")
         server = gather.server()
-        if not all(bool(t.isfinite().all()) for t in tree_leaves(server)):
-            raise DivergenceError(
-                f"the server is no longer finite after round {round}, counted from 0; lower the learning rates", round=round
-            )
     except BaseException as error:
         for ids, old in undo:
             write_rows(private, ids, old)
@@ -128,7 +124,7 @@ def run_round(
     if before is not None:
         for rows, part in held:
             inside = ~np.isin(rows, dropped)
-            before.add(rows[inside], _rows(part, inside))
+            before.add(rows[inside], some_rows(part, inside))
     # Predictions ran in the workers, beside training; their share of the time is taken out.
     row: dict[str, Any] = {"round": round + 1, "cohort": len(taken)}
     row["seconds"] = perf_counter() - start - measuring / min(len(todo), engine.worker_count(result.device))
@@ -146,114 +142,27 @@ def run_round(
     return replace(result, round=round + 1, server=server), row
 
 
-class _Gather:
-    """What the server adds up over a round."""
-
-    def __init__(self, algorithm: Algorithm, server: Server) -> None:
-        self._algorithm, self._server = algorithm, server
-        self._totals: dict[str, Tensors] = {}
-        self._stacked: list[Uplink] = []
-        self._pools = {name: block.pool for name, block in algorithm.blocks.items() if block.pool}
-
-    def add(self, ids: np.ndarray, n: Tensor, sent: Mapping[str, Tensors], reported: Uplink) -> None:
-        """The uplinks of a chunk, client after client."""
-        extra = reported | {"n": n, "ids": torch.from_numpy(ids).to(n.device)}
-        for name, pool in self._pools.items():
-            if not isinstance(pool, StackedPool):
-                self._totals[name] = pool.accumulate(self._totals.get(name), self._server, name, {**sent, **extra})
-        self._stacked.append(extra | {name: sent[name] for name, pool in self._pools.items() if isinstance(pool, StackedPool)})
-
-    def server(self) -> Server:
-        """The server's next state."""
-        uplink = tree_map(lambda *rows: torch.cat(rows), *self._stacked)
-        new = dict(self._server)
-        for name, pool in self._pools.items():
-            if isinstance(pool, StackedPool):
-                new[name] = pool(self._server, name, uplink)
-            else:
-                new[name] = pool.solve(self._server, name, self._totals[name])
-        changed = self._algorithm.combine(new, uplink["ids"], uplink)
-        if unknown := sorted(changed.keys() - new.keys()):
-            raise ValueError(f"`combine` returns {unknown}, which the server does not have; give them a start in `server`")
-        return new | changed
-
-
-class _Gate:
-    """Holds a round's replies until it is known which are taken; those are gathered in the order in which they came."""
-
-    def __init__(
-        self,
-        algorithm: Algorithm,
-        server: Server,
-        gather: _Gather,
-        admission: Admission,
-        declared: Declared,
-        wrong: Mapping[int, Fault],
-        round: int,
-        history: list[dict[str, Any]],
-    ) -> None:
-        self._algorithm, self._server, self._gather, self._admission = algorithm, server, gather, admission
-        self._declared, self._wrong, self._round = declared, wrong, round
-        self._earlier = [row["uplink_norm"] for row in history if math.isfinite(row.get("uplink_norm", math.nan))]
-        self._held: list[tuple[np.ndarray, Tensor, dict[str, Tensors], Uplink]] = []
-        self._norms: dict[int, float] = {}
-        self._dropped: dict[int, str] = {}
-        self.median = math.nan
-
-    def add(self, done: Done, reported: Uplink, sends: bool) -> None:
-        """A chunk's replies, each looked at on its own; of clients outside the cohort only whether their training went well."""
-        for client in done.ids[done.diverged].tolist():
-            self._dropped[client] = "its training is not finite"
-        if not sends:
-            return
-        sent = tree_map(torch.clone, self._algorithm.sent(done.views))
-        reported = tree_map(torch.clone, reported)
-        flat = flatten(sent | reported)
-        for place, client in enumerate(done.ids.tolist()):
-            if client in self._dropped:
-                continue
-            message = Message({name: t[place] for name, t in flat.items()}, self._round)
-            fault = self._wrong.get(client)
-            if isinstance(fault, Altered):
-                message = fault.change(message)
-            if reason := objection(message, self._declared, self._round):
-                self._dropped[client] = reason
-            elif isinstance(fault, Altered):
-                for name, t in flat.items():
-                    t[place] = message.tensors[name]
-        ids = torch.from_numpy(done.ids).to(done.views["n"].device)
-        common, addressed = self._algorithm.share(self._server, ids)
-        norms = distances(sent, {name: addressed.get(name, common.get(name, {})) for name in sent})
-        self._norms |= {client: norm for client, norm in zip(done.ids.tolist(), norms.tolist(), strict=True) if client not in self._dropped}
-        self._held.append((done.ids, done.views["n"], sent, reported))
-
-    def close(self) -> list[int]:
-        """Gathers the replies that are taken; the ids of clients whose reply, or training, was not."""
-        limit = self._admission.limit(list(self._norms.values()), self._earlier)
-        for client, norm in self._norms.items():
-            if norm > limit:
-                self._dropped[client] = f"it went {norm:.3g} from what it was sent, more than {limit:.3g}"
-        for client, reason in self._dropped.items():
-            log.warning("round %d: client %d is left out: %s", self._round, client, reason)
-        inside = [norm for client, norm in self._norms.items() if client not in self._dropped]
-        self.median = float(np.median(inside)) if inside else math.nan
-        for ids, n, sent, reported in self._held:
-            if (kept := ~np.isin(ids, list(self._dropped))).any():
-                self._gather.add(ids[kept], *(_rows(tree, kept) for tree in (n, sent, reported)))
-        return list(self._dropped)
-
-
-def _rows(tree: Any, kept: np.ndarray) -> Any:
-    """The clients of a chunk whose entry in `kept` [C] is true."""
-    return tree_map(lambda t: t[torch.from_numpy(kept).to(t.device)], tree)
-
-
-def _wasted(algorithm: Algorithm) -> int:
-    """How many phases at the end train only what a client outside the cohort neither keeps nor sends."""
-    count = 0
-    for phase in reversed(algorithm.phases):
-        trained = getattr(phase, "blocks", None)
-        if not trained or getattr(phase, "persist", None) or any(algorithm.blocks[name].keep for name in trained):
-            break
-        count += 1
-    return count
+def _look(
+    gate: Gate, algorithm: Algorithm, declared: Declared, wrong: Mapping[int, Fault], round: int, done: Done, reported: Uplink, sends: bool
+) -> None:
+    """A chunk's replies, each looked at on its own; of clients outside the cohort only whether their training went well."""
+    for client in done.ids[done.diverged].tolist():
+        gate.drop(client, "its training is not finite")
+    if not sends:
+        return
+    sent = tree_map(torch.clone, algorithm.sent(done.views))
+    reported = tree_map(torch.clone, reported)
+    flat = flatten(sent | reported)
+    for place, client in enumerate(done.ids.tolist()):
+        if client in gate.dropped:
+            continue
+        message = Message({name: t[place] for name, t in flat.items()}, round)
+        fault = wrong.get(client)
+        if isinstance(fault, Altered):
+            message = fault.change(message)
+        if reason := objection(message, declared, round):
+            gate.drop(client, reason)
+        elif isinstance(fault, Altered):
+            for name, t in flat.items():
+                t[place] = message.tensors[name]
+    gate.hold(done.ids, done.views["n"], sent, reported)

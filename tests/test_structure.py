@@ -27,7 +27,7 @@ ORDER = (
     {"admission"},
     {"faults"},
     {"local", "checkpoint", "identity"},
-    {"predict"},
+    {"predict", "gather"},
     {"result"},
     {"rounds"},
     {"simulate"},
