@@ -4,9 +4,10 @@ These checks catch machines that break and code of another version. They are no 
 there are the pools of `bayesfl.robust`.
 """
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -15,6 +16,8 @@ from torch import Tensor
 from bayesfl.checks import number, whole
 from bayesfl.protocols import Tensors
 
+log = logging.getLogger(__name__)
+T = TypeVar("T")
 Declared: TypeAlias = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Shape and precision of every tensor that a client sends, by its dotted name."""
 PROTOCOL = 1
@@ -136,3 +139,26 @@ class Admission:
 
 class TooFewClients(RuntimeError):
     """Fewer clients replied than a round needs."""
+
+
+def attempts(admission: Admission, once: Callable[[int], T]) -> T | None:
+    """A round, tried again where too few reply; None where it is to be skipped.
+
+    Args:
+        admission: What becomes of a round with too few.
+        once: Tries the round, given how often it was tried before.
+
+    Raises:
+        TooFewClients: There were too few every time.
+    """
+    for attempt in range(ATTEMPTS):
+        try:
+            return once(attempt)
+        except TooFewClients as error:
+            if admission.below_minimum == "skip":
+                log.warning("%s; the round is skipped", error)
+                return None
+            log.warning("%s; attempt %d of %d", error, attempt + 1, ATTEMPTS)
+            if attempt + 1 == ATTEMPTS:
+                raise
+    raise AssertionError

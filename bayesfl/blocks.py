@@ -390,6 +390,26 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return out
 
 
+def nest(flat: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Tensors under names joined by dots as the nest that `flatten` took them from.
+
+    Raises:
+        ValueError: One name is the beginning of another.
+    """
+    out: dict[str, Any] = {}
+    for name, value in flat.items():
+        *path, last = name.split(".")
+        place = out
+        for key in path:
+            place = place.setdefault(key, {})
+            if isinstance(place, Tensor):
+                raise ValueError(f"tensor {name!r} stands below another")
+        if last in place:
+            raise ValueError(f"tensor {name!r} stands above another")
+        place[last] = value
+    return out
+
+
 def _refuse_impure(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if not module.training:

@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from bayesfl import digest
-from bayesfl.blocks import flatten
+from bayesfl.blocks import flatten, nest
 from bayesfl.files import atomic_path, remove_leftovers
 
 FORMAT = 2
@@ -100,18 +99,18 @@ def read(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> tu
         raise CheckpointError(f"{str(path)!r} holds no saved run: neither {STATE} nor a checkpoint round-*.safetensors is there")
     for file in files:
         try:
-            meta, flat = _read(file)
+            meta, tensors = read_file(file, device)
         except CheckpointError as error:
             damage.append(str(error))
             continue
         if damage:
             warnings.warn(f"{'; '.join(damage)}; taking {file.name} instead", stacklevel=2)
-        return meta, _nest({name: t.to(device) for name, t in flat.items()})
+        return meta, tensors
     raise CheckpointError("; ".join(damage))
 
 
-def _read(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """One file, checked against its digest.
+def read_file(file: Path, device: torch.device | str = "cpu") -> tuple[dict[str, Any], dict[str, Any]]:
+    """The meta data and the nest of tensors of one file, checked against its digest.
 
     Raises:
         CheckpointError: It is damaged, or of another format.
@@ -131,11 +130,12 @@ def _read(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     try:
         meta = json.loads(text)
         found = meta["format"]
+        tensors = nest({name: t.to(device) for name, t in flat.items()})
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{str(file)!r} is not a saved run: {error}") from error
     if found != FORMAT:
         raise CheckpointError(f"{str(file)!r} has format {found}; this version of bayesfl reads {FORMAT}")
-    return meta, flat
+    return meta, tensors
 
 
 def _folder(path: str | os.PathLike[str]) -> Path:
@@ -151,16 +151,3 @@ def _rounds(folder: Path) -> list[Path]:
     """Checkpoints, the newest first."""
     found = {int(match[1]): file for file in folder.glob("round-*") if (match := ROUND.fullmatch(file.name))}
     return [found[round] for round in sorted(found, reverse=True)]
-
-
-def _nest(flat: Mapping[str, Tensor]) -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    for name, value in flat.items():
-        *path, last = name.split(".")
-        place = out
-        for key in path:
-            place = place.setdefault(key, {})
-            if isinstance(place, Tensor):
-                raise CheckpointError(f"tensor {name!r} stands below another; this is not a saved run")
-        place[last] = value
-    return out

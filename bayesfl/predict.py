@@ -17,7 +17,7 @@ from bayesfl.engine import Crew, Engine, Plan
 from bayesfl.local import chunks, read_rows
 from bayesfl.posteriors.linearised import nll
 from bayesfl.posteriors.precision import ALIKE
-from bayesfl.protocols import Fitted, Server, Tensors, View
+from bayesfl.protocols import Fitted, Predictor, Server, Tensors, View
 from bayesfl.random import Purpose, Stage, generator
 
 Part: TypeAlias = tuple[np.ndarray, Tensors]
@@ -267,19 +267,41 @@ def tune(
 
     def work(rows: np.ndarray) -> Tensor:
         given, views = _personal_views(algorithm, server, private, data.train, engine, rows, seed=seed, round=round, rounds=rounds)
-        total = torch.zeros(len(predictor.grid), dtype=torch.float64)
-        for row, fitted in _fitted(algorithm, given, views, data.train, rows):
-            x, y = data.validation.client(int(row[0]))
-            for k, value in enumerate(predictor.grid if len(x) else ()):
-                try:
-                    total[k] += nll(fitted(x, value=value), y).sum().cpu()
-                except torch.linalg.LinAlgError:
-                    total[k] = torch.inf
-        return total
+        return scores(algorithm, given, views, data.train, data.validation, rows)
 
     total = torch.stack(list(crew.over(_everyone(algorithm, data, engine), work))).sum(0)
+    return choose(predictor, total, int(data.validation.counts.sum()))
+
+
+def scores(algorithm: Algorithm, given: Server, views: View, train: Split, validation: Split, rows: np.ndarray) -> Tensor:
+    """Negative log likelihood of a chunk's validation data under each candidate of the method's predictor, summed, in nats, [candidates]."""
+    assert algorithm.predictor is not None
+    grid = algorithm.predictor.grid
+    total = torch.zeros(len(grid), dtype=torch.float64)
+    for row, fitted in _fitted(algorithm, given, views, train, rows):
+        x, y = validation.client(int(row[0]))
+        for k, value in enumerate(grid if len(x) else ()):
+            try:
+                total[k] += nll(fitted(x, value=value), y).sum().cpu()
+            except torch.linalg.LinAlgError:
+                total[k] = torch.inf
+    return total
+
+
+def choose(predictor: Predictor, total: Tensor, examples: int) -> float:
+    """The candidate with the least `total` [candidates], the largest of those that are as good.
+
+    Args:
+        predictor: Whose candidates they are.
+        total: `scores`, summed over clients.
+        examples: How many examples were scored.
+
+    Raises:
+        ValueError: No candidate gives finite predictions.
+    """
+    total = total.clone()
     total[total.isnan()] = torch.inf
-    alike = total <= total.min() + ALIKE * int(data.validation.counts.sum())
+    alike = total <= total.min() + ALIKE * examples
     best = int(alike.nonzero().max())
     if not total[best].isfinite():
         raise ValueError(
@@ -289,7 +311,7 @@ def tune(
         warnings.warn(
             f"{predictor.tunes} is at the lower edge of its grid, {predictor.grid[0]:g}: the validation data do not bound it; hold more of "
             "them back, or give a number",
-            stacklevel=2,
+            stacklevel=3,
         )
     return predictor.grid[best]
 
@@ -325,12 +347,43 @@ def _personal_views(
     round: int,
     rounds: int,
 ) -> tuple[Server, View]:
-    """What a chunk of clients received, and their views [C, ...], fine-tuned where the method says so."""
+    """`finetuned` of a chunk of clients whose state is at hand."""
+    common, addressed = algorithm.share(server, torch.from_numpy(rows).to(train.x.device))
+    own = read_rows(private, rows)
+    return finetuned(algorithm, common, addressed, own, train, engine, rows, seed=seed, round=round, rounds=rounds)
+
+
+def finetuned(
+    algorithm: Algorithm,
+    common: Server,
+    addressed: View,
+    own: View,
+    train: Split,
+    engine: Engine,
+    rows: np.ndarray,
+    *,
+    seed: int,
+    round: int,
+    rounds: int,
+) -> tuple[Server, View]:
+    """What a chunk of clients received, and their views [C, ...], fine-tuned where the method says so.
+
+    Args:
+        algorithm: The method.
+        common: What the server sent to all.
+        addressed: What it sent to each, [C, ...].
+        own: The clients' private rows [C, ...].
+        train: The clients' training data.
+        engine: How it is computed.
+        rows: The clients' ids [C].
+        seed: The experiment's seed.
+        round: Rounds done; an address.
+        rounds: Rounds in all; schedules read it.
+    """
     dtype, device = train.x.dtype, train.x.device
     counts = torch.from_numpy(train.counts[rows]).to(dtype=dtype, device=device)
-    common, addressed = algorithm.share(server, torch.from_numpy(rows).to(device))
     given = algorithm.given(common, round, rounds)
-    views = algorithm.views(given, addressed, read_rows(private, rows), counts)
+    views = algorithm.views(given, addressed, own, counts)
     for position, phase in enumerate(algorithm.finetune):
         plan = Plan(phase, train, rows, seed=seed, round=round, stage=Stage.FINETUNE, position=position, dtype=dtype)
         views, _ = engine.run(algorithm, phase, given, views, plan)

@@ -1,6 +1,5 @@
 """Federated training on one machine: rounds of local work, in chunks of clients, and what the server makes of it."""
 
-import logging
 import os
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -10,7 +9,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from bayesfl import predict
-from bayesfl.admission import ATTEMPTS, Admission, TooFewClients
+from bayesfl.admission import Admission, attempts
 from bayesfl.blocks import Algorithm
 from bayesfl.checkpoint import claim, held
 from bayesfl.checks import whole
@@ -24,7 +23,6 @@ from bayesfl.predict import Collector
 from bayesfl.result import Result, Settings, load, of_a_run, present, same_run
 from bayesfl.rounds import run_round
 
-log = logging.getLogger(__name__)
 PROBE = 32  # examples on which the model's outputs are looked at before training
 
 
@@ -102,7 +100,7 @@ def simulate(
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ValueError(f"dtype must be a floating-point type such as torch.float32, got {dtype!r}")
     device = present(device)
-    _check(algorithm, clients)
+    check(algorithm, clients)
     if evaluate_every is not None and "test" not in clients.splits:
         raise ValueError("the data have no test split to evaluate on; give them one, or pass evaluate_every=None")
     if evaluate_every is not None:
@@ -214,18 +212,13 @@ def _attempts(
     result: Result, data: FederatedData, crew: Crew, evaluates: bool, options: dict[str, Any]
 ) -> tuple[Result, dict[str, Any], Collector | None]:
     """A round, tried again or passed over where too few reply."""
-    for attempt in range(ATTEMPTS):
+
+    def once(attempt: int) -> tuple[Result, dict[str, Any], Collector | None]:
         before = Collector(data.test) if evaluates else None
-        try:
-            return *run_round(result, data, crew, before, attempt=attempt, **options), before
-        except TooFewClients as error:
-            if options["admission"].below_minimum == "skip":
-                log.warning("%s; the round is skipped", error)
-                return replace(result, round=result.round + 1), {"round": result.round + 1, "cohort": 0}, None
-            log.warning("%s; attempt %d of %d", error, attempt + 1, ATTEMPTS)
-            if attempt + 1 == ATTEMPTS:
-                raise
-    raise AssertionError
+        return *run_round(result, data, crew, before, attempt=attempt, **options), before
+
+    tried = attempts(options["admission"], once)
+    return tried or (replace(result, round=result.round + 1), {"round": result.round + 1, "cohort": 0}, None)
 
 
 def _measure(result: Result, data: FederatedData, crew: Crew) -> dict[str, float]:
@@ -245,8 +238,13 @@ def _measure(result: Result, data: FederatedData, crew: Crew) -> dict[str, float
     return row
 
 
-def _check(algorithm: Algorithm, data: FederatedData) -> None:
-    """That the method's likelihood and the model's outputs fit the data, and outputs repeat, before training starts."""
+def check(algorithm: Algorithm, data: FederatedData) -> None:
+    """That the method's likelihood and the model's outputs fit the data, and outputs repeat, before training starts.
+
+    Raises:
+        TypeError: The likelihood is none.
+        ValueError: Something does not fit: the message names it and the remedy.
+    """
     likelihood = algorithm.likelihood
     if isinstance(likelihood, type) or not all(hasattr(likelihood, name) for name in ("task", "nll", "nll_and_slope", "predictive")):
         came = f"the class {likelihood.__name__}" if isinstance(likelihood, type) else type(likelihood).__name__
