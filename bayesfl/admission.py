@@ -74,10 +74,10 @@ def distances(sent: Mapping[str, Tensors], start: Mapping[str, Tensors]) -> Tens
     """How far each client has gone from what the server sent it, [C], Euclidean over all pooled blocks together.
 
     Args:
-        sent: {block: {tensor: [C, ...]}}.
+        sent: {block: {tensor: [C, ...]}}, not empty.
         start: The same as the server sent it, [...] or [C, ...]; tensors that it did not send don't count.
     """
-    total = torch.zeros(len(next(iter(next(iter(sent.values())).values()))), dtype=torch.float64) if sent else torch.zeros(0)
+    total = torch.zeros(len(next(iter(next(iter(sent.values())).values()))), dtype=torch.float64)
     for name, tensors in sent.items():
         for key, value in tensors.items():
             if key in start.get(name, {}):

@@ -39,10 +39,12 @@ Plan: TypeAlias = Callable[[int, int, np.ndarray], Mapping[int, Fault]]
 
 
 def _tensor(change: Callable[[Any], Any]) -> Altered:
-    """Changes the first tensor of a message."""
+    """Changes the first tensor of a message, where it has one."""
 
     def altered(message: Message) -> Message:
-        name = next(iter(message.tensors))
+        name = next(iter(message.tensors), None)
+        if name is None:
+            return message
         return replace(message, tensors={**message.tensors, name: change(message.tensors[name])})
 
     return Altered(altered)

@@ -96,7 +96,8 @@ class Gate:
     def hold(self, ids: np.ndarray, n: Tensor, sent: dict[str, Tensors], reported: Uplink) -> None:
         """The replies of a chunk, each looked at on its own before; of clients that were dropped any numbers."""
         common, addressed = self._algorithm.share(self._server, torch.from_numpy(ids).to(n.device))
-        norms = distances(sent, {name: addressed.get(name, common.get(name, {})) for name in sent})
+        start = {name: addressed.get(name, common.get(name, {})) for name in sent}
+        norms = distances(sent, start) if sent else torch.zeros(len(ids))
         self._norms |= dict(zip(ids.tolist(), norms.tolist(), strict=True))
         self._held.append((ids, n, sent, reported))
 

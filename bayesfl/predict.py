@@ -274,7 +274,7 @@ def tune(
 
 
 def scores(algorithm: Algorithm, given: Server, views: View, train: Split, validation: Split, rows: np.ndarray) -> Tensor:
-    """Negative log likelihood of a chunk's validation data under each candidate of the method's predictor, summed, in nats, [candidates]."""
+    """Negative log likelihood of a chunk's validation data under each candidate of the method's predictor, summed, in nats [candidates]."""
     assert algorithm.predictor is not None
     grid = algorithm.predictor.grid
     total = torch.zeros(len(grid), dtype=torch.float64)

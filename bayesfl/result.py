@@ -325,7 +325,7 @@ def load(path: str | os.PathLike[str], algorithm: Algorithm, clients: FederatedD
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise checkpoint.CheckpointError(f"{str(path)!r} is no saved run of this version: {type(error).__name__}, {error}") from error
     _check_same(f"{str(path)!r}", made_with, made_on, algorithm, clients)
-    _check_shapes(str(path), result)
+    check_state(str(path), algorithm, result.server, result.private, clients=clients.clients, dtype=result.dtype, rows=clients.clients)
     return result
 
 
@@ -374,16 +374,30 @@ def same_run(result: Result, algorithm: Algorithm, clients: FederatedData) -> Re
     return result
 
 
-def _check_shapes(path: str, result: Result) -> None:
-    """That the state has the tensors that the method keeps on these data, in their types and shapes.
+def check_state(
+    path: str, algorithm: Algorithm, server: Server, private: View, *, clients: int, dtype: torch.dtype, rows: int | None
+) -> None:
+    """That a state has the tensors that the method keeps, in their types and shapes.
 
     What a method holds on the server beyond its blocks may grow along its first axis, as models of clusters do, unless that is of clients.
+
+    Args:
+        path: Where it comes from.
+        algorithm: The method.
+        server: The server's state.
+        private: Private state.
+        clients: How many clients there are.
+        dtype: Precision of the run.
+        rows: Of how many clients the private state is, [rows, ...]; None for that of one, [...].
+
+    Raises:
+        CheckpointError: It has not.
     """
-    algorithm, clients = result.algorithm, result.data.clients
-    server, one_more = (algorithm.init(n, dtype=result.dtype) for n in (clients, clients + 1))
-    rows = tree_map(lambda t: t.expand(clients, *t.shape), algorithm.rows(server))
-    wanted = flatten({"server": server, "private": rows})
-    found = flatten({"server": result.server, "private": result.private})
+    start, one_more = (algorithm.init(n, dtype=dtype) for n in (clients, clients + 1))
+    own = algorithm.rows(start)
+    own = own if rows is None else tree_map(lambda t: t.expand(rows, *t.shape), own)
+    wanted = flatten({"server": start, "private": own})
+    found = flatten({"server": server, "private": private})
     more = flatten({"server": {name: entry for name, entry in one_more.items() if name not in algorithm.blocks}})
     free = {name for name, t in more.items() if t.dim() and t.shape == wanted[name].shape}
 

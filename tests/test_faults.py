@@ -15,7 +15,7 @@ import bayesfl as bf
 from bayesfl.admission import PROTOCOL, Admission, Message, TooFewClients, distances, objection
 from bayesfl.blocks import flatten
 from bayesfl.data import FederatedData
-from bayesfl.faults import KINDS, Altered, Lost, at_random
+from bayesfl.faults import KINDS, Altered, Fault, Lost, at_random
 from bayesfl.phases import Once
 from bayesfl.result import Result, Settings
 
@@ -257,3 +257,18 @@ def test_earlier_rounds_say_how_far_two_clients_go(model: nn.Module, clients: Fe
     assert result.history["rejected"].tolist() == [0, 1]
     first = run(algorithm, two, rounds=1, faults=far_in(1))
     assert_close(state(run(algorithm, two, rounds=2, resume=first, faults=far_in(1))), state(result), atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_clients_that_send_nothing(kind: str, model: nn.Module, clients: FederatedData):
+    """A method without a server's model survives every fault; a client whose reply is refused stays where it was."""
+
+    def plan(round: int, attempt: int, ids: np.ndarray) -> dict[int, Fault]:
+        return {2: KINDS[kind]} if round == 0 else {}
+
+    algorithm = bf.algorithms.local(model, epochs=1, batch_size=10)
+    kept = flatten(run(algorithm, clients, faults=plan, rounds=1, evaluate_every=None).private)
+    start = flatten(algorithm.rows(algorithm.init(clients.clients, seed=3, dtype=torch.float64)))
+    refused = kind in ("lost", "stale", "protocol", "extra")
+    assert all(torch.equal(t[2], start[name]) == refused for name, t in kept.items())
+    assert not any(torch.equal(t[1], start[name]) for name, t in kept.items())

@@ -34,6 +34,7 @@ ORDER = (
     {"report"},
     {"plots"},
     {"algorithms"},
+    {"flower"},
 )
 
 

@@ -1,0 +1,281 @@
+"""The client's side: an algorithm's local work in answer to messages, on data that never leave."""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from torch.utils._pytree import tree_map
+
+from bayesfl.admission import PROTOCOL
+from bayesfl.blocks import Algorithm, nest
+from bayesfl.checks import instance
+from bayesfl.data import FederatedData, Split
+from bayesfl.engine import Engine
+from bayesfl.flower import records
+from bayesfl.flower.states import States
+from bayesfl.identity import identity
+from bayesfl.local import Local, kept_phases
+from bayesfl.predict import Predictions, finetuned, of_chunk, scores
+from bayesfl.protocols import Server, View
+from bayesfl.result import DTYPES, FEDERATION, METHOD
+from bayesfl.simulate import check
+
+
+class Refused(RuntimeError):
+    """What a client does not do; the server gets the reason."""
+
+
+def client_app(
+    algorithm: Algorithm,
+    load_data: Callable[[Context], FederatedData],
+    *,
+    state_dir: str | os.PathLike[str] | None = None,
+    engine: Engine | None = None,
+    device: torch.device | str = "cpu",
+) -> ClientApp:
+    """A Flower ClientApp that does an algorithm's local work.
+
+    A node says which client it is in its configuration, `flower-supernode --node-config 'client-id=0 state-dir="/var/lib/bayesfl"'`.
+
+    Args:
+        algorithm: The method, the same as the server's to the last option.
+        load_data: (context) -> the data of this one client. Its splits must be the same each time.
+        state_dir: Where the client keeps its private state, one small file a round, and the predictions on its test data; None for the
+            node's `state-dir`. Only this client should be able to read it.
+        engine: How it is computed; changes nothing but speed and rounding.
+        device: Where.
+
+    Raises:
+        TypeError: The method is none.
+    """
+    instance("algorithm", algorithm, Algorithm, METHOD)
+    app, engine = ClientApp(), engine or Engine()
+
+    def here(context: Context) -> "_Client":
+        return _Client.of(algorithm, load_data, context, state_dir, engine, torch.device(device))
+
+    @app.query()
+    def hello(message: Message, context: Context) -> Message:
+        client = here(context)
+        _same_code(message, algorithm)
+        check(algorithm, client.data)
+        found = {"client": client.id, "n": int(client.data.train.counts[0]), "validation": client.examples("validation")}
+        return Message(RecordDict({"config": ConfigRecord({"protocol": PROTOCOL, **found})}), reply_to=message)
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        _same_code(message, algorithm)
+        return Message(here(context).train(_Order.of(message, device)), reply_to=message)
+
+    @app.evaluate("tune")
+    def tune(message: Message, context: Context) -> Message:
+        _same_code(message, algorithm)
+        return Message(here(context).tune(_Order.of(message, device)), reply_to=message)
+
+    @app.evaluate()
+    def evaluate(message: Message, context: Context) -> Message:
+        _same_code(message, algorithm)
+        return Message(here(context).evaluate(_Order.of(message, device)), reply_to=message)
+
+    return app
+
+
+def code(algorithm: Algorithm) -> str:
+    """A digest of what makes two methods the same, by which client and server know each other."""
+    return hashlib.sha256(json.dumps(identity(algorithm), sort_keys=True).encode()).hexdigest()
+
+
+def _same_code(message: Message, algorithm: Algorithm) -> None:
+    """That the server speaks of the same method.
+
+    Raises:
+        Refused: It does not.
+    """
+    protocol = records.setting(message.content, "protocol", int)
+    if protocol != PROTOCOL:
+        raise Refused(f"the server speaks protocol {protocol}, this client {PROTOCOL}; install the same version of bayesfl on both")
+    if records.setting(message.content, "algorithm", str) != code(algorithm):
+        raise Refused("the server runs another method, or this one with other options; ship the same app to both")
+
+
+@dataclass(frozen=True)
+class _Order:
+    """What the server asks for.
+
+    Args:
+        experiment: Its name.
+        round: Rounds done before.
+        rounds: Of the run.
+        seed: Of the run.
+        dtype: Precision of the run.
+        base: The round of the state to start from.
+        oldest: The round of the oldest state that may be asked for again.
+        sends: Whether the reply is gathered.
+        value: What was tuned; NaN for nothing.
+        common: What all clients were sent.
+        addressed: What this one was sent, [1, ...].
+        start: The state of round 0, [1, ...], where it starts from that.
+    """
+
+    experiment: str
+    round: int
+    rounds: int
+    seed: int
+    dtype: torch.dtype
+    base: int
+    oldest: int
+    sends: bool
+    value: float
+    common: Server
+    addressed: View
+    start: View
+
+    @classmethod
+    def of(cls, message: Message, device: torch.device | str) -> "_Order":
+        content = message.content
+        asked: dict[str, Any] = {"experiment": records.setting(content, "experiment", str)}
+        asked |= {"sends": records.setting(content, "sends", bool), "value": records.setting(content, "value", float)}
+        asked |= {key: records.setting(content, key, int) for key in ("round", "rounds", "seed", "base", "oldest")}
+        dtype = DTYPES[records.setting(content, "dtype", str)]
+        common, own = (
+            nest({name: t.to(device) for name, t in records.unpack(content, part, records.setting(content, f"{part}_digest", str)).items()})
+            for part in ("common", "own")
+        )
+        return cls(dtype=dtype, common=common, **{"addressed": {}, "start": {}, **own}, **asked)
+
+
+@dataclass(frozen=True)
+class _Client:
+    """One client on its node.
+
+    Args:
+        id: Its number, from 0.
+        algorithm: The method.
+        data: Its data, of one client.
+        folder: Where its states are.
+        engine: How it computes.
+        device: Where.
+    """
+
+    id: int
+    algorithm: Algorithm
+    data: FederatedData
+    folder: str | os.PathLike[str]
+    engine: Engine
+    device: torch.device
+
+    @classmethod
+    def of(
+        cls,
+        algorithm: Algorithm,
+        load_data: Callable[[Context], FederatedData],
+        context: Context,
+        state_dir: str | os.PathLike[str] | None,
+        engine: Engine,
+        device: torch.device,
+    ) -> "_Client":
+        """The client that a node is.
+
+        Raises:
+            Refused: Its configuration or its data don't say.
+        """
+        node = context.node_config
+        id = node.get("client-id")
+        if type(id) is not int or id < 0:
+            raise Refused(
+                f"this node does not say which client it is: client-id must be a whole number >= 0, got {id!r}; start it with "
+                "--node-config 'client-id=0'"
+            )
+        folder = node.get("state-dir") if state_dir is None else state_dir
+        if not isinstance(folder, str | os.PathLike):
+            raise Refused("the client has no folder for its state: give client_app a state_dir, or the node state-dir in --node-config")
+        data = load_data(context)
+        instance("what load_data returns", data, FederatedData, FEDERATION)
+        if data.clients != 1:
+            raise Refused(f"load_data must return the data of one client, got {data.clients}; data.select([{id}]) takes one of many")
+        return cls(id, algorithm, data, folder, engine, device)
+
+    def examples(self, split: str) -> int:
+        """How many examples a split has."""
+        return int(self.data.splits[split].counts.sum()) if split in self.data.splits else 0
+
+    def train(self, order: _Order) -> RecordDict:
+        """A round's local work; the new state is on disk before the reply leaves."""
+        states, own = self._own(order)
+        local = Local(self.algorithm, self.algorithm.phases, self.engine, self._split("train", order), order.seed, order.rounds)
+        phases = None if order.sends else kept_phases(self.algorithm)
+        with self.engine.crew(self.device) as crew:
+            work = [(order.common, order.addressed, own)]
+            (done,) = crew.over(work, lambda given: local.received(self._ids, *given, order.round, phases))
+            views = done.views
+            reported = self.engine.map(lambda view: self.algorithm.report(done.given, view), views) if order.sends else {}
+        if own:
+            states.write(order.round + 1, {key: views[key] for key in own})
+        states.forget(order.oldest)
+        metrics = MetricRecord()
+        if "nll" in done.info:
+            metrics["train_nll"] = float(done.info["nll"].double().mean())
+        config: dict[str, Any] = {"protocol": PROTOCOL, "round": order.round}
+        out: dict[str, Any] = {"metrics": metrics}
+        if order.sends:
+            sent = tree_map(lambda t: t[0], {**self.algorithm.sent(views), **reported})
+            out["up"], config["digest"] = records.pack(sent)
+        return RecordDict({**out, "config": ConfigRecord(config)})
+
+    def tune(self, order: _Order) -> RecordDict:
+        """How likely its validation data are under each candidate of the method's predictor."""
+        given, views = self._personal(order)
+        total = scores(self.algorithm, given, views, self._split("train", order), self._split("validation", order), self._ids)
+        record, digest = records.pack({"scores": total})
+        return RecordDict({"scores": record, "config": ConfigRecord({"protocol": PROTOCOL, "round": order.round, "digest": digest})})
+
+    def evaluate(self, order: _Order) -> RecordDict:
+        """Predicts its test data, which stay in its folder; the measures go to the server."""
+        measures: dict[str, float] = {}
+        if self.examples("test"):
+            given, views = self._personal(order)
+            test = self._split("test", order)
+            value = None if np.isnan(order.value) else order.value
+            address = {"seed": order.seed, "round": order.round, "draws": None, "value": value}
+            (parts,) = of_chunk(self.algorithm, given, views, self._split("train", order), [test], self._ids, self.engine, **address)
+            ((_, found),) = parts
+            found = {name: t.cpu() for name, t in found.items()}
+            States(self.folder, order.experiment, self.id).write_predictions(order.round, {name: t[0] for name, t in found.items()})
+            predictions = Predictions(mask=torch.ones(1, self.examples("test"), dtype=torch.bool), **found)
+            measures = {key: v for key, v in predictions.summary(self._of_one("test", order).to("cpu")).items() if np.isfinite(v)}
+        config = ConfigRecord({"protocol": PROTOCOL, "round": order.round, "test": self.examples("test")})
+        return RecordDict({"metrics": MetricRecord(dict(measures)), "config": config})
+
+    @property
+    def _ids(self) -> np.ndarray:
+        return np.array([self.id])
+
+    def _of_one(self, name: str, order: _Order) -> Split:
+        return self.data.splits[name].to(self.device, order.dtype)
+
+    def _split(self, name: str, order: _Order) -> Split:
+        """A split in which this client has its number, which addresses its draws, and all others have nothing."""
+        split = self._of_one(name, order)
+        return Split(split.x, split.y, split.index, np.append(np.zeros(self.id, np.int64), split.counts), split.environment)
+
+    def _own(self, order: _Order) -> tuple[States, View]:
+        """The state to start from, [1, ...]."""
+        states = States(self.folder, order.experiment, self.id)
+        if not self.algorithm.rows(self.algorithm.init(1)):
+            return states, {}
+        own = states.read(order.base) if order.base else order.start
+        return states, tree_map(lambda t: t.to(self.device), own)
+
+    def _personal(self, order: _Order) -> tuple[Server, View]:
+        """What was received, and the client's view of it, fine-tuned where the method says so."""
+        _, own = self._own(order)
+        address = {"seed": order.seed, "round": order.round, "rounds": order.rounds}
+        train = self._split("train", order)
+        return finetuned(self.algorithm, order.common, order.addressed, own, train, self.engine, self._ids, **address)

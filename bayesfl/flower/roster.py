@@ -1,0 +1,96 @@
+"""Which node is which client."""
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from flwr.app import ConfigRecord, RecordDict
+from flwr.serverapp import Grid
+
+from bayesfl.admission import PROTOCOL
+from bayesfl.flower import records
+from bayesfl.flower.post import ask
+
+log = logging.getLogger(__name__)
+GREETING = 120.0
+"""Seconds that a node has to say who it is."""
+REMIND = 30.0
+"""Seconds between two lines that say who is missing, and after which a node that failed is asked again."""
+
+
+@dataclass
+class Roster:
+    """The clients of an experiment and their nodes.
+
+    A client is bound to the public key with which its node first proved who it is; the binding is in the server's checkpoint. Where nodes
+    have no keys, anyone who reaches the SuperLink can be any client.
+
+    Args:
+        clients: How many there are.
+        hello: What a node is asked with.
+        keys: {client: public key in hexadecimal digits}, of those that are bound.
+        nodes: {client: node}.
+        counts: {client: training examples}.
+        validation: {client: validation examples}.
+    """
+
+    clients: int
+    hello: Mapping[str, Any]
+    keys: dict[int, str] = field(default_factory=dict)
+    nodes: dict[int, int] = field(default_factory=dict)
+    counts: dict[int, int] = field(default_factory=dict)
+    validation: dict[int, int] = field(default_factory=dict)
+    _asked: dict[int, float] = field(default_factory=dict)
+
+    def wait(self, grid: Grid) -> None:
+        """Until every client's node has said who it is."""
+        said = -REMIND
+        while missing := [client for client in range(self.clients) if client not in self.nodes]:
+            if time.monotonic() - said > REMIND:
+                log.warning("waiting for clients %s", missing if len(missing) <= 10 else f"{missing[:10]} and {len(missing) - 10} more")
+                said = time.monotonic()
+            if not self.look(grid):
+                time.sleep(1.0)
+
+    def look(self, grid: Grid) -> bool:
+        """Asks nodes that are new; whether one of them is a client now."""
+        now, known = time.monotonic(), set(self.nodes.values())
+        there = {node.node_id: bytes(node.public_key).hex() for node in grid.get_nodes()}
+        new = [node for node in sorted(there) if node not in known and now - self._asked.get(node, -REMIND) >= REMIND]
+        self._asked |= dict.fromkeys(new, now)
+        before = dict(self.nodes)
+        contents = {node: (node, RecordDict({"config": ConfigRecord(dict(self.hello))})) for node in new}
+        for node, reply in ask(grid, "query", contents, timeout=GREETING, group="hello"):
+            try:
+                self._bind(node, there[node], reply, there)
+            except records.RecordError as error:
+                log.warning("node %d is not taken: %s", node, error)
+        return self.nodes != before
+
+    def _bind(self, node: int, key: str, reply: RecordDict | str, there: Mapping[int, str]) -> None:
+        """Takes a node as the client that it says it is.
+
+        Raises:
+            RecordError: It is none, or another node is that client.
+        """
+        if isinstance(reply, str):
+            raise records.RecordError(reply)
+        if (protocol := records.setting(reply, "protocol", int)) != PROTOCOL:
+            raise records.RecordError(f"it speaks protocol {protocol}, the server {PROTOCOL}")
+        client, n = (records.setting(reply, name, int) for name in ("client", "n"))
+        if not 0 <= client < self.clients:
+            raise records.RecordError(f"it says that it is client {client}, and clients are 0 to {self.clients - 1}")
+        if n < 1:
+            raise records.RecordError(f"client {client} says that it has {n} training examples")
+        if client in self.keys and self.keys[client] != key:
+            raise records.RecordError(f"client {client} is bound to another node's key; a new key needs a new experiment")
+        if client in self.nodes and self.nodes[client] in there and self.nodes[client] != node:
+            raise records.RecordError(f"client {client} is node {self.nodes[client]} already; give every node a client-id of its own")
+        if self.counts.get(client, n) != n:
+            log.warning("client %d has %d training examples now, %d before", client, n, self.counts[client])
+        if not key:
+            log.warning("node %d of client %d has no key: anyone could be this client", node, client)
+        self.keys[client], self.nodes[client], self.counts[client] = key, node, n
+        self.validation[client] = records.setting(reply, "validation", int)

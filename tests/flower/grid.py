@@ -1,0 +1,80 @@
+"""Flower without a network: a grid that hands each message to a ClientApp in this process, with what can go wrong on the way."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from flwr.app import Context, Error, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid
+from flwr.supercore.task_identity import TaskIdentity
+
+Alter = Callable[[int, Message, Message], Message | None]
+"""(client, what was asked, its reply) -> the reply that arrives, None for none."""
+
+
+@dataclass
+class LocalGrid(Grid):
+    """A grid of nodes in this process.
+
+    Args:
+        apps: A ClientApp for each node.
+        folder: Under which each node keeps its state.
+        alter: What goes wrong with replies.
+        keys: The nodes' public keys; by default each has one.
+        ids: Which client each node says it is.
+    """
+
+    apps: Mapping[int, ClientApp]
+    folder: Path
+    alter: Alter | None = None
+    keys: dict[int, bytes] = field(default_factory=dict)
+    ids: dict[int, Any] = field(default_factory=dict)
+    sent: list[Message] = field(default_factory=list)
+    replies: dict[str, Message] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 0, 0
+
+    def set_run(self, run: Any) -> None: ...
+
+    @property
+    def run(self) -> Any:
+        return None
+
+    def create_message(self, *args: Any, **more: Any) -> Message:
+        raise NotImplementedError
+
+    def get_nodes(self) -> Iterable[Any]:
+        return [SimpleNamespace(node_id=node, public_key=self.keys.get(node, b"key %d" % node)) for node in self.apps]
+
+    def get_node_ids(self) -> Iterable[int]:
+        return list(self.apps)
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        ids = []
+        for message in messages:
+            id, node = f"message {len(self.sent)}", message.metadata.dst_node_id
+            message.metadata.__dict__["_message_id"] = id
+            self.sent.append(message)
+            ids.append(id)
+            client = self.ids.get(node, node - 100)
+            config = {"client-id": client, "state-dir": str(self.folder / f"node-{node}")}
+            context = Context(run_id=1, node_id=node, node_config=config, state=RecordDict(), run_config={})
+            try:
+                reply: Message | None = self.apps[node](message, context)
+            except Exception as error:
+                reply = Message(Error(code=2, reason=f"{type(error)}:<'{error}'>"), reply_to=message)
+            if self.alter is not None and reply is not None:
+                reply = self.alter(client, message, reply)
+            if reply is not None:
+                self.replies[id] = reply
+        return ids
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        return [self.replies.pop(id) for id in list(message_ids) if id in self.replies]
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        raise NotImplementedError
