@@ -84,10 +84,10 @@ class Roster:
             raise records.RecordError(f"it says that it is client {client}, and clients are 0 to {self.clients - 1}")
         if n < 1:
             raise records.RecordError(f"client {client} says that it has {n} training examples")
-        if client in self.keys and self.keys[client] != key:
-            raise records.RecordError(f"client {client} is bound to another node's key; a new key needs a new experiment")
         if client in self.nodes and self.nodes[client] in there and self.nodes[client] != node:
             raise records.RecordError(f"client {client} is node {self.nodes[client]} already; give every node a client-id of its own")
+        if client in self.keys and self.keys[client] != key:
+            raise records.RecordError(f"client {client} is bound to another node's key; a new key needs a new experiment")
         if self.counts.get(client, n) != n:
             log.warning("client %d has %d training examples now, %d before", client, n, self.counts[client])
         if not key:

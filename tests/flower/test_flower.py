@@ -1,18 +1,26 @@
 """Over a network: every algorithm's numbers are the simulation's, and what goes wrong on the way costs the others nothing."""
 
+import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from flwr.app import Array, ArrayRecord, Error, Message
 from torch import Tensor, nn
 from torch.testing import assert_close
 
 import bayesfl as bf
 from bayesfl import checkpoint
-from bayesfl.blocks import flatten
+from bayesfl.admission import PROTOCOL
+from bayesfl.blocks import flatten, nest
 from bayesfl.data import FederatedData
-from bayesfl.flower import Deployed, client_app, serve
+from bayesfl.faults import KINDS, Fault
+from bayesfl.flower import BadClients, Deployed, client_app, load, records, serve, server_app
+from bayesfl.flower.states import States
+from bayesfl.result import Result, Settings
 from tests.cases import CASES, Case
 from tests.flower.grid import LocalGrid
 
@@ -31,7 +39,7 @@ def grid_of(algorithm: bf.Algorithm, clients: FederatedData, folder: Path, **opt
 
 def deploy(algorithm: bf.Algorithm, clients: FederatedData, folder: Path, grid: LocalGrid | None = None, **options: Any) -> Deployed:
     grid = grid or grid_of(algorithm, clients, folder)
-    return serve(grid, algorithm, clients=clients.clients, timeout=5.0, **{**OPTIONS, **options})
+    return serve(grid, algorithm, clients=clients.clients, **{**OPTIONS, "timeout": 5.0, **options})
 
 
 def private(deployed: Deployed, folder: Path) -> dict[str, Tensor]:
@@ -70,3 +78,354 @@ def test_a_deployment_is_the_simulation(
         assert_close(predictions(found, tmp_path, client)["probs"], expected.client(client).probs, atol=1e-6, rtol=0)
     row = found.history.rows[-1]
     assert row["personal_accuracy"] == pytest.approx(expected.summary(clients.test)["accuracy"], abs=1e-12)
+
+
+METHODS: dict[str, dict[str, Any]] = {
+    "fedavg": {"epochs": 1, "batch_size": 10},
+    "ditto": {"epochs": 1, "batch_size": 10},
+    "pfedvem": {"head_epochs": 2, "body_epochs": 1, "batch_size": 10, "init_scale": 0.3},
+}
+
+
+def method(name: str, model: nn.Module) -> bf.Algorithm:
+    return getattr(bf.algorithms, name)(model, **METHODS[name])
+
+
+def asked(message: Message, key: str) -> Any:
+    return records.config(message.content)[key]
+
+
+def simulated(algorithm: bf.Algorithm, clients: FederatedData, **options: Any) -> Result:
+    return bf.simulate(algorithm, clients, evaluate_every=None, progress=False, **{**OPTIONS, **options})
+
+
+def assert_same(found: Deployed, folder: Path, told: Result) -> None:
+    assert_close(flatten(found.server), flatten(told.server), atol=1e-6, rtol=0)
+    assert_close(private(found, folder), flatten(told.private), atol=1e-6, rtol=0)
+
+
+class Killed(BaseException):
+    """The server's process has gone."""
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("name", ["ditto", "pfedvem"])
+def test_a_killed_server_goes_on(name: str, every: int, model: nn.Module, clients: FederatedData, tmp_path: Path):
+    """Killed in mid-round, when some clients have trained already, the next run ends as one that never stopped."""
+    algorithm, heard = method(name, model), []
+
+    def alter(client: int, message: Message, reply: Message) -> Message:
+        if message.metadata.message_type == "train" and asked(message, "round") == 3:
+            heard.append(client)
+            if len(heard) == 4:
+                raise Killed
+        return reply
+
+    options = {"rounds": 5, "participation": 0.7, "checkpoint": tmp_path / "server", "every": every}
+    with pytest.raises(Killed):
+        deploy(algorithm, clients, tmp_path, grid_of(algorithm, clients, tmp_path, alter=alter), **options)
+    assert load(tmp_path / "server", algorithm).round == 3 // every * every
+    found = deploy(algorithm, clients, tmp_path, **options)
+    assert_same(found, tmp_path, simulated(algorithm, clients, rounds=5, participation=0.7))
+    assert [row["round"] for row in found.history] == [1, 2, 3, 4, 5]
+    again = deploy(algorithm, clients, tmp_path, **options)
+    assert again.experiment == found.experiment
+    assert_same(again, tmp_path, simulated(algorithm, clients, rounds=5, participation=0.7))
+
+
+def test_a_damaged_checkpoint_costs_a_round(model: nn.Module, clients: FederatedData, tmp_path: Path):
+    """The one before it is taken, and the clients still have the states that it names."""
+    algorithm = method("ditto", model)
+    deploy(algorithm, clients, tmp_path, rounds=4, participation=0.7, checkpoint=tmp_path / "server")
+    newest = max((tmp_path / "server").glob("round-*"))
+    newest.write_bytes(newest.read_bytes()[:-100])
+    with pytest.warns(UserWarning, match="is damaged"):
+        found = deploy(algorithm, clients, tmp_path, rounds=6, participation=0.7, checkpoint=tmp_path / "server")
+    assert_same(found, tmp_path, simulated(algorithm, clients, rounds=6, participation=0.7))
+
+
+def test_clients_keep_what_may_be_asked_for_again(model: nn.Module, clients: FederatedData, tmp_path: Path):
+    """States older than the oldest that a kept checkpoint names are deleted, and no others."""
+    algorithm = method("ditto", model)
+    found = deploy(algorithm, clients, tmp_path, rounds=6, checkpoint=tmp_path / "server", every=2)
+    for client in range(clients.clients):
+        folder = tmp_path / f"node-{100 + client}" / found.experiment / f"client-{client}"
+        assert sorted(file.name for file in folder.glob("state-*")) == [f"state-00000{round}.safetensors" for round in (2, 3, 4, 5, 6)]
+    # When round 6 was asked for, the checkpoints after rounds 2 and 4 were kept.
+    alone = deploy(algorithm, clients, tmp_path / "alone", rounds=6)
+    folder = tmp_path / "alone" / "node-100" / alone.experiment / "client-0"
+    assert sorted(file.name for file in folder.glob("state-*")) == ["state-000005.safetensors", "state-000006.safetensors"]
+
+
+def changed(reply: Message, **config: Any) -> Message:
+    """A reply with other settings."""
+    for key, value in config.items():
+        records.config(reply.content)[key] = value
+    return reply
+
+
+def packed(reply: Message, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Message:
+    """A reply with other tensors, honestly summed."""
+    tensors = records.unpack(reply.content, "up", asked(reply, "digest"))
+    reply.content["up"], digest = records.pack(nest(change(tensors)))
+    return changed(reply, digest=digest)
+
+
+def first(change: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    """Changes one tensor."""
+
+    def other(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        name = min(tensors)
+        return {**tensors, name: change(tensors[name])}
+
+    return other
+
+
+def blob(reply: Message, change: Callable[[bytes], bytes]) -> Message:
+    """A reply with other bytes, whose digest does not match."""
+    data = change(reply.content["up"][records.BLOB].data)
+    reply.content["up"] = ArrayRecord({records.BLOB: Array(dtype="uint8", shape=(len(data),), stype=records.STYPE, data=data)})
+    return reply
+
+
+def only(reply: Message, name: str) -> Message:
+    """A reply that lacks a record."""
+    del reply.content[name]
+    return reply
+
+
+BAD: dict[str, tuple[Callable[[Message], Message | None], str]] = {
+    "silent": (lambda reply: None, "did not reply within"),
+    "raises": (lambda reply: Message(Error(code=2, reason="out of memory"), metadata=reply.metadata), "error 2: out of memory"),
+    "stale": (lambda reply: changed(reply, round=0), "it answers round 0, not round 1"),
+    "protocol": (lambda reply: changed(reply, protocol=PROTOCOL + 1), "it speaks protocol"),
+    "untyped": (lambda reply: changed(reply, round="one"), "must be of type int"),
+    "missing": (lambda reply: packed(reply, lambda t: {k: v for k, v in t.items() if k != min(t)}), "are missing"),
+    "extra": (lambda reply: packed(reply, lambda t: {**t, "more": torch.zeros(1)}), "were not declared"),
+    "shape": (lambda reply: packed(reply, first(lambda t: t[None])), "declared as"),
+    "dtype": (lambda reply: packed(reply, first(lambda t: t.half())), "declared as"),
+    "nan": (lambda reply: packed(reply, first(lambda t: t / 0 * 0)), "is not finite"),
+    "far": (lambda reply: packed(reply, first(lambda t: t + 1e6)), "from what it was sent, more than"),
+    "large": (lambda reply: packed(reply, lambda t: {**t, "more": torch.zeros(10**6)}), "more than the"),
+    "damaged": (lambda reply: blob(reply, lambda data: data[:-1] + bytes([data[-1] ^ 1])), "its digest does not match"),
+    "no tensors": (lambda reply: only(reply, "up"), "is not one blob of tensors"),
+    "no settings": (lambda reply: only(reply, "config"), "has no settings"),
+}
+
+
+@pytest.mark.parametrize("kind", list(BAD))
+def test_a_bad_reply_is_left_out(kind: str, model: nn.Module, clients: FederatedData, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """By name and with the reason; the round is as without the client, and the client goes on from its last state that was taken."""
+    algorithm, (change, words) = method("pfedvem", model), BAD[kind]
+
+    def alter(client: int, message: Message, reply: Message) -> Message | None:
+        bad = message.metadata.message_type == "train" and asked(message, "round") == 1 and client == 2
+        return change(reply) if bad else reply
+
+    def plan(round: int, attempt: int, ids: np.ndarray) -> dict[int, Fault]:
+        return {2: KINDS["lost"]} if round == 1 else {}
+
+    with caplog.at_level(logging.WARNING):
+        found = deploy(algorithm, clients, tmp_path, grid_of(algorithm, clients, tmp_path, alter=alter), timeout=0.3)
+    assert_same(found, tmp_path, simulated(algorithm, clients, faults=plan))
+    (line,) = [record.message for record in caplog.records if "is left out" in record.message]
+    assert line.startswith("round 1: client 2 is left out: ")
+    assert words in line
+    lost = kind in ("silent", "raises")
+    cohort = Settings(3, 1.0, algorithm.sampling, algorithm.train, 3, None).cohort(clients.clients, 1)
+    assert 2 in cohort
+    assert (found.history["lost"][1], found.history["rejected"][1]) == (float(lost), float(not lost))
+    assert found.base.tolist() == [3] * clients.clients
+
+
+def test_a_bad_reply_may_stop_the_run(model: nn.Module, clients: FederatedData, tmp_path: Path):
+    """With what is wrong and whose it is; nothing was averaged."""
+    algorithm = method("fedavg", model)
+    grid = grid_of(algorithm, clients, tmp_path, alter=lambda client, message, reply: None if client == 4 else reply)
+    grid.alter = lambda client, message, reply: None if client == 4 and message.metadata.message_type == "train" else reply
+    with pytest.raises(BadClients, match=r"round 0, counted from 0: client 4: it did not reply within 0\.3 seconds"):
+        deploy(algorithm, clients, tmp_path, grid, timeout=0.3, on_bad_client="stop", checkpoint=tmp_path / "server")
+    assert load(tmp_path / "server", algorithm).round == 0
+
+
+def test_a_cohort_below_the_minimum(model: nn.Module, clients: FederatedData, tmp_path: Path):
+    """The round is skipped, or repeated from the states that were taken."""
+    algorithm, times = method("ditto", model), []
+
+    def alter(client: int, message: Message, reply: Message) -> Message | None:
+        if message.metadata.message_type == "train" and asked(message, "round") == 1 and client == 2:
+            times.append(1)
+            return None if len(times) == 1 else reply
+        return reply
+
+    everyone = {"timeout": 0.3, "min_clients": clients.clients}
+    found = deploy(algorithm, clients, tmp_path, grid_of(algorithm, clients, tmp_path, alter=alter), below_minimum="repeat", **everyone)
+    assert_same(found, tmp_path, simulated(algorithm, clients))
+    times.clear()
+    found = deploy(algorithm, clients, tmp_path / "skip", grid_of(algorithm, clients, tmp_path / "skip", alter=alter), **everyone)
+
+    def plan(round: int, attempt: int, ids: np.ndarray) -> dict[int, Fault]:
+        return {2: KINDS["lost"]} if round == 1 else {}
+
+    assert_same(found, tmp_path / "skip", simulated(algorithm, clients, faults=plan, min_clients=clients.clients))
+    assert found.history["cohort"].tolist() == [7.0, 0.0, 7.0]
+
+
+def test_an_acknowledgement_is_all_that_leaves(model: nn.Module, clients: FederatedData, tmp_path: Path):
+    """A client that trains outside the cohort sends no tensor."""
+    algorithm, sent = method("pfedvem", model), []
+
+    def alter(client: int, message: Message, reply: Message) -> Message:
+        if message.metadata.message_type == "train":
+            sent.append((asked(message, "sends"), sorted(reply.content)))
+        return reply
+
+    deploy(algorithm, clients, tmp_path, grid_of(algorithm, clients, tmp_path, alter=alter), participation=0.5)
+    assert {sends for sends, _ in sent} == {True, False}
+    assert all(names == (["config", "metrics", "up"] if sends else ["config", "metrics"]) for sends, names in sent)
+
+
+class Impatient(Exception):
+    """The server still waits."""
+
+
+def waits(grid: LocalGrid, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
+    """Ends a server that waits for clients."""
+
+    def enough(seconds: float) -> None:
+        raise Impatient
+
+    monkeypatch.setattr("bayesfl.flower.roster.time.sleep", enough)
+    with pytest.raises(Impatient):
+        serve(grid, **options)
+
+
+@pytest.mark.parametrize(
+    ("ids", "words"),
+    [
+        ({101: 0}, "client 0 is node 100 already"),
+        ({101: 9}, "it says that it is client 9, and clients are 0 to 6"),
+        ({101: "one"}, "client-id must be a whole number >= 0"),
+    ],
+)
+def test_every_node_is_one_client(
+    ids: dict[int, Any], words: str, model: nn.Module, clients: FederatedData, tmp_path: Path, monkeypatch: Any, caplog: Any
+):
+    """A node that is none of them, or one that is there already, is not taken; the server goes on waiting."""
+    algorithm = method("fedavg", model)
+    grid = grid_of(algorithm, clients, tmp_path, ids=ids)
+    if ids[101] == 9:
+        app = client_app(algorithm, lambda context: clients.select([1]))
+        grid.apps = {**grid.apps, 101: app}
+    waits(grid, monkeypatch, algorithm=algorithm, clients=clients.clients, rounds=1)
+    assert f"node 101 is not taken: {words}" in caplog.text or words in caplog.text
+
+
+def test_a_client_is_bound_to_its_key(model: nn.Module, clients: FederatedData, tmp_path: Path, monkeypatch: Any, caplog: Any):
+    """In a run that goes on, a node with another key cannot be the same client."""
+    algorithm = method("fedavg", model)
+    options: dict[str, Any] = {"checkpoint": tmp_path / "server"}
+    deploy(algorithm, clients, tmp_path, **options)
+    grid = grid_of(algorithm, clients, tmp_path, keys={103: b"somebody else's"})
+    options |= {"algorithm": algorithm, "clients": clients.clients, **OPTIONS, "rounds": 4}
+    waits(grid, monkeypatch, **options)
+    assert "node 103 is not taken: client 3 is bound to another node's key" in caplog.text
+
+
+def test_nodes_without_keys_are_named(model: nn.Module, clients: FederatedData, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """They work, as in a trial, and the log says what that means."""
+    algorithm = method("fedavg", model)
+    keys = {100 + client: b"" for client in range(clients.clients)}
+    deploy(algorithm, clients, tmp_path, grid_of(algorithm, clients, tmp_path, keys=keys), rounds=1)
+    assert "node 100 of client 0 has no key: anyone could be this client" in caplog.text
+
+
+def test_another_method_is_refused(model: nn.Module, clients: FederatedData, tmp_path: Path, monkeypatch: Any, caplog: Any):
+    """A client with other options than the server says so before anything is trained."""
+    grid = grid_of(bf.algorithms.fedavg(model, epochs=7), clients, tmp_path)
+    waits(grid, monkeypatch, algorithm=bf.algorithms.fedavg(model, epochs=8), clients=clients.clients, rounds=1)
+    assert "the server runs another method, or this one with other options" in caplog.text
+    assert not [message for message in grid.sent if message.metadata.message_type == "train"]
+
+
+def test_a_client_that_lost_its_state_says_so(model: nn.Module, clients: FederatedData, tmp_path: Path, caplog: Any):
+    """It cannot go on from another one; the others do."""
+    algorithm = method("ditto", model)
+
+    def alter(client: int, message: Message, reply: Message) -> Message:
+        if message.metadata.message_type == "train" and asked(message, "round") == 0 and client == 1:
+            for file in tmp_path.rglob("client-1/state-*"):
+                file.unlink()
+        return reply
+
+    found = deploy(algorithm, clients, tmp_path, grid_of(algorithm, clients, tmp_path, alter=alter))
+    assert "client 1 is left out: its node reports error 2" in caplog.text
+    assert "the client's state after round 1 is not in" in caplog.text
+    assert found.base.tolist() == [3, 1, 3, 3, 3, 3, 3]
+    assert found.history["cohort"].tolist() == [7.0, 6.0, 6.0]
+
+
+def test_names_cannot_leave_the_folder(tmp_path: Path):
+    """An experiment's name comes from outside."""
+    for name in ("../up", "/etc", "a/b", "", ".", "x" * 65):
+        with pytest.raises(ValueError, match="letters, digits, _ and -"):
+            States(tmp_path / "states", name, 0)
+    assert not (tmp_path / "states").exists()
+
+
+def test_load_data_returns_one_client(model: nn.Module, clients: FederatedData, tmp_path: Path, monkeypatch: Any, caplog: Any):
+    """All of them would be somebody else's data."""
+    algorithm = method("fedavg", model)
+    grid = LocalGrid({100: client_app(algorithm, lambda context: clients)}, tmp_path)
+    waits(grid, monkeypatch, algorithm=algorithm, clients=1, rounds=1)
+    assert r"load_data must return the data of one client, got 7; data.select([0]) takes one of many" in caplog.text
+
+
+def test_a_tuned_number_is_the_simulations(tmp_path: Path):
+    """FedSI's predictive precision, from sums over the clients' validation data."""
+    clients = bf.data.concept_drift("digits", clients=3, seed=0, validation=0.2)
+    model = bf.models.mlp(64, hidden=8, outputs=5)
+    algorithm = bf.algorithms.fedsi_full(model, steps=5, batch_size=10, finetune_steps=5)
+    assert len(algorithm.predictor.grid) > 1
+    told = simulated(algorithm, clients, rounds=2)
+    found = deploy(algorithm, clients, tmp_path, rounds=2)
+    expected = told.predict()
+    for client in range(3):
+        assert_close(predictions(found, tmp_path, client)["probs"], expected.client(client).probs, atol=1e-6, rtol=0)
+    bare = bf.data.concept_drift("digits", clients=3, seed=0)
+    with pytest.raises(ValueError, match="is chosen on validation data, and no client has any"):
+        deploy(algorithm, bare, tmp_path / "bare", rounds=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"clients": 0}, "clients must be at least 1"),
+        ({"timeout": 0.0}, "timeout is in seconds and must be > 0"),
+        ({"dtype": torch.int64}, "dtype must be a floating-point type"),
+        ({"every": 0}, "every must be at least 1"),
+        ({"on_bad_client": "ignore"}, "on_bad_client must be 'stop' or 'skip'"),
+        ({"participation": 0.0}, r"must lie in \(0, 1\]"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], words: str, model: nn.Module, tmp_path: Path):
+    """Named, with the value, before anything is waited for."""
+    with pytest.raises(ValueError, match=words):
+        serve(LocalGrid({}, tmp_path), method("fedavg", model), **{"clients": 1, "rounds": 1, **options})
+    with pytest.raises(TypeError, match="algorithm must be of type Algorithm"):
+        server_app(model, clients=1, rounds=1)  # type: ignore[arg-type]
+
+
+def test_another_run_in_the_folder(model: nn.Module, clients: FederatedData, tmp_path: Path):
+    """Other settings, another method or a simulation's checkpoints are not gone on from."""
+    algorithm, folder = method("fedavg", model), tmp_path / "server"
+    deploy(algorithm, clients, tmp_path, rounds=2, checkpoint=folder)
+    with pytest.raises(ValueError, match="a run that goes on keeps its settings"):
+        deploy(algorithm, clients, tmp_path, rounds=3, seed=4, checkpoint=folder)
+    with pytest.raises(ValueError, match="rounds counts all rounds, and 2 are already done"):
+        deploy(algorithm, clients, tmp_path, rounds=1, checkpoint=folder)
+    with pytest.raises(checkpoint.CheckpointError, match="was made with another algorithm"):
+        deploy(method("ditto", model), clients, tmp_path, checkpoint=folder)
+    simulated(algorithm, clients, checkpoint=tmp_path / "simulated")
+    with pytest.raises(checkpoint.CheckpointError, match="is no checkpoint of a deployed federation"):
+        load(tmp_path / "simulated", algorithm)
