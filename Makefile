@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-durability lint types docs examples wheel readme benchmarks check clean
+.PHONY: demo test test-durability test-deploy lint types docs examples wheel readme benchmarks check clean
 
 demo: $(VENV)/.plain
 	$(BIN)/python examples/pfedvem.py --out runs/demo
@@ -15,7 +15,12 @@ test: $(VENV)/.test
 
 # Fifty kills over thirty rounds and two thousand mutations, where `test` has a few of each.
 test-durability: $(VENV)/.test
-	BAYESFL_DURABILITY=full $(BIN)/python -m pytest tests/test_durability.py
+	BAYESFL_DURABILITY=full $(BIN)/python -m pytest tests/test_durability.py tests/flower/test_mutations.py
+
+# A real network on this machine; DEPLOY=ci leaves out what waits for Flower's heartbeats.
+DEPLOY ?= full
+test-deploy: $(VENV)/.test
+	BAYESFL_DEPLOY=$(DEPLOY) $(BIN)/python -m pytest tests/flower/test_deploy.py --durations=10
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

@@ -224,7 +224,7 @@ class Loopback:
 
     def finish(self, run: int, *, seconds: float = 300.0) -> str:
         """Waits until a run has ended; how."""
-        self.until(lambda: self.status(run).startswith("finished"), f"run {run} to end", seconds=seconds, pause=2.0)
+        self.until(lambda: self.status(run).startswith("finished"), f"run {run} to end", seconds=seconds, pause=5.0)
         return self.status(run)
 
     def said(self, run: int) -> str:

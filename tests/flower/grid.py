@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from flwr.app import Context, Error, Message, RecordDict
-from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
@@ -20,14 +19,14 @@ class LocalGrid(Grid):
     """A grid of nodes in this process.
 
     Args:
-        apps: A ClientApp for each node.
+        apps: A ClientApp for each node, or what stands in for one.
         folder: Under which each node keeps its state.
         alter: What goes wrong with replies.
         keys: The nodes' public keys; by default each has one.
         ids: Which client each node says it is.
     """
 
-    apps: Mapping[int, ClientApp]
+    apps: Mapping[int, Callable[[Message, Context], Message]]
     folder: Path
     alter: Alter | None = None
     keys: dict[int, bytes] = field(default_factory=dict)

@@ -1,0 +1,21 @@
+"""The server."""
+
+import logging
+
+import torch
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
+
+from bayesfl.flower import serve
+from trial.task import CLIENTS, SEED, method
+
+logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
+app = ServerApp()
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    """Runs what the configuration says."""
+    config = context.run_config
+    options = {name: config[name] for name in ("rounds", "timeout", "checkpoint")}
+    serve(grid, method(config["method"]), clients=CLIENTS, seed=SEED, dtype=torch.float64, **options)

@@ -1,0 +1,26 @@
+"""Methods and data of the test, for server, clients and the simulation beside them."""
+
+import torch
+
+import bayesfl as bf
+from bayesfl.data import FederatedData
+
+CLIENTS, SEED = 2, 3
+torch.set_num_threads(1)
+
+
+def method(name: str) -> bf.Algorithm:
+    """A method at test size."""
+    model = bf.models.mlp(64, hidden=16, outputs=5, seed=0)
+    options = {
+        "pfedvem": {"head_epochs": 2, "body_epochs": 1, "init_scale": 0.3},
+        "ditto": {"epochs": 1},
+        "fedpac": {"head_epochs": 1, "body_epochs": 1},
+        "fedsi": {"epochs": 1, "share": 0.3, "finetune_steps": 5, "predictive_precision": 1.0},
+    }
+    return getattr(bf.algorithms, name)(model, batch_size=10, **options[name])
+
+
+def federation() -> FederatedData:
+    """Two clients that mean different things by the same labels."""
+    return bf.data.concept_drift("digits", clients=CLIENTS, seed=0)
