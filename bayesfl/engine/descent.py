@@ -127,17 +127,26 @@ def _nested(state: Any, places: dict[str, list[str]]) -> Any:
     return {key: _nested(value, places) for key, value in state.items()} if isinstance(state, dict) else state
 
 
-def _penalised(energy: Energy, algorithm: Algorithm, through: Through, data: Batch, given: Server, front: View) -> list[Tensor | None]:
-    """Slopes of an energy's penalty at the outputs and at the features, None where it does not read them."""
+def _penalised(
+    energy: Energy, through: Through, losses: Tensor, slope: Tensor, data: Batch, given: Server, front: View
+) -> tuple[Tensor | None, Tensor | None]:
+    """Slopes of an energy's penalty at the outputs and at the features, None where it does not read them.
+
+    The losses come in as numbers: what the penalty's slope at them is worth at the outputs is `slope` [..., B, O], that of each loss.
+    """
     assert energy.penalty is not None
     with torch.enable_grad():
-        outputs = through.outputs.detach().requires_grad_()
+        outputs, each = through.outputs.detach().requires_grad_(), losses.detach().requires_grad_()
         features = None if through.features is None else through.features.detach().requires_grad_()
-        value = energy.penalty(features, outputs, algorithm.likelihood.nll(outputs, data["y"]), data, given, front)
+        value = energy.penalty(features, outputs, each, data, given, front)
         if not value.requires_grad:
-            return [None, None]
-        ends = [outputs] if features is None else [outputs, features]
-        return [*torch.autograd.grad(value.sum(), ends, allow_unused=True), None][:2]
+            return None, None
+        ends = [outputs, each] if features is None else [outputs, each, features]
+        at_outputs, at_losses, at_features = [*torch.autograd.grad(value.sum(), ends, allow_unused=True), None][:3]
+    if at_losses is not None:
+        through_losses = at_losses.unsqueeze(-1) * slope
+        at_outputs = through_losses if at_outputs is None else at_outputs + through_losses
+    return at_outputs, at_features
 
 
 def descend(
@@ -199,6 +208,9 @@ def descend(
         outputs, lifted = through.outputs, through.lifted
         share = energy.shares(given, front, data)
         losses, slope = algorithm.likelihood.nll_and_slope(outputs, data["y"].unsqueeze(1) if lifted else data["y"])
+        at_outputs, at_features = None, None
+        if energy.penalty is not None:
+            at_outputs, at_features = _penalised(energy, through, losses, slope, data, given, front)
         if copies:  # [C, S M, B] of which every copy's draws count alike
             share = share if share.dim() > 2 else share.unsqueeze(1).expand(-1, copies, -1)
             losses = losses.unflatten(1, (-1, copies))
@@ -210,13 +222,9 @@ def descend(
         else:
             weights = share * factor
         slope.mul_(weights.unsqueeze(-1))
-        at_features = None
-        if energy.penalty is not None:
-            at_outputs, at_features = _penalised(energy, algorithm, through, data, given, front)
-            each = factor.unsqueeze(-1)
-            slope = slope if at_outputs is None else slope.addcmul_(at_outputs, each)
-            at_features = None if at_features is None else at_features * each
-        through.back(slope, at_features)
+        if at_outputs is not None:
+            slope.addcmul_(at_outputs, factor.unsqueeze(-1))
+        through.back(slope, None if at_features is None else at_features * factor.unsqueeze(-1))
         grads = [g for block in blocks.values() for g in block.gradients(given, front)]
         now = [p for block in blocks.values() for p in block.now]
         phase.optimiser.update_(now, grads, state, rate, active)

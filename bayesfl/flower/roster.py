@@ -88,8 +88,8 @@ class Roster:
             raise records.RecordError(f"client {client} is node {self.nodes[client]} already; give every node a client-id of its own")
         if client in self.keys and self.keys[client] != key:
             raise records.RecordError(
-                f"client {client} is bound to another node's key; start the node with the key file that it had (without one it makes a new key "
-                "at each start), or start a new experiment"
+                f"client {client} is bound to another node's key; start the node with the key file that it had (without one it makes a new "
+                "key at each start), or start a new experiment"
             )
         if self.counts.get(client, n) != n:
             log.warning("client %d has %d training examples now, %d before", client, n, self.counts[client])
