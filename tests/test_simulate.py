@@ -86,7 +86,7 @@ def test_bernoulli_cohorts_need_no_second_draw(share):
         ({"rounds": 1.5}, "rounds must be a whole number"),
         ({"seed": 0.5}, "seed must be a whole number"),
         ({"device": "nonsense"}, "device 'nonsense' is absent"),
-        ({"sampling": "poisson"}, "sampling"),
+        ({"sampling": "uniform"}, "sampling"),
         ({"train": "some"}, "train"),
         ({"sampling": ""}, "sampling"),
         ({"evaluate_every": 0}, "evaluate_every .*at least 1, got 0"),

@@ -29,6 +29,7 @@ ORDER = (
     {"local", "checkpoint", "identity"},
     {"predict", "gather"},
     {"result"},
+    {"secure", "privacy"},
     {"rounds"},
     {"simulate"},
     {"report"},
