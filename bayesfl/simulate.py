@@ -102,7 +102,7 @@ def simulate(
     settings = Settings(
         rounds=rounds,
         participation=participation,
-        sampling=aggregation.sampling or sampling or algorithm.sampling,
+        sampling=aggregation.sampling or (algorithm.sampling if sampling is None else sampling),
         train=algorithm.train if train is None else train,
         seed=seed,
         evaluate_every=evaluate_every,
