@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 SECRET = 16
 """Fewest bytes of a secret."""
 GRID = 1e-3
-"""Spacing of the privacy losses' grid; the accountant rounds up, so it costs tightness and never safety."""
+"""Widest spacing of the privacy losses' grid; the accountant rounds up, so it costs tightness and never safety."""
 UNSEEN = "with ClientPrivacy nothing of single clients may be used but their clipped differences"
 
 
@@ -95,7 +95,9 @@ def epsilon_own(*, noise_multiplier: float, releases: int, delta: float) -> floa
 @lru_cache(maxsize=4096)
 def _composed(sigma: float, p: float, releases: int, delta: float) -> float:
     dp, pld = _accounting()
-    grid = max(GRID, 1e-5 * (10 / sigma + 1 / (2 * sigma**2)))  # so that little noise does not fill the memory
+    spread = p * math.sqrt(math.expm1(min(50.0, sigma**-2)))  # of a release's loss; a tenth of it is fine enough to add up
+    most = 10 / sigma + 1 / (2 * sigma**2)  # that a loss can be, but for delta: little noise must not fill the memory
+    grid = max(min(GRID, spread / 10), 1e-5 * most)
     accountant = pld.PLDAccountant(dp.NeighboringRelation.ADD_OR_REMOVE_ONE, value_discretization_interval=grid)
     accountant.compose(dp.PoissonSampledDpEvent(p, dp.GaussianDpEvent(sigma)), releases)
     return float(accountant.get_epsilon(delta))
