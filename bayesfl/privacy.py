@@ -97,7 +97,7 @@ def _composed(sigma: float, p: float, releases: int, delta: float) -> float:
     dp, pld = _accounting()
     spread = p * math.sqrt(math.expm1(min(50.0, sigma**-2)))  # of a release's loss; a tenth of it is fine enough to add up
     most = 10 / sigma + 1 / (2 * sigma**2)  # that a loss can be, but for delta: little noise must not fill the memory
-    grid = max(min(GRID, spread / 10), 1e-5 * most)
+    grid = max(min(GRID, spread / 10), 3e-6 * most)
     accountant = pld.PLDAccountant(dp.NeighboringRelation.ADD_OR_REMOVE_ONE, value_discretization_interval=grid)
     accountant.compose(dp.PoissonSampledDpEvent(p, dp.GaussianDpEvent(sigma)), releases)
     return float(accountant.get_epsilon(delta))
