@@ -236,7 +236,7 @@ class _Run:
         self.secret = rule.secret or secrets.token_bytes(32)
         self.p, self.clients = result.settings.participation, result.data.clients
         self.weights = np.ones(self.clients) if rule.weights is None else np.array(rule.weights)
-        self.releases = repeats + (int(result.history.rows[-1]["releases"]) if result.history.rows else 0)
+        self.releases = repeats + (int(result.history.rows[-1].get("releases", result.round)) if result.history.rows else 0)
 
     def cohort(self, round: int) -> np.ndarray:
         drawn = uniforms(self.secret, b"cohort", round.to_bytes(8, "little"), size=self.clients)

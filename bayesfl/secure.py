@@ -116,7 +116,7 @@ class SecureSum:
 
     A client computes what it adds to the pools' sums, weights multiplied, and masks that. The history says how many numbers were
     `clipped` in a round (the clients' counts travel in the sum) and its `repeats`, how often the clients sent again because one was
-    missing; `bytes_up` counts all of it.
+    missing; `bytes_up` counts all that is sent by those whose reply is taken, eight bytes a number.
 
     Masks take a client time and traffic in proportion to the cohort's size times the model's.
 
@@ -242,7 +242,7 @@ class _Round:
             log.warning("round %d: %d numbers were clipped to +-%g; declare a wider range", self._round, clipped, self._rule.range)
         self._row["clipped"] = int(clipped)
         new = self._server | {name: pool.solve(self._server, name, totals[name]) for name, pool in self._pools.items()}
-        return closed(self._algorithm, new, torch.tensor(sorted(self._own)), Unseen(UNSEEN), self._round)
+        return closed(self._algorithm, new, torch.tensor(sorted(self._own), device=self._device), Unseen(UNSEEN), self._round)
 
     def _sum(self) -> np.ndarray:
         """The sum of those that reply, and of nobody else: sent once more where one of the cohort is missing."""
