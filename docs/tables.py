@@ -1,8 +1,9 @@
-"""Writes the tables of the README, of docs/selection.md, docs/privacy.md and docs/papers from what the commands made: python docs/tables.py.
+"""Writes the tables of the README and of pages under docs from what the commands made: python docs/tables.py.
 
 What is implemented comes from the compositions themselves, the demo's table from benchmarks/results/demo.json (`make demo` writes it to
 runs/demo/table.json), speed from benchmarks/results/engines.json (`make benchmarks`), rules of subnetworks from
-benchmarks/results/selection.json (python benchmarks/selection.py), papers' tables from benchmarks/results/papers.
+benchmarks/results/selection.json (python benchmarks/selection.py), noise from benchmarks/results/privacy.json, papers' tables from
+benchmarks/results/papers.
 """
 
 import json
