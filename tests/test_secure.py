@@ -1,5 +1,6 @@
 """Secure aggregation: the sum is that of an open run to the bound that is stated, and what the server sees of one client says nothing."""
 
+import importlib
 import logging
 import math
 import warnings
@@ -32,6 +33,7 @@ from bayesfl.server import with_optimiser
 from tests.cases import CASES, Case
 
 COARSE = 2.0**-10
+simulation = importlib.import_module("bayesfl.simulate")  # `bf.simulate` is the function
 SIZE = 8 * 16 + 16 + 16 * 3 + 3  # of the fixture's model
 
 
@@ -184,10 +186,13 @@ REFUSED = {"local", "fedpac", "pfedvem", "clustered", "fedem", "d_fedem", "group
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_method_is_taken_or_refused_with_the_remedy(case: Case, model: nn.Module, clients: FederatedData):
-    """Those whose server adds up and no more are taken, and come out as in the open."""
+def test_every_method_is_taken_or_refused_with_the_remedy(
+    case: Case, model: nn.Module, clients: FederatedData, monkeypatch: pytest.MonkeyPatch
+):
+    """Those whose server adds up and no more are taken, and come out as in the open; the others don't begin."""
     algorithm = case(model)
     if case.name in REFUSED or case.options.get("lower") == "group_dro":
+        monkeypatch.setattr(simulation, "run_round", None)
         with pytest.raises(ValueError, match=r"leave aggregation out|bf\.Algorithm\.combine"):
             run(algorithm, clients, aggregation=SecureSum())
         return
@@ -245,6 +250,14 @@ def test_too_few_are_left(model: nn.Module, clients: FederatedData):
     assert found.history["cohort"].tolist() == [0]
     start = fedavg(model).init(7, seed=3, dtype=torch.float64)
     assert torch.equal(found.server["w"]["loc"], start["w"]["loc"])
+
+
+def test_a_minimum_above_two(model: nn.Module, clients: FederatedData):
+    """Is kept to."""
+    plan = lambda round, attempt, ids: {0: Lost(), 5: Lost()}  # noqa: E731
+    for least, cohort in ((5, 5), (6, 0)):
+        options: dict[str, Any] = {"faults": plan, "max_norm": None, "min_clients": least, "rounds": 1}
+        assert run(fedavg(model), clients, aggregation=SecureSum(), **options).history["cohort"].tolist() == [cohort]
 
 
 def test_what_is_clipped_is_counted(model: nn.Module, clients: FederatedData, caplog: pytest.LogCaptureFixture):
