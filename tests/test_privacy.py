@@ -254,6 +254,16 @@ def test_one_client_moves_the_sum_by_no_more(scale: float, model: nn.Module, cli
     assert far == pytest.approx({1e-9: 2e-8, 1e200: 0.0}.get(scale, 0.5 * 2), rel=1e-6)
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_has_no_length_adds_nothing(bad: float, model: nn.Module, clients: FederatedData):
+    """A number that is none, should one come this far."""
+    algorithm, rule = split(model), ClientPrivacy(clip=0.5, noise_multiplier=0)
+    moved = differences(algorithm)
+    moved["body"][4, 3] = bad
+    _, found = release(algorithm, clients, rule, moved, [1, 2, 4, 5])
+    assert torch.equal(found, release(algorithm, clients, rule, moved, [1, 2, 5])[1])
+
+
 @pytest.mark.parametrize("weights", [None, (1.0, 2.0, 0.5, 3.0, 1.0, 0.0, 1.0)])
 def test_the_noise(weights: Any, model: nn.Module, clients: FederatedData):
     """Normal, its standard deviation sigma clip max w over p sum w; other rounds, other secrets and other sums have other noise."""
