@@ -84,6 +84,7 @@ def simulate(
     Raises:
         TypeError: The method, its likelihood, the data, the aggregation or what is resumed are something else.
         ValueError: Something does not fit: the message names it and the remedy.
+        ImportError: `ClientPrivacy` needs dp-accounting, which is not installed.
         CheckpointError: What is resumed was made with another method or on other data, or is damaged.
         DivergenceError: Training left the finite numbers; it carries the result up to the last finite round.
         TooFewClients: A round that is to be repeated had too few replies three times.
