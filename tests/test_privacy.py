@@ -254,6 +254,20 @@ def test_one_client_moves_the_sum_by_no_more(scale: float, model: nn.Module, cli
     assert far == pytest.approx({1e-9: 2e-8, 1e200: 0.0}.get(scale, 0.5 * 2), rel=1e-6)
 
 
+def test_differences_are_from_what_each_client_was_sent(model: nn.Module, clients: FederatedData):
+    """Where a method sends each a block of its own, those who send it back unchanged move nothing."""
+    algorithm, rule = split(model), ClientPrivacy(clip=0.5, noise_multiplier=0)
+    own = torch.arange(1.0, 8.0, dtype=torch.float64)[:, None] / 100
+
+    def share(server: Any, ids: Tensor) -> tuple[Any, Any]:
+        return {"head": server["head"]}, {"body": {"loc": server["body"]["loc"] + own[ids].to(server["body"]["loc"])}}
+
+    still = {"body": own.expand(7, algorithm.layout("body").size), "head": torch.zeros(7, algorithm.layout("head").size).double()}
+    before, after = release(replace(algorithm, share=share), clients, rule, still, range(7))
+    assert_close(before, after, atol=1e-15, rtol=0)
+    assert not torch.equal(*release(algorithm, clients, rule, still, range(7)))
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_what_has_no_length_adds_nothing(bad: float, model: nn.Module, clients: FederatedData):
     """A number that is none, should one come this far."""
