@@ -358,7 +358,7 @@ def test_everyone_unclipped_and_no_noise_is_fedavg(model: nn.Module, clients: Fe
 
 def test_rounds_of_nobody(model: nn.Module, clients: FederatedData):
     """Are rounds of noise, and count; there is nothing to measure before the pool."""
-    rule = ClientPrivacy(clip=1.0, noise_multiplier=1.0)
+    rule = ClientPrivacy(clip=1.0, noise_multiplier=1.0, secret=SECRET)
     found = run(fedavg(model), clients, rule, participation=1e-9, evaluate_every=1)
     assert found.history["cohort"].tolist() == [0, 0, 0]
     assert found.history["releases"].tolist() == [1, 2, 3]
