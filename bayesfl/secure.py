@@ -162,12 +162,12 @@ class SecureSum:
             if _clips(pool):
                 raise ValueError(
                     f"block {name!r} is clipped by the server, which under secure aggregation never sees one client's difference; take the "
-                    "pool inside, and a range that bounds what a client can add, or leave aggregation out"
+                    "pool inside it, or leave aggregation out"
                 )
         if admission.skips and admission.max_norm is not None:
             raise ValueError(
-                f"max_norm={admission.max_norm:g} looks at single clients, which secure aggregation hides; pass max_norm=None and bound "
-                "what a client can add by SecureSum(range=)"
+                f"max_norm={admission.max_norm:g} looks at single clients, which secure aggregation hides; pass max_norm=None: clients "
+                "that keep to the rules clip themselves, to SecureSum(range=)"
             )
         if clients < LEAST or (settings.sampling == "fixed" and settings.fixed_size(clients) < LEAST):
             raise ValueError(
