@@ -48,6 +48,7 @@ examples: $(VENV)/.plain
 	$(BIN)/python benchmarks/fedsi.py --quick
 	$(BIN)/python benchmarks/selection.py --quick
 	$(BIN)/python benchmarks/simplex.py --quick
+	$(BIN)/python benchmarks/privacy.py --quick
 	$(BIN)/python benchmarks/papers/fedsi.py --quick
 	$(BIN)/python benchmarks/papers/perinvfl.py --quick
 
@@ -71,6 +72,7 @@ benchmarks: $(VENV)/.plain
 	$(BIN)/python benchmarks/fedsi.py
 	$(BIN)/python benchmarks/selection.py
 	$(BIN)/python benchmarks/simplex.py
+	$(BIN)/python benchmarks/privacy.py
 
 check: test lint types docs examples wheel
 
@@ -79,11 +81,11 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.plain: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(PIP) -e .
+	$(PIP) -e '.[privacy]'
 	touch $@
 
 $(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(PIP) -e '.[test]'
+	$(PIP) -e '.[test,privacy]'
 	touch $@ $(VENV)/.plain
 
 $(VENV)/.docs: $(VENV)/.test

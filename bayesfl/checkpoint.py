@@ -86,6 +86,13 @@ def held(path: str | os.PathLike[str]) -> list[Path]:
     return [state] if state.is_file() else _rounds(Path(path))
 
 
+def newest(path: str | os.PathLike[str]) -> int:
+    """The round of the newest checkpoint in a folder, whole or not; 0 where there is none."""
+    found = _rounds(Path(path))
+    match = ROUND.fullmatch(found[0].name) if found else None
+    return int(match[1]) if match else 0
+
+
 def read(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> tuple[dict[str, Any], dict[str, Any]]:
     """The meta data and the nest of tensors that `write` put into the folder `path`: of its newest file that is whole.
 

@@ -3,7 +3,8 @@
 import logging
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -15,7 +16,151 @@ from bayesfl.blocks import Algorithm
 from bayesfl.local import DivergenceError
 from bayesfl.protocols import Server, StackedPool, Tensors, Uplink
 
+if TYPE_CHECKING:
+    from bayesfl.result import Result
+
 log = logging.getLogger(__name__)
+
+
+class Adding(Protocol):
+    """How the uplinks of one round are added up."""
+
+    def add(self, ids: np.ndarray, n: Tensor, sent: Mapping[str, Tensors], reported: Uplink) -> None:
+        """The uplinks of a chunk [C, ...] that are taken; what a server would learn of them is the adder's business."""
+        ...
+
+    def server(self) -> Server:
+        """The server's next state, after the last chunk."""
+        ...
+
+    def row(self) -> dict[str, float]:
+        """What the history says of it, once the next state is known; replaces columns of the same name."""
+        ...
+
+
+class Aggregator(Protocol):
+    """How a run draws its cohorts and adds up their uplinks."""
+
+    @property
+    def least(self) -> int:
+        """Replies that a round needs."""
+        ...
+
+    def cohort(self, round: int) -> np.ndarray:
+        """The ids of one round's cohort, ascending."""
+        ...
+
+    def gather(self, server: Server, round: int, cohort: np.ndarray) -> Adding:
+        """Of a round that begins from the state `server`, with all of its cohort, of whom some may not reply."""
+        ...
+
+
+@runtime_checkable
+class Aggregation(Protocol):
+    """What `simulate` is given as `aggregation`."""
+
+    @property
+    def name(self) -> str:
+        """What a resumed run must share; holds no secret."""
+        ...
+
+    @property
+    def sampling(self) -> Literal["poisson"] | None:
+        """How cohorts are drawn, where that is not free."""
+        ...
+
+    def start(self, result: "Result", admission: Admission, *, every: int | None, repeats: int) -> Aggregator:
+        """For a run that goes on from `result`.
+
+        Args:
+            result: Where it begins.
+            admission: Which replies are taken.
+            every: Rounds between checkpoints; None where there are none.
+            repeats: Rounds that a run before has done after `result`, and that are done again.
+
+        Raises:
+            ValueError: The method or the settings don't fit.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Plain:
+    """The server sees every client's uplink."""
+
+    name = "plain"
+    sampling = None
+
+    def start(self, result: "Result", admission: Admission, *, every: int | None, repeats: int) -> Aggregator:
+        """See `Aggregation`."""
+        return PlainRun(result, admission.min_clients)
+
+
+class PlainRun:
+    """See `Aggregator`.
+
+    Args:
+        result: Where the run begins.
+        least: Replies that a round needs.
+    """
+
+    def __init__(self, result: "Result", least: int) -> None:
+        self._algorithm, self._settings, self._clients, self.least = result.algorithm, result.settings, result.data.clients, least
+
+    def cohort(self, round: int) -> np.ndarray:
+        """See `Aggregator`."""
+        return self._settings.cohort(self._clients, round)
+
+    def gather(self, server: Server, round: int, cohort: np.ndarray) -> Adding:
+        """See `Aggregator`."""
+        return Gather(self._algorithm, server, round)
+
+
+class Unseen:
+    """Stands where `combine` expects what single clients sent, and the server has not seen it: whatever is asked of it is refused.
+
+    Args:
+        why: Why it is not there, a sentence's beginning.
+    """
+
+    def __init__(self, why: str) -> None:
+        self._why = why
+
+    def _refuse(self, *asked: Any) -> Any:
+        raise ValueError(
+            f"{self._why}, but the method's `combine` reads {asked[0] if asked else 'them'!r}; take a method whose server only adds up, "
+            "or, where it can do without, dataclasses.replace(algorithm, combine=bf.Algorithm.combine, report=bf.Algorithm.report)"
+        )
+
+    __getitem__ = __contains__ = __iter__ = __len__ = __getattr__ = _refuse
+
+
+def check_combine(algorithm: Algorithm, server: Server, ids: Any, why: str) -> None:
+    """That the method's `combine` does without what single clients sent.
+
+    Raises:
+        ValueError: It does not; `why` begins the sentence that says so.
+    """
+    unseen = Unseen(why)
+    try:
+        algorithm.combine(server, ids, unseen)  # pyright: ignore[reportArgumentType]
+    except (TypeError, IndexError) as error:
+        raise ValueError(f"{why}, and the method's `combine` fails without it: {error}") from error
+
+
+def closed(algorithm: Algorithm, new: Server, ids: Any, uplink: Any, round: int) -> Server:
+    """The server's next state from what its pools made, `new`: changed by the method's `combine`, and checked.
+
+    Raises:
+        DivergenceError: It is not finite.
+        ValueError: The method's `combine` returns something that the server does not have.
+    """
+    changed = algorithm.combine(new, ids, uplink)
+    if unknown := sorted(changed.keys() - new.keys()):
+        raise ValueError(f"`combine` returns {unknown}, which the server does not have; give them a start in `server`")
+    if not all(bool(t.isfinite().all()) for t in tree_leaves(new | changed)):
+        raise DivergenceError(f"the server is no longer finite after round {round}, counted from 0; lower the learning rates", round=round)
+    return new | changed
 
 
 class Gather:
@@ -55,14 +200,11 @@ class Gather:
                 new[name] = pool(self._server, name, uplink)
             else:
                 new[name] = pool.solve(self._server, name, self._totals[name])
-        changed = self._algorithm.combine(new, uplink["ids"], uplink)
-        if unknown := sorted(changed.keys() - new.keys()):
-            raise ValueError(f"`combine` returns {unknown}, which the server does not have; give them a start in `server`")
-        if not all(bool(t.isfinite().all()) for t in tree_leaves(new | changed)):
-            raise DivergenceError(
-                f"the server is no longer finite after round {self._round}, counted from 0; lower the learning rates", round=self._round
-            )
-        return new | changed
+        return closed(self._algorithm, new, uplink["ids"], uplink, self._round)
+
+    def row(self) -> dict[str, float]:
+        """Nothing."""
+        return {}
 
 
 class Gate:
@@ -71,14 +213,14 @@ class Gate:
     Args:
         algorithm: The method.
         server: The state that clients were sent.
-        gather: Where the replies go that are taken.
+        gather: What adds up the replies that are taken.
         admission: Which are.
         round: The round that is on.
         history: Rows of the rounds before.
     """
 
     def __init__(
-        self, algorithm: Algorithm, server: Server, gather: Gather, admission: Admission, round: int, history: Iterable[Mapping[str, Any]]
+        self, algorithm: Algorithm, server: Server, gather: Adding, admission: Admission, round: int, history: Iterable[Mapping[str, Any]]
     ) -> None:
         self._algorithm, self._server, self._gather, self._admission, self._round = algorithm, server, gather, admission, round
         self._earlier = [row["uplink_norm"] for row in history if math.isfinite(row.get("uplink_norm", math.nan))]
@@ -87,7 +229,7 @@ class Gate:
         self.dropped: dict[int, str] = {}
         """Why a client is left out."""
         self.median = math.nan
-        """Of the distances of the replies that were taken; known when closed."""
+        """Of the distances of the replies that were taken, where these are looked at; known when closed."""
 
     def drop(self, client: int, reason: str) -> None:
         """Leaves a client out, whose reply may still be held with the others of its chunk."""
@@ -95,10 +237,9 @@ class Gate:
 
     def hold(self, ids: np.ndarray, n: Tensor, sent: dict[str, Tensors], reported: Uplink) -> None:
         """The replies of a chunk, each looked at on its own before; of clients that were dropped any numbers."""
-        common, addressed = self._algorithm.share(self._server, torch.from_numpy(ids).to(n.device))
-        start = {name: addressed.get(name, common.get(name, {})) for name in sent}
-        norms = distances(sent, start) if sent else torch.zeros(len(ids))
-        self._norms |= dict(zip(ids.tolist(), norms.tolist(), strict=True))
+        if self._admission.max_norm is not None:
+            norms = distances(sent, start(self._algorithm, self._server, ids, n.device, sent)) if sent else torch.zeros(len(ids))
+            self._norms |= dict(zip(ids.tolist(), norms.tolist(), strict=True))
         self._held.append((ids, n, sent, reported))
 
     def close(self) -> list[int]:
@@ -116,6 +257,12 @@ class Gate:
             if (kept := ~np.isin(ids, list(self.dropped))).any():
                 self._gather.add(ids[kept], *(some_rows(tree, kept) for tree in (n, sent, reported)))
         return list(self.dropped)
+
+
+def start(algorithm: Algorithm, server: Server, ids: np.ndarray, device: torch.device, blocks: Iterable[str]) -> dict[str, Tensors]:
+    """Of each block what the server sent to the clients `ids`: the same to all [...], or to each its own [C, ...]."""
+    common, addressed = algorithm.share(server, torch.from_numpy(ids).to(device))
+    return {name: addressed.get(name, common.get(name, {})) for name in blocks}
 
 
 def some_rows(tree: Any, kept: np.ndarray) -> Any:

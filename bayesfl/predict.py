@@ -94,6 +94,11 @@ class Collector:
                 n = int(self._counts[row])
                 self._tensors[name][row, :n] = value[:n]
 
+    @property
+    def empty(self) -> bool:
+        """Whether nobody was added."""
+        return not self._tensors
+
     def predictions(self) -> Predictions:
         """All of them; clients never added have no rows."""
         counts = torch.from_numpy(np.where(self._seen, self._counts, 0))

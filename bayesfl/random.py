@@ -4,8 +4,11 @@ A run therefore uses the same draws whatever the kernel, the chunk size, the num
 or the machine: nothing reads a shared generator. Addresses are hashed by NumPy's `SeedSequence` with a spawn key of fixed
 length (entropy lists collide: [1, 2] equals [1, 2, 0]) into the key of a counter-based Philox generator, and always drawn
 in float32 on the CPU, so that neither the device nor the precision of a run changes what is drawn.
+
+What protects clients must not be a function of a seed that others know: `keyed` reads words from a secret.
 """
 
+import hashlib
 from enum import IntEnum
 
 import numpy as np
@@ -62,3 +65,9 @@ def generator(
         raise ValueError(f"every word of an address must lie within [0, 2**32), got {key}")
     state = np.random.SeedSequence(whole("seed", seed, least=0), spawn_key=key).generate_state(2, np.uint64)
     return np.random.Generator(np.random.Philox(key=state))
+
+
+def keyed(secret: bytes, *address: bytes, size: int) -> np.ndarray:
+    """Words [size], uint64, from SHAKE-256 of a secret and an address: to whoever lacks the secret they are as good as uniform."""
+    text = b"".join(len(part).to_bytes(8, "little") + part for part in (b"bayesfl", secret, *address))
+    return np.frombuffer(hashlib.shake_256(text).digest(8 * size), "<u8").astype(np.uint64)

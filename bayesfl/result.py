@@ -14,6 +14,7 @@ from bayesfl.blocks import Algorithm, flatten
 from bayesfl.checks import instance, number, whole
 from bayesfl.data import FederatedData, Split
 from bayesfl.engine import Engine
+from bayesfl.gather import Plain
 from bayesfl.history import History
 from bayesfl.identity import differences, identity
 from bayesfl.local import Local, chunks, private_rows, write_rows
@@ -34,18 +35,20 @@ class Settings:
         rounds: Rounds in all; schedules read it.
         participation: Expected share of the clients in a cohort, in (0, 1].
         sampling: `fixed` takes max(1, floor(J participation)) clients; `bernoulli` each with that probability, given that at least
-            min(2, J) are in.
+            min(2, J) are in; `poisson` each with that probability, whoever that leaves, drawn from a secret by `ClientPrivacy` alone.
         train: Who trains: the `cohort`, or `all`, of whom only the cohort is gathered.
         seed: Of everything random.
         evaluate_every: Rounds between evaluations; the last round is always evaluated. None: never.
+        aggregation: How uplinks are added up, in words.
     """
 
     rounds: int
     participation: float
-    sampling: Literal["fixed", "bernoulli"]
+    sampling: Literal["fixed", "bernoulli", "poisson"]
     train: Literal["cohort", "all"]
     seed: int
     evaluate_every: int | None
+    aggregation: str = Plain.name
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rounds", whole("rounds", self.rounds, least=1))
@@ -56,17 +59,24 @@ class Settings:
         object.__setattr__(self, "participation", number("participation", self.participation))
         if not 0 < self.participation <= 1:
             raise ValueError(f"participation is a share of the clients and must lie in (0, 1], got {self.participation}")
-        if self.sampling not in ("fixed", "bernoulli"):
+        if self.sampling not in ("fixed", "bernoulli", "poisson"):
             raise ValueError(f"sampling must be 'fixed' or 'bernoulli', got {self.sampling!r}")
         if self.train not in ("cohort", "all"):
             raise ValueError(f"train must be 'cohort' or 'all', got {self.train!r}")
+        instance("aggregation", self.aggregation, str, "it says in words how uplinks are added up")
 
     def fixed_size(self, clients: int) -> int:
         """How many clients a cohort of fixed size has."""
         return max(1, int(clients * self.participation + 1e-9))  # 0.29 * 100 is 28.999...
 
     def cohort(self, clients: int, round: int) -> np.ndarray:
-        """The ids of one round's cohort, ascending."""
+        """The ids of one round's cohort, ascending.
+
+        Raises:
+            ValueError: It is drawn from a secret, which is not here.
+        """
+        if self.sampling == "poisson":
+            raise ValueError("poisson cohorts are drawn by ClientPrivacy from its secret; pass it as aggregation, or another sampling")
         rng = generator(self.seed, Purpose.COHORT, round=round)
         size = self.fixed_size(clients) if self.sampling == "fixed" else _successes(clients, self.participation, min(2, clients), rng)
         return np.sort(rng.permutation(clients)[:size])

@@ -17,7 +17,7 @@ from bayesfl.blocks import Algorithm, flatten
 from bayesfl.data import FederatedData
 from bayesfl.engine import Crew
 from bayesfl.faults import Altered, Fault, Lost, Plan
-from bayesfl.gather import Gate, Gather, some_rows
+from bayesfl.gather import Aggregator, Gate, some_rows
 from bayesfl.local import DivergenceError, Done, Local, chunks, kept_phases, read_rows, write_rows
 from bayesfl.predict import Collector
 from bayesfl.protocols import Uplink, View
@@ -34,6 +34,7 @@ def run_round(
     *,
     declared: Declared,
     admission: Admission,
+    aggregator: Aggregator,
     faults: Plan | None = None,
     attempt: int = 0,
 ) -> tuple[Result, dict[str, Any]]:
@@ -48,6 +49,7 @@ def run_round(
         before: Where predictions of the clients' own models go, as their training left them; None where they are not measured.
         declared: What a client sends, as `Algorithm.uplink` says it.
         admission: Which replies are taken.
+        aggregator: Who is in the cohort, and how their uplinks are added up.
         faults: What goes wrong on purpose.
         attempt: How often this round was tried before.
 
@@ -59,7 +61,8 @@ def run_round(
     algorithm, settings, engine, round = result.algorithm, result.settings, result.engine, result.round
     server, private = result.server, result.private
     local = Local(algorithm, algorithm.phases, engine, data.train, settings.seed, settings.rounds, tolerant=admission.skips)
-    chosen = settings.cohort(data.clients, round)
+    chosen = aggregator.cohort(round)
+    gather = aggregator.gather(server, round, chosen)
     rest = np.setdiff1d(np.arange(data.clients), chosen) if settings.train == "all" else chosen[:0]
     wrong = {} if faults is None else faults(round, attempt, np.concatenate([chosen, rest]))
     lost = [client for client, fault in wrong.items() if isinstance(fault, Lost)]
@@ -67,8 +70,8 @@ def run_round(
         log.warning("round %d: client %d did not reply", round, client)
     absent = int(np.isin(chosen, lost).sum())
     chosen, rest = (np.setdiff1d(group, lost) for group in (chosen, rest))
-    if len(chosen) < admission.min_clients:
-        raise TooFewClients(f"{len(chosen)} clients replied in round {round}, counted from 0, which needs {admission.min_clients}")
+    if len(chosen) < aggregator.least:
+        raise TooFewClients(f"{len(chosen)} clients replied in round {round}, counted from 0, which needs {aggregator.least}")
     # The rest come in chunks of their own, so that whether they are measured does not change who shares a chunk; unmeasured,
     # they leave out the phases whose result would be thrown away.
     size = engine.chunk_size(data.clients, algorithm, result.device)
@@ -87,7 +90,6 @@ def run_round(
         return done, reported, seen, perf_counter() - clock
 
     sent = sum(math.prod(shape) * dtype.itemsize for shape, dtype in declared.values())
-    gather = Gather(algorithm, server, round)
     gate = Gate(algorithm, server, gather, admission, round, result.history) if admission.skips else None
     undo: list[tuple[np.ndarray, View]] = []
     finished: list[Done] = []
@@ -112,8 +114,8 @@ def run_round(
         for ids, old in undo:
             if (out := np.isin(ids, dropped)).any():
                 write_rows(private, ids[out], some_rows(old, out))
-        if len(taken := np.setdiff1d(chosen, dropped)) < admission.min_clients:
-            raise TooFewClients(f"{len(taken)} replies were taken in round {round}, counted from 0, which needs {admission.min_clients}")
+        if len(taken := np.setdiff1d(chosen, dropped)) < aggregator.least:
+            raise TooFewClients(f"{len(taken)} replies were taken in round {round}, counted from 0, which needs {aggregator.least}")
         server = gather.server()
     except BaseException as error:
         for ids, old in undo:
@@ -127,7 +129,7 @@ def run_round(
             before.add(rows[inside], some_rows(part, inside))
     # Predictions ran in the workers, beside training; their share of the time is taken out.
     row: dict[str, Any] = {"round": round + 1, "cohort": len(taken)}
-    row["seconds"] = perf_counter() - start - measuring / min(len(todo), engine.worker_count(result.device))
+    row["seconds"] = perf_counter() - start - measuring / max(1, min(len(todo), engine.worker_count(result.device)))
     for part in ("steps", "batches", "noise"):
         row[f"seconds_{part}"] = sum(done.seconds.get(part, 0.0) for done in finished)
     row |= {"bytes_up": sent * len(chosen), "bytes_down": sum(done.received for done in finished)}
@@ -139,7 +141,7 @@ def run_round(
     row["train_nll"] = float(torch.cat(losses).mean()) if losses else math.nan
     if gate is not None:
         row |= {"lost": absent, "rejected": len(chosen) - len(taken), "uplink_norm": gate.median}
-    return replace(result, round=round + 1, server=server), row
+    return replace(result, round=round + 1, server=server), row | gather.row()
 
 
 def _look(

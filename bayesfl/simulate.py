@@ -11,11 +11,12 @@ from torch.utils._pytree import tree_map
 from bayesfl import predict
 from bayesfl.admission import Admission, attempts
 from bayesfl.blocks import Algorithm
-from bayesfl.checkpoint import claim, held
+from bayesfl.checkpoint import claim, held, newest
 from bayesfl.checks import whole
 from bayesfl.data import FederatedData
 from bayesfl.engine import Crew, Engine
 from bayesfl.faults import Plan
+from bayesfl.gather import Aggregation, Aggregator, Plain
 from bayesfl.history import History
 from bayesfl.likelihood import Bernoulli
 from bayesfl.local import private_rows
@@ -46,6 +47,7 @@ def simulate(
     min_clients: int = 1,
     below_minimum: Literal["skip", "repeat"] = "skip",
     max_norm: float | None = 100.0,
+    aggregation: Aggregation | None = None,
     faults: Plan | None = None,
     progress: bool | None = None,
 ) -> Result:
@@ -72,24 +74,38 @@ def simulate(
         min_clients: Replies that a round needs.
         below_minimum: What becomes of a round with fewer: `skip` leaves all as it was, `repeat` tries again, three times in all.
         max_norm: Where bad clients are skipped, how many times as far as the round's median a client may go from what it was sent.
+        aggregation: How the cohort's uplinks are added up: `bayesfl.secure.SecureSum` or `bayesfl.privacy.ClientPrivacy`; None where the
+            server may see each of them.
         faults: What goes wrong on purpose, see `bayesfl.faults`.
         progress: Whether to show a bar; None where standard error is a terminal.
 
     Raises:
-        TypeError: The method, its likelihood, the data or what is resumed are something else.
+        TypeError: The method, its likelihood, the data, the aggregation or what is resumed are something else.
         ValueError: Something does not fit: the message names it and the remedy.
+        ImportError: `ClientPrivacy` needs dp-accounting, which is not installed.
         CheckpointError: What is resumed was made with another method or on other data, or is damaged.
         DivergenceError: Training left the finite numbers; it carries the result up to the last finite round.
         TooFewClients: A round that is to be repeated had too few replies three times.
     """
     of_a_run(algorithm, clients)
+    aggregation = Plain() if aggregation is None else aggregation
+    if isinstance(aggregation, type) or not isinstance(aggregation, Aggregation):
+        raise TypeError(
+            f"aggregation must be a SecureSum or a ClientPrivacy, got {aggregation!r}; build one, as bayesfl.secure.SecureSum(), or "
+            "leave it out"
+        )
+    if aggregation.sampling is not None and sampling is not None:
+        raise ValueError(
+            f"{type(aggregation).__name__} draws its own cohorts ({aggregation.sampling}), got {sampling!r}; leave sampling out"
+        )
     settings = Settings(
         rounds=rounds,
         participation=participation,
-        sampling=algorithm.sampling if sampling is None else sampling,
+        sampling=aggregation.sampling or (algorithm.sampling if sampling is None else sampling),
         train=algorithm.train if train is None else train,
         seed=seed,
         evaluate_every=evaluate_every,
+        aggregation=aggregation.name,
     )
     if not isinstance(engine, Engine | None):
         raise ValueError(f"engine must be an Engine, got {engine!r}; a kernel is chosen by engine=bf.Engine(kernel=...)")
@@ -105,6 +121,7 @@ def simulate(
         raise ValueError("the data have no test split to evaluate on; give them one, or pass evaluate_every=None")
     if evaluate_every is not None:
         predict.check_tunable(algorithm, clients)
+    repeats = 0
     if resume is None:
         trained = clients.clients if settings.train == "all" else settings.fixed_size(clients.clients)
         engine = engine or Engine()
@@ -115,12 +132,14 @@ def simulate(
     else:
         saved = same_run(resume, algorithm, clients) if isinstance(resume, Result) else load(resume, algorithm, clients, device=device)
         result = _resumed(saved, settings, engine, device, dtype)
+        repeats = 0 if isinstance(resume, Result) else max(0, newest(resume) - saved.round)
     admission = Admission(on_bad_client or ("stop" if faults is None else "skip"), min_clients, below_minimum, max_norm)
     if faults is not None and not admission.skips:
         raise ValueError("faults need on_bad_client='skip': the first of them would stop the run")
     keep = None if checkpoint is None else Keep(checkpoint, every)
+    aggregator = aggregation.start(result, admission, every=None if keep is None else keep.every, repeats=repeats)
     with result.engine.crew(device) as crew:
-        return _rounds(result, clients.to(device, dtype), crew, progress, keep, admission, faults)
+        return _rounds(result, clients.to(device, dtype), crew, progress, keep, admission, aggregator, faults)
 
 
 @dataclass(frozen=True)
@@ -185,19 +204,20 @@ def _rounds(
     progress: bool | None,
     keep: Keep | None,
     admission: Admission,
+    aggregator: Aggregator,
     faults: Plan | None,
 ) -> Result:
     from tqdm import tqdm
 
     settings, declared = result.settings, result.algorithm.uplink(result.dtype)
-    options: dict[str, Any] = {"declared": declared, "admission": admission, "faults": faults}
+    options: dict[str, Any] = {"declared": declared, "admission": admission, "aggregator": aggregator, "faults": faults}
     measure = "personal_accuracy" if data.task == "classification" else "personal_rmse"
     with tqdm(total=settings.rounds, initial=result.round, unit="round", disable=None if progress is None else not progress) as bar:
         while result.round < settings.rounds:
             evaluates = settings.evaluates(result.round)
             result, row, before = _attempts(result, data, crew, evaluates, options)
             if evaluates:
-                if before is not None:
+                if before is not None and not before.empty:
                     row |= {f"before_pool_{key}": value for key, value in before.predictions().summary(data.test).items()}
                 row |= _measure(result, data, crew)
                 bar.set_postfix({measure: f"{row[measure]:.3f}"}, refresh=False)

@@ -1,8 +1,9 @@
-"""Writes the tables of the README, of docs/selection.md and of docs/papers from what the commands made: python docs/tables.py.
+"""Writes the tables of the README and of pages under docs from what the commands made: python docs/tables.py.
 
 What is implemented comes from the compositions themselves, the demo's table from benchmarks/results/demo.json (`make demo` writes it to
 runs/demo/table.json), speed from benchmarks/results/engines.json (`make benchmarks`), rules of subnetworks from
-benchmarks/results/selection.json (python benchmarks/selection.py), papers' tables from benchmarks/results/papers.
+benchmarks/results/selection.json (python benchmarks/selection.py), noise from benchmarks/results/privacy.json, papers' tables from
+benchmarks/results/papers.
 """
 
 import json
@@ -248,6 +249,20 @@ def programs() -> str:
     return f"{ruled(heads, lines)}\n\n{made(saved)}"
 
 
+def privacy() -> str:
+    """Accuracy against epsilon, and what masks cost."""
+    saved = json.loads((RESULTS / "privacy.json").read_text())
+    columns = [
+        report.Column("epsilon", title="epsilon", digits=2),
+        report.Column("epsilon_own", title="epsilon, own rounds", digits=2),
+        report.Column("accuracy", title="accuracy (%)", scale=100.0, digits=1),
+        report.Column("nll", title="NLL (nats)", digits=3),
+        report.Column("megabytes_up", title="MB sent", digits=1),
+        report.Column("seconds", title="seconds", digits=1),
+    ]
+    return f"{report.table(saved['rows'], columns=columns, style='markdown')}\n\n{made(saved)}"
+
+
 def ruled(heads: list[str], lines: list[list[str]]) -> str:
     """A table of texts."""
     return "\n".join("| " + " | ".join(line) + " |" for line in (heads, ["---"] * len(heads), *lines))
@@ -380,6 +395,7 @@ def _claims(rows: dict[str, dict[str, list[float]]], cases: list[str]) -> str:
 PAGES = {
     ROOT / "README.md": (implemented, demo, engines),
     ROOT / "docs" / "selection.md": (selection,),
+    ROOT / "docs" / "privacy.md": (privacy,),
     ROOT / "docs" / "speed.md": (curvature, fedsi_round, programs),
     ROOT / "docs" / "papers" / "fedsi.md": (fedsi,),
     ROOT / "docs" / "papers" / "fedem.md": (fedem,),

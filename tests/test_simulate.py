@@ -17,6 +17,7 @@ import bayesfl as bf
 from bayesfl.admission import Admission
 from bayesfl.checkpoint import CheckpointError
 from bayesfl.energy import Energy
+from bayesfl.gather import PlainRun
 from bayesfl.likelihood import Bernoulli, Gaussian
 from bayesfl.local import _described
 from bayesfl.optim import cosine
@@ -293,7 +294,7 @@ def test_whatever_is_raised_leaves_private_rows_as_they_were(clients, model, whe
     with pytest.raises(error, match=where):
         bf.simulate(made, clients, rounds=2, resume=first, **options)
     with first.engine.crew(first.device) as crew, pytest.raises(error, match=where):
-        run_round(first, clients, crew, None, declared=made.uplink(), admission=Admission())
+        run_round(first, clients, crew, None, declared=made.uplink(), admission=Admission(), aggregator=PlainRun(first, 1))
     assert all(torch.equal(a, b) for a, b in zip(tree_leaves((first.server, first.private)), kept, strict=True))
     fail.clear()
     again = bf.simulate(made, clients, rounds=2, resume=first, **options)

@@ -29,6 +29,7 @@ ORDER = (
     {"local", "checkpoint", "identity"},
     {"predict", "gather"},
     {"result"},
+    {"secure", "privacy"},
     {"rounds"},
     {"simulate"},
     {"report"},
@@ -99,3 +100,4 @@ def test_the_readme_shows_what_was_made():
         sys.path.pop(0)
     readme = (PACKAGE.parent / "README.md").read_text()
     assert all(table() in readme for table in (tables.implemented, tables.demo, tables.engines))
+    assert tables.privacy() in (PACKAGE.parent / "docs" / "privacy.md").read_text()
