@@ -22,7 +22,7 @@ from bayesfl.flower import BadClients, Deployed, client_app, load, records, serv
 from bayesfl.flower.states import States
 from bayesfl.result import Result, Settings
 from tests.cases import CASES, Case
-from tests.flower.grid import LocalGrid
+from tests.flower.grid import Alter, LocalGrid
 
 OPTIONS: dict[str, Any] = {"rounds": 3, "seed": 3, "dtype": torch.float64}
 
@@ -142,6 +142,30 @@ def test_a_damaged_checkpoint_costs_a_round(model: nn.Module, clients: Federated
     with pytest.warns(UserWarning, match="is damaged"):
         found = deploy(algorithm, clients, tmp_path, rounds=6, participation=0.7, checkpoint=tmp_path / "server")
     assert_same(found, tmp_path, simulated(algorithm, clients, rounds=6, participation=0.7))
+
+
+def test_a_run_that_goes_on_spares_what_the_older_checkpoint_names(model: nn.Module, clients: FederatedData, tmp_path: Path):
+    """Killed right after it went on, with the checkpoint that it went on from damaged since: the older one still has its states."""
+    algorithm = method("ditto", model)
+    options: dict[str, Any] = {"checkpoint": tmp_path / "server", "rounds": 6}
+
+    def alter(round: int) -> Alter:
+        def dies(client: int, message: Message, reply: Message) -> Message:
+            if message.metadata.message_type == "train" and asked(message, "round") == round and client == 6:
+                raise Killed
+            return reply
+
+        return dies
+
+    for round in (4, 4):
+        with pytest.raises(Killed):
+            deploy(algorithm, clients, tmp_path, grid_of(algorithm, clients, tmp_path, alter=alter(round)), **options)
+    newest = max((tmp_path / "server").glob("round-*"))
+    assert newest.name == "round-000004.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-100])
+    with pytest.warns(UserWarning, match="is damaged"):
+        found = deploy(algorithm, clients, tmp_path, **options)
+    assert_same(found, tmp_path, simulated(algorithm, clients, rounds=6))
 
 
 def test_clients_keep_what_may_be_asked_for_again(model: nn.Module, clients: FederatedData, tmp_path: Path):
