@@ -390,6 +390,11 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return out
 
 
+def detached(tree: Mapping[str, Any]) -> dict[str, Tensor]:
+    """A nest's tensors under their dotted names, in the order of names: copies on the CPU, contiguous, that share no memory."""
+    return {name: t.detach().cpu().clone(memory_format=torch.contiguous_format) for name, t in sorted(flatten(tree).items())}
+
+
 def nest(flat: Mapping[str, Tensor]) -> dict[str, Any]:
     """Tensors under names joined by dots as the nest that `flatten` took them from.
 

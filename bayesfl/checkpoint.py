@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from bayesfl import digest
-from bayesfl.blocks import flatten, nest
+from bayesfl.blocks import detached, nest
 from bayesfl.files import atomic_path, remove_leftovers
 
 FORMAT = 2
@@ -43,7 +43,7 @@ def write(path: str | os.PathLike[str], meta: Mapping[str, Any], tensors: Mappin
     from safetensors.torch import save_file
 
     folder = _folder(path)
-    flat = {name: t.detach().cpu().clone(memory_format=torch.contiguous_format) for name, t in sorted(flatten(tensors).items())}
+    flat = detached(tensors)
     text = json.dumps({**meta, "format": FORMAT})
     with atomic_path(folder / name) as temporary:
         save_file(flat, str(temporary), metadata={"bayesfl": text, "digest": digest.of_tensors(text, flat)})

@@ -238,7 +238,7 @@ class Gate:
     def hold(self, ids: np.ndarray, n: Tensor, sent: dict[str, Tensors], reported: Uplink) -> None:
         """The replies of a chunk, each looked at on its own before; of clients that were dropped any numbers."""
         if self._admission.max_norm is not None:
-            norms = distances(sent, start(self._algorithm, self._server, ids, n.device, sent)) if sent else torch.zeros(len(ids))
+            norms = distances(sent, was_sent(self._algorithm, self._server, ids, n.device, sent)) if sent else torch.zeros(len(ids))
             self._norms |= dict(zip(ids.tolist(), norms.tolist(), strict=True))
         self._held.append((ids, n, sent, reported))
 
@@ -259,7 +259,7 @@ class Gate:
         return list(self.dropped)
 
 
-def start(algorithm: Algorithm, server: Server, ids: np.ndarray, device: torch.device, blocks: Iterable[str]) -> dict[str, Tensors]:
+def was_sent(algorithm: Algorithm, server: Server, ids: np.ndarray, device: torch.device, blocks: Iterable[str]) -> dict[str, Tensors]:
     """Of each block what the server sent to the clients `ids`: the same to all [...], or to each its own [C, ...]."""
     common, addressed = algorithm.share(server, torch.from_numpy(ids).to(device))
     return {name: addressed.get(name, common.get(name, {})) for name in blocks}

@@ -1,6 +1,7 @@
 """What makes two methods the same as far as a saved state can tell."""
 
 import functools
+import hashlib
 import json
 import math
 import re
@@ -35,6 +36,11 @@ def identity(algorithm: Algorithm) -> dict[str, Any]:
     named["parameters"] = {name: list(p.shape) for name, p in parameters.items()}
     named["constants"] = {name: _plain(t) for name, t in constants.items()}
     return named
+
+
+def fingerprint(algorithm: Algorithm) -> str:
+    """A digest of a method's identity, by which two machines know that they run the same."""
+    return hashlib.sha256(json.dumps(identity(algorithm), sort_keys=True).encode()).hexdigest()
 
 
 def differences(saved: Any, given: Any, path: str = "") -> list[str]:

@@ -32,7 +32,7 @@ from torch import Tensor
 from bayesfl.admission import Admission
 from bayesfl.blocks import Algorithm, flatten
 from bayesfl.checks import number, whole
-from bayesfl.gather import Adding, Aggregator, Unseen, check_combine, closed, start
+from bayesfl.gather import Adding, Aggregator, Unseen, check_combine, closed, was_sent
 from bayesfl.pools import Mean, by_size, equal
 from bayesfl.protocols import Server, Tensors, Uplink
 from bayesfl.random import keyed
@@ -255,7 +255,7 @@ class _Round:
 
     def add(self, ids: np.ndarray, n: Tensor, sent: Mapping[str, Tensors], reported: Uplink) -> None:
         """The clipped differences of a chunk; their sizes `n` are not looked at."""
-        began, came = flatten(start(self._run.algorithm, self._server, ids, n.device, sent)), flatten(sent)
+        began, came = flatten(was_sent(self._run.algorithm, self._server, ids, n.device, sent)), flatten(sent)
         moved = [(came[name].double() - began.get(name, old).double()).flatten(1) for name, old in self._flat.items()]
         for client, *rows in zip(ids.tolist(), *moved, strict=True):
             difference = torch.cat(rows)

@@ -23,6 +23,13 @@ from bayesfl.protocols import Server, View
 from bayesfl.random import Purpose, Stage, generator
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """A precision's name, as `float32`, by which `DTYPES` has it."""
+    return str(dtype).removeprefix("torch.")
+
+
 METHOD = "build one on a model, as bf.algorithms.fedavg(model)"
 FEDERATION = "make one by bf.data.from_arrays(x, y), or by a recipe such as bf.data.iid('digits')"
 
@@ -59,7 +66,8 @@ class Settings:
         object.__setattr__(self, "participation", number("participation", self.participation))
         if not 0 < self.participation <= 1:
             raise ValueError(f"participation is a share of the clients and must lie in (0, 1], got {self.participation}")
-        if self.sampling not in ("fixed", "bernoulli", "poisson"):
+        drawn = ("fixed", "bernoulli") if self.aggregation == Plain.name else ("fixed", "bernoulli", "poisson")
+        if self.sampling not in drawn:
             raise ValueError(f"sampling must be 'fixed' or 'bernoulli', got {self.sampling!r}")
         if self.train not in ("cohort", "all"):
             raise ValueError(f"train must be 'cohort' or 'all', got {self.train!r}")
@@ -287,7 +295,7 @@ class Result:
             "settings": asdict(self.settings),
             "engine": asdict(self.engine),
             "round": self.round,
-            "dtype": str(self.dtype).removeprefix("torch."),
+            "dtype": name_of(self.dtype),
             "novel": self.novel,
             "chosen": self.chosen if self.chosen is not None else self.__dict__.get("tuned"),
             "history": self.history.rows,
@@ -335,7 +343,7 @@ def load(path: str | os.PathLike[str], algorithm: Algorithm, clients: FederatedD
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise checkpoint.CheckpointError(f"{str(path)!r} is no saved run of this version: {type(error).__name__}, {error}") from error
     _check_same(f"{str(path)!r}", made_with, made_on, algorithm, clients)
-    check_state(str(path), algorithm, result.server, result.private, clients=clients.clients, dtype=result.dtype, rows=clients.clients)
+    check_state(str(path), algorithm, result.server, result.private, clients=clients.clients, dtype=result.dtype, stacked=True)
     return result
 
 
@@ -384,9 +392,7 @@ def same_run(result: Result, algorithm: Algorithm, clients: FederatedData) -> Re
     return result
 
 
-def check_state(
-    path: str, algorithm: Algorithm, server: Server, private: View, *, clients: int, dtype: torch.dtype, rows: int | None
-) -> None:
+def check_state(path: str, algorithm: Algorithm, server: Server, private: View, *, clients: int, dtype: torch.dtype, stacked: bool) -> None:
     """That a state has the tensors that the method keeps, in their types and shapes.
 
     What a method holds on the server beyond its blocks may grow along its first axis, as models of clusters do, unless that is of clients.
@@ -398,14 +404,14 @@ def check_state(
         private: Private state.
         clients: How many clients there are.
         dtype: Precision of the run.
-        rows: Of how many clients the private state is, [rows, ...]; None for that of one, [...].
+        stacked: Whether the private state is that of all clients, [J, ...], or of one, [...].
 
     Raises:
         CheckpointError: It has not.
     """
     start, one_more = (algorithm.init(n, dtype=dtype) for n in (clients, clients + 1))
     own = algorithm.rows(start)
-    own = own if rows is None else tree_map(lambda t: t.expand(rows, *t.shape), own)
+    own = tree_map(lambda t: t.expand(clients, *t.shape), own) if stacked else own
     wanted = flatten({"server": start, "private": own})
     found = flatten({"server": server, "private": private})
     more = flatten({"server": {name: entry for name, entry in one_more.items() if name not in algorithm.blocks}})
@@ -427,9 +433,18 @@ def check_state(
         )
 
 
-def _check_same(what: str, made_with: dict[str, Any], made_on: str, algorithm: Algorithm, clients: FederatedData) -> None:
+def check_method(what: str, made_with: dict[str, Any], algorithm: Algorithm) -> None:
+    """That something was made with this method, by its identity.
+
+    Raises:
+        CheckpointError: It was not.
+    """
     if different := differences(made_with, identity(algorithm)):
         raise checkpoint.CheckpointError(f"{what} was made with another algorithm, which differs in {'; '.join(different)}")
+
+
+def _check_same(what: str, made_with: dict[str, Any], made_on: str, algorithm: Algorithm, clients: FederatedData) -> None:
+    check_method(what, made_with, algorithm)
     if made_on != clients.hash:
         raise checkpoint.CheckpointError(
             f"{what} was made on other data (hash {made_on[:12]}, given {clients.hash[:12]}); give the same recipe and seed"

@@ -1,6 +1,6 @@
 """The same algorithms over a real network: Flower carries the messages, `bayesfl[flower]` brings it."""
 
-from bayesfl.flower.client import Refused, client_app
+from bayesfl.flower.client import client_app
 from bayesfl.flower.server import BadClients, Deployed, load, serve, server_app
 
-__all__ = ["BadClients", "Deployed", "Refused", "client_app", "load", "serve", "server_app"]
+__all__ = ["BadClients", "Deployed", "client_app", "load", "serve", "server_app"]

@@ -1,7 +1,5 @@
 """The client's side: an algorithm's local work in answer to messages, on data that never leave."""
 
-import hashlib
-import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +18,7 @@ from bayesfl.data import FederatedData, Split
 from bayesfl.engine import Engine
 from bayesfl.flower import records
 from bayesfl.flower.states import States
-from bayesfl.identity import identity
+from bayesfl.identity import fingerprint
 from bayesfl.local import Local, kept_phases
 from bayesfl.predict import Predictions, finetuned, of_chunk, scores
 from bayesfl.protocols import Server, View
@@ -53,7 +51,7 @@ def client_app(
         device: Where.
 
     Raises:
-        TypeError: The method is none.
+        TypeError: `algorithm` is no Algorithm.
     """
     instance("algorithm", algorithm, Algorithm, METHOD)
     app, engine = ClientApp(), engine or Engine()
@@ -63,9 +61,10 @@ def client_app(
 
     @app.query()
     def hello(message: Message, context: Context) -> Message:
-        client = here(context)
         _same_code(message, algorithm)
+        client = here(context)
         check(algorithm, client.data)
+        client.clean(records.setting(message.content, "experiment", str))
         found = {"client": client.id, "n": int(client.data.train.counts[0]), "validation": client.examples("validation")}
         return Message(RecordDict({"config": ConfigRecord({"protocol": PROTOCOL, **found})}), reply_to=message)
 
@@ -87,11 +86,6 @@ def client_app(
     return app
 
 
-def code(algorithm: Algorithm) -> str:
-    """A digest of what makes two methods the same, by which client and server know each other."""
-    return hashlib.sha256(json.dumps(identity(algorithm), sort_keys=True).encode()).hexdigest()
-
-
 def _same_code(message: Message, algorithm: Algorithm) -> None:
     """That the server speaks of the same method.
 
@@ -101,7 +95,7 @@ def _same_code(message: Message, algorithm: Algorithm) -> None:
     protocol = records.setting(message.content, "protocol", int)
     if protocol != PROTOCOL:
         raise Refused(f"the server speaks protocol {protocol}, this client {PROTOCOL}; install the same version of bayesfl on both")
-    if records.setting(message.content, "algorithm", str) != code(algorithm):
+    if records.setting(message.content, "algorithm", str) != fingerprint(algorithm):
         raise Refused("the server runs another method, or this one with other options; ship the same app to both")
 
 
@@ -115,8 +109,10 @@ class _Order:
         rounds: Of the run.
         seed: Of the run.
         dtype: Precision of the run.
-        base: The round of the state to start from.
-        oldest: The round of the oldest state that may be asked for again.
+        sessions: Of the servers that have run it, the present one last.
+        base: The name of the state to start from; empty for the initial one.
+        named: The states that may be asked for again.
+        keeps: Whether clients have a private state at all.
         sends: Whether the reply is gathered.
         value: What was tuned; NaN for nothing.
         common: What all clients were sent.
@@ -129,8 +125,10 @@ class _Order:
     rounds: int
     seed: int
     dtype: torch.dtype
-    base: int
-    oldest: int
+    sessions: list[str]
+    base: str
+    named: list[str]
+    keeps: bool
     sends: bool
     value: float
     common: Server
@@ -140,9 +138,11 @@ class _Order:
     @classmethod
     def of(cls, message: Message, device: torch.device | str) -> "_Order":
         content = message.content
-        asked: dict[str, Any] = {"experiment": records.setting(content, "experiment", str)}
-        asked |= {"sends": records.setting(content, "sends", bool), "value": records.setting(content, "value", float)}
-        asked |= {key: records.setting(content, key, int) for key in ("round", "rounds", "seed", "base", "oldest")}
+        asked: dict[str, Any] = {key: records.setting(content, key, str) for key in ("experiment", "base")}
+        asked |= {key: records.setting(content, key, bool) for key in ("keeps", "sends")}
+        asked |= {key: records.setting(content, key, int) for key in ("round", "rounds", "seed")}
+        asked |= {key: [str(name) for name in records.setting(content, key, list)] for key in ("sessions", "named")}
+        asked["value"] = records.setting(content, "value", float)
         dtype = DTYPES[records.setting(content, "dtype", str)]
         common, own = (
             nest({name: t.to(device) for name, t in records.unpack(content, part, records.setting(content, f"{part}_digest", str)).items()})
@@ -208,7 +208,7 @@ class _Client:
 
     def train(self, order: _Order) -> RecordDict:
         """A round's local work; the new state is on disk before the reply leaves."""
-        states, own = self._own(order)
+        own = self._own(order)
         local = Local(self.algorithm, self.algorithm.phases, self.engine, self._split("train", order), order.seed, order.rounds)
         phases = None if order.sends else kept_phases(self.algorithm)
         with self.engine.crew(self.device) as crew:
@@ -216,11 +216,12 @@ class _Client:
             (done,) = crew.over(work, lambda given: local.received(self._ids, *given, order.round, phases))
             views = done.views
             reported = self.engine.map(lambda view: self.algorithm.report(done.given, view), views) if order.sends else {}
-        if own:
-            states.write(order.round + 1, {key: views[key] for key in own})
-        states.forget(order.oldest)
+        if order.keeps:
+            states = self._states(order.experiment)
+            states.write(order.round + 1, order.sessions[-1], {key: views[key] for key in own})
+            states.forget(order.round, named=order.named, sessions=order.sessions)
         metrics = MetricRecord()
-        if "nll" in done.info:
+        if order.sends and "nll" in done.info:
             metrics["train_nll"] = float(done.info["nll"].double().mean())
         config: dict[str, Any] = {"protocol": PROTOCOL, "round": order.round}
         out: dict[str, Any] = {"metrics": metrics}
@@ -234,7 +235,7 @@ class _Client:
         given, views = self._personal(order)
         total = scores(self.algorithm, given, views, self._split("train", order), self._split("validation", order), self._ids)
         record, digest = records.pack({"scores": total})
-        return RecordDict({"scores": record, "config": ConfigRecord({"protocol": PROTOCOL, "round": order.round, "digest": digest})})
+        return RecordDict({"scores": record, "config": ConfigRecord({"digest": digest})})
 
     def evaluate(self, order: _Order) -> RecordDict:
         """Predicts its test data, which stay in its folder; the measures go to the server."""
@@ -247,11 +248,11 @@ class _Client:
             (parts,) = of_chunk(self.algorithm, given, views, self._split("train", order), [test], self._ids, self.engine, **address)
             ((_, found),) = parts
             found = {name: t.cpu() for name, t in found.items()}
-            States(self.folder, order.experiment, self.id).write_predictions(order.round, {name: t[0] for name, t in found.items()})
+            self._states(order.experiment).write_predictions(order.round, {name: t[0] for name, t in found.items()})
             predictions = Predictions(mask=torch.ones(1, self.examples("test"), dtype=torch.bool), **found)
-            measures = {key: v for key, v in predictions.summary(self._of_one("test", order).to("cpu")).items() if np.isfinite(v)}
-        config = ConfigRecord({"protocol": PROTOCOL, "round": order.round, "test": self.examples("test")})
-        return RecordDict({"metrics": MetricRecord(dict(measures)), "config": config})
+            summary = predictions.summary(self._of_one("test", order).to("cpu"))
+            measures = {name: summary[name] for name in records.MEASURES if np.isfinite(summary.get(name, np.nan))}
+        return RecordDict({"metrics": MetricRecord(dict(measures))})
 
     @property
     def _ids(self) -> np.ndarray:
@@ -265,17 +266,21 @@ class _Client:
         split = self._of_one(name, order)
         return Split(split.x, split.y, split.index, np.append(np.zeros(self.id, np.int64), split.counts), split.environment)
 
-    def _own(self, order: _Order) -> tuple[States, View]:
+    def clean(self, experiment: str) -> None:
+        """Removes what a killed process of this client has left half-written."""
+        self._states(experiment).clean()
+
+    def _states(self, experiment: str) -> States:
+        return States(self.folder, experiment, self.id)
+
+    def _own(self, order: _Order) -> View:
         """The state to start from, [1, ...]."""
-        states = States(self.folder, order.experiment, self.id)
-        if not self.algorithm.rows(self.algorithm.init(1)):
-            return states, {}
-        own = states.read(order.base) if order.base else order.start
-        return states, tree_map(lambda t: t.to(self.device), own)
+        own = self._states(order.experiment).read(order.base) if order.base and order.keeps else order.start
+        return tree_map(lambda t: t.to(self.device), own)
 
     def _personal(self, order: _Order) -> tuple[Server, View]:
         """What was received, and the client's view of it, fine-tuned where the method says so."""
-        _, own = self._own(order)
+        own = self._own(order)
         address = {"seed": order.seed, "round": order.round, "rounds": order.rounds}
         train = self._split("train", order)
         return finetuned(self.algorithm, order.common, order.addressed, own, train, self.engine, self._ids, **address)

@@ -2,20 +2,52 @@
 
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any
 
+import httpx
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
-from google.protobuf.message import DecodeError
 
-PAUSE = (0.1, 1.0)
-"""Seconds between two looks for replies: the first, and the longest."""
-UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, DecodeError)
-"""What reading a stranger's bytes may raise."""
+FIRST, LONGEST = 0.1, 1.0
+"""Seconds between two looks for replies."""
+
+
+def push(grid: Grid, kind: str, node: int, content: RecordDict, *, timeout: float, group: str) -> str | None:
+    """Sends one message; its id, by which the reply is pulled, or None where the node cannot be reached.
+
+    Args:
+        grid: Flower's.
+        kind: Of message, as `train`.
+        node: Whose it is.
+        content: What is sent.
+        timeout: Seconds after which the node drops it.
+        group: What Flower's own records call these messages.
+    """
+    message = Message(content, dst_node_id=node, message_type=kind, group_id=group, ttl=timeout)
+    return next(iter(grid.push_messages([message])), None)
+
+
+def pull(grid: Grid, id: str) -> RecordDict | str | None:
+    """The reply to a message, in words why there is none, or None where there is none yet.
+
+    One at a time: Flower hands a reply out once, and one that cannot be read would take with it those that come in the same answer.
+
+    Raises:
+        HTTPError, OSError: The SuperLink cannot be reached.
+    """
+    try:
+        for reply in grid.pull_messages([id]):
+            if reply.has_error():
+                return f"its node reports error {reply.error.code}: {_short(reply.error.reason)}"
+            return reply.content
+    except (httpx.HTTPError, OSError):
+        raise
+    except Exception as error:  # whatever a stranger's bytes raise in a reader
+        return f"its reply cannot be read: {type(error).__name__} {_short(error)}"
+    return None
 
 
 def ask(
-    grid: Grid, kind: str, contents: Mapping[int, tuple[int, RecordDict]], *, timeout: float, group: str = ""
+    grid: Grid, kind: str, contents: Mapping[int, tuple[int, RecordDict]], *, timeout: float, group: str
 ) -> Iterator[tuple[int, RecordDict | str]]:
     """Sends a message to each of some clients; each client and its reply as they come, or in words why there is none.
 
@@ -25,47 +57,34 @@ def ask(
         contents: {client: (node, what is sent)}.
         timeout: Seconds until a client that has not replied is given up; its node drops the message then, too.
         group: What Flower's own records call these messages.
+
+    Raises:
+        HTTPError, OSError: The SuperLink cannot be reached.
     """
-    clients = list(contents)
-    messages = [Message(content, dst_node_id=node, message_type=kind, group_id=group, ttl=timeout) for node, content in contents.values()]
-    # One by one: each carries its own tensors, and the transport's requests have limits.
-    pushed = [next(iter(grid.push_messages([message])), None) for message in messages]
-    waiting = {id: client for id, client in zip(pushed, clients, strict=True) if id}
-    for client, id in zip(clients, pushed, strict=True):
-        if not id:
+    waiting: dict[int, str] = {}
+    for client, (node, content) in contents.items():
+        if id := push(grid, kind, node, content, timeout=timeout, group=group):
+            waiting[client] = id
+        else:
             yield client, "its node could not be reached"
-    end, pause = time.monotonic() + timeout, PAUSE[0]
-    while waiting and time.monotonic() < end:
-        found = _pull(grid, list(waiting))
-        for id, reply in found:
-            if (client := waiting.pop(id, None)) is not None:
+    end, pause = time.monotonic() + timeout, FIRST
+    while waiting:
+        came = False
+        for client, id in list(waiting.items()):
+            if (reply := pull(grid, id)) is not None:
+                del waiting[client]
+                came = True
                 yield client, reply
-        pause = PAUSE[0] if found else min(PAUSE[1], 1.5 * pause)
-        if waiting and not found:
+        pause = FIRST if came else min(LONGEST, 1.5 * pause)
+        if time.monotonic() > end:
+            break
+        if waiting and not came:
             time.sleep(min(pause, max(0.0, end - time.monotonic())))
-    for client in waiting.values():
+    for client in waiting:
         yield client, f"it did not reply within {timeout:g} seconds"
 
 
-def _pull(grid: Grid, ids: list[str]) -> list[tuple[str, RecordDict | str]]:
-    """The replies that are there, each with the id of the message that it answers."""
-    try:
-        found = list(grid.pull_messages(ids))
-    except UNREADABLE as error:  # one reply that cannot be read must not cost the others; a lost connection ends the run
-        if len(ids) == 1:
-            return [(ids[0], f"its reply cannot be read: {error}")]
-        return [one for id in ids for one in _pull(grid, [id])]
-    return [(reply.metadata.reply_to_message_id, _content(reply)) for reply in found]
-
-
-def _content(reply: Message) -> RecordDict | str:
-    """What a reply holds, or in words what went wrong."""
-    if reply.has_error():
-        return f"its node reports error {reply.error.code}: {_last_line(reply.error.reason)}"
-    return reply.content
-
-
-def _last_line(reason: Any) -> str:
-    """The end of a reason, where it may be long."""
-    text = str(reason).strip()
+def _short(reason: object) -> str:
+    """The end of a reason on one line, where it may be long."""
+    text = " ".join(str(reason).split())
     return text if len(text) <= 400 else "... " + text[-400:]

@@ -13,12 +13,14 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from torch import Tensor
 
 from bayesfl.admission import Declared
-from bayesfl.blocks import flatten
+from bayesfl.blocks import detached
 
 BLOB, STYPE = "tensors", "bayesfl.safetensors"
 HEADER = 2**16
 """Bytes that a blob may have beyond its tensors, at least; twice what names and shapes take where that is more."""
-T = TypeVar("T", bool, int, float, str)
+MEASURES = ("accuracy", "nll", "ece", "mce", "brier", "macro_f1", "auroc", "rmse", "coverage_50", "coverage_90")
+"""What clients report of their predictions, by the names of `bayesfl.metrics`; of other numbers the server takes no notice."""
+T = TypeVar("T", bool, int, float, str, list)
 
 
 class RecordError(ValueError):
@@ -29,7 +31,7 @@ def pack(tensors: Mapping[str, Any]) -> tuple[ArrayRecord, str]:
     """A nest of tensors as one record, and its digest."""
     from safetensors.torch import save
 
-    blob = save({name: t.detach().cpu().clone(memory_format=torch.contiguous_format) for name, t in flatten(tensors).items()})
+    blob = save(detached(tensors))
     record = ArrayRecord({BLOB: Array(dtype="uint8", shape=(len(blob),), stype=STYPE, data=blob)})
     return record, hashlib.sha256(blob).hexdigest()
 

@@ -11,11 +11,11 @@ from flwr.serverapp import Grid
 
 from bayesfl.admission import PROTOCOL
 from bayesfl.flower import records
-from bayesfl.flower.post import ask
+from bayesfl.flower.post import pull, push
 
 log = logging.getLogger(__name__)
 GREETING = 120.0
-"""Seconds that a node has to say who it is."""
+"""Seconds that a node has to say who it is, before it is asked again."""
 REMIND = 30.0
 """Seconds between two lines that say who is missing, and after which a node that failed is asked again."""
 
@@ -42,27 +42,44 @@ class Roster:
     nodes: dict[int, int] = field(default_factory=dict)
     counts: dict[int, int] = field(default_factory=dict)
     validation: dict[int, int] = field(default_factory=dict)
-    _asked: dict[int, float] = field(default_factory=dict)
+    _again: dict[int, float] = field(default_factory=dict)
+    _pending: dict[int, str] = field(default_factory=dict)
 
-    def wait(self, grid: Grid) -> None:
-        """Until every client's node has said who it is."""
-        said = -REMIND
+    def wait(self, grid: Grid, *, least: int, patience: float | None) -> None:
+        """Until every client's node has said who it is.
+
+        Args:
+            grid: Flower's.
+            least: How many clients must be there.
+            patience: Seconds after which it goes on with those; None for no end.
+        """
+        start, said = time.monotonic(), -REMIND
         while missing := [client for client in range(self.clients) if client not in self.nodes]:
-            if time.monotonic() - said > REMIND:
-                log.warning("waiting for clients %s", missing if len(missing) <= 10 else f"{missing[:10]} and {len(missing) - 10} more")
-                said = time.monotonic()
+            now, names = time.monotonic(), missing if len(missing) <= 10 else f"{missing[:10]} and {len(missing) - 10} more"
+            if patience is not None and now - start > patience and len(self.nodes) >= least:
+                log.warning("going on without clients %s", names)
+                return
+            if now - said > REMIND:
+                log.warning("waiting for clients %s", names)
+                said = now
             if not self.look(grid):
                 time.sleep(1.0)
 
     def look(self, grid: Grid) -> bool:
-        """Asks nodes that are new; whether one of them is a client now."""
-        now, known = time.monotonic(), set(self.nodes.values())
+        """Asks nodes that are new who they are, and hears those that were asked; whether one of them is a client now. Waits for nobody."""
+        now, known, before = time.monotonic(), set(self.nodes.values()), dict(self.nodes)
         there = {node.node_id: bytes(node.public_key).hex() for node in grid.get_nodes()}
-        new = [node for node in sorted(there) if node not in known and now - self._asked.get(node, -REMIND) >= REMIND]
-        self._asked |= dict.fromkeys(new, now)
-        before = dict(self.nodes)
-        contents = {node: (node, RecordDict({"config": ConfigRecord(dict(self.hello))})) for node in new}
-        for node, reply in ask(grid, "query", contents, timeout=GREETING, group="hello"):
+        for node in sorted(there):
+            if node not in known and now >= self._again.get(node, now):
+                content = RecordDict({"config": ConfigRecord(dict(self.hello))})
+                if id := push(grid, "query", node, content, timeout=GREETING, group="hello"):
+                    self._pending[node] = id
+                self._again[node] = now + GREETING
+        for node, id in list(self._pending.items()):
+            if node not in there or (reply := pull(grid, id)) is None:
+                continue
+            del self._pending[node]
+            self._again[node] = now + REMIND
             try:
                 self._bind(node, there[node], reply, there)
             except records.RecordError as error:
@@ -79,11 +96,11 @@ class Roster:
             raise records.RecordError(reply)
         if (protocol := records.setting(reply, "protocol", int)) != PROTOCOL:
             raise records.RecordError(f"it speaks protocol {protocol}, the server {PROTOCOL}")
-        client, n = (records.setting(reply, name, int) for name in ("client", "n"))
+        client, n, validation = (records.setting(reply, name, int) for name in ("client", "n", "validation"))
         if not 0 <= client < self.clients:
             raise records.RecordError(f"it says that it is client {client}, and clients are 0 to {self.clients - 1}")
-        if n < 1:
-            raise records.RecordError(f"client {client} says that it has {n} training examples")
+        if n < 1 or validation < 0:
+            raise records.RecordError(f"client {client} says that it has {n} training and {validation} validation examples")
         if client in self.nodes and self.nodes[client] in there and self.nodes[client] != node:
             raise records.RecordError(f"client {client} is node {self.nodes[client]} already; give every node a client-id of its own")
         if client in self.keys and self.keys[client] != key:
@@ -95,5 +112,4 @@ class Roster:
             log.warning("client %d has %d training examples now, %d before", client, n, self.counts[client])
         if not key:
             log.warning("node %d of client %d has no key: anyone could be this client", node, client)
-        self.keys[client], self.nodes[client], self.counts[client] = key, node, n
-        self.validation[client] = records.setting(reply, "validation", int)
+        self.keys[client], self.nodes[client], self.counts[client], self.validation[client] = key, node, n, validation

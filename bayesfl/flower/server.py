@@ -1,10 +1,14 @@
 """The server's side: rounds over a network, with the simulation's cohorts, draws and sums."""
 
+import contextlib
+import inspect
 import logging
 import os
 import secrets
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -19,20 +23,19 @@ from bayesfl.admission import PROTOCOL, Admission, Message, TooFewClients, attem
 from bayesfl.blocks import Algorithm, nest
 from bayesfl.checks import instance, number, whole
 from bayesfl.flower import records
-from bayesfl.flower.client import code
 from bayesfl.flower.post import ask
 from bayesfl.flower.roster import Roster
+from bayesfl.flower.states import STATE
+from bayesfl.flower.states import name_of as state_name
 from bayesfl.gather import Gate, Gather
 from bayesfl.history import History
-from bayesfl.identity import differences, identity
+from bayesfl.identity import fingerprint, identity
 from bayesfl.local import chunks
 from bayesfl.predict import choose
 from bayesfl.protocols import Server, View
-from bayesfl.result import DTYPES, METHOD, Settings, check_state
+from bayesfl.result import DTYPES, METHOD, Settings, check_method, check_state, name_of
 
 log = logging.getLogger(__name__)
-MEASURES = ("accuracy", "nll", "ece", "mce", "brier", "macro_f1", "auroc", "rmse", "coverage_50", "coverage_90")
-"""What clients may report of their predictions, by the names of `bayesfl.metrics`; of other numbers the server takes no notice."""
 
 
 class BadClients(RuntimeError):
@@ -47,21 +50,23 @@ class Deployed:
         algorithm: The method.
         settings: How the run is made.
         experiment: Its name, by which clients keep their states.
+        sessions: Of the servers that have run it, one after another; the present one last.
         round: Rounds done.
         server: The server's state.
         start: A client's private state at its start.
-        base: Of each client, the round of its last state that was taken; 0 the initial one, [J] int64.
-        history: One row a round, and one more of the final evaluation.
+        base: Of each client the name of its last state that was taken, as `000004-1f6f0c9a`; empty for the initial one.
+        history: One row a round; the last one has the measures of the final evaluation, too.
         dtype: Precision of its state.
     """
 
     algorithm: Algorithm
     settings: Settings
     experiment: str
+    sessions: tuple[str, ...]
     round: int
     server: Server
     start: View
-    base: np.ndarray
+    base: tuple[str, ...]
     history: History = field(default_factory=History)
     dtype: torch.dtype = torch.float32
 
@@ -72,8 +77,15 @@ class Deployed:
 
 
 def server_app(algorithm: Algorithm, **options: Any) -> ServerApp:
-    """A Flower ServerApp that runs `serve` with these options."""
+    """A Flower ServerApp that runs `serve` with these options.
+
+    Where they depend on the run's configuration, call `serve` in a main function of your own.
+
+    Raises:
+        TypeError: `algorithm` is no Algorithm, or `serve` has no such option.
+    """
     instance("algorithm", algorithm, Algorithm, METHOD)
+    inspect.signature(serve).bind(None, algorithm, **options)
     app = ServerApp()
 
     @app.main()
@@ -105,7 +117,7 @@ def serve(
     """Trains a federation over Flower's grid: the same numbers as `simulate` with the same seed, to rounding.
 
     It waits until all clients are there, runs the rounds, and at last has every client predict its test data with the final model. Where
-    the folder of checkpoints holds this experiment, it goes on from the newest one.
+    the folder of checkpoints holds this experiment, it goes on from the newest one, after `timeout` seconds without those who are missing.
 
     Args:
         grid: Flower's, as a ServerApp gets it.
@@ -127,27 +139,33 @@ def serve(
         every: Rounds between checkpoints; the last round always makes one.
 
     Raises:
-        TypeError: The method is none.
-        ValueError: An option is outside its range, or the method tunes a number and no client has validation data.
+        TypeError: `algorithm` is no Algorithm.
+        ValueError: An option is outside its range, another server is at work on the folder, or the method tunes a number and no client has
+            validation data.
         CheckpointError: The folder holds another run.
         BadClients: A reply is missing or bad and that stops the run.
         TooFewClients: A round that is to be repeated had too few replies three times.
         DivergenceError: The server's state is no longer finite.
+        HTTPError, OSError: The SuperLink cannot be reached.
     """
     instance("algorithm", algorithm, Algorithm, METHOD)
-    settings = Settings(rounds, participation, sampling or algorithm.sampling, train or algorithm.train, seed, None)
+    drawn, trained = algorithm.sampling if sampling is None else sampling, algorithm.train if train is None else train
+    settings = Settings(rounds, participation, drawn, trained, seed, None)
     admission = Admission(on_bad_client, min_clients, below_minimum, max_norm)
     whole("clients", clients, least=1)
     whole("every", every, least=1)
+    if settings.seed >= 2**63:
+        raise ValueError(f"seed must be below 2**63, which a message can hold, got {seed}")
     if not number("timeout", timeout) > 0:
         raise ValueError(f"timeout is in seconds and must be > 0, got {timeout}")
-    if not isinstance(dtype, torch.dtype) or str(dtype).removeprefix("torch.") not in DTYPES:
+    if dtype not in DTYPES.values():
         raise ValueError(f"dtype must be a floating-point type such as torch.float32, got {dtype!r}")
-    run = _Run(grid, admission, float(timeout), checkpoint, every)
-    state = run.begin(algorithm, settings, clients, dtype)
-    while state.round < settings.rounds:
-        state = run.round(state)
-    return run.evaluate(state)
+    with contextlib.nullcontext() if checkpoint is None else _alone(Path(checkpoint)):
+        run = _Run(grid, admission, float(timeout), checkpoint, every)
+        state = run.begin(algorithm, settings, clients, dtype)
+        while state.round < settings.rounds:
+            state = run.round(state)
+        return run.evaluate(state)
 
 
 def load(folder: str | os.PathLike[str], algorithm: Algorithm) -> Deployed:
@@ -158,9 +176,33 @@ def load(folder: str | os.PathLike[str], algorithm: Algorithm) -> Deployed:
         algorithm: The method it was made with.
 
     Raises:
+        TypeError: `algorithm` is no Algorithm.
         CheckpointError: There is none, it is damaged, or it was made with another method.
     """
     return _read(folder, algorithm)[0]
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Keeps other servers out of a folder of checkpoints; the system lifts the lock when the process ends, however it ends.
+
+    Raises:
+        ValueError: There is one, or a file is where the folder should be.
+    """
+    checkpoint.claim(folder, resumed=True)
+    try:
+        import fcntl
+    except ImportError:  # where files have no such locks
+        yield
+        return
+    with (folder / "lock").open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ValueError(
+                f"checkpoint folder {str(folder)!r} is in use by another server; stop that one first, or take another folder"
+            ) from error
+        yield
 
 
 @dataclass
@@ -181,36 +223,34 @@ class _Run:
     folder: str | os.PathLike[str] | None
     every: int
     roster: Roster = field(init=False)
-    kept: list[np.ndarray] = field(init=False)
-    """`base` of the checkpoints that are kept, the newest first."""
+    kept: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    """`base` of each checkpoint that is kept, by its round."""
 
     def begin(self, algorithm: Algorithm, settings: Settings, clients: int, dtype: torch.dtype) -> Deployed:
-        """The state to go on from, and all clients there."""
+        """The state to go on from, and the clients there."""
         keys: dict[int, str] = {}
-        self.kept = []
-        if self.folder is not None and checkpoint.held(self.folder):
-            state, meta = _read(self.folder, algorithm)
-            keys = {int(client): str(key) for client, key in meta["keys"].items()}
+        goes_on = self.folder is not None and bool(checkpoint.held(self.folder))
+        session = secrets.token_hex(4)
+        if self.folder is not None and goes_on:
+            state, keys = _read(self.folder, algorithm)
             state = _resumed(state, settings, clients, dtype)
+            state = replace(state, sessions=(*state.sessions, session))
             log.info("going on after round %d of experiment %s", state.round, state.experiment)
-            self.kept = _bases(self.folder, clients)
+            self.kept = _bases(self.folder)
         else:
             server = algorithm.init(clients, seed=settings.seed, dtype=dtype)
-            base = np.zeros(clients, np.int64)
-            state = Deployed(algorithm, settings, secrets.token_hex(8), 0, server, algorithm.rows(server), base, dtype=dtype)
-        if self.folder is not None:
-            checkpoint.claim(self.folder, resumed=True)
-        hello = {"protocol": PROTOCOL, "algorithm": code(algorithm)}
+            start, base = algorithm.rows(server), ("",) * clients
+            state = Deployed(algorithm, settings, secrets.token_hex(8), (session,), 0, server, start, base, dtype=dtype)
+        hello = {"protocol": PROTOCOL, "algorithm": fingerprint(algorithm), "experiment": state.experiment}
         self.roster = Roster(clients, hello, keys)
-        self.roster.wait(self.grid)
+        self.roster.wait(self.grid, least=self.admission.min_clients, patience=self.timeout if goes_on else None)
         predictor = algorithm.predictor
         if predictor is not None and len(predictor.grid) > 1 and not sum(self.roster.validation.values()):
             raise ValueError(
                 f"{predictor.tunes} is chosen on validation data, and no client has any: give them some, or give the method a number, as "
                 f"{predictor.tunes}=1.0"
             )
-        if self.folder is not None and not checkpoint.held(self.folder):
-            self._save(state)  # the experiment's name and the clients' keys, before anything depends on them
+        self._save(state)  # experiment, session and keys, before anything depends on them
         return state
 
     def round(self, state: Deployed) -> Deployed:
@@ -229,37 +269,40 @@ class _Run:
         start = time.perf_counter()
         algorithm, settings, round = state.algorithm, state.settings, state.round
         chosen = settings.cohort(state.clients, round)
-        working = np.arange(state.clients) if settings.train == "all" else chosen
+        senders = set(chosen.tolist())
         declared = algorithm.uplink(state.dtype)
         most = records.most_bytes(declared)
         gather = Gather(algorithm, state.server, round)
         gate = Gate(algorithm, state.server, gather, self.admission, round, state.history)
         replies: dict[int, dict[str, Tensor]] = {}
         acknowledged: set[int] = set()
-        lost, losses, up = 0, [], 0
-        contents = self._orders(state, working, set(chosen.tolist()))
-        down = sum(_size(content) for _, content in contents.values())
-        for client, reply in ask(self.grid, "train", contents, timeout=self.timeout, group=f"{round}.{attempt}"):
+        losses: dict[int, float] = {}
+        lost, up = 0, 0
+        self.roster.look(self.grid)
+        orders = self._orders(state, np.arange(state.clients) if settings.train == "all" else chosen, senders)
+        down = sum(_size(content) for _, content in orders.values())
+        for client, reply in self._ask("train", orders, group=f"{round}.{attempt}"):
             if isinstance(reply, str):
-                lost += client in chosen
+                lost += client in senders
                 gate.drop(client, reply)
                 continue
             try:
                 up += _size(reply)
-                message = _message(reply, most) if client in chosen else _acknowledgement(reply)
-                reason = objection(message, declared if client in chosen else {}, round)
+                message = _message(reply, most) if client in senders else _acknowledgement(reply)
+                reason = objection(message, declared if client in senders else {}, round)
             except records.RecordError as error:
                 reason = str(error)
             else:
                 replies[client] = dict(message.tensors)
-                losses += [(client, loss)] if client in chosen and (loss := _measure(reply, "train_nll")) is not None else []
+                if (loss := _measure(reply, "train_nll")) is not None:
+                    losses[client] = loss
             if reason:
                 gate.drop(client, reason)
             else:
                 acknowledged.add(client)
-        came = [client for client in chosen.tolist() if client in acknowledged]
+        came = sorted(senders & acknowledged)
         if came:
-            counts = np.array([self.roster.counts[client] for client in range(state.clients)])
+            counts = np.array([self.roster.counts.get(client, 0) for client in range(state.clients)])
             (order,) = chunks(np.array(came), counts, len(came))
             rows = nest({name: torch.stack([replies[client][name] for client in order.tolist()]) for name in declared})
             sent = {name: rows.pop(name) for name, block in algorithm.blocks.items() if block.pool}
@@ -273,9 +316,9 @@ class _Run:
                 f"{len(taken)} replies were taken in round {round}, counted from 0, which needs {self.admission.min_clients}"
             )
         server = gather.server()
-        base = state.base.copy()
-        base[sorted(acknowledged - set(dropped))] = round + 1
-        inside = [loss for client, loss in losses if client in taken]
+        made, known = state_name(round + 1, state.sessions[-1]), acknowledged - set(dropped)
+        base = tuple(made if client in known else name for client, name in enumerate(state.base))
+        inside = [losses[client] for client in taken if client in losses]
         row: dict[str, Any] = {
             "round": round + 1,
             "cohort": len(taken),
@@ -292,34 +335,42 @@ class _Run:
     def evaluate(self, state: Deployed) -> Deployed:
         """The final model down, every client's predictions made where its data are, and the mean of what they measured."""
         predictor, value = state.algorithm.predictor, float("nan")
-        everyone = np.arange(state.clients)
         self.roster.look(self.grid)
         if predictor is not None and predictor.grid:
-            value = predictor.grid[0] if len(predictor.grid) == 1 else self._tuned(state, everyone)
+            try:
+                value = predictor.grid[0] if len(predictor.grid) == 1 else self._tuned(state)
+            except ValueError as error:
+                log.warning("nothing is predicted: %s", error)
+                return state
         found: dict[str, list[float]] = {}
-        orders = self._orders(state, everyone, set(), value=value)
-        for client, reply in ask(self.grid, "evaluate", orders, timeout=self.timeout, group="evaluate"):
+        orders = self._orders(state, np.arange(state.clients), set(), value=value)
+        for client, reply in self._ask("evaluate", orders, group="evaluate"):
             if isinstance(reply, str):
                 log.warning("client %d did not predict: %s", client, reply)
                 continue
-            for name in MEASURES:
+            for name in records.MEASURES:
                 if (measure := _measure(reply, name)) is not None:
                     found.setdefault(f"personal_{name}", []).append(measure)
         if found:
-            last = state.history.rows[-1] if len(state.history) else {}
+            last = state.history.rows[-1]
             last |= {name: float(np.mean(values)) for name, values in found.items()} | {"evaluated": max(map(len, found.values()))}
+            last |= {} if np.isnan(value) else {"tuned": value}
             log.info("evaluation: %s", ", ".join(f"{k} {v:.4g}" for k, v in last.items() if k.startswith("personal_")))
             self._save(state)
         return state
 
-    def _tuned(self, state: Deployed, everyone: np.ndarray) -> float:
-        """The number that the method's predictor tunes, from sums over the clients' validation data."""
+    def _tuned(self, state: Deployed) -> float:
+        """The number that the method's predictor tunes, from sums over the clients' validation data.
+
+        Raises:
+            ValueError: No client has said how good the candidates are, or none is any good.
+        """
         predictor = state.algorithm.predictor
         assert predictor is not None
         total, examples = torch.zeros(len(predictor.grid), dtype=torch.float64), 0
-        asked = np.array([client for client in everyone.tolist() if self.roster.validation.get(client)])
+        asked = np.array([client for client, n in sorted(self.roster.validation.items()) if n])
         wanted = {"scores": ((len(predictor.grid),), torch.float64)}
-        for client, reply in ask(self.grid, "evaluate.tune", self._orders(state, asked, set()), timeout=self.timeout, group="tune"):
+        for client, reply in self._ask("evaluate.tune", self._orders(state, asked, set()), group="tune"):
             try:
                 if isinstance(reply, str):
                     raise records.RecordError(reply)
@@ -327,42 +378,54 @@ class _Run:
                 shapes = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
                 if shapes != wanted:
                     raise records.RecordError(f"it sent {shapes}, not {wanted}")
+                if bool((tensors["scores"].isnan() | tensors["scores"].isneginf()).any()):
+                    raise records.RecordError("its scores are not numbers")
             except records.RecordError as error:
                 log.warning("client %d has no part in tuning %s: %s", client, predictor.tunes, error)
                 continue
             total += tensors["scores"]
             examples += self.roster.validation[client]
+        if not examples:
+            raise ValueError(f"no client has scored the candidates for {predictor.tunes}")
         return choose(predictor, total, examples)
+
+    def _ask(self, kind: str, orders: dict[int, tuple[int, RecordDict]], *, group: str) -> Iterator[tuple[int, RecordDict | str]]:
+        """Each client and its reply, or why there is none."""
+        yield from ask(self.grid, kind, {c: order for c, order in orders.items() if order[0]}, timeout=self.timeout, group=group)
+        for client, (node, _) in orders.items():
+            if not node:
+                yield client, "its node has not come"
 
     def _orders(
         self, state: Deployed, ids: np.ndarray, senders: set[int], *, value: float = float("nan")
     ) -> dict[int, tuple[int, RecordDict]]:
-        """{client: (node, what it is told)}; the tensors for all are the same bytes."""
-        self.roster.look(self.grid)
+        """{client: (node, or 0 where there is none, what it is told)}; the tensors for all are the same bytes."""
         algorithm = state.algorithm
         common, addressed = algorithm.share(state.server, torch.from_numpy(ids))
         given = algorithm.given(common, state.round, state.settings.rounds)
-        oldest = np.minimum.reduce([state.base, *self.kept])
         shared, digest = records.pack({name: t for name, t in given.items() if name not in ("round", "rounds")})
         told = {
             "protocol": PROTOCOL,
-            "algorithm": code(algorithm),
+            "algorithm": fingerprint(algorithm),
             "experiment": state.experiment,
+            "sessions": list(state.sessions),
             "round": state.round,
             "rounds": state.settings.rounds,
             "seed": state.settings.seed,
-            "dtype": str(state.dtype).removeprefix("torch."),
+            "dtype": name_of(state.dtype),
             "value": value,
+            "keeps": bool(state.start),
             "common_digest": digest,
         }
         orders: dict[int, tuple[int, RecordDict]] = {}
         for place, client in enumerate(ids.tolist()):
-            base = int(state.base[client])
+            base = state.base[client]
             start = {} if base else tree_map(lambda t: t[None], state.start)
             own, digest = records.pack({"addressed": tree_map(lambda t, i=place: t[i : i + 1], addressed), "start": start})
-            config = {**told, "base": base, "oldest": int(oldest[client]), "sends": client in senders, "own_digest": digest}
+            named = sorted({base, *(names[client] for names in self.kept.values())} - {""})
+            config = {**told, "base": base, "named": named, "sends": client in senders, "own_digest": digest}
             content = RecordDict({"config": ConfigRecord(config), "common": shared, "own": own})
-            orders[client] = (self.roster.nodes[client], content)
+            orders[client] = (self.roster.nodes.get(client, 0), content)
         return orders
 
     def _save(self, state: Deployed) -> None:
@@ -371,19 +434,20 @@ class _Run:
         meta = {
             "settings": asdict(state.settings),
             "experiment": state.experiment,
+            "sessions": state.sessions,
             "round": state.round,
-            "dtype": str(state.dtype).removeprefix("torch."),
-            "base": state.base.tolist(),
+            "dtype": name_of(state.dtype),
+            "base": state.base,
             "keys": self.roster.keys,
             "history": state.history.rows,
             "algorithm": identity(state.algorithm),
         }
         checkpoint.write_round(self.folder, state.round, meta, {"server": state.server, "start": state.start})
-        self.kept = [state.base, *self.kept][: checkpoint.KEPT]
+        self.kept = dict(sorted((self.kept | {state.round: state.base}).items())[-checkpoint.KEPT :])
 
 
-def _read(folder: str | os.PathLike[str], algorithm: Algorithm) -> tuple[Deployed, dict[str, Any]]:
-    """The newest checkpoint of a deployed federation, and its meta data.
+def _read(folder: str | os.PathLike[str], algorithm: Algorithm) -> tuple[Deployed, dict[int, str]]:
+    """The newest checkpoint of a deployed federation, and the keys of its clients' nodes.
 
     Raises:
         CheckpointError: There is none, it is damaged, or it was made with another method.
@@ -391,29 +455,30 @@ def _read(folder: str | os.PathLike[str], algorithm: Algorithm) -> tuple[Deploye
     instance("algorithm", algorithm, Algorithm, METHOD)
     meta, tensors = checkpoint.read(folder)
     try:
-        made_with = meta["algorithm"]
+        made_with, keys = meta["algorithm"], {int(client): str(key) for client, key in meta["keys"].items()}
         state = Deployed(
             algorithm,
             Settings(**meta["settings"]),
             str(meta["experiment"]),
+            tuple(map(str, meta["sessions"])),
             whole("round", meta["round"], least=0),
             tensors["server"],
             tensors.get("start", {}),
-            np.array([whole("base", base, least=0) for base in meta["base"]], np.int64),
+            tuple(map(str, meta["base"])),
             History(meta["history"]),
             DTYPES[meta["dtype"]],
         )
-        dict(meta["keys"])
-        if not state.base.max(initial=0) <= state.round <= state.settings.rounds:
-            raise ValueError(f"round {state.round} of {state.settings.rounds}")
+        if not (all(STATE.fullmatch(name) for name in state.base if name) and state.base and state.sessions):
+            raise ValueError("base must name states")
+        if state.round > state.settings.rounds or len(state.history) != state.round:
+            raise ValueError(f"round {state.round} of {state.settings.rounds} with a history of {len(state.history)}")
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise checkpoint.CheckpointError(
             f"{str(folder)!r} is no checkpoint of a deployed federation: {type(error).__name__}, {error}"
         ) from error
-    if different := differences(made_with, identity(algorithm)):
-        raise checkpoint.CheckpointError(f"{str(folder)!r} was made with another algorithm, which differs in {'; '.join(different)}")
-    check_state(str(folder), algorithm, state.server, state.start, clients=state.clients, dtype=state.dtype, rows=None)
-    return state, meta
+    check_method(repr(str(folder)), made_with, algorithm)
+    check_state(str(folder), algorithm, state.server, state.start, clients=state.clients, dtype=state.dtype, stacked=False)
+    return state, keys
 
 
 def _resumed(saved: Deployed, settings: Settings, clients: int, dtype: torch.dtype) -> Deployed:
@@ -432,15 +497,13 @@ def _resumed(saved: Deployed, settings: Settings, clients: int, dtype: torch.dty
     return replace(saved, settings=settings)
 
 
-def _bases(folder: str | os.PathLike[str], clients: int) -> list[np.ndarray]:
-    """`base` of every checkpoint in a folder that can be read."""
-    found = []
+def _bases(folder: str | os.PathLike[str]) -> dict[int, tuple[str, ...]]:
+    """`base` of every checkpoint in a folder that can be read, by its round."""
+    found: dict[int, tuple[str, ...]] = {}
     for file in checkpoint.held(folder):
-        try:
+        with contextlib.suppress(checkpoint.CheckpointError, KeyError, TypeError, ValueError):
             meta, _ = checkpoint.read_file(file)
-        except checkpoint.CheckpointError:
-            continue
-        found.append(np.array(meta["base"], np.int64).reshape(clients))
+            found[int(meta["round"])] = tuple(map(str, meta["base"]))
     return found
 
 

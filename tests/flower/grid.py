@@ -60,10 +60,8 @@ class LocalGrid(Grid):
             self.sent.append(message)
             ids.append(id)
             client = self.ids.get(node, node - 100)
-            config = {"client-id": client, "state-dir": str(self.folder / f"node-{node}")}
-            context = Context(run_id=1, node_id=node, node_config=config, state=RecordDict(), run_config={})
             try:
-                reply: Message | None = self.apps[node](message, context)
+                reply: Message | None = self.apps[node](message, self.context(node))
             except Exception as error:
                 reply = Message(Error(code=2, reason=f"{type(error)}:<'{error}'>"), reply_to=message)
             if self.alter is not None and reply is not None:
@@ -71,6 +69,11 @@ class LocalGrid(Grid):
             if reply is not None:
                 self.replies[id] = reply
         return ids
+
+    def context(self, node: int) -> Context:
+        """What a node's ClientApp knows of it."""
+        config = {"client-id": self.ids.get(node, node - 100), "state-dir": str(self.folder / f"node-{node}")}
+        return Context(run_id=1, node_id=node, node_config=config, state=RecordDict(), run_config={})
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         return [self.replies.pop(id) for id in list(message_ids) if id in self.replies]

@@ -1,7 +1,7 @@
 """Over a network: every algorithm's numbers are the simulation's, and what goes wrong on the way costs the others nothing."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +45,9 @@ def deploy(algorithm: bf.Algorithm, clients: FederatedData, folder: Path, grid: 
 def private(deployed: Deployed, folder: Path) -> dict[str, Tensor]:
     """The states of all clients as the server knows them, [J, ...]."""
     rows = []
-    for client, base in enumerate(deployed.base.tolist()):
+    for client, base in enumerate(deployed.base):
         if base:
-            file = folder / f"node-{100 + client}" / deployed.experiment / f"client-{client}" / f"state-{base:06d}.safetensors"
+            file = folder / f"node-{100 + client}" / deployed.experiment / f"client-{client}" / f"state-{base}.safetensors"
             rows.append(flatten(checkpoint.read_file(file)[1]))
         else:
             rows.append({name: t[None] for name, t in flatten(deployed.start).items()})
@@ -174,11 +174,76 @@ def test_clients_keep_what_may_be_asked_for_again(model: nn.Module, clients: Fed
     found = deploy(algorithm, clients, tmp_path, rounds=6, checkpoint=tmp_path / "server", every=2)
     for client in range(clients.clients):
         folder = tmp_path / f"node-{100 + client}" / found.experiment / f"client-{client}"
-        assert sorted(file.name for file in folder.glob("state-*")) == [f"state-00000{round}.safetensors" for round in (2, 3, 4, 5, 6)]
-    # When round 6 was asked for, the checkpoints after rounds 2 and 4 were kept.
+        assert sorted(rounds_of(file.name for file in folder.glob("state-*"))) == [2, 4, 5, 6]
+    # When round 6 was asked for, the checkpoints after rounds 2 and 4 were kept, and 5 was where to start.
     alone = deploy(algorithm, clients, tmp_path / "alone", rounds=6)
     folder = tmp_path / "alone" / "node-100" / alone.experiment / "client-0"
-    assert sorted(file.name for file in folder.glob("state-*")) == ["state-000005.safetensors", "state-000006.safetensors"]
+    assert sorted(rounds_of(file.name for file in folder.glob("state-*"))) == [5, 6]
+
+
+def test_a_client_that_is_never_taken_keeps_little(model: nn.Module, clients: FederatedData, tmp_path: Path):
+    """Its states of other rounds are nobody's."""
+    algorithm = method("ditto", model)
+
+    def alter(client: int, message: Message, reply: Message) -> Message:
+        return changed(reply, round=99) if client == 2 and message.metadata.message_type == "train" else reply
+
+    found = deploy(algorithm, clients, tmp_path, grid_of(algorithm, clients, tmp_path, alter=alter), rounds=8)
+    assert found.base[2] == ""
+    folder = tmp_path / "node-102" / found.experiment / "client-2"
+    assert rounds_of(file.name for file in folder.glob("state-*")) == [8]
+
+
+def test_what_a_dead_server_asked_for_comes_late(model: nn.Module, clients: FederatedData, tmp_path: Path):
+    """A client that finishes an old order after the new server's does not spoil the state that the new one took."""
+    algorithm, late = method("ditto", model), []
+    grid = grid_of(algorithm, clients, tmp_path)
+
+    def dies(client: int, message: Message, reply: Message) -> Message | None:
+        if message.metadata.message_type != "train":
+            return reply
+        if asked(message, "round") == 0 and client == 2:
+            return None
+        if asked(message, "round") == 1 and client == 2:
+            late.append(message)
+        if asked(message, "round") == 2:
+            raise Killed
+        return reply
+
+    options: dict[str, Any] = {"rounds": 4, "checkpoint": tmp_path / "server", "every": 4, "timeout": 0.3}
+    grid.alter = dies
+    with pytest.raises(Killed):
+        deploy(algorithm, clients, tmp_path, grid, **options)
+
+    def comes_late(client: int, message: Message, reply: Message) -> Message:
+        if message.metadata.message_type == "train" and asked(message, "round") == 1 and client == 2:
+            grid.apps[102](late[0], grid.context(102))  # the old order, done after the new one
+        return reply
+
+    grid.alter = comes_late
+    found = deploy(algorithm, clients, tmp_path, grid, **options)
+    assert_same(found, tmp_path, simulated(algorithm, clients, rounds=4))
+
+
+def test_one_server_a_folder(model: nn.Module, clients: FederatedData, tmp_path: Path):
+    """A second one is refused while the first is at work."""
+    algorithm, refused = method("fedavg", model), []
+
+    def alter(client: int, message: Message, reply: Message) -> Message:
+        if message.metadata.message_type == "train" and not refused:
+            with pytest.raises(ValueError, match="is in use by another server"):
+                deploy(algorithm, clients, tmp_path, checkpoint=tmp_path / "server")
+            refused.append(client)
+        return reply
+
+    deploy(algorithm, clients, tmp_path, grid_of(algorithm, clients, tmp_path, alter=alter), checkpoint=tmp_path / "server")
+    assert refused == [0]
+    deploy(algorithm, clients, tmp_path, checkpoint=tmp_path / "server")
+
+
+def rounds_of(names: Iterable[str]) -> list[int]:
+    """The rounds in names of states."""
+    return [int(name.removeprefix("state-")[:6]) for name in names if name]
 
 
 def changed(reply: Message, **config: Any) -> Message:
@@ -212,7 +277,7 @@ def blob(reply: Message, change: Callable[[bytes], bytes]) -> Message:
     return reply
 
 
-def only(reply: Message, name: str) -> Message:
+def lacking(reply: Message, name: str) -> Message:
     """A reply that lacks a record."""
     del reply.content[name]
     return reply
@@ -232,8 +297,8 @@ BAD: dict[str, tuple[Callable[[Message], Message | None], str]] = {
     "far": (lambda reply: packed(reply, first(lambda t: t + 1e6)), "from what it was sent, more than"),
     "large": (lambda reply: packed(reply, lambda t: {**t, "more": torch.zeros(10**6)}), "more than the"),
     "damaged": (lambda reply: blob(reply, lambda data: data[:-1] + bytes([data[-1] ^ 1])), "its digest does not match"),
-    "no tensors": (lambda reply: only(reply, "up"), "is not one blob of tensors"),
-    "no settings": (lambda reply: only(reply, "config"), "has no settings"),
+    "no tensors": (lambda reply: lacking(reply, "up"), "is not one blob of tensors"),
+    "no settings": (lambda reply: lacking(reply, "config"), "has no settings"),
 }
 
 
@@ -259,13 +324,13 @@ def test_a_bad_reply_is_left_out(kind: str, model: nn.Module, clients: Federated
     cohort = Settings(3, 1.0, algorithm.sampling, algorithm.train, 3, None).cohort(clients.clients, 1)
     assert 2 in cohort
     assert (found.history["lost"][1], found.history["rejected"][1]) == (float(lost), float(not lost))
-    assert found.base.tolist() == [3] * clients.clients
+    assert rounds_of(found.base) == [3] * clients.clients
 
 
 def test_a_bad_reply_may_stop_the_run(model: nn.Module, clients: FederatedData, tmp_path: Path):
     """With what is wrong and whose it is; nothing was averaged."""
     algorithm = method("fedavg", model)
-    grid = grid_of(algorithm, clients, tmp_path, alter=lambda client, message, reply: None if client == 4 else reply)
+    grid = grid_of(algorithm, clients, tmp_path)
     grid.alter = lambda client, message, reply: None if client == 4 and message.metadata.message_type == "train" else reply
     with pytest.raises(BadClients, match=r"round 0, counted from 0: client 4: it did not reply within 0\.3 seconds"):
         deploy(algorithm, clients, tmp_path, grid, timeout=0.3, on_bad_client="stop", checkpoint=tmp_path / "server")
@@ -301,12 +366,13 @@ def test_an_acknowledgement_is_all_that_leaves(model: nn.Module, clients: Federa
 
     def alter(client: int, message: Message, reply: Message) -> Message:
         if message.metadata.message_type == "train":
-            sent.append((asked(message, "sends"), sorted(reply.content)))
+            sent.append((asked(message, "sends"), sorted(reply.content), list(reply.content["metrics"])))
         return reply
 
     deploy(algorithm, clients, tmp_path, grid_of(algorithm, clients, tmp_path, alter=alter), participation=0.5)
-    assert {sends for sends, _ in sent} == {True, False}
-    assert all(names == (["config", "metrics", "up"] if sends else ["config", "metrics"]) for sends, names in sent)
+    assert {sends for sends, *_ in sent} == {True, False}
+    assert all(names == (["config", "metrics", "up"] if sends else ["config", "metrics"]) for sends, names, _ in sent)
+    assert all(measured == (["train_nll"] if sends else []) for sends, _, measured in sent)
 
 
 class Impatient(Exception):
@@ -342,7 +408,9 @@ def test_every_node_is_one_client(
         app = client_app(algorithm, lambda context: clients.select([1]))
         grid.apps = {**grid.apps, 101: app}
     waits(grid, monkeypatch, algorithm=algorithm, clients=clients.clients, rounds=1)
-    assert f"node 101 is not taken: {words}" in caplog.text or words in caplog.text
+    (line,) = [record.message for record in caplog.records if "is not taken" in record.message]
+    assert line.startswith("node 101 is not taken: ")
+    assert words in line
 
 
 def test_a_client_is_bound_to_its_key(model: nn.Module, clients: FederatedData, tmp_path: Path, monkeypatch: Any, caplog: Any):
@@ -384,8 +452,8 @@ def test_a_client_that_lost_its_state_says_so(model: nn.Module, clients: Federat
 
     found = deploy(algorithm, clients, tmp_path, grid_of(algorithm, clients, tmp_path, alter=alter))
     assert "client 1 is left out: its node reports error 2" in caplog.text
-    assert "the client's state after round 1 is not in" in caplog.text
-    assert found.base.tolist() == [3, 1, 3, 3, 3, 3, 3]
+    assert f"the client's state 000001-{found.sessions[0]} is not in" in caplog.text
+    assert rounds_of(found.base) == [3, 1, 3, 3, 3, 3, 3]
     assert found.history["cohort"].tolist() == [7.0, 6.0, 6.0]
 
 
@@ -407,16 +475,17 @@ def test_load_data_returns_one_client(model: nn.Module, clients: FederatedData, 
 
 def test_a_tuned_number_is_the_simulations(tmp_path: Path):
     """FedSI's predictive precision, from sums over the clients' validation data."""
-    clients = bf.data.concept_drift("digits", clients=3, seed=0, validation=0.2)
+    clients = bf.data.concept_drift("digits", clients=4, seed=0, validation=0.2)
     model = bf.models.mlp(64, hidden=8, outputs=5)
     algorithm = bf.algorithms.fedsi_full(model, steps=5, batch_size=10, finetune_steps=5)
     assert len(algorithm.predictor.grid) > 1
     told = simulated(algorithm, clients, rounds=2)
     found = deploy(algorithm, clients, tmp_path, rounds=2)
     expected = told.predict()
-    for client in range(3):
+    for client in range(4):
         assert_close(predictions(found, tmp_path, client)["probs"], expected.client(client).probs, atol=1e-6, rtol=0)
-    bare = bf.data.concept_drift("digits", clients=3, seed=0)
+    assert found.history["tuned"][-1] == told.tuned
+    bare = bf.data.concept_drift("digits", clients=4, seed=0)
     with pytest.raises(ValueError, match="is chosen on validation data, and no client has any"):
         deploy(algorithm, bare, tmp_path / "bare", rounds=2)
 
