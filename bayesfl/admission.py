@@ -119,6 +119,15 @@ class Admission:
         if not number("norm_floor", self.norm_floor) >= 0:
             raise ValueError(f"norm_floor must be >= 0, got {self.norm_floor}")
 
+    def check(self, clients: int) -> None:
+        """That a federation of so many clients can have a round.
+
+        Raises:
+            ValueError: It has fewer clients than a round needs.
+        """
+        if self.min_clients > clients:
+            raise ValueError(f"min_clients must be at most the number of clients, {clients}, got {self.min_clients}")
+
     @property
     def skips(self) -> bool:
         """Whether bad clients are left out."""
@@ -136,28 +145,53 @@ class Admission:
             return np.inf
         return max(self.norm_floor, self.max_norm * float(np.median(known)))
 
+    def report_limit(self, sizes: Sequence[float]) -> float:
+        """The largest entry that is taken of what a method reports, where nothing was sent that it could be compared with.
 
-class TooFewClients(RuntimeError):
+        It counts from `norm_floor` up, since a report may well be near 0 for most clients: losses are.
+
+        Args:
+            sizes: The largest absolute entry of each of this round's replies.
+        """
+        if self.max_norm is None or len(sizes) < ENOUGH:
+            return np.inf
+        return self.max_norm * max(self.norm_floor, float(np.median(sizes)))
+
+
+class FailedRound(RuntimeError):
+    """A round that came to nothing.
+
+    Args:
+        message: Why.
+        row: What the history says of it beyond its number.
+    """
+
+    def __init__(self, message: str, **row: float) -> None:
+        super().__init__(message)
+        self.row = row
+
+
+class TooFewClients(FailedRound):
     """Fewer clients replied than a round needs."""
 
 
-def attempts(admission: Admission, once: Callable[[int], T]) -> T | None:
-    """A round, tried again where too few reply; None where it is to be skipped.
+def attempts(admission: Admission, once: Callable[[int], T]) -> T | FailedRound:
+    """A round, tried again where it comes to nothing; the last failure where it is to be skipped.
 
     Args:
-        admission: What becomes of a round with too few.
+        admission: What becomes of such a round.
         once: Tries the round, given how often it was tried before.
 
     Raises:
-        TooFewClients: There were too few every time.
+        FailedRound: It came to nothing every time.
     """
     for attempt in range(ATTEMPTS):
         try:
             return once(attempt)
-        except TooFewClients as error:
+        except FailedRound as error:
             if admission.below_minimum == "skip":
                 log.warning("%s; the round is skipped", error)
-                return None
+                return error
             log.warning("%s; attempt %d of %d", error, attempt + 1, ATTEMPTS)
             if attempt + 1 == ATTEMPTS:
                 raise

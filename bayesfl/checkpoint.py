@@ -50,14 +50,16 @@ def write(path: str | os.PathLike[str], meta: Mapping[str, Any], tensors: Mappin
 
 
 def write_round(path: str | os.PathLike[str], round: int, meta: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
-    """`write` of a run in progress after `round` rounds; then all but the newest checkpoints go.
+    """`write` of a run in progress after `round` rounds; then all others go but the one before.
 
     Raises:
         ValueError: A file is where the folder should be.
     """
     write(path, meta, tensors, name=f"round-{round:06d}.safetensors")
-    for old in _rounds(Path(path))[KEPT:]:
-        old.unlink(missing_ok=True)
+    files = _rounds(Path(path))
+    later = [file for file in files if (match := ROUND.fullmatch(file.name)) and int(match[1]) > round]
+    for file in later + [file for file in files if file not in later][KEPT:]:  # later ones are damaged: the run went on from before them
+        file.unlink(missing_ok=True)
 
 
 def claim(path: str | os.PathLike[str], *, resumed: bool) -> None:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from bayesfl.admission import Admission, distances
-from bayesfl.blocks import Algorithm
-from bayesfl.local import DivergenceError
+from bayesfl.admission import Admission, FailedRound, distances
+from bayesfl.blocks import Algorithm, flatten
+from bayesfl.local import DivergenceError, read_rows
 from bayesfl.protocols import Server, StackedPool, Tensors, Uplink
 
 if TYPE_CHECKING:
@@ -226,6 +226,7 @@ class Gate:
         self._earlier = [row["uplink_norm"] for row in history if math.isfinite(row.get("uplink_norm", math.nan))]
         self._held: list[tuple[np.ndarray, Tensor, dict[str, Tensors], Uplink]] = []
         self._norms: dict[int, float] = {}
+        self._sizes: dict[str, dict[int, float]] = {}
         self.dropped: dict[int, str] = {}
         """Why a client is left out."""
         self.median = math.nan
@@ -240,6 +241,9 @@ class Gate:
         if self._admission.max_norm is not None:
             norms = distances(sent, was_sent(self._algorithm, self._server, ids, n.device, sent)) if sent else torch.zeros(len(ids))
             self._norms |= dict(zip(ids.tolist(), norms.tolist(), strict=True))
+            for name, t in flatten(reported).items():
+                sizes = t.double().abs().reshape(len(ids), -1).amax(1) if t.numel() else t.new_zeros(len(ids))
+                self._sizes.setdefault(name, {}).update(zip(ids.tolist(), sizes.tolist(), strict=True))
         self._held.append((ids, n, sent, reported))
 
     def close(self) -> list[int]:
@@ -249,22 +253,36 @@ class Gate:
         for client, norm in norms.items():
             if norm > limit:
                 self.drop(client, f"it went {norm:.3g} from what it was sent, more than {limit:.3g}")
+        for name, sizes in self._sizes.items():
+            known = {client: size for client, size in sizes.items() if client not in self.dropped}
+            limit = self._admission.report_limit(list(known.values()))
+            for client, size in known.items():
+                if size > limit:
+                    self.drop(client, f"its {name} goes up to {size:.3g}, more than {limit:.3g}")
         for client, reason in self.dropped.items():
             log.warning("round %d: client %d is left out: %s", self._round, client, reason)
         inside = [norm for client, norm in norms.items() if client not in self.dropped]
         self.median = float(np.median(inside)) if inside else math.nan
         for ids, n, sent, reported in self._held:
             if (kept := ~np.isin(ids, list(self.dropped))).any():
-                self._gather.add(ids[kept], *(some_rows(tree, kept) for tree in (n, sent, reported)))
+                self._gather.add(ids[kept], *(read_rows(tree, np.flatnonzero(kept)) for tree in (n, sent, reported)))
         return list(self.dropped)
+
+    def server(self) -> Server:
+        """The server's next state from the replies that were taken.
+
+        Raises:
+            FailedRound: It is not finite, though each of them is.
+        """
+        try:
+            return self._gather.server()
+        except DivergenceError as error:
+            if error.client is not None or not self._admission.skips:
+                raise
+            raise FailedRound(f"what the replies of round {self._round}, counted from 0, make together is not finite") from error
 
 
 def was_sent(algorithm: Algorithm, server: Server, ids: np.ndarray, device: torch.device, blocks: Iterable[str]) -> dict[str, Tensors]:
     """Of each block what the server sent to the clients `ids`: the same to all [...], or to each its own [C, ...]."""
     common, addressed = algorithm.share(server, torch.from_numpy(ids).to(device))
     return {name: addressed.get(name, common.get(name, {})) for name in blocks}
-
-
-def some_rows(tree: Any, kept: np.ndarray) -> Any:
-    """The clients of a chunk whose entry in `kept` [C] is true."""
-    return tree_map(lambda t: t[torch.from_numpy(kept).to(t.device)], tree)

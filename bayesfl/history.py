@@ -25,6 +25,21 @@ class History:
     def __init__(self, rows: Sequence[Mapping[str, Any]] = ()) -> None:
         self.rows: list[dict[str, Any]] = [dict(row) for row in rows]
 
+    @classmethod
+    def read(cls, rows: Any) -> "History":
+        """A history that was saved.
+
+        Raises:
+            ValueError: It is no list of mappings from text to numbers.
+        """
+        if not isinstance(rows, list) or not all(isinstance(row, Mapping) for row in rows):
+            raise ValueError("a history is a list of rows")
+        for row in rows:
+            for column, value in row.items():
+                if isinstance(value, bool) or not isinstance(value, int | float) or (isinstance(value, int) and abs(value) >= 2**63):
+                    raise ValueError(f"column {column!r} holds {value!r}, which is no number")
+        return cls(rows)
+
     def append(self, row: Mapping[str, Any]) -> None:
         """Adds a round."""
         self.rows.append(dict(row))

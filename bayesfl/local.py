@@ -175,9 +175,9 @@ def private_rows(algorithm: Algorithm, server: Server, clients: int) -> View:
     return tree_map(lambda t: t.expand(clients, *t.shape).clone(), algorithm.rows(server))
 
 
-def read_rows(private: View, ids: np.ndarray) -> View:
-    """Copies of the clients' rows of `private`, [C, ...] each."""
-    return tree_map(lambda t: t.index_select(0, torch.from_numpy(ids).to(t.device)), private)
+def read_rows(tree: Any, ids: np.ndarray) -> Any:
+    """Copies of the rows `ids` of a tensor, or of every tensor of a nest, [C, ...] each."""
+    return tree_map(lambda t: t.index_select(0, torch.from_numpy(ids).to(t.device)), tree)
 
 
 def write_rows(private: View, ids: np.ndarray, views: View) -> None:

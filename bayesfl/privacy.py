@@ -31,6 +31,7 @@ from torch import Tensor
 
 from bayesfl.admission import Admission
 from bayesfl.blocks import Algorithm, flatten
+from bayesfl.checkpoint import CheckpointError
 from bayesfl.checks import number, whole
 from bayesfl.gather import Adding, Aggregator, Unseen, check_combine, closed, was_sent
 from bayesfl.pools import Mean, by_size, equal
@@ -198,9 +199,15 @@ class ClientPrivacy:
                 f"every={every} lets states leave the server that are in no checkpoint, so that a resumed run could not count them; with "
                 "ClientPrivacy pass every=1"
             )
+        last = result.history.rows[-1] if result.history.rows else {"releases": 0}
+        if not last.get("releases", -1) >= result.round:
+            raise CheckpointError(
+                f"the history of the run to go on from counts {last.get('releases', 'no')} releases after {result.round} rounds, so that "
+                "nothing can be said of its epsilon; start it anew"
+            )
         if self.noise_multiplier:
             _accounting()
-        return _Run(self, result, repeats)
+        return _Run(self, result, repeats + int(last["releases"]))
 
 
 def _check(algorithm: Algorithm, *, free: bool) -> None:
@@ -231,12 +238,12 @@ class _Run:
 
     least = 0
 
-    def __init__(self, rule: ClientPrivacy, result: "Result", repeats: int) -> None:
+    def __init__(self, rule: ClientPrivacy, result: "Result", releases: int) -> None:
         self.rule, self.algorithm = rule, result.algorithm
         self.secret = rule.secret or secrets.token_bytes(32)
         self.p, self.clients = result.settings.participation, result.data.clients
         self.weights = np.ones(self.clients) if rule.weights is None else np.array(rule.weights)
-        self.releases = repeats + (int(result.history.rows[-1].get("releases", result.round)) if result.history.rows else 0)
+        self.releases = releases
 
     def cohort(self, round: int) -> np.ndarray:
         drawn = uniforms(self.secret, b"cohort", round.to_bytes(8, "little"), size=self.clients)

@@ -331,7 +331,7 @@ def load(path: str | os.PathLike[str], algorithm: Algorithm, clients: FederatedD
             whole("round", meta["round"], least=0),
             state["server"],
             state.get("private", {}),
-            History(meta["history"]),
+            History.read(meta["history"]),
             device,
             DTYPES[meta["dtype"]],
             meta["novel"],

@@ -76,7 +76,7 @@ class Clipped:
         norm: Largest Euclidean length of the difference over all tensors of the block that travel, > 0.
 
     Raises:
-        ValueError: The norm is not positive.
+        ValueError: The norm is not positive, or the pool needs all clients at once.
 
     References:
         Sun, Kairouz, Suresh, McMahan, "Can you really backdoor federated learning?", 2019, section 4.
@@ -86,6 +86,8 @@ class Clipped:
     norm: float
 
     def __post_init__(self) -> None:
+        if isinstance(self.pool, type) or not hasattr(self.pool, "accumulate"):
+            raise ValueError(f"pool must be one that adds up, such as Mean(), got {self.pool!r}")
         if not number("norm", self.norm) > 0:
             raise ValueError(f"norm must be > 0, got {self.norm}")
 

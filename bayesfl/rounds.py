@@ -17,7 +17,7 @@ from bayesfl.blocks import Algorithm, flatten
 from bayesfl.data import FederatedData
 from bayesfl.engine import Crew
 from bayesfl.faults import Altered, Fault, Lost, Plan
-from bayesfl.gather import Aggregator, Gate, some_rows
+from bayesfl.gather import Aggregator, Gate
 from bayesfl.local import DivergenceError, Done, Local, chunks, kept_phases, read_rows, write_rows
 from bayesfl.predict import Collector
 from bayesfl.protocols import Uplink, View
@@ -55,7 +55,7 @@ def run_round(
 
     Raises:
         DivergenceError: A client's training is not finite and bad clients stop the run, or the server is not.
-        TooFewClients: Fewer replies were taken than a round needs.
+        FailedRound: Fewer replies were taken than a round needs, or, where bad clients are skipped, what they make is not finite.
     """
     start = perf_counter()
     algorithm, settings, engine, round = result.algorithm, result.settings, result.engine, result.round
@@ -71,7 +71,9 @@ def run_round(
     absent = int(np.isin(chosen, lost).sum())
     chosen, rest = (np.setdiff1d(group, lost) for group in (chosen, rest))
     if len(chosen) < aggregator.least:
-        raise TooFewClients(f"{len(chosen)} clients replied in round {round}, counted from 0, which needs {aggregator.least}")
+        raise TooFewClients(
+            f"{len(chosen)} clients replied in round {round}, counted from 0, which needs {aggregator.least}", lost=absent, rejected=0
+        )
     # The rest come in chunks of their own, so that whether they are measured does not change who shares a chunk; unmeasured,
     # they leave out the phases whose result would be thrown away.
     size = engine.chunk_size(data.clients, algorithm, result.device)
@@ -113,10 +115,14 @@ def run_round(
         dropped = [] if gate is None else gate.close()
         for ids, old in undo:
             if (out := np.isin(ids, dropped)).any():
-                write_rows(private, ids[out], some_rows(old, out))
+                write_rows(private, ids[out], read_rows(old, np.flatnonzero(out)))
         if len(taken := np.setdiff1d(chosen, dropped)) < aggregator.least:
-            raise TooFewClients(f"{len(taken)} replies were taken in round {round}, counted from 0, which needs {aggregator.least}")
-        server = gather.server()
+            raise TooFewClients(
+                f"{len(taken)} replies were taken in round {round}, counted from 0, which needs {aggregator.least}",
+                lost=absent,
+                rejected=len(chosen) - len(taken),
+            )
+        server = gather.server() if gate is None else gate.server()
     except BaseException as error:
         for ids, old in undo:
             write_rows(private, ids, old)
@@ -126,7 +132,7 @@ def run_round(
     if before is not None:
         for rows, part in held:
             inside = ~np.isin(rows, dropped)
-            before.add(rows[inside], some_rows(part, inside))
+            before.add(rows[inside], read_rows(part, np.flatnonzero(inside)))
     # Predictions ran in the workers, beside training; their share of the time is taken out.
     row: dict[str, Any] = {"round": round + 1, "cohort": len(taken)}
     row["seconds"] = perf_counter() - start - measuring / max(1, min(len(todo), engine.worker_count(result.device)))
@@ -147,10 +153,14 @@ def run_round(
 def _look(
     gate: Gate, algorithm: Algorithm, declared: Declared, wrong: Mapping[int, Fault], round: int, done: Done, reported: Uplink, sends: bool
 ) -> None:
-    """A chunk's replies, each looked at on its own; of clients outside the cohort only whether their training went well."""
+    """A chunk's replies, each looked at on its own; clients outside the cohort send an acknowledgement without tensors."""
     for client in done.ids[done.diverged].tolist():
         gate.drop(client, "its training is not finite")
     if not sends:
+        for client in done.ids.tolist():
+            message, fault = Message({}, round), wrong.get(client)
+            if isinstance(fault, Altered) and (reason := objection(fault.change(message), {}, round)):
+                gate.drop(client, reason)
         return
     sent = tree_map(torch.clone, algorithm.sent(done.views))
     reported = tree_map(torch.clone, reported)

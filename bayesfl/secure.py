@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from bayesfl.admission import Admission
-from bayesfl.blocks import Algorithm, flatten
+from bayesfl.blocks import Algorithm, flatten, nest
 from bayesfl.checks import number
 from bayesfl.gather import Adding, Aggregator, PlainRun, Unseen, check_combine, closed
 from bayesfl.local import DivergenceError
@@ -137,6 +137,8 @@ class SecureSum:
         for name in ("range", "step"):
             if not (number(name, getattr(self, name)) > 0 and math.isfinite(getattr(self, name))):
                 raise ValueError(f"{name} must be > 0 and finite, got {getattr(self, name)}")
+        if self.step > self.range:
+            raise ValueError(f"step must be at most range, {self.range:g}, or every number would be rounded to 0, got {self.step:g}")
 
     @property
     def name(self) -> str:
@@ -234,10 +236,8 @@ class _Round:
         """
         *values, clipped = self._sum()
         flat = torch.from_numpy(restored(np.array(values, np.uint64), self._rule.step)).to(self._device)
-        totals: dict[str, Tensors] = {name: {} for name in self._pools}
-        for (name, shape), part in zip(self._shapes.items(), flat.split([s.numel() for s in self._shapes.values()]), strict=True):
-            block, key = name.split(".")
-            totals[block][key] = part.reshape(shape)
+        parts = zip(self._shapes.items(), flat.split([shape.numel() for shape in self._shapes.values()]), strict=True)
+        totals = nest({name: part.reshape(shape) for (name, shape), part in parts})
         if clipped:
             log.warning("round %d: %d numbers were clipped to +-%g; declare a wider range", self._round, clipped, self._rule.range)
         self._row["clipped"] = int(clipped)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from bayesfl import predict
-from bayesfl.admission import Admission, attempts
+from bayesfl.admission import Admission, FailedRound, attempts
 from bayesfl.blocks import Algorithm
 from bayesfl.checkpoint import claim, held, newest
 from bayesfl.checks import whole
@@ -85,7 +85,7 @@ def simulate(
         ImportError: `ClientPrivacy` needs dp-accounting, which is not installed.
         CheckpointError: What is resumed was made with another method or on other data, or is damaged.
         DivergenceError: Training left the finite numbers; it carries the result up to the last finite round.
-        TooFewClients: A round that is to be repeated had too few replies three times.
+        FailedRound: A round that is to be repeated came to nothing three times.
     """
     of_a_run(algorithm, clients)
     aggregation = Plain() if aggregation is None else aggregation
@@ -112,6 +112,8 @@ def simulate(
     if not isinstance(resume, Result | str | os.PathLike | bool | None):
         raise TypeError(f"resume must be a Result or the folder of a saved one, got {type(resume).__name__}; a new run takes resume=None")
     whole("every", every, least=1)
+    if checkpoint is not None and (not isinstance(checkpoint, str | os.PathLike) or not os.fspath(checkpoint)):
+        raise ValueError(f"checkpoint must name a folder, got {checkpoint!r}; leave it out for none")
     resume = _from_where(resume, checkpoint)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ValueError(f"dtype must be a floating-point type such as torch.float32, got {dtype!r}")
@@ -134,6 +136,9 @@ def simulate(
         result = _resumed(saved, settings, engine, device, dtype)
         repeats = 0 if isinstance(resume, Result) else max(0, newest(resume) - saved.round)
     admission = Admission(on_bad_client or ("stop" if faults is None else "skip"), min_clients, below_minimum, max_norm)
+    admission.check(clients.clients)
+    if faults is not None and not callable(faults):
+        raise TypeError(f"faults must be a plan of bayesfl.faults, such as at_random(0.1), got {faults!r}")
     if faults is not None and not admission.skips:
         raise ValueError("faults need on_bad_client='skip': the first of them would stop the run")
     keep = None if checkpoint is None else Keep(checkpoint, every)
@@ -238,7 +243,9 @@ def _attempts(
         return *run_round(result, data, crew, before, attempt=attempt, **options), before
 
     tried = attempts(options["admission"], once)
-    return tried or (replace(result, round=result.round + 1), {"round": result.round + 1, "cohort": 0}, None)
+    if isinstance(tried, FailedRound):
+        return replace(result, round=result.round + 1), {"round": result.round + 1, "cohort": 0, **tried.row}, None
+    return tried
 
 
 def _measure(result: Result, data: FederatedData, crew: Crew) -> dict[str, float]:

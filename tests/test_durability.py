@@ -140,6 +140,29 @@ def test_a_damaged_checkpoint_and_the_one_before(tmp_path: Path):
         assert same(killed.run(str(tmp_path / "again"), 4), whole)
 
 
+def test_a_damaged_checkpoint_takes_no_place(tmp_path: Path):
+    """A run that went on from before it removes it, so that two whole ones are kept again."""
+    killed.run(str(tmp_path), 6, every=3)
+    newest, _ = held(tmp_path)
+    newest.write_bytes(newest.read_bytes()[:-7])
+    with pytest.warns(UserWarning, match="damaged"):
+        killed.run(str(tmp_path), 5)
+    assert [file.name for file in held(tmp_path)] == ["round-000005.safetensors", "round-000004.safetensors"]
+
+
+def test_a_digest_knows_names_types_and_shapes():
+    """The same bytes as another tensor have another digest."""
+    t = torch.arange(6, dtype=torch.int32)
+    digests = {
+        digest.of_tensors("a", {"t": t}),
+        digest.of_tensors("a", {"t": t.view(2, 3)}),
+        digest.of_tensors("a", {"t": t.view(torch.float32)}),
+        digest.of_tensors("a", {"u": t}),
+        digest.of_tensors("b", {"t": t}),
+    }
+    assert len(digests) == 5
+
+
 def test_folders_hold_one_run(tmp_path: Path):
     """What a killed process left is removed; another run, a saved result and a file are refused, before anything is trained."""
     folder = tmp_path / "run"

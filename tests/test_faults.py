@@ -3,6 +3,7 @@
 import logging
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from bayesfl.data import FederatedData
 from bayesfl.faults import KINDS, Altered, Fault, Lost, at_random
 from bayesfl.phases import Once
 from bayesfl.result import Result, Settings
+from bayesfl.robust import Clipped, Median
 
 METHODS: dict[str, dict[str, Any]] = {
     "fedavg": {"epochs": 1, "batch_size": 10},
@@ -272,3 +274,74 @@ def test_clients_that_send_nothing(kind: str, model: nn.Module, clients: Federat
     refused = kind in ("lost", "stale", "protocol", "extra")
     assert all(torch.equal(t[2], start[name]) == refused for name, t in kept.items())
     assert not any(torch.equal(t[1], start[name]) for name, t in kept.items())
+
+
+def of_client(client: int, round: int, fault: Fault) -> Any:
+    """A plan in which one client fails once."""
+
+    def plan(at: int, attempt: int, ids: np.ndarray) -> dict[int, Fault]:
+        return {client: fault} if at == round and client in ids else {}
+
+    return plan
+
+
+def setting(name: str, value: float) -> Altered:
+    """A reply in which one tensor is a constant."""
+    return Altered(lambda message: replace(message, tensors={**message.tensors, name: torch.full_like(message.tensors[name], value)}))
+
+
+@pytest.mark.parametrize("name", ["centroids", "variance", "counts"])
+def test_absurd_reports_are_left_out(name: str, model: nn.Module, clients: FederatedData, caplog: pytest.LogCaptureFixture):
+    """What a method reports has no start to be compared with; it is compared with the others'."""
+    algorithm = bf.algorithms.fedpac(model, body_epochs=1, batch_size=10)
+    found = run(algorithm, clients, faults=of_client(4, 1, setting(name, 1e30)), evaluate_every=None)
+    without = run(algorithm, clients, faults=of_client(4, 1, Lost()), evaluate_every=None)
+    assert_close(state(found), state(without), atol=1e-12, rtol=0)
+    assert f"client 4 is left out: its {name} goes up to 1e+30" in caplog.text
+    assert found.history["rejected"].tolist() == [0.0, 1.0, 0.0]
+
+
+def test_a_round_that_is_not_finite_is_passed_over(model: nn.Module, clients: FederatedData, caplog: pytest.LogCaptureFixture):
+    """A reported variance of 0 is finite and small, and weighs infinitely: the round changes nothing, and the run goes on."""
+    algorithm = bf.algorithms.pfedvem(model, **METHODS["pfedvem"])
+    found = run(algorithm, clients, faults=of_client(4, 1, setting("rho2", 0.0)), evaluate_every=None, train="cohort")
+    assert "what the replies of round 1, counted from 0, make together is not finite; the round is skipped" in caplog.text
+    assert all(bool(t.isfinite().all()) for t in state(found).values())
+    assert found.history["cohort"].tolist() == [7.0, 0.0, 7.0]
+
+
+@pytest.mark.parametrize("kind", ["stale", "protocol", "extra"])
+def test_a_bad_acknowledgement(kind: str, model: nn.Module, clients: FederatedData):
+    """A client that trains outside the cohort and whose word is not taken starts again from where it was."""
+    algorithm = bf.algorithms.pfedvem(model, **METHODS["pfedvem"])
+    options: dict[str, Any] = {"participation": 0.5, "train": "all", "evaluate_every": None}
+    outside = int(np.setdiff1d(np.arange(7), Settings(3, 0.5, algorithm.sampling, "all", 3, None).cohort(7, 1))[0])
+    found = run(algorithm, clients, faults=of_client(outside, 1, KINDS[kind]), **options)
+    lost = run(algorithm, clients, faults=of_client(outside, 1, Lost()), **options)
+    assert_close(state(found), state(lost), atol=1e-12, rtol=0)
+    assert found.history["rejected"].sum() == lost.history["lost"].sum() == 0
+
+
+def test_a_skipped_round_counts_who_was_missing(model: nn.Module, clients: FederatedData):
+    """Its row says how many were lost or refused."""
+    algorithm = bf.algorithms.fedavg(model, **METHODS["fedavg"])
+    found = run(algorithm, clients, faults=of_client(4, 1, Lost()), min_clients=7, evaluate_every=None)
+    assert found.history["lost"].tolist() == [0.0, 1.0, 0.0]
+    found = run(algorithm, clients, faults=of_client(4, 1, KINDS["nan"]), min_clients=7, evaluate_every=None)
+    assert found.history["rejected"].tolist() == [0.0, 1.0, 0.0]
+
+
+def test_what_cannot_be(model: nn.Module, clients: FederatedData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Refused before anything is trained, by name."""
+    algorithm = bf.algorithms.fedavg(model, **METHODS["fedavg"])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="min_clients must be at most the number of clients, 7, got 8"):
+        run(algorithm, clients, min_clients=8)
+    with pytest.raises(TypeError, match="faults must be a plan"):
+        run(algorithm, clients, faults="lost")
+    for checkpoint in (3, ""):
+        with pytest.raises(ValueError, match="checkpoint must name a folder"):
+            run(algorithm, clients, checkpoint=checkpoint)
+    with pytest.raises(ValueError, match=r"pool must be one that adds up, such as Mean\(\)"):
+        Clipped(Median(), 1.0)  # type: ignore[arg-type]
+    assert not list(tmp_path.iterdir())

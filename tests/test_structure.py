@@ -67,9 +67,22 @@ def test_imports_point_one_way():
     assert imports(PACKAGE / "engine" / "driver.py").isdisjoint({"algorithms", "simulate"})
 
 
+def test_only_the_network_knows_of_flower():
+    """Nothing outside `bayesfl.flower` imports flwr."""
+    for path in PACKAGE.rglob("*.py"):
+        if "flower" not in path.relative_to(PACKAGE).parts:
+            assert "flwr" not in {name.split(".")[0] for name in _everything_imported(path)}, path
+
+
+def _everything_imported(path: Path) -> set[str]:
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    return names | {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
+
+
 def test_importing_is_light():
     """`import bayesfl` needs torch and numpy alone."""
-    heavy = ("scipy", "sklearn", "safetensors", "matplotlib", "tqdm", "pyro", "laplace", "backpack", "arviz", "torchvision", "pandas")
+    heavy = ("scipy", "sklearn", "safetensors", "matplotlib", "tqdm", "pyro", "laplace", "backpack", "arviz", "torchvision", "flwr")
     code = f"import sys, torch; b = set(sys.modules); import bayesfl; print([m for m in {heavy!r} if m in sys.modules and m not in b])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
 

@@ -76,7 +76,7 @@ def ask(
                 came = True
                 yield client, reply
         pause = FIRST if came else min(LONGEST, 1.5 * pause)
-        if time.monotonic() > end:
+        if time.monotonic() >= end:
             break
         if waiting and not came:
             time.sleep(min(pause, max(0.0, end - time.monotonic())))

@@ -108,6 +108,8 @@ class Roster:
                 f"client {client} is bound to another node's key; start the node with the key file that it had (without one it makes a new "
                 "key at each start), or start a new experiment"
             )
+        if key and (other := next((c for c, known in self.keys.items() if known == key and c != client), None)) is not None:
+            raise records.RecordError(f"its key is that of client {other}; give every node a key of its own")
         if self.counts.get(client, n) != n:
             log.warning("client %d has %d training examples now, %d before", client, n, self.counts[client])
         if not key:

@@ -19,13 +19,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from bayesfl import checkpoint
-from bayesfl.admission import PROTOCOL, Admission, Message, TooFewClients, attempts, objection
+from bayesfl.admission import PROTOCOL, Admission, FailedRound, Message, TooFewClients, attempts, objection
 from bayesfl.blocks import Algorithm, nest
 from bayesfl.checks import instance, number, whole
 from bayesfl.flower import records
 from bayesfl.flower.post import ask
 from bayesfl.flower.roster import Roster
-from bayesfl.flower.states import STATE
+from bayesfl.flower.states import EXPERIMENT, SESSION, STATE
 from bayesfl.flower.states import name_of as state_name
 from bayesfl.gather import Gate, Gather
 from bayesfl.history import History
@@ -144,7 +144,7 @@ def serve(
             validation data.
         CheckpointError: The folder holds another run.
         BadClients: A reply is missing or bad and that stops the run.
-        TooFewClients: A round that is to be repeated had too few replies three times.
+        FailedRound: A round that is to be repeated came to nothing three times.
         DivergenceError: The server's state is no longer finite.
         HTTPError, OSError: The SuperLink cannot be reached.
     """
@@ -154,6 +154,7 @@ def serve(
     admission = Admission(on_bad_client, min_clients, below_minimum, max_norm)
     whole("clients", clients, least=1)
     whole("every", every, least=1)
+    admission.check(clients)
     if settings.seed >= 2**63:
         raise ValueError(f"seed must be below 2**63, which a message can hold, got {seed}")
     if not number("timeout", timeout) > 0:
@@ -236,7 +237,7 @@ class _Run:
             state = _resumed(state, settings, clients, dtype)
             state = replace(state, sessions=(*state.sessions, session))
             log.info("going on after round %d of experiment %s", state.round, state.experiment)
-            self.kept = _bases(self.folder)
+            self.kept = _bases(self.folder, clients)
         else:
             server = algorithm.init(clients, seed=settings.seed, dtype=dtype)
             start, base = algorithm.rows(server), ("",) * clients
@@ -256,8 +257,8 @@ class _Run:
     def round(self, state: Deployed) -> Deployed:
         """A round later, checkpointed where that is due."""
         tried = attempts(self.admission, lambda attempt: self._round(state, attempt))
-        if tried is None:
-            tried = replace(state, round=state.round + 1), {"round": state.round + 1, "cohort": 0}
+        if isinstance(tried, FailedRound):
+            tried = replace(state, round=state.round + 1), {"round": state.round + 1, "cohort": 0, **tried.row}
         state, row = tried
         state.history.append(row)
         log.info("round %d of %d: %s", state.round, state.settings.rounds, ", ".join(f"{k} {v:.4g}" for k, v in row.items()))
@@ -313,9 +314,13 @@ class _Run:
         taken = [client for client in came if client not in dropped]
         if len(taken) < self.admission.min_clients:
             raise TooFewClients(
-                f"{len(taken)} replies were taken in round {round}, counted from 0, which needs {self.admission.min_clients}"
+                f"{len(taken)} replies were taken in round {round}, counted from 0, which needs {self.admission.min_clients}",
+                lost=lost,
+                rejected=len(chosen) - lost - len(taken),
+                bytes_up=up,
+                bytes_down=down,
             )
-        server = gather.server()
+        server = gate.server()
         made, known = state_name(round + 1, state.sessions[-1]), acknowledged - set(dropped)
         base = tuple(made if client in known else name for client, name in enumerate(state.base))
         inside = [losses[client] for client in taken if client in losses]
@@ -455,7 +460,8 @@ def _read(folder: str | os.PathLike[str], algorithm: Algorithm) -> tuple[Deploye
     instance("algorithm", algorithm, Algorithm, METHOD)
     meta, tensors = checkpoint.read(folder)
     try:
-        made_with, keys = meta["algorithm"], {int(client): str(key) for client, key in meta["keys"].items()}
+        made_with, base = meta["algorithm"], _names(meta["base"])
+        keys = {whole("client", int(client), least=0): bytes.fromhex(key).hex() for client, key in meta["keys"].items()}
         state = Deployed(
             algorithm,
             Settings(**meta["settings"]),
@@ -464,12 +470,12 @@ def _read(folder: str | os.PathLike[str], algorithm: Algorithm) -> tuple[Deploye
             whole("round", meta["round"], least=0),
             tensors["server"],
             tensors.get("start", {}),
-            tuple(map(str, meta["base"])),
-            History(meta["history"]),
+            base,
+            History.read(meta["history"]),
             DTYPES[meta["dtype"]],
         )
-        if not (all(STATE.fullmatch(name) for name in state.base if name) and state.base and state.sessions):
-            raise ValueError("base must name states")
+        if not (EXPERIMENT.fullmatch(state.experiment) and state.sessions and all(map(SESSION.fullmatch, state.sessions))):
+            raise ValueError("experiment and sessions must be names")
         if state.round > state.settings.rounds or len(state.history) != state.round:
             raise ValueError(f"round {state.round} of {state.settings.rounds} with a history of {len(state.history)}")
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -497,14 +503,26 @@ def _resumed(saved: Deployed, settings: Settings, clients: int, dtype: torch.dty
     return replace(saved, settings=settings)
 
 
-def _bases(folder: str | os.PathLike[str]) -> dict[int, tuple[str, ...]]:
+def _bases(folder: str | os.PathLike[str], clients: int) -> dict[int, tuple[str, ...]]:
     """`base` of every checkpoint in a folder that can be read, by its round."""
     found: dict[int, tuple[str, ...]] = {}
     for file in checkpoint.held(folder):
         with contextlib.suppress(checkpoint.CheckpointError, KeyError, TypeError, ValueError):
             meta, _ = checkpoint.read_file(file)
-            found[int(meta["round"])] = tuple(map(str, meta["base"]))
+            if len(base := _names(meta["base"])) == clients:
+                found[int(meta["round"])] = base
     return found
+
+
+def _names(base: Any) -> tuple[str, ...]:
+    """The names of states in a checkpoint.
+
+    Raises:
+        ValueError: They are none.
+    """
+    if not isinstance(base, list) or not base or not all(isinstance(name, str) and (not name or STATE.fullmatch(name)) for name in base):
+        raise ValueError("base must name a state of each client")
+    return tuple(base)
 
 
 def _message(reply: RecordDict, most: int) -> Message:
@@ -530,7 +548,7 @@ def _measure(reply: RecordDict, name: str) -> float | None:
     """A number that a client measured, where it is there and finite."""
     found = reply.get("metrics")
     value = found.get(name) if isinstance(found, MetricRecord) else None
-    return float(value) if isinstance(value, int | float) and np.isfinite(value) else None
+    return float(value) if isinstance(value, float) and np.isfinite(value) else None
 
 
 def _size(content: RecordDict) -> int:

@@ -20,6 +20,7 @@ from bayesfl import checkpoint
 from bayesfl.files import remove_leftovers
 
 EXPERIMENT = re.compile(r"[0-9a-zA-Z_-]{1,64}")
+SESSION = re.compile(r"[0-9a-f]{8}")
 STATE = re.compile(r"\d{6,}-[0-9a-f]{8}")
 
 
@@ -50,7 +51,8 @@ class States:
         if not EXPERIMENT.fullmatch(experiment):
             raise ValueError(f"the experiment's name must be letters, digits, _ and -, at most 64, got {experiment!r}")
         self.folder = Path(folder) / experiment / f"client-{client}"
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(mode=0o700, exist_ok=True)  # personal models
 
     def clean(self) -> None:
         """Removes what a killed process has left under temporary names."""

@@ -3,8 +3,10 @@
 import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -522,3 +524,180 @@ def test_another_run_in_the_folder(model: nn.Module, clients: FederatedData, tmp
     simulated(algorithm, clients, checkpoint=tmp_path / "simulated")
     with pytest.raises(checkpoint.CheckpointError, match="is no checkpoint of a deployed federation"):
         load(tmp_path / "simulated", algorithm)
+
+
+def test_a_lost_client_outside_the_cohort_is_not_counted(model: nn.Module, clients: FederatedData, tmp_path: Path):
+    """`lost` and `rejected` are of the cohort, as in the simulation; what an outsider did is as if it had not been."""
+    algorithm = method("pfedvem", model)
+    cohort = Settings(3, 0.5, algorithm.sampling, "all", 3, None).cohort(clients.clients, 1)
+    outside = int(np.setdiff1d(np.arange(clients.clients), cohort)[0])
+
+    def alter(client: int, message: Message, reply: Message) -> Message | None:
+        return None if message.metadata.message_type == "train" and asked(message, "round") == 1 and client == outside else reply
+
+    def plan(round: int, attempt: int, ids: np.ndarray) -> dict[int, Fault]:
+        return {outside: KINDS["lost"]} if round == 1 else {}
+
+    options: dict[str, Any] = {"participation": 0.5, "train": "all"}
+    found = deploy(algorithm, clients, tmp_path, grid_of(algorithm, clients, tmp_path, alter=alter), timeout=0.3, **options)
+    told = simulated(algorithm, clients, faults=plan, **options)
+    assert_same(found, tmp_path, told)
+    for column in ("cohort", "lost", "rejected"):
+        assert found.history[column].tolist() == told.history[column].tolist()
+
+
+def test_an_unreadable_reply_costs_nobody_else(model: nn.Module, clients: FederatedData, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """Whatever reading it raises; a lost connection ends the run."""
+    algorithm = method("fedavg", model)
+    for error in (IndexError, RecursionError, KeyError, MemoryError):
+        caplog.clear()
+        grid = grid_of(algorithm, clients, tmp_path)
+        honest = grid.pull_messages
+
+        def pull(ids: Iterable[str], honest: Any = honest, error: Any = error, grid: LocalGrid = grid) -> Iterable[Message]:
+            replies = list(honest(ids))
+            for reply in replies:
+                if reply.metadata.message_type == "train" and reply.metadata.src_node_id == 102:
+                    raise error("odd bytes")
+            return replies
+
+        grid.pull_messages = pull  # type: ignore[method-assign]
+        found = deploy(algorithm, clients, tmp_path, grid, rounds=1)
+        assert found.history["cohort"].tolist() == [6.0]
+        assert f"client 2 is left out: its reply cannot be read: {error.__name__}" in caplog.text
+    grid = grid_of(algorithm, clients, tmp_path)
+
+    def gone(ids: Iterable[str]) -> Iterable[Message]:
+        raise httpx.ConnectError("the SuperLink is away")
+
+    grid.pull_messages = gone  # type: ignore[method-assign]
+    with pytest.raises(httpx.ConnectError):
+        deploy(algorithm, clients, tmp_path, grid, rounds=1)
+
+
+def test_a_node_that_cannot_be_reached(model: nn.Module, clients: FederatedData, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """It is left out at once."""
+    algorithm = method("fedavg", model)
+    grid = grid_of(algorithm, clients, tmp_path)
+    honest = grid.push_messages
+
+    def push(messages: Iterable[Message]) -> Iterable[Any]:
+        (message,) = messages
+        return [None] if message.metadata.message_type == "train" and message.metadata.dst_node_id == 102 else honest([message])
+
+    grid.push_messages = push  # type: ignore[method-assign]
+    found = deploy(algorithm, clients, tmp_path, grid, rounds=1, timeout=1e6)
+    assert found.history["lost"].tolist() == [1.0]
+    assert "client 2 is left out: its node could not be reached" in caplog.text
+
+
+def test_replies_have_the_time_that_was_given(model: nn.Module, clients: FederatedData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """By a clock that only sleeping moves."""
+    slept: list[float] = []
+    clock = SimpleNamespace(monotonic=lambda: sum(slept), sleep=slept.append)
+    monkeypatch.setattr("bayesfl.flower.post.time", clock)
+    algorithm = method("fedavg", model)
+    grid = grid_of(algorithm, clients, tmp_path)
+    grid.alter = lambda client, message, reply: None if client == 2 and message.metadata.message_type == "train" else reply
+    deploy(algorithm, clients, tmp_path, grid, rounds=1, timeout=20.0)
+    assert sum(slept) == pytest.approx(20.0)
+    assert {message.metadata.ttl for message in grid.sent if message.metadata.message_type == "train"} == {20.0}
+
+
+def test_a_node_that_says_nothing_holds_up_nobody(
+    model: nn.Module, clients: FederatedData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """It is asked who it is, and nothing waits for its answer."""
+
+    def sleeps(seconds: float) -> None:
+        raise Impatient
+
+    monkeypatch.setattr("bayesfl.flower.post.time.sleep", sleeps)
+    algorithm = method("fedavg", model)
+    grid = grid_of(algorithm, clients, tmp_path, ids={200: "nobody"})
+    grid.apps = {**grid.apps, 200: grid.apps[100]}
+    grid.alter = lambda client, message, reply: None if client == "nobody" else reply
+    found = deploy(algorithm, clients, tmp_path, grid)
+    assert found.history["cohort"].tolist() == [7.0, 7.0, 7.0]
+    assert len([message for message in grid.sent if message.metadata.dst_node_id == 200]) == 1
+
+
+@pytest.mark.parametrize(("key", "value"), [("validation", "x"), ("validation", -5), ("n", 0), ("n", 2.5)])
+def test_a_greeting_is_checked_before_it_counts(
+    key: str, value: Any, model: nn.Module, clients: FederatedData, tmp_path: Path, monkeypatch: Any, caplog: pytest.LogCaptureFixture
+):
+    """Of a node that is not taken nothing stays."""
+    algorithm = method("fedavg", model)
+    grid = grid_of(algorithm, clients, tmp_path)
+    grid.alter = lambda client, message, reply: changed(reply, **{key: value}) if client == 3 else reply
+    waits(grid, monkeypatch, algorithm=algorithm, clients=clients.clients, rounds=1)
+    assert "node 103 is not taken" in caplog.text
+    assert not [message for message in grid.sent if message.metadata.message_type == "train"]
+
+
+def test_a_key_is_one_client(model: nn.Module, clients: FederatedData, tmp_path: Path, monkeypatch: Any, caplog: Any):
+    """Two nodes with one key cannot be two clients."""
+    algorithm = method("fedavg", model)
+    grid = grid_of(algorithm, clients, tmp_path, keys={103: b"key 102"})
+    waits(grid, monkeypatch, algorithm=algorithm, clients=clients.clients, rounds=1)
+    assert "node 103 is not taken: its key is that of client 2" in caplog.text
+
+
+def test_a_run_that_goes_on_does_so_without_the_missing(model: nn.Module, clients: FederatedData, tmp_path: Path, caplog: Any):
+    """A client that does not come back does not hold the others for ever; it may come later."""
+    algorithm = method("ditto", model)
+    deploy(algorithm, clients, tmp_path, rounds=2, checkpoint=tmp_path / "server")
+    grid = grid_of(algorithm, clients, tmp_path)
+    whole = grid.apps
+    grid.apps = {node: app for node, app in whole.items() if node != 104}
+
+    def comes_back(client: int, message: Message, reply: Message) -> Message:
+        if message.metadata.message_type == "train" and asked(message, "round") == 2:
+            grid.apps = whole
+        return reply
+
+    grid.alter = comes_back
+    found = deploy(algorithm, clients, tmp_path, grid, rounds=4, checkpoint=tmp_path / "server", timeout=0.05)
+    assert "going on without clients [4]" in caplog.text
+    assert "client 4 is left out: its node has not come" in caplog.text
+
+    def plan(round: int, attempt: int, ids: np.ndarray) -> dict[int, Fault]:
+        return {4: KINDS["lost"]} if round == 2 else {}
+
+    assert_same(found, tmp_path, simulated(algorithm, clients, rounds=4, faults=plan))
+
+
+def test_a_server_app_runs_what_it_was_given(model: nn.Module, clients: FederatedData, tmp_path: Path):
+    """Its main function is `serve`; an option that there is not is refused when it is built."""
+    algorithm = method("fedavg", model)
+    grid = grid_of(algorithm, clients, tmp_path)
+    app = server_app(algorithm, clients=clients.clients, checkpoint=tmp_path / "server", **{**OPTIONS, "timeout": 5.0})
+    app(grid, grid.context(0))
+    found = load(tmp_path / "server", algorithm)
+    assert_close(flatten(found.server), flatten(simulated(algorithm, clients).server), atol=1e-6, rtol=0)
+    with pytest.raises(TypeError, match="round"):
+        server_app(algorithm, clients=1, round=3)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), -float("inf")])
+def test_scores_that_are_no_numbers(bad: float, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """One client cannot end the run or make the choice; where nobody scores, nothing is predicted, and the models are kept."""
+    clients = bf.data.concept_drift("digits", clients=4, seed=0, validation=0.2)
+    model = bf.models.mlp(64, hidden=8, outputs=5)
+    algorithm = bf.algorithms.fedsi_full(model, steps=5, batch_size=10, finetune_steps=5)
+    liars: list[int] = [1]
+
+    def alter(client: int, message: Message, reply: Message) -> Message:
+        if message.metadata.message_type != "evaluate.tune" or client not in liars:
+            return reply
+        scores = records.unpack(reply.content, "scores", asked(reply, "digest"))["scores"]
+        reply.content["scores"], digest = records.pack({"scores": torch.full_like(scores, bad)})
+        return changed(reply, digest=digest)
+
+    found = deploy(algorithm, clients, tmp_path, grid_of(algorithm, clients, tmp_path, alter=alter), rounds=1)
+    assert found.history["tuned"][-1] in algorithm.predictor.grid
+    assert "client 1 has no part in tuning" in caplog.text
+    liars[:] = [0, 1, 2, 3]
+    found = deploy(algorithm, clients, tmp_path, grid_of(algorithm, clients, tmp_path, alter=alter), rounds=1)
+    assert "tuned" not in found.history.columns
+    assert "nothing is predicted: no client has scored the candidates" in caplog.text
