@@ -75,6 +75,7 @@ benchmarks: $(VENV)/.plain
 	$(BIN)/python benchmarks/privacy.py
 
 check: test lint types docs examples wheel
+	$(MAKE) test-deploy DEPLOY=ci
 
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "bayesfl needs Python >= 3.11")'

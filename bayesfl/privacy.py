@@ -290,8 +290,9 @@ class _Round:
     def _noise(self) -> Tensor:
         """Noise on the sum: a function of the secret, the round and the sum itself.
 
-        A round that is done again from the same data gives the same release, which tells nothing new; from any other data, or with another
-        seed under the same secret, the noise is as good as independent, so that no difference of two releases is free of it.
+        A round that is done again by the same kernel and chunk gives the same release, which tells nothing new; from any other data, or
+        with another seed under the same secret, the noise is as good as independent, so that no difference of two releases is free of it.
+        It is so where a kernel only rounds the sum otherwise.
         """
         run = self._run
         seen = hashlib.sha256(self._total.cpu().numpy().tobytes()).digest()

@@ -62,7 +62,7 @@ def simulate(
         train: `cohort`, or `all` (then only the cohort is gathered); None for the method's own.
         seed: The same seed gives the same draws, whatever the engine.
         evaluate_every: Rounds between evaluations; the last round is always evaluated. None: never.
-        engine: How it is computed; changes nothing but speed and rounding.
+        engine: How it is computed; changes nothing but speed and rounding, and under `ClientPrivacy` the noise.
         device: Where.
         dtype: In which precision.
         resume: A result, or the folder of a saved one or of checkpoints, to go on from, bit for bit; not one of `adapt`. True: the newest

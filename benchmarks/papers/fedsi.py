@@ -135,7 +135,7 @@ def main() -> None:
                 show(f"digits/{method}", run("digits", method, 0, argparse.Namespace(**vars(arguments) | {"work": Path(folder)})))
         return
     saved: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"cells": {}}
-    saved |= {"command": " ".join(["python", *sys.argv]), "published": PUBLISHED}
+    saved |= {"command": "python benchmarks/papers/fedsi.py", "published": PUBLISHED}
     cells = [(d, m, s) for s in arguments.seeds for d in arguments.datasets for m in arguments.methods]
     for dataset, method, seed in cells:
         key = f"{dataset}/{method}/{seed}"

@@ -123,7 +123,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     saved: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() and not arguments.quick else {"cells": {}}
-    saved |= {"command": " ".join(["python", *sys.argv]), "published": PUBLISHED, "grid": GRID}
+    saved |= {"command": "python benchmarks/papers/perinvfl.py", "published": PUBLISHED, "grid": GRID}
     seeds, sets = (arguments.seeds[:1], [ANCHOR, "rc-mnist"]) if arguments.quick else (arguments.seeds, arguments.sets)
     cells = [(s, n, m) for s in seeds for n in sets for m in (ANCHORS if n == ANCHOR else arguments.methods)]
     for seed, name, method in cells:

@@ -86,6 +86,7 @@ def make_node_key(path: Path) -> None:
 def _write_key(path: Path, key: Any, form: serialization.PrivateFormat) -> None:
     """Only its owner may read it."""
     path.touch(mode=0o600)
+    path.chmod(0o600)
     path.write_bytes(key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption()))
 
 
@@ -263,7 +264,8 @@ class Loopback:
     def stop_all(self) -> None:
         """Stops everything that was started, nodes first."""
         for name in sorted(self.processes, key=lambda name: name == "superlink"):
-            self.stop(name)
+            with contextlib.suppress(OSError):
+                self.stop(name)
 
 
 @contextlib.contextmanager

@@ -39,8 +39,11 @@ def main() -> None:
     with network(arguments.out, CLIENTS) as loopback:
         print(f"SuperLink on 127.0.0.1:{loopback.port}, {CLIENTS} nodes; logs in {arguments.out}", flush=True)
         run = loopback.submit(HERE, clients=CLIENTS, rounds=arguments.rounds, checkpoint=str(folder))
-        print(f"run {run}: {loopback.finish(run)}", flush=True)
+        ended = loopback.finish(run)
+        print(f"run {run}: {ended}", flush=True)
         (arguments.out / "server.log").write_text(loopback.said(run))
+        if ended != "finished:completed":
+            raise SystemExit(f"the run failed; see {arguments.out / 'server.log'}")
     algorithm = method()
     found = load(folder, algorithm)
     columns = ("round", "cohort", "seconds", "train_nll", "personal_accuracy", "personal_nll", "personal_ece")

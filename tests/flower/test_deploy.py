@@ -4,7 +4,9 @@ These start a network and take minutes: `make test-deploy`. BAYESFL_DEPLOY=ci le
 """
 
 import os
+import re
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -166,3 +168,13 @@ def test_a_node_killed_in_mid_round(net: loopback.Loopback):
     assert lost[0] == 0.0
     assert lost[1] == 1.0
     assert lost[-1] == 0.0
+
+
+def test_the_example(tmp_path: Path):
+    """From nothing to a history, equal to the simulation, and nothing left behind."""
+    command = [sys.executable, str(EXAMPLE / "run.py"), "--out", str(tmp_path / "out"), "--rounds", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    server, probs = re.findall(r"(?:server|probabilities) ([\d.e+-]+)", done.stdout.splitlines()[-1])
+    assert max(float(server), float(probs)) < 1e-5
+    assert "round 2 of 2" in (tmp_path / "out" / "server.log").read_text()

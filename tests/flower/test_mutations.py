@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from torch import nn
 from torch.testing import assert_close
@@ -21,6 +22,7 @@ from bayesfl.checkpoint import STATE, CheckpointError, held
 from bayesfl.data import FederatedData
 from bayesfl.faults import KINDS, Fault
 from bayesfl.flower import load, records
+from bayesfl.flower.states import STATE as STATE_NAME
 from tests.flower.test_flower import deploy, grid_of, method, simulated
 from tests.test_durability import joined, mutated, parts, resealed
 
@@ -127,26 +129,52 @@ def test_mutated_uplinks(model: nn.Module, clients: FederatedData, tmp_path: Pat
     assert taken > 0
 
 
-def test_mutated_checkpoints(model: nn.Module, clients: FederatedData, tmp_path: Path):
-    """A server's checkpoint that was changed is refused, or its numbers are taken."""
-    algorithm = method("ditto", model)
-    deploy(algorithm, clients, tmp_path, rounds=2, checkpoint=tmp_path / "server")
-    good = held(tmp_path / "server")[0].read_bytes()
-    file = tmp_path / "bad" / STATE
-    file.parent.mkdir()
-    rng, refused, accepted = np.random.default_rng(1), 0, 0
-    for _ in range(MUTATIONS):
-        bad = mutated(good, rng)
+def test_mutated_checkpoints(model: nn.Module, clients: FederatedData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A server's checkpoint that was changed is refused, or its numbers are taken: also by a server that goes on from it."""
+
+    class Impatient(Exception):
+        """The server waits for clients of other keys."""
+
+    def enough(seconds: float) -> None:
+        raise Impatient
+
+    monkeypatch.setattr("bayesfl.flower.roster.time.sleep", enough)
+    algorithm, folder = method("ditto", model), tmp_path / "server"
+    grid = grid_of(algorithm, clients, tmp_path)
+    deploy(algorithm, clients, tmp_path, grid, rounds=2, checkpoint=folder)
+    grid.apps = {node: Recorded(app) for node, app in grid.apps.items()}
+    names = [file.name for file in held(folder)]
+    good = {name: (folder / name).read_bytes() for name in names}
+    whole = {name: t.shape for name, t in flatten(load(folder, algorithm).server).items()}
+    rng, refused, accepted, words = np.random.default_rng(1), 0, 0, list[str]()
+    for turn in range(MUTATIONS):
+        name = names[turn % 2]
+        bad = mutated(good[name], rng)
         for blob in (bad, resealed(bad)):
-            file.write_bytes(blob)
-            with warnings.catch_warnings():
-                warnings.simplefilter("error")
-                try:
-                    again = load(file.parent, algorithm)
-                except CheckpointError:
-                    refused += 1
-                else:
-                    accepted += 1
-                    assert again.base.shape == (clients.clients,) or blob is not bad
+            for file in folder.glob("round-*"):
+                file.unlink()
+            for other in names:
+                (folder / other).write_bytes(blob if other == name else good[other])
+            alone = tmp_path / "alone" / STATE
+            alone.parent.mkdir(exist_ok=True)
+            alone.write_bytes(blob)
+            try:
+                again = load(alone.parent, algorithm)
+            except CheckpointError:
+                refused += 1
+            else:
+                accepted += 1
+                assert {key: t.shape for key, t in flatten(again.server).items()} == whole
+                assert all(not base or STATE_NAME.fullmatch(base) for base in again.base)
+            if turn % 5 == 0:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    try:
+                        deploy(algorithm, clients, tmp_path, grid, rounds=3, checkpoint=folder, timeout=0.01)
+                    except (CheckpointError, Impatient):
+                        pass
+                    except ValueError as error:  # other settings, in words
+                        words.append(str(error))
     assert refused > MUTATIONS
     assert accepted > 0
+    assert all("keeps its settings" in said or "already done" in said for said in words)

@@ -9,6 +9,7 @@ from bayesfl.flower import serve
 from flower_pfedvem.task import method
 
 logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
+logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for every look for replies
 app = ServerApp()
 
 

@@ -10,6 +10,7 @@ from bayesfl.flower import serve
 from trial.task import CLIENTS, SEED, method
 
 logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
+logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for every look for replies
 app = ServerApp()
 
 

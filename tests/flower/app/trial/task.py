@@ -16,11 +16,11 @@ def method(name: str) -> bf.Algorithm:
         "pfedvem": {"head_epochs": 2, "body_epochs": 1, "init_scale": 0.3},
         "ditto": {"epochs": 1},
         "fedpac": {"head_epochs": 1, "body_epochs": 1},
-        "fedsi": {"epochs": 1, "share": 0.3, "finetune_steps": 5, "predictive_precision": 1.0},
+        "fedsi": {"epochs": 1, "share": 0.3, "finetune_steps": 5},  # its predictive precision is tuned over the network
     }
     return getattr(bf.algorithms, name)(model, batch_size=10, **options[name])
 
 
 def federation() -> FederatedData:
     """Two clients that mean different things by the same labels."""
-    return bf.data.concept_drift("digits", clients=CLIENTS, seed=0)
+    return bf.data.concept_drift("digits", clients=CLIENTS, seed=0, validation=0.1)
