@@ -32,7 +32,7 @@ def pull(grid: Grid, id: str) -> RecordDict | str | None:
     One at a time: Flower hands a reply out once, and one that cannot be read would take with it those that come in the same answer.
 
     Raises:
-        HTTPError, OSError: The SuperLink cannot be reached.
+        httpx.HTTPError, OSError: The SuperLink cannot be reached.
     """
     try:
         for reply in grid.pull_messages([id]):
@@ -59,7 +59,7 @@ def ask(
         group: What Flower's own records call these messages.
 
     Raises:
-        HTTPError, OSError: The SuperLink cannot be reached.
+        httpx.HTTPError, OSError: The SuperLink cannot be reached.
     """
     waiting: dict[int, str] = {}
     for client, (node, content) in contents.items():

@@ -146,7 +146,7 @@ def serve(
         BadClients: A reply is missing or bad and that stops the run.
         FailedRound: A round that is to be repeated came to nothing three times.
         DivergenceError: The server's state is no longer finite.
-        HTTPError, OSError: The SuperLink cannot be reached.
+        httpx.HTTPError, OSError: The SuperLink cannot be reached.
     """
     instance("algorithm", algorithm, Algorithm, METHOD)
     drawn, trained = algorithm.sampling if sampling is None else sampling, algorithm.train if train is None else train
