@@ -119,14 +119,14 @@ class Admission:
         if not number("norm_floor", self.norm_floor) >= 0:
             raise ValueError(f"norm_floor must be >= 0, got {self.norm_floor}")
 
-    def check(self, clients: int) -> None:
-        """That a federation of so many clients can have a round.
+    def check(self, cohort: int) -> None:
+        """That a cohort of at most so many clients can make a round.
 
         Raises:
-            ValueError: It has fewer clients than a round needs.
+            ValueError: It is smaller than a round needs.
         """
-        if self.min_clients > clients:
-            raise ValueError(f"min_clients must be at most the number of clients, {clients}, got {self.min_clients}")
+        if self.min_clients > cohort:
+            raise ValueError(f"min_clients must be at most the size of a cohort, {cohort}, got {self.min_clients}; or raise participation")
 
     @property
     def skips(self) -> bool:
@@ -148,7 +148,8 @@ class Admission:
     def report_limit(self, sizes: Sequence[float]) -> float:
         """The largest entry that is taken of what a method reports, where nothing was sent that it could be compared with.
 
-        It counts from `norm_floor` up, since a report may well be near 0 for most clients: losses are.
+        It counts from `norm_floor` up, since a report may well be near 0 for most clients: losses are. For a client with more examples than
+        the median one it is so many times larger.
 
         Args:
             sizes: The largest absolute entry of each of this round's replies.

@@ -57,7 +57,7 @@ def write_round(path: str | os.PathLike[str], round: int, meta: Mapping[str, Any
     """
     write(path, meta, tensors, name=f"round-{round:06d}.safetensors")
     files = _rounds(Path(path))
-    later = [file for file in files if (match := ROUND.fullmatch(file.name)) and int(match[1]) > round]
+    later = [file for file in files if round_of(file) > round]
     for file in later + [file for file in files if file not in later][KEPT:]:  # later ones are damaged: the run went on from before them
         file.unlink(missing_ok=True)
 
@@ -86,6 +86,17 @@ def held(path: str | os.PathLike[str]) -> list[Path]:
     """The files of saved runs in the folder `path`, first the one to be read."""
     state = Path(path) / STATE
     return [state] if state.is_file() else _rounds(Path(path))
+
+
+def round_of(file: Path) -> int:
+    """The round in a checkpoint's name.
+
+    Raises:
+        ValueError: It is no checkpoint's.
+    """
+    if (match := ROUND.fullmatch(file.name)) is None:
+        raise ValueError(f"{file.name!r} is no checkpoint's name")
+    return int(match[1])
 
 
 def newest(path: str | os.PathLike[str]) -> int:

@@ -227,6 +227,7 @@ class Gate:
         self._held: list[tuple[np.ndarray, Tensor, dict[str, Tensors], Uplink]] = []
         self._norms: dict[int, float] = {}
         self._sizes: dict[str, dict[int, float]] = {}
+        self._counts: dict[int, float] = {}
         self.dropped: dict[int, str] = {}
         """Why a client is left out."""
         self.median = math.nan
@@ -241,6 +242,7 @@ class Gate:
         if self._admission.max_norm is not None:
             norms = distances(sent, was_sent(self._algorithm, self._server, ids, n.device, sent)) if sent else torch.zeros(len(ids))
             self._norms |= dict(zip(ids.tolist(), norms.tolist(), strict=True))
+            self._counts |= dict(zip(ids.tolist(), n.tolist(), strict=True))
             for name, t in flatten(reported).items():
                 sizes = t.double().abs().reshape(len(ids), -1).amax(1) if t.numel() else t.new_zeros(len(ids))
                 self._sizes.setdefault(name, {}).update(zip(ids.tolist(), sizes.tolist(), strict=True))
@@ -255,10 +257,11 @@ class Gate:
                 self.drop(client, f"it went {norm:.3g} from what it was sent, more than {limit:.3g}")
         for name, sizes in self._sizes.items():
             known = {client: size for client, size in sizes.items() if client not in self.dropped}
-            limit = self._admission.report_limit(list(known.values()))
+            limit, middle = self._admission.report_limit(list(known.values())), float(np.median([self._counts[c] for c in known] or [1.0]))
             for client, size in known.items():
-                if size > limit:
-                    self.drop(client, f"its {name} goes up to {size:.3g}, more than {limit:.3g}")
+                own = limit * max(1.0, self._counts[client] / middle)  # sums over the data grow with them
+                if size > own:
+                    self.drop(client, f"its {name} goes up to {size:.3g}, more than {own:.3g}")
         for client, reason in self.dropped.items():
             log.warning("round %d: client %d is left out: %s", self._round, client, reason)
         inside = [norm for client, norm in norms.items() if client not in self.dropped]

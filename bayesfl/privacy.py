@@ -200,14 +200,15 @@ class ClientPrivacy:
                 "ClientPrivacy pass every=1"
             )
         last = result.history.rows[-1] if result.history.rows else {"releases": 0}
-        if not last.get("releases", -1) >= result.round:
+        counted = last.get("releases", -1)
+        if not (result.round <= counted < 2**31 and counted == int(counted)):
             raise CheckpointError(
                 f"the history of the run to go on from counts {last.get('releases', 'no')} releases after {result.round} rounds, so that "
                 "nothing can be said of its epsilon; start it anew"
             )
         if self.noise_multiplier:
             _accounting()
-        return _Run(self, result, repeats + int(last["releases"]))
+        return _Run(self, result, repeats + int(counted))
 
 
 def _check(algorithm: Algorithm, *, free: bool) -> None:

@@ -77,6 +77,10 @@ class Settings:
         """How many clients a cohort of fixed size has."""
         return max(1, int(clients * self.participation + 1e-9))  # 0.29 * 100 is 28.999...
 
+    def largest(self, clients: int) -> int:
+        """How many clients a cohort can have."""
+        return self.fixed_size(clients) if self.sampling == "fixed" else clients
+
     def cohort(self, clients: int, round: int) -> np.ndarray:
         """The ids of one round's cohort, ascending.
 

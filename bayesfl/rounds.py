@@ -70,10 +70,6 @@ def run_round(
         log.warning("round %d: client %d did not reply", round, client)
     absent = int(np.isin(chosen, lost).sum())
     chosen, rest = (np.setdiff1d(group, lost) for group in (chosen, rest))
-    if len(chosen) < aggregator.least:
-        raise TooFewClients(
-            f"{len(chosen)} clients replied in round {round}, counted from 0, which needs {aggregator.least}", lost=absent, rejected=0
-        )
     # The rest come in chunks of their own, so that whether they are measured does not change who shares a chunk; unmeasured,
     # they leave out the phases whose result would be thrown away.
     size = engine.chunk_size(data.clients, algorithm, result.device)

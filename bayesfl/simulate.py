@@ -136,7 +136,7 @@ def simulate(
         result = _resumed(saved, settings, engine, device, dtype)
         repeats = 0 if isinstance(resume, Result) else max(0, newest(resume) - saved.round)
     admission = Admission(on_bad_client or ("stop" if faults is None else "skip"), min_clients, below_minimum, max_norm)
-    admission.check(clients.clients)
+    admission.check(settings.largest(clients.clients))
     if faults is not None and not callable(faults):
         raise TypeError(f"faults must be a plan of bayesfl.faults, such as at_random(0.1), got {faults!r}")
     if faults is not None and not admission.skips:

@@ -20,6 +20,7 @@ from bayesfl.faults import KINDS, Altered, Fault, Lost, at_random
 from bayesfl.phases import Once
 from bayesfl.result import Result, Settings
 from bayesfl.robust import Clipped, Median
+from tests.cases import federation
 
 METHODS: dict[str, dict[str, Any]] = {
     "fedavg": {"epochs": 1, "batch_size": 10},
@@ -138,7 +139,7 @@ def test_rounds_with_too_few(model: nn.Module, clients: FederatedData, caplog: p
 
     with caplog.at_level(logging.WARNING, logger="bayesfl"):
         skipped = run(algorithm, clients, faults=first(1), min_clients=4)
-    assert "3 clients replied in round 1, counted from 0, which needs 4; the round is skipped" in caplog.text
+    assert "3 replies were taken in round 1, counted from 0, which needs 4; the round is skipped" in caplog.text
     assert skipped.history["cohort"].tolist() == [7, 0, 7]
     after_one = run(algorithm, clients, rounds=1)
     two = run(algorithm, clients, rounds=2, faults=first(1), min_clients=4)
@@ -146,7 +147,7 @@ def test_rounds_with_too_few(model: nn.Module, clients: FederatedData, caplog: p
     repeated = run(algorithm, clients, faults=first(2), min_clients=4, below_minimum="repeat")
     assert_close(state(repeated), state(plain), atol=1e-12, rtol=0)
     assert repeated.history["cohort"].tolist() == [7, 7, 7]
-    with pytest.raises(TooFewClients, match="3 clients replied in round 1"):
+    with pytest.raises(TooFewClients, match="3 replies were taken in round 1"):
         run(algorithm, clients, faults=first(3), min_clients=4, below_minimum="repeat")
     nan = {0: KINDS["nan"], 1: KINDS["nan"]}
     refused = run(algorithm, clients, rounds=1, faults=lambda round, attempt, ids: nan, min_clients=6)
@@ -301,6 +302,29 @@ def test_absurd_reports_are_left_out(name: str, model: nn.Module, clients: Feder
     assert found.history["rejected"].tolist() == [0.0, 1.0, 0.0]
 
 
+def test_honest_reports_are_taken(model: nn.Module):
+    """Counts grow with the data, and what most report may be near 0."""
+    algorithm = bf.algorithms.fedpac(model, body_epochs=1, batch_size=50)
+    skewed = federation(sizes=(20, 24, 30, 18, 22, 26, 6000))
+    found = run(algorithm, skewed, on_bad_client="skip", rounds=2, evaluate_every=None)
+    assert found.history["rejected"].tolist() == [0.0, 0.0]
+    rule = Admission(on_bad_client="skip")
+    assert rule.report_limit([0.0, 0.0, 0.0, 60.0]) == 100.0
+    assert rule.report_limit([10.0, 20.0, 30.0]) == 2000.0
+    assert rule.report_limit([10.0, 20.0]) == Admission(max_norm=None).report_limit([1.0, 1.0, 1.0]) == np.inf
+
+
+def test_a_skipped_round_counts_the_refused_beside_the_lost(model: nn.Module, clients: FederatedData):
+    """Also where the lost alone were too many."""
+    algorithm = bf.algorithms.fedavg(model, **METHODS["fedavg"])
+
+    def plan(round: int, attempt: int, ids: np.ndarray) -> dict[int, Fault]:
+        return {1: Lost(), 2: Lost(), 3: KINDS["stale"]} if round == 1 else {}
+
+    found = run(algorithm, clients, faults=plan, min_clients=6, evaluate_every=None)
+    assert (found.history["lost"][1], found.history["rejected"][1], found.history["cohort"][1]) == (2.0, 1.0, 0.0)
+
+
 def test_a_round_that_is_not_finite_is_passed_over(model: nn.Module, clients: FederatedData, caplog: pytest.LogCaptureFixture):
     """A reported variance of 0 is finite and small, and weighs infinitely: the round changes nothing, and the run goes on."""
     algorithm = bf.algorithms.pfedvem(model, **METHODS["pfedvem"])
@@ -335,8 +359,10 @@ def test_what_cannot_be(model: nn.Module, clients: FederatedData, tmp_path: Path
     """Refused before anything is trained, by name."""
     algorithm = bf.algorithms.fedavg(model, **METHODS["fedavg"])
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="min_clients must be at most the number of clients, 7, got 8"):
+    with pytest.raises(ValueError, match="min_clients must be at most the size of a cohort, 7, got 8"):
         run(algorithm, clients, min_clients=8)
+    with pytest.raises(ValueError, match="min_clients must be at most the size of a cohort, 4, got 5; or raise participation"):
+        run(algorithm, clients, min_clients=5, participation=0.7)
     with pytest.raises(TypeError, match="faults must be a plan"):
         run(algorithm, clients, faults="lost")
     for checkpoint in (3, ""):

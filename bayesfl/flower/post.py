@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import httpx
 from flwr.app import Message, RecordDict
@@ -9,6 +10,23 @@ from flwr.serverapp import Grid
 
 FIRST, LONGEST = 0.1, 1.0
 """Seconds between two looks for replies."""
+
+
+RAISED = 2
+"""Flower's error code for a ClientApp that raised."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why there is no reply.
+
+    Args:
+        reason: In words.
+        lost: Whether nothing was heard of the client; else it answered, but not with a reply.
+    """
+
+    reason: str
+    lost: bool = True
 
 
 def push(grid: Grid, kind: str, node: int, content: RecordDict, *, timeout: float, group: str) -> str | None:
@@ -26,8 +44,8 @@ def push(grid: Grid, kind: str, node: int, content: RecordDict, *, timeout: floa
     return next(iter(grid.push_messages([message])), None)
 
 
-def pull(grid: Grid, id: str) -> RecordDict | str | None:
-    """The reply to a message, in words why there is none, or None where there is none yet.
+def pull(grid: Grid, id: str) -> RecordDict | Failure | None:
+    """The reply to a message, why there is none, or None where there is none yet.
 
     One at a time: Flower hands a reply out once, and one that cannot be read would take with it those that come in the same answer.
 
@@ -37,19 +55,20 @@ def pull(grid: Grid, id: str) -> RecordDict | str | None:
     try:
         for reply in grid.pull_messages([id]):
             if reply.has_error():
-                return f"its node reports error {reply.error.code}: {_short(reply.error.reason)}"
+                reason = f"its node reports error {reply.error.code}: {_short(reply.error.reason)}"
+                return Failure(reason, lost=reply.error.code != RAISED)
             return reply.content
     except (httpx.HTTPError, OSError):
         raise
     except Exception as error:  # whatever a stranger's bytes raise in a reader
-        return f"its reply cannot be read: {type(error).__name__} {_short(error)}"
+        return Failure(f"its reply cannot be read: {type(error).__name__} {_short(error)}", lost=False)
     return None
 
 
 def ask(
     grid: Grid, kind: str, contents: Mapping[int, tuple[int, RecordDict]], *, timeout: float, group: str
-) -> Iterator[tuple[int, RecordDict | str]]:
-    """Sends a message to each of some clients; each client and its reply as they come, or in words why there is none.
+) -> Iterator[tuple[int, RecordDict | Failure]]:
+    """Sends a message to each of some clients; each client and its reply as they come, or why there is none.
 
     Args:
         grid: Flower's.
@@ -66,7 +85,7 @@ def ask(
         if id := push(grid, kind, node, content, timeout=timeout, group=group):
             waiting[client] = id
         else:
-            yield client, "its node could not be reached"
+            yield client, Failure("its node could not be reached")
     end, pause = time.monotonic() + timeout, FIRST
     while waiting:
         came = False
@@ -81,7 +100,7 @@ def ask(
         if waiting and not came:
             time.sleep(min(pause, max(0.0, end - time.monotonic())))
     for client in waiting:
-        yield client, f"it did not reply within {timeout:g} seconds"
+        yield client, Failure(f"it did not reply within {timeout:g} seconds")
 
 
 def _short(reason: object) -> str:

@@ -11,11 +11,9 @@ from flwr.serverapp import Grid
 
 from bayesfl.admission import PROTOCOL
 from bayesfl.flower import records
-from bayesfl.flower.post import pull, push
+from bayesfl.flower.post import Failure, pull, push
 
 log = logging.getLogger(__name__)
-GREETING = 120.0
-"""Seconds that a node has to say who it is, before it is asked again."""
 REMIND = 30.0
 """Seconds between two lines that say who is missing, and after which a node that failed is asked again."""
 
@@ -30,6 +28,7 @@ class Roster:
     Args:
         clients: How many there are.
         hello: What a node is asked with.
+        patience: Seconds that a node has to say who it is, before it is asked again; it loads its data for that.
         keys: {client: public key in hexadecimal digits}, of those that are bound.
         nodes: {client: node}.
         counts: {client: training examples}.
@@ -38,6 +37,7 @@ class Roster:
 
     clients: int
     hello: Mapping[str, Any]
+    patience: float
     keys: dict[int, str] = field(default_factory=dict)
     nodes: dict[int, int] = field(default_factory=dict)
     counts: dict[int, int] = field(default_factory=dict)
@@ -72,9 +72,9 @@ class Roster:
         for node in sorted(there):
             if node not in known and now >= self._again.get(node, now):
                 content = RecordDict({"config": ConfigRecord(dict(self.hello))})
-                if id := push(grid, "query", node, content, timeout=GREETING, group="hello"):
+                if id := push(grid, "query", node, content, timeout=self.patience, group="hello"):
                     self._pending[node] = id
-                self._again[node] = now + GREETING
+                self._again[node] = now + self.patience
         for node, id in list(self._pending.items()):
             if node not in there or (reply := pull(grid, id)) is None:
                 continue
@@ -86,14 +86,14 @@ class Roster:
                 log.warning("node %d is not taken: %s", node, error)
         return self.nodes != before
 
-    def _bind(self, node: int, key: str, reply: RecordDict | str, there: Mapping[int, str]) -> None:
+    def _bind(self, node: int, key: str, reply: RecordDict | Failure, there: Mapping[int, str]) -> None:
         """Takes a node as the client that it says it is.
 
         Raises:
             RecordError: It is none, or another node is that client.
         """
-        if isinstance(reply, str):
-            raise records.RecordError(reply)
+        if isinstance(reply, Failure):
+            raise records.RecordError(reply.reason)
         if (protocol := records.setting(reply, "protocol", int)) != PROTOCOL:
             raise records.RecordError(f"it speaks protocol {protocol}, the server {PROTOCOL}")
         client, n, validation = (records.setting(reply, name, int) for name in ("client", "n", "validation"))

@@ -23,7 +23,7 @@ from bayesfl.admission import PROTOCOL, Admission, FailedRound, Message, TooFewC
 from bayesfl.blocks import Algorithm, nest
 from bayesfl.checks import instance, number, whole
 from bayesfl.flower import records
-from bayesfl.flower.post import ask
+from bayesfl.flower.post import Failure, ask
 from bayesfl.flower.roster import Roster
 from bayesfl.flower.states import EXPERIMENT, SESSION, STATE
 from bayesfl.flower.states import name_of as state_name
@@ -154,7 +154,7 @@ def serve(
     admission = Admission(on_bad_client, min_clients, below_minimum, max_norm)
     whole("clients", clients, least=1)
     whole("every", every, least=1)
-    admission.check(clients)
+    admission.check(settings.largest(clients))
     if settings.seed >= 2**63:
         raise ValueError(f"seed must be below 2**63, which a message can hold, got {seed}")
     if not number("timeout", timeout) > 0:
@@ -243,7 +243,7 @@ class _Run:
             start, base = algorithm.rows(server), ("",) * clients
             state = Deployed(algorithm, settings, secrets.token_hex(8), (session,), 0, server, start, base, dtype=dtype)
         hello = {"protocol": PROTOCOL, "algorithm": fingerprint(algorithm), "experiment": state.experiment}
-        self.roster = Roster(clients, hello, keys)
+        self.roster = Roster(clients, hello, self.timeout, keys)
         self.roster.wait(self.grid, least=self.admission.min_clients, patience=self.timeout if goes_on else None)
         predictor = algorithm.predictor
         if predictor is not None and len(predictor.grid) > 1 and not sum(self.roster.validation.values()):
@@ -283,9 +283,9 @@ class _Run:
         orders = self._orders(state, np.arange(state.clients) if settings.train == "all" else chosen, senders)
         down = sum(_size(content) for _, content in orders.values())
         for client, reply in self._ask("train", orders, group=f"{round}.{attempt}"):
-            if isinstance(reply, str):
-                lost += client in senders
-                gate.drop(client, reply)
+            if isinstance(reply, Failure):
+                lost += reply.lost and client in senders
+                gate.drop(client, reply.reason)
                 continue
             try:
                 up += _size(reply)
@@ -350,8 +350,8 @@ class _Run:
         found: dict[str, list[float]] = {}
         orders = self._orders(state, np.arange(state.clients), set(), value=value)
         for client, reply in self._ask("evaluate", orders, group="evaluate"):
-            if isinstance(reply, str):
-                log.warning("client %d did not predict: %s", client, reply)
+            if isinstance(reply, Failure):
+                log.warning("client %d did not predict: %s", client, reply.reason)
                 continue
             for name in records.MEASURES:
                 if (measure := _measure(reply, name)) is not None:
@@ -377,13 +377,13 @@ class _Run:
         wanted = {"scores": ((len(predictor.grid),), torch.float64)}
         for client, reply in self._ask("evaluate.tune", self._orders(state, asked, set()), group="tune"):
             try:
-                if isinstance(reply, str):
-                    raise records.RecordError(reply)
+                if isinstance(reply, Failure):
+                    raise records.RecordError(reply.reason)
                 tensors = records.unpack(reply, "scores", records.setting(reply, "digest", str), most=records.most_bytes(wanted))
                 shapes = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
                 if shapes != wanted:
                     raise records.RecordError(f"it sent {shapes}, not {wanted}")
-                if bool((tensors["scores"].isnan() | tensors["scores"].isneginf()).any()):
+                if bool((tensors["scores"].isnan() | tensors["scores"].isneginf()).any() or tensors["scores"].isposinf().all()):
                     raise records.RecordError("its scores are not numbers")
             except records.RecordError as error:
                 log.warning("client %d has no part in tuning %s: %s", client, predictor.tunes, error)
@@ -394,12 +394,12 @@ class _Run:
             raise ValueError(f"no client has scored the candidates for {predictor.tunes}")
         return choose(predictor, total, examples)
 
-    def _ask(self, kind: str, orders: dict[int, tuple[int, RecordDict]], *, group: str) -> Iterator[tuple[int, RecordDict | str]]:
+    def _ask(self, kind: str, orders: dict[int, tuple[int, RecordDict]], *, group: str) -> Iterator[tuple[int, RecordDict | Failure]]:
         """Each client and its reply, or why there is none."""
         yield from ask(self.grid, kind, {c: order for c, order in orders.items() if order[0]}, timeout=self.timeout, group=group)
         for client, (node, _) in orders.items():
             if not node:
-                yield client, "its node has not come"
+                yield client, Failure("its node has not come")
 
     def _orders(
         self, state: Deployed, ids: np.ndarray, senders: set[int], *, value: float = float("nan")
@@ -510,7 +510,7 @@ def _bases(folder: str | os.PathLike[str], clients: int) -> dict[int, tuple[str,
         with contextlib.suppress(checkpoint.CheckpointError, KeyError, TypeError, ValueError):
             meta, _ = checkpoint.read_file(file)
             if len(base := _names(meta["base"])) == clients:
-                found[int(meta["round"])] = base
+                found[checkpoint.round_of(file)] = base
     return found
 
 

@@ -103,7 +103,7 @@ def test_a_client_that_raises(net: loopback.Loopback):
     run, folder = submit(net, "ditto-raise", fail="raise 1 1")
     assert net.finish(run) == "finished:completed"
     found = load(folder, task.method("ditto"))
-    assert found.history["lost"].tolist() == [0.0, 1.0, 0.0]
+    assert found.history["rejected"].tolist() == [0.0, 1.0, 0.0]
     assert "client 1 is left out: its node reports error 2" in net.said(run)
     assert "the client has no memory left" in net.said(run)
     told = bf.simulate(
