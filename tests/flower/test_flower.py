@@ -22,6 +22,7 @@ from bayesfl.data import FederatedData
 from bayesfl.faults import KINDS, Fault
 from bayesfl.flower import BadClients, Deployed, client_app, load, records, serve, server_app
 from bayesfl.flower.states import States
+from bayesfl.predict import choose as chosen
 from bayesfl.result import Result, Settings
 from tests.cases import CASES, Case
 from tests.flower.grid import Alter, LocalGrid
@@ -475,8 +476,16 @@ def test_load_data_returns_one_client(model: nn.Module, clients: FederatedData, 
     assert r"load_data must return the data of one client, got 7; data.select([0]) takes one of many" in caplog.text
 
 
-def test_a_tuned_number_is_the_simulations(tmp_path: Path):
-    """FedSI's predictive precision, from sums over the clients' validation data."""
+def test_a_tuned_number_is_the_simulations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """FedSI's predictive precision, from sums over the clients' validation data, which are the simulation's."""
+    sums: list[tuple[Tensor, int]] = []
+
+    def choose(predictor: Any, total: Tensor, examples: int) -> float:
+        sums.append((total.clone(), examples))
+        return chosen(predictor, total, examples)
+
+    monkeypatch.setattr("bayesfl.predict.choose", choose)
+    monkeypatch.setattr("bayesfl.flower.server.choose", choose)
     clients = bf.data.concept_drift("digits", clients=4, seed=0, validation=0.2)
     model = bf.models.mlp(64, hidden=8, outputs=5)
     algorithm = bf.algorithms.fedsi_full(model, steps=5, batch_size=10, finetune_steps=5)
@@ -487,6 +496,10 @@ def test_a_tuned_number_is_the_simulations(tmp_path: Path):
     for client in range(4):
         assert_close(predictions(found, tmp_path, client)["probs"], expected.client(client).probs, atol=1e-6, rtol=0)
     assert found.history["tuned"][-1] == told.tuned
+    (over, examples), (within, known) = sums
+    assert_close(over, within, atol=1e-6, rtol=0)
+    assert examples == known == clients.validation.counts.sum()
+    assert over.std() > 0
     bare = bf.data.concept_drift("digits", clients=4, seed=0)
     with pytest.raises(ValueError, match="is chosen on validation data, and no client has any"):
         deploy(algorithm, bare, tmp_path / "bare", rounds=2)
