@@ -692,8 +692,12 @@ def test_a_server_app_runs_what_it_was_given(model: nn.Module, clients: Federate
         server_app(algorithm, clients=1, round=3)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), -float("inf"), float("inf")])
-def test_scores_that_are_no_numbers(bad: float, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+@pytest.mark.parametrize(
+    "bad",
+    [lambda t: t * float("nan"), lambda t: t - float("inf"), lambda t: t + float("inf"), lambda t: t[:3], lambda t: t.float()],
+    ids=["nan", "-inf", "inf", "shape", "dtype"],
+)
+def test_scores_that_are_no_numbers(bad: Callable[[Tensor], Tensor], tmp_path: Path, caplog: pytest.LogCaptureFixture):
     """One client cannot end the run or make the choice; where nobody scores, nothing is predicted, and the models are kept."""
     clients = bf.data.concept_drift("digits", clients=4, seed=0, validation=0.2)
     model = bf.models.mlp(64, hidden=8, outputs=5)
@@ -704,7 +708,7 @@ def test_scores_that_are_no_numbers(bad: float, tmp_path: Path, caplog: pytest.L
         if message.metadata.message_type != "evaluate.tune" or client not in liars:
             return reply
         scores = records.unpack(reply.content, "scores", asked(reply, "digest"))["scores"]
-        reply.content["scores"], digest = records.pack({"scores": torch.full_like(scores, bad)})
+        reply.content["scores"], digest = records.pack({"scores": bad(scores)})
         return changed(reply, digest=digest)
 
     found = deploy(algorithm, clients, tmp_path, grid_of(algorithm, clients, tmp_path, alter=alter), rounds=1)
