@@ -253,14 +253,13 @@ class Gate:
         norms = {client: norm for client, norm in self._norms.items() if client not in self.dropped}
         limit = self._admission.limit(list(norms.values()), self._earlier)
         for client, norm in norms.items():
-            if norm > limit:
-                self.drop(client, f"it went {norm:.3g} from what it was sent, more than {limit:.3g}")
+            if norm > (own := limit * self._larger(client, norms)):
+                self.drop(client, f"it went {norm:.3g} from what it was sent, more than {own:.3g}")
         for name, sizes in self._sizes.items():
             known = {client: size for client, size in sizes.items() if client not in self.dropped}
-            limit, middle = self._admission.report_limit(list(known.values())), float(np.median([self._counts[c] for c in known] or [1.0]))
+            limit = self._admission.report_limit(list(known.values()))
             for client, size in known.items():
-                own = limit * max(1.0, self._counts[client] / middle)  # sums over the data grow with them
-                if size > own:
+                if size > (own := limit * self._larger(client, known)):
                     self.drop(client, f"its {name} goes up to {size:.3g}, more than {own:.3g}")
         for client, reason in self.dropped.items():
             log.warning("round %d: client %d is left out: %s", self._round, client, reason)
@@ -270,6 +269,10 @@ class Gate:
             if (kept := ~np.isin(ids, list(self.dropped))).any():
                 self._gather.add(ids[kept], *(read_rows(tree, np.flatnonzero(kept)) for tree in (n, sent, reported)))
         return list(self.dropped)
+
+    def _larger(self, client: int, others: Iterable[int]) -> float:
+        """How many times as many examples as the median client it has, at least 1: steps, and sums over the data, grow with them."""
+        return max(1.0, self._counts[client] / float(np.median([self._counts[other] for other in others])))
 
     def server(self) -> Server:
         """The server's next state from the replies that were taken.

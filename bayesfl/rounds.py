@@ -12,7 +12,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from bayesfl import predict
-from bayesfl.admission import Admission, Declared, Message, TooFewClients, objection
+from bayesfl.admission import Admission, Declared, FailedRound, Message, TooFewClients, objection
 from bayesfl.blocks import Algorithm, flatten
 from bayesfl.data import FederatedData
 from bayesfl.engine import Crew
@@ -70,6 +70,10 @@ def run_round(
         log.warning("round %d: client %d did not reply", round, client)
     absent = int(np.isin(chosen, lost).sum())
     chosen, rest = (np.setdiff1d(group, lost) for group in (chosen, rest))
+    if not admission.skips and len(chosen) < aggregator.least:  # nothing else can be wrong with it
+        raise TooFewClients(
+            f"{len(chosen)} replies were taken in round {round}, counted from 0, which needs {aggregator.least}", lost=absent, rejected=0
+        )
     # The rest come in chunks of their own, so that whether they are measured does not change who shares a chunk; unmeasured,
     # they leave out the phases whose result would be thrown away.
     size = engine.chunk_size(data.clients, algorithm, result.device)
@@ -118,7 +122,11 @@ def run_round(
                 lost=absent,
                 rejected=len(chosen) - len(taken),
             )
-        server = gather.server() if gate is None else gate.server()
+        try:
+            server = gather.server() if gate is None else gate.server()
+        except FailedRound as error:
+            error.row |= {"lost": absent, "rejected": len(chosen) - len(taken)}
+            raise
     except BaseException as error:
         for ids, old in undo:
             write_rows(private, ids, old)

@@ -304,10 +304,10 @@ def test_absurd_reports_are_left_out(name: str, model: nn.Module, clients: Feder
 
 def test_honest_reports_are_taken(model: nn.Module):
     """Counts grow with the data, and what most report may be near 0."""
-    algorithm = bf.algorithms.fedpac(model, body_epochs=1, batch_size=50)
     skewed = federation(sizes=(20, 24, 30, 18, 22, 26, 6000))
-    found = run(algorithm, skewed, on_bad_client="skip", rounds=2, evaluate_every=None)
-    assert found.history["rejected"].tolist() == [0.0, 0.0]
+    for algorithm in (bf.algorithms.fedpac(model, body_epochs=1, batch_size=50), bf.algorithms.fedbabu(model, epochs=2, batch_size=10)):
+        found = run(algorithm, skewed, on_bad_client="skip", rounds=2, evaluate_every=None)
+        assert found.history["rejected"].tolist() == [0.0, 0.0]
     rule = Admission(on_bad_client="skip")
     assert rule.report_limit([0.0, 0.0, 0.0, 60.0]) == 100.0
     assert rule.report_limit([10.0, 20.0, 30.0]) == 2000.0
@@ -332,6 +332,7 @@ def test_a_round_that_is_not_finite_is_passed_over(model: nn.Module, clients: Fe
     assert "what the replies of round 1, counted from 0, make together is not finite; the round is skipped" in caplog.text
     assert all(bool(t.isfinite().all()) for t in state(found).values())
     assert found.history["cohort"].tolist() == [7.0, 0.0, 7.0]
+    assert found.history["lost"].tolist() == found.history["rejected"].tolist() == [0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("kind", ["stale", "protocol", "extra"])

@@ -67,24 +67,29 @@ class Roster:
 
     def look(self, grid: Grid) -> bool:
         """Asks nodes that are new who they are, and hears those that were asked; whether one of them is a client now. Waits for nobody."""
-        now, known, before = time.monotonic(), set(self.nodes.values()), dict(self.nodes)
+        now, before = time.monotonic(), dict(self.nodes)
         there = {node.node_id: bytes(node.public_key).hex() for node in grid.get_nodes()}
+        self._hear(grid, there)  # before anybody is asked again, or what came meanwhile would never be heard
         for node in sorted(there):
-            if node not in known and now >= self._again.get(node, now):
+            if node not in self.nodes.values() and now >= self._again.get(node, now):
                 content = RecordDict({"config": ConfigRecord(dict(self.hello))})
                 if id := push(grid, "query", node, content, timeout=self.patience, group="hello"):
                     self._pending[node] = id
                 self._again[node] = now + self.patience
+        self._hear(grid, there)
+        return self.nodes != before
+
+    def _hear(self, grid: Grid, there: Mapping[int, str]) -> None:
+        """Takes the answers that have come."""
         for node, id in list(self._pending.items()):
             if node not in there or (reply := pull(grid, id)) is None:
                 continue
             del self._pending[node]
-            self._again[node] = now + REMIND
+            self._again[node] = time.monotonic() + REMIND
             try:
                 self._bind(node, there[node], reply, there)
             except records.RecordError as error:
                 log.warning("node %d is not taken: %s", node, error)
-        return self.nodes != before
 
     def _bind(self, node: int, key: str, reply: RecordDict | Failure, there: Mapping[int, str]) -> None:
         """Takes a node as the client that it says it is.

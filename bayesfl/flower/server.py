@@ -24,7 +24,7 @@ from bayesfl.blocks import Algorithm, nest
 from bayesfl.checks import instance, number, whole
 from bayesfl.flower import records
 from bayesfl.flower.post import Failure, ask
-from bayesfl.flower.roster import Roster
+from bayesfl.flower.roster import REMIND, Roster
 from bayesfl.flower.states import EXPERIMENT, SESSION, STATE
 from bayesfl.flower.states import name_of as state_name
 from bayesfl.gather import Gate, Gather
@@ -243,7 +243,9 @@ class _Run:
             start, base = algorithm.rows(server), ("",) * clients
             state = Deployed(algorithm, settings, secrets.token_hex(8), (session,), 0, server, start, base, dtype=dtype)
         hello = {"protocol": PROTOCOL, "algorithm": fingerprint(algorithm), "experiment": state.experiment}
-        self.roster = Roster(clients, hello, self.timeout, keys)
+        self.roster = Roster(
+            clients, hello, 2 * self.timeout + REMIND, keys
+        )  # a round may last as long as its slowest client is waited for
         self.roster.wait(self.grid, least=self.admission.min_clients, patience=self.timeout if goes_on else None)
         predictor = algorithm.predictor
         if predictor is not None and len(predictor.grid) > 1 and not sum(self.roster.validation.values()):
@@ -320,7 +322,11 @@ class _Run:
                 bytes_up=up,
                 bytes_down=down,
             )
-        server = gate.server()
+        try:
+            server = gate.server()
+        except FailedRound as error:
+            error.row |= {"lost": lost, "rejected": len(chosen) - lost - len(taken), "bytes_up": up, "bytes_down": down}
+            raise
         made, known = state_name(round + 1, state.sessions[-1]), acknowledged - set(dropped)
         base = tuple(made if client in known else name for client, name in enumerate(state.base))
         inside = [losses[client] for client in taken if client in losses]
