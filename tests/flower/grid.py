@@ -44,7 +44,7 @@ class LocalGrid(Grid):
         return None
 
     def create_message(self, *args: Any, **more: Any) -> Message:
-        raise NotImplementedError
+        raise NotImplementedError  # abstract in Flower's grid, and deprecated: nothing here calls it
 
     def get_nodes(self) -> Iterable[Any]:
         return [SimpleNamespace(node_id=node, public_key=self.keys.get(node, b"key %d" % node)) for node in self.apps]
@@ -62,7 +62,7 @@ class LocalGrid(Grid):
             client = self.ids.get(node, node - 100)
             try:
                 reply: Message | None = self.apps[node](message, self.context(node))
-            except Exception as error:
+            except Exception as error:  # as Flower's runtime does with whatever an app raises
                 reply = Message(Error(code=2, reason=f"{type(error)}:<'{error}'>"), reply_to=message)
             if self.alter is not None and reply is not None:
                 reply = self.alter(client, message, reply)
@@ -79,4 +79,4 @@ class LocalGrid(Grid):
         return [self.replies.pop(id) for id in list(message_ids) if id in self.replies]
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        raise NotImplementedError
+        raise NotImplementedError  # abstract in Flower's grid; the server pushes and pulls itself

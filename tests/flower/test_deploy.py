@@ -24,8 +24,8 @@ WANTED = os.environ.get("BAYESFL_DEPLOY", "")
 APP, EXAMPLE = Path(__file__).parent / "app", Path(__file__).parents[2] / "examples" / "flower_pfedvem"
 sys.path[:0] = [str(APP), str(EXAMPLE)]
 
-import loopback  # noqa: E402
-from trial import task  # noqa: E402
+import loopback  # noqa: E402 (found by the line above)
+from trial import task  # noqa: E402 (likewise)
 
 pytestmark = pytest.mark.skipif(not WANTED, reason="starts a network; make test-deploy")
 slow = pytest.mark.skipif(WANTED == "ci", reason="waits for Flower's heartbeats; make test-deploy")
@@ -44,6 +44,13 @@ def submit(net: loopback.Loopback, name: str, **config: Any) -> tuple[int, Path]
     folder.mkdir(parents=True, exist_ok=True)
     config = {"method": name.split("-")[0], "marks": str(folder), "checkpoint": str(folder / "server"), **config}
     return net.submit(APP, **config), folder / "server"
+
+
+def hangs(net: loopback.Loopback, folder: Path, name: str) -> Path:
+    """Waits until a client hangs in mid-round; the file that holds its process's number."""
+    mark = folder.parent / name
+    net.until(lambda: mark.exists() and mark.read_text() != "", f"{name} in mid-round", seconds=180)
+    return mark
 
 
 def assert_the_simulation(net: loopback.Loopback, name: str, folder: Path, *, rounds: int = 3, **options: Any) -> Deployed:
@@ -123,8 +130,7 @@ def test_a_client_that_raises(net: loopback.Loopback):
 def test_a_client_that_times_out(net: loopback.Loopback):
     """Its round is as without it; it is killed meanwhile, as an operator would, and is in the rounds after."""
     run, folder = submit(net, "pfedvem-sleep", fail="sleep 0 1", timeout=30.0)
-    mark = folder.parent / "sleep-0-1"
-    net.until(lambda: mark.exists() and mark.read_text() != "", "client 0 to hang", seconds=120)
+    mark = hangs(net, folder, "sleep-0-1")
     net.until(lambda: checkpoint.held(folder)[0].name == "round-000002.safetensors", "round 1 to end without it", seconds=120)
     os.kill(int(mark.read_text()), signal.SIGKILL)
     assert net.finish(run) == "finished:completed"
@@ -136,8 +142,7 @@ def test_a_client_that_times_out(net: loopback.Loopback):
 def test_a_superlink_killed_in_mid_round(net: loopback.Loopback):
     """A new run on a restarted SuperLink ends as the simulation that never stopped."""
     run, folder = submit(net, "ditto-kill", fail="sleep 1 2", rounds=4)
-    mark = folder.parent / "sleep-1-2"
-    net.until(lambda: mark.exists() and mark.read_text() != "", "client 1 to hang in mid-round", seconds=180)
+    mark = hangs(net, folder, "sleep-1-2")
     net.stop("superlink", signal.SIGKILL)
     os.kill(int(mark.read_text()), signal.SIGKILL)
     net.start_superlink()
@@ -151,8 +156,7 @@ def test_a_superlink_killed_in_mid_round(net: loopback.Loopback):
 def test_a_node_killed_in_mid_round(net: loopback.Loopback):
     """It is missed in its round, is started again, and goes on from its state on disk."""
     run, folder = submit(net, "ditto-node", fail="sleep 1 1", rounds=5)
-    mark = folder.parent / "sleep-1-1"
-    net.until(lambda: mark.exists() and mark.read_text() != "", "client 1 to hang in mid-round", seconds=180)
+    hangs(net, folder, "sleep-1-1")
     net.stop("client-1", signal.SIGKILL)
     net.until(lambda: "client 1 is left out" in net.said(run), "the server to miss client 1", seconds=180, pause=2.0)
 
