@@ -680,6 +680,33 @@ def test_a_run_that_goes_on_does_so_without_the_missing(model: nn.Module, client
     assert_same(found, tmp_path, simulated(algorithm, clients, rounds=4, faults=plan))
 
 
+def test_a_newcomer_is_heard_while_another_hangs(model: nn.Module, clients: FederatedData, tmp_path: Path, monkeypatch: Any):
+    """Its answer comes when a round has begun, and that round lasts as long as the client that hangs is waited for."""
+    algorithm = method("ditto", model)
+    deploy(algorithm, clients, tmp_path, rounds=1, checkpoint=tmp_path / "server")
+    slept: list[float] = []
+    clock = SimpleNamespace(monotonic=lambda: sum(slept), sleep=slept.append)
+    monkeypatch.setattr("bayesfl.flower.post.time", clock)
+    monkeypatch.setattr("bayesfl.flower.roster.time", clock)
+    grid = grid_of(algorithm, clients, tmp_path)
+    whole, honest = grid.apps, grid.pull_messages
+    grid.apps = {node: app for node, app in whole.items() if node != 104}
+    due: dict[str, float] = {}
+
+    def comes_back(client: int, message: Message, reply: Message) -> Message | None:
+        if message.metadata.message_type == "query":
+            due[message.metadata.message_id] = clock.monotonic() + (0.05 if client == 4 else 0.0)
+            return reply
+        if asked(message, "round") == 1:
+            grid.apps = whole
+        return None if client == 2 else reply
+
+    grid.alter = comes_back
+    grid.pull_messages = lambda ids: honest(id for id in ids if due.get(id, 0.0) <= clock.monotonic())  # type: ignore[method-assign]
+    found = deploy(algorithm, clients, tmp_path, grid, rounds=4, checkpoint=tmp_path / "server")
+    assert found.history["lost"].tolist() == [0.0, 2.0, 2.0, 1.0]
+
+
 def test_a_server_app_runs_what_it_was_given(model: nn.Module, clients: FederatedData, tmp_path: Path):
     """Its main function is `serve`; an option that there is not is refused when it is built."""
     algorithm = method("fedavg", model)
