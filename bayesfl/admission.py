@@ -5,7 +5,7 @@ there are the pools of `bayesfl.robust`.
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -26,6 +26,8 @@ ATTEMPTS = 3
 """How often a round is tried before the run stops for want of clients."""
 ENOUGH = 3
 """Replies of a round from which its own median says how far clients go."""
+LARGEST = 100.0
+"""The most by which a client's limits grow with its data: what a node says of these is believed."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,18 @@ def distances(sent: Mapping[str, Tensors], start: Mapping[str, Tensors]) -> Tens
     return total.sqrt()
 
 
+def allowances(counts: np.ndarray) -> np.ndarray:
+    """How many times as far as others each client may go, [J]: as it has more examples than the median client, 1 at least, 100 at most.
+
+    Steps, and sums over the data, grow with them.
+
+    Args:
+        counts: Examples of all clients, [J]; 0 where that is not known, which then counts as the median.
+    """
+    known = counts[counts > 0]
+    return np.clip(counts / np.median(known), 1.0, LARGEST) if len(known) else np.ones(len(counts))
+
+
 @dataclass(frozen=True)
 class Admission:
     """The rules of a run.
@@ -95,7 +109,8 @@ class Admission:
         min_clients: Replies that a round needs.
         below_minimum: What becomes of a round with fewer: `skip` leaves everything as it was, `repeat` tries again, three times in all.
         max_norm: A reply is dropped that went so many times as far from what was sent as the round's median, or, where fewer than three
-            replied, as the median of earlier rounds; None for no such check.
+            replied, as the median of earlier rounds; a client with more examples than the median one may go further, see `allowances`;
+            None for no such check.
         norm_floor: A distance that is always allowed.
 
     Raises:
@@ -148,8 +163,7 @@ class Admission:
     def report_limit(self, sizes: Sequence[float]) -> float:
         """The largest entry that is taken of what a method reports, where nothing was sent that it could be compared with.
 
-        It counts from `norm_floor` up, since a report may well be near 0 for most clients: losses are. For a client with more examples than
-        the median one it is so many times larger.
+        It counts from `norm_floor` up, since a report may well be near 0 for most clients: losses are.
 
         Args:
             sizes: The largest absolute entry of each of this round's replies.
@@ -174,6 +188,22 @@ class FailedRound(RuntimeError):
 
 class TooFewClients(FailedRound):
     """Fewer clients replied than a round needs."""
+
+
+def enough(taken: Sized, round: int, least: int) -> None:
+    """That a round has the replies that it needs.
+
+    Args:
+        taken: The clients whose replies are taken; before anything is asked of them, the cohort.
+        round: The round that is on.
+        least: How many it needs.
+
+    Raises:
+        TooFewClients: It has not; its row counts nothing yet.
+    """
+    if len(taken) < least:
+        nothing = {"lost": 0, "rejected": 0, "bytes_up": 0, "bytes_down": 0}
+        raise TooFewClients(f"round {round}, counted from 0, comes to {len(taken)} replies and needs {least}", **nothing)
 
 
 def attempts(admission: Admission, once: Callable[[int], T]) -> T | FailedRound:

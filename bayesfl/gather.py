@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from bayesfl.admission import Admission, FailedRound, distances
+from bayesfl.admission import Admission, FailedRound, allowances, distances
 from bayesfl.blocks import Algorithm, flatten
 from bayesfl.local import DivergenceError, read_rows
 from bayesfl.protocols import Server, StackedPool, Tensors, Uplink
@@ -217,17 +217,25 @@ class Gate:
         admission: Which are.
         round: The round that is on.
         history: Rows of the rounds before.
+        counts: Examples of all clients, [J].
     """
 
     def __init__(
-        self, algorithm: Algorithm, server: Server, gather: Adding, admission: Admission, round: int, history: Iterable[Mapping[str, Any]]
+        self,
+        algorithm: Algorithm,
+        server: Server,
+        gather: Adding,
+        admission: Admission,
+        round: int,
+        history: Iterable[Mapping[str, Any]],
+        counts: np.ndarray,
     ) -> None:
         self._algorithm, self._server, self._gather, self._admission, self._round = algorithm, server, gather, admission, round
         self._earlier = [row["uplink_norm"] for row in history if math.isfinite(row.get("uplink_norm", math.nan))]
         self._held: list[tuple[np.ndarray, Tensor, dict[str, Tensors], Uplink]] = []
         self._norms: dict[int, float] = {}
         self._sizes: dict[str, dict[int, float]] = {}
-        self._counts: dict[int, float] = {}
+        self._allowances = allowances(counts)
         self.dropped: dict[int, str] = {}
         """Why a client is left out."""
         self.median = math.nan
@@ -242,7 +250,6 @@ class Gate:
         if self._admission.max_norm is not None:
             norms = distances(sent, was_sent(self._algorithm, self._server, ids, n.device, sent)) if sent else torch.zeros(len(ids))
             self._norms |= dict(zip(ids.tolist(), norms.tolist(), strict=True))
-            self._counts |= dict(zip(ids.tolist(), n.tolist(), strict=True))
             for name, t in flatten(reported).items():
                 sizes = t.double().abs().reshape(len(ids), -1).amax(1) if t.numel() else t.new_zeros(len(ids))
                 self._sizes.setdefault(name, {}).update(zip(ids.tolist(), sizes.tolist(), strict=True))
@@ -253,13 +260,13 @@ class Gate:
         norms = {client: norm for client, norm in self._norms.items() if client not in self.dropped}
         limit = self._admission.limit(list(norms.values()), self._earlier)
         for client, norm in norms.items():
-            if norm > (own := limit * self._larger(client, norms)):
+            if norm > (own := limit * self._allowances[client]):
                 self.drop(client, f"it went {norm:.3g} from what it was sent, more than {own:.3g}")
         for name, sizes in self._sizes.items():
             known = {client: size for client, size in sizes.items() if client not in self.dropped}
             limit = self._admission.report_limit(list(known.values()))
             for client, size in known.items():
-                if size > (own := limit * self._larger(client, known)):
+                if size > (own := limit * self._allowances[client]):
                     self.drop(client, f"its {name} goes up to {size:.3g}, more than {own:.3g}")
         for client, reason in self.dropped.items():
             log.warning("round %d: client %d is left out: %s", self._round, client, reason)
@@ -269,10 +276,6 @@ class Gate:
             if (kept := ~np.isin(ids, list(self.dropped))).any():
                 self._gather.add(ids[kept], *(read_rows(tree, np.flatnonzero(kept)) for tree in (n, sent, reported)))
         return list(self.dropped)
-
-    def _larger(self, client: int, others: Iterable[int]) -> float:
-        """How many times as many examples as the median client it has, at least 1: steps, and sums over the data, grow with them."""
-        return max(1.0, self._counts[client] / float(np.median([self._counts[other] for other in others])))
 
     def server(self) -> Server:
         """The server's next state from the replies that were taken.

@@ -12,7 +12,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from bayesfl import predict
-from bayesfl.admission import Admission, Declared, FailedRound, Message, TooFewClients, objection
+from bayesfl.admission import Admission, Declared, FailedRound, Message, enough, objection
 from bayesfl.blocks import Algorithm, flatten
 from bayesfl.data import FederatedData
 from bayesfl.engine import Crew
@@ -62,6 +62,7 @@ def run_round(
     server, private = result.server, result.private
     local = Local(algorithm, algorithm.phases, engine, data.train, settings.seed, settings.rounds, tolerant=admission.skips)
     chosen = aggregator.cohort(round)
+    enough(chosen, round, aggregator.least)
     gather = aggregator.gather(server, round, chosen)
     rest = np.setdiff1d(np.arange(data.clients), chosen) if settings.train == "all" else chosen[:0]
     wrong = {} if faults is None else faults(round, attempt, np.concatenate([chosen, rest]))
@@ -70,10 +71,6 @@ def run_round(
         log.warning("round %d: client %d did not reply", round, client)
     absent = int(np.isin(chosen, lost).sum())
     chosen, rest = (np.setdiff1d(group, lost) for group in (chosen, rest))
-    if not admission.skips and len(chosen) < aggregator.least:  # nothing else can be wrong with it
-        raise TooFewClients(
-            f"{len(chosen)} replies were taken in round {round}, counted from 0, which needs {aggregator.least}", lost=absent, rejected=0
-        )
     # The rest come in chunks of their own, so that whether they are measured does not change who shares a chunk; unmeasured,
     # they leave out the phases whose result would be thrown away.
     size = engine.chunk_size(data.clients, algorithm, result.device)
@@ -92,7 +89,7 @@ def run_round(
         return done, reported, seen, perf_counter() - clock
 
     sent = sum(math.prod(shape) * dtype.itemsize for shape, dtype in declared.values())
-    gate = Gate(algorithm, server, gather, admission, round, result.history) if admission.skips else None
+    gate = Gate(algorithm, server, gather, admission, round, result.history, data.train.counts) if admission.skips else None
     undo: list[tuple[np.ndarray, View]] = []
     finished: list[Done] = []
     held: list[predict.Part] = []
@@ -116,16 +113,14 @@ def run_round(
         for ids, old in undo:
             if (out := np.isin(ids, dropped)).any():
                 write_rows(private, ids[out], read_rows(old, np.flatnonzero(out)))
-        if len(taken := np.setdiff1d(chosen, dropped)) < aggregator.least:
-            raise TooFewClients(
-                f"{len(taken)} replies were taken in round {round}, counted from 0, which needs {aggregator.least}",
-                lost=absent,
-                rejected=len(chosen) - len(taken),
-            )
+        taken = np.setdiff1d(chosen, dropped)
+        counted = {"lost": absent, "rejected": len(chosen) - len(taken)}
+        counted |= {"bytes_up": sent * len(chosen), "bytes_down": sum(done.received for done in finished)}
         try:
+            enough(taken, round, aggregator.least)
             server = gather.server() if gate is None else gate.server()
         except FailedRound as error:
-            error.row |= {"lost": absent, "rejected": len(chosen) - len(taken)}
+            error.row |= counted
             raise
     except BaseException as error:
         for ids, old in undo:
@@ -142,15 +137,14 @@ def run_round(
     row["seconds"] = perf_counter() - start - measuring / max(1, min(len(todo), engine.worker_count(result.device)))
     for part in ("steps", "batches", "noise"):
         row[f"seconds_{part}"] = sum(done.seconds.get(part, 0.0) for done in finished)
-    row |= {"bytes_up": sent * len(chosen), "bytes_down": sum(done.received for done in finished)}
     losses = [
         done.info["nll"].double().cpu()[torch.from_numpy(~np.isin(done.ids, dropped))]
         for (_, sends), done in zip(todo, finished, strict=True)
         if sends and "nll" in done.info
     ]
-    row["train_nll"] = float(torch.cat(losses).mean()) if losses else math.nan
+    row |= {"train_nll": float(torch.cat(losses).mean()) if losses else math.nan, **counted}
     if gate is not None:
-        row |= {"lost": absent, "rejected": len(chosen) - len(taken), "uplink_norm": gate.median}
+        row["uplink_norm"] = gate.median
     return replace(result, round=round + 1, server=server), row | gather.row()
 
 

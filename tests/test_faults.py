@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import bayesfl as bf
-from bayesfl.admission import PROTOCOL, Admission, Message, TooFewClients, distances, objection
+from bayesfl.admission import PROTOCOL, Admission, Message, TooFewClients, allowances, distances, objection
 from bayesfl.blocks import flatten
 from bayesfl.data import FederatedData
 from bayesfl.faults import KINDS, Altered, Fault, Lost, at_random
@@ -139,7 +139,7 @@ def test_rounds_with_too_few(model: nn.Module, clients: FederatedData, caplog: p
 
     with caplog.at_level(logging.WARNING, logger="bayesfl"):
         skipped = run(algorithm, clients, faults=first(1), min_clients=4)
-    assert "3 replies were taken in round 1, counted from 0, which needs 4; the round is skipped" in caplog.text
+    assert "round 1, counted from 0, comes to 3 replies and needs 4; the round is skipped" in caplog.text
     assert skipped.history["cohort"].tolist() == [7, 0, 7]
     after_one = run(algorithm, clients, rounds=1)
     two = run(algorithm, clients, rounds=2, faults=first(1), min_clients=4)
@@ -147,7 +147,7 @@ def test_rounds_with_too_few(model: nn.Module, clients: FederatedData, caplog: p
     repeated = run(algorithm, clients, faults=first(2), min_clients=4, below_minimum="repeat")
     assert_close(state(repeated), state(plain), atol=1e-12, rtol=0)
     assert repeated.history["cohort"].tolist() == [7, 7, 7]
-    with pytest.raises(TooFewClients, match="3 replies were taken in round 1"):
+    with pytest.raises(TooFewClients, match="round 1, counted from 0, comes to 3 replies"):
         run(algorithm, clients, faults=first(3), min_clients=4, below_minimum="repeat")
     nan = {0: KINDS["nan"], 1: KINDS["nan"]}
     refused = run(algorithm, clients, rounds=1, faults=lambda round, attempt, ids: nan, min_clients=6)
@@ -308,10 +308,34 @@ def test_honest_reports_are_taken(model: nn.Module):
     for algorithm in (bf.algorithms.fedpac(model, body_epochs=1, batch_size=50), bf.algorithms.fedbabu(model, epochs=2, batch_size=10)):
         found = run(algorithm, skewed, on_bad_client="skip", rounds=2, evaluate_every=None)
         assert found.history["rejected"].tolist() == [0.0, 0.0]
+    few = run(algorithm, skewed, on_bad_client="skip", rounds=12, participation=0.15, seed=5, evaluate_every=None)
+    assert max(few.history["cohort"]) == 1.0  # so the medians of small clients' rounds limit the large one
+    assert any(6 in few.settings.cohort(7, round) for round in range(1, 12))
+    assert few.history["rejected"].sum() == 0.0
     rule = Admission(on_bad_client="skip")
     assert rule.report_limit([0.0, 0.0, 0.0, 60.0]) == 100.0
     assert rule.report_limit([10.0, 20.0, 30.0]) == 2000.0
     assert rule.report_limit([10.0, 20.0]) == Admission(max_norm=None).report_limit([1.0, 1.0, 1.0]) == np.inf
+
+
+def test_limits_grow_with_the_data():
+    """Up to a hundredfold, from the median client's examples; unknown counts don't count."""
+    assert allowances(np.array([10, 20, 30, 60, 20])).tolist() == [1.0, 1.0, 1.5, 3.0, 1.0]
+    assert allowances(np.array([10, 20, 30, 2**40])).tolist() == [1.0, 1.0, 1.2, 100.0]
+    assert allowances(np.array([0, 20, 30, 40])).tolist() == [1.0, 1.0, 1.0, 4 / 3]
+    assert allowances(np.zeros(3)).tolist() == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("bad", ["skip", "stop"])
+def test_a_cohort_that_is_too_small_is_not_trained(bad: Any, model: nn.Module, clients: FederatedData):
+    """Nothing is sent, nothing counted; in the history every round has the same columns."""
+    algorithm = bf.algorithms.fedavg(model, **METHODS["fedavg"])
+    options: dict[str, Any] = {"participation": 0.4, "sampling": "bernoulli", "min_clients": 3, "rounds": 6, "evaluate_every": None}
+    found = run(algorithm, clients, on_bad_client=bad, **options)
+    small = np.array([len(found.settings.cohort(7, round)) < 3 for round in range(6)])
+    assert 0 < small.sum() < 6
+    assert (found.history["bytes_down"] == 0).tolist() == (found.history["bytes_up"] == 0).tolist() == small.tolist()
+    assert found.history["lost"].tolist() == found.history["rejected"].tolist() == [0.0] * 6
 
 
 def test_a_skipped_round_counts_the_refused_beside_the_lost(model: nn.Module, clients: FederatedData):
@@ -333,6 +357,7 @@ def test_a_round_that_is_not_finite_is_passed_over(model: nn.Module, clients: Fe
     assert all(bool(t.isfinite().all()) for t in state(found).values())
     assert found.history["cohort"].tolist() == [7.0, 0.0, 7.0]
     assert found.history["lost"].tolist() == found.history["rejected"].tolist() == [0.0, 0.0, 0.0]
+    assert found.history["bytes_up"][1] == found.history["bytes_up"][0] > 0
 
 
 @pytest.mark.parametrize("kind", ["stale", "protocol", "extra"])

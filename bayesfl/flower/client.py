@@ -71,17 +71,20 @@ def client_app(
     @app.train()
     def train(message: Message, context: Context) -> Message:
         _same_code(message, algorithm)
-        return Message(here(context).train(_Order.of(message, device)), reply_to=message)
+        client = here(context)
+        return Message(client.train(client.order(message)), reply_to=message)
 
     @app.evaluate("tune")
     def tune(message: Message, context: Context) -> Message:
         _same_code(message, algorithm)
-        return Message(here(context).tune(_Order.of(message, device)), reply_to=message)
+        client = here(context)
+        return Message(client.tune(client.order(message)), reply_to=message)
 
     @app.evaluate()
     def evaluate(message: Message, context: Context) -> Message:
         _same_code(message, algorithm)
-        return Message(here(context).evaluate(_Order.of(message, device)), reply_to=message)
+        client = here(context)
+        return Message(client.evaluate(client.order(message)), reply_to=message)
 
     return app
 
@@ -104,6 +107,7 @@ class _Order:
     """What the server asks for.
 
     Args:
+        client: Whom.
         experiment: Its name.
         round: Rounds done before.
         rounds: Of the run.
@@ -120,6 +124,7 @@ class _Order:
         start: The state of round 0, [1, ...], where it starts from that.
     """
 
+    client: int
     experiment: str
     round: int
     rounds: int
@@ -140,7 +145,7 @@ class _Order:
         content = message.content
         asked: dict[str, Any] = {key: records.setting(content, key, str) for key in ("experiment", "base")}
         asked |= {key: records.setting(content, key, bool) for key in ("keeps", "sends")}
-        asked |= {key: records.setting(content, key, int) for key in ("round", "rounds", "seed")}
+        asked |= {key: records.setting(content, key, int) for key in ("client", "round", "rounds", "seed")}
         asked |= {key: [str(name) for name in records.setting(content, key, list)] for key in ("sessions", "named")}
         asked["value"] = records.setting(content, "value", float)
         dtype = DTYPES[records.setting(content, "dtype", str)]
@@ -205,6 +210,20 @@ class _Client:
     def examples(self, split: str) -> int:
         """How many examples a split has."""
         return int(self.data.splits[split].counts.sum()) if split in self.data.splits else 0
+
+    def order(self, message: Message) -> _Order:
+        """What the server asks of this client.
+
+        Raises:
+            Refused: It is meant for another: this node was started again as somebody else.
+        """
+        order = _Order.of(message, self.device)
+        if order.client != self.id:
+            raise Refused(
+                f"the server takes this node for client {order.client}, and it says now that it is client {self.id}; start each node with "
+                "the client-id that it had, or start the server again"
+            )
+        return order
 
     def train(self, order: _Order) -> RecordDict:
         """A round's local work; the new state is on disk before the reply leaves."""

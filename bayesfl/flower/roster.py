@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from flwr.app import ConfigRecord, RecordDict
 from flwr.serverapp import Grid
 
@@ -65,11 +66,18 @@ class Roster:
             if not self.look(grid):
                 time.sleep(1.0)
 
+    def sizes(self) -> np.ndarray:
+        """Training examples of all clients, [J]; 0 of those who have not come."""
+        return np.array([self.counts.get(client, 0) for client in range(self.clients)])
+
     def look(self, grid: Grid) -> bool:
         """Asks nodes that are new who they are, and hears those that were asked; whether one of them is a client now. Waits for nobody."""
         now, before = time.monotonic(), dict(self.nodes)
         there = {node.node_id: bytes(node.public_key).hex() for node in grid.get_nodes()}
         self._hear(grid, there)  # before anybody is asked again, or what came meanwhile would never be heard
+        for node in [node for node, again in self._again.items() if node not in there and now >= again]:
+            del self._again[node]
+            self._pending.pop(node, None)
         for node in sorted(there):
             if node not in self.nodes.values() and now >= self._again.get(node, now):
                 content = RecordDict({"config": ConfigRecord(dict(self.hello))})

@@ -7,7 +7,7 @@ import os
 import secrets
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,62 +18,26 @@ from flwr.serverapp import Grid, ServerApp
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from bayesfl import checkpoint
-from bayesfl.admission import PROTOCOL, Admission, FailedRound, Message, TooFewClients, attempts, objection
+from bayesfl.admission import LARGEST, PROTOCOL, Admission, FailedRound, Message, allowances, attempts, enough, objection
 from bayesfl.blocks import Algorithm, nest
+from bayesfl.checkpoint import KEPT, held
 from bayesfl.checks import instance, number, whole
 from bayesfl.flower import records
+from bayesfl.flower.deployed import Deployed, alone, bases, read, resumed, write
 from bayesfl.flower.post import Failure, ask
 from bayesfl.flower.roster import REMIND, Roster
-from bayesfl.flower.states import EXPERIMENT, SESSION, STATE
 from bayesfl.flower.states import name_of as state_name
 from bayesfl.gather import Gate, Gather
-from bayesfl.history import History
-from bayesfl.identity import fingerprint, identity
+from bayesfl.identity import fingerprint
 from bayesfl.local import chunks
 from bayesfl.predict import choose
-from bayesfl.protocols import Server, View
-from bayesfl.result import DTYPES, METHOD, Settings, check_method, check_state, name_of
+from bayesfl.result import DTYPES, METHOD, Settings, name_of
 
 log = logging.getLogger(__name__)
 
 
 class BadClients(RuntimeError):
     """Clients whose replies are missing or bad, where that stops the run."""
-
-
-@dataclass(frozen=True)
-class Deployed:
-    """What the server of a deployed federation has learnt; the clients keep the rest.
-
-    Args:
-        algorithm: The method.
-        settings: How the run is made.
-        experiment: Its name, by which clients keep their states.
-        sessions: Of the servers that have run it, one after another; the present one last.
-        round: Rounds done.
-        server: The server's state.
-        start: A client's private state at its start.
-        base: Of each client the name of its last state that was taken, as `000004-1f6f0c9a`; empty for the initial one.
-        history: One row a round; the last one has the measures of the final evaluation, too.
-        dtype: Precision of its state.
-    """
-
-    algorithm: Algorithm
-    settings: Settings
-    experiment: str
-    sessions: tuple[str, ...]
-    round: int
-    server: Server
-    start: View
-    base: tuple[str, ...]
-    history: History = field(default_factory=History)
-    dtype: torch.dtype = torch.float32
-
-    @property
-    def clients(self) -> int:
-        """How many clients there are."""
-        return len(self.base)
 
 
 def server_app(algorithm: Algorithm, **options: Any) -> ServerApp:
@@ -134,7 +98,8 @@ def serve(
         below_minimum: What becomes of a round with fewer: `skip` leaves all as it was, `repeat` tries again, three times in all.
         on_bad_client: `skip` a client whose reply is missing or bad, which starts its next round from its last state that was taken, or
             `stop` the run.
-        max_norm: How many times as far as the round's median a client may go from what it was sent; None for no such check.
+        max_norm: How many times as far as the round's median a client may go from what it was sent; one with more examples than the
+            median client may go further. None for no such check.
         checkpoint: A folder for checkpoints of the server; without one a server that was killed starts anew.
         every: Rounds between checkpoints; the last round always makes one.
 
@@ -161,49 +126,12 @@ def serve(
         raise ValueError(f"timeout is in seconds and must be > 0, got {timeout}")
     if dtype not in DTYPES.values():
         raise ValueError(f"dtype must be a floating-point type such as torch.float32, got {dtype!r}")
-    with contextlib.nullcontext() if checkpoint is None else _alone(Path(checkpoint)):
+    with contextlib.nullcontext() if checkpoint is None else alone(Path(checkpoint)):
         run = _Run(grid, admission, float(timeout), checkpoint, every)
         state = run.begin(algorithm, settings, clients, dtype)
         while state.round < settings.rounds:
             state = run.round(state)
         return run.evaluate(state)
-
-
-def load(folder: str | os.PathLike[str], algorithm: Algorithm) -> Deployed:
-    """The newest checkpoint of a deployed federation.
-
-    Args:
-        folder: The server's folder of checkpoints.
-        algorithm: The method it was made with.
-
-    Raises:
-        TypeError: `algorithm` is no Algorithm.
-        CheckpointError: There is none, it is damaged, or it was made with another method.
-    """
-    return _read(folder, algorithm)[0]
-
-
-@contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Keeps other servers out of a folder of checkpoints; the system lifts the lock when the process ends, however it ends.
-
-    Raises:
-        ValueError: There is one, or a file is where the folder should be.
-    """
-    checkpoint.claim(folder, resumed=True)
-    try:
-        import fcntl
-    except ImportError:  # where files have no such locks
-        yield
-        return
-    with (folder / "lock").open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise ValueError(
-                f"checkpoint folder {str(folder)!r} is in use by another server; stop that one first, or take another folder"
-            ) from error
-        yield
 
 
 @dataclass
@@ -230,22 +158,21 @@ class _Run:
     def begin(self, algorithm: Algorithm, settings: Settings, clients: int, dtype: torch.dtype) -> Deployed:
         """The state to go on from, and the clients there."""
         keys: dict[int, str] = {}
-        goes_on = self.folder is not None and bool(checkpoint.held(self.folder))
+        goes_on = self.folder is not None and bool(held(self.folder))
         session = secrets.token_hex(4)
         if self.folder is not None and goes_on:
-            state, keys = _read(self.folder, algorithm)
-            state = _resumed(state, settings, clients, dtype)
+            state, keys = read(self.folder, algorithm)
+            state = resumed(state, settings, clients, dtype)
             state = replace(state, sessions=(*state.sessions, session))
             log.info("going on after round %d of experiment %s", state.round, state.experiment)
-            self.kept = _bases(self.folder, clients)
+            self.kept = bases(self.folder, clients)
         else:
             server = algorithm.init(clients, seed=settings.seed, dtype=dtype)
             start, base = algorithm.rows(server), ("",) * clients
             state = Deployed(algorithm, settings, secrets.token_hex(8), (session,), 0, server, start, base, dtype=dtype)
         hello = {"protocol": PROTOCOL, "algorithm": fingerprint(algorithm), "experiment": state.experiment}
-        self.roster = Roster(
-            clients, hello, 2 * self.timeout + REMIND, keys
-        )  # a round may last as long as its slowest client is waited for
+        patience = 2 * self.timeout + REMIND  # a round may last as long as its slowest client is waited for
+        self.roster = Roster(clients, hello, patience, keys)
         self.roster.wait(self.grid, least=self.admission.min_clients, patience=self.timeout if goes_on else None)
         predictor = algorithm.predictor
         if predictor is not None and len(predictor.grid) > 1 and not sum(self.roster.validation.values()):
@@ -253,6 +180,8 @@ class _Run:
                 f"{predictor.tunes} is chosen on validation data, and no client has any: give them some, or give the method a number, as "
                 f"{predictor.tunes}=1.0"
             )
+        for client in np.flatnonzero(allowances(sizes := self.roster.sizes()) >= LARGEST):
+            log.warning("client %d says that it has %d training examples, the median client %g", client, sizes[client], np.median(sizes))
         self._save(state)  # experiment, session and keys, before anything depends on them
         return state
 
@@ -272,16 +201,17 @@ class _Run:
         start = time.perf_counter()
         algorithm, settings, round = state.algorithm, state.settings, state.round
         chosen = settings.cohort(state.clients, round)
+        enough(chosen, round, self.admission.min_clients)
         senders = set(chosen.tolist())
         declared = algorithm.uplink(state.dtype)
         most = records.most_bytes(declared)
-        gather = Gather(algorithm, state.server, round)
-        gate = Gate(algorithm, state.server, gather, self.admission, round, state.history)
         replies: dict[int, dict[str, Tensor]] = {}
         acknowledged: set[int] = set()
         losses: dict[int, float] = {}
         lost, up = 0, 0
         self.roster.look(self.grid)
+        counts = self.roster.sizes()
+        gate = Gate(algorithm, state.server, Gather(algorithm, state.server, round), self.admission, round, state.history, counts)
         orders = self._orders(state, np.arange(state.clients) if settings.train == "all" else chosen, senders)
         down = sum(_size(content) for _, content in orders.values())
         for client, reply in self._ask("train", orders, group=f"{round}.{attempt}"):
@@ -305,7 +235,6 @@ class _Run:
                 acknowledged.add(client)
         came = sorted(senders & acknowledged)
         if came:
-            counts = np.array([self.roster.counts.get(client, 0) for client in range(state.clients)])
             (order,) = chunks(np.array(came), counts, len(came))
             rows = nest({name: torch.stack([replies[client][name] for client in order.tolist()]) for name in declared})
             sent = {name: rows.pop(name) for name, block in algorithm.blocks.items() if block.pool}
@@ -314,18 +243,12 @@ class _Run:
         if dropped and not self.admission.skips:
             raise BadClients(f"round {round}, counted from 0: " + "; ".join(f"client {c}: {gate.dropped[c]}" for c in dropped))
         taken = [client for client in came if client not in dropped]
-        if len(taken) < self.admission.min_clients:
-            raise TooFewClients(
-                f"{len(taken)} replies were taken in round {round}, counted from 0, which needs {self.admission.min_clients}",
-                lost=lost,
-                rejected=len(chosen) - lost - len(taken),
-                bytes_up=up,
-                bytes_down=down,
-            )
+        counted = {"lost": lost, "rejected": len(chosen) - lost - len(taken), "bytes_up": up, "bytes_down": down}
         try:
+            enough(taken, round, self.admission.min_clients)
             server = gate.server()
         except FailedRound as error:
-            error.row |= {"lost": lost, "rejected": len(chosen) - lost - len(taken), "bytes_up": up, "bytes_down": down}
+            error.row |= counted
             raise
         made, known = state_name(round + 1, state.sessions[-1]), acknowledged - set(dropped)
         base = tuple(made if client in known else name for client, name in enumerate(state.base))
@@ -334,11 +257,8 @@ class _Run:
             "round": round + 1,
             "cohort": len(taken),
             "seconds": time.perf_counter() - start,
-            "bytes_up": up,
-            "bytes_down": down,
             "train_nll": float(np.mean(inside)) if inside else float("nan"),
-            "lost": lost,
-            "rejected": len(chosen) - lost - len(taken),
+            **counted,
             "uplink_norm": gate.median,
         }
         return replace(state, round=round + 1, server=server, base=base), row
@@ -434,7 +354,7 @@ class _Run:
             start = {} if base else tree_map(lambda t: t[None], state.start)
             own, digest = records.pack({"addressed": tree_map(lambda t, i=place: t[i : i + 1], addressed), "start": start})
             named = sorted({base, *(names[client] for names in self.kept.values())} - {""})
-            config = {**told, "base": base, "named": named, "sends": client in senders, "own_digest": digest}
+            config = {**told, "client": client, "base": base, "named": named, "sends": client in senders, "own_digest": digest}
             content = RecordDict({"config": ConfigRecord(config), "common": shared, "own": own})
             orders[client] = (self.roster.nodes.get(client, 0), content)
         return orders
@@ -442,93 +362,8 @@ class _Run:
     def _save(self, state: Deployed) -> None:
         if self.folder is None:
             return
-        meta = {
-            "settings": asdict(state.settings),
-            "experiment": state.experiment,
-            "sessions": state.sessions,
-            "round": state.round,
-            "dtype": name_of(state.dtype),
-            "base": state.base,
-            "keys": self.roster.keys,
-            "history": state.history.rows,
-            "algorithm": identity(state.algorithm),
-        }
-        checkpoint.write_round(self.folder, state.round, meta, {"server": state.server, "start": state.start})
-        self.kept = dict(sorted((self.kept | {state.round: state.base}).items())[-checkpoint.KEPT :])
-
-
-def _read(folder: str | os.PathLike[str], algorithm: Algorithm) -> tuple[Deployed, dict[int, str]]:
-    """The newest checkpoint of a deployed federation, and the keys of its clients' nodes.
-
-    Raises:
-        CheckpointError: There is none, it is damaged, or it was made with another method.
-    """
-    instance("algorithm", algorithm, Algorithm, METHOD)
-    meta, tensors = checkpoint.read(folder)
-    try:
-        made_with, base = meta["algorithm"], _names(meta["base"])
-        keys = {whole("client", int(client), least=0): bytes.fromhex(key).hex() for client, key in meta["keys"].items()}
-        state = Deployed(
-            algorithm,
-            Settings(**meta["settings"]),
-            str(meta["experiment"]),
-            tuple(map(str, meta["sessions"])),
-            whole("round", meta["round"], least=0),
-            tensors["server"],
-            tensors.get("start", {}),
-            base,
-            History.read(meta["history"]),
-            DTYPES[meta["dtype"]],
-        )
-        if not (EXPERIMENT.fullmatch(state.experiment) and state.sessions and all(map(SESSION.fullmatch, state.sessions))):
-            raise ValueError("experiment and sessions must be names")
-        if state.round > state.settings.rounds or len(state.history) != state.round:
-            raise ValueError(f"round {state.round} of {state.settings.rounds} with a history of {len(state.history)}")
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise checkpoint.CheckpointError(
-            f"{str(folder)!r} is no checkpoint of a deployed federation: {type(error).__name__}, {error}"
-        ) from error
-    check_method(repr(str(folder)), made_with, algorithm)
-    check_state(str(folder), algorithm, state.server, state.start, clients=state.clients, dtype=state.dtype, stacked=False)
-    return state, keys
-
-
-def _resumed(saved: Deployed, settings: Settings, clients: int, dtype: torch.dtype) -> Deployed:
-    """A saved state under new settings: more rounds are fine, the rest would be another experiment.
-
-    Raises:
-        ValueError: It is another.
-    """
-    if settings.rounds < saved.round:
-        raise ValueError(f"rounds counts all rounds, and {saved.round} are already done; got {settings.rounds}")
-    if (replace(saved.settings, rounds=settings.rounds), saved.clients, saved.dtype) != (settings, clients, dtype):
-        raise ValueError(
-            f"a run that goes on keeps its settings: saved {saved.settings}, {saved.clients} clients, {saved.dtype}; given {settings}, "
-            f"{clients} clients, {dtype}. Another experiment takes another folder of checkpoints"
-        )
-    return replace(saved, settings=settings)
-
-
-def _bases(folder: str | os.PathLike[str], clients: int) -> dict[int, tuple[str, ...]]:
-    """`base` of every checkpoint in a folder that can be read, by its round."""
-    found: dict[int, tuple[str, ...]] = {}
-    for file in checkpoint.held(folder):
-        with contextlib.suppress(checkpoint.CheckpointError, KeyError, TypeError, ValueError):
-            meta, _ = checkpoint.read_file(file)
-            if len(base := _names(meta["base"])) == clients:
-                found[checkpoint.round_of(file)] = base
-    return found
-
-
-def _names(base: Any) -> tuple[str, ...]:
-    """The names of states in a checkpoint.
-
-    Raises:
-        ValueError: They are none.
-    """
-    if not isinstance(base, list) or not base or not all(isinstance(name, str) and (not name or STATE.fullmatch(name)) for name in base):
-        raise ValueError("base must name a state of each client")
-    return tuple(base)
+        write(self.folder, state, self.roster.keys)
+        self.kept = dict(sorted((self.kept | {state.round: state.base}).items())[-KEPT:])
 
 
 def _message(reply: RecordDict, most: int) -> Message:

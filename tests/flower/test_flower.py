@@ -21,6 +21,7 @@ from bayesfl.blocks import flatten, nest
 from bayesfl.data import FederatedData
 from bayesfl.faults import KINDS, Fault
 from bayesfl.flower import BadClients, Deployed, client_app, load, records, serve, server_app
+from bayesfl.flower.roster import Roster
 from bayesfl.flower.states import States
 from bayesfl.predict import choose as chosen
 from bayesfl.result import Result, Settings
@@ -376,6 +377,82 @@ def test_an_acknowledgement_is_all_that_leaves(model: nn.Module, clients: Federa
     assert {sends for sends, *_ in sent} == {True, False}
     assert all(names == (["config", "metrics", "up"] if sends else ["config", "metrics"]) for sends, names, _ in sent)
     assert all(measured == (["train_nll"] if sends else []) for sends, _, measured in sent)
+
+
+@pytest.mark.parametrize("bad", ["skip", "stop"])
+def test_a_cohort_that_is_too_small_is_not_asked(bad: Any, model: nn.Module, clients: FederatedData, tmp_path: Path):
+    """No client trains for a round that cannot count."""
+    algorithm = method("ditto", model)
+    grid = grid_of(algorithm, clients, tmp_path)
+    options: dict[str, Any] = {"participation": 0.4, "sampling": "bernoulli", "min_clients": 3, "rounds": 6, "on_bad_client": bad}
+    found = deploy(algorithm, clients, tmp_path, grid, **options)
+    told = simulated(algorithm, clients, **options)
+    assert_same(found, tmp_path, told)
+    small = {round for round in range(6) if len(found.settings.cohort(7, round)) < 3}
+    assert small
+    assert not [message for message in grid.sent if message.metadata.message_type == "train" and asked(message, "round") in small]
+    for name in ("cohort", "lost", "rejected"):
+        assert found.history[name].tolist() == told.history[name].tolist()
+    assert [bool(count == 0) for count in found.history["bytes_down"]] == [round in small for round in range(6)]
+
+
+def test_a_round_that_is_not_finite_is_counted(model: nn.Module, clients: FederatedData, tmp_path: Path):
+    """As in a simulation: who was lost, who was refused, what went over the wire."""
+    algorithm = method("pfedvem", model)
+
+    def alter(client: int, message: Message, reply: Message) -> Message:
+        bad = client == 4 and message.metadata.message_type == "train" and asked(message, "round") == 1
+        return packed(reply, lambda t: {**t, "rho2": torch.zeros_like(t["rho2"])}) if bad else reply
+
+    found = deploy(algorithm, clients, tmp_path, grid_of(algorithm, clients, tmp_path, alter=alter))
+    assert found.history["cohort"][1] == 0.0
+    assert found.history["lost"].tolist() == found.history["rejected"].tolist() == [0.0, 0.0, 0.0]
+    assert found.history["bytes_up"][1] == found.history["bytes_up"][0] > 0
+    assert all(bool(t.isfinite().all()) for t in flatten(found.server).values())
+
+
+def test_what_a_client_says_of_its_data_buys_little(model: nn.Module, clients: FederatedData, tmp_path: Path, caplog: Any):
+    """Limits grow with the examples that a node says it has, up to a hundredfold; the log names it."""
+    algorithm = method("fedavg", model)
+
+    def alter(client: int, message: Message, reply: Message) -> Message:
+        if client != 2 or message.metadata.message_type == "evaluate":
+            return reply
+        return changed(reply, n=2**40) if message.metadata.message_type == "query" else packed(reply, first(lambda t: t + 1e6))
+
+    found = deploy(algorithm, clients, tmp_path, grid_of(algorithm, clients, tmp_path, alter=alter))
+    assert found.history["rejected"].tolist() == [1.0, 1.0, 1.0]
+    assert f"client 2 says that it has {2**40} training examples" in caplog.text
+
+
+def test_a_node_that_became_another_client(model: nn.Module, clients: FederatedData, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """Two nodes change places in mid-run: their replies are not taken for each other's."""
+    algorithm = method("fedavg", model)
+    grid = grid_of(algorithm, clients, tmp_path)
+
+    def alter(client: int, message: Message, reply: Message) -> Message:
+        if message.metadata.message_type == "train" and asked(message, "round") == 0 and client == 6:
+            grid.ids = {100: 1, 101: 0}
+        return reply
+
+    grid.alter = alter
+    found = deploy(algorithm, clients, tmp_path, grid)
+    assert found.history["rejected"].tolist() == [0.0, 2.0, 2.0]
+    assert "the server takes this node for client 0, and it says now that it is client 1" in caplog.text
+
+
+def test_nodes_that_go_are_forgotten(model: nn.Module, clients: FederatedData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Once the time is over that they had for saying who they are."""
+    now = [0.0]
+    monkeypatch.setattr("bayesfl.flower.roster.time.monotonic", lambda: now[0])
+    grid = grid_of(method("fedavg", model), clients, tmp_path)
+    grid.alter = lambda client, message, reply: None
+    roster = Roster(clients.clients, {}, patience=10.0)
+    roster.look(grid)
+    grid.apps = {}
+    for now[0], kept in ((9.0, clients.clients), (10.0, 0)):
+        roster.look(grid)
+        assert len(roster._pending) == len(roster._again) == kept
 
 
 class Impatient(Exception):

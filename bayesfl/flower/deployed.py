@@ -1,0 +1,180 @@
+"""What a server keeps of a deployed federation, and its folder of checkpoints."""
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bayesfl import checkpoint
+from bayesfl.blocks import Algorithm
+from bayesfl.checks import instance, whole
+from bayesfl.flower.states import EXPERIMENT, SESSION, STATE
+from bayesfl.history import History
+from bayesfl.identity import identity
+from bayesfl.protocols import Server, View
+from bayesfl.result import DTYPES, METHOD, Settings, check_method, check_state, name_of
+
+
+@dataclass(frozen=True)
+class Deployed:
+    """What the server of a deployed federation has learnt; the clients keep the rest.
+
+    Args:
+        algorithm: The method.
+        settings: How the run is made.
+        experiment: Its name, by which clients keep their states.
+        sessions: Of the servers that have run it, one after another; the present one last.
+        round: Rounds done.
+        server: The server's state.
+        start: A client's private state at its start.
+        base: Of each client the name of its last state that was taken, as `000004-1f6f0c9a`; empty for the initial one.
+        history: One row a round; the last one has the measures of the final evaluation, too.
+        dtype: Precision of its state.
+    """
+
+    algorithm: Algorithm
+    settings: Settings
+    experiment: str
+    sessions: tuple[str, ...]
+    round: int
+    server: Server
+    start: View
+    base: tuple[str, ...]
+    history: History = field(default_factory=History)
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def clients(self) -> int:
+        """How many clients there are."""
+        return len(self.base)
+
+
+def load(folder: str | os.PathLike[str], algorithm: Algorithm) -> Deployed:
+    """The newest checkpoint of a deployed federation.
+
+    Args:
+        folder: The server's folder of checkpoints.
+        algorithm: The method it was made with.
+
+    Raises:
+        TypeError: `algorithm` is no Algorithm.
+        CheckpointError: There is none, it is damaged, or it was made with another method.
+    """
+    instance("algorithm", algorithm, Algorithm, METHOD)
+    return read(folder, algorithm)[0]
+
+
+@contextlib.contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Keeps other servers out of a folder of checkpoints; the system lifts the lock when the process ends, however it ends.
+
+    Raises:
+        ValueError: There is one, or a file is where the folder should be.
+    """
+    checkpoint.claim(folder, resumed=True)
+    try:
+        import fcntl
+    except ImportError:  # where files have no such locks
+        yield
+        return
+    with (folder / "lock").open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ValueError(
+                f"checkpoint folder {str(folder)!r} is in use by another server; stop that one first, or take another folder"
+            ) from error
+        yield
+
+
+def write(folder: str | os.PathLike[str], state: Deployed, keys: Mapping[int, str]) -> None:
+    """A checkpoint of a state and of the keys of its clients' nodes."""
+    meta = {
+        "settings": asdict(state.settings),
+        "experiment": state.experiment,
+        "sessions": state.sessions,
+        "round": state.round,
+        "dtype": name_of(state.dtype),
+        "base": state.base,
+        "keys": keys,
+        "history": state.history.rows,
+        "algorithm": identity(state.algorithm),
+    }
+    checkpoint.write_round(folder, state.round, meta, {"server": state.server, "start": state.start})
+
+
+def read(folder: str | os.PathLike[str], algorithm: Algorithm) -> tuple[Deployed, dict[int, str]]:
+    """The newest checkpoint of a deployed federation, and the keys of its clients' nodes.
+
+    Raises:
+        CheckpointError: There is none, it is damaged, or it was made with another method.
+    """
+    meta, tensors = checkpoint.read(folder)
+    try:
+        made_with, base = meta["algorithm"], _names(meta["base"])
+        keys = {whole("client", int(client), least=0): bytes.fromhex(key).hex() for client, key in meta["keys"].items()}
+        state = Deployed(
+            algorithm,
+            Settings(**meta["settings"]),
+            str(meta["experiment"]),
+            tuple(map(str, meta["sessions"])),
+            whole("round", meta["round"], least=0),
+            tensors["server"],
+            tensors.get("start", {}),
+            base,
+            History.read(meta["history"]),
+            DTYPES[meta["dtype"]],
+        )
+        if not (EXPERIMENT.fullmatch(state.experiment) and state.sessions and all(map(SESSION.fullmatch, state.sessions))):
+            raise ValueError("experiment and sessions must be names")
+        if state.round > state.settings.rounds or len(state.history) != state.round:
+            raise ValueError(f"round {state.round} of {state.settings.rounds} with a history of {len(state.history)}")
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise checkpoint.CheckpointError(
+            f"{str(folder)!r} is no checkpoint of a deployed federation: {type(error).__name__}, {error}"
+        ) from error
+    check_method(repr(str(folder)), made_with, algorithm)
+    check_state(str(folder), algorithm, state.server, state.start, clients=state.clients, dtype=state.dtype, stacked=False)
+    return state, keys
+
+
+def resumed(saved: Deployed, settings: Settings, clients: int, dtype: torch.dtype) -> Deployed:
+    """A saved state under new settings: more rounds are fine, the rest would be another experiment.
+
+    Raises:
+        ValueError: It is another.
+    """
+    if settings.rounds < saved.round:
+        raise ValueError(f"rounds counts all rounds, and {saved.round} are already done; got {settings.rounds}")
+    if (replace(saved.settings, rounds=settings.rounds), saved.clients, saved.dtype) != (settings, clients, dtype):
+        raise ValueError(
+            f"a run that goes on keeps its settings: saved {saved.settings}, {saved.clients} clients, {saved.dtype}; given {settings}, "
+            f"{clients} clients, {dtype}. Another experiment takes another folder of checkpoints"
+        )
+    return replace(saved, settings=settings)
+
+
+def bases(folder: str | os.PathLike[str], clients: int) -> dict[int, tuple[str, ...]]:
+    """`base` of every checkpoint in a folder that can be read, by its round."""
+    found: dict[int, tuple[str, ...]] = {}
+    for file in checkpoint.held(folder):
+        with contextlib.suppress(checkpoint.CheckpointError, KeyError, TypeError, ValueError):
+            meta, _ = checkpoint.read_file(file)
+            if len(base := _names(meta["base"])) == clients:
+                found[checkpoint.round_of(file)] = base
+    return found
+
+
+def _names(base: Any) -> tuple[str, ...]:
+    """The names of states in a checkpoint.
+
+    Raises:
+        ValueError: They are none.
+    """
+    if not isinstance(base, list) or not base or not all(isinstance(name, str) and (not name or STATE.fullmatch(name)) for name in base):
+        raise ValueError("base must name a state of each client")
+    return tuple(base)
