@@ -28,8 +28,6 @@ from bayesfl.priors import Flat, Normal, Parameter
 from bayesfl.protocols import Batch, Likelihood, Prior, Server, View
 
 Estimator: TypeAlias = Literal["biased", "unbiased"]
-NOTHING = -1e4
-"""The logarithm of a weight of 0, finite so that it can be stored and sent."""
 
 
 def scale_slopes(likelihood: Likelihood, outputs: Tensor, y: Tensor) -> Tensor:
@@ -229,11 +227,11 @@ def reweighted(log_q: Tensor, risk: Tensor, present: Tensor, eta: float) -> Tens
     Args:
         log_q: Of each client's environments, [C, E].
         risk: Their mean losses, [C, E] in nats.
-        present: Above 0 where a client has the environment, [C, E]; others get no weight.
+        present: Above 0 where a client has the environment, [C, E]; others get no weight: the precision's lowest number, which is finite.
         eta: Step, >= 0.
     """
     there = present > 0
     mass = log_q.double().flatten().logsumexp(0)
     raised = torch.where(there, log_q.double() + eta * risk.double(), torch.full_like(log_q, -torch.inf).double())
     new = raised - raised.flatten().logsumexp(0) + mass
-    return torch.where(there, new, torch.full_like(new, NOTHING)).to(log_q)
+    return torch.where(there, new, torch.full_like(new, torch.finfo(log_q.dtype).min)).to(log_q)

@@ -23,7 +23,7 @@ from bayesfl.invariance import by_environment, evenly, reweighted
 from bayesfl.likelihood import Categorical
 from bayesfl.optim import Adam, Optimiser
 from bayesfl.phases import Descend, Once
-from bayesfl.pools import Mean
+from bayesfl.pools import Stack
 from bayesfl.protocols import Batch, Likelihood, Server, Uplink, View
 from bayesfl.server import with_optimiser
 
@@ -90,13 +90,11 @@ def group_dro(
     def share(server: Server, ids: Tensor) -> tuple[Server, View]:
         return {name: entry for name, entry in server.items() if name != "log_q"}, {"log_q": server["log_q"][ids]}
 
-    def weight(server: Server, uplink: Uplink) -> Tensor:
-        raised = server["log_q"][uplink["ids"]].double() + eta * uplink["risk"].double()
-        return (raised.exp() * uplink["present"]).sum(-1)  # up to the Z of the round, which the mean divides out
-
     def combine(server: Server, ids: Tensor, uplink: Uplink) -> Server:
-        log_q = server["log_q"]
-        return {"log_q": log_q.index_copy(0, ids, reweighted(log_q[ids], uplink["risk"], uplink["present"], eta))}
+        log_q, loc = server["log_q"], server["w"]["loc"]
+        new = reweighted(log_q[ids], uplink["risk"], uplink["present"], eta)
+        share = new.double().logsumexp(-1).softmax(0)  # in logarithms: a cohort's weights may all be next to 0
+        return {"log_q": log_q.index_copy(0, ids, new), "w": {"loc": (share @ uplink["w"]["loc"].double()).to(loc)}}
 
     step = Descend(
         "w",
@@ -108,7 +106,7 @@ def group_dro(
     )
     algorithm = Algorithm(
         model,
-        {"w": Block(pool=Mean(weight))},
+        {"w": Block(pool=Stack())},
         (Once(measure, data=True), step),
         parts=("w",),
         likelihood=likelihood,

@@ -14,7 +14,6 @@ import bayesfl as bf
 from bayesfl.data import FederatedData
 from bayesfl.engine import Plan
 from bayesfl.invariance import (
-    NOTHING,
     Annealed,
     by_environment,
     evenly,
@@ -179,7 +178,7 @@ def test_reweighting():
     close(reweighted(uneven[:2], risk[:2], there[:2], 0.1).exp().sum(), 0.9)
     gone = reweighted(uneven, risk, torch.tensor([[1], [0], [1]]), 0.1)
     close(gone.exp().flatten(), torch.tensor([0.7 * np.exp(0.1), 0, 0.1 * np.exp(0.3)]) / (0.7 * np.exp(0.1) + 0.1 * np.exp(0.3)))
-    assert gone[1] == NOTHING
+    assert gone[1] == torch.finfo(gone.dtype).min
     close(reweighted(uneven, risk * 1e6, there, 1.0).exp().flatten(), [0.0, 0.0, 1.0])
 
 
@@ -360,6 +359,39 @@ def test_rounds_of_group_dro_by_hand(clients: FederatedData):
     log_q = result.server["log_q"]
     close(torch.stack([log_q[group] for group in groups]).exp(), q, 1e-10)
     close(log_q.exp().sum(), 1.0)
+
+
+@pytest.mark.parametrize("eta", [1e4, 1e6])
+def test_group_dro_beyond_the_range_of_exp(eta: float, clients: FederatedData):
+    """Weights over- and underflow, their logarithms don't, nor what stands for environments that a client lacks: small cohorts by hand."""
+    torch.manual_seed(0)
+    algorithm = bf.algorithms.group_dro(nn.Linear(8, 3), eta=eta, environments=2, steps=1, batch_size=None, optimiser=SGD(0.05))
+    result = run(algorithm, clients, rounds=12, participation=0.3)
+    hand, w = ByHand(clients, algorithm), weights(algorithm)
+    groups = [(j, int(e)) for j in range(7) for e in hand.data[j][2].unique()]
+    log_q = {(j, e): torch.tensor(1 / 14, dtype=torch.float64).log() for j in range(7) for e in (0, 1)}
+
+    def risk(w: Tensor, j: int, e: int) -> Tensor:
+        return hand.losses(w, j)[hand.data[j][2] == e].mean()
+
+    for round in range(12):
+        cohort = result.settings.cohort(7, round).tolist()
+        mine = [group for group in groups if group[0] in cohort]
+        mass = torch.stack([log_q.pop((j, e)) if (j, e) not in groups else log_q[j, e] for j, e in list(log_q) if j in cohort]).logsumexp(0)
+        raised = torch.stack([log_q[group] + eta * risk(w, *group) for group in mine])
+        after = raised - raised.logsumexp(0) + mass
+        log_q |= dict(zip(mine, after, strict=True))
+        models, sums = [], []
+        for j in cohort:
+            own = torch.stack([log_q[group] for group in mine if group[0] == j])
+            at = [group for group in mine if group[0] == j]
+            slope = torch.func.grad(lambda w, at, own: torch.stack([risk(w, *group) for group in at]) @ own.softmax(0))
+            models.append(w - 0.05 * slope(w, at, own))
+            sums.append(own.logsumexp(0))
+        w = torch.stack(sums).softmax(0) @ torch.stack(models)
+    close(result.server["w"]["loc"], w, 1e-9)
+    close(torch.stack([result.server["log_q"][group] for group in groups]), torch.stack([log_q[group] for group in groups]), 1e-6)
+    assert float(min(log_q.values())) < -1e3
 
 
 def test_one_step_of_group_dro_descends_the_weighted_risk(clients: FederatedData):
