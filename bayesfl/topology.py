@@ -73,7 +73,10 @@ def metropolis(edges: Tensor) -> Tensor:
     Raises:
         ValueError: The edges are no symmetric matrix of bools.
     """
-    edges = torch.as_tensor(edges)
+    try:
+        edges = torch.as_tensor(edges)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"edges must be a symmetric [J, J] tensor of bools, got {edges!r}; topology.ring(clients) makes one") from error
     if edges.dim() != 2 or edges.dtype != torch.bool or not torch.equal(edges, edges.T) or bool(edges.diagonal().any()):
         raise ValueError(f"edges must be a symmetric [J, J] tensor of bools, False on its diagonal, got {edges.dtype} {list(edges.shape)}")
     degree = edges.sum(1).double()
@@ -92,7 +95,9 @@ def check_mixing(weights: Tensor, clients: int | None = None) -> Tensor:
         whole("clients", clients, least=1)
     remedy = "topology.metropolis(edges) makes one, as of topology.ring(clients)"
     try:
-        weights = torch.as_tensor(weights, dtype=torch.float64)
+        if (weights := torch.as_tensor(weights)).is_complex():
+            raise TypeError("complex numbers")
+        weights = weights.double()
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"the mixing matrix must be a [J, J] tensor of numbers, got {weights!r}; {remedy}") from error
     wanted = max(1, len(weights)) if clients is None and weights.dim() else clients

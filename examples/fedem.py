@@ -7,6 +7,9 @@ Every example follows one of three linear rules; every client draws rules in sha
 server) and of Local, FedAvg, FedProx, FedAvg-FT (FedAvg+), clustered FL and IFCA, its mean over clients and that of the worst tenth, each
 at the learning rate that is best on validation data; how far the learned mixture weights are from the true ones, in L1 after the best
 matching of components, beside guessing equal shares. Table and a picture of the weights go into a run folder.
+
+Momentum begins anew in each round here, FedProx's mu is 1 and FedAvg-FT fine-tunes at the first round's rate; `benchmarks/papers/fedem.py`
+follows the authors' code in all three, so its figures differ.
 """
 
 import argparse

@@ -111,6 +111,7 @@ def test_mixing_that_goes_round():
         (torch.empty(0, 0), None, r"must be \[J, J\], one row for each client, got \[0, 0\]"),
         (torch.ones(2, 3) / 3, None, r"must be \[J, J\], one row for each client, got \[2, 3\]"),
         (3, None, r"must be \[J, J\], one row for each client, got \[\]"),
+        (torch.full((2, 2), 0.5 + 0j), None, "must be a .* tensor of numbers"),
     ],
 )
 def test_matrices_of_nobody(weights: Any, clients: int | None, message: str):
@@ -118,8 +119,10 @@ def test_matrices_of_nobody(weights: Any, clients: int | None, message: str):
         topology.check_mixing(weights, clients)
 
 
-@pytest.mark.parametrize("edges", [torch.ones(3, 3, dtype=torch.bool), torch.ones(3, 3).triu(1).bool(), torch.zeros(3, 3)])
+@pytest.mark.parametrize(
+    "edges", [torch.ones(3, 3, dtype=torch.bool), torch.ones(3, 3).triu(1).bool(), torch.zeros(3, 3), "x", [[1, 0], [0]], None]
+)
 def test_edges_that_are_none(edges: Any):
-    """Self-loops, one-way edges, numbers."""
+    """Self-loops, one-way edges, numbers, no matrix."""
     with pytest.raises(ValueError, match="edges must be a symmetric"):
         topology.metropolis(edges)

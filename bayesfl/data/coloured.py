@@ -21,6 +21,7 @@ _FLIP, _COLOUR = 1, 2  # words of the addresses under Purpose.PARTITION, beside 
 
 def _shares(name: str, values: Sequence[Agreement]) -> list[list[float]]:
     """The agreements of every client's environments, checked."""
+    values = values.tolist() if isinstance(values, np.ndarray | Tensor) else values
     if isinstance(values, str) or not isinstance(values, Sequence) or not len(values):
         raise ValueError(f"{name} must have one share for each client, or one tuple of them, got {values!r}")
     nested = [list(own) if isinstance(own, Sequence) else [own] for own in values]

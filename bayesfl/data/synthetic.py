@@ -53,9 +53,11 @@ def linear_mixture(
     """
     for name, value in {"clients": clients, "components": components, "inputs": inputs, "test": test}.items():
         whole(name, value, least=1)
-    if not (number("alpha", alpha) > 0 and number("noise", noise) >= 0):
-        raise ValueError(f"alpha must be > 0 and noise >= 0, got {alpha} and {noise}")
-    rng = np.random.RandomState(whole("seed", seed, least=0))
+    if not (0 < number("alpha", alpha) < np.inf and 0 <= number("noise", noise) < np.inf):
+        raise ValueError(f"alpha must be > 0 and noise >= 0, both finite, got {alpha} and {noise}")
+    if whole("seed", seed, least=0) >= 2**32:
+        raise ValueError(f"seed must be below 2**32, which NumPy's legacy generator takes, got {seed}")
+    rng = np.random.RandomState(seed)
     sizes = np.minimum(rng.lognormal(4, 2, clients).astype(int) + 50, 1000)
     weights = rng.dirichlet(np.full(components, alpha), clients)
     rules = rng.uniform(-1, 1, (components, inputs))

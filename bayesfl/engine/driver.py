@@ -102,8 +102,8 @@ class Engine:
             ValueError: The kernel asked for has no rule for a layer of the model, or cannot batch it.
         """
         model = algorithm.model
-        if self.kernel == "layers" and not layers.supported(model):
-            raise ValueError(f"the layers kernel has no rule for a layer of {type(model).__name__}; use kernel='auto', 'live' or 'vmap'")
+        if self.kernel == "layers":
+            layers.refuse(model)
         if self.kernel == "vmap":
             vmap.refuse(model)
         if self.kernel != "auto":

@@ -196,9 +196,25 @@ RULES: dict[type, Rule] = {
 
 def supported(module: nn.Module) -> bool:
     """Whether every layer has a rule, and none that has parameters is used twice."""
-    layers = [layer for _, layer, _ in _stack(module)]
-    weighted = [layer for layer in layers if any(True for _ in layer.parameters())]
-    return len(weighted) == len(set(weighted)) and all(_has_rule(layer) for layer in layers)
+    return _objection(module) is None
+
+
+def refuse(module: nn.Module) -> None:
+    """Raises ValueError, naming the layer, where there is no rule for it."""
+    if reason := _objection(module):
+        raise ValueError(f"the layers kernel {reason}; use kernel='auto', 'live' or 'vmap'")
+
+
+def _objection(module: nn.Module) -> str | None:
+    weighted: set[nn.Module] = set()
+    for prefix, layer, names in _stack(module):
+        called = f"{prefix.rstrip('.')!r} ({type(layer).__name__})"
+        if not _has_rule(layer):
+            return f"has no rule for layer {called}"
+        if names and layer in weighted:
+            return f"cannot use one layer's parameters twice, as in {called}"
+        weighted |= {layer} if names else set()
+    return None
 
 
 def _has_rule(layer: nn.Module) -> bool:

@@ -125,6 +125,12 @@ def test_test_rows_off_the_end_of_the_training_part():
     assert torch.equal(digits.train.y[first], (load("digits").y[first] < 5).long())
 
 
+def test_agreements_as_an_array():
+    """What NumPy or torch holds is as good as a tuple."""
+    for shares in (np.array([0.9, 0.8]), torch.tensor([0.9, 0.8], dtype=torch.float64)):
+        assert coloured(agreement=shares).hash == coloured(agreement=(0.9, 0.8)).hash
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -1,5 +1,6 @@
 """The linear mixture: its published sizes, its rules, its weights, within what chance allows."""
 
+import math
 from typing import Any
 
 import numpy as np
@@ -47,7 +48,16 @@ def test_seeds_and_hashes():
     assert one.hash == again.hash != other.hash
 
 
-@pytest.mark.parametrize(("options", "message"), [({"alpha": 0.0}, "alpha must be > 0"), ({"clients": 0}, "clients must be at least 1")])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"alpha": 0.0}, "alpha must be > 0"),
+        ({"alpha": math.inf}, "alpha must be > 0 and noise >= 0, both finite, got inf"),
+        ({"noise": math.inf}, "alpha must be > 0 and noise >= 0, both finite, got 0.4 and inf"),
+        ({"clients": 0}, "clients must be at least 1"),
+        ({"seed": 2**32}, "seed must be below 2\\*\\*32"),
+    ],
+)
 def test_numbers_out_of_range(options: dict[str, Any], message: str):
     """Named before anything is drawn."""
     with pytest.raises(ValueError, match=message):
