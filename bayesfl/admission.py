@@ -5,7 +5,7 @@ there are the pools of `bayesfl.robust`.
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -27,7 +27,7 @@ ATTEMPTS = 3
 ENOUGH = 3
 """Replies of a round from which its own median says how far clients go."""
 LARGEST = 100.0
-"""The most by which a client's limits grow with its data: what a node says of these is believed."""
+"""How far a client's data count beyond the median client's: what a node says of these is believed."""
 
 
 @dataclass(frozen=True)
@@ -87,16 +87,28 @@ def distances(sent: Mapping[str, Tensors], start: Mapping[str, Tensors]) -> Tens
     return total.sqrt()
 
 
-def allowances(counts: np.ndarray) -> np.ndarray:
-    """How many times as far as others each client may go, [J]: as it has more examples than the median client, 1 at least, 100 at most.
-
-    Steps, and sums over the data, grow with them.
+def shares(counts: np.ndarray) -> np.ndarray:
+    """Each client's examples in units of the median client's, [J], within 1/100 and 100; 1 where they are not known.
 
     Args:
-        counts: Examples of all clients, [J]; 0 where that is not known, which then counts as the median.
+        counts: Examples of all clients, [J]; 0 where that is not known.
     """
     known = counts[counts > 0]
-    return np.clip(counts / np.median(known), 1.0, LARGEST) if len(known) else np.ones(len(counts))
+    if not len(known):
+        return np.ones(len(counts))
+    return np.where(counts > 0, np.clip(counts / np.median(known), 1 / LARGEST, LARGEST), 1.0)
+
+
+def usual(sizes: Sequence[float], share: Sequence[float]) -> float:
+    """What clients usually say, whether or not it grows with their data: the larger of the medians of size and of size / share.
+
+    Distances grow with the steps of an epoch, counts with the examples; a method with a fixed number of steps has neither.
+
+    Args:
+        sizes: Of some clients, one at least.
+        share: Their data, as `shares` has them.
+    """
+    return float(max(np.median(sizes), np.median(np.divide(sizes, share))))
 
 
 @dataclass(frozen=True)
@@ -108,9 +120,9 @@ class Admission:
             last state that was taken, and the round is as without it.
         min_clients: Replies that a round needs.
         below_minimum: What becomes of a round with fewer: `skip` leaves everything as it was, `repeat` tries again, three times in all.
-        max_norm: A reply is dropped that went so many times as far from what was sent as the round's median, or, where fewer than three
-            replied, as the median of earlier rounds; a client with more examples than the median one may go further, see `allowances`;
-            None for no such check.
+        max_norm: A reply is dropped that went so many times as far from what was sent as is `usual` in the round, or, where fewer than
+            three replied, as in the median of earlier rounds; clients with more data than the median client may go further, by their
+            `shares`. None for no such check.
         norm_floor: A distance that is always allowed.
 
     Raises:
@@ -148,29 +160,31 @@ class Admission:
         """Whether bad clients are left out."""
         return self.on_bad_client == "skip"
 
-    def limit(self, norms: Sequence[float], earlier: Sequence[float]) -> float:
-        """The largest distance that is taken.
+    def limit(self, norms: Sequence[float], share: Sequence[float], earlier: Sequence[float]) -> float:
+        """The largest distance that is taken from the median client.
 
         Args:
             norms: Of this round's replies.
-            earlier: The medians of earlier rounds.
+            share: Their clients' data, as `shares` has them.
+            earlier: What was usual in earlier rounds.
         """
-        known = norms if len(norms) >= ENOUGH else earlier
-        if self.max_norm is None or not len(known):
+        enough = len(norms) >= ENOUGH
+        if self.max_norm is None or not (enough or len(earlier)):
             return np.inf
-        return max(self.norm_floor, self.max_norm * float(np.median(known)))
+        return max(self.norm_floor, self.max_norm * (usual(norms, share) if enough else float(np.median(earlier))))
 
-    def report_limit(self, sizes: Sequence[float]) -> float:
+    def report_limit(self, sizes: Sequence[float], share: Sequence[float]) -> float:
         """The largest entry that is taken of what a method reports, where nothing was sent that it could be compared with.
 
         It counts from `norm_floor` up, since a report may well be near 0 for most clients: losses are.
 
         Args:
             sizes: The largest absolute entry of each of this round's replies.
+            share: Their clients' data, as `shares` has them.
         """
         if self.max_norm is None or len(sizes) < ENOUGH:
             return np.inf
-        return self.max_norm * max(self.norm_floor, float(np.median(sizes)))
+        return self.max_norm * max(self.norm_floor, usual(sizes, share))
 
 
 class FailedRound(RuntimeError):
@@ -190,24 +204,33 @@ class TooFewClients(FailedRound):
     """Fewer clients replied than a round needs."""
 
 
-def enough(taken: Sized, round: int, least: int) -> None:
-    """That a round has the replies that it needs.
+class SmallCohort(TooFewClients):
+    """Fewer clients were drawn than a round needs, so nobody is asked; another attempt would draw the same."""
 
-    Args:
-        taken: The clients whose replies are taken; before anything is asked of them, the cohort.
-        round: The round that is on.
-        least: How many it needs.
+
+def check_cohort(drawn: int, round: int, least: int) -> None:
+    """That enough clients were drawn for a round.
 
     Raises:
-        TooFewClients: It has not; its row counts nothing yet.
+        SmallCohort: There are not.
     """
-    if len(taken) < least:
+    if drawn < least:
         nothing = {"lost": 0, "rejected": 0, "bytes_up": 0, "bytes_down": 0}
-        raise TooFewClients(f"round {round}, counted from 0, comes to {len(taken)} replies and needs {least}", **nothing)
+        raise SmallCohort(f"round {round}, counted from 0, has {drawn} clients and needs {least} (min_clients)", **nothing)
+
+
+def check_replies(taken: int, round: int, least: int) -> None:
+    """That enough replies were taken in a round.
+
+    Raises:
+        TooFewClients: There are not.
+    """
+    if taken < least:
+        raise TooFewClients(f"round {round}, counted from 0, comes to {taken} replies and needs {least} (min_clients)")
 
 
 def attempts(admission: Admission, once: Callable[[int], T]) -> T | FailedRound:
-    """A round, tried again where it comes to nothing; the last failure where it is to be skipped.
+    """A round, tried again where it comes to nothing and might not the next time; the last failure where it is to be skipped.
 
     Args:
         admission: What becomes of such a round.
@@ -220,7 +243,7 @@ def attempts(admission: Admission, once: Callable[[int], T]) -> T | FailedRound:
         try:
             return once(attempt)
         except FailedRound as error:
-            if admission.below_minimum == "skip":
+            if admission.below_minimum == "skip" or isinstance(error, SmallCohort):
                 log.warning("%s; the round is skipped", error)
                 return error
             log.warning("%s; attempt %d of %d", error, attempt + 1, ATTEMPTS)

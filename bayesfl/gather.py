@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from bayesfl.admission import Admission, FailedRound, allowances, distances
+from bayesfl.admission import Admission, FailedRound, distances, shares, usual
 from bayesfl.blocks import Algorithm, flatten
 from bayesfl.local import DivergenceError, read_rows
 from bayesfl.protocols import Server, StackedPool, Tensors, Uplink
@@ -235,11 +235,11 @@ class Gate:
         self._held: list[tuple[np.ndarray, Tensor, dict[str, Tensors], Uplink]] = []
         self._norms: dict[int, float] = {}
         self._sizes: dict[str, dict[int, float]] = {}
-        self._allowances = allowances(counts)
+        self._shares = shares(counts)
         self.dropped: dict[int, str] = {}
         """Why a client is left out."""
-        self.median = math.nan
-        """Of the distances of the replies that were taken, where these are looked at; known when closed."""
+        self.usual = math.nan
+        """What is `usual` of the distances of the replies that were taken, where these are looked at; known when closed."""
 
     def drop(self, client: int, reason: str) -> None:
         """Leaves a client out, whose reply may still be held with the others of its chunk."""
@@ -258,20 +258,20 @@ class Gate:
     def close(self) -> list[int]:
         """Gathers the replies that are taken; the ids of clients whose reply, or training, was not."""
         norms = {client: norm for client, norm in self._norms.items() if client not in self.dropped}
-        limit = self._admission.limit(list(norms.values()), self._earlier)
+        limit = self._admission.limit(list(norms.values()), self._shares[list(norms)], self._earlier)
         for client, norm in norms.items():
-            if norm > (own := limit * self._allowances[client]):
+            if norm > (own := limit * max(1.0, self._shares[client])):
                 self.drop(client, f"it went {norm:.3g} from what it was sent, more than {own:.3g}")
         for name, sizes in self._sizes.items():
             known = {client: size for client, size in sizes.items() if client not in self.dropped}
-            limit = self._admission.report_limit(list(known.values()))
+            limit = self._admission.report_limit(list(known.values()), self._shares[list(known)])
             for client, size in known.items():
-                if size > (own := limit * self._allowances[client]):
+                if size > (own := limit * max(1.0, self._shares[client])):
                     self.drop(client, f"its {name} goes up to {size:.3g}, more than {own:.3g}")
         for client, reason in self.dropped.items():
             log.warning("round %d: client %d is left out: %s", self._round, client, reason)
-        inside = [norm for client, norm in norms.items() if client not in self.dropped]
-        self.median = float(np.median(inside)) if inside else math.nan
+        if inside := {client: norm for client, norm in norms.items() if client not in self.dropped}:
+            self.usual = usual(list(inside.values()), self._shares[list(inside)])
         for ids, n, sent, reported in self._held:
             if (kept := ~np.isin(ids, list(self.dropped))).any():
                 self._gather.add(ids[kept], *(read_rows(tree, np.flatnonzero(kept)) for tree in (n, sent, reported)))

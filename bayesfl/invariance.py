@@ -222,16 +222,17 @@ def evenly(data: Batch, most: int | None) -> Batch:
 
 
 def reweighted(log_q: Tensor, risk: Tensor, present: Tensor, eta: float) -> Tensor:
-    """GroupDRO's step q_e <- q_e exp(eta R_e) / Z on logarithms, the sum of the weights kept: 1 where these are all.
+    """GroupDRO's step q_e <- q_e exp(eta R_e) / Z on logarithms, in float64, the sum of the weights kept: 1 where these are all.
 
     Args:
         log_q: Of each client's environments, [C, E].
         risk: Their mean losses, [C, E] in nats.
-        present: Above 0 where a client has the environment, [C, E]; others get no weight: the precision's lowest number, which is finite.
+        present: Above 0 where a client has the environment, [C, E]; others get no weight: the lowest number of log_q's
+            precision, which is finite.
         eta: Step, >= 0.
     """
     there = present > 0
     mass = log_q.double().flatten().logsumexp(0)
     raised = torch.where(there, log_q.double() + eta * risk.double(), torch.full_like(log_q, -torch.inf).double())
     new = raised - raised.flatten().logsumexp(0) + mass
-    return torch.where(there, new, torch.full_like(new, torch.finfo(log_q.dtype).min)).to(log_q)
+    return torch.where(there, new, torch.full_like(new, torch.finfo(log_q.dtype).min))

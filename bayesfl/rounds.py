@@ -12,12 +12,12 @@ import torch
 from torch.utils._pytree import tree_map
 
 from bayesfl import predict
-from bayesfl.admission import Admission, Declared, FailedRound, Message, enough, objection
+from bayesfl.admission import Admission, Declared, FailedRound, Message, check_cohort, check_replies, objection
 from bayesfl.blocks import Algorithm, flatten
 from bayesfl.data import FederatedData
 from bayesfl.engine import Crew
 from bayesfl.faults import Altered, Fault, Lost, Plan
-from bayesfl.gather import Aggregator, Gate
+from bayesfl.gather import Aggregator, Gate, Gather
 from bayesfl.local import DivergenceError, Done, Local, chunks, kept_phases, read_rows, write_rows
 from bayesfl.predict import Collector
 from bayesfl.protocols import Uplink, View
@@ -62,7 +62,7 @@ def run_round(
     server, private = result.server, result.private
     local = Local(algorithm, algorithm.phases, engine, data.train, settings.seed, settings.rounds, tolerant=admission.skips)
     chosen = aggregator.cohort(round)
-    enough(chosen, round, aggregator.least)
+    check_cohort(len(chosen), round, aggregator.least)
     gather = aggregator.gather(server, round, chosen)
     rest = np.setdiff1d(np.arange(data.clients), chosen) if settings.train == "all" else chosen[:0]
     wrong = {} if faults is None else faults(round, attempt, np.concatenate([chosen, rest]))
@@ -117,10 +117,10 @@ def run_round(
         counted = {"lost": absent, "rejected": len(chosen) - len(taken)}
         counted |= {"bytes_up": sent * len(chosen), "bytes_down": sum(done.received for done in finished)}
         try:
-            enough(taken, round, aggregator.least)
+            check_replies(len(taken), round, aggregator.least)
             server = gather.server() if gate is None else gate.server()
         except FailedRound as error:
-            error.row |= counted
+            error.row |= counted if isinstance(gather, Gather) else counted | {"bytes_up": math.nan}  # of masked ones we cannot say
             raise
     except BaseException as error:
         for ids, old in undo:
@@ -144,7 +144,7 @@ def run_round(
     ]
     row |= {"train_nll": float(torch.cat(losses).mean()) if losses else math.nan, **counted}
     if gate is not None:
-        row["uplink_norm"] = gate.median
+        row["uplink_norm"] = gate.usual
     return replace(result, round=round + 1, server=server), row | gather.row()
 
 

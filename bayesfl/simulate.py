@@ -73,8 +73,8 @@ def simulate(
             that `bayesfl.admission` knows: the round goes on as without it. None: `skip` where there are `faults`, else `stop`.
         min_clients: Replies that a round needs.
         below_minimum: What becomes of a round with fewer: `skip` leaves all as it was, `repeat` tries again, three times in all.
-        max_norm: Where bad clients are skipped, how many times as far as the round's median a client may go from what it was sent; one with
-            more examples than the median client may go further.
+        max_norm: Where bad clients are skipped, how many times as far as is usual in the round a client may go from what it was sent, see
+            `bayesfl.admission.Admission`.
         aggregation: How the cohort's uplinks are added up: `bayesfl.secure.SecureSum` or `bayesfl.privacy.ClientPrivacy`; None where the
             server may see each of them.
         faults: What goes wrong on purpose, see `bayesfl.faults`.

@@ -95,9 +95,9 @@ def check_mixing(weights: Tensor, clients: int | None = None) -> Tensor:
         whole("clients", clients, least=1)
     remedy = "topology.metropolis(edges) makes one, as of topology.ring(clients)"
     try:
-        if (weights := torch.as_tensor(weights)).is_complex():
+        if torch.as_tensor(weights).is_complex():
             raise TypeError("complex numbers")
-        weights = weights.double()
+        weights = torch.as_tensor(weights, dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"the mixing matrix must be a [J, J] tensor of numbers, got {weights!r}; {remedy}") from error
     wanted = max(1, len(weights)) if clients is None and weights.dim() else clients

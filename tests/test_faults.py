@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import bayesfl as bf
-from bayesfl.admission import PROTOCOL, Admission, Message, TooFewClients, allowances, distances, objection
+from bayesfl.admission import PROTOCOL, Admission, Message, TooFewClients, distances, objection, shares, usual
 from bayesfl.blocks import flatten
 from bayesfl.data import FederatedData
 from bayesfl.faults import KINDS, Altered, Fault, Lost, at_random
@@ -139,7 +139,7 @@ def test_rounds_with_too_few(model: nn.Module, clients: FederatedData, caplog: p
 
     with caplog.at_level(logging.WARNING, logger="bayesfl"):
         skipped = run(algorithm, clients, faults=first(1), min_clients=4)
-    assert "round 1, counted from 0, comes to 3 replies and needs 4; the round is skipped" in caplog.text
+    assert "round 1, counted from 0, comes to 3 replies and needs 4 (min_clients); the round is skipped" in caplog.text
     assert skipped.history["cohort"].tolist() == [7, 0, 7]
     after_one = run(algorithm, clients, rounds=1)
     two = run(algorithm, clients, rounds=2, faults=first(1), min_clients=4)
@@ -173,11 +173,11 @@ def test_a_long_bad_time(model: nn.Module, clients: FederatedData, tmp_path: Any
 def test_how_far_is_too_far():
     """A hundred medians of a round of three or more, else of earlier rounds; the floor is always allowed; without either, anything."""
     rules = Admission("skip", max_norm=10.0, norm_floor=0.5)
-    assert rules.limit([1.0, 2.0, 9.0], [100.0]) == 20.0
-    assert rules.limit([1.0, 2.0], [3.0, 4.0, 7.0]) == 40.0
-    assert rules.limit([1.0, 2.0], []) == np.inf
-    assert rules.limit([0.001, 0.002, 0.003], []) == 0.5
-    assert Admission("skip", max_norm=None).limit([1.0, 2.0, 3.0], []) == np.inf
+    assert rules.limit([1.0, 2.0, 9.0], [1.0] * 3, [100.0]) == 20.0
+    assert rules.limit([1.0, 2.0], [1.0] * 2, [3.0, 4.0, 7.0]) == 40.0
+    assert rules.limit([1.0, 2.0], [1.0] * 2, []) == np.inf
+    assert rules.limit([0.001, 0.002, 0.003], [1.0] * 3, []) == 0.5
+    assert Admission("skip", max_norm=None).limit([1.0, 2.0, 3.0], [1.0] * 3, []) == np.inf
 
 
 def test_distances():
@@ -313,17 +313,35 @@ def test_honest_reports_are_taken(model: nn.Module):
     assert any(6 in few.settings.cohort(7, round) for round in range(1, 12))
     assert few.history["rejected"].sum() == 0.0
     rule = Admission(on_bad_client="skip")
-    assert rule.report_limit([0.0, 0.0, 0.0, 60.0]) == 100.0
-    assert rule.report_limit([10.0, 20.0, 30.0]) == 2000.0
-    assert rule.report_limit([10.0, 20.0]) == Admission(max_norm=None).report_limit([1.0, 1.0, 1.0]) == np.inf
+    assert rule.report_limit([0.0, 0.0, 0.0, 60.0], [1.0] * 4) == 100.0
+    assert rule.report_limit([10.0, 20.0, 30.0], [1.0] * 3) == 2000.0
+    assert rule.report_limit([10.0, 20.0, 30.0], [0.1, 0.2, 0.5]) == 10_000.0
+    assert rule.report_limit([10.0, 20.0], [1.0] * 2) == Admission(max_norm=None).report_limit([1.0] * 3, [1.0] * 3) == np.inf
 
 
-def test_limits_grow_with_the_data():
-    """Up to a hundredfold, from the median client's examples; unknown counts don't count."""
-    assert allowances(np.array([10, 20, 30, 60, 20])).tolist() == [1.0, 1.0, 1.5, 3.0, 1.0]
-    assert allowances(np.array([10, 20, 30, 2**40])).tolist() == [1.0, 1.0, 1.2, 100.0]
-    assert allowances(np.array([0, 20, 30, 40])).tolist() == [1.0, 1.0, 1.0, 4 / 3]
-    assert allowances(np.zeros(3)).tolist() == [1.0, 1.0, 1.0]
+def test_shares_of_data():
+    """In units of the median client's, a hundredth to a hundred; unknown counts don't count."""
+    assert shares(np.array([10, 20, 30, 60, 20])).tolist() == [0.5, 1.0, 1.5, 3.0, 1.0]
+    assert shares(np.array([10, 200, 300, 2**40, 1])).tolist() == [0.05, 1.0, 1.5, 100.0, 0.01]
+    assert shares(np.array([0, 20, 30, 40])).tolist() == [1.0, 2 / 3, 1.0, 4 / 3]
+    assert shares(np.zeros(3)).tolist() == [1.0, 1.0, 1.0]
+
+
+def test_what_is_usual():
+    """What grows with the data is measured by them, what does not as it is."""
+    assert usual([1.0, 2.0, 3.0], [1.0, 1.0, 1.0]) == 2.0
+    assert usual([0.5, 0.5, 50.0], [0.1, 0.1, 10.0]) == 5.0
+    assert usual([2.0, 2.0, 2.0], [10.0, 10.0, 1.0]) == 2.0
+
+
+@pytest.mark.parametrize("participation", [0.1, 0.4])
+def test_honest_clients_beside_small_ones(participation: float, model: nn.Module):
+    """Most clients are large, a cohort may be small ones for the most part, or rounds before it were."""
+    uneven = federation(sizes=(3000,) * 6 + (5,) * 5)
+    options: dict[str, Any] = {"participation": participation, "on_bad_client": "skip", "evaluate_every": None}
+    options |= {"rounds": 14, "seed": 0} if participation < 0.3 else {"rounds": 10, "seed": 5}
+    for algorithm in (bf.algorithms.fedpac(model, body_epochs=1, batch_size=50), bf.algorithms.fedbabu(model, epochs=2, batch_size=10)):
+        assert run(algorithm, uneven, **options).history["rejected"].sum() == 0.0
 
 
 @pytest.mark.parametrize("bad", ["skip", "stop"])
@@ -336,6 +354,8 @@ def test_a_cohort_that_is_too_small_is_not_trained(bad: Any, model: nn.Module, c
     assert 0 < small.sum() < 6
     assert (found.history["bytes_down"] == 0).tolist() == (found.history["bytes_up"] == 0).tolist() == small.tolist()
     assert found.history["lost"].tolist() == found.history["rejected"].tolist() == [0.0] * 6
+    again = run(algorithm, clients, on_bad_client=bad, below_minimum="repeat", **options)  # the same would be drawn
+    assert_close(state(again), state(found), atol=0, rtol=0)
 
 
 def test_a_skipped_round_counts_the_refused_beside_the_lost(model: nn.Module, clients: FederatedData):

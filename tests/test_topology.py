@@ -119,6 +119,12 @@ def test_matrices_of_nobody(weights: Any, clients: int | None, message: str):
         topology.check_mixing(weights, clients)
 
 
+def test_a_list_is_read_in_full_precision():
+    """Not by way of float32."""
+    weights: Any = [[0.9, 0.1, 0.0], [0.1, 0.8, 0.1], [0.0, 0.1, 0.9]]
+    assert topology.check_mixing(weights).tolist() == weights
+
+
 @pytest.mark.parametrize(
     "edges", [torch.ones(3, 3, dtype=torch.bool), torch.ones(3, 3).triu(1).bool(), torch.zeros(3, 3), "x", [[1, 0], [0]], None]
 )

@@ -4,7 +4,8 @@
 
 Each round a client measures its R_e at the model received, and trains on  sum_e q_e R_e  over its own environments; the server makes
 q_e <- q_e exp(eta R_e) / Z  and averages the models by it, a client counting what its environments do. With one local step that is a
-gradient step on sum_e q_e R_e. A client with one environment trains on its plain risk and sends one number beside the model.
+gradient step on sum_e q_e R_e. The weights are known when all losses are, so the server holds a round's models till then. A client with
+one environment trains on its plain risk and sends one number beside the model.
 
 Source: Sagawa, Koh, Hashimoto, Liang, "Distributionally robust neural networks for group shifts", ICLR 2020, algorithm 1 (there for one
 machine); distributed as a baseline and as the lower problem of PerInvFL (see `perinvfl`). The released code of that paper keeps the first
@@ -93,8 +94,8 @@ def group_dro(
     def combine(server: Server, ids: Tensor, uplink: Uplink) -> Server:
         log_q, loc = server["log_q"], server["w"]["loc"]
         new = reweighted(log_q[ids], uplink["risk"], uplink["present"], eta)
-        share = new.double().logsumexp(-1).softmax(0)  # in logarithms: a cohort's weights may all be next to 0
-        return {"log_q": log_q.index_copy(0, ids, new), "w": {"loc": (share @ uplink["w"]["loc"].double()).to(loc)}}
+        share = new.logsumexp(-1).softmax(0)  # in logarithms: a cohort's weights may all be next to 0
+        return {"log_q": log_q.index_copy(0, ids, new.to(log_q)), "w": {"loc": (share @ uplink["w"]["loc"].double()).to(loc)}}
 
     step = Descend(
         "w",

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -21,15 +21,19 @@ _FLIP, _COLOUR = 1, 2  # words of the addresses under Purpose.PARTITION, beside 
 
 def _shares(name: str, values: Sequence[Agreement]) -> list[list[float]]:
     """The agreements of every client's environments, checked."""
-    values = values.tolist() if isinstance(values, np.ndarray | Tensor) else values
+    values = _plain(values)
     if isinstance(values, str) or not isinstance(values, Sequence) or not len(values):
         raise ValueError(f"{name} must have one share for each client, or one tuple of them, got {values!r}")
-    nested = [list(own) if isinstance(own, Sequence) else [own] for own in values]
+    nested = [list(own) if isinstance(own, Sequence) else [own] for own in map(_plain, values)]
     for share in (share for own in nested for share in own):
         _share(name, share)
     if not all(nested):
         raise ValueError(f"{name} must have at least one environment for each client, got {values!r}")
     return [[float(share) for share in own] for own in nested]
+
+
+def _plain(values: Any) -> Any:
+    return values.tolist() if isinstance(values, np.ndarray | Tensor) else values
 
 
 def _share(name: str, value: float) -> float:

@@ -221,7 +221,7 @@ class _Client:
         if order.client != self.id:
             raise Refused(
                 f"the server takes this node for client {order.client}, and it says now that it is client {self.id}; start each node with "
-                "the client-id that it had, or start the server again"
+                "the client-id that it had, or start a new experiment"
             )
         return order
 

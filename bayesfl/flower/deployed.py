@@ -91,8 +91,8 @@ def alone(folder: Path) -> Iterator[None]:
         yield
 
 
-def write(folder: str | os.PathLike[str], state: Deployed, keys: Mapping[int, str]) -> None:
-    """A checkpoint of a state and of the keys of its clients' nodes."""
+def write(folder: str | os.PathLike[str], state: Deployed, keys: Mapping[int, str], counts: Mapping[int, int]) -> None:
+    """A checkpoint of a state, of the keys of its clients' nodes, and of how many examples they have."""
     meta = {
         "settings": asdict(state.settings),
         "experiment": state.experiment,
@@ -101,14 +101,15 @@ def write(folder: str | os.PathLike[str], state: Deployed, keys: Mapping[int, st
         "dtype": name_of(state.dtype),
         "base": state.base,
         "keys": keys,
+        "counts": counts,
         "history": state.history.rows,
         "algorithm": identity(state.algorithm),
     }
     checkpoint.write_round(folder, state.round, meta, {"server": state.server, "start": state.start})
 
 
-def read(folder: str | os.PathLike[str], algorithm: Algorithm) -> tuple[Deployed, dict[int, str]]:
-    """The newest checkpoint of a deployed federation, and the keys of its clients' nodes.
+def read(folder: str | os.PathLike[str], algorithm: Algorithm) -> tuple[Deployed, dict[int, str], dict[int, int]]:
+    """The newest checkpoint of a deployed federation, and of its clients the keys of their nodes and the numbers of examples.
 
     Raises:
         CheckpointError: There is none, it is damaged, or it was made with another method.
@@ -117,6 +118,7 @@ def read(folder: str | os.PathLike[str], algorithm: Algorithm) -> tuple[Deployed
     try:
         made_with, base = meta["algorithm"], _names(meta["base"])
         keys = {whole("client", int(client), least=0): bytes.fromhex(key).hex() for client, key in meta["keys"].items()}
+        counts = {whole("client", int(client), least=0): whole("n", n, least=1) for client, n in meta["counts"].items()}
         state = Deployed(
             algorithm,
             Settings(**meta["settings"]),
@@ -139,7 +141,7 @@ def read(folder: str | os.PathLike[str], algorithm: Algorithm) -> tuple[Deployed
         ) from error
     check_method(repr(str(folder)), made_with, algorithm)
     check_state(str(folder), algorithm, state.server, state.start, clients=state.clients, dtype=state.dtype, stacked=False)
-    return state, keys
+    return state, keys, counts
 
 
 def resumed(saved: Deployed, settings: Settings, clients: int, dtype: torch.dtype) -> Deployed:

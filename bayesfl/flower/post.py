@@ -12,8 +12,8 @@ FIRST, LONGEST = 0.1, 1.0
 """Seconds between two looks for replies."""
 
 
-RAISED = 2
-"""Flower's error code for a ClientApp that raised."""
+RAISED, GONE = 2, 3
+"""Flower's error codes for a ClientApp that raised, and for a message that has expired or whose node was removed."""
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,12 @@ class Failure:
     Args:
         reason: In words.
         lost: Whether nothing was heard of the client; else it answered, but not with a reply.
+        code: Of Flower's error, where there is one.
     """
 
     reason: str
     lost: bool = True
+    code: int | None = None
 
 
 def push(grid: Grid, kind: str, node: int, content: RecordDict, *, timeout: float, group: str) -> str | None:
@@ -56,7 +58,7 @@ def pull(grid: Grid, id: str) -> RecordDict | Failure | None:
         for reply in grid.pull_messages([id]):
             if reply.has_error():
                 reason = f"its node reports error {reply.error.code}: {_short(reply.error.reason)}"
-                return Failure(reason, lost=reply.error.code != RAISED)
+                return Failure(reason, lost=reply.error.code != RAISED, code=reply.error.code)
             return reply.content
     except (httpx.HTTPError, OSError):
         raise
@@ -86,6 +88,7 @@ def ask(
             waiting[client] = id
         else:
             yield client, Failure("its node could not be reached")
+    late = Failure(f"it did not reply within {timeout:g} seconds")
     end, pause = time.monotonic() + timeout, FIRST
     while waiting:
         came = False
@@ -93,14 +96,15 @@ def ask(
             if (reply := pull(grid, id)) is not None:
                 del waiting[client]
                 came = True
-                yield client, reply
+                gone = isinstance(reply, Failure) and reply.code == GONE and time.monotonic() >= end - LONGEST
+                yield client, late if gone else reply
         pause = FIRST if came else min(LONGEST, 1.5 * pause)
         if time.monotonic() >= end:
             break
         if waiting and not came:
             time.sleep(min(pause, max(0.0, end - time.monotonic())))
     for client in waiting:
-        yield client, Failure(f"it did not reply within {timeout:g} seconds")
+        yield client, late
 
 
 def _short(reason: object) -> str:

@@ -18,12 +18,23 @@ from flwr.serverapp import Grid, ServerApp
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from bayesfl.admission import LARGEST, PROTOCOL, Admission, FailedRound, Message, allowances, attempts, enough, objection
+from bayesfl.admission import (
+    LARGEST,
+    PROTOCOL,
+    Admission,
+    FailedRound,
+    Message,
+    attempts,
+    check_cohort,
+    check_replies,
+    objection,
+    shares,
+)
 from bayesfl.blocks import Algorithm, nest
 from bayesfl.checkpoint import KEPT, held
 from bayesfl.checks import instance, number, whole
-from bayesfl.flower import records
-from bayesfl.flower.deployed import Deployed, alone, bases, read, resumed, write
+from bayesfl.flower import deployed, records
+from bayesfl.flower.deployed import Deployed
 from bayesfl.flower.post import Failure, ask
 from bayesfl.flower.roster import REMIND, Roster
 from bayesfl.flower.states import name_of as state_name
@@ -98,8 +109,8 @@ def serve(
         below_minimum: What becomes of a round with fewer: `skip` leaves all as it was, `repeat` tries again, three times in all.
         on_bad_client: `skip` a client whose reply is missing or bad, which starts its next round from its last state that was taken, or
             `stop` the run.
-        max_norm: How many times as far as the round's median a client may go from what it was sent; one with more examples than the
-            median client may go further. None for no such check.
+        max_norm: How many times as far as is usual in the round a client may go from what it was sent, see
+            `bayesfl.admission.Admission`; None for no such check.
         checkpoint: A folder for checkpoints of the server; without one a server that was killed starts anew.
         every: Rounds between checkpoints; the last round always makes one.
 
@@ -126,7 +137,7 @@ def serve(
         raise ValueError(f"timeout is in seconds and must be > 0, got {timeout}")
     if dtype not in DTYPES.values():
         raise ValueError(f"dtype must be a floating-point type such as torch.float32, got {dtype!r}")
-    with contextlib.nullcontext() if checkpoint is None else alone(Path(checkpoint)):
+    with contextlib.nullcontext() if checkpoint is None else deployed.alone(Path(checkpoint)):
         run = _Run(grid, admission, float(timeout), checkpoint, every)
         state = run.begin(algorithm, settings, clients, dtype)
         while state.round < settings.rounds:
@@ -154,25 +165,28 @@ class _Run:
     roster: Roster = field(init=False)
     kept: dict[int, tuple[str, ...]] = field(default_factory=dict)
     """`base` of each checkpoint that is kept, by its round."""
+    named: set[int] = field(default_factory=set)
+    """Clients of whom the log says that they have very much data."""
 
     def begin(self, algorithm: Algorithm, settings: Settings, clients: int, dtype: torch.dtype) -> Deployed:
         """The state to go on from, and the clients there."""
         keys: dict[int, str] = {}
+        counts: dict[int, int] = {}
         goes_on = self.folder is not None and bool(held(self.folder))
         session = secrets.token_hex(4)
         if self.folder is not None and goes_on:
-            state, keys = read(self.folder, algorithm)
-            state = resumed(state, settings, clients, dtype)
+            state, keys, counts = deployed.read(self.folder, algorithm)
+            state = deployed.resumed(state, settings, clients, dtype)
             state = replace(state, sessions=(*state.sessions, session))
             log.info("going on after round %d of experiment %s", state.round, state.experiment)
-            self.kept = bases(self.folder, clients)
+            self.kept = deployed.bases(self.folder, clients)
         else:
             server = algorithm.init(clients, seed=settings.seed, dtype=dtype)
             start, base = algorithm.rows(server), ("",) * clients
             state = Deployed(algorithm, settings, secrets.token_hex(8), (session,), 0, server, start, base, dtype=dtype)
         hello = {"protocol": PROTOCOL, "algorithm": fingerprint(algorithm), "experiment": state.experiment}
         patience = 2 * self.timeout + REMIND  # a round may last as long as its slowest client is waited for
-        self.roster = Roster(clients, hello, patience, keys)
+        self.roster = Roster(clients, hello, patience, keys, counts=counts)
         self.roster.wait(self.grid, least=self.admission.min_clients, patience=self.timeout if goes_on else None)
         predictor = algorithm.predictor
         if predictor is not None and len(predictor.grid) > 1 and not sum(self.roster.validation.values()):
@@ -180,8 +194,6 @@ class _Run:
                 f"{predictor.tunes} is chosen on validation data, and no client has any: give them some, or give the method a number, as "
                 f"{predictor.tunes}=1.0"
             )
-        for client in np.flatnonzero(allowances(sizes := self.roster.sizes()) >= LARGEST):
-            log.warning("client %d says that it has %d training examples, the median client %g", client, sizes[client], np.median(sizes))
         self._save(state)  # experiment, session and keys, before anything depends on them
         return state
 
@@ -201,7 +213,7 @@ class _Run:
         start = time.perf_counter()
         algorithm, settings, round = state.algorithm, state.settings, state.round
         chosen = settings.cohort(state.clients, round)
-        enough(chosen, round, self.admission.min_clients)
+        check_cohort(len(chosen), round, self.admission.min_clients)
         senders = set(chosen.tolist())
         declared = algorithm.uplink(state.dtype)
         most = records.most_bytes(declared)
@@ -210,10 +222,10 @@ class _Run:
         losses: dict[int, float] = {}
         lost, up = 0, 0
         self.roster.look(self.grid)
-        counts = self.roster.sizes()
+        counts = self._counts()
         gate = Gate(algorithm, state.server, Gather(algorithm, state.server, round), self.admission, round, state.history, counts)
         orders = self._orders(state, np.arange(state.clients) if settings.train == "all" else chosen, senders)
-        down = sum(_size(content) for _, content in orders.values())
+        down = sum(_size(content) for node, content in orders.values() if node)
         for client, reply in self._ask("train", orders, group=f"{round}.{attempt}"):
             if isinstance(reply, Failure):
                 lost += reply.lost and client in senders
@@ -245,7 +257,7 @@ class _Run:
         taken = [client for client in came if client not in dropped]
         counted = {"lost": lost, "rejected": len(chosen) - lost - len(taken), "bytes_up": up, "bytes_down": down}
         try:
-            enough(taken, round, self.admission.min_clients)
+            check_replies(len(taken), round, self.admission.min_clients)
             server = gate.server()
         except FailedRound as error:
             error.row |= counted
@@ -259,9 +271,23 @@ class _Run:
             "seconds": time.perf_counter() - start,
             "train_nll": float(np.mean(inside)) if inside else float("nan"),
             **counted,
-            "uplink_norm": gate.median,
+            "uplink_norm": gate.usual,
         }
         return replace(state, round=round + 1, server=server, base=base), row
+
+    def _counts(self) -> np.ndarray:
+        """Training examples of all clients, [J], 0 where they are not known; the log names who says that it has very many."""
+        counts = self.roster.sizes()
+        for client in np.flatnonzero(shares(counts) >= LARGEST):
+            if client not in self.named:
+                self.named.add(client)
+                log.warning(
+                    "client %d says that it has %d training examples, the median client %g",
+                    client,
+                    counts[client],
+                    np.median(counts[counts > 0]),
+                )
+        return counts
 
     def evaluate(self, state: Deployed) -> Deployed:
         """The final model down, every client's predictions made where its data are, and the mean of what they measured."""
@@ -362,7 +388,7 @@ class _Run:
     def _save(self, state: Deployed) -> None:
         if self.folder is None:
             return
-        write(self.folder, state, self.roster.keys)
+        deployed.write(self.folder, state, self.roster.keys, self.roster.counts)
         self.kept = dict(sorted((self.kept | {state.round: state.base}).items())[-KEPT:])
 
 

@@ -129,6 +129,7 @@ def test_agreements_as_an_array():
     """What NumPy or torch holds is as good as a tuple."""
     for shares in (np.array([0.9, 0.8]), torch.tensor([0.9, 0.8], dtype=torch.float64)):
         assert coloured(agreement=shares).hash == coloured(agreement=(0.9, 0.8)).hash
+        assert coloured(agreement=[shares]).hash == coloured(agreement=((0.9, 0.8),)).hash
 
 
 @pytest.mark.parametrize(

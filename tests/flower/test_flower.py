@@ -21,11 +21,12 @@ from bayesfl.blocks import flatten, nest
 from bayesfl.data import FederatedData
 from bayesfl.faults import KINDS, Fault
 from bayesfl.flower import BadClients, Deployed, client_app, load, records, serve, server_app
+from bayesfl.flower.client import Refused
 from bayesfl.flower.roster import Roster
 from bayesfl.flower.states import States
 from bayesfl.predict import choose as chosen
 from bayesfl.result import Result, Settings
-from tests.cases import CASES, Case
+from tests.cases import CASES, Case, federation
 from tests.flower.grid import Alter, LocalGrid
 
 OPTIONS: dict[str, Any] = {"rounds": 3, "seed": 3, "dtype": torch.float64}
@@ -441,6 +442,42 @@ def test_a_node_that_became_another_client(model: nn.Module, clients: FederatedD
     assert "the server takes this node for client 0, and it says now that it is client 1" in caplog.text
 
 
+def test_no_order_is_for_another(tmp_path: Path):
+    """Training, tuning, predicting: a node does what it is asked as the client that it is."""
+    algorithm, clients = tuned()
+    grid = grid_of(algorithm, clients, tmp_path)
+    deploy(algorithm, clients, tmp_path, grid, rounds=1)
+    orders = {message.metadata.message_type: message for message in grid.sent if message.metadata.dst_node_id == 100}
+    assert orders.pop("query")
+    assert orders.keys() == {"train", "evaluate", "evaluate.tune"}
+    for order in orders.values():
+        with pytest.raises(Refused, match="takes this node for client 0, and it says now that it is client 1"):
+            grid.apps[101](order, grid.context(101))
+
+
+def test_honest_clients_of_any_size(model: nn.Module, tmp_path: Path):
+    """Their numbers of examples are part of what is refused, as in a simulation."""
+    uneven = federation(sizes=(20, 24, 30, 18, 22, 26, 6000))
+    algorithm = bf.algorithms.fedbabu(model, epochs=2, batch_size=10)
+    assert deploy(algorithm, uneven, tmp_path, rounds=2).history["rejected"].tolist() == [0.0, 0.0]
+
+
+def test_counts_of_clients_that_are_away(model: nn.Module, clients: FederatedData, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """They are in the checkpoint; where they are not known, they don't count."""
+    assert Roster(3, {}, patience=1.0, counts={1: 5}).sizes().tolist() == [0, 5, 0]
+    algorithm, folder = method("fedavg", model), tmp_path / "server"
+    deploy(algorithm, clients, tmp_path, rounds=1, checkpoint=folder)
+
+    def alter(client: int, message: Message, reply: Message) -> Message:
+        return changed(reply, n=2**40) if client == 2 and message.metadata.message_type == "query" else reply
+
+    grid = grid_of(algorithm, clients, tmp_path, alter=alter)
+    grid.apps = {node: grid.apps[node] for node in (100, 102)}
+    deploy(algorithm, clients, tmp_path, grid, rounds=2, checkpoint=folder, timeout=0.05)
+    median = np.median([2**40 if client == 2 else n for client, n in enumerate(clients.train.counts)])
+    assert f"client 2 says that it has {2**40} training examples, the median client {median:g}" in caplog.text
+
+
 def test_nodes_that_go_are_forgotten(model: nn.Module, clients: FederatedData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Once the time is over that they had for saying who they are."""
     now = [0.0]
@@ -553,6 +590,13 @@ def test_load_data_returns_one_client(model: nn.Module, clients: FederatedData, 
     assert r"load_data must return the data of one client, got 7; data.select([0]) takes one of many" in caplog.text
 
 
+def tuned() -> tuple[bf.Algorithm, FederatedData]:
+    """A method whose predictor tunes a number, and clients with validation data."""
+    clients = bf.data.concept_drift("digits", clients=4, seed=0, validation=0.2)
+    model = bf.models.mlp(64, hidden=8, outputs=5)
+    return bf.algorithms.fedsi_full(model, steps=5, batch_size=10, finetune_steps=5), clients
+
+
 def test_a_tuned_number_is_the_simulations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """FedSI's predictive precision, from sums over the clients' validation data, which are the simulation's."""
     sums: list[tuple[Tensor, int]] = []
@@ -563,9 +607,7 @@ def test_a_tuned_number_is_the_simulations(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr("bayesfl.predict.choose", choose)
     monkeypatch.setattr("bayesfl.flower.server.choose", choose)
-    clients = bf.data.concept_drift("digits", clients=4, seed=0, validation=0.2)
-    model = bf.models.mlp(64, hidden=8, outputs=5)
-    algorithm = bf.algorithms.fedsi_full(model, steps=5, batch_size=10, finetune_steps=5)
+    algorithm, clients = tuned()
     assert len(algorithm.predictor.grid) > 1
     told = simulated(algorithm, clients, rounds=2)
     found = deploy(algorithm, clients, tmp_path, rounds=2)
@@ -614,6 +656,8 @@ def test_another_run_in_the_folder(model: nn.Module, clients: FederatedData, tmp
     simulated(algorithm, clients, checkpoint=tmp_path / "simulated")
     with pytest.raises(checkpoint.CheckpointError, match="is no checkpoint of a deployed federation"):
         load(tmp_path / "simulated", algorithm)
+    with pytest.raises(TypeError, match="algorithm must be of type Algorithm"):
+        load(folder, model)  # type: ignore[arg-type]
 
 
 def test_a_lost_client_outside_the_cohort_is_not_counted(model: nn.Module, clients: FederatedData, tmp_path: Path):
@@ -692,6 +736,31 @@ def test_replies_have_the_time_that_was_given(model: nn.Module, clients: Federat
     deploy(algorithm, clients, tmp_path, grid, rounds=1, timeout=20.0)
     assert sum(slept) == pytest.approx(20.0)
     assert {message.metadata.ttl for message in grid.sent if message.metadata.message_type == "train"} == {20.0}
+
+
+@pytest.mark.parametrize(("after", "words"), [(5.0, "its node reports error 3: expired"), (19.5, "it did not reply within 20 seconds")])
+def test_a_message_that_is_gone(
+    after: float, words: str, model: nn.Module, clients: FederatedData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+):
+    """Flower drops a message when its time is over, and may say so just before the server gives it up."""
+    slept: list[float] = []
+    clock = SimpleNamespace(monotonic=lambda: sum(slept), sleep=slept.append)
+    monkeypatch.setattr("bayesfl.flower.post.time", clock)
+    algorithm = method("fedavg", model)
+    grid = grid_of(algorithm, clients, tmp_path)
+    honest, due = grid.pull_messages, set()
+
+    def alter(client: int, message: Message, reply: Message) -> Message:
+        if client == 2 and message.metadata.message_type == "train":
+            due.add(message.metadata.message_id)
+            return Message(Error(code=3, reason="expired"), reply_to=message)
+        return reply
+
+    grid.alter = alter
+    grid.pull_messages = lambda ids: honest(id for id in ids if id not in due or clock.monotonic() >= after)  # type: ignore[method-assign]
+    found = deploy(algorithm, clients, tmp_path, grid, rounds=1, timeout=20.0)
+    assert found.history["lost"].tolist() == [1.0]
+    assert f"client 2 is left out: {words}" in caplog.text
 
 
 def test_a_node_that_says_nothing_holds_up_nobody(
