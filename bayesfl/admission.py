@@ -99,7 +99,7 @@ def shares(counts: np.ndarray) -> np.ndarray:
     return np.where(counts > 0, np.clip(counts / np.median(known), 1 / LARGEST, LARGEST), 1.0)
 
 
-def usual(sizes: Sequence[float], share: Sequence[float]) -> float:
+def usual(sizes: Sequence[float], share: Sequence[float] | np.ndarray) -> float:
     """What clients usually say, whether or not it grows with their data: the larger of the medians of size and of size / share.
 
     Distances grow with the steps of an epoch, counts with the examples; a method with a fixed number of steps has neither.
@@ -160,7 +160,7 @@ class Admission:
         """Whether bad clients are left out."""
         return self.on_bad_client == "skip"
 
-    def limit(self, norms: Sequence[float], share: Sequence[float], earlier: Sequence[float]) -> float:
+    def limit(self, norms: Sequence[float], share: Sequence[float] | np.ndarray, earlier: Sequence[float]) -> float:
         """The largest distance that is taken from the median client.
 
         Args:
@@ -173,7 +173,7 @@ class Admission:
             return np.inf
         return max(self.norm_floor, self.max_norm * (usual(norms, share) if enough else float(np.median(earlier))))
 
-    def report_limit(self, sizes: Sequence[float], share: Sequence[float]) -> float:
+    def report_limit(self, sizes: Sequence[float], share: Sequence[float] | np.ndarray) -> float:
         """The largest entry that is taken of what a method reports, where nothing was sent that it could be compared with.
 
         It counts from `norm_floor` up, since a report may well be near 0 for most clients: losses are.

@@ -278,7 +278,7 @@ class _Run:
     def _counts(self) -> np.ndarray:
         """Training examples of all clients, [J], 0 where they are not known; the log names who says that it has very many."""
         counts = self.roster.sizes()
-        for client in np.flatnonzero(shares(counts) >= LARGEST):
+        for client in np.flatnonzero(shares(counts) >= LARGEST).tolist():
             if client not in self.named:
                 self.named.add(client)
                 log.warning(
