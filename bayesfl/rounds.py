@@ -120,7 +120,7 @@ def run_round(
             check_replies(len(taken), round, aggregator.least)
             server = gather.server() if gate is None else gate.server()
         except FailedRound as error:
-            error.row |= counted if isinstance(gather, Gather) else counted | {"bytes_up": math.nan}  # of masked ones we cannot say
+            error.row |= counted if isinstance(gather, Gather) else counted | {"bytes_up": math.nan}  # what others send is theirs to say
             raise
     except BaseException as error:
         for ids, old in undo:

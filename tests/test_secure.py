@@ -248,6 +248,7 @@ def test_too_few_are_left(model: nn.Module, clients: FederatedData):
     plan = lambda round, attempt, ids: {int(client): Lost() for client in ids[1:]} if round == 0 else {}  # noqa: E731
     found = run(fedavg(model), clients, rounds=1, aggregation=SecureSum(), faults=plan, max_norm=None)
     assert found.history["cohort"].tolist() == [0]
+    assert np.isnan(found.history["bytes_up"]).all()  # not what an open round would have taken
     start = fedavg(model).init(7, seed=3, dtype=torch.float64)
     assert torch.equal(found.server["w"]["loc"], start["w"]["loc"])
 

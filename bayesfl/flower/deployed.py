@@ -118,7 +118,9 @@ def read(folder: str | os.PathLike[str], algorithm: Algorithm) -> tuple[Deployed
     try:
         made_with, base = meta["algorithm"], _names(meta["base"])
         keys = {whole("client", int(client), least=0): bytes.fromhex(key).hex() for client, key in meta["keys"].items()}
-        counts = {whole("client", int(client), least=0): whole("n", n, least=1) for client, n in meta["counts"].items()}
+        counts = {whole("client", int(client), least=0): whole("n", n, least=1) for client, n in meta.get("counts", {}).items()}
+        if any(client >= len(base) or n >= 2**63 for client, n in counts.items()):
+            raise ValueError("counts must be numbers of examples of its clients")
         state = Deployed(
             algorithm,
             Settings(**meta["settings"]),

@@ -451,7 +451,7 @@ def test_no_order_is_for_another(tmp_path: Path):
     assert orders.pop("query")
     assert orders.keys() == {"train", "evaluate", "evaluate.tune"}
     for order in orders.values():
-        with pytest.raises(Refused, match="takes this node for client 0, and it says now that it is client 1"):
+        with pytest.raises(Refused, match=r"for client 0, and it says now that it is client 1; .* or start a new experiment"):
             grid.apps[101](order, grid.context(101))
 
 
@@ -473,9 +473,23 @@ def test_counts_of_clients_that_are_away(model: nn.Module, clients: FederatedDat
 
     grid = grid_of(algorithm, clients, tmp_path, alter=alter)
     grid.apps = {node: grid.apps[node] for node in (100, 102)}
-    deploy(algorithm, clients, tmp_path, grid, rounds=2, checkpoint=folder, timeout=0.05)
+    found = deploy(algorithm, clients, tmp_path, grid, rounds=2, checkpoint=folder, timeout=0.05)
+    assert found.history["bytes_down"][1] == found.history["bytes_down"][0] * 2 / clients.clients
     median = np.median([2**40 if client == 2 else n for client, n in enumerate(clients.train.counts)])
     assert f"client 2 says that it has {2**40} training examples, the median client {median:g}" in caplog.text
+
+
+@pytest.mark.parametrize("counts", [{"2": 2**70}, {"2": 0}, {"2": 1.5}, {"99": 5}, []])
+def test_counts_that_are_none(counts: Any, model: nn.Module, clients: FederatedData, tmp_path: Path):
+    """A checkpoint with such numbers is damaged; one of a version that had none is not."""
+    algorithm, folder = method("fedavg", model), tmp_path / "server"
+    deploy(algorithm, clients, tmp_path, rounds=1, checkpoint=folder)
+    meta, tensors = checkpoint.read(folder)
+    checkpoint.write_round(folder, 1, {key: value for key, value in meta.items() if key != "counts"}, tensors)
+    assert load(folder, algorithm).round == 1
+    checkpoint.write_round(folder, 1, meta | {"counts": counts}, tensors)
+    with pytest.raises(checkpoint.CheckpointError, match="is no checkpoint of a deployed federation"):
+        load(folder, algorithm)
 
 
 def test_nodes_that_go_are_forgotten(model: nn.Module, clients: FederatedData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
