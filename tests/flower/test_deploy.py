@@ -179,8 +179,13 @@ def test_a_node_killed_in_mid_round(net: loopback.Loopback):
 def test_the_example(tmp_path: Path):
     """From nothing to a history, equal to the simulation, and nothing left behind."""
     command = [sys.executable, str(EXAMPLE / "run.py"), "--out", str(tmp_path / "out"), "--rounds", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    server, probs = re.findall(r"(?:server|probabilities) ([\d.e+-]+)", done.stdout.splitlines()[-1])
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        said, _ = process.communicate(timeout=600)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)  # so that it stops what it has started
+        said, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, said
+    server, probs = re.findall(r"(?:server|probabilities) ([\d.e+-]+)", said.splitlines()[-1])
     assert max(float(server), float(probs)) < 1e-5
     assert "round 2 of 2" in (tmp_path / "out" / "server.log").read_text()
