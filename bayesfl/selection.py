@@ -31,6 +31,9 @@ class Evidence:
         variance: Prior variances, [D].
         seed: Of rules that draw.
         layout: Which parameters the weights belong to, for rules that go by name.
+
+    Raises:
+        ValueError: The three are not of one length, a curvature is below 0, or a variance not above.
     """
 
     loc: Tensor
@@ -38,6 +41,15 @@ class Evidence:
     variance: Tensor
     seed: int = 0
     layout: Layout | None = None
+
+    def __post_init__(self) -> None:
+        sizes = {name: tuple(getattr(self, name).shape) for name in ("loc", "curvature", "variance")}
+        if len(set(sizes.values())) > 1 or self.loc.dim() != 1 or (self.layout is not None and self.layout.size != len(self.loc)):
+            raise ValueError(f"loc, curvature and variance must be vectors with one entry for each weight, got {sizes}")
+        if bool((self.curvature < 0).any()) or bool((self.variance <= 0).any()):
+            raise ValueError(
+                f"curvature must be >= 0 and variance > 0, got {float(self.curvature.min()):g} and {float(self.variance.min()):g} at least"
+            )
 
     @property
     def posterior_variance(self) -> Tensor:

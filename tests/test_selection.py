@@ -123,6 +123,22 @@ def test_by_name():
 
 
 @pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"curvature": torch.ones(3)}, "vectors with one entry for each weight, got"),
+        ({"loc": torch.ones(4, 1), "curvature": torch.ones(4, 1), "variance": torch.ones(4, 1)}, "vectors with one entry for each weight"),
+        ({"layout": Layout(nn.Linear(2, 1), "*")}, "vectors with one entry for each weight"),
+        ({"curvature": -torch.ones(4)}, "curvature must be >= 0 and variance > 0, got -1 and 1 at least"),
+        ({"variance": torch.zeros(4)}, "curvature must be >= 0 and variance > 0, got 1 and 0 at least"),
+    ],
+)
+def test_evidence_that_is_none(changed, words):
+    """Refused before a rule sees it."""
+    with pytest.raises(ValueError, match=words):
+        Evidence(**{"loc": torch.ones(4), "curvature": torch.ones(4), "variance": torch.ones(4), **changed})
+
+
+@pytest.mark.parametrize(
     ("rule", "count", "message"),
     [
         (lambda e: torch.zeros(3), 2, r"a tensor \[8\], got \[3\]"),

@@ -253,7 +253,7 @@ class Curvature:
             if bad:
                 raise ValueError(f"the model's outputs are not finite for {bad} of {len(x)} examples, so neither is its curvature")
             if directions is None:
-                _check_outputs(self.likelihood, f.shape[1])
+                check_outputs(self.likelihood, f.shape[1])
                 return root(self.likelihood, f).mT.to(f.dtype)
             return directions(f.shape[1]).to(f).T.expand(len(f), -1, -1)
 
@@ -315,7 +315,12 @@ class Curvature:
         raise ValueError(f"the curvature is not finite for {named}; look at the weights and the scale of the inputs")
 
 
-def _check_outputs(likelihood: Likelihood, count: int) -> None:
+def check_outputs(likelihood: Likelihood, count: int) -> None:
+    """That a model with so many outputs has one that the likelihood can use.
+
+    Raises:
+        ValueError: It has not.
+    """
     if isinstance(likelihood, Categorical) and count < 2:
         raise ValueError("likelihood Categorical() needs two outputs or more, the model has 1: pass likelihood=Bernoulli() for one logit")
     if isinstance(likelihood, Bernoulli) and count != 1:
@@ -324,7 +329,10 @@ def _check_outputs(likelihood: Likelihood, count: int) -> None:
 
 def _check_modes(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        if module.training and isinstance(module, nn.modules.batchnorm._BatchNorm):
-            raise ValueError(f"batch norm {name!r} in training mode ties examples together: call model.eval(), or use group norm")
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and (module.training or module.running_mean is None):
+            what, remedy = (
+                ("in training mode", "call model.eval()") if module.training else ("that tracks no statistics", "let it track them")
+            )
+            raise ValueError(f"batch norm {name!r} {what} ties examples together: {remedy}, or use group norm")
         if module.training and isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
             raise ValueError(f"dropout {name!r} in training mode makes the outputs random: call model.eval()")

@@ -13,7 +13,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from bayesfl.checks import instance, number, whole
+from bayesfl.curvature.ggn import check_outputs
 from bayesfl.layout import Layout
+from bayesfl.likelihood import Bernoulli, Categorical, Gaussian
+from bayesfl.posteriors.linearised import as_labels, as_targets
 from bayesfl.protocols import Likelihood, Tensors
 
 LIMIT = 5000
@@ -133,13 +136,14 @@ def nuts(
 
     Raises:
         TypeError: The model is no module, the likelihood none, or the data are no tensors.
-        ValueError: There are more than a few thousand weights, the pattern matches none, there are no data, sizes do not fit, an option is
+        ValueError: There are more than a few thousand weights, the pattern matches none, there are no data, sizes, labels or outputs do not
+            fit, an option is
             impossible, or the posterior's density at the start is not finite.
     """
     from pyro.infer import mcmc
 
     instance("model", model, nn.Module, "pass an nn.Module from inputs to outputs")
-    if not callable(getattr(likelihood, "nll", None)):
+    if isinstance(likelihood, type) or not callable(getattr(likelihood, "nll", None)):
         raise TypeError(f"likelihood must have a method `nll`, got {likelihood!r}; pass Categorical(), Bernoulli() or Gaussian(scale=0.1)")
     for name, value in {"x": x, "y": y}.items():
         instance(name, value, Tensor, "turn arrays into tensors by torch.as_tensor")
@@ -149,6 +153,7 @@ def nuts(
             f"{layout.size} weights are more than the {LIMIT} that sampling can serve; take a smaller model, or sample part of it, as in "
             "pattern='head.*'"
         )
+    instance("full_mass", full_mass, bool, "pass True or False")
     draws, chains = whole("draws", draws, least=1), whole("chains", chains, least=1)
     warmup, seed = whole("warmup", warmup, least=0), whole("seed", seed, least=0)
     if not 0 < number("target_accept", target_accept) < 1:
@@ -164,6 +169,7 @@ def nuts(
     x, y = (t.detach().cpu() for t in (x, y))
     x, y = (t.double() if t.is_floating_point() else t for t in (x, y))
     loc = layout.ravel(dict(model.named_parameters()))
+    y = _checked(likelihood, _outputs(model, layout, loc, x), y)
     potential = _potential(model, likelihood, layout, x, y, prior["precision"], prior["centre"])
 
     kept, diverging = [], []
@@ -204,6 +210,20 @@ def nuts(
     return samples
 
 
+def _checked(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
+    """Labels or targets as the likelihood takes them beside outputs [N, O]; of a likelihood that is not ours as they are.
+
+    Raises:
+        ValueError: The outputs or `y` don't fit the likelihood.
+    """
+    check_outputs(likelihood, f.shape[1])
+    if isinstance(likelihood, Gaussian):
+        return as_targets(y, f)
+    if isinstance(likelihood, Categorical | Bernoulli):
+        return as_labels(y, len(f), max(2, f.shape[1]))
+    return y
+
+
 def _potential(
     model: nn.Module, likelihood: Likelihood, layout: Layout, x: Tensor, y: Tensor, precision: Tensor, centre: Tensor
 ) -> Callable[[Tensors], Tensor]:
@@ -223,7 +243,10 @@ def _outputs(model: nn.Module, layout: Layout, w: Tensor, x: Tensor) -> Tensor:
 
 def _weights(name: str, value: float | Tensor, size: int) -> Tensor:
     """One number, or one for each weight, as [D]."""
-    tensor = torch.as_tensor(value).detach().to("cpu", torch.float64)
+    try:
+        tensor = torch.as_tensor(value).detach().to("cpu", torch.float64)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{name} must be one number or one for each of the {size} weights; got {value!r}") from error
     if tensor.shape not in ((), (1,), (size,)):
         raise ValueError(f"{name} must be one number or one for each of the {size} weights; got shape {list(tensor.shape)}")
     if not bool(tensor.isfinite().all()):

@@ -39,7 +39,7 @@ def by_evidence(fitted: Laplace, x: Tensor, y: Tensor, *, centre: float | Tensor
     """
     scores = _scores(fitted, x, grid, lambda candidate: float(candidate.log_marginal_likelihood(x, y, centre=centre)))
     precision = max(scores, key=lambda one: scores[one])
-    if precision in (min(grid), max(grid)):
+    if precision in (min(scores), max(scores)):
         warnings.warn(
             f"the log marginal likelihood is largest at {precision:g}, an edge of the grid: it carries no information about the prior "
             f"precision, which stays at {float(fitted.precision.mean()):g}; by_validation needs none",

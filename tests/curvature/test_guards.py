@@ -139,6 +139,8 @@ def test_layers_that_are_not_supported_are_named():
 def test_training_modes_are_refused():
     with pytest.raises(ValueError, match=r"batch norm '1' in training mode .* model.eval\(\), or use group norm"):
         Curvature(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    with pytest.raises(ValueError, match=r"batch norm '1' that tracks no statistics .*: let it track them, or use group norm"):
+        Curvature(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, track_running_stats=False)).eval())
     with pytest.raises(ValueError, match=r"dropout '1' in training mode .* model.eval\(\)"):
         Curvature(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)))
 

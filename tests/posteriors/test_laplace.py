@@ -271,7 +271,7 @@ def test_a_saved_posterior_is_the_same_to_rounding(tmp_path, dtype, near, struct
         assert_close(call(again), call(fitted), rtol=near, atol=near)
 
 
-def test_precision_by_evidence():
+def test_precision_by_evidence(monkeypatch: pytest.MonkeyPatch):
     """The grid's best where it has a best within; for a prior centred on the weights themselves, none: it stays, with a warning."""
     model, x, y = network(), numbers(40, 4), torch.arange(40) % 3
     fitted = Laplace.fit(model, x, precision=2.0)
@@ -283,6 +283,16 @@ def test_precision_by_evidence():
     beyond = [p for p in GRID if p > float(best.precision[0])]
     with pytest.warns(UserWarning, match=f"largest at {beyond[0]:g}, an edge of the grid"):
         assert by_evidence(fitted, x, y, grid=beyond) is fitted
+    honest = Laplace.with_precision
+
+    def fails(self: Laplace, x: Tensor, precision: float) -> Laplace:
+        if precision == GRID[0]:
+            raise torch.linalg.LinAlgError
+        return honest(self, x, precision)
+
+    monkeypatch.setattr(Laplace, "with_precision", fails)
+    with pytest.warns(UserWarning, match=f"largest at {beyond[0]:g}, an edge of the grid"):  # of what can be computed of it
+        assert by_evidence(fitted, x, y, grid=[GRID[0], *beyond]) is fitted
 
 
 def test_precision_by_validation():

@@ -188,6 +188,24 @@ def test_input_errors():
             nuts(linear(), Gaussian(), **{"x": x, "y": y, name: value}, precision=1.0)
     with pytest.raises(TypeError, match=r"likelihood must have a method `nll`, got None; pass Categorical\(\)"):
         nuts(linear(), None, x, y, precision=1.0)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="likelihood must have a method `nll`, got <class"):
+        nuts(linear(), Categorical, x, y, precision=1.0)  # type: ignore[arg-type]
+    labels = (y > 0).long()
+    for likelihood, outputs, bad, words in (
+        (Bernoulli(), 1, 2 * labels, "labels must be classes from 0 to 1, got 2"),
+        (Bernoulli(), 1, labels - 5, "labels must be classes from 0 to 1, got -"),
+        (Bernoulli(), 3, labels, "takes one output, the model has 3"),
+        (Categorical(), 1, labels, "needs two outputs or more, the model has 1"),
+        (Categorical(), 3, labels + 2, "labels must be classes from 0 to 2, got 3"),
+        (Categorical(), 3, labels[:, None].expand(-1, 3), "labels must be one for each of the"),
+        (Gaussian(), 3, y, "targets must be one for each of the"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            nuts(nn.Linear(x.shape[1], outputs), likelihood, x, bad, precision=1.0)
+    with pytest.raises(ValueError, match="precision must be one number or one for each of the"):
+        nuts(linear(), Gaussian(), x, y, precision="a")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="full_mass must be of type bool, got str"):
+        nuts(linear(), Gaussian(), x, y, precision=1.0, full_mass="no")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="model must be of type Module, got NoneType"):
         nuts(None, Gaussian(), x, y, precision=1.0)  # type: ignore[arg-type]
 
