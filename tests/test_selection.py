@@ -122,6 +122,12 @@ def test_by_name():
         select(ByName("*"), Evidence(e.loc, e.curvature, e.variance), 2)
 
 
+def test_a_rule_that_only_says_yes_or_no():
+    """Has no order to choose by."""
+    with pytest.raises(ValueError, match=r"a tensor of numbers \[8\], got torch.bool \[8\]"):
+        select(lambda e: e.curved, evidence(), 2)
+
+
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
@@ -141,8 +147,8 @@ def test_evidence_that_is_none(changed, words):
 @pytest.mark.parametrize(
     ("rule", "count", "message"),
     [
-        (lambda e: torch.zeros(3), 2, r"a tensor \[8\], got \[3\]"),
-        (lambda e: [1.0] * 8, 2, r"a tensor \[8\], got list"),
+        (lambda e: torch.zeros(3), 2, r"a tensor of numbers \[8\], got torch.float32 \[3\]"),
+        (lambda e: [1.0] * 8, 2, r"a tensor of numbers \[8\], got list"),
         (lambda e: torch.full((8,), -torch.inf), 2, "allows no weight at all"),
     ],
 )

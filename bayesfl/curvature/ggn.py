@@ -43,7 +43,7 @@ class Curvature:
         memory: Bytes that one result may take; by default what the device has free at the time.
 
     Raises:
-        TypeError: The model is no module.
+        TypeError: The model is no module, or `parameters` neither pattern nor layout.
         ValueError: No parameter fits the pattern; the backend does not support a layer; batch norm or dropout in training mode; memory
             that is no number of bytes.
     """
@@ -61,6 +61,8 @@ class Curvature:
         if memory is not None:
             whole("memory, in bytes,", memory, least=0)
         _check_modes(model)
+        if not isinstance(parameters, Layout):
+            instance("parameters", parameters, str, "pass a pattern over names, such as 'body.*', or a Layout")
         self.likelihood = Categorical() if likelihood is None else likelihood
         self.layout = Layout(model, parameters) if isinstance(parameters, str) else parameters
         self._memory = memory
@@ -272,6 +274,8 @@ class Curvature:
             ValueError: Of another shape, or no number.
         """
         try:
+            if isinstance(value, bool):
+                raise TypeError("a truth value")
             vector = torch.as_tensor(value, dtype=torch.float64, device=self.device)
         except (TypeError, ValueError, RuntimeError) as error:
             raise ValueError(f"{name}: one number or one for each of the {self.size} weights is needed, got {value!r}") from error
@@ -287,7 +291,10 @@ class Curvature:
         Raises:
             ValueError: They are no vector of integers, are out of range, or one stands twice.
         """
-        indices = torch.as_tensor(indices, device=self.device)
+        try:
+            indices = torch.as_tensor(indices, device=self.device)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(f"indices must be a vector of integers, got {indices!r}") from error
         if indices.dim() != 1 or indices.dtype not in (torch.int64, torch.int32, torch.int16, torch.uint8):
             raise ValueError(f"indices must be a vector of integers, got {indices.dtype} of shape {tuple(indices.shape)}")
         if not len(indices):

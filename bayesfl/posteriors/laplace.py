@@ -196,10 +196,11 @@ class Laplace:
         """Draws of all weights [K, D] from standard normals [K, `noise_size`].
 
         Raises:
-            ValueError: The noise has another shape.
+            ValueError: The noise is no tensor of that shape.
         """
-        if noise.dim() != 2 or noise.shape[1] != self.noise_size:
-            raise ValueError(f"noise must be [K, {self.noise_size}], `noise_size` standard normals for each draw, got {list(noise.shape)}")
+        if not isinstance(noise, Tensor) or noise.dim() != 2 or noise.shape[1] != self.noise_size:
+            got = list(noise.shape) if isinstance(noise, Tensor) else repr(noise)
+            raise ValueError(f"noise must be [K, {self.noise_size}], `noise_size` standard normals for each draw, got {got}")
         return self.loc + self._everywhere(self.inverse.sample(noise))
 
     def _everywhere(self, values: Tensor) -> Tensor:

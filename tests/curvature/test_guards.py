@@ -163,6 +163,12 @@ def test_data(curvature, x):
         Curvature(nn.Linear(4, 3).double()).diagonal(x[:, None].expand(-1, 4, -1))
     with pytest.raises(ValueError, match="form must be"):
         curvature.invert(x, 1.0, form="both")
+    with pytest.raises(ValueError, match="indices must be a vector of integers, got 'a'"):
+        curvature.columns(x, "a")
+    with pytest.raises(ValueError, match=r"precision: one number or one for each of the .* got True"):
+        curvature.invert(x, True)
+    with pytest.raises(TypeError, match="parameters must be of type str, got int"):
+        Curvature(nn.Linear(2, 2), parameters=3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="the curvature of Poisson is not known"):
         root(type("Poisson", (), {})(), torch.zeros(1, 2))
     with pytest.raises(ValueError, match="matches no parameter"):
