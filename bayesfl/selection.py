@@ -45,8 +45,9 @@ class Evidence:
     def __post_init__(self) -> None:
         sizes = {name: tuple(getattr(self, name).shape) for name in ("loc", "curvature", "variance")}
         if len(set(sizes.values())) > 1 or self.loc.dim() != 1 or (self.layout is not None and self.layout.size != len(self.loc)):
-            raise ValueError(f"loc, curvature and variance must be vectors with one entry for each weight, got {sizes}")
-        if bool((self.curvature < 0).any()) or bool((self.variance <= 0).any()):
+            named = "" if self.layout is None else f", and a layout of {self.layout.size}"
+            raise ValueError(f"loc, curvature and variance must be vectors with one entry for each weight, got {sizes}{named}")
+        if not (bool((self.curvature >= 0).all()) and bool((self.variance > 0).all())):
             raise ValueError(
                 f"curvature must be >= 0 and variance > 0, got {float(self.curvature.min()):g} and {float(self.variance.min()):g} at least"
             )

@@ -216,12 +216,12 @@ def _checked(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
     Raises:
         ValueError: The outputs or `y` don't fit the likelihood.
     """
+    if not isinstance(likelihood, Categorical | Bernoulli | Gaussian):
+        return y
+    if f.dim() != 2:
+        raise ValueError(f"the model must give outputs [N, O], got shape {list(f.shape)}")
     check_outputs(likelihood, f.shape[1])
-    if isinstance(likelihood, Gaussian):
-        return as_targets(y, f)
-    if isinstance(likelihood, Categorical | Bernoulli):
-        return as_labels(y, len(f), max(2, f.shape[1]))
-    return y
+    return as_targets(y, f) if isinstance(likelihood, Gaussian) else as_labels(y, len(f), max(2, f.shape[1]))
 
 
 def _potential(

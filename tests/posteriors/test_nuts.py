@@ -23,6 +23,13 @@ PRECISION = torch.tensor([4.0, 1.0, 0.5, 2.0], dtype=torch.float64)
 CENTRE = torch.tensor([0.5, -1.0, 0.0, 2.0], dtype=torch.float64)
 
 
+class Squares:
+    """A likelihood of somebody else's, for outputs [N]."""
+
+    def nll(self, outputs: Tensor, y: Tensor) -> Tensor:
+        return 0.5 * (outputs - y).square()
+
+
 def data() -> tuple[Tensor, Tensor]:
     """Twelve examples of three features, two of them correlated."""
     rng = torch.Generator().manual_seed(0)
@@ -202,6 +209,10 @@ def test_input_errors():
     ):
         with pytest.raises(ValueError, match=words):
             nuts(nn.Linear(x.shape[1], outputs), likelihood, x, bad, precision=1.0)
+    flat = nn.Sequential(nn.Linear(x.shape[1], 1), nn.Flatten(0))
+    with pytest.raises(ValueError, match=r"the model must give outputs \[N, O\], got shape \[12\]"):
+        nuts(flat, Gaussian(), x, y, precision=1.0)
+    assert nuts(flat, Squares(), x, y, precision=1.0, draws=2, warmup=2, chains=1).draws.shape == (1, 2, 4)  # its own business
     with pytest.raises(ValueError, match="precision must be one number or one for each of the"):
         nuts(linear(), Gaussian(), x, y, precision="a")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="full_mass must be of type bool, got str"):
