@@ -274,7 +274,7 @@ class Curvature:
             ValueError: Of another shape, or no number.
         """
         try:
-            if isinstance(value, bool):
+            if torch.as_tensor(value).dtype == torch.bool:
                 raise TypeError("a truth value")
             vector = torch.as_tensor(value, dtype=torch.float64, device=self.device)
         except (TypeError, ValueError, RuntimeError) as error:
@@ -295,10 +295,10 @@ class Curvature:
             indices = torch.as_tensor(indices, device=self.device)
         except (TypeError, ValueError, RuntimeError) as error:
             raise ValueError(f"indices must be a vector of integers, got {indices!r}") from error
+        if not indices.numel():
+            raise ValueError("indices are empty: a subnetwork has at least one weight")
         if indices.dim() != 1 or indices.dtype not in (torch.int64, torch.int32, torch.int16, torch.uint8):
             raise ValueError(f"indices must be a vector of integers, got {indices.dtype} of shape {tuple(indices.shape)}")
-        if not len(indices):
-            raise ValueError("indices are empty: a subnetwork has at least one weight")
         if len(indices) > self.size:
             raise ValueError(f"a subnetwork of {len(indices)} weights is larger than the {self.size} weights that are covered")
         if not (0 <= int(indices.min()) and int(indices.max()) < self.size):

@@ -165,8 +165,11 @@ def test_data(curvature, x):
         curvature.invert(x, 1.0, form="both")
     with pytest.raises(ValueError, match="indices must be a vector of integers, got 'a'"):
         curvature.columns(x, "a")
-    with pytest.raises(ValueError, match=r"precision: one number or one for each of the .* got True"):
-        curvature.invert(x, True)
+    with pytest.raises(ValueError, match="indices are empty"):
+        curvature.columns(x, [])
+    for precision in (True, torch.tensor(True)):
+        with pytest.raises(ValueError, match=r"precision: one number or one for each of the .* got (tensor\()?True"):
+            curvature.invert(x, precision)
     with pytest.raises(TypeError, match="parameters must be of type str, got int"):
         Curvature(nn.Linear(2, 2), parameters=3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="the curvature of Poisson is not known"):
