@@ -1,7 +1,6 @@
 """Recipes: structure, determinism, shares of test rows, and the published protocols."""
 
 import gc
-import os
 import string
 import time
 import weakref
@@ -29,8 +28,7 @@ from bayesfl.data import (
     swapped_labels,
 )
 from bayesfl.data.sources import FINE_TO_COARSE, speeches
-
-needs_files = pytest.mark.skipif("BAYESFL_DATA" not in os.environ, reason="BAYESFL_DATA names no folder of data sets")
+from tests.files import where_present
 
 
 def fine_labels(data, source, split):
@@ -83,7 +81,7 @@ def test_concept_drift_is_the_published_partition(hundred, clients):
     check_concept_drift(concept_drift(hundred, clients=clients, seed=1), hundred, clients)
 
 
-@needs_files
+@where_present
 def test_concept_drift_on_the_images():
     source = load("cifar100")
     data = concept_drift("cifar100", clients=100)
@@ -305,7 +303,6 @@ def test_centred_images_are_the_bytes_on_disk(tmp_path, name, shape):
     assert torch.equal(label_groups(name, clients=2, train=3, test=3, centred=False, root=tmp_path).train.x, load(name, root=tmp_path).x)
 
 
-@needs_files
 @pytest.mark.parametrize(
     ("name", "clients", "train", "test"),
     [
@@ -317,6 +314,7 @@ def test_centred_images_are_the_bytes_on_disk(tmp_path, name, shape):
         ("cifar10", 20, 450, 150),
     ],
 )
+@where_present
 def test_label_groups_of_the_paper(name, clients, train, test):
     source = load(name)
     data = label_groups(name, clients=clients, train=train, test=test)
@@ -543,7 +541,7 @@ def test_roles_speak_for_themselves(tmp_path):
         iid(load("shakespeare", root=tmp_path))
 
 
-@needs_files
+@where_present
 def test_the_plays():
     """37 plays; every role's letters are its own."""
     data = shakespeare()
@@ -556,7 +554,7 @@ def test_the_plays():
     assert data.hash == shakespeare().hash
 
 
-@needs_files
+@where_present
 def test_pachinko_of_the_images():
     """The paper's sizes on the real labels."""
     data = pachinko("cifar100")
@@ -614,7 +612,7 @@ def test_heart_disease_protocol_on_made_up_patients(tmp_path):
     assert heart_disease(root=tmp_path, seed=2).hash != data.hash
 
 
-@needs_files
+@where_present
 def test_heart_disease_has_the_published_counts():
     data = heart_disease()
     assert data.counts["train"].tolist() == [199, 172, 30, 85]

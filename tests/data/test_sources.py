@@ -4,7 +4,6 @@ import gzip
 import hashlib
 import importlib
 import importlib.util
-import os
 import pickle
 import struct
 import sys
@@ -19,9 +18,9 @@ from torch.testing import assert_close
 from bayesfl import _torchvision as loader
 from bayesfl.data import Source, available, load, sources
 from bayesfl.data.sources import FINE_TO_COARSE, read_idx
+from tests.files import where_present
 
 needs_torchvision = pytest.mark.skipif(importlib.util.find_spec("torchvision") is None, reason="torchvision is not installed")
-needs_files = pytest.mark.skipif("BAYESFL_DATA" not in os.environ, reason="BAYESFL_DATA names no folder of data sets")
 
 
 def write_idx(path, array, zipped=False):
@@ -308,7 +307,6 @@ def test_import_brings_torch_and_numpy_only():
     assert done.stdout.strip() == "[]"
 
 
-@needs_files
 @pytest.mark.parametrize(
     ("name", "shape", "train"),
     [
@@ -320,6 +318,7 @@ def test_import_brings_torch_and_numpy_only():
         ("heart", (740, 13), 740),
     ],
 )
+@where_present
 def test_the_real_files(name, shape, train):
     source = load(name)
     assert tuple(source.x.shape) == shape
@@ -329,7 +328,7 @@ def test_the_real_files(name, shape, train):
         assert torch.bincount(source.y_test).unique().numel() == (1 if name != "mnist" else 10)
 
 
-@needs_files
+@where_present
 def test_the_coarse_table_is_that_of_the_file():
     source = load("cifar100")
     assert source.superclasses is not None

@@ -1,0 +1,167 @@
+"""Recipes with concept shift: groups of clients mean different things by a label."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from bayesfl.checks import whole
+from bayesfl.data import partitions
+from bayesfl.data.federated import FederatedData
+from bayesfl.data.recipes import check_clients, classes, deal_evenly, federate, open_source, superclass_groups
+from bayesfl.data.sources import Source
+from bayesfl.random import Purpose, generator
+
+
+def concept_drift(
+    source: str | Source = "digits",
+    *,
+    clients: int = 20,
+    superclasses: Sequence[Sequence[int]] | None = None,
+    min_piece: int = 1,
+    seed: int = 0,
+    validation: float = 0.0,
+    calibration: float = 0.0,
+    root: str | Path | None = None,
+    download: bool = False,
+) -> FederatedData:
+    """Label concept drift by superclass: clients agree on the labels but mean different things by them.
+
+    Labels are superclasses, and each client knows every superclass by one of its subclasses only ("vehicle" is a bus to one and
+    a train to another). Clients come in groups as large as a superclass: within a group every subclass goes to one client, and
+    each class is cut at the same random places into one piece per group, so that clients of a group have equally much and groups
+    don't. Expected size: training rows over clients. A client is tested on all test rows of its subclasses.
+
+    With `cifar100` (20 superclasses of 5) this is the partition of the paper, from the authors' code. Other data without
+    superclasses of their own pair classes: superclass k is classes 2k and 2k + 1.
+
+    Args:
+        source: Name of a data set, or a source of your own.
+        clients: Number of clients, a multiple of the size of a superclass.
+        superclasses: The classes of each superclass, groups of one size.
+        min_piece: Fewest training rows of a class in a piece.
+        seed: Seed of the partition and of the shares below.
+        validation: Share of each client's training rows for tuning.
+        calibration: Likewise, for temperatures and conformal thresholds.
+        root: Folder of the data's files.
+        download: Let torchvision fetch images that are not there.
+
+    Raises:
+        ValueError: Clients or superclasses that don't work out, or a `min_piece` that is no whole number of at least 1.
+
+    References:
+        Zhu, Ma, Blaschko, "Tackling personalized federated learning with label concept drift via hierarchical Bayesian modeling",
+        FL-NeurIPS 2022, experiments; details from the authors' code, github.com/JunyiZhu-AI/confidence_aware_PFL.
+    """
+    opened = open_source(source, root, download)
+    y_train, y_test = classes(opened, "concept_drift")
+    groups = superclass_groups(opened, superclasses)
+    flat = [k for group in groups for k in group]
+    size = len(groups[0])
+    fewest = int(np.bincount(y_train, minlength=opened.outputs)[flat].min())
+    min_piece = whole("min_piece", min_piece, least=1)
+    most = fewest // min_piece * size
+    if isinstance(clients, bool) or not isinstance(clients, int | np.integer) or clients % size or not size <= clients <= most:
+        raise ValueError(
+            f"clients must be a multiple of {size}, the number of classes in a superclass, and at most {most}, because the smallest class "
+            f"has {fewest} training examples and each group of {size} clients takes at least {min_piece}; got {clients}"
+        )
+    rng = generator(seed, Purpose.PARTITION)
+    train, held = partitions.drift(y_train, groups, clients, min_piece, rng)
+    by_class = partitions.rows_by_class(y_test, opened.outputs)
+    test = partitions.join([[by_class[k] for k in mine] for mine in held])
+    mapped = torch.full((opened.outputs,), -1)
+    for k, group in enumerate(groups):
+        mapped[group] = k
+    names = opened.superclass_names if superclasses is None else None
+    if names is None:
+        known = opened.class_names or tuple(map(str, range(opened.outputs)))
+        names = tuple("/".join(known[k] for k in group) for group in groups)
+    return federate(
+        opened,
+        train,
+        test,
+        recipe={"recipe": "concept_drift", "source": opened.info.name, "clients": clients, "superclasses": groups, "min_piece": min_piece},
+        seed=seed,
+        validation=validation,
+        calibration=calibration,
+        y=mapped[opened.y],
+        outputs=len(groups),
+        class_names=names,
+    )
+
+
+def swapped_labels(
+    source: str | Source = "digits",
+    *,
+    clients: int = 20,
+    groups: int = 4,
+    swaps: int = 2,
+    seed: int = 0,
+    validation: float = 0.0,
+    calibration: float = 0.0,
+    root: str | Path | None = None,
+    download: bool = False,
+) -> FederatedData:
+    """Concept shift: no skew of inputs, but groups of clients give classes the names of others, in training and test data alike.
+
+    Rows are dealt as by `iid`. Client j is in group j mod G. The first group names classes as they are; in each other one, `swaps` disjoint
+    pairs of classes, drawn for the group, change names, no two groups alike. `recipe["names"]` [G, K] says what class k is called.
+
+    Args:
+        source: Name of a data set, or a source of your own.
+        clients: Number of clients.
+        groups: G, at most as many as clients.
+        swaps: Pairs that change names.
+        seed: Seed of the partition and of the shares below.
+        validation: Share of each client's training rows for tuning.
+        calibration: Likewise, for temperatures and conformal thresholds.
+        root: Folder of the data's files.
+        download: Let torchvision fetch images that are not there.
+
+    Raises:
+        ValueError: A number out of range, or so many groups that they would not all differ.
+    """
+    opened = open_source(source, root, download)
+    classes(opened, "swapped_labels")
+    count = opened.outputs
+    check_clients(clients, min(opened.train, len(opened.x) - opened.train), "test examples")
+    if not 1 <= whole("groups", groups, least=1) <= clients:
+        raise ValueError(f"groups must lie within [1, {clients}], the number of clients, got {groups}")
+    if not 1 <= whole("swaps", swaps, least=1) <= count // 2:
+        raise ValueError(f"swaps must lie within [1, {count // 2}], the number of pairs that {count} classes make, got {swaps}")
+    ways = math.factorial(count) // (math.factorial(count - 2 * swaps) * math.factorial(swaps) * 2**swaps)
+    if groups - 1 > ways:
+        raise ValueError(f"{swaps} pairs of {count} classes can change names in {ways} ways: use at most {ways + 1} groups, got {groups}")
+    rng = generator(seed, Purpose.PARTITION)
+    train, test = deal_evenly(opened, clients, rng)
+    names = [list(range(count))]
+    while len(names) < groups:
+        new, chosen = list(range(count)), rng.permutation(count)[: 2 * swaps].tolist()
+        for a, b in zip(chosen[::2], chosen[1::2], strict=True):
+            new[a], new[b] = b, a
+        if new not in names:
+            names.append(new)
+    y, called = opened.y.clone(), torch.tensor(names)
+    for j in range(clients):
+        for rows in (train[j], test[j] + opened.train):
+            y[rows] = called[j % groups][opened.y[rows]]
+    return federate(
+        opened,
+        train,
+        test,
+        recipe={
+            "recipe": "swapped_labels",
+            "source": opened.info.name,
+            "clients": clients,
+            "groups": groups,
+            "swaps": swaps,
+            "names": names,
+        },
+        seed=seed,
+        validation=validation,
+        calibration=calibration,
+        y=y,
+    )
