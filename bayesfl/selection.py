@@ -138,9 +138,9 @@ def select(rule: str | Rule, evidence: Evidence, count: int) -> Tensor:
     if not 1 <= whole("count", count, least=0) <= size:
         raise ValueError(f"a subnetwork must have 1 to {size} weights, got {count}")
     scores = (RULES[rule] if isinstance(rule, str) else rule)(evidence)
-    if not isinstance(scores, Tensor) or scores.shape != (size,) or scores.dtype == torch.bool:
+    if not isinstance(scores, Tensor) or scores.shape != (size,) or scores.dtype == torch.bool or scores.is_complex():
         got = f"{scores.dtype} {list(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
-        raise ValueError(f"a selection gives one score for each of the {size} weights, a tensor of numbers [{size}], got {got}")
+        raise ValueError(f"a selection gives one score for each of the {size} weights, a tensor of real numbers [{size}], got {got}")
     if scores.isnan().any():
         raise ValueError(f"the selection's scores are NaN for {int(scores.isnan().sum())} weights; look at the curvature")
     least = scores.kthvalue(size - count + 1).values  # far quicker than sorting all

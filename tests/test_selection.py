@@ -124,7 +124,7 @@ def test_by_name():
 
 def test_a_rule_that_only_says_yes_or_no():
     """Has no order to choose by."""
-    with pytest.raises(ValueError, match=r"a tensor of numbers \[8\], got torch.bool \[8\]"):
+    with pytest.raises(ValueError, match=r"a tensor of real numbers \[8\], got torch.bool \[8\]"):
         select(lambda e: e.curved, evidence(), 2)
 
 
@@ -147,8 +147,9 @@ def test_evidence_that_is_none(changed, words):
 @pytest.mark.parametrize(
     ("rule", "count", "message"),
     [
-        (lambda e: torch.zeros(3), 2, r"a tensor of numbers \[8\], got torch.float32 \[3\]"),
-        (lambda e: [1.0] * 8, 2, r"a tensor of numbers \[8\], got list"),
+        (lambda e: torch.zeros(3), 2, r"a tensor of real numbers \[8\], got torch.float32 \[3\]"),
+        (lambda e: [1.0] * 8, 2, r"a tensor of real numbers \[8\], got list"),
+        (lambda e: torch.ones(8, dtype=torch.complex64), 2, r"a tensor of real numbers \[8\], got torch.complex64 \[8\]"),
         (lambda e: torch.full((8,), -torch.inf), 2, "allows no weight at all"),
     ],
 )

@@ -137,8 +137,7 @@ def nuts(
     Raises:
         TypeError: The model is no module, the likelihood none, or the data are no tensors.
         ValueError: There are more than a few thousand weights, the pattern matches none, there are no data, sizes, labels or outputs do not
-            fit, an option is
-            impossible, or the posterior's density at the start is not finite.
+            fit, an option is impossible, or the posterior's density at the start is not finite.
     """
     from pyro.infer import mcmc
 
@@ -244,11 +243,13 @@ def _outputs(model: nn.Module, layout: Layout, w: Tensor, x: Tensor) -> Tensor:
 def _weights(name: str, value: float | Tensor, size: int) -> Tensor:
     """One number, or one for each weight, as [D]."""
     try:
-        tensor = torch.as_tensor(value).detach().to("cpu", torch.float64)
+        tensor = torch.as_tensor(value).detach().cpu()
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{name} must be one number or one for each of the {size} weights; got {value!r}") from error
+    if tensor.is_complex() or tensor.dtype == torch.bool:
+        raise ValueError(f"{name} must be of real numbers, got {str(tensor.dtype).removeprefix('torch.')}")
     if tensor.shape not in ((), (1,), (size,)):
         raise ValueError(f"{name} must be one number or one for each of the {size} weights; got shape {list(tensor.shape)}")
     if not bool(tensor.isfinite().all()):
         raise ValueError(f"{name} must be finite, got {value}")
-    return tensor.expand(size)
+    return tensor.double().expand(size)

@@ -215,6 +215,9 @@ def test_input_errors():
     assert nuts(flat, Squares(), x, y, precision=1.0, draws=2, warmup=2, chains=1).draws.shape == (1, 2, 4)  # its own business
     with pytest.raises(ValueError, match="precision must be one number or one for each of the"):
         nuts(linear(), Gaussian(), x, y, precision="a")  # type: ignore[arg-type]
+    for value, kind in ((True, "bool"), (1j, "complex64"), (torch.ones(4, dtype=torch.bool), "bool")):
+        with pytest.raises(ValueError, match=f"precision must be of real numbers, got {kind}"):
+            nuts(linear(), Gaussian(), x, y, precision=value)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="full_mass must be of type bool, got str"):
         nuts(linear(), Gaussian(), x, y, precision=1.0, full_mass="no")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="model must be of type Module, got NoneType"):
