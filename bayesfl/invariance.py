@@ -222,7 +222,7 @@ def evenly(data: Batch, most: int | None) -> Batch:
 
 
 def reweighted(log_q: Tensor, risk: Tensor, present: Tensor, eta: float) -> Tensor:
-    """GroupDRO's step q_e <- q_e exp(eta R_e) / Z on logarithms, in float64, the sum of the weights kept: 1 where these are all.
+    """GroupDRO's step q_e <- q_e exp(eta R_e) / Z on logarithms, in float64; the sum of the weights that are there stays as it was.
 
     Args:
         log_q: Of each client's environments, [C, E].
@@ -232,7 +232,7 @@ def reweighted(log_q: Tensor, risk: Tensor, present: Tensor, eta: float) -> Tens
         eta: Step, >= 0.
     """
     there = present > 0
-    mass = log_q.double().flatten().logsumexp(0)
-    raised = torch.where(there, log_q.double() + eta * risk.double(), torch.full_like(log_q, -torch.inf).double())
-    new = raised - raised.flatten().logsumexp(0) + mass
+    before = torch.where(there, log_q.double(), -torch.inf)
+    raised = before + torch.where(there, eta * risk.double(), 0.0)
+    new = raised - raised.flatten().logsumexp(0) + before.flatten().logsumexp(0)
     return torch.where(there, new, torch.full_like(new, torch.finfo(log_q.dtype).min))

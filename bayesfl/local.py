@@ -111,8 +111,10 @@ class Local:
             info |= new
             seconds = {key: seconds.get(key, 0.0) + value for key, value in plan.seconds.items()}
             changed = [t for key in views if views[key] is not before.get(key) for t in tree_leaves(views[key])]
-            # A sum is finite only where all of its terms are, and takes one pass.
+            # A sum takes one pass and is finite only where all of its terms are; large terms may overflow, so what it finds is looked at.
             finite = torch.stack([t.reshape(len(ids), -1).sum(1).isfinite() for t in changed]).all(0) if changed else None
+            if finite is not None and not bool(finite.all()):
+                finite = torch.stack([t.reshape(len(ids), -1).isfinite().all(1) for t in changed]).all(0)
             if finite is not None and not bool(finite.all()):
                 if self.tolerant:
                     diverged |= ~finite.cpu().numpy()

@@ -62,6 +62,16 @@ class Optimiser(Protocol):
         ...
 
 
+def check_optimiser(name: str, value: object) -> None:
+    """That this is one of these optimisers, or one of the same methods.
+
+    Raises:
+        ValueError: It is something else, such as a learning rate or a class.
+    """
+    if isinstance(value, type) or not all(hasattr(value, method) for method in ("rate", "init", "update", "update_")):
+        raise ValueError(f"{name} must be one of bayesfl.optim, such as SGD(0.1), got {value!r}")
+
+
 def _check(**values: Any) -> None:
     for name, value in values.items():
         if not 0 <= number(name, value) < math.inf:

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map
 from bayesfl.blocks import Algorithm, Block
 from bayesfl.checks import whole
 from bayesfl.energy import Energy
-from bayesfl.optim import SGD, Optimiser, rate_at
+from bayesfl.optim import SGD, Optimiser, check_optimiser, rate_at
 from bayesfl.priors import Flat
 from bayesfl.protocols import Batch, Carry, GaussianPrior, Info, Server, View
 
@@ -104,8 +104,7 @@ class Descend:
     def __post_init__(self) -> None:
         whole("epochs", self.epochs, least=1)
         whole("draws", self.draws, least=1)
-        if isinstance(self.optimiser, type) or not all(hasattr(self.optimiser, name) for name in ("rate", "init", "update", "update_")):
-            raise ValueError(f"optimiser must be one of bayesfl.optim, such as SGD(0.1), got {self.optimiser!r}")
+        check_optimiser("optimiser", self.optimiser)
         for name, value in {"steps": self.steps, "batch_size": self.batch_size}.items():
             if value is not None:
                 whole(name, value, least=1)

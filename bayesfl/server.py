@@ -1,12 +1,13 @@
-"""An optimiser on the server: the mean change of a round as a gradient, for any method."""
+"""An optimiser on the server: the mean change of a round as a gradient, for any method that sends everyone the same."""
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from bayesfl.blocks import Algorithm
-from bayesfl.optim import Optimiser
+from bayesfl.optim import Optimiser, check_optimiser
 from bayesfl.protocols import Server, Uplink, View
 
 STATE = "server_optimiser"
@@ -26,13 +27,14 @@ def with_optimiser(algorithm: Algorithm, optimiser: Optimiser) -> Algorithm:
         optimiser: Its state, and the blocks as they were sent out, live on the server and are not shared.
 
     Raises:
-        ValueError: It is none of `bayesfl.optim`, or its learning rate is a schedule; the server counts no rounds.
+        ValueError: It is none of `bayesfl.optim`, or its learning rate is a schedule; the server counts no rounds. At the start of a
+            run: the method has models of its own for each client or cluster (D-FedEM, FedPAC, clustered FL), which no step on a gathered
+            block would reach.
 
     References:
         Reddi et al., "Adaptive federated optimization", ICLR 2021, algorithm 1. FedAdam's own step has no bias correction.
     """
-    if isinstance(optimiser, type) or not all(hasattr(optimiser, name) for name in ("rate", "init", "update")):
-        raise ValueError(f"server_optimiser must be one of bayesfl.optim, such as Adam(0.01), got {optimiser!r}")
+    check_optimiser("server_optimiser", optimiser)
     rate = optimiser.rate
     if callable(rate):
         raise ValueError("the server's optimiser needs one learning rate, not a schedule")
@@ -42,9 +44,15 @@ def with_optimiser(algorithm: Algorithm, optimiser: Optimiser) -> Algorithm:
         return {name: server[name] for name in gathered}
 
     def start(blocks: Server, clients: int) -> Server:
-        now = entries(blocks)
+        now, own = entries(blocks), algorithm.server(blocks, clients)
+        common, addressed = algorithm.share({**blocks, **own}, torch.zeros(1, dtype=torch.long))
+        if apart := [name for name in gathered if name not in common or name in addressed]:
+            raise ValueError(
+                f"an optimiser on the server steps what is sent to everyone alike, and of this method {apart} are not: some clients get "
+                "others; leave the optimiser out"
+            )
         state = {"before": now} | ({} if (made := optimiser.init(now)) is None else {"state": made})
-        return {**algorithm.server(blocks, clients), STATE: state}
+        return {**own, STATE: state}
 
     def share(server: Server, ids: Tensor) -> tuple[Server, View]:
         return algorithm.share({name: entry for name, entry in server.items() if name != STATE}, ids)

@@ -374,7 +374,8 @@ def _claims(rows: dict[str, dict[str, list[float]]], cases: list[str]) -> str:
         ("the best worst case is PerInvFL's", verdict(ours, lambda: best("worst"))),
         ("so is the best average", verdict(ours, lambda: best("average"))),
         (
-            "its spread over cases is IRM's, within a half, and less than half of that of FedAvg, Ditto, FedAvg-FT and pFedMe",
+            "the spread over cases of its narrower form is at most 1.5 times IRM's, and less than half of that of FedAvg, Ditto, FedAvg-FT "
+            "and pFedMe",
             verdict(
                 (*ours, "IRM", *plain),
                 lambda: (

@@ -28,8 +28,7 @@ from bayesfl.files import atomic_path, atomic_write
 from bayesfl.likelihood import Bernoulli
 from bayesfl.optim import multistep
 
-LOCAL: dict[str, Any] = {"batch_size": 128, "momentum": 0.9, "weight_decay": 5e-4, "likelihood": Bernoulli()}
-ONE = {**LOCAL, "epochs": 1}
+ONE: dict[str, Any] = {"epochs": 1, "batch_size": 128, "momentum": 0.9, "weight_decay": 5e-4, "likelihood": Bernoulli()}
 METHODS: dict[str, Callable[[torch.nn.Module, float], bf.Algorithm]] = {
     "FedEM": lambda model, rate: bf.algorithms.fedem(model, lr=multistep(rate), **ONE),
     "D-FedEM": lambda model, rate: bf.algorithms.d_fedem(model, lr=multistep(rate), **ONE),

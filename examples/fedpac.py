@@ -1,7 +1,7 @@
 """Who should share a head with whom? FedPAC where clients come in groups that nobody tells it about.
 
     python examples/fedpac.py                                           # digits, 20 clients, some four minutes on one core
-    python examples/fedpac.py --data fashion-mnist --rounds 200 --train 600 --test 600    # the paper's setting
+    python examples/fedpac.py --data fashion-mnist --rounds 200 --train 600 --test 600 --batch 50    # the paper's
 
 Two federations: label skew (a fifth of each client's examples is of all classes, the rest of its group's three) and concept shift (groups
 of clients give classes the names of others). On each, Local, FedAvg, FedPer, FedRep and FedPAC with the same steps, each at the learning

@@ -207,6 +207,7 @@ def sureness(result: Any, clients: bf.data.FederatedData) -> dict[str, float]:
     return {f"turn{k}": float(algorithm.outputs(leaves, x.rot90(k, (-2, -1))).abs().mean()) for k in range(4)}
 
 
+EXPERIMENT = ("data", "upright", "rounds", "anneal", "methods", "rates", "lams", "seed")
 COLUMNS = [
     *(report.Column(f"p{p}", title=f"p = {p} (%)", scale=100, digits=1) for p in CASES),
     report.Column("worst", title="worst", scale=100, digits=1),
@@ -226,6 +227,7 @@ def compare(options: argparse.Namespace) -> None:
         ValueError: Arguments that don't work out.
         DivergenceError: Training left the finite numbers.
     """
+    report.one_experiment(options.out, {name: getattr(options, name) for name in EXPERIMENT})
     clients = federation(options.data, options.seed, upright=options.upright, root=options.data_root)
     rows: dict[str, dict[str, float]] = {}
     known = references(clients)

@@ -61,7 +61,7 @@ CASES = (
     Case("fedem", {"components": 2, "epochs": 1, "batch_size": 10, "lr": 0.05, "posterior": MeanField(), "draws": 2}),
     Case("d_fedem", {"components": 2, "epochs": 2, "batch_size": 10, "lr": 0.1}),
     Case("irm", {"gamma": 30.0, "anneal": 1, "l2": 0.1, "steps": 5, "batch_size": 10, "optimiser": Adam(0.01)}),
-    Case("group_dro", {"eta": 0.5, "environments": 2, "loss_examples": 30, "steps": 5, "batch_size": 10, "optimiser": Adam(0.01)}),
+    Case("group_dro", {"eta": 0.5, "environments": 4, "loss_examples": 30, "steps": 5, "batch_size": 10, "optimiser": Adam(0.01)}),
     Case("irm_l2", {"lam": 0.5, **PERSONAL, "estimator": "unbiased", "server_optimiser": Adam(0.05)}),
     Case("irm_ft", {**PERSONAL, "optimiser": SGD(0.1)}),
     Case("perinvfl", {"lam": 0.5, **PERSONAL, "adapt_steps": 3}),

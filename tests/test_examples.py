@@ -85,6 +85,7 @@ def test_a_folder_holds_one_experiment(example, tmp_path, capsys):
         ("fedsi", ["--methods", "fedbabu", "--seeds", "0", "--rounds", "1", "--train", "6", "--test", "4"], "methods"),
         ("fedem", ["--methods", "FedAvg", "--clients", "3", "--rounds", "1", "--test", "20", "--rates", "0.1"], "rates"),
         ("fedpac", ["--methods", "FedPAC", "--clients", "4", "--rounds", "1", "--train", "20", "--rates", "0.1", "--seeds", "0"], "rates"),
+        ("perinvfl", ["--methods", "FedAvg-FT", "--rounds", "1", "--anneal", "1", "--rates", "0.1"], "rates"),
     ],
 )
 def test_no_example_overwrites_another_experiment(name, arguments, option, tmp_path, capsys):

@@ -66,14 +66,6 @@ def test_scale_does_not_matter():
     assert_close(simplex.minimise(1e-9 * q, 1e-9 * b), simplex.minimise(q, b), atol=1e-9, rtol=0)
 
 
-def test_from_any_start_the_active_set_arrives(monkeypatch: pytest.MonkeyPatch):
-    """Without the steps of projected gradient too: exactness does not rest on them."""
-    q, b = problems(20, 4)
-    exact = simplex.minimise(q, b)
-    monkeypatch.setattr(simplex, "STEPS", 0)
-    assert_close(simplex.minimise(q, b), exact, atol=1e-10, rtol=0)
-
-
 def test_projection():
     """The nearest point: inside it stays, far along an axis it is the corner; against a search on three weights."""
     inside = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)

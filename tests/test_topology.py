@@ -60,7 +60,7 @@ def test_random_graphs():
 
 
 def test_two_islands_are_not_connected():
-    """Nor is a client by itself."""
+    """A client by itself is."""
     islands = torch.block_diag(torch.ones(2, 2), torch.ones(3, 3)).bool().fill_diagonal_(False)
     assert not topology.connected(islands)
     assert topology.connected(torch.zeros(1, 1, dtype=torch.bool))

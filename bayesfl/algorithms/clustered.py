@@ -89,11 +89,9 @@ def clustered(
 
     def share(server: Server, ids: Tensor) -> tuple[Server, View]:
         models, cluster = server["models"], server["cluster"][ids]
-        if len(models) == 1:
-            return {"w": server["w"]}, {}
-        if bool((cluster < 0).any()):
+        if len(models) > 1 and bool((cluster < 0).any()):
             return {"w": server["w"], "models": models}, {}
-        return {}, {"w": {"loc": models[cluster]}}
+        return {}, {"w": {"loc": models[cluster.clamp_min(0)]}}
 
     def choose(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
         if "models" not in given:

@@ -81,6 +81,7 @@ def fedem(
         likelihood: What y is.
 
     Raises:
+        TypeError: `posterior` is another one.
         ValueError: A number lies outside its range, or beliefs are to be averaged by responsibility.
     """
     whole("components", components, least=1)
@@ -88,6 +89,8 @@ def fedem(
     instance("by_responsibility", by_responsibility, bool, "pass True or False")
     if not 0 < number("prior_variance", prior_variance) < math.inf:
         raise ValueError(f"prior_variance must be > 0 and finite, got {prior_variance}")
+    if not isinstance(posterior, Point | MeanField):
+        raise TypeError(f"posterior must be Point() or MeanField(init_scale=0.01) of bayesfl.posteriors, got {posterior!r}")
     if isinstance(posterior, MeanField) and by_responsibility:
         raise ValueError("by_responsibility is an average of points, but the posterior is MeanField; pass by_responsibility=False")
 
@@ -101,7 +104,7 @@ def fedem(
     def counted(given: Server, view: View, batch: Batch) -> Tensor:
         return torch.take_along_dim(view["q"], batch["index"].unsqueeze(-1), -2).mT
 
-    def share(server: Server, uplink: Uplink) -> Tensor:
+    def weight(server: Server, uplink: Uplink) -> Tensor:
         return uplink["n"].unsqueeze(-1) * uplink["pi"] if by_responsibility else uplink["n"]
 
     def combine(server: Server, ids: Tensor, uplink: Uplink) -> Server:
@@ -119,7 +122,7 @@ def fedem(
             "usage": torch.full((components,), 1 / components),
         }
 
-    block = Block(copies=components, start=anew(model), pool=Mean(share))
+    block = Block(copies=components, start=anew(model), pool=Mean(weight))
     if isinstance(posterior, MeanField):
         prior = Normal(
             centre=server_mean("components"), variance=lambda given, view: torch.full_like(view["n"], prior_variance)[..., None, None]
@@ -184,8 +187,8 @@ def d_fedem(
         likelihood: What y is.
 
     Raises:
-        ValueError: A number lies outside its range; a matrix that is not doubly stochastic, or not connected; in the first round, one of
-            another number of clients; a round without everyone where the matrix is not symmetric.
+        ValueError: A number lies outside its range; a matrix that is not doubly stochastic, not connected, or whose mixing goes round for
+            ever; in the first round, one of another number of clients; a round without everyone where the matrix is not symmetric.
     """
     options = {"components": components, "epochs": epochs, "batch_size": batch_size, "lr": lr, "momentum": momentum}
     central = fedem(model, **options, weight_decay=weight_decay, adapt_iterations=adapt_iterations, likelihood=likelihood)

@@ -38,7 +38,8 @@ from bayesfl.protocols import Batch, Likelihood, Server, Uplink, View
 PARTS = ("body", "head")
 LEAST = 1e-3  # weights below it are none; of more than a hundred heads a tenth of equal shares, so that most of the weight always stays
 ROWS = 256  # examples whose features are held at once
-FLOOR = 1e-10  # a client of one example says V = 0; in units of the mean diagonal it counts as this, so that a minimum is unique
+FLOOR = 1e-10  # a client of one example says V = 0; in units of the median |h|^2 + V it counts as this, so that a minimum is unique
+FAR = 1e4  # what lies beyond, in the same units, gets no weight in other clients' mixtures, and counts as this: one cannot blur the rest
 
 
 def mixing(h: Tensor, variance: Tensor, own: Tensor) -> Tensor:
@@ -49,12 +50,13 @@ def mixing(h: Tensor, variance: Tensor, own: Tensor) -> Tensor:
         variance: V [J] >= 0.
         own: The same statistics of those who get the mixtures, [C, K d].
     """
-    h, variance = h.double(), variance.double()
-    gram = h @ h.mT
-    scale = (gram.diagonal() + variance).mean()
+    h, variance, own = h.double(), variance.double(), own.double()
+    sizes = h.square().sum(-1) + variance
     # Where nothing distinguishes the heads, no features and no variance, they count the same.
-    variance = variance.clamp_min(max(FLOOR * float(scale), torch.finfo(h.dtype).tiny ** 0.5))
-    weights = simplex.minimise(gram + torch.diag(variance), own.double() @ h.mT)
+    unit = max(float(sizes[sizes > 0].median()) if bool((sizes > 0).any()) else 0.0, torch.finfo(h.dtype).tiny ** 0.25)
+    h, own = (v * ((FAR * unit) ** 0.5 / v.norm(dim=-1, keepdim=True)).clamp_max(1) for v in (h, own))
+    variance = variance.clamp(FLOOR * unit, FAR * unit)
+    weights = simplex.minimise(h @ h.mT + torch.diag(variance), own @ h.mT)
     weights = torch.where(weights < min(LEAST, 0.1 / len(h)), 0.0, weights)
     return weights / weights.sum(-1, keepdim=True)
 
@@ -74,10 +76,11 @@ def fedpac(
 ) -> Algorithm:
     """Federate `model` by FedPAC.
 
-    Besides its models a client sends counts, means of features and mean features weighted by frequency of every class, so the server knows
-    its labels' frequencies. `result.server["collaboration"]` [J, J] has the weights a_ij: rows are the clients that get a head, columns
-    those whose heads are in it. Only heads of a round's cohort are mixed, among themselves. Of a client that is absent, head and row stay
-    as they were and go stale: that head knew another body. The row of a client that was never there is 0, its head the start's.
+    Besides its models a client sends counts, means of features and mean features weighted by frequency of every class, and one variance; so
+    the server knows its labels' frequencies. `result.server["collaboration"]` [J, J] has the weights a_ij: rows are the clients that get a
+    head, columns those whose heads are in it. Only heads of a round's cohort are mixed, among themselves. Of a client that is absent, head
+    and row stay as they were and go stale: that head knew another body. The row of a client that was never there is 0, its head the
+    start's.
 
     A client that joins later gets body and centroids; the program is solved for its statistics over the heads that the last cohort trained,
     and it takes `head_epochs` passes from that mixture. (The server would solve it; the simulation hands the newcomer the heads.) The paper

@@ -3,9 +3,9 @@
     min_w max_q sum_e q_e R_e(w),  q on the simplex of all clients' environments.
 
 Each round a client measures its R_e at the model received, and trains on  sum_e q_e R_e  over its own environments; the server makes
-q_e <- q_e exp(eta R_e) / Z  and averages the models by it, a client counting what its environments do. With one local step that is a
-gradient step on sum_e q_e R_e. The weights are known when all losses are, so the server holds a round's models till then. A client with
-one environment trains on its plain risk and sends one number beside the model.
+q_e <- q_e exp(eta R_e) / Z  and averages the models by it, a client counting what its environments do. With one plain
+local step that is a gradient step on sum_e q_e R_e. The weights are known when all losses are, so the server holds a round's models till
+then. A client with one environment trains on its plain risk; for each environment it sends two numbers, the risk and whether it has any.
 
 Source: Sagawa, Koh, Hashimoto, Liang, "Distributionally robust neural networks for group shifts", ICLR 2020, algorithm 1 (there for one
 machine); distributed as a baseline and as the lower problem of PerInvFL (see `perinvfl`). The released code of that paper keeps the first
@@ -43,7 +43,8 @@ def group_dro(
 ) -> Algorithm:
     """Federate `model` by GroupDRO over the environments of all clients; the data need environments.
 
-    Only the weights of a round's cohort move, their sum kept. `result.server["log_q"]` has their logarithms, [J, environments].
+    Only the weights of a round's cohort move among themselves, their sum kept; what is kept for environments that a client turns out to
+    lack goes to all others alike. `result.server["log_q"]` has their logarithms, [J, environments].
 
     Args:
         model: Any module.
@@ -95,7 +96,9 @@ def group_dro(
         log_q, loc = server["log_q"], server["w"]["loc"]
         new = reweighted(log_q[ids], uplink["risk"], uplink["present"], eta)
         share = new.logsumexp(-1).softmax(0)  # in logarithms: a cohort's weights may all be next to 0
-        return {"log_q": log_q.index_copy(0, ids, new.to(log_q)), "w": {"loc": (share @ uplink["w"]["loc"].double()).to(loc)}}
+        known = log_q.double().index_copy(0, ids, new)
+        known = known - known.flatten().logsumexp(0)  # what was set aside for environments that turn out not to be there
+        return {"log_q": known.to(log_q), "w": {"loc": (share @ uplink["w"]["loc"].double()).to(loc)}}
 
     step = Descend(
         "w",

@@ -55,13 +55,13 @@ def ifca(
     def counted(given: Server, view: View, batch: Batch) -> Tensor:
         return view["cluster"].unsqueeze(-1)
 
-    def share(server: Server, uplink: Uplink) -> Tensor:
+    def weight(server: Server, uplink: Uplink) -> Tensor:
         return uplink["n"].unsqueeze(-1) * uplink["cluster"]
 
     choice = Once(choose, data=True, losses=("models",))
     return Algorithm(
         model,
-        {"models": Block(copies=clusters, start=anew(model), pool=Mean(share))},
+        {"models": Block(copies=clusters, start=anew(model), pool=Mean(weight))},
         (
             choice,
             Descend(

@@ -83,7 +83,7 @@ def perinvfl(
         steps: Mini-batches of a client in a round, for w.
         personal_steps: Steps on theta for each of these.
         batch_size: Examples of a step; None for all of the client's.
-        adapt_steps: Steps on theta of a client that joins later, from the global model.
+        adapt_steps: Steps on theta of a client that joins later, from the global model; contrastive up to a multiple of `personal_steps`.
         optimiser: Of w, and of the model that a client trains alone.
         personal_optimiser: Of theta.
         server_optimiser: As in `irm`.

@@ -91,8 +91,8 @@ def coloured(
         download: Let torchvision fetch images that are not there.
 
     Raises:
-        ValueError: Shares outside [0, 1], data that are no grey images, a single class, fewer rows than environments, or `rotate`
-            is no bool.
+        ValueError: Shares outside [0, 1], data that are no grey images, a single class, or fewer rows than environments.
+        TypeError: `rotate` is no bool.
 
     References:
         Arjovsky, Bottou, Gulrajani, Lopez-Paz, "Invariant risk minimization", 2019, arXiv:1907.02893, section 5.2, and its code. Turned,
@@ -101,8 +101,7 @@ def coloured(
     """
     if (name := source.info.name if isinstance(source, Source) else source) in _NO_IMAGES:
         raise ValueError(f"coloured needs grey images, and the data {name!r} are no images: take 'digits', 'mnist' or 'fashion-mnist'")
-    if not isinstance(rotate, bool):
-        raise ValueError(f"rotate must be True or False, got {rotate!r}")
+    instance("rotate", rotate, bool, "pass True or False")
     opened = source if isinstance(source, Source) else load(source, root=root, download=download)
     nested = _shares("agreement", agreement)
     _share("test_agreement", test_agreement)

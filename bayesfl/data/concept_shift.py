@@ -63,7 +63,7 @@ def concept_drift(
     fewest = int(np.bincount(y_train, minlength=opened.outputs)[flat].min())
     min_piece = whole("min_piece", min_piece, least=1)
     most = fewest // min_piece * size
-    if isinstance(clients, bool) or not isinstance(clients, int | np.integer) or clients % size or not size <= clients <= most:
+    if whole("clients", clients, least=1) % size or clients > most:
         raise ValueError(
             f"clients must be a multiple of {size}, the number of classes in a superclass, and at most {most}, because the smallest class "
             f"has {fewest} training examples and each group of {size} clients takes at least {min_piece}; got {clients}"

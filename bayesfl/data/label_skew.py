@@ -114,7 +114,7 @@ def shards(
     opened = open_source(source, root, download)
     y_train, y_test = classes(opened, "shards")
     shards = whole("shards", shards, least=1)
-    check_clients(clients, len(y_train) // shards, f"times {shards} training examples")
+    check_clients(clients, len(y_train) // shards, f"sets of {shards} training examples")
     rng = generator(seed, Purpose.PARTITION)
     train = partitions.shards(y_train, clients, shards, rng)
     counts = np.stack([np.bincount(y_train[rows], minlength=opened.outputs) for rows in train], axis=1)
@@ -301,7 +301,8 @@ def dominant_classes(
     """Label skew in groups that overlap: a share of each client's examples is of all classes alike, the rest of its group's dominant ones.
 
     Client j is in group j mod G. Unless `groups` are given, group g has the classes 2g, 2g + 1 and 2g + 2, modulo the number of classes, so
-    that neighbours have one class in common: with ten classes {0, 1, 2}, {2, 3, 4}, {4, 5, 6}, {6, 7, 8}, {8, 9, 0}, as in the paper.
+    that neighbours have one class in common where the number of classes is even and six or more: with ten {0, 1, 2}, {2, 3, 4}, {4, 5, 6},
+    {6, 7, 8}, {8, 9, 0}, as in the paper.
 
     Each class's rows, of the training and of the test part, are a shuffled queue that clients take from one after another; where it ends
     it starts again. So CLIENTS MAY SHARE EXAMPLES, though none has one twice: `recipe["shared"]` says how many training and test rows

@@ -1,8 +1,9 @@
 """Recipes: one call from the name of a data set to a federation, as papers make them.
 
-Here are the steps that recipes share, and those without skew of labels: by chance, or in the order of a feature. All recipes but
-`label_groups` keep the data's own division into training and test rows, and all share one copy of the data between clients. The same
-arguments give the same partition on every machine; `FederatedData.hash` tells whether two are the same.
+Here are the steps that recipes share, and those without skew of labels: by chance, or in the order of a feature. These, those
+of concept shift, and those of label skew but `label_groups` keep the data's own division into training and test rows; all share one copy
+of the data between clients. The same arguments give the same partition on every machine; `FederatedData.hash` tells whether two are the
+same.
 """
 
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from torch import Tensor
 
+from bayesfl.checks import whole
 from bayesfl.data import partitions
 from bayesfl.data.federated import FederatedData, assemble
 from bayesfl.data.sources import Source, load
@@ -48,8 +50,8 @@ def check_clients(clients: int, most: int, what: str) -> None:
     Raises:
         ValueError: It is not; the message says that there are so many of `what`.
     """
-    if isinstance(clients, bool) or not isinstance(clients, int | np.integer) or not 1 <= clients <= most:
-        raise ValueError(f"clients must be a whole number within [1, {most}], as many as there are {what}, got {clients!r}")
+    if whole("clients", clients, least=1) > most:
+        raise ValueError(f"clients must be at most {most}, as many as there are {what}, got {clients}")
 
 
 def federate(

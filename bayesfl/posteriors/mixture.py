@@ -22,7 +22,7 @@ def responsibilities(weights: Tensor, losses: Tensor) -> tuple[Tensor, Tensor]:
         weights: pi [..., M], on the simplex.
         losses: Negative log densities of each component, [..., M, N], in nats.
     """
-    joint = (weights.clamp_min(LEAST).log().unsqueeze(-1) - losses).mT
+    joint = _joint(weights, losses)
     evidence = joint.logsumexp(-1)
     return (joint - evidence.unsqueeze(-1)).exp(), evidence
 
@@ -47,8 +47,7 @@ def bound(weights: Tensor, losses: Tensor, q: Tensor) -> Tensor:
         losses: [..., M, N], as in `responsibilities`.
         q: Any distributions over components, [..., N, M].
     """
-    joint = (weights.clamp_min(LEAST).log().unsqueeze(-1) - losses).mT
-    return (q * joint + torch.special.entr(q)).sum(-1)
+    return (q * _joint(weights, losses) + torch.special.entr(q)).sum(-1)
 
 
 def fit_weights(losses: Tensor, counts: Tensor, *, iterations: int = 20) -> Tensor:
@@ -63,3 +62,8 @@ def fit_weights(losses: Tensor, counts: Tensor, *, iterations: int = 20) -> Tens
     for _ in range(iterations):
         pi = mean_weights(responsibilities(pi, losses)[0], counts)
     return pi
+
+
+def _joint(weights: Tensor, losses: Tensor) -> Tensor:
+    """Of each example and component log pi_m + log p_m(y | x), [..., N, M] in nats."""
+    return (weights.clamp_min(LEAST).log().unsqueeze(-1) - losses).mT

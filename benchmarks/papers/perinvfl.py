@@ -90,7 +90,10 @@ def run(name: str, method: str, seed: int, chosen: dict[str, float] | None, argu
 
 
 def central(method: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """IRM's own experiment. Its code takes the mean over the two environments of what is their sum here, so gamma is half of its."""
+    """IRM's own experiment. Its code takes the mean over the two environments of what is their sum here, so gamma is half of its.
+
+    Two things differ from that code: till round 190 the penalty has weight 1 on the sum, twice of theirs, and then Adam starts anew.
+    """
     start = time.perf_counter()
     more = {"root": arguments.data_root} if arguments.quick else {"source": "mnist", "test": 10_000, "root": arguments.data_root}
     clients = bf.data.coloured(agreement=((0.8, 0.9),), rotate=False, seed=seed, **more)

@@ -154,7 +154,6 @@ def test_thresholds_are_in_units_of_the_first_mean_update(planted: FederatedData
     """`norms` are |mean update| and the largest |update| over it; the first is 1 in the first round."""
     result = run(started(), planted, 1)
     plain = run(started(), planted, 3)
-    x, y = (t.double() for t in planted.train.client(0))
     assert_close(result.server["norms"][0, 0], torch.tensor(1.0, dtype=torch.float64))
     moved = result.server["w"]["loc"] - START.float().double()
     assert_close(result.server["unit"], moved.norm())

@@ -343,6 +343,8 @@ def test_beliefs_of_one_component_by_hand():
     [
         ({"prior_variance": 0.0}, ValueError, "prior_variance must be > 0"),
         ({"posterior": MeanField(), "by_responsibility": True}, ValueError, "by_responsibility is an average of points"),
+        ({"posterior": "mean-field"}, TypeError, r"posterior must be Point\(\) or MeanField\(init_scale=0.01\) .*, got 'mean-field'"),
+        ({"posterior": MeanField}, TypeError, "posterior must be Point"),
         ({"by_responsibility": "yes"}, TypeError, "by_responsibility must be of type bool"),
         ({"components": 0}, ValueError, "components must be at least 1"),
     ],

@@ -141,6 +141,23 @@ def test_small_weights_are_none():
     assert_close(kept, torch.tensor(1 / 801, dtype=torch.float64), atol=1e-9, rtol=0)
 
 
+@pytest.mark.parametrize("size", [1e3, 1e5, 1e8, 1e19])
+def test_one_client_in_other_units_blurs_nobody(size: float):
+    """Features or variances of any size: the others' weights are those without it, to what is cut off, and it keeps its own head."""
+    rng = torch.Generator().manual_seed(0)
+    h = 0.1 * torch.rand(8, 30, generator=rng, dtype=torch.float64) + 0.05 * torch.eye(8, 30)
+    v = 1e-3 * torch.rand(8, generator=rng, dtype=torch.float64) + 1e-4
+    without = mixing(h[1:], v[1:], h[1:])
+    assert float(without.diagonal().min()) > 0.3
+    stretched = torch.cat([size * h[:1], h[1:]])
+    a = mixing(stretched, v, stretched)
+    assert_close(a[1:, 1:], without, atol=0.01, rtol=0)
+    assert a[0].tolist() == [1.0] + [0.0] * 7
+    noisy = mixing(h, torch.cat([size * v[:1] + 1e3, v[1:]]), h)
+    assert_close(noisy[1:, 1:], without, atol=0.01, rtol=0)
+    assert not noisy[:, 0].any()
+
+
 @pytest.mark.parametrize("clients", [1, 2, 30])
 def test_clients_of_one_example(clients: int):
     """V = 0 is no division by zero: alone they keep their heads, alike or without features they share them equally."""

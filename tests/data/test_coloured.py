@@ -147,13 +147,17 @@ def test_agreements_as_an_array():
         ({"source": "diabetes"}, "coloured needs grey images, and the data 'diabetes' are no images: take 'digits'"),
         ({"source": "heart"}, "coloured needs grey images, and the data 'heart' are no images: take 'digits'"),
         ({"source": Source.from_parts(*[torch.rand(9, 1, 4, 4), torch.rand(9)] * 2, name="dose")}, "images of two classes or more, 'dose'"),
-        ({"rotate": "no"}, "rotate must be True or False, got 'no'"),
         ({"source": Source.from_parts(*[torch.rand(9, 3, 4, 4), torch.arange(9) % 2] * 2, name="rgb")}, "coloured needs grey images"),
     ],
 )
 def test_mistakes_are_named(options, message):
     with pytest.raises(ValueError, match=message):
         coloured(**options)
+
+
+def test_whether_clients_are_turned_is_yes_or_no():
+    with pytest.raises(TypeError, match="rotate must be of type bool, got str"):
+        coloured(rotate="no")  # pyright: ignore[reportArgumentType]
 
 
 def test_only_coloured_data_are_recoloured(made):

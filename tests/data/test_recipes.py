@@ -671,8 +671,8 @@ def test_every_recipe_is_determined_by_its_arguments(make):
     ("call", "message"),
     [
         (lambda: concept_drift(clients=5), "multiple of 2"),
-        (lambda: concept_drift(clients=0), "multiple of 2"),
-        (lambda: concept_drift(clients=20.0), "multiple of 2"),  # pyright: ignore[reportArgumentType]
+        (lambda: concept_drift(clients=0), "clients must be at least 1, got 0"),
+        (lambda: concept_drift(clients=20.0), "clients must be a whole number, got 20.0"),  # pyright: ignore[reportArgumentType]
         (lambda: concept_drift(clients=2000), "at most 278"),
         (lambda: concept_drift(clients=60, min_piece=10), "at most 26"),
         (lambda: concept_drift(min_piece=0), "min_piece must be at least 1"),
@@ -698,7 +698,7 @@ def test_every_recipe_is_determined_by_its_arguments(make):
         (lambda: label_groups(train=1.5), "train must be a whole number, got 1.5"),  # pyright: ignore[reportArgumentType]
         (lambda: label_groups(test=0), "test must be at least 1, got 0"),
         (lambda: label_groups(test=True), "test must be a whole number, got True"),
-        (lambda: label_groups(clients=0), "clients must be a whole number"),
+        (lambda: label_groups(clients=0), "clients must be at least 1, got 0"),
         (lambda: label_groups(clients=2.5), "clients must be a whole number"),  # pyright: ignore[reportArgumentType]
         (
             lambda: label_groups(test=21),
@@ -724,7 +724,7 @@ def test_every_recipe_is_determined_by_its_arguments(make):
             lambda: dominant_classes(small(3), clients=2),
             "3 classes, too few for groups of three: pass groups=",
         ),
-        (lambda: dominant_classes(clients=0), "clients must be a whole number"),
+        (lambda: dominant_classes(clients=0), "clients must be at least 1, got 0"),
         (lambda: swapped_labels(groups=21), r"groups must lie within \[1, 20\], the number of clients, got 21"),
         (lambda: swapped_labels(groups=0), "groups must be at least 1"),
         (lambda: swapped_labels(swaps=6), r"swaps must lie within \[1, 5\]"),
@@ -744,16 +744,16 @@ def test_every_recipe_is_determined_by_its_arguments(make):
         (lambda: dirichlet(label_clusters=0), "label_clusters must be at least 1, got 0"),
         (lambda: dirichlet(label_clusters=11), r"label_clusters must lie within \[1, 10\], the number of classes, got 11"),
         (lambda: shards(shards=0), "shards must be at least 1, got 0"),
-        (lambda: shards(clients=720), r"clients must be a whole number within \[1, 719\], as many as there are times 2 training examples"),
+        (lambda: shards(clients=720), "clients must be at most 719, as many as there are sets of 2 training examples"),
         (lambda: shards("diabetes"), "shards shares data out by class, 'diabetes' is a regression"),
         (lambda: pachinko("digits", alpha=0), "alpha is a concentration and must be a finite number > 0, got 0"),
         (lambda: pachinko("digits", beta=-1.0), "beta is a concentration and must be a finite number > 0, got -1"),
         (lambda: pachinko("digits", clients=10, size=144), "10 clients of 144 training examples need 1440, there are 1438"),
         (lambda: pachinko("digits", superclasses=[[0, 1], [1, 2]]), "different classes"),
         (lambda: pachinko("diabetes"), "pachinko shares data out by class"),
-        (lambda: iid(clients=0), "clients must be a whole number"),
+        (lambda: iid(clients=0), "clients must be at least 1, got 0"),
         (lambda: iid(clients=2.5), "clients must be a whole number"),  # pyright: ignore[reportArgumentType]
-        (lambda: iid(clients=360), "clients must be a whole number"),
+        (lambda: iid(clients=360), "clients must be at most 359, as many as there are test examples"),
         (lambda: diabetes(by="height"), "by must be one of age"),  # pyright: ignore[reportArgumentType]
         (lambda: dirichlet(min_size=1, alpha=0.01, validation=0.5, calibration=0.4), "a larger min_size"),
     ],
