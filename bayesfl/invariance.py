@@ -104,7 +104,7 @@ class Annealed:
     def __post_init__(self) -> None:
         if not 0 <= number("gamma", self.gamma) < torch.inf:
             raise ValueError(f"gamma is the weight of a penalty and must be >= 0 and finite, got {self.gamma}; 0 leaves the penalty out")
-        whole("the annealing round", self.start, least=0)
+        whole("anneal, the round from which the penalty counts in full,", self.start, least=0)
 
     def weight(self, round: int) -> float:
         """gamma_t."""

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bayesfl.checks import number, whole
+from bayesfl.checks import instance, number, whole
 from bayesfl.layout import Layout
 from bayesfl.random import Purpose, generator
 
@@ -80,8 +80,10 @@ def anew(module: nn.Module, *, pattern: str = "*") -> Callable[[np.random.Genera
         pattern: The block's parameters, as in `Block.names`.
 
     Raises:
+        TypeError: It is no module.
         ValueError: A layer has parameters and no `reset_parameters`.
     """
+    instance("model", module, nn.Module, "build one, as bf.models.mlp(clients.inputs, outputs=clients.outputs)")
     stuck = [
         name
         for name, layer in module.named_modules()
@@ -89,7 +91,8 @@ def anew(module: nn.Module, *, pattern: str = "*") -> Callable[[np.random.Genera
     ]
     if stuck:
         raise ValueError(
-            f"layers {stuck} have no reset_parameters, by which their weights could be drawn anew; give the block another start"
+            f"layers {stuck} have no reset_parameters, by which their weights could be drawn anew: give them such a method, as torch's "
+            "layers have, or their block another start"
         )
     layout = Layout(module, pattern)
 

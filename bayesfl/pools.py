@@ -26,6 +26,21 @@ def equal(server: Server, uplink: Uplink) -> Tensor:
     return torch.ones_like(uplink["n"])
 
 
+def counted(weight: Weight, server: Server, uplink: Uplink, clients: int) -> Tensor:
+    """What the clients count, in float64: [C], or [C, M] for the copies of a block.
+
+    Raises:
+        ValueError: The weight gives something else than a number >= 0 for each client.
+    """
+    found = weight(server, uplink)
+    if not isinstance(found, Tensor) or found.dim() not in (1, 2) or len(found) != clients:
+        got = f"a tensor {list(found.shape)}" if isinstance(found, Tensor) else repr(found)
+        raise ValueError(f"weight must give one number for each of the {clients} clients whose uplinks it gets, got {got}")
+    if not bool((found >= 0).all()):
+        raise ValueError(f"weight must give numbers >= 0, got {float(found.min())}")
+    return found.double()
+
+
 def _add(total: Tensors | None, summands: dict[str, tuple[Tensor, Tensor]]) -> Tensors:
     """Adds weight * value, client after client: {name: (weight [C], or [C, M] for copies, value [C, ...])}."""
     if total is None:
@@ -57,7 +72,7 @@ class Mean:
 
     def accumulate(self, total: Tensors | None, server: Server, name: str, uplink: Uplink) -> Tensors:
         """Adds the weights and the weighted centres."""
-        weight = self.weight(server, uplink).double()
+        weight = counted(self.weight, server, uplink, len(uplink[name]["loc"]))
         ones = torch.ones_like(weight)
         return _add(total, {"weight": (weight, ones), "loc": (weight, uplink[name]["loc"])})
 
@@ -170,7 +185,7 @@ class MomentMatched(_Gaussian):
     def accumulate(self, total: Tensors | None, server: Server, name: str, uplink: Uplink) -> Tensors:
         """Adds weighted variances, and moments of the means about the server's centre, so that small spreads survive rounding."""
         loc, variance = self._moments(name, uplink)
-        weight = self.weight(server, uplink).double()
+        weight = counted(self.weight, server, uplink, len(uplink[name]["loc"]))
         shift = loc - server[name]["loc"].double()
         ones = torch.ones_like(weight)
         return _add(
@@ -198,7 +213,7 @@ class Barycentre(_Gaussian):
     def accumulate(self, total: Tensors | None, server: Server, name: str, uplink: Uplink) -> Tensors:
         """Adds weighted means and standard deviations."""
         loc, variance = self._moments(name, uplink)
-        weight = self.weight(server, uplink).double()
+        weight = counted(self.weight, server, uplink, len(uplink[name]["loc"]))
         ones = torch.ones_like(weight)
         return _add(total, {"weight": (weight, ones), "loc": (weight, loc), "scale": (weight, variance.sqrt())})
 

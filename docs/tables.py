@@ -331,13 +331,14 @@ def perinvfl() -> str:
         name, method, _ = key.rsplit("/", 2)
         row = sets.setdefault(name, {}).setdefault(method, {})
         for measure, value in (cell["row"] | cell.get("chosen", {})).items():
-            row.setdefault(measure, []).append(value)
+            slope = measure in {f"g{j}" for j in range(4)}  # their size, which signs that differ by seed would hide
+            row.setdefault(measure, []).append(abs(value) if slope else value)
     cases = [f"p{p}" for p in (0.1, 0.2, 0.3, 0.4, 0.5)]
     percent: dict[str, Any] = {"scale": 100.0, "digits": 1}
     scored = [report.Column(case, title=f"p = {case[1:]} (%)", **percent) for case in cases]
     scored += [report.Column(key, title=key, **percent) for key in ("worst", "average")]
     scored += [report.Column("held_back", title="training colours", **percent), report.Column("seeds", digits=0)]
-    seen = [report.Column(f"g{j}", title=f"g, client {j}", digits=4) for j in range(4)]
+    seen = [report.Column(f"g{j}", title=f"abs(g), client {j}", digits=4) for j in range(4)]
     seen += [report.Column(f"turn{k}", title=f"logits at {90 * k}°", digits=2) for k in range(4)]
     seen += [report.Column("rate", title="personal rate", digits=4), report.Column("lam", title="pull", digits=1)]
     parts = []

@@ -5,8 +5,9 @@
 
 Every example follows one of three linear rules; every client draws rules in shares of its own. Prints accuracy of FedEM, D-FedEM (no
 server) and of Local, FedAvg, FedProx, FedAvg-FT (FedAvg+), clustered FL and IFCA, its mean over clients and that of the worst tenth, each
-at the learning rate that is best on validation data; how far the learned mixture weights are from the true ones, in L1 after the best
-matching of components, beside guessing equal shares. Table and a picture of the weights go into a run folder.
+at the learning rate that is best on validation data; the clusters into which clustered FL has split; how far the learned mixture weights
+are from the true ones, in L1 after the best matching of components, beside guessing equal shares. Table and a picture of the weights go
+into a run folder.
 
 Momentum begins anew in each round here, FedProx's mu is 1 and FedAvg-FT fine-tunes at the first round's rate; `benchmarks/papers/fedem.py`
 follows the authors' code in all three, so its figures differ.
@@ -46,6 +47,7 @@ COLUMNS = (
     report.Column("accuracy_decile", title="worst tenth (%)", scale=100, digits=1, better="higher"),
     report.Column("nll", title="NLL (nats)", better="lower"),
     report.Column("rate", title="learning rate", digits=2),
+    report.Column("clusters", digits=0),
     report.Column("l1", title="weights: L1", better="lower"),
     report.Column("l1_guess", title="of equal shares"),
 )
@@ -94,8 +96,8 @@ def picture(weights: dict[str, np.ndarray], path: Path) -> None:
             label = f"component {m}"
             axis.bar(np.arange(len(rows)), rows[order, m], bottom=bottom, width=1.0, color=bf.plots.OKABE_ITO[m], label=label)
             bottom += rows[order, m]
-        axis.set(ylabel=f"{name}: weight", ylim=(0, 1), xlim=(-0.5, len(rows) - 0.5))
-    axes[-1].set_xlabel("client")
+        axis.set(ylabel=f"{name}: weight", ylim=(0, 1), xlim=(-0.5, len(rows) - 0.5), xticks=[])
+    axes[-1].set_xlabel("clients, those with the same largest true weight together")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=weights["true"].shape[1], frameon=False)
     with atomic_path(path) as temporary:
         figure.savefig(temporary, dpi=120)
@@ -113,19 +115,24 @@ def compare(options: argparse.Namespace) -> None:
     true = np.array(clients.recipe["weights"])
     model = torch.nn.Linear(clients.inputs[0], 1)
     rows: dict[str, dict[str, float]] = {}
-    weights = {"true": true}
+    weights, splits = {"true": true}, ""
     for name in options.methods:
         result, rate = chosen(METHODS[name], model, clients, options)
         rows[name] = {
             key: value for key, value in result.predict().summary(clients.test).items() if key in ("accuracy", "accuracy_decile", "nll")
         }
         rows[name]["rate"] = rate
+        if "cluster" in result.server:
+            sizes = sorted(torch.bincount(result.server["cluster"]).tolist(), reverse=True)
+            rows[name]["clusters"] = len(sizes)
+            splits = f"{name}, clusters of {', '.join(map(str, sizes))} clients" if len(sizes) > 1 else f"{name} did not split"
         if name in MIXTURES:
             weights[name] = matched(result.private["pi"].numpy(), true)
             rows[name]["l1"] = float(np.abs(weights[name] - true).sum(1).mean())
             rows[name]["l1_guess"] = float(np.abs(1 / true.shape[1] - true).sum(1).mean())
         report.write_json(options.out / "table.json", {"arguments": vars(options), "environment": report.environment(), "rows": rows})
     table = report.table(rows, columns=[c for c in COLUMNS if any(c.key in row for row in rows.values())])
+    table += f"\n\n{splits}." if splits else ""
     print(f"\n{clients}, {options.rounds} rounds, seed {options.seed}; last round, mean over clients; * best\n\n{table}")
     atomic_write(options.out / "table.txt", table + "\n")
     picture(weights, options.out / "weights.png")

@@ -297,6 +297,26 @@ def test_barycentre_golden():
     assert_close(w2(middle, ends), torch.tensor([2.5, 2.5]).double())
 
 
+@pytest.mark.parametrize(
+    ("weight", "message"),
+    [
+        (
+            lambda server, uplink: torch.ones(2),
+            r"weight must give one number for each of the 5 clients whose uplinks it gets, got a tensor \[2\]",
+        ),
+        (lambda server, uplink: torch.tensor(1.0), r"got a tensor \[\]"),
+        (lambda server, uplink: 1.0, "got 1.0"),
+        (lambda server, uplink: -uplink["n"], "weight must give numbers >= 0, got -25.0"),
+        (lambda server, uplink: uplink["n"] * torch.nan, "weight must give numbers >= 0, got nan"),
+    ],
+)
+@pytest.mark.parametrize("pool", [Mean, MomentMatched, Barycentre])
+def test_weights_that_do_not_fit(pool, weight, message):
+    """Before anything is added."""
+    with pytest.raises(ValueError, match=message):
+        pooled(pool(weight=weight), *federation())
+
+
 # Stacked
 
 

@@ -27,7 +27,7 @@ from bayesfl.checks import number, whole
 from bayesfl.likelihood import Categorical
 from bayesfl.optim import Rate
 from bayesfl.phases import Once
-from bayesfl.pools import Stack, by_size
+from bayesfl.pools import Stack, by_size, counted
 from bayesfl.protocols import Batch, Likelihood, Server, Uplink, View, Weight
 
 log = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ def clustered(
     def combine(server: Server, ids: Tensor, uplink: Uplink) -> Server:
         cluster, models = server["cluster"].clamp_min(0), list(server["models"].double())
         updates = uplink["w"]["loc"].double() - torch.stack(models)[cluster[ids]]
-        counts = weight(server, uplink).double()
+        counts = counted(weight, server, uplink, len(ids))
 
         def mean(places: Tensor) -> Tensor:
             return counts[places] @ updates[places] / counts[places].sum()

@@ -60,7 +60,7 @@ def fedem(
 
     A component may die: one that explains no example anywhere is trained on none, and comes back only by chance. `result.server["usage"]`
     [M] is the share of the examples that each component made, from the pi that clients sent last; those that fall below a thousandth, or
-    rise above it again, are named in the log.
+    rise above it again, are named in the log. So the server learns every client's pi, which the paper's clients need not tell.
 
     Args:
         model: Any module, the architecture of a component; the components draw their starts anew from its layers.

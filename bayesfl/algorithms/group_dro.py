@@ -62,6 +62,7 @@ def group_dro(
         ValueError: A number lies outside its range; in the first round, a client has more environments.
     """
     whole("environments", environments, least=1)
+    whole("steps", steps, least=1)
     if not 0 <= number("eta", eta) < math.inf:
         raise ValueError(f"eta is the step of the weights and must be >= 0 and finite, got {eta}")
     if loss_examples is not None:

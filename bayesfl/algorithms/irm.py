@@ -53,7 +53,7 @@ def irm(
         model: Any module.
         gamma: Weight of a client's squared slopes from round `anneal` on; 0 is FedAvg with a ridge. Among J clients of one size it
             counts as gamma / J does with all data on one.
-        anneal: Round, counted from 0, at which the penalty's weight goes from 1 to gamma.
+        anneal: Round, counted from 0, at which the penalty's weight goes from 1 to gamma; a run of no more rounds never comes to it.
         estimator: Of the squares from mini-batches, see `bayesfl.invariance.squared_slopes`.
         l2: Of the ridge l2 |w|^2, divided by max(1, gamma_t) with the rest.
         steps: Mini-batches of a client in a round.
@@ -65,6 +65,7 @@ def irm(
     Raises:
         ValueError: A number lies outside its range, or the estimator is none.
     """
+    whole("steps", steps, least=1)
     annealed = Annealed(gamma, start=anneal)
     step = Descend(
         "w",

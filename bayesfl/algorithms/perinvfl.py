@@ -102,6 +102,7 @@ def perinvfl(
         )
     if not 0 <= number("lam", lam) < math.inf:
         raise ValueError(f"lam must be >= 0 and finite, got {lam}")
+    whole("steps", steps, least=1)
     whole("personal_steps", personal_steps, least=1)
     whole("adapt_steps", adapt_steps, least=1)
     rest = {

@@ -11,6 +11,8 @@ models Marfoq, Neglia, Bellet, Kameni, Vidal, "Federated multi-task learning und
 import torch
 from torch import Tensor
 
+from bayesfl.checks import whole
+
 LEAST = 1e-12
 """Least mixture weight: one that is exactly 0 could never come back."""
 
@@ -21,6 +23,9 @@ def responsibilities(weights: Tensor, losses: Tensor) -> tuple[Tensor, Tensor]:
     Args:
         weights: pi [..., M], on the simplex.
         losses: Negative log densities of each component, [..., M, N], in nats.
+
+    Raises:
+        ValueError: There are not as many weights as components.
     """
     joint = _joint(weights, losses)
     evidence = joint.logsumexp(-1)
@@ -46,6 +51,9 @@ def bound(weights: Tensor, losses: Tensor, q: Tensor) -> Tensor:
         weights: pi [..., M].
         losses: [..., M, N], as in `responsibilities`.
         q: Any distributions over components, [..., N, M].
+
+    Raises:
+        ValueError: As `responsibilities`.
     """
     return (q * _joint(weights, losses) + torch.special.entr(q)).sum(-1)
 
@@ -57,7 +65,11 @@ def fit_weights(losses: Tensor, counts: Tensor, *, iterations: int = 20) -> Tens
         losses: [..., M, N].
         counts: [..., N].
         iterations: How many.
+
+    Raises:
+        ValueError: `iterations` is no whole number of at least 1.
     """
+    whole("iterations", iterations, least=1)
     pi = torch.full_like(losses[..., 0], 1 / losses.shape[-2])
     for _ in range(iterations):
         pi = mean_weights(responsibilities(pi, losses)[0], counts)
@@ -66,4 +78,6 @@ def fit_weights(losses: Tensor, counts: Tensor, *, iterations: int = 20) -> Tens
 
 def _joint(weights: Tensor, losses: Tensor) -> Tensor:
     """Of each example and component log pi_m + log p_m(y | x), [..., N, M] in nats."""
+    if losses.dim() < 2 or losses.shape[-2] != weights.shape[-1]:
+        raise ValueError(f"losses must be [..., M, N] for weights [..., M], got {list(losses.shape)} for {list(weights.shape)}")
     return (weights.clamp_min(LEAST).log().unsqueeze(-1) - losses).mT

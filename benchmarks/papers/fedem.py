@@ -5,8 +5,8 @@
 Each method's learning rate is the best of the grid on data of the same clients that are used for nothing else (the same sizes, mixture
 weights and rules, other examples, but for the first client's, which are the same; a fifth is held back to choose), seed 0; then it is
 trained once for each seed of starts and batches. The clients' sizes are those of the authors' seed, with 2,000 test examples of each
-client. Momentum, where a method has it, is kept between rounds, as in the authors' code; rates fall tenfold at half and at three quarters of
-the rounds, but for pFedMe's.
+client. Momentum, where a method has it, is kept between rounds, as in the authors' code; rates fall tenfold at half and at three quarters
+of the rounds, but for pFedMe's.
 Resumable: what is finished stands in the results and is passed over. Results: benchmarks/results/papers/fedem.json;
 `python docs/tables.py` writes the page from them.
 """

@@ -353,3 +353,5 @@ def test_options_that_do_not_work(options: dict[str, Any], error: type[Exception
     """Refused as the method is made."""
     with pytest.raises(error, match=message):
         bf.algorithms.fedem(nn.Linear(2, 2), **options)
+    with pytest.raises(TypeError, match="model must be of type Module, got NoneType; build one"):
+        bf.algorithms.fedem(None)  # pyright: ignore[reportArgumentType]

@@ -830,7 +830,7 @@ def test_more_environments_than_weights_are_refused(clients: FederatedData):
     [
         ("irm", {"gamma": -1.0}, "gamma is the weight of a penalty and must be >= 0"),
         ("irm", {"gamma": float("inf")}, "gamma is the weight of a penalty and must be >= 0"),
-        ("irm", {"anneal": -1}, "the annealing round must be at least 0"),
+        ("irm", {"anneal": -1}, "anneal, the round from which the penalty counts in full, must be at least 0"),
         ("irm", {"estimator": "none"}, "estimator must be 'biased' or 'unbiased'"),
         ("irm", {"l2": -0.1}, "l2 must be >= 0"),
         ("irm", {"optimiser": 0.1}, r"optimiser must be one of bayesfl.optim, such as SGD\(0.1\), got 0.1"),
@@ -860,7 +860,7 @@ def test_mistakes_are_named(name: str, options: dict[str, Any], message: str):
     [
         ({"gamma": -1.0}, "gamma is the weight of a penalty"),
         ({"gamma": float("nan")}, "gamma is the weight of a penalty"),
-        ({"anneal": -3}, "the annealing round must be at least 0, got -3"),
+        ({"anneal": -3}, "anneal, the round from which the penalty counts in full, must be at least 0, got -3"),
         ({"estimator": "zzz"}, "estimator must be 'biased' or 'unbiased', got 'zzz'"),
         ({"l2": -1.0}, "l2 must be >= 0 and finite, got -1"),
         ({"lam": -1.0}, "lam must be >= 0 and finite, got -1"),

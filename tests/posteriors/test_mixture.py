@@ -63,3 +63,14 @@ def test_a_component_may_die_and_come_back():
     q, _ = mixture.responsibilities(dead, losses)
     assert float(q[0, 1]) > 0.99
     assert float(mixture.mean_weights(torch.tensor([[1.0, 0.0]], dtype=torch.float64), torch.ones(1, dtype=torch.float64))[1]) > 0
+
+
+def test_shapes_that_do_not_fit():
+    """Weights are of components, the last axis but one of the losses."""
+    pi, losses = torch.full((3,), 1 / 3), torch.zeros(4, 3)
+    with pytest.raises(ValueError, match=r"losses must be \[..., M, N\] for weights \[..., M\], got \[4, 3\] for \[3\]"):
+        mixture.responsibilities(pi, losses)
+    with pytest.raises(ValueError, match=r"got \[4, 3\] for \[3\]"):
+        mixture.bound(pi, losses, torch.zeros(3, 4))
+    with pytest.raises(ValueError, match="iterations must be at least 1, got 0"):
+        mixture.fit_weights(losses.mT, torch.ones(4), iterations=0)
