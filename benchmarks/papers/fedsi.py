@@ -9,15 +9,14 @@ the work folder. Results: benchmarks/results/papers/fedsi.json; `python docs/tab
 """
 
 import argparse
-import importlib.util
 import json
-import sys
+import runpy
 import tempfile
 import time
 import warnings
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -49,20 +48,7 @@ PUBLISHED: dict[str, dict[str, dict[str, float]]] = {
         "FedSI": {"accuracy": 88.41, "ece": 0.057, "mce": 0.232, "brier": 0.182},
     },
 }
-
-
-def load_example() -> ModuleType:
-    """examples/fedsi.py, which is no package."""
-    spec = importlib.util.spec_from_file_location("fedsi_example", ROOT / "examples" / "fedsi.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["fedsi_example"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-example = load_example()
+example = SimpleNamespace(**runpy.run_path(str(ROOT / "examples" / "fedsi.py")))
 
 
 def local(model: torch.nn.Module, preset: Any) -> bf.Algorithm:

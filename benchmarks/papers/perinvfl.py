@@ -14,12 +14,11 @@ writes the page from them.
 """
 
 import argparse
-import importlib.util
 import json
-import sys
+import runpy
 import time
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -42,20 +41,7 @@ ANCHOR = "coloured mnist, central"
 ANCHORS = {"IRM": 91257.18613115903, "ERM": 0.0}
 # Training and test accuracy (%) of IRM's authors, mean of ten runs.
 PUBLISHED = {"IRM": {"training": 70.8, "test": 66.9}, "ERM": {"training": 87.4, "test": 17.1}}
-
-
-def load_example() -> ModuleType:
-    """examples/perinvfl.py, which is no package."""
-    spec = importlib.util.spec_from_file_location("perinvfl_example", ROOT / "examples" / "perinvfl.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["perinvfl_example"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-example = load_example()
+example = SimpleNamespace(**runpy.run_path(str(ROOT / "examples" / "perinvfl.py")))
 
 
 def run(name: str, method: str, seed: int, chosen: dict[str, float] | None, arguments: argparse.Namespace) -> dict[str, Any]:
