@@ -233,6 +233,6 @@ def reweighted(log_q: Tensor, risk: Tensor, present: Tensor, eta: float) -> Tens
     """
     there = present > 0
     before = torch.where(there, log_q.double(), -torch.inf)
-    raised = before + torch.where(there, eta * risk.double(), 0.0)
+    raised = before + eta * risk.double()
     new = raised - raised.flatten().logsumexp(0) + before.flatten().logsumexp(0)
     return torch.where(there, new, torch.full_like(new, torch.finfo(log_q.dtype).min))

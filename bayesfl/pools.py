@@ -26,18 +26,20 @@ def equal(server: Server, uplink: Uplink) -> Tensor:
     return torch.ones_like(uplink["n"])
 
 
-def counted(weight: Weight, server: Server, uplink: Uplink, clients: int) -> Tensor:
-    """What the clients count, in float64: [C], or [C, M] for the copies of a block.
+def counted(weight: Weight, server: Server, uplink: Uplink, name: str) -> Tensor:
+    """What the clients count, in float64: [C], or [C, M] for the copies of the block `name`.
 
     Raises:
-        ValueError: The weight gives something else than a number >= 0 for each client.
+        ValueError: The weight gives something else than a finite number >= 0 for each client, or each copy.
     """
+    loc = uplink[name]["loc"]
+    allowed = [loc.shape[:axes] for axes in range(1, loc.dim())]
     found = weight(server, uplink)
-    if not isinstance(found, Tensor) or found.dim() not in (1, 2) or len(found) != clients:
-        got = f"a tensor {list(found.shape)}" if isinstance(found, Tensor) else repr(found)
-        raise ValueError(f"weight must give one number for each of the {clients} clients whose uplinks it gets, got {got}")
-    if not bool((found >= 0).all()):
-        raise ValueError(f"weight must give numbers >= 0, got {float(found.min())}")
+    if not isinstance(found, Tensor) or found.is_complex() or found.shape not in allowed:
+        got = f"a tensor {list(found.shape)} of {found.dtype}" if isinstance(found, Tensor) else repr(found)
+        raise ValueError(f"weight must give {' or '.join(str(list(shape)) for shape in allowed)} numbers for block {name!r}, got {got}")
+    if not bool(((found >= 0) & found.isfinite()).all()):
+        raise ValueError(f"weight must give finite numbers >= 0, got {found.flatten().tolist()}")
     return found.double()
 
 
@@ -72,7 +74,7 @@ class Mean:
 
     def accumulate(self, total: Tensors | None, server: Server, name: str, uplink: Uplink) -> Tensors:
         """Adds the weights and the weighted centres."""
-        weight = counted(self.weight, server, uplink, len(uplink[name]["loc"]))
+        weight = counted(self.weight, server, uplink, name)
         ones = torch.ones_like(weight)
         return _add(total, {"weight": (weight, ones), "loc": (weight, uplink[name]["loc"])})
 
@@ -185,7 +187,7 @@ class MomentMatched(_Gaussian):
     def accumulate(self, total: Tensors | None, server: Server, name: str, uplink: Uplink) -> Tensors:
         """Adds weighted variances, and moments of the means about the server's centre, so that small spreads survive rounding."""
         loc, variance = self._moments(name, uplink)
-        weight = counted(self.weight, server, uplink, len(uplink[name]["loc"]))
+        weight = counted(self.weight, server, uplink, name)
         shift = loc - server[name]["loc"].double()
         ones = torch.ones_like(weight)
         return _add(
@@ -213,7 +215,7 @@ class Barycentre(_Gaussian):
     def accumulate(self, total: Tensors | None, server: Server, name: str, uplink: Uplink) -> Tensors:
         """Adds weighted means and standard deviations."""
         loc, variance = self._moments(name, uplink)
-        weight = counted(self.weight, server, uplink, len(uplink[name]["loc"]))
+        weight = counted(self.weight, server, uplink, name)
         ones = torch.ones_like(weight)
         return _add(total, {"weight": (weight, ones), "loc": (weight, loc), "scale": (weight, variance.sqrt())})
 

@@ -300,14 +300,14 @@ def test_barycentre_golden():
 @pytest.mark.parametrize(
     ("weight", "message"),
     [
-        (
-            lambda server, uplink: torch.ones(2),
-            r"weight must give one number for each of the 5 clients whose uplinks it gets, got a tensor \[2\]",
-        ),
+        (lambda server, uplink: torch.ones(2), r"weight must give \[5\] numbers for block 'w', got a tensor \[2\] of torch.float32"),
+        (lambda server, uplink: torch.ones(5, 1), r"weight must give \[5\] numbers for block 'w', got a tensor \[5, 1\]"),
         (lambda server, uplink: torch.tensor(1.0), r"got a tensor \[\]"),
+        (lambda server, uplink: torch.ones(5) * 1j, "got a tensor .* of torch.complex64"),
         (lambda server, uplink: 1.0, "got 1.0"),
-        (lambda server, uplink: -uplink["n"], "weight must give numbers >= 0, got -25.0"),
-        (lambda server, uplink: uplink["n"] * torch.nan, "weight must give numbers >= 0, got nan"),
+        (lambda server, uplink: -uplink["n"], "weight must give finite numbers >= 0, got .*-25.0"),
+        (lambda server, uplink: uplink["n"] * torch.nan, "weight must give finite numbers >= 0, got .*nan"),
+        (lambda server, uplink: uplink["n"] * torch.inf, "weight must give finite numbers >= 0, got .*inf"),
     ],
 )
 @pytest.mark.parametrize("pool", [Mean, MomentMatched, Barycentre])
@@ -315,6 +315,17 @@ def test_weights_that_do_not_fit(pool, weight, message):
     """Before anything is added."""
     with pytest.raises(ValueError, match=message):
         pooled(pool(weight=weight), *federation())
+
+
+def test_copies_are_weighed_together_or_each():
+    """[C] or [C, M], and nothing else, for a block [C, M, D]."""
+    loc = numbers(5, 2, 3)
+    server, uplink = {"w": {"loc": numbers(2, 3, seed=1)}}, {"n": torch.arange(1.0, 6).double(), "w": {"loc": loc}}
+    each = torch.rand(5, 2, generator=torch.Generator().manual_seed(2), dtype=DOUBLE)
+    assert_close(pooled(Mean(lambda s, u: each), server, uplink)["loc"], torch.einsum("cm,cmd->md", each / each.sum(0), loc))
+    assert_close(pooled(Mean(equal), server, uplink)["loc"], loc.mean(0))
+    with pytest.raises(ValueError, match=r"weight must give \[5\] or \[5, 2\] numbers for block 'w', got a tensor \[5, 3\]"):
+        pooled(Mean(lambda s, u: torch.ones(5, 3)), server, uplink)
 
 
 # Stacked

@@ -103,7 +103,7 @@ def clustered(
     def combine(server: Server, ids: Tensor, uplink: Uplink) -> Server:
         cluster, models = server["cluster"].clamp_min(0), list(server["models"].double())
         updates = uplink["w"]["loc"].double() - torch.stack(models)[cluster[ids]]
-        counts = counted(weight, server, uplink, len(ids))
+        counts = counted(weight, server, uplink, "w")
 
         def mean(places: Tensor) -> Tensor:
             return counts[places] @ updates[places] / counts[places].sum()

@@ -44,7 +44,7 @@ def group_dro(
     """Federate `model` by GroupDRO over the environments of all clients; the data need environments.
 
     Only the weights of a round's cohort move among themselves, their sum kept; what is kept for environments that a client turns out to
-    lack goes to all others alike. `result.server["log_q"]` has their logarithms, [J, environments].
+    lack goes to all others alike, once it has taken part. `result.server["log_q"]` has their logarithms, [J, environments].
 
     Args:
         model: Any module.

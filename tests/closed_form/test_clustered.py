@@ -226,6 +226,11 @@ def test_two_groups_by_complete_linkage():
     assert still[3]
 
 
+def test_weights_that_do_not_fit(planted: FederatedData):
+    with pytest.raises(ValueError, match=r"weight must give \[11\] numbers for block 'w', got a tensor \[11, 1\]"):
+        run(started(weight=lambda server, uplink: uplink["n"].unsqueeze(-1)), planted, 1)
+
+
 def test_bad_thresholds_are_refused():
     """By name."""
     with pytest.raises(ValueError, match=r"eps1 is a length in units .* got -1"):

@@ -671,6 +671,12 @@ def test_no_optimiser_steps_what_nobody_is_sent(clients: FederatedData, model: n
         run(stepped, clients, rounds=1)
 
 
+def test_one_optimiser_on_the_server_is_enough(clients: FederatedData):
+    twice = with_optimiser(bf.algorithms.irm(nn.Linear(8, 3), server_optimiser=Adam(0.01)), SGD(1.0))
+    with pytest.raises(ValueError, match="has an optimiser on the server already"):
+        run(twice, clients, rounds=1)
+
+
 def test_momentum_on_the_server(clients: FederatedData):
     """v <- 0.5 v + (w - mean), w <- w - 0.8 v, from what FedAvg makes of each round."""
     average = bf.algorithms.fedavg(nn.Linear(8, 3), epochs=2, batch_size=None, lr=0.1)
@@ -837,6 +843,9 @@ def test_more_environments_than_weights_are_refused(clients: FederatedData):
         ("irm", {"server_optimiser": "adam"}, r"server_optimiser must be one of bayesfl.optim, such as SGD\(0.1\), got 'adam'"),
         ("group_dro", {"server_optimiser": Adam}, r"server_optimiser must be one of bayesfl.optim, such as SGD\(0.1\), got <class"),
         ("irm", {"server_optimiser": SGD(cosine(0.1))}, "the server's optimiser needs one learning rate"),
+        ("irm", {"steps": None}, "steps must be a whole number, got None"),
+        ("group_dro", {"steps": None}, "steps must be a whole number, got None"),
+        ("perinvfl", {"steps": None, "lower": "group_dro"}, "steps must be a whole number, got None"),
         ("irm_l2", {"lam": -0.1}, "lam must be >= 0"),
         ("irm_ft", {"personal_steps": 0}, "personal_steps must be at least 1"),
         ("group_dro", {"eta": -0.1}, "eta is the step of the weights and must be >= 0"),

@@ -72,5 +72,7 @@ def test_shapes_that_do_not_fit():
         mixture.responsibilities(pi, losses)
     with pytest.raises(ValueError, match=r"got \[4, 3\] for \[3\]"):
         mixture.bound(pi, losses, torch.zeros(3, 4))
+    with pytest.raises(ValueError, match=r"got \[3\] for \[3\]"):
+        mixture.responsibilities(pi, torch.zeros(3))
     with pytest.raises(ValueError, match="iterations must be at least 1, got 0"):
         mixture.fit_weights(losses.mT, torch.ones(4), iterations=0)
