@@ -2,7 +2,7 @@
 
     python examples/perinvfl.py                                  # coloured digits, no download, about two minutes on one core
     python examples/perinvfl.py --upright --out runs/upright     # the same without rotation: the control
-    python examples/perinvfl.py --data rc-mnist --rounds 201 --out runs/rc-mnist     # the paper's sets: rotated coloured MNIST, or rc-fmnist
+    python examples/perinvfl.py --data rc-mnist --rounds 201 --out runs/rc-mnist     # the paper's sets, or rc-fmnist
 
 In training, colour tells the label more often than shape does, differently so at each of four clients, and every client's images are turned
 by an angle of its own. Prints the accuracy where colour agrees with the label in a share p of 0.1 to 0.5 of the images, five cases scored
