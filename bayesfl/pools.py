@@ -30,7 +30,8 @@ def counted(weight: Weight, server: Server, uplink: Uplink, name: str) -> Tensor
     """What the clients count, in float64: [C], or [C, M] for the copies of the block `name`.
 
     Raises:
-        ValueError: The weight gives something else than a finite number >= 0 for each client, or each copy.
+        ValueError: The weight gives something else than a number for each client, or each copy. Whether it is finite depends on what
+            clients report, and is looked at when the round is done.
     """
     loc = uplink[name]["loc"]
     allowed = [loc.shape[:axes] for axes in range(1, loc.dim())]
@@ -38,8 +39,6 @@ def counted(weight: Weight, server: Server, uplink: Uplink, name: str) -> Tensor
     if not isinstance(found, Tensor) or found.is_complex() or found.shape not in allowed:
         got = f"a tensor {list(found.shape)} of {found.dtype}" if isinstance(found, Tensor) else repr(found)
         raise ValueError(f"weight must give {' or '.join(str(list(shape)) for shape in allowed)} numbers for block {name!r}, got {got}")
-    if not bool(((found >= 0) & found.isfinite()).all()):
-        raise ValueError(f"weight must give finite numbers >= 0, got {found.flatten().tolist()}")
     return found.double()
 
 

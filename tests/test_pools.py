@@ -305,9 +305,6 @@ def test_barycentre_golden():
         (lambda server, uplink: torch.tensor(1.0), r"got a tensor \[\]"),
         (lambda server, uplink: torch.ones(5) * 1j, "got a tensor .* of torch.complex64"),
         (lambda server, uplink: 1.0, "got 1.0"),
-        (lambda server, uplink: -uplink["n"], "weight must give finite numbers >= 0, got .*-25.0"),
-        (lambda server, uplink: uplink["n"] * torch.nan, "weight must give finite numbers >= 0, got .*nan"),
-        (lambda server, uplink: uplink["n"] * torch.inf, "weight must give finite numbers >= 0, got .*inf"),
     ],
 )
 @pytest.mark.parametrize("pool", [Mean, MomentMatched, Barycentre])
