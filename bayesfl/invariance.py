@@ -233,6 +233,6 @@ def reweighted(log_q: Tensor, risk: Tensor, present: Tensor, eta: float) -> Tens
     """
     there = present > 0
     before = torch.where(there, log_q.double(), -torch.inf)
-    raised = before + eta * risk.double()
+    raised = torch.where(there, before + eta * risk.double(), -torch.inf)
     new = raised - raised.flatten().logsumexp(0) + before.flatten().logsumexp(0)
     return torch.where(there, new, torch.full_like(new, torch.finfo(log_q.dtype).min))

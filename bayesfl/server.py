@@ -47,8 +47,8 @@ def with_optimiser(algorithm: Algorithm, optimiser: Optimiser) -> Algorithm:
         now, own = entries(blocks), algorithm.server(blocks, clients)
         if STATE in own:
             raise ValueError("the method has an optimiser on the server already; give it one")
-        common, _ = algorithm.share({**blocks, **own}, torch.zeros(1, dtype=torch.long))
-        if apart := [name for name in gathered if name not in common]:
+        common, addressed = algorithm.share({**blocks, **own}, torch.zeros(1, dtype=torch.long))
+        if apart := [name for name in gathered if name not in common or name in addressed]:
             raise ValueError(
                 f"an optimiser on the server steps what is sent to everyone alike, and of this method {apart} are not: some clients get "
                 "others; leave the optimiser out"

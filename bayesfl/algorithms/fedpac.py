@@ -38,10 +38,9 @@ from bayesfl.protocols import Batch, Likelihood, Server, Uplink, View
 PARTS = ("body", "head")
 LEAST = 1e-3  # weights below it are none; of more than a hundred heads a tenth of equal shares, so that most of the weight always stays
 ROWS = 256  # examples whose features are held at once
-# In units of the median |h|^2 + V:
-FLOOR = 1e-9  # a client of one example says V = 0; it counts as this, so that a minimum is unique
-FAR = 1e4  # |h|^2 beyond this is shrunk to it, and V with it: numbers of too many sizes are beyond float64
-LOUD = 1e6  # V beyond this counts as it
+# A client of one example says V = 0. It counts as the larger of these, so that a minimum is unique:
+FLOOR = 1e-10  # in units of the median |h|^2 + V
+ROUNDING = 1e-13  # in units of the largest
 
 
 def mixing(h: Tensor, variance: Tensor, own: Tensor) -> Tensor:
@@ -55,11 +54,8 @@ def mixing(h: Tensor, variance: Tensor, own: Tensor) -> Tensor:
     h, variance, own = h.double(), variance.double(), own.double()
     sizes = h.square().sum(-1) + variance
     # Where nothing distinguishes the heads, no features and no variance, they count the same.
-    unit = max(float(sizes[sizes > 0].median()) if bool((sizes > 0).any()) else 0.0, torch.finfo(h.dtype).tiny ** 0.25)
-    # Bias and variance by one factor, so that what is weighed against what stays.
-    shrunk, own_shrunk = (FAR * unit / v.square().sum(-1, keepdim=True).clamp_min(FAR * unit) for v in (h, own))
-    h, own, variance = h * shrunk.sqrt(), own * own_shrunk.sqrt(), variance * shrunk.squeeze(-1)
-    variance = variance.clamp(FLOOR * unit, LOUD * unit)
+    floor = max(FLOOR * float(sizes.median()), ROUNDING * float(sizes.max()), torch.finfo(h.dtype).tiny ** 0.5)
+    variance = variance.clamp_min(floor)
     weights = simplex.minimise(h @ h.mT + torch.diag(variance), own @ h.mT)
     weights = torch.where(weights < min(LEAST, 0.1 / len(h)), 0.0, weights)
     return weights / weights.sum(-1, keepdim=True)

@@ -155,40 +155,38 @@ def enumerated(h: Tensor, v: Tensor) -> Tensor:
     return a / a.sum(1, keepdim=True)
 
 
-@pytest.mark.parametrize("size", [50.0, 255.0, 1e3, 1e5, 1e8, 1e15])
+@pytest.mark.parametrize("size", [50.0, 255.0, 1e3, 1e4, 1e5])
 @pytest.mark.parametrize("others", [1, 3])
-def test_clients_in_other_units_blur_nobody(size: float, others: int):
-    """Features times s and variances times s^2: the programs as they are, which float64 holds to 1e3 and hardly change from there."""
+def test_what_one_client_says_is_no_floor_for_the_rest(size: float, others: int):
+    """Features times s and variances times s^2: the programs as they stand."""
     h, v = apart()
     assert_close(mixing(h, v, h), enumerated(h, v), atol=1e-9, rtol=0)
     assert float(enumerated(h, v).diagonal().max()) < 0.8
     factor = torch.ones(7, dtype=torch.float64)
-    factor[:others] = min(size, 1e3)
-    wanted = enumerated(h * factor[:, None], v * factor**2)
     factor[:others] = size
-    found = mixing(h * factor[:, None], v * factor**2, h * factor[:, None])
-    assert_close(found[others:], wanted[others:], atol=0.01, rtol=0)
-    assert_close(found, wanted, atol=0.01 if others == 1 else 0.1, rtol=0)  # several are taken to be of one length
+    h, v = h * factor[:, None], v * factor**2
+    assert_close(mixing(h, v, h), enumerated(h, v), atol=2e-3, rtol=0)
 
 
-def test_beyond_what_is_shrunk():
-    """Bias and variance by one factor: the program is the same in other units. Variances alone of any size, and none, are no error."""
+def test_statistics_of_any_size():
+    """No error, whatever is far, loud, dark or certain; heads that nothing tells apart count the same."""
     far = torch.tensor([[1.0, 0.0], [0.0, 300.0]], dtype=torch.float64)
-    assert_close(mixing(far, torch.tensor([0.01, 900.0]), far)[1], torch.tensor([0.01, 0.99], dtype=torch.float64), atol=1e-3, rtol=0)
+    assert_close(mixing(far, torch.tensor([0.01, 900.0]), far)[1], torch.tensor([0.01, 0.99], dtype=torch.float64), atol=1e-4, rtol=0)
     h, v = apart()
-    for loud in (1e3, 1e10, 1e30):
-        found = mixing(h, torch.cat([torch.tensor([loud]).double(), v[1:]]), h)
-        assert not found[:, 0].any()
-        assert_close(found[1:, 1:], enumerated(h[1:], v[1:]), atol=0.01, rtol=0)
-    certain = mixing(torch.ones(4, 3), torch.tensor([0.0, 0.0, 0.0, 1e30]), torch.ones(4, 3))
-    assert_close(certain, torch.tensor([1 / 3, 1 / 3, 1 / 3, 0], dtype=torch.float64).expand(4, 4), atol=1e-3, rtol=0)
+    loud = mixing(h, torch.cat([torch.tensor([1e3]).double(), v[1:]]), h)
+    assert not loud[:, 0].any()
+    assert_close(loud[1:, 1:], enumerated(h[1:], v[1:]), atol=0.01, rtol=0)
     here = (torch.arange(7) > 3).double()  # most have no features and no variance
     dark, quiet = h * here[:, None], v * here
-    assert_close(mixing(dark, quiet, dark)[4:, 4:], enumerated(dark, quiet + 1e-9)[4:, 4:], atol=1e-3, rtol=0)
-    for scale in (1e3, 1e8, 1e15):  # alike, and certain
-        alike = torch.cat([scale * torch.ones(3, 30, dtype=torch.float64), h[3:]])
-        found = mixing(alike, torch.cat([torch.zeros(3).double(), v[3:]]), alike)
-        assert_close(found[:3, :3], torch.full((3, 3), 1 / 3, dtype=torch.float64), atol=1e-3, rtol=0)
+    assert_close(mixing(dark, quiet, dark)[4:, 4:], enumerated(dark, quiet + 1e-10)[4:, 4:], atol=1e-3, rtol=0)
+    for scale in (1e3, 1e8, 1e15, 1e30):
+        for variance in (v, v * torch.tensor([scale**2, *[1.0] * 6], dtype=torch.float64), 0 * v):
+            stretched = torch.cat([scale * torch.ones(3, 30, dtype=torch.float64), h[3:]])
+            found = mixing(stretched, variance, stretched)
+            assert_close(found.sum(1), torch.ones(7).double())
+            assert bool((found >= 0).all())
+    alike = mixing(stretched, 0 * v, stretched)
+    assert_close(alike[:3, :3], torch.full((3, 3), 1 / 3, dtype=torch.float64), atol=1e-3, rtol=0)
 
 
 @pytest.mark.parametrize("clients", [1, 2, 30])
