@@ -28,8 +28,8 @@ def with_optimiser(algorithm: Algorithm, optimiser: Optimiser) -> Algorithm:
 
     Raises:
         ValueError: It is none of `bayesfl.optim`, or its learning rate is a schedule; the server counts no rounds. At the start of a
-            run: the method has models of its own for each client or cluster (D-FedEM, FedPAC, clustered FL), which no step on a gathered
-            block would reach.
+            run: the method has an optimiser on the server already, or models of its own for each client or cluster (D-FedEM, FedPAC,
+            clustered FL), which no step on a gathered block would reach.
 
     References:
         Reddi et al., "Adaptive federated optimization", ICLR 2021, algorithm 1. FedAdam's own step has no bias correction.

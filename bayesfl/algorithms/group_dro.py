@@ -3,9 +3,10 @@
     min_w max_q sum_e q_e R_e(w),  q on the simplex of all clients' environments.
 
 Each round a client measures its R_e at the model received, and trains on  sum_e q_e R_e  over its own environments; the server makes
-q_e <- q_e exp(eta R_e) / Z  and averages the models by it, a client counting what its environments do. With one plain
-local step that is a gradient step on sum_e q_e R_e. The weights are known when all losses are, so the server holds a round's models till
-then. A client with one environment trains on its plain risk; for each environment it sends two numbers, the risk and whether it has any.
+q_e <- q_e exp(eta R_e) / Z  and averages the models by it, a client counting what its environments do. With one plain local step that is
+a gradient step on sum_e q_e R_e. The weights are known when all losses are, so the server holds a round's models till then. A client with
+one environment trains on its plain risk. Beside its model a client sends two numbers for each of `environments` places: the risk, and
+whether it has any example there.
 
 Source: Sagawa, Koh, Hashimoto, Liang, "Distributionally robust neural networks for group shifts", ICLR 2020, algorithm 1 (there for one
 machine); distributed as a baseline and as the lower problem of PerInvFL (see `perinvfl`). The released code of that paper keeps the first
@@ -43,8 +44,9 @@ def group_dro(
 ) -> Algorithm:
     """Federate `model` by GroupDRO over the environments of all clients; the data need environments.
 
-    Only the weights of a round's cohort move among themselves, their sum kept; what is kept for environments that a client turns out to
-    lack goes to all others alike, once it has taken part. `result.server["log_q"]` has their logarithms, [J, environments].
+    The weights of a round's cohort move among themselves, their sum kept. A client starts with weight at every one of its `environments`
+    places; when it first takes part and lacks some, their weight goes to all others in proportion. `result.server["log_q"]` has the
+    weights' logarithms, [J, environments].
 
     Args:
         model: Any module.
