@@ -38,7 +38,7 @@ from bayesfl.protocols import Batch, Likelihood, Server, Uplink, View
 PARTS = ("body", "head")
 LEAST = 1e-3  # weights below it are none; of more than a hundred heads a tenth of equal shares, so that most of the weight always stays
 ROWS = 256  # examples whose features are held at once
-# A client of one example says V = 0. It counts as the larger of these, so that a minimum is unique:
+# A client of one example says V = 0. V counts as the larger of these at least, so that a minimum is unique:
 FLOOR = 1e-10  # in units of the median |h|^2 + V
 ROUNDING = 1e-13  # in units of the largest
 
