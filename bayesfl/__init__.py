@@ -7,67 +7,76 @@ short compositions of the same few parts, and those parts on their own.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from bayesfl.blocks import Algorithm, Block
+from bayesfl import curvature, data, engine, likelihoods, models, optim, posteriors
+from bayesfl.composition import Algorithm, Block, Descend, Energy, Once, Repeat, invariance, pools, predictors, priors, topology
 from bayesfl.engine import Engine
-from bayesfl.local import DivergenceError
-from bayesfl.result import load
-from bayesfl.simulate import simulate
+from bayesfl.evaluation import metrics
+from bayesfl.federation.admission import Admission
+from bayesfl.federation.errors import DivergenceError
+from bayesfl.federation.privacy import ClientPrivacy
+from bayesfl.federation.saved import load
+from bayesfl.federation.secure import SecureSum
+from bayesfl.federation.simulation import simulate
+from bayesfl.posteriors import selection
 
 if TYPE_CHECKING:
-    from bayesfl import (
-        algorithms,
-        calibration,
-        curvature,
-        data,
-        detection,
-        metrics,
-        models,
-        plots,
-        posteriors,
-        predictors,
-        selection,
-        topology,
-    )
+    from bayesfl import algorithms, flower
+    from bayesfl.evaluation import calibration, detection, plots
+    from bayesfl.federation import faults
 
 __version__ = "0.1.0"
 __all__ = [
+    "Admission",
     "Algorithm",
     "Block",
+    "ClientPrivacy",
+    "Descend",
     "DivergenceError",
+    "Energy",
     "Engine",
+    "Once",
+    "Repeat",
+    "SecureSum",
     "algorithms",
     "calibration",
     "curvature",
     "data",
     "detection",
+    "engine",
+    "faults",
+    "flower",
+    "invariance",
+    "likelihoods",
     "load",
     "metrics",
     "models",
+    "optim",
     "plots",
+    "pools",
     "posteriors",
     "predictors",
+    "priors",
     "selection",
     "simulate",
     "topology",
 ]
 
-_MODULES = (
-    "algorithms",
-    "calibration",
-    "curvature",
-    "data",
-    "detection",
-    "metrics",
-    "models",
-    "plots",
-    "posteriors",
-    "predictors",
-    "selection",
-    "topology",
-)
+_LATER = {
+    "algorithms": "bayesfl.algorithms",
+    "calibration": "bayesfl.evaluation.calibration",
+    "detection": "bayesfl.evaluation.detection",
+    "faults": "bayesfl.federation.faults",
+    "flower": "bayesfl.flower",
+    "plots": "bayesfl.evaluation.plots",
+}
+"""Modules that are read when they are first asked for."""
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return importlib.import_module(f"bayesfl.{name}")
+    if name in _LATER:
+        return importlib.import_module(_LATER[name])
     raise AttributeError(f"module 'bayesfl' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

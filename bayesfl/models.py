@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bayesfl.checks import instance, number, whole
-from bayesfl.layout import Layout
-from bayesfl.random import Purpose, generator
+from bayesfl.base.checks import instance, number, whole
+from bayesfl.base.layout import Layout
+from bayesfl.base.random import Purpose, generator
 
 _BODY, _HEAD = 0, 1  # words of the addresses under Purpose.MODEL
 
@@ -427,3 +427,22 @@ def char_lstm(
         raise ValueError(f"inputs must be texts of L characters, (L,), got {inputs}")
     sizes = [whole(name, n, least=1) for name, n in (("embedding", embedding), ("hidden", hidden), ("layers", layers))]
     return _seeded(lambda: Split(_Reader(outputs, *sizes), nn.Linear(hidden, outputs)), seed, head_scale)
+
+
+def refuse_impure(model: nn.Module) -> None:
+    """Raises ValueError, naming the module, where one draws its own randomness in training or updates its buffers."""
+    for name, module in model.named_modules():
+        if not module.training:
+            continue
+        dropout = module.p if isinstance(module, nn.modules.dropout._DropoutNd) else getattr(module, "dropout", 0.0)
+        if isinstance(module, nn.RReLU) or (isinstance(dropout, float) and dropout > 0):
+            raise ValueError(
+                f"module {name!r} ({type(module).__name__}) draws its own randomness in training, which no address could repeat; "
+                "remove it, set its probability to 0, or put it in eval mode"
+            )
+        batch = isinstance(module, nn.modules.batchnorm._BatchNorm)  # even without running statistics it would see padded rows
+        if batch or (isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats):
+            raise ValueError(
+                f"module {name!r} ({type(module).__name__}) updates its buffers in training, and buffers are constants here; "
+                "use nn.GroupNorm instead, or put it in eval mode"
+            )

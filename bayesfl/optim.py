@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from bayesfl.checks import number
+from bayesfl.base.checks import number
 
 Schedule: TypeAlias = Callable[[int, int], float]
 Rate: TypeAlias = float | Schedule

@@ -28,8 +28,8 @@ from engines import high_water
 from torch import Tensor, nn
 
 import bayesfl as bf
-from bayesfl import report
-from bayesfl.curvature import Curvature
+from bayesfl.curvature import Curvature, invert
+from bayesfl.evaluation import report
 
 RESULTS = Path(__file__).parent / "results" / "curvature.json"
 SLOW = 15.0  # seconds; a side that takes longer runs once
@@ -83,7 +83,7 @@ def problem(name: str, quick: bool, *, paper: bool = False) -> Problem:
 
 def _laplace(p: Problem, backend: str, structure: str, **options: object):
     """A laplace-torch object, fitted on all samples in one batch."""
-    from bayesfl._torchvision import torchvision
+    from bayesfl.base.torchvision import torchvision
 
     torchvision()
     from laplace import Laplace
@@ -143,7 +143,7 @@ def _factor(p: Problem, times: float) -> dict[str, Side]:
         return make
 
     def ours() -> Run:
-        return lambda: Curvature(p.model, parameters="body.*").invert(p.x, 1.0, indices=p.indices)
+        return lambda: invert(Curvature(p.model, parameters="body.*"), p.x, 1.0, indices=p.indices)
 
     return {
         "ours": Side(ours),
@@ -163,7 +163,7 @@ def _predict(p: Problem, *, whole: bool, one_call: float, batches: float, defaul
 
     def ours(indices: Tensor | None) -> Callable[[], Run]:
         def make() -> Run:
-            inverse = Curvature(p.model, parameters="body.*").invert(p.x, 1.0, indices=indices)
+            inverse = invert(Curvature(p.model, parameters="body.*"), p.x, 1.0, indices=indices)
 
             def run() -> Tensor:
                 mean, covariance = inverse.predict(p.test)

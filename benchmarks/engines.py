@@ -30,9 +30,9 @@ import torch
 import torch.nn.functional as F
 
 import bayesfl as bf
-from bayesfl import report
 from bayesfl.data import FederatedData, SourceInfo, Split
-from bayesfl.likelihood import Bernoulli
+from bayesfl.evaluation import report
+from bayesfl.likelihoods import Bernoulli
 
 RESULTS = Path(__file__).parent / "results" / "engines.json"
 LR, MOMENTUM, BATCH = 0.05, 0.9, 50

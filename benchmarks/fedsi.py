@@ -23,8 +23,9 @@ import torch
 from engines import high_water
 
 import bayesfl as bf
-from bayesfl import report
 from bayesfl.data import FederatedData
+from bayesfl.evaluation import report
+from bayesfl.federation.result import Result
 from bayesfl.optim import SGD
 
 RESULTS = Path(__file__).parent / "results" / "fedsi.json"
@@ -56,7 +57,7 @@ def methods(clients: FederatedData) -> dict[str, bf.Algorithm]:
     }
 
 
-def one_round(result: bf.result.Result) -> tuple[bf.result.Result, float]:
+def one_round(result: Result) -> tuple[Result, float]:
     """The result a round later, and the seconds that it took."""
     result = bf.simulate(
         result.algorithm, result.data, rounds=result.round + 1, evaluate_every=None, progress=False, resume=result, engine=result.engine
@@ -64,7 +65,7 @@ def one_round(result: bf.result.Result) -> tuple[bf.result.Result, float]:
     return result, float(result.history["seconds"][-1])
 
 
-def started(algorithm: bf.Algorithm, clients: FederatedData, workers: int, rounds: int) -> bf.result.Result:
+def started(algorithm: bf.Algorithm, clients: FederatedData, workers: int, rounds: int) -> Result:
     """After `rounds` rounds."""
     return bf.simulate(algorithm, clients, rounds=rounds, evaluate_every=None, progress=False, engine=bf.Engine(workers=workers))
 

@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 
 import bayesfl as bf
-from bayesfl import report
 from bayesfl.data import FederatedData, SourceInfo, Split
-from bayesfl.result import present
+from bayesfl.evaluation import report
+from bayesfl.federation.settings import present
 
 RESULTS = Path(__file__).parent / "results" / "gpu.json"
 LR, MOMENTUM, BATCH, EPOCHS, EXAMPLES = 0.05, 0.9, 50, 2, 125

@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 import bayesfl as bf
-from bayesfl import report
 from bayesfl.data import FederatedData, SourceInfo, Split
+from bayesfl.evaluation import report
 
 RESULTS = Path(__file__).parent / "results" / "memory.json"
 LIMIT_MIB = 2048

@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 
 import bayesfl as bf
-from bayesfl import report
-from bayesfl.gather import Aggregation
-from bayesfl.privacy import ClientPrivacy, epsilon_own
-from bayesfl.secure import SecureSum
+from bayesfl.evaluation import report
+from bayesfl.federation.privacy import ClientPrivacy, epsilon_own
+from bayesfl.federation.replies import Aggregation
+from bayesfl.federation.secure import SecureSum
 
 RESULTS = Path(__file__).parent / "results" / "privacy.json"
 CLIENTS, PARTICIPATION, CLIP, DELTA, RATE = 300, 0.2, 1.0, 1e-3, 0.3

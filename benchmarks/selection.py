@@ -30,13 +30,13 @@ import torch
 from torch import Tensor, nn
 
 import bayesfl as bf
-from bayesfl import calibration, report, selection
-from bayesfl.detection import auroc, entropy
-from bayesfl.files import atomic_path
-from bayesfl.metrics import classification_summary
-from bayesfl.posteriors import Laplace
+from bayesfl.base.files import atomic_path
+from bayesfl.evaluation import calibration, report
+from bayesfl.evaluation.detection import auroc, entropy
+from bayesfl.evaluation.metrics import classification_summary
+from bayesfl.posteriors import Laplace, selection
 from bayesfl.posteriors.linearised import predictive
-from bayesfl.posteriors.precision import by_validation, predictive_nll
+from bayesfl.posteriors.prior_precision import by_validation, predictive_nll
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "selection.json"

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import bayesfl as bf
-from bayesfl import report
+from bayesfl.evaluation import report
 
 RESULTS = Path(__file__).parent / "results" / "sensitivity.json"
 SETTINGS: dict[str, dict[str, Any]] = {

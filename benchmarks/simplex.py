@@ -20,7 +20,8 @@ import torch
 from scipy.optimize import minimize
 from torch import Tensor
 
-from bayesfl import report, simplex
+from bayesfl.base import simplex
+from bayesfl.evaluation import report
 
 RESULTS = Path(__file__).parent / "results" / "simplex.json"
 AT_MOST = 0.3  # CPU seconds for all programs

@@ -32,7 +32,10 @@ nitpicky = True
 _BUILTIN = r"bool|bytes|callable|dict|float|int|list|object|str|tuple|type|KeyError|RuntimeError|TypeError|ValueError|FileNotFoundError"
 nitpick_ignore_regex = [
     (r"py:.*", r"(torch|numpy|np|nn|flwr|httpx|typing|collections|pathlib|os|enum|types|matplotlib)\.[\w.]+"),
-    (r"py:class", r"bayesfl\.(engine\.(crew\.(Item|Result)|driver\.T)|admission\.T|flower\.records\.T)"),  # type variables
+    (
+        r"py:class",
+        r"bayesfl\.(engine\.(crew\.(Item|Result)|driver\.T)|federation\.round\.T|federation\.admission\.T|flower\.records\.T)",
+    ),  # type variables
     (r"py:.*", rf"({_BUILTIN}|Tensor|Any|Callable|Mapping|Sequence|Iterator|Literal|Axes|Figure|optional|default|Ellipsis|None|\.\.\.)"),
 ]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import bayesfl as bf
-from bayesfl import report
+from bayesfl.evaluation import report
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"

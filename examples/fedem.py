@@ -24,9 +24,9 @@ import numpy as np
 import torch
 
 import bayesfl as bf
-from bayesfl import report
-from bayesfl.files import atomic_path, atomic_write
-from bayesfl.likelihood import Bernoulli
+from bayesfl.base.files import atomic_path, atomic_write
+from bayesfl.evaluation import report
+from bayesfl.likelihoods import Bernoulli
 from bayesfl.optim import multistep
 
 ONE: dict[str, Any] = {"epochs": 1, "batch_size": 128, "momentum": 0.9, "weight_decay": 5e-4, "likelihood": Bernoulli()}

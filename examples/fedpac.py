@@ -21,9 +21,9 @@ import numpy as np
 import torch
 
 import bayesfl as bf
-from bayesfl import report
+from bayesfl.base.files import atomic_path, atomic_write
 from bayesfl.data import FederatedData
-from bayesfl.files import atomic_path, atomic_write
+from bayesfl.evaluation import report
 
 EPOCHS = 6  # one of the head and five of the body, or of both
 SGD: dict[str, Any] = {"momentum": 0.5, "weight_decay": 5e-4}

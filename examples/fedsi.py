@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 import bayesfl as bf
-from bayesfl import calibration, detection, report
+from bayesfl.base.files import atomic_path, atomic_write
 from bayesfl.data import FederatedData, Split
-from bayesfl.files import atomic_path, atomic_write
-from bayesfl.metrics import classification_summary
+from bayesfl.evaluation import calibration, detection, report
+from bayesfl.evaluation.metrics import classification_summary
 from bayesfl.optim import SGD
 
 DRAWS = 100

@@ -32,11 +32,11 @@ from typing import Any
 import torch
 
 import bayesfl as bf
-from bayesfl import report
-from bayesfl.files import atomic_write
-from bayesfl.likelihood import Bernoulli
+from bayesfl import Descend
+from bayesfl.base.files import atomic_write
+from bayesfl.evaluation import report
+from bayesfl.likelihoods import Bernoulli
 from bayesfl.optim import Adam
-from bayesfl.phases import Descend
 
 CASES = (0.1, 0.2, 0.3, 0.4, 0.5)
 COLOUR = "(colour alone)"

@@ -19,8 +19,8 @@ from typing import Any, Literal
 import torch
 
 import bayesfl as bf
-from bayesfl import report
-from bayesfl.files import atomic_path, atomic_write
+from bayesfl.base.files import atomic_path, atomic_write
+from bayesfl.evaluation import report
 
 DRAWS = 20
 

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 import bayesfl as bf
-from bayesfl import report, selection
+from bayesfl.base.files import atomic_path, atomic_write
 from bayesfl.data import sources
-from bayesfl.detection import auroc, entropy
-from bayesfl.files import atomic_path, atomic_write
-from bayesfl.metrics import classification_summary
-from bayesfl.posteriors import Laplace
-from bayesfl.posteriors.precision import by_validation
+from bayesfl.evaluation import report
+from bayesfl.evaluation.detection import auroc, entropy
+from bayesfl.evaluation.metrics import classification_summary
+from bayesfl.posteriors import Laplace, selection
+from bayesfl.posteriors.prior_precision import by_validation
 
 DRAWS = 200
 EXPERIMENT = ("dataset", "examples", "validation", "share", "precision", "seeds")

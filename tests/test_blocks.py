@@ -11,18 +11,18 @@ from torch.func import functional_call
 from torch.testing import assert_close
 
 import bayesfl as bf
-from bayesfl.blocks import standard_normal
+from bayesfl.base.layout import Layout
+from bayesfl.base.protocols import Batch, Server, View
+from bayesfl.composition.block import standard_normal
+from bayesfl.composition.energy import Energy, inverse_count
+from bayesfl.composition.phases import Descend
+from bayesfl.composition.pools import Mean, PrecisionWeighted
+from bayesfl.composition.priors import Flat, Normal, server_mean
 from bayesfl.data import FederatedData, from_arrays
-from bayesfl.energy import Energy, inverse_count
-from bayesfl.layout import Layout
-from bayesfl.likelihood import Gaussian
+from bayesfl.likelihoods import Gaussian
 from bayesfl.models import mlp, split
 from bayesfl.optim import SGD
-from bayesfl.phases import Descend
-from bayesfl.pools import Mean, PrecisionWeighted
 from bayesfl.posteriors import MeanField, Point
-from bayesfl.priors import Flat, Normal, server_mean
-from bayesfl.protocols import Batch, Server, View
 
 KERNELS = ["reference", "live", "layers", "vmap"]
 KEPT = Normal(centre=server_mean("w"), variance=lambda given, view: torch.ones(1).to(given["w"]["loc"]))

@@ -11,8 +11,8 @@ from scipy.optimize import minimize_scalar
 from torch import Tensor
 from torch.testing import assert_close
 
-from bayesfl import calibration, metrics
-from bayesfl.calibration import conformal, fit_temperature, temper
+from bayesfl.evaluation import calibration, metrics
+from bayesfl.evaluation.calibration import conformal, fit_temperature, temper
 
 torch.set_num_threads(1)
 

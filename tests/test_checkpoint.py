@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import bayesfl as bf
-from bayesfl.checkpoint import STATE, CheckpointError, read, write
+from bayesfl.federation.checkpoint import STATE, read, write
+from bayesfl.federation.errors import CheckpointError
 
 
 @pytest.fixture(scope="module")

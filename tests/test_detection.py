@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from bayesfl import detection
-from bayesfl.predict import Predictions
+from bayesfl.evaluation import detection
+from bayesfl.evaluation.predictions import Predictions
 
 torch.set_num_threads(1)
 

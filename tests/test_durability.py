@@ -21,11 +21,12 @@ import torch
 from torch import Tensor
 
 import bayesfl as bf
-from bayesfl import digest
-from bayesfl.blocks import flatten
-from bayesfl.checkpoint import STATE, CheckpointError, held
-from bayesfl.faults import at_random
-from bayesfl.result import Result
+from bayesfl.base import digest
+from bayesfl.base.trees import flatten
+from bayesfl.federation.checkpoint import STATE, held
+from bayesfl.federation.errors import CheckpointError
+from bayesfl.federation.faults import at_random
+from bayesfl.federation.result import Result
 from tests import killed
 
 FULL = os.environ.get("BAYESFL_DURABILITY") == "full"
@@ -309,7 +310,7 @@ def test_memory_stays_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         return original(result, *more, **options)
 
     monkeypatch.setattr(killed.module, "run_round", watched)
-    monkeypatch.setattr(logging.getLogger("bayesfl.rounds"), "disabled", True)  # pytest would keep every line
+    monkeypatch.setattr(logging.getLogger("bayesfl.federation.round"), "disabled", True)  # pytest would keep every line
     options: dict[str, Any] = {"faults": at_random(0.1, seed=2), "checkpoint": tmp_path, "every": 10, "evaluate_every": None}
     bf.simulate(killed.algorithm(), data, rounds=LONG, progress=False, **options)
     assert seen[LONG - 1] <= 1.05 * seen[LONG // 10]

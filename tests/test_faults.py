@@ -13,13 +13,15 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import bayesfl as bf
-from bayesfl.admission import PROTOCOL, Admission, Message, TooFewClients, distances, objection, shares, usual
-from bayesfl.blocks import flatten
+from bayesfl.base.trees import flatten
+from bayesfl.composition.phases import Once
+from bayesfl.composition.pools import Clipped, Median
 from bayesfl.data import FederatedData
-from bayesfl.faults import KINDS, Altered, Fault, Lost, at_random
-from bayesfl.phases import Once
-from bayesfl.result import Result, Settings
-from bayesfl.robust import Clipped, Median
+from bayesfl.federation.admission import PROTOCOL, Admission, Message, distances, objection, shares, usual
+from bayesfl.federation.errors import TooFewClients
+from bayesfl.federation.faults import KINDS, Altered, Fault, Lost, at_random
+from bayesfl.federation.result import Result
+from bayesfl.federation.settings import Settings
 from tests.cases import federation
 
 METHODS: dict[str, dict[str, Any]] = {

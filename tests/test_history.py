@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bayesfl import report
-from bayesfl.history import History
+from bayesfl.evaluation import report
+from bayesfl.evaluation.history import History
 
 
 def history() -> History:

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 import bayesfl as bf
-from bayesfl.identity import differences, identity
+from bayesfl.composition.pools import Mean, equal
+from bayesfl.federation.identity import differences, identity
 from bayesfl.optim import SGD
-from bayesfl.pools import Mean, equal
 
 
 def test_closures_are_part_of_the_identity():
@@ -181,7 +181,7 @@ def test_any_value_has_an_identity():
 def test_identities_are_the_same_in_another_process():
     """Neither hashes that Python draws anew nor places in memory are in it."""
     code = (
-        "import json, torch, bayesfl as bf; from bayesfl.identity import identity; "
+        "import json, torch, bayesfl as bf; from bayesfl.federation.identity import identity; "
         "model = bf.models.mlp(8, hidden=8, outputs=3); "
         "print(json.dumps([identity(make(model)) for make, _, _ in bf.algorithms.PAPERS.values()]))"
     )

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from bayesfl.layout import Layout
+from bayesfl.base.layout import Layout
 from bayesfl.models import mlp
 
 

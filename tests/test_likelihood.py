@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, distributions
 from torch.testing import assert_close
 
-from bayesfl.likelihood import Bernoulli, Categorical, Gaussian
+from bayesfl.likelihoods import Bernoulli, Categorical, Gaussian
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:

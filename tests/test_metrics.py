@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from bayesfl import metrics
+from bayesfl.evaluation import metrics
 
 torch.set_num_threads(1)
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
-from bayesfl.numerics import inverse_softplus, log_softplus
+from bayesfl.base.numerics import inverse_softplus, log_softplus
 
 SCALES = torch.logspace(-12, 4, 129, dtype=torch.float64)
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5}

@@ -12,17 +12,17 @@ from torch.testing import assert_close
 from torch.utils._pytree import tree_map
 
 import bayesfl as bf
-from bayesfl.blocks import Block
+from bayesfl.base.protocols import Batch
+from bayesfl.composition.block import Block
+from bayesfl.composition.energy import Energy
+from bayesfl.composition.phases import Descend, Once, Repeat
+from bayesfl.composition.predictors import Mixture
+from bayesfl.composition.priors import Normal, own_mean, server_mean
 from bayesfl.data import FederatedData
-from bayesfl.energy import Energy
 from bayesfl.engine import Plan
-from bayesfl.likelihood import Categorical, Gaussian
+from bayesfl.likelihoods import Categorical, Gaussian
 from bayesfl.optim import SGD, Adam
-from bayesfl.phases import Descend, Once, Repeat
 from bayesfl.posteriors import MeanField
-from bayesfl.predictors import Mixture
-from bayesfl.priors import Normal, own_mean, server_mean
-from bayesfl.protocols import Batch
 from tests.cases import federation
 
 

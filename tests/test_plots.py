@@ -11,17 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from bayesfl.files import atomic_path
-from bayesfl.history import History
-from bayesfl.metrics import reliability_bins
-from bayesfl.report import mean_and_error
+from bayesfl.base.files import atomic_path
+from bayesfl.evaluation.history import History
+from bayesfl.evaluation.metrics import reliability_bins
+from bayesfl.evaluation.report import mean_and_error
 
 pytest.importorskip("matplotlib")
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from bayesfl import detection, plots
-from bayesfl.calibration import conformal
+from bayesfl.evaluation import detection, plots
+from bayesfl.evaluation.calibration import conformal
 
 
 def federation(clients: int = 14, rows: int = 40) -> tuple[Tensor, Tensor, Tensor]:
@@ -57,10 +57,12 @@ def _no_trace_in_pyplot():
 
 
 def test_matplotlib_is_imported_late():
-    """`import bayesfl.plots` alone must not need it."""
+    """Importing `bayesfl.plots` alone must not need it."""
     import subprocess
 
-    code = "import sys, bayesfl.plots, bayesfl.metrics, bayesfl.report; sys.exit('matplotlib' in sys.modules or 'scipy' in sys.modules)"
+    code = (
+        "import sys; from bayesfl.evaluation import plots, metrics, report; sys.exit('matplotlib' in sys.modules or 'scipy' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[1]).returncode == 0
 
 

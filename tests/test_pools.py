@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.testing import assert_close
 
-from bayesfl.numerics import inverse_softplus
-from bayesfl.pools import Barycentre, Mean, MomentMatched, PrecisionWeighted, Relaxed, Stack, equal
-from bayesfl.protocols import AdditivePool, Server, StackedPool, Tensors, Uplink
+from bayesfl.base.numerics import inverse_softplus
+from bayesfl.base.protocols import AdditivePool, Server, StackedPool, Tensors, Uplink
+from bayesfl.composition.pools import Barycentre, Mean, MomentMatched, PrecisionWeighted, Relaxed, Stack, equal
 
 DOUBLE = torch.float64
 

@@ -8,12 +8,12 @@ import torch
 from torch.testing import assert_close
 
 import bayesfl as bf
-from bayesfl import predict
+from bayesfl.base.protocols import Batch, Server, View
+from bayesfl.composition.phases import Once
+from bayesfl.composition.priors import Normal, server_mean
 from bayesfl.data import Split
-from bayesfl.phases import Once
+from bayesfl.federation import predict
 from bayesfl.posteriors import MeanField
-from bayesfl.priors import Normal, server_mean
-from bayesfl.protocols import Batch, Server, View
 from tests.cases import SIZES, federation
 
 

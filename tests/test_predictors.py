@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import bayesfl as bf
-from bayesfl import predict
+from bayesfl.composition.predictors import GRID, LinearisedLaplace
 from bayesfl.data import FederatedData
-from bayesfl.likelihood import Bernoulli, Gaussian
+from bayesfl.evaluation.predictions import Predictions
+from bayesfl.federation import predict
+from bayesfl.likelihoods import Bernoulli, Gaussian
 from bayesfl.posteriors import Laplace
 from bayesfl.posteriors.linearised import nll
-from bayesfl.predict import Predictions
-from bayesfl.predictors import GRID, LinearisedLaplace
-from bayesfl.selection import Evidence
+from bayesfl.posteriors.selection import Evidence
 from tests.cases import CASES
 
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, distributions
 from torch.testing import assert_close
 
-from bayesfl.energy import Energy
-from bayesfl.priors import Flat, Normal, closest_variance, inverse_size, own_mean, server_mean
-from bayesfl.protocols import GaussianPrior, Prior
+from bayesfl.base.protocols import GaussianPrior, Prior
+from bayesfl.composition.energy import Energy
+from bayesfl.composition.priors import Flat, Normal, closest_variance, inverse_size, own_mean, server_mean
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:

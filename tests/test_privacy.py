@@ -18,20 +18,20 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import bayesfl as bf
-from bayesfl.admission import Admission
-from bayesfl.blocks import Algorithm, flatten
+from bayesfl.base.random import keyed
+from bayesfl.base.trees import flatten
+from bayesfl.composition.algorithm import Algorithm
+from bayesfl.composition.pools import Clipped, Mean, equal
+from bayesfl.composition.server_optimiser import with_optimiser
 from bayesfl.data import FederatedData
-from bayesfl.faults import KINDS
+from bayesfl.federation.admission import Admission
+from bayesfl.federation.faults import KINDS
+from bayesfl.federation.privacy import ClientPrivacy, epsilon, epsilon_own, normals, uniforms
+from bayesfl.federation.result import Result
 from bayesfl.optim import SGD, Adam
-from bayesfl.pools import Mean, equal
-from bayesfl.privacy import ClientPrivacy, epsilon, epsilon_own, normals, uniforms
-from bayesfl.random import keyed
-from bayesfl.result import Result
-from bayesfl.robust import Clipped
-from bayesfl.server import with_optimiser
 from tests.cases import CASES, Case
 
-simulation = importlib.import_module("bayesfl.simulate")  # `bf.simulate` is the function
+simulation = importlib.import_module("bayesfl.federation.simulation")  # `bf.simulate` is the function
 SECRET = bytes(range(32))
 OTHER = bytes(range(1, 33))
 TIMES = ("seconds", "seconds_steps", "seconds_batches", "seconds_noise")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from bayesfl.random import WORD, Purpose, Stage, generator
+from bayesfl.base.random import WORD, Purpose, Stage, generator
 
 WORDS = ("round", "client", "stage", "phase", "index")
 

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from bayesfl import files, report
-from bayesfl.report import Column, table
+from bayesfl.base import files
+from bayesfl.evaluation import report
+from bayesfl.evaluation.report import Column, table
 
 ROWS = {
     "FedAvg": {"accuracy": [0.811, 0.807], "nll": [0.5, 0.6]},

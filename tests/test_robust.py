@@ -10,9 +10,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import bayesfl as bf
-from bayesfl.pools import Mean, MomentMatched, equal
-from bayesfl.protocols import Server, Uplink
-from bayesfl.robust import Clipped, Median, TrimmedMean
+from bayesfl.base.protocols import Server, Uplink
+from bayesfl.composition.pools import Clipped, Mean, Median, MomentMatched, TrimmedMean, equal
 from tests.test_pools import federation, pooled, some
 
 

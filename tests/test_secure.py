@@ -16,24 +16,24 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import bayesfl as bf
-from bayesfl import secure
-from bayesfl.blocks import Algorithm, flatten
+from bayesfl.base.protocols import AdditivePool, Server, Tensors
+from bayesfl.base.trees import flatten
+from bayesfl.composition.algorithm import Algorithm
+from bayesfl.composition.pools import Clipped, Mean, Median, MomentMatched, PrecisionWeighted, Relaxed, by_size
+from bayesfl.composition.priors import Normal, inverse_size, server_mean
+from bayesfl.composition.server_optimiser import with_optimiser
 from bayesfl.data import FederatedData
-from bayesfl.faults import KINDS, Lost
-from bayesfl.gather import Unseen
+from bayesfl.federation import secure
+from bayesfl.federation.faults import KINDS, Lost
+from bayesfl.federation.replies import Unseen
+from bayesfl.federation.result import Result
+from bayesfl.federation.secure import SecureSum, agreed, masked, quantised, quotient_bound, restored, summed
 from bayesfl.optim import Adam
-from bayesfl.pools import Mean, MomentMatched, PrecisionWeighted, Relaxed, by_size
 from bayesfl.posteriors import MeanField
-from bayesfl.priors import Normal, inverse_size, server_mean
-from bayesfl.protocols import AdditivePool, Server, Tensors
-from bayesfl.result import Result
-from bayesfl.robust import Clipped, Median
-from bayesfl.secure import SecureSum, agreed, masked, quantised, quotient_bound, restored, summed
-from bayesfl.server import with_optimiser
 from tests.cases import CASES, Case
 
 COARSE = 2.0**-10
-simulation = importlib.import_module("bayesfl.simulate")  # `bf.simulate` is the function
+simulation = importlib.import_module("bayesfl.federation.simulation")  # `bf.simulate` is the function
 SIZE = 8 * 16 + 16 + 16 * 3 + 3  # of the fixture's model
 
 

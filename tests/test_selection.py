@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from bayesfl import selection
-from bayesfl.layout import Layout
-from bayesfl.selection import ByName, Evidence, select, uncurved_share
+from bayesfl.base.layout import Layout
+from bayesfl.posteriors import selection
+from bayesfl.posteriors.selection import ByName, Evidence, select, uncurved_share
 
 
 def evidence(size: int = 8, *, flat: int = 0, seed: int = 0) -> Evidence:

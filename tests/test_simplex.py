@@ -7,7 +7,7 @@ from scipy.optimize import minimize
 from torch import Tensor
 from torch.testing import assert_close
 
-from bayesfl import simplex
+from bayesfl.base import simplex
 
 
 def problems(count: int, groups: int, width: int = 40, seed: int = 0) -> tuple[Tensor, Tensor]:

@@ -14,18 +14,18 @@ from torch.testing import assert_close
 from torch.utils._pytree import tree_leaves
 
 import bayesfl as bf
-from bayesfl.admission import Admission
-from bayesfl.checkpoint import CheckpointError
-from bayesfl.energy import Energy
-from bayesfl.gather import PlainRun
-from bayesfl.likelihood import Bernoulli, Gaussian
-from bayesfl.local import _described
+from bayesfl.base.protocols import Batch, Server, Tensors, View
+from bayesfl.composition.energy import Energy
+from bayesfl.composition.phases import Descend, Once, Repeat
+from bayesfl.composition.pools import Mean, Stack
+from bayesfl.federation.admission import Admission
+from bayesfl.federation.client import _described
+from bayesfl.federation.errors import CheckpointError
+from bayesfl.federation.replies import PlainRun
+from bayesfl.federation.round import run_round
+from bayesfl.federation.settings import Settings
+from bayesfl.likelihoods import Bernoulli, Gaussian
 from bayesfl.optim import cosine
-from bayesfl.phases import Descend, Once, Repeat
-from bayesfl.pools import Mean, Stack
-from bayesfl.protocols import Batch, Server, Tensors, View
-from bayesfl.result import Settings
-from bayesfl.rounds import run_round
 from tests.cases import SIZES, federation
 
 SETTINGS = {"rounds": 100, "participation": 0.29, "sampling": "fixed", "train": "cohort", "seed": 0, "evaluate_every": None}

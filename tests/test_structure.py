@@ -1,70 +1,101 @@
-"""The package as a whole: imports point one way, stay light, and what is offered is what is documented."""
+"""The package as a whole: imports point downwards, stay light, and what is offered is what is documented."""
 
 import ast
 import subprocess
 import sys
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+
+import pytest
 
 import bayesfl as bf
 
 PACKAGE = Path(bf.__file__).parent
-# A module imports only from lines above its own.
 ORDER = (
-    {"checks", "_torchvision"},
-    {"protocols", "random", "numerics", "files", "digest", "layout", "simplex"},
-    {"optim", "likelihood", "history", "models", "topology"},
+    {"base"},
+    {"likelihoods", "optim", "models", "data"},
     {"curvature"},
-    {"posteriors", "selection"},
-    {"priors", "pools", "predictors", "robust"},
-    {"blocks"},
-    {"energy"},
-    {"phases", "server"},
-    {"invariance"},
-    {"data"},
-    {"metrics"},
-    {"calibration", "detection"},
+    {"posteriors"},
+    {"composition"},
+    {"evaluation"},
     {"engine"},
-    {"admission"},
-    {"faults"},
-    {"local", "checkpoint", "identity"},
-    {"predict", "gather"},
-    {"result"},
-    {"secure", "privacy"},
-    {"rounds"},
-    {"simulate"},
-    {"report"},
-    {"plots"},
     {"algorithms"},
+    {"federation"},
     {"flower"},
 )
+"""A folder or file imports only from lines above its own."""
 
 
-def imports(path: Path) -> set[str]:
-    """Modules of bayesfl that a file imports where it runs, by their first name."""
-    tree = ast.parse(path.read_text())
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            node.body = []
-    names = set()
-    for node in ast.walk(tree):
+def module_of(path: Path) -> str:
+    """A file's name as it is imported."""
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def imported(path: Path) -> set[str]:
+    """Modules of bayesfl that a file names in an import, for type checkers alone too; `from package import module` names the module."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "bayesfl":
-            parts = node.module.split(".")
-            names |= {parts[1]} if len(parts) > 1 else {alias.name for alias in node.names}
-    return names
+            found |= {inner if (inner := f"{node.module}.{alias.name}") in MODULES else node.module for alias in node.names}
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names if alias.name.split(".")[0] == "bayesfl"}
+    return found
 
 
-def test_imports_point_one_way():
+def folder(module: str) -> str:
+    """Its folder, or its own name, below bayesfl."""
+    return module.split(".")[1] if "." in module else module
+
+
+def test_imports_point_downwards():
     """Posteriors know nothing of a federation, engines no algorithm."""
     level = {name: i for i, names in enumerate(ORDER) for name in names}
-    for path in PACKAGE.rglob("*.py"):
-        parts = path.relative_to(PACKAGE).with_suffix("").parts
-        name = parts[0]
-        if name == "__init__":
+    for module, path in MODULES.items():
+        if module == "bayesfl":
             continue
-        assert name in level, f"{path} has no place in the order"
-        for other in imports(path) - {name}:
-            assert level[other] < level[name], f"bayesfl.{name} imports bayesfl.{other}, which is not below it"
-    assert imports(PACKAGE / "engine" / "driver.py").isdisjoint({"algorithms", "simulate"})
+        assert folder(module) in level, f"{module} has no place in the order"
+        for other in imported(path):
+            if folder(other) != folder(module):
+                assert level[folder(other)] < level[folder(module)], f"{module} imports {other}, which is not below it"
+
+
+def test_no_module_is_above_itself():
+    """Imports have no circles, those for type checkers counted."""
+    try:
+        list(TopologicalSorter({module: imported(path) for module, path in MODULES.items() if module != "bayesfl"}).static_order())
+    except CycleError as error:
+        pytest.fail(f"imports go in a circle: {error.args[1]}")
+
+
+def test_siblings_are_imported_by_their_full_path():
+    """A package's own face is for others."""
+    for module, path in MODULES.items():
+        package = ".".join(module.split(".")[:2])
+        if module != package and path.name != "__init__.py":
+            assert package not in imported(path), f"{module} imports from the face of its own package"
+
+
+def test_algorithms_speak_the_language_of_methods():
+    """Their files import what a method is composed of from one place."""
+    for module, path in MODULES.items():
+        if folder(module) == "algorithms":
+            assert not [other for other in imported(path) if other.startswith("bayesfl.composition.")], module
+
+
+def test_no_file_of_the_ground_floor_is_a_script():
+    """Run as a script, `base/random.py` would stand where the standard library's `random` is looked for."""
+    for path in (PACKAGE / "base").glob("*.py"):
+        assert "__main__" not in path.read_text(), path
+        assert not path.read_text().startswith("#!"), path
+
+
+def test_the_top_is_small():
+    """Who opens the package sees the architecture: at most fifteen folders and files."""
+    assert len([path for path in PACKAGE.iterdir() if path.name != "__pycache__"]) <= 15
 
 
 def test_only_the_network_knows_of_flower():

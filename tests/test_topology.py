@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from bayesfl import topology
+from bayesfl.composition import topology
 
 GRAPHS = {
     "ring": topology.ring(7),

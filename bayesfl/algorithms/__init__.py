@@ -22,7 +22,7 @@ from bayesfl.algorithms.perinvfl import perinvfl
 from bayesfl.algorithms.pfedmap import pfedmap
 from bayesfl.algorithms.pfedme import pfedme
 from bayesfl.algorithms.pfedvem import pfedvem
-from bayesfl.blocks import Algorithm
+from bayesfl.composition import Algorithm
 
 PAPERS: dict[str, tuple[Callable[..., Algorithm], str, str]] = {
     "local": (local, "Local", "-"),

@@ -22,13 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from bayesfl.algorithms.fedavg import fedavg
-from bayesfl.blocks import Algorithm, Block
-from bayesfl.checks import number, whole
-from bayesfl.likelihood import Categorical
+from bayesfl.base.checks import number, whole
+from bayesfl.base.protocols import Batch, Likelihood, Server, Uplink, View, Weight
+from bayesfl.composition import Algorithm, Block, Once, Stack, by_size, counted
+from bayesfl.likelihoods import Categorical
 from bayesfl.optim import Rate
-from bayesfl.phases import Once
-from bayesfl.pools import Stack, by_size, counted
-from bayesfl.protocols import Batch, Likelihood, Server, Uplink, View, Weight
 
 log = logging.getLogger(__name__)
 SMALLEST = 2  # a cluster of so many clients, or fewer, stays whole

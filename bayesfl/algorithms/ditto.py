@@ -10,14 +10,10 @@ Source: Li, Hu, Beirami, Smith, "Ditto: fair and robust federated learning throu
 
 from torch import nn
 
-from bayesfl.blocks import Algorithm, Block
-from bayesfl.energy import Energy
-from bayesfl.likelihood import Categorical
+from bayesfl.base.protocols import Batch, Likelihood, Server, View
+from bayesfl.composition import Algorithm, Block, Descend, Energy, Mean, Normal, Once, equal, inverse_size, server_mean
+from bayesfl.likelihoods import Categorical
 from bayesfl.optim import SGD, Rate
-from bayesfl.phases import Descend, Once
-from bayesfl.pools import Mean, equal
-from bayesfl.priors import Normal, inverse_size, server_mean
-from bayesfl.protocols import Batch, Likelihood, Server, View
 
 
 def ditto(

@@ -5,13 +5,10 @@ Source: Oh, Kim, Yun, "FedBABU: toward enhanced representation for federated ima
 
 from torch import nn
 
-from bayesfl.blocks import Algorithm, Block
-from bayesfl.energy import Energy
-from bayesfl.likelihood import Categorical
+from bayesfl.base.protocols import Likelihood
+from bayesfl.composition import Algorithm, Block, Descend, Energy, Mean, equal
+from bayesfl.likelihoods import Categorical
 from bayesfl.optim import SGD, Rate
-from bayesfl.phases import Descend
-from bayesfl.pools import Mean, equal
-from bayesfl.protocols import Likelihood
 
 
 def fedbabu(

@@ -21,19 +21,28 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from bayesfl.blocks import Algorithm, Block
-from bayesfl.checks import instance, number, whole
-from bayesfl.energy import Energy
-from bayesfl.likelihood import Categorical
+from bayesfl.base.checks import instance, number, whole
+from bayesfl.base.protocols import Batch, Likelihood, Server, Uplink, View
+from bayesfl.composition import (
+    Algorithm,
+    Block,
+    Descend,
+    Energy,
+    Mean,
+    Mixture,
+    MomentMatched,
+    Normal,
+    Once,
+    Stack,
+    check_mixing,
+    erdos_renyi,
+    metropolis,
+    server_mean,
+)
+from bayesfl.likelihoods import Categorical
 from bayesfl.models import anew
 from bayesfl.optim import SGD, Rate
-from bayesfl.phases import Descend, Once
-from bayesfl.pools import Mean, MomentMatched, Stack
 from bayesfl.posteriors import MeanField, Point, mixture
-from bayesfl.predictors import Mixture
-from bayesfl.priors import Normal, server_mean
-from bayesfl.protocols import Batch, Likelihood, Server, Uplink, View
-from bayesfl.topology import check_mixing, erdos_renyi, metropolis
 
 log = logging.getLogger(__name__)
 PARTS = ("components",)

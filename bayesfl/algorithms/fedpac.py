@@ -24,16 +24,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bayesfl import simplex
-from bayesfl.blocks import Algorithm, Block
-from bayesfl.checks import number
-from bayesfl.energy import Energy
-from bayesfl.likelihood import Categorical
+from bayesfl.base import simplex
+from bayesfl.base.checks import number
+from bayesfl.base.protocols import Batch, Likelihood, Server, Uplink, View
+from bayesfl.composition import Algorithm, Block, Descend, Energy, Once, Stack
+from bayesfl.likelihoods import Categorical
 from bayesfl.models import Split
 from bayesfl.optim import SGD, Rate
-from bayesfl.phases import Descend, Once
-from bayesfl.pools import Stack
-from bayesfl.protocols import Batch, Likelihood, Server, Uplink, View
 
 PARTS = ("body", "head")
 LEAST = 1e-3  # weights below it are none; of more than a hundred heads a tenth of equal shares, so that most of the weight always stays

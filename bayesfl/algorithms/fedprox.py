@@ -8,13 +8,10 @@ Source: Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith, "Federated optimization in 
 
 from torch import nn
 
-from bayesfl.blocks import Algorithm, Block
-from bayesfl.energy import Energy
-from bayesfl.likelihood import Categorical
+from bayesfl.base.protocols import Likelihood
+from bayesfl.composition import Algorithm, Block, Descend, Energy, Normal, inverse_size, server_mean
+from bayesfl.likelihoods import Categorical
 from bayesfl.optim import SGD, Rate
-from bayesfl.phases import Descend
-from bayesfl.priors import Normal, inverse_size, server_mean
-from bayesfl.protocols import Likelihood
 
 
 def fedprox(

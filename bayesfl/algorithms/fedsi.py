@@ -22,18 +22,26 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from bayesfl.blocks import Algorithm, Block
-from bayesfl.checks import instance, number, whole
-from bayesfl.curvature import Curvature
-from bayesfl.energy import Energy
-from bayesfl.likelihood import Categorical
+from bayesfl.base.checks import instance, number, whole
+from bayesfl.base.protocols import AdditivePool, Batch, Likelihood, Server, StackedPool, Tensors, Uplink, View
+from bayesfl.composition import (
+    Algorithm,
+    Block,
+    Descend,
+    Energy,
+    LinearisedLaplace,
+    Mean,
+    Normal,
+    Once,
+    Parameter,
+    equal,
+    server_mean,
+    size_of,
+)
+from bayesfl.curvature import Curvature, invert
+from bayesfl.likelihoods import Categorical
 from bayesfl.optim import Adam, Optimiser
-from bayesfl.phases import Descend, Once
-from bayesfl.pools import Mean, equal
-from bayesfl.predictors import LinearisedLaplace, size_of
-from bayesfl.priors import Normal, Parameter, server_mean
-from bayesfl.protocols import AdditivePool, Batch, Likelihood, Server, StackedPool, Tensors, Uplink, View
-from bayesfl.selection import Evidence, Rule, select, uncurved_share
+from bayesfl.posteriors.selection import Evidence, Rule, select, uncurved_share
 
 Aggregation = Literal["mean_std", "mean_var", "mean_over_selecting", "moment_match", "product"]
 AGGREGATIONS = get_args(Aggregation)
@@ -258,7 +266,7 @@ class _Fit:
             std, chosen = evidence.posterior_variance.sqrt(), torch.arange(len(g), device=g.device)
         else:
             chosen = select(self.selection, evidence, size_of(self.share, len(g)))
-            inverse = curvature.invert(data["x"], 1 / g, indices=chosen, diagonal=evidence.curvature)
+            inverse = invert(curvature, data["x"], 1 / g, indices=chosen, diagonal=evidence.curvature)
             std = torch.zeros_like(g).index_copy_(0, chosen, inverse.marginals().sqrt())
         uncurved = torch.full_like(view["uncurved"], uncurved_share(evidence, chosen))
         return view | {"std": std.to(view["std"]), "uncurved": uncurved}

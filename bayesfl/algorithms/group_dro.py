@@ -18,16 +18,11 @@ import math
 import torch
 from torch import Tensor, nn
 
-from bayesfl.blocks import Algorithm, Block
-from bayesfl.checks import number, whole
-from bayesfl.energy import Energy
-from bayesfl.invariance import by_environment, evenly, reweighted
-from bayesfl.likelihood import Categorical
+from bayesfl.base.checks import number, whole
+from bayesfl.base.protocols import Batch, Likelihood, Server, Uplink, View
+from bayesfl.composition import Algorithm, Block, Descend, Energy, Once, Stack, by_environment, evenly, reweighted, with_optimiser
+from bayesfl.likelihoods import Categorical
 from bayesfl.optim import Adam, Optimiser
-from bayesfl.phases import Descend, Once
-from bayesfl.pools import Stack
-from bayesfl.protocols import Batch, Likelihood, Server, Uplink, View
-from bayesfl.server import with_optimiser
 
 
 def group_dro(

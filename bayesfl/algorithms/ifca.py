@@ -8,16 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bayesfl.blocks import Algorithm, Block
-from bayesfl.checks import whole
-from bayesfl.energy import Energy
-from bayesfl.likelihood import Categorical
+from bayesfl.base.checks import whole
+from bayesfl.base.protocols import Batch, Likelihood, Server, Uplink, View
+from bayesfl.composition import Algorithm, Block, Descend, Energy, Mean, Mixture, Once
+from bayesfl.likelihoods import Categorical
 from bayesfl.models import anew
 from bayesfl.optim import SGD, Rate
-from bayesfl.phases import Descend, Once
-from bayesfl.pools import Mean
-from bayesfl.predictors import Mixture
-from bayesfl.protocols import Batch, Likelihood, Server, Uplink, View
 
 
 def ifca(

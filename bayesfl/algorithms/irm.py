@@ -22,16 +22,24 @@ from dataclasses import replace
 
 from torch import nn
 
-from bayesfl.blocks import Algorithm, Block
-from bayesfl.checks import whole
-from bayesfl.energy import Energy
-from bayesfl.invariance import Annealed, Estimator, anew_at, irm_energy, tied
-from bayesfl.likelihood import Categorical
+from bayesfl.base.checks import whole
+from bayesfl.base.protocols import Batch, Likelihood, Server, View
+from bayesfl.composition import (
+    Algorithm,
+    Annealed,
+    Block,
+    Descend,
+    Energy,
+    Estimator,
+    Once,
+    anew_at,
+    irm_energy,
+    server_mean,
+    tied,
+    with_optimiser,
+)
+from bayesfl.likelihoods import Categorical
 from bayesfl.optim import Adam, Optimiser
-from bayesfl.phases import Descend, Once
-from bayesfl.priors import server_mean
-from bayesfl.protocols import Batch, Likelihood, Server, View
-from bayesfl.server import with_optimiser
 
 
 def irm(

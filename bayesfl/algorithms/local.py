@@ -2,12 +2,10 @@
 
 from torch import nn
 
-from bayesfl.blocks import Algorithm, Block
-from bayesfl.energy import Energy
-from bayesfl.likelihood import Categorical
+from bayesfl.base.protocols import Likelihood
+from bayesfl.composition import Algorithm, Block, Descend, Energy
+from bayesfl.likelihoods import Categorical
 from bayesfl.optim import SGD, Rate
-from bayesfl.phases import Descend
-from bayesfl.protocols import Likelihood
 
 
 def local(

@@ -30,16 +30,26 @@ from torch import Tensor, nn
 
 from bayesfl.algorithms.group_dro import group_dro
 from bayesfl.algorithms.irm import from_server, irm
-from bayesfl.blocks import Algorithm, Block
-from bayesfl.checks import number, whole
-from bayesfl.energy import Energy, Penalty
-from bayesfl.invariance import Annealed, Estimator, anew_at, irm_energy, tied
-from bayesfl.likelihood import Categorical
+from bayesfl.base.checks import number, whole
+from bayesfl.base.protocols import Batch, Likelihood, Server, View
+from bayesfl.composition import (
+    Algorithm,
+    Annealed,
+    Block,
+    Descend,
+    Energy,
+    Estimator,
+    Once,
+    Penalty,
+    Repeat,
+    anew_at,
+    irm_energy,
+    server_mean,
+    tied,
+)
+from bayesfl.likelihoods import Categorical
 from bayesfl.models import Split
 from bayesfl.optim import Adam, Optimiser
-from bayesfl.phases import Descend, Once, Repeat
-from bayesfl.priors import server_mean
-from bayesfl.protocols import Batch, Likelihood, Server, View
 
 APART = 0.2  # what the released code multiplies the negatives by
 

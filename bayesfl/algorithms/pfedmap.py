@@ -15,15 +15,11 @@ from typing import Literal
 import torch
 from torch import nn
 
-from bayesfl.blocks import Algorithm, Block
-from bayesfl.checks import number
-from bayesfl.energy import Energy, tempering
-from bayesfl.likelihood import Categorical
+from bayesfl.base.checks import number
+from bayesfl.base.protocols import Likelihood
+from bayesfl.composition import Algorithm, Block, Descend, Energy, Mean, Normal, equal, server_mean, tempering
+from bayesfl.likelihoods import Categorical
 from bayesfl.optim import SGD
-from bayesfl.phases import Descend
-from bayesfl.pools import Mean, equal
-from bayesfl.priors import Normal, server_mean
-from bayesfl.protocols import Likelihood
 
 
 def pfedmap(

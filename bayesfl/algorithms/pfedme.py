@@ -9,15 +9,11 @@ the inner steps go on from the previous theta_j within a round, which starts at 
 
 from torch import nn
 
-from bayesfl.blocks import Algorithm, Block
-from bayesfl.checks import number
-from bayesfl.energy import Energy
-from bayesfl.likelihood import Categorical
+from bayesfl.base.checks import number
+from bayesfl.base.protocols import Batch, Likelihood, Server, View
+from bayesfl.composition import Algorithm, Block, Descend, Energy, Mean, Normal, Once, Relaxed, Repeat, equal, inverse_size, own_mean
+from bayesfl.likelihoods import Categorical
 from bayesfl.optim import SGD
-from bayesfl.phases import Descend, Once, Repeat
-from bayesfl.pools import Mean, Relaxed, equal
-from bayesfl.priors import Normal, inverse_size, own_mean
-from bayesfl.protocols import Batch, Likelihood, Server, View
 
 
 def pfedme(

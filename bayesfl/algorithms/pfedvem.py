@@ -15,16 +15,25 @@ from typing import Literal
 import torch
 from torch import nn
 
-from bayesfl.blocks import Algorithm, Block, standard_normal
-from bayesfl.checks import number
-from bayesfl.energy import Energy, tempering
-from bayesfl.likelihood import Categorical
+from bayesfl.base.checks import number
+from bayesfl.base.protocols import AdditivePool, Batch, Likelihood, Server, Uplink, View
+from bayesfl.composition import (
+    Algorithm,
+    Block,
+    Descend,
+    Energy,
+    Mean,
+    Normal,
+    Once,
+    Relaxed,
+    closest_variance,
+    server_mean,
+    standard_normal,
+    tempering,
+)
+from bayesfl.likelihoods import Categorical
 from bayesfl.optim import SGD
-from bayesfl.phases import Descend, Once
-from bayesfl.pools import Mean, Relaxed
 from bayesfl.posteriors import MeanField
-from bayesfl.priors import Normal, closest_variance, server_mean
-from bayesfl.protocols import AdditivePool, Batch, Likelihood, Server, Uplink, View
 
 
 def pfedvem(

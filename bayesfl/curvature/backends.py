@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
 
+from bayesfl.base.layout import Layout
+from bayesfl.base.protocols import Likelihood
 from bayesfl.curvature import layers
 from bayesfl.curvature.jacobians import PulledRows, Rows
-from bayesfl.layout import Layout
-from bayesfl.likelihood import Categorical, Gaussian
-from bayesfl.protocols import Likelihood
+from bayesfl.likelihoods import Categorical, Gaussian
 
 Name = Literal["auto", "layers", "func", "backpack"]
 

@@ -10,18 +10,16 @@ variance, an example whose rows are zero leaves M alone too: both are split off 
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from bayesfl.curvature.batches import Inputs, require
+from bayesfl.base.protocols import Tensors
+from bayesfl.curvature.batches import Inputs, require, twice
+from bayesfl.curvature.ggn import Curvature
 from bayesfl.curvature.jacobians import Rows
 from bayesfl.curvature.roots import root
-from bayesfl.protocols import Tensors
-
-if TYPE_CHECKING:
-    from bayesfl.curvature.ggn import Curvature
 
 Form = Literal["auto", "primal", "dual"]
 
@@ -32,7 +30,7 @@ weights left out, no weight's posterior variance changes by more than e, relativ
 
 @dataclass(frozen=True, eq=False)
 class Inverse:
-    """H_S^-1 of the weights S, ready to be used; made by `Curvature.invert`.
+    """H_S^-1 of the weights S, ready to be used; made by `invert`.
 
     Args:
         curvature: What it was made with.
@@ -48,7 +46,7 @@ class Inverse:
         rows: In the dual form these rows over the curved weights.
     """
 
-    curvature: "Curvature"
+    curvature: Curvature
     form: Literal["primal", "dual"]
     reason: str
     indices: Tensor | None
@@ -156,7 +154,7 @@ class Inverse:
         return out if self.indices is None else out | {"indices": self.indices}
 
 
-def restore(curvature: "Curvature", tensors: Tensors) -> Inverse:
+def restore(curvature: Curvature, tensors: Tensors) -> Inverse:
     """The `Inverse` whose `tensors` these are, for the same model at the same weights; equal to rounding, as rows are computed anew."""
     tensors = {name: t.to(curvature.device) for name, t in tensors.items()}
     data = {name: tensors[name] for name in ("x", "cotangents") if name in tensors}
@@ -179,7 +177,7 @@ def restore(curvature: "Curvature", tensors: Tensors) -> Inverse:
 
 
 def invert(
-    curvature: "Curvature",
+    curvature: Curvature,
     x: Inputs,
     precision: float | Tensor,
     *,
@@ -187,7 +185,9 @@ def invert(
     form: Form = "auto",
     diagonal: Tensor | None = None,
 ) -> Inverse:
-    """The inverse of H_S = J_S' Lambda J_S + diag(precision_S); the conditional covariance of the weights S, the rest held fixed.
+    """The inverse of H_S = J_S' Lambda J_S + diag(precision_S): the covariance of the weights S given the rest.
+
+    By a Cholesky factor of order min(curved weights, rows).
 
     Args:
         curvature: Model, likelihood, backend.
@@ -204,6 +204,7 @@ def invert(
     """
     if form not in ("auto", "primal", "dual"):
         raise ValueError(f"form must be 'auto', 'primal' or 'dual', got {form!r}")
+    x = twice(x)
     precision = curvature.vector(precision)
     if diagonal is None:
         diagonal = curvature.diagonal(x)
@@ -244,7 +245,7 @@ def invert(
     )
 
 
-def independent(curvature: "Curvature", precision: Tensor, diagonal: Tensor) -> Inverse:
+def independent(curvature: Curvature, precision: Tensor, diagonal: Tensor) -> Inverse:
     """The inverse of the diagonal of H alone: as if its variances were a prior, and no weight had curvature.
 
     Args:
@@ -294,7 +295,7 @@ def _restricted(rows: Rows, indices: Tensor | None, curved: Tensor) -> Rows:
 
 
 def _stacked(
-    curvature: "Curvature", x: Inputs, indices: Tensor | None, variance: Tensor, curved: Tensor, limit: int | None
+    curvature: Curvature, x: Inputs, indices: Tensor | None, variance: Tensor, curved: Tensor, limit: int | None
 ) -> tuple[Rows | None, Tensors, int]:
     """A, the rows of all data over the curved weights, without examples whose rows are zero; None once they are `limit` or more."""
     parts: list[Rows] = []
@@ -314,7 +315,7 @@ def _stacked(
     return parts[0].join(parts[1:]), {"x": torch.cat(kept_x), "cotangents": torch.cat(kept_cotangents)}, order
 
 
-def _primal(curvature: "Curvature", x: Inputs, indices: Tensor | None, variance: Tensor, curved: Tensor) -> Tensor:
+def _primal(curvature: Curvature, x: Inputs, indices: Tensor | None, variance: Tensor, curved: Tensor) -> Tensor:
     """The Cholesky factor of I + G^(1/2) A' A G^(1/2), data streamed."""
     scale = variance[curved].sqrt()
     matrix = torch.eye(len(scale), dtype=torch.float64, device=scale.device)
@@ -326,7 +327,7 @@ def _primal(curvature: "Curvature", x: Inputs, indices: Tensor | None, variance:
     return cholesky(matrix)
 
 
-def _require(curvature: "Curvature", order: int, form: str) -> None:
+def _require(curvature: Curvature, order: int, form: str) -> None:
     """Room for M, its factor, and a copy."""
     remedy = "take a smaller subnetwork or fewer examples, or keep to the diagonal"
     require(3 * 8 * order**2, curvature.memory, f"the {form} form, of order {order},", remedy)

@@ -15,16 +15,15 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
-from bayesfl.checks import instance, whole
-from bayesfl.curvature import dual
+from bayesfl.base.checks import instance, whole
+from bayesfl.base.layout import Layout
+from bayesfl.base.protocols import Likelihood
 from bayesfl.curvature.backends import BackPack, Func, Name, choose, failed
-from bayesfl.curvature.batches import Inputs, available, batches, require, twice
+from bayesfl.curvature.batches import Inputs, available, batches, require
 from bayesfl.curvature.factors import BLOCK
 from bayesfl.curvature.jacobians import Rows
 from bayesfl.curvature.roots import basis, root
-from bayesfl.layout import Layout
-from bayesfl.likelihood import Bernoulli, Categorical
-from bayesfl.protocols import Likelihood
+from bayesfl.likelihoods import Bernoulli, Categorical
 
 
 class Curvature:
@@ -159,21 +158,6 @@ class Curvature:
             8 * mine.examples * mine.cotangents * theirs.examples * theirs.cotangents, self.memory, "the Gram matrix", "pass fewer examples"
         )
         return mine.gram(theirs, weight)
-
-    def invert(
-        self,
-        x: Inputs,
-        precision: float | Tensor,
-        *,
-        indices: Tensor | None = None,
-        form: dual.Form = "auto",
-        diagonal: Tensor | None = None,
-    ) -> dual.Inverse:
-        """The inverse of H_S = J_S' Lambda J_S + diag(precision_S), by a Cholesky factor of order min(curved weights, rows).
-
-        See `bayesfl.curvature.dual.invert`, whose arguments these are.
-        """
-        return dual.invert(self, twice(x), precision, indices=indices, form=form, diagonal=diagonal)
 
     def outputs(self, x: Inputs) -> Tensor:
         """The model's outputs, [N, O]."""

@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bayesfl.base.layout import Layout
 from bayesfl.curvature.factors import Factor, Outer, Shared
 from bayesfl.curvature.jacobians import FactorRows
-from bayesfl.layout import Layout
 from bayesfl.models import Split
 
 ELEMENTWISE = (nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU, nn.SiLU, nn.ELU, nn.LeakyReLU, nn.Softplus, nn.Identity)

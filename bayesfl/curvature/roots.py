@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from bayesfl.likelihood import Bernoulli, Categorical, Gaussian
-from bayesfl.protocols import Likelihood
+from bayesfl.base.protocols import Likelihood
+from bayesfl.likelihoods import Bernoulli, Categorical, Gaussian
 
 
 def root(likelihood: Likelihood, outputs: Tensor) -> Tensor:

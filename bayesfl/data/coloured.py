@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bayesfl.checks import instance, number, whole
+from bayesfl.base.checks import instance, number, whole
+from bayesfl.base.random import Purpose, generator
 from bayesfl.data.federated import FederatedData, Split, assemble
 from bayesfl.data.sources import Source, load, unit_range
-from bayesfl.random import Purpose, generator
 
 Agreement: TypeAlias = float | Sequence[float]
 _NO_IMAGES = ("heart", "diabetes", "shakespeare")

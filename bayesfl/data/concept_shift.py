@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from bayesfl.checks import whole
+from bayesfl.base.checks import whole
+from bayesfl.base.random import Purpose, generator
 from bayesfl.data import partitions
 from bayesfl.data.federated import FederatedData
 from bayesfl.data.recipes import check_clients, classes, deal_evenly, federate, open_source, superclass_groups
 from bayesfl.data.sources import Source
-from bayesfl.random import Purpose, generator
 
 
 def concept_drift(

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from bayesfl.checks import whole
+from bayesfl.base.checks import whole
+from bayesfl.base.random import Purpose, generator
 from bayesfl.data.partitions import stratified
-from bayesfl.random import Purpose, generator
 
 Task: TypeAlias = Literal["classification", "regression"]
 

@@ -10,12 +10,12 @@ import numpy as np
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from bayesfl.checks import number, whole
+from bayesfl.base.checks import number, whole
+from bayesfl.base.random import Purpose, generator
 from bayesfl.data import partitions
 from bayesfl.data.federated import FederatedData, assemble
 from bayesfl.data.recipes import check_clients, classes, federate, open_source, superclass_groups
 from bayesfl.data.sources import Source, unit_range
-from bayesfl.random import Purpose, generator
 
 _centred_inputs = WeakTensorKeyDictionary()
 

@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from bayesfl.checks import whole
+from bayesfl.base.checks import whole
+from bayesfl.base.random import Purpose, generator
 from bayesfl.data import partitions
 from bayesfl.data.federated import FederatedData, assemble
 from bayesfl.data.sources import load
-from bayesfl.random import Purpose, generator
 
 _HEART_TEST = 0.34  # FLamby's share
 _ROLE_TRAIN = 0.8

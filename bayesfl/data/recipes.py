@@ -13,11 +13,11 @@ from typing import Any, Literal
 import numpy as np
 from torch import Tensor
 
-from bayesfl.checks import whole
+from bayesfl.base.checks import whole
+from bayesfl.base.random import Purpose, generator
 from bayesfl.data import partitions
 from bayesfl.data.federated import FederatedData, assemble
 from bayesfl.data.sources import Source, load
-from bayesfl.random import Purpose, generator
 
 
 def open_source(source: str | Source, root: str | Path | None, download: bool) -> Source:

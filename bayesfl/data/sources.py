@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bayesfl._torchvision import torchvision
+from bayesfl.base.random import Purpose, generator
+from bayesfl.base.torchvision import torchvision
 from bayesfl.data.federated import OFFICIAL, SourceInfo, Task, label_remedy
 from bayesfl.data.partitions import stratified
-from bayesfl.random import Purpose, generator
 
 log = logging.getLogger(__name__)
 

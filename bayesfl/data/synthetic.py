@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from bayesfl.checks import number, whole
+from bayesfl.base.checks import number, whole
 from bayesfl.data.federated import FederatedData, SourceInfo, assemble
 
 MARFOQ = (

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from bayesfl.blocks import Algorithm
-from bayesfl.energy import Energy
+from bayesfl.base.protocols import Batch, GaussianPrior, Info, Server, Tensors, View
+from bayesfl.composition.algorithm import Algorithm
+from bayesfl.composition.energy import Energy
+from bayesfl.composition.phases import Descend
+from bayesfl.composition.priors import Flat
 from bayesfl.engine.network import Kernel, Network, Through
 from bayesfl.engine.plan import Plan
 from bayesfl.optim import rate_at
-from bayesfl.phases import Descend
-from bayesfl.priors import Flat
-from bayesfl.protocols import Batch, GaussianPrior, Info, Server, Tensors, View
 
 
 class _Vectors:

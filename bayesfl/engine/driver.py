@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from bayesfl.blocks import Algorithm
-from bayesfl.checks import whole
+from bayesfl.base.checks import whole
+from bayesfl.base.protocols import Batch, Info, Server, View
+from bayesfl.composition.algorithm import Algorithm
+from bayesfl.composition.phases import Descend, Phase, Repeat
 from bayesfl.engine import descent, layers, live, network, reference, vmap
 from bayesfl.engine.crew import Crew
 from bayesfl.engine.plan import Plan
 from bayesfl.models import Split
-from bayesfl.phases import Descend, Phase, Repeat
-from bayesfl.protocols import Batch, Info, Server, View
 
 T = TypeVar("T")
 Kernel: TypeAlias = Literal["auto", "reference", "live", "layers", "vmap"]

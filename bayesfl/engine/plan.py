@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bayesfl.base.protocols import Batch
+from bayesfl.base.random import Purpose, Stage, generator
 from bayesfl.data import Split
-from bayesfl.protocols import Batch
-from bayesfl.random import Purpose, Stage, generator
 
 
 class Plan:
@@ -154,3 +154,9 @@ class Plan:
             torch.from_numpy(weight).to(dtype=self._dtype, device=device),
         )
         return list(zip(*(t.unbind(0) for t in tensors), widths, strict=True))
+
+
+def chunks(ids: np.ndarray, counts: np.ndarray, size: int) -> list[np.ndarray]:
+    """The clients `ids` in chunks of at most `size`, longest first by their `counts` [J] of examples, ties in the order given."""
+    order = ids[np.argsort(-counts[ids], kind="stable")]
+    return [order[start : start + size] for start in range(0, len(order), size)]

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from bayesfl.blocks import Algorithm
+from bayesfl.base.protocols import Info, Server, View
+from bayesfl.composition.algorithm import Algorithm
+from bayesfl.composition.phases import Phase, Repeat
 from bayesfl.engine.plan import Plan
-from bayesfl.phases import Phase, Repeat
-from bayesfl.protocols import Info, Server, View
 
 
 def run(algorithm: Algorithm, phase: Phase | Repeat, given: Server, views: View, plan: Plan) -> tuple[View, Info]:

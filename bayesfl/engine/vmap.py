@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.utils._pytree import tree_map
 
-from bayesfl.blocks import Algorithm
+from bayesfl.base.protocols import Batch, Info, Server, View
+from bayesfl.composition.algorithm import Algorithm
+from bayesfl.composition.phases import Phase
 from bayesfl.engine.network import by_autograd
 from bayesfl.engine.plan import Plan
-from bayesfl.phases import Phase
-from bayesfl.protocols import Batch, Info, Server, View
 
 
 def batches(module: nn.Module) -> bool:

@@ -11,19 +11,21 @@ from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from torch.utils._pytree import tree_map
 
-from bayesfl.admission import PROTOCOL
-from bayesfl.blocks import Algorithm, nest
-from bayesfl.checks import instance
+from bayesfl.base.checks import instance
+from bayesfl.base.protocols import Server, View
+from bayesfl.base.trees import nest
+from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import FederatedData, Split
 from bayesfl.engine import Engine
+from bayesfl.evaluation.predictions import Predictions
+from bayesfl.federation.admission import PROTOCOL
+from bayesfl.federation.client import Local, kept_phases
+from bayesfl.federation.identity import fingerprint
+from bayesfl.federation.predict import finetuned, of_chunk, scores
+from bayesfl.federation.settings import DTYPES, FEDERATION, METHOD
+from bayesfl.federation.simulation import check
 from bayesfl.flower import records
 from bayesfl.flower.states import States
-from bayesfl.identity import fingerprint
-from bayesfl.local import Local, kept_phases
-from bayesfl.predict import Predictions, finetuned, of_chunk, scores
-from bayesfl.protocols import Server, View
-from bayesfl.result import DTYPES, FEDERATION, METHOD
-from bayesfl.simulate import check
 
 
 class Refused(RuntimeError):

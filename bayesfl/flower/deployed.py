@@ -9,14 +9,15 @@ from typing import Any
 
 import torch
 
-from bayesfl import checkpoint
-from bayesfl.blocks import Algorithm
-from bayesfl.checks import instance, whole
+from bayesfl.base.checks import instance, whole
+from bayesfl.base.protocols import Server, View
+from bayesfl.composition.algorithm import Algorithm
+from bayesfl.evaluation.history import History
+from bayesfl.federation import checkpoint
+from bayesfl.federation.identity import identity
+from bayesfl.federation.saved import check_method, check_state
+from bayesfl.federation.settings import DTYPES, METHOD, Settings, name_of
 from bayesfl.flower.states import EXPERIMENT, SESSION, STATE
-from bayesfl.history import History
-from bayesfl.identity import identity
-from bayesfl.protocols import Server, View
-from bayesfl.result import DTYPES, METHOD, Settings, check_method, check_state, name_of
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from torch import Tensor
 
-from bayesfl.admission import Declared
-from bayesfl.blocks import detached
+from bayesfl.base.trees import detached
+from bayesfl.federation.admission import Declared
 
 BLOB, STYPE = "tensors", "bayesfl.safetensors"
 HEADER = 2**16

@@ -10,7 +10,7 @@ import numpy as np
 from flwr.app import ConfigRecord, RecordDict
 from flwr.serverapp import Grid
 
-from bayesfl.admission import PROTOCOL
+from bayesfl.federation.admission import PROTOCOL
 from bayesfl.flower import records
 from bayesfl.flower.post import Failure, pull, push
 

@@ -18,31 +18,22 @@ from flwr.serverapp import Grid, ServerApp
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from bayesfl.admission import (
-    LARGEST,
-    PROTOCOL,
-    Admission,
-    FailedRound,
-    Message,
-    attempts,
-    check_cohort,
-    check_replies,
-    objection,
-    shares,
-)
-from bayesfl.blocks import Algorithm, nest
-from bayesfl.checkpoint import KEPT, held
-from bayesfl.checks import instance, number, whole
+from bayesfl.base.checks import instance, number, whole
+from bayesfl.base.trees import nest
+from bayesfl.composition.algorithm import Algorithm
+from bayesfl.engine.plan import chunks
+from bayesfl.federation.admission import LARGEST, PROTOCOL, Admission, Message, attempts, check_cohort, check_replies, objection, shares
+from bayesfl.federation.checkpoint import KEPT, held
+from bayesfl.federation.errors import FailedRound
+from bayesfl.federation.identity import fingerprint
+from bayesfl.federation.predict import choose
+from bayesfl.federation.replies import Gate, Gather
+from bayesfl.federation.settings import DTYPES, METHOD, Settings, name_of
 from bayesfl.flower import deployed, records
 from bayesfl.flower.deployed import Deployed
 from bayesfl.flower.post import Failure, ask
 from bayesfl.flower.roster import REMIND, Roster
 from bayesfl.flower.states import name_of as state_name
-from bayesfl.gather import Gate, Gather
-from bayesfl.identity import fingerprint
-from bayesfl.local import chunks
-from bayesfl.predict import choose
-from bayesfl.result import DTYPES, METHOD, Settings, name_of
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +101,7 @@ def serve(
         on_bad_client: `skip` a client whose reply is missing or bad, which starts its next round from its last state that was taken, or
             `stop` the run.
         max_norm: How many times as far as is usual in the round a client may go from what it was sent, see
-            `bayesfl.admission.Admission`; None for no such check.
+            `bayesfl.Admission`; None for no such check.
         checkpoint: A folder for checkpoints of the server; without one a server that was killed starts anew.
         every: Rounds between checkpoints; the last round always makes one.
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from torch import Tensor
 
-from bayesfl import checkpoint
-from bayesfl.files import remove_leftovers
+from bayesfl.base.files import remove_leftovers
+from bayesfl.federation import checkpoint
 
 EXPERIMENT = re.compile(r"[0-9a-zA-Z_-]{1,64}")
 SESSION = re.compile(r"[0-9a-f]{8}")

@@ -11,7 +11,7 @@ The last-layer approximation is any of these over the last layer's parameters al
 Sources: MacKay, "A practical Bayesian framework for backpropagation networks", Neural Computation 4(3), 1992; Immer, Korzepa, Bauer,
 "Improving predictions of Bayesian neural nets via local linearization", AISTATS 2021; Daxberger et al., "Bayesian deep learning via
 subnetwork inference", ICML 2021; for one layer: Kristiadi, Hein, Hennig, "Being Bayesian, even just a bit, fixes overconfidence in ReLU
-networks", ICML 2020; for `kfac` see `bayesfl.posteriors.kronecker`.
+networks", ICML 2020; for `kfac` see `bayesfl.curvature.kronecker`.
 """
 
 import json
@@ -24,16 +24,15 @@ from typing import Literal, cast
 import torch
 from torch import Tensor, nn
 
-from bayesfl.curvature import Curvature, Inverse, restore
+from bayesfl.base.files import atomic_path
+from bayesfl.base.protocols import Likelihood, Tensors
+from bayesfl.curvature import Curvature, Inverse, invert, kronecker, restore
 from bayesfl.curvature.backends import Name
 from bayesfl.curvature.batches import Inputs, batches
 from bayesfl.curvature.dual import independent
-from bayesfl.files import atomic_path
-from bayesfl.likelihood import Bernoulli, Categorical, Gaussian
-from bayesfl.posteriors import kronecker
-from bayesfl.posteriors.kronecker import Kronecker
+from bayesfl.curvature.kronecker import Kronecker
+from bayesfl.likelihoods import Bernoulli, Categorical, Gaussian
 from bayesfl.posteriors.linearised import as_labels, as_targets, predictive
-from bayesfl.protocols import Likelihood, Tensors
 
 Structure = Literal["full", "subnetwork", "diagonal", "kfac"]
 
@@ -175,7 +174,7 @@ class Laplace:
         elif structure == "kfac":
             inverse = kronecker.invert(curvature, x, prior, diagonal=diagonal)
         else:
-            inverse = curvature.invert(x, prior, indices=indices, diagonal=diagonal)
+            inverse = invert(curvature, x, prior, indices=indices, diagonal=diagonal)
         return cls(curvature, loc, prior, diagonal, structure, examples, inverse)
 
     @property

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bayesfl.likelihood import Bernoulli, Gaussian
-from bayesfl.protocols import Likelihood, Tensors
+from bayesfl.base.protocols import Likelihood, Tensors
+from bayesfl.likelihoods import Bernoulli, Gaussian
 
 
 def kappa(variance: Tensor) -> Tensor:

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bayesfl.numerics import inverse_softplus, log_softplus
-from bayesfl.protocols import Tensors
+from bayesfl.base.numerics import inverse_softplus, log_softplus
+from bayesfl.base.protocols import Tensors
 
 
 @dataclass(frozen=True, kw_only=True)

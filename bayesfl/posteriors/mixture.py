@@ -11,7 +11,7 @@ models Marfoq, Neglia, Bellet, Kameni, Vidal, "Federated multi-task learning und
 import torch
 from torch import Tensor
 
-from bayesfl.checks import whole
+from bayesfl.base.checks import whole
 
 LEAST = 1e-12
 """Least mixture weight: one that is exactly 0 could never come back."""

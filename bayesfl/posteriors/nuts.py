@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from bayesfl.checks import instance, number, whole
+from bayesfl.base.checks import instance, number, whole
+from bayesfl.base.layout import Layout
+from bayesfl.base.protocols import Likelihood, Tensors
 from bayesfl.curvature.ggn import check_outputs
-from bayesfl.layout import Layout
-from bayesfl.likelihood import Bernoulli, Categorical, Gaussian
+from bayesfl.likelihoods import Bernoulli, Categorical, Gaussian
 from bayesfl.posteriors.linearised import as_labels, as_targets
-from bayesfl.protocols import Likelihood, Tensors
 
 LIMIT = 5000
 """Weights that can be sampled; a trajectory takes up to 1023 gradients of the whole data."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bayesfl.protocols import Tensors
+from bayesfl.base.protocols import Tensors
 
 
 @dataclass(frozen=True)

@@ -26,12 +26,12 @@ import torch
 from scipy.optimize import minimize
 
 import bayesfl as bf
-from bayesfl import report
+from bayesfl import Descend
 from bayesfl.data import FederatedData
-from bayesfl.likelihood import Bernoulli
+from bayesfl.evaluation import report
+from bayesfl.federation.result import Result
+from bayesfl.likelihoods import Bernoulli
 from bayesfl.optim import multistep
-from bayesfl.phases import Descend
-from bayesfl.result import Result
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "papers" / "fedem.json"

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 import bayesfl as bf
-from bayesfl import report
+from bayesfl.evaluation import report
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "papers" / "fedsi.json"

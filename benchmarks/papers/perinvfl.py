@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 import bayesfl as bf
-from bayesfl import report
-from bayesfl.likelihood import Bernoulli
+from bayesfl.evaluation import report
+from bayesfl.likelihoods import Bernoulli
 from bayesfl.optim import Adam
 
 ROOT = Path(__file__).parents[2]

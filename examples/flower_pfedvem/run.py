@@ -20,8 +20,8 @@ from flower_pfedvem.task import federation, method  # noqa: E402
 from loopback import network  # noqa: E402
 
 import bayesfl as bf  # noqa: E402
-from bayesfl import checkpoint  # noqa: E402
-from bayesfl.blocks import flatten  # noqa: E402
+from bayesfl.base.trees import flatten  # noqa: E402
+from bayesfl.federation import checkpoint  # noqa: E402
 from bayesfl.flower import load  # noqa: E402
 
 CLIENTS = 2

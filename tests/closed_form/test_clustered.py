@@ -11,10 +11,10 @@ from torch.testing import assert_close
 
 import bayesfl as bf
 from bayesfl.algorithms.clustered import bipartition
-from bayesfl.blocks import Block
+from bayesfl.composition.block import Block
+from bayesfl.composition.pools import equal
 from bayesfl.data import FederatedData
-from bayesfl.likelihood import Gaussian
-from bayesfl.pools import equal
+from bayesfl.likelihoods import Gaussian
 
 RULES = torch.tensor([[3.0, 2.0, 1.0], [-3.0, 2.0, 1.0], [-3.0, -2.0, -4.0]], dtype=torch.float64)
 OWNER = (0, 2, 1, 0, 1, 2, 2, 0, 1, 0, 2)  # neighbours in number are of different rules, and so are those of like size

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import bayesfl as bf
-from bayesfl.blocks import Block
+from bayesfl.composition.block import Block
+from bayesfl.composition.pools import Mean, equal
+from bayesfl.composition.priors import Normal, server_mean
+from bayesfl.composition.topology import metropolis, ring
 from bayesfl.data import FederatedData
-from bayesfl.likelihood import Gaussian
-from bayesfl.pools import Mean, equal
+from bayesfl.likelihoods import Gaussian
 from bayesfl.posteriors import MeanField, mixture
-from bayesfl.priors import Normal, server_mean
-from bayesfl.topology import metropolis, ring
 
 PLAIN: dict[str, Any] = {"momentum": 0.0, "weight_decay": 0.0}
 

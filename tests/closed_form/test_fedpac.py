@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import bayesfl as bf
-from bayesfl import simplex
 from bayesfl.algorithms.fedpac import mixing
-from bayesfl.blocks import Algorithm
+from bayesfl.base import simplex
+from bayesfl.composition.algorithm import Algorithm
+from bayesfl.composition.phases import Once
 from bayesfl.data import FederatedData
-from bayesfl.likelihood import Gaussian
+from bayesfl.likelihoods import Gaussian
 from bayesfl.models import Split
-from bayesfl.phases import Once
 
 CLASSES, WIDTH = 4, 5
 SIZES = (9, 14, 6, 11)
@@ -463,7 +463,7 @@ def test_two_classes_of_one_output(few: FederatedData):
     data = few.select([0, 1, 2])
     binary = replace(data, outputs=2)
     model = bf.models.mlp(6, hidden=4, outputs=1)
-    result = run(bf.algorithms.fedpac(model, likelihood=bf.likelihood.Bernoulli()), binary, 2)
+    result = run(bf.algorithms.fedpac(model, likelihood=bf.likelihoods.Bernoulli()), binary, 2)
     assert result.server["centroids"].shape == (2, 4)
     assert result.server["seen"].all()
 

@@ -10,11 +10,11 @@ from torch.testing import assert_close
 
 import bayesfl as bf
 from bayesfl.data import FederatedData
-from bayesfl.likelihood import Gaussian
+from bayesfl.likelihoods import Gaussian
 from bayesfl.models import Split
 from bayesfl.optim import SGD
 from bayesfl.posteriors import Laplace
-from bayesfl.selection import Evidence, select
+from bayesfl.posteriors.selection import Evidence, select
 
 DIM, NOISE, ALPHA = 4, 0.5, 2.0
 COUNTS = (9, 14, 6)

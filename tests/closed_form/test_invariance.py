@@ -11,9 +11,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import bayesfl as bf
-from bayesfl.data import FederatedData
-from bayesfl.engine import Plan
-from bayesfl.invariance import (
+from bayesfl.composition.invariance import (
     Annealed,
     by_environment,
     evenly,
@@ -24,11 +22,13 @@ from bayesfl.invariance import (
     squared_slopes,
     tied,
 )
-from bayesfl.likelihood import Bernoulli, Categorical, Gaussian
+from bayesfl.composition.pools import Mean, equal
+from bayesfl.composition.priors import server_mean
+from bayesfl.composition.server_optimiser import with_optimiser
+from bayesfl.data import FederatedData
+from bayesfl.engine import Plan
+from bayesfl.likelihoods import Bernoulli, Categorical, Gaussian
 from bayesfl.optim import SGD, Adam, cosine
-from bayesfl.pools import Mean, equal
-from bayesfl.priors import server_mean
-from bayesfl.server import with_optimiser
 from tests.cases import federation
 
 METHODS: dict[str, dict[str, Any]] = {

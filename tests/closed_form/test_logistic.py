@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import bayesfl as bf
+from bayesfl.composition.energy import Energy
+from bayesfl.composition.phases import Descend
+from bayesfl.composition.priors import Normal
 from bayesfl.data import from_arrays
-from bayesfl.energy import Energy
-from bayesfl.likelihood import Bernoulli
+from bayesfl.federation.result import Result
+from bayesfl.likelihoods import Bernoulli
 from bayesfl.optim import Adam, cosine
-from bayesfl.phases import Descend
 from bayesfl.posteriors import MeanField, nuts
-from bayesfl.priors import Normal
-from bayesfl.result import Result
 
 ROWS, FEATURES, PRIOR = 60, 3, 2.0
 

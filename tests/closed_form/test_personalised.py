@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import bayesfl as bf
+from bayesfl.base.protocols import Batch, Server, View
+from bayesfl.composition.phases import Once
 from bayesfl.data import FederatedData
-from bayesfl.likelihood import Gaussian
+from bayesfl.likelihoods import Gaussian
 from bayesfl.models import Split
-from bayesfl.phases import Once
-from bayesfl.protocols import Batch, Server, View
 from tests.cases import SIZES
 
 COUNTS = (9, 14, 6, 11)

@@ -9,16 +9,16 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import bayesfl as bf
-from bayesfl.blocks import Algorithm
+from bayesfl.base.numerics import inverse_softplus
+from bayesfl.base.protocols import Batch, Server, View
+from bayesfl.composition.algorithm import Algorithm
+from bayesfl.composition.phases import Once
+from bayesfl.composition.pools import Mean
+from bayesfl.composition.priors import closest_variance
 from bayesfl.data import FederatedData
-from bayesfl.likelihood import Gaussian
+from bayesfl.likelihoods import Gaussian
 from bayesfl.models import Split
-from bayesfl.numerics import inverse_softplus
-from bayesfl.phases import Once
-from bayesfl.pools import Mean
 from bayesfl.posteriors import MeanField
-from bayesfl.priors import closest_variance
-from bayesfl.protocols import Batch, Server, View
 from tests.cases import federation
 
 DIM, NOISE = 4, 0.5

@@ -12,9 +12,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 
 import bayesfl as bf
 from bayesfl.algorithms import PAPERS
-from bayesfl.blocks import flatten
+from bayesfl.base.protocols import Server, StackedPool, Uplink
+from bayesfl.base.trees import flatten
 from bayesfl.data import FederatedData
-from bayesfl.protocols import Server, StackedPool, Uplink
 from tests.cases import CASES, SIZES, Case, federation
 
 ROUNDS = 3

@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, hessian, jacrev, vmap
 
-from bayesfl.likelihood import Bernoulli, Categorical, Gaussian
+from bayesfl.base.protocols import Likelihood
+from bayesfl.likelihoods import Bernoulli, Categorical, Gaussian
 from bayesfl.models import Split
-from bayesfl.protocols import Likelihood
 
 
 class Residual(nn.Module):

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from bayesfl.curvature import Curvature, backends, restore
-from bayesfl.likelihood import Bernoulli, Gaussian
+from bayesfl.curvature import Curvature, backends, invert, restore
+from bayesfl.likelihoods import Bernoulli, Gaussian
 
 
 class Functional(nn.Module):
@@ -128,7 +128,7 @@ def test_what_its_rules_do_not_see_is_refused(on_a_gpu, model, x, named):
 def test_a_forward_that_it_does_not_know(on_a_gpu, model, x):
     """An error that names the model, what happened and the remedy, by any way the data come; `auto` takes `func`."""
     message = rf"BackPACK does not support this {type(model).__name__} \(\w+Error: .+\); backend='func' takes any"
-    for call in (Curvature.diagonal, Curvature.outputs, lambda c, x: c.invert(x, 1.0), lambda c, x: c.columns(x, torch.arange(2))):
+    for call in (Curvature.diagonal, Curvature.outputs, lambda c, x: invert(c, x, 1.0), lambda c, x: c.columns(x, torch.arange(2))):
         with pytest.raises(ValueError, match=message):
             call(Curvature(model, backend="backpack"), x)
     curvature = Curvature(model)
@@ -151,7 +151,7 @@ def test_other_numbers_than_those_of_torch_func(on_a_gpu, monkeypatch, broken, l
     curvature = Curvature(model, likelihood)
     assert_close(curvature.diagonal(x), Curvature(model, likelihood, backend="func").diagonal(x), rtol=1e-5, atol=1e-6)
     assert curvature.backend == "backpack"
-    saved = curvature.invert(x, 1.0, form="dual").tensors()
+    saved = invert(curvature, x, 1.0, form="dual").tensors()
     if broken == "diagonal" and isinstance(likelihood, Bernoulli):
         return  # it has none of its own
     monkeypatch.setattr(backends.BackPack, broken, wrong)

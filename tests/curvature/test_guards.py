@@ -10,8 +10,8 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import bayesfl as bf
-from bayesfl.curvature import Curvature, cholesky, factors, root
-from bayesfl.layout import Layout
+from bayesfl.base.layout import Layout
+from bayesfl.curvature import Curvature, cholesky, factors, invert, root
 from tests.curvature import brute
 
 
@@ -31,12 +31,12 @@ def x() -> torch.Tensor:
 def test_a_prior_precision_is_positive(curvature, x, precision, form):
     for value in (precision, torch.full((23,), 1.0).index_fill(0, torch.tensor([4]), precision)):
         with pytest.raises(ValueError, match=re.escape(f"a prior precision must be > 0 and finite, got {precision}")):
-            curvature.invert(x, value, form=form)
+            invert(curvature, x, value, form=form)
 
 
 def test_a_precision_fits_the_weights(curvature, x):
     with pytest.raises(ValueError, match=r"one for each of the 23 weights is needed, got shape \(5,\)"):
-        curvature.invert(x, torch.ones(5))
+        invert(curvature, x, torch.ones(5))
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_indices(curvature, x, indices, message):
     for call in (
         curvature.columns,
         curvature.ggn,
-        lambda x, i: curvature.invert(x, 1.0, indices=i),
+        lambda x, i: invert(curvature, x, 1.0, indices=i),
         lambda x, i: curvature.gram(x, indices=i),
     ):
         with pytest.raises(ValueError, match=message):
@@ -81,7 +81,7 @@ def test_curvature_that_is_not_finite_is_named():
                 curvature.diagonal(x)
         for value in (math.nan, math.inf):
             with pytest.raises(ValueError, match=r"the curvature is not finite for '2.bias' \(1 of 2\)"):
-                curvature.invert(x[:, [1, 1, 1]], 1.0, diagonal=torch.ones(curvature.size).index_fill(0, torch.tensor([11]), value))
+                invert(curvature, x[:, [1, 1, 1]], 1.0, diagonal=torch.ones(curvature.size).index_fill(0, torch.tensor([11]), value))
 
 
 def test_the_bytes_are_said_first(x):
@@ -97,9 +97,9 @@ def test_the_bytes_are_said_first(x):
     with pytest.raises(MemoryError, match=rf"the Gram matrix needs .*\({8 * 36**2} bytes\)"):
         tight.gram(x)
     with pytest.raises(MemoryError, match=rf"the dual form, of order 27, needs .*\({24 * 27**2} bytes\)"):
-        tight.invert(x, 1.0)
+        invert(tight, x, 1.0)
     with pytest.raises(MemoryError, match="the primal form, of order 9, needs"):
-        tight.invert(x, 1.0, indices=torch.arange(20, 29))
+        invert(tight, x, 1.0, indices=torch.arange(20, 29))
     huge = Curvature(nn.Sequential(nn.Linear(4000, 1000, bias=False), nn.Linear(1000, 2)))
     with pytest.raises(MemoryError, match=r"GGN of 4002002 weights needs 116\.\d TiB \(128128160064032 bytes\)"):
         huge.ggn(torch.zeros(1, 4000))
@@ -149,27 +149,27 @@ def test_data(curvature, x):
     for call in (
         curvature.diagonal,
         curvature.ggn,
-        lambda x: curvature.invert(x, 1.0),
+        lambda x: invert(curvature, x, 1.0),
         curvature.gram,
         lambda x: curvature.columns(x, torch.tensor([1])),
     ):
         with pytest.raises(ValueError, match="there are no data"):
             call(x[:0])
     with pytest.raises(TypeError, match="read more than once"):
-        curvature.invert(iter([x]), 1.0)
+        invert(curvature, iter([x]), 1.0)
     with pytest.raises(TypeError, match="a batch must be a tensor"):
         curvature.diagonal(["text"])
     with pytest.raises(ValueError, match=r"outputs \[N, O\], got shape \(6, 4, 3\)"):
         Curvature(nn.Linear(4, 3).double()).diagonal(x[:, None].expand(-1, 4, -1))
     with pytest.raises(ValueError, match="form must be"):
-        curvature.invert(x, 1.0, form="both")
+        invert(curvature, x, 1.0, form="both")
     with pytest.raises(ValueError, match="indices must be a vector of integers, got 'a'"):
         curvature.columns(x, "a")
     with pytest.raises(ValueError, match="indices are empty"):
         curvature.columns(x, [])
     for precision in (True, torch.tensor(True)):
         with pytest.raises(ValueError, match=r"precision: one number or one for each of the .* got (tensor\()?True"):
-            curvature.invert(x, precision)
+            invert(curvature, x, precision)
     with pytest.raises(TypeError, match="parameters must be of type str, got int"):
         Curvature(nn.Linear(2, 2), parameters=3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="the curvature of Poisson is not known"):
@@ -209,12 +209,12 @@ def test_the_jacobian_is_never_formed(backend, count):
         curvature.columns(x, indices)
         curvature.ggn(x, indices)
         for form in ("primal", "dual"):
-            part = curvature.invert(x, 1.0, indices=indices, form=form)  # type: ignore[arg-type]
+            part = invert(curvature, x, 1.0, indices=indices, form=form)  # type: ignore[arg-type]
             part.predict(test)
             part.marginals()
         if backend == "layers":
             curvature.gram(x)
-            whole = curvature.invert(x, 1.0)
+            whole = invert(curvature, x, 1.0)
             assert whole.form == "dual"
             whole.predict(test)
             whole.marginals()
@@ -224,7 +224,7 @@ def test_the_jacobian_is_never_formed(backend, count):
         before = largest.numbers
         with Largest() as more:
             curvature.diagonal([x] * 10)
-            curvature.invert([x] * 10, 1.0, indices=indices)
+            invert(curvature, [x] * 10, 1.0, indices=indices)
         assert more.numbers <= before
 
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import bayesfl as bf
-from bayesfl.curvature import Curvature, factors, ggn, restore
-from bayesfl.likelihood import Categorical, Gaussian
+from bayesfl.curvature import Curvature, factors, ggn, invert, restore
+from bayesfl.likelihoods import Categorical, Gaussian
 from tests.curvature import brute
 from tests.curvature.brute import CASES, LIKELIHOODS, PAIRS
 
@@ -55,7 +55,7 @@ def test_both_forms_are_the_inverse(case, backend, some, form):
     where = torch.arange(curvature.size) if indices is None else indices
     precision = precision_of(curvature.size)
     h = (brute.ggn(model, Categorical(), x) + precision.diag())[where][:, where]
-    inverse = curvature.invert(x, precision, indices=indices, form=form)
+    inverse = invert(curvature, x, precision, indices=indices, form=form)
     assert inverse.form == form
     assert inverse.backend == backend
     columns = brute.jacobian(model, test)[:, :, where]
@@ -70,7 +70,7 @@ def test_every_likelihood(likelihood, form):
     model, x, test = case.model(brute.outputs_of(likelihood)), case.data(9), case.data(5, seed=3)
     curvature = Curvature(model, likelihood)
     h = brute.ggn(model, likelihood, x) + 2 * torch.eye(curvature.size, dtype=torch.float64)
-    check(curvature.invert(x, 2.0, form=form), h, brute.jacobian(model, test), test, model)
+    check(invert(curvature, x, 2.0, form=form), h, brute.jacobian(model, test), test, model)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -80,7 +80,7 @@ def test_all_indices_are_the_whole(form):
     model, x, test = case.model(), case.data(6), case.data(4, seed=3)
     curvature = Curvature(model)
     order = torch.randperm(curvature.size, generator=generator(7))
-    part, whole = curvature.invert(x, 0.3, indices=order, form=form), curvature.invert(x, 0.3, form=form)
+    part, whole = invert(curvature, x, 0.3, indices=order, form=form), invert(curvature, x, 0.3, form=form)
     assert_close(part.marginals(), whole.marginals()[order], **EXACT)
     assert_close(part.log_det(), whole.log_det(), **EXACT)
     assert_close(part.predict(test), whole.predict(test), **EXACT)
@@ -92,9 +92,9 @@ def test_streams(backend, form, monkeypatch):
     case = CASES[2]
     model, x, test = case.model(), case.data(7), case.data(5, seed=3)
     curvature, indices = Curvature(model, backend=backend), chosen(80, 30)
-    once = curvature.invert(x, 0.3, indices=indices, form=form)
+    once = invert(curvature, x, 0.3, indices=indices, form=form)
     monkeypatch.setattr(ggn, "BLOCK", 1)
-    streamed = curvature.invert([x[:1], x[1:]], 0.3, indices=indices, form=form)
+    streamed = invert(curvature, [x[:1], x[1:]], 0.3, indices=indices, form=form)
     assert_close(streamed.predict(list(test.split(2))), once.predict(test), **EXACT)
     assert_close(streamed.marginals(), once.marginals(), **EXACT)
 
@@ -104,7 +104,7 @@ def test_the_smaller_factor_is_taken():
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 3)).double()
     x = torch.randn(5, 4, generator=generator(0), dtype=torch.float64)
     curvature = Curvature(model)
-    small, large = curvature.invert(x, 1.0, indices=torch.arange(9)), curvature.invert(x, 1.0)
+    small, large = invert(curvature, x, 1.0, indices=torch.arange(9)), invert(curvature, x, 1.0)
     assert (small.form, small.order) == ("primal", 9)
     assert (large.form, large.order) == ("dual", 10)  # 5 examples of rank 2, against 27 weights
     assert large.reason == "10 rows, 27 curved weights"
@@ -120,12 +120,12 @@ def test_a_linear_gaussian_model_is_conjugate(form):
     noise, precision = 0.3, torch.tensor([0.5, 1.0, 2.0, 4.0], dtype=torch.float64)
     posterior = torch.linalg.inv(x.T @ x / noise**2 + precision.diag())
     curvature = Curvature(model, Gaussian(noise))
-    whole = curvature.invert(x, precision, form=form)
+    whole = invert(curvature, x, precision, form=form)
     assert_close(whole.predict(x)[1][:, 0, 0], ((x @ posterior) * x).sum(1), **EXACT)
     assert_close(whole.marginals(), posterior.diagonal(), **EXACT)
     s, rest = torch.tensor([2, 0]), torch.tensor([1, 3])
     conditional = posterior[s][:, s] - posterior[s][:, rest] @ torch.linalg.inv(posterior[rest][:, rest]) @ posterior[rest][:, s]
-    part = curvature.invert(x, precision, indices=s, form=form)
+    part = invert(curvature, x, precision, indices=s, form=form)
     draws = part.sample(torch.eye(part.noise_size, dtype=torch.float64))
     assert_close(draws.T @ draws, conditional, **EXACT)
     assert (part.marginals() < posterior.diagonal()[s]).all()
@@ -148,14 +148,14 @@ def test_weights_without_curvature(backend, form):
     zero = full.diagonal() == 0
     indices = torch.arange(24)
     curvature = Curvature(model, backend=backend)
-    inverse = curvature.invert(x, precision, indices=indices, form=form)
+    inverse = invert(curvature, x, precision, indices=indices, form=form)
     h = (full + precision.diag())[:24, :24]
     check(inverse, h, brute.jacobian(model, test)[:, :, :24], test, model)
     assert inverse.uncurved == int(zero[:24].sum()) == 9
     assert inverse.uncurved_share == 9 / 24
     assert torch.equal(inverse.marginals()[zero[:24]], 1 / precision[:24][zero[:24]])
     only = zero[:24].nonzero().squeeze(1)
-    nothing = curvature.invert(x, precision, indices=only, form=form)
+    nothing = invert(curvature, x, precision, indices=only, form=form)
     assert nothing.order == 0
     assert nothing.uncurved_share == 1
     check(nothing, precision[only].diag(), brute.jacobian(model, test)[:, :, only], test, model)
@@ -169,7 +169,7 @@ def test_examples_without_rows_are_split_off():
         model[0].weight.copy_(torch.tensor([[1.0], [-1.0]]))
         model[0].bias.zero_()
     x = torch.tensor([[1.0], [2.0], [-1.0], [-3.0], [4.0]], dtype=torch.float64)
-    inverse = Curvature(model).invert(x, 1.0, indices=torch.tensor([1]), form="dual")  # the unit that fires for negative inputs
+    inverse = invert(Curvature(model), x, 1.0, indices=torch.tensor([1]), form="dual")  # the unit that fires for negative inputs
     assert inverse.order == 2
     want = torch.linalg.inv(brute.ggn(model, Categorical(), x)[1:2, 1:2] + 1)
     assert_close(inverse.marginals(), want[0], **EXACT)
@@ -183,7 +183,7 @@ def test_a_constant_added_to_all_logits_changes_nothing_when_centred(form):
     with torch.no_grad():
         moved.head.weight += torch.linspace(-3, 3, 5)  # type: ignore[union-attr, operator]
         moved.head.bias += 7  # type: ignore[union-attr, operator]
-    one, other = (Curvature(m, parameters="body.*").invert(x, 0.2, form=form) for m in (model, moved))
+    one, other = (invert(Curvature(m, parameters="body.*"), x, 0.2, form=form) for m in (model, moved))
     assert_close(one.predict(test, centre=True), other.predict(test, centre=True), **EXACT)
     plain, shifted = one.predict(test), other.predict(test)
     assert (plain[1] - shifted[1]).abs().max() > 0.1
@@ -199,12 +199,12 @@ def test_the_whole_body_leaves_nothing_out_of_the_dual_form():
     x[:, 2] = 0
     for backend in case.backends:
         curvature = Curvature(model, backend=backend)
-        inverse = curvature.invert(x, 2.0, form="dual")
+        inverse = invert(curvature, x, 2.0, form="dual")
         full = brute.ggn(model, Categorical(), x)
         assert inverse.uncurved == int((full.diagonal() / 2 < 1e-12).sum()) >= 6
         check(inverse, full + 2 * torch.eye(len(full), dtype=torch.float64), brute.jacobian(model, test), test, model)
         assert inverse.curved.all()
-        assert not curvature.invert(x, 2.0, form="primal").curved.all()
+        assert not invert(curvature, x, 2.0, form="primal").curved.all()
 
 
 @pytest.mark.parametrize("precision", [1e-4, 1.0, 1e4])
@@ -212,7 +212,7 @@ def test_the_whole_body_leaves_nothing_out_of_the_dual_form():
 def test_variances_lie_between_nothing_and_the_prior(form, precision):
     case = CASES[2]
     model, x, test = case.model(), case.data(9), case.data(20, seed=3)
-    inverse = Curvature(model).invert(x, precision, form=form)
+    inverse = invert(Curvature(model), x, precision, form=form)
     covariance = inverse.predict(test)[1]
     prior = Curvature(model).gram(test, weight=1 / precision).view(20, 4, 20, 4).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
     scale = prior.diagonal(dim1=1, dim2=2).amax()
@@ -227,7 +227,7 @@ def test_the_forms_agree_at_a_training_prior():
     case = CASES[0]
     model, x, test = case.model(), case.data(9), case.data(5, seed=3)
     curvature = Curvature(model)
-    primal, dual = (curvature.invert(x, 1e-4, form=form) for form in FORMS)
+    primal, dual = (invert(curvature, x, 1e-4, form=form) for form in FORMS)
     assert_close(dual.predict(test)[1], primal.predict(test)[1], rtol=1e-8, atol=1e-6)
     assert_close(dual.marginals(), primal.marginals(), rtol=1e-8, atol=0)
     assert_close(dual.log_det(), primal.log_det(), rtol=1e-12, atol=0)
@@ -236,14 +236,14 @@ def test_the_forms_agree_at_a_training_prior():
 def test_a_known_diagonal_saves_a_pass():
     model, x = CASES[0].model(), CASES[0].data(9)
     curvature = Curvature(model)
-    inverse = curvature.invert(x, 1.0, diagonal=curvature.diagonal(x))
-    assert_close(inverse.marginals(), curvature.invert(x, 1.0).marginals(), rtol=0, atol=0)
+    inverse = invert(curvature, x, 1.0, diagonal=curvature.diagonal(x))
+    assert_close(inverse.marginals(), invert(curvature, x, 1.0).marginals(), rtol=0, atol=0)
 
 
 @pytest.fixture(scope="module")
 def laplace():
     """laplace-torch with its BackPACK backend; its import needs torchvision's."""
-    from bayesfl._torchvision import torchvision
+    from bayesfl.base.torchvision import torchvision
 
     torchvision()
     return pytest.importorskip("laplace")
@@ -285,7 +285,7 @@ def test_laplace_torch_finds_the_same(laplace, case, likelihood):
         everything = torch.arange(curvature.size) if where is None else where
         assert_close(curvature.ggn(x, everything), scale * fitted.H, **near)
         for form in FORMS:
-            inverse = curvature.invert(x, 0.7, indices=where, form=form)
+            inverse = invert(curvature, x, 0.7, indices=where, form=form)
             mean, covariance = inverse.predict(test)
             their_mean, their_covariance = fitted._glm_predictive_distribution(test)
             assert_close(mean, their_mean, **near)
@@ -307,9 +307,9 @@ def test_both_ways_to_the_marginals(unit: int, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(factors.Outer, name, _noting(getattr(factors.Outer, name), name, used))
     model, x = bf.models.mlp(5, hidden=6, outputs=3, seed=1).double(), torch.rand(4, 5, generator=torch.Generator().manual_seed(0)).double()
     curvature, precision = Curvature(model), torch.linspace(0.5, 2.0, 57, dtype=torch.float64)
-    dual = curvature.invert(x, precision, form="dual").marginals()
+    dual = invert(curvature, x, precision, form="dual").marginals()
     assert set(used) == {"solved_into" if unit else "quadratic_into"}
-    assert_close(dual, curvature.invert(x, precision, form="primal").marginals(), atol=1e-12, rtol=1e-9)
+    assert_close(dual, invert(curvature, x, precision, form="primal").marginals(), atol=1e-12, rtol=1e-9)
 
 
 def _noting(method: Any, name: str, used: list[str]) -> Any:

@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from bayesfl.base.random import Purpose, generator
 from bayesfl.data import Source, coloured, load, recoloured
-from bayesfl.random import Purpose, generator
 
 MADE = (0.9, 0.6, 0.3, 0.05)
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from bayesfl import _torchvision as loader
+from bayesfl.base import torchvision as loader
 from bayesfl.data import Source, available, load, sources
 from bayesfl.data.sources import FINE_TO_COARSE, read_idx
 from tests.files import where_present

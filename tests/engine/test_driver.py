@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import bayesfl as bf
+from bayesfl.composition.phases import Descend
 from bayesfl.engine.driver import Kernel
-from bayesfl.phases import Descend
 
 CPU = torch.device("cpu")
 

@@ -9,9 +9,9 @@ from torch.func import functional_call
 from torch.testing import assert_close
 from torch.utils._pytree import tree_map
 
+from bayesfl.base.layout import Layout
 from bayesfl.engine import layers, live, vmap
 from bayesfl.engine.network import Network, Pass, Passage
-from bayesfl.layout import Layout
 from bayesfl.models import Split, cifar100_cnn, lenet, mlp, resnet18
 
 KERNELS = {"layers": layers.kernel, "live": live.kernel, "vmap": vmap.kernel}

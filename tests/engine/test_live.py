@@ -7,8 +7,8 @@ from torch.func import functional_call
 from torch.testing import assert_close
 
 import bayesfl as bf
+from bayesfl.base.layout import Layout
 from bayesfl.engine import live
-from bayesfl.layout import Layout
 from bayesfl.models import resnet18
 from tests.cases import CASES
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
+from bayesfl.base.random import Purpose, Stage, generator
 from bayesfl.data import Split
 from bayesfl.engine import Plan
-from bayesfl.random import Purpose, Stage, generator
 
 COUNTS = np.array([3, 7, 5, 7])
 ORDER = np.array([1, 3, 2, 0])  # longest first

@@ -8,11 +8,11 @@ from torch.func import functional_call
 from torch.testing import assert_close
 
 import bayesfl as bf
+from bayesfl.base.layout import Layout
+from bayesfl.composition.phases import Once
 from bayesfl.data import Split
 from bayesfl.engine import Plan, vmap
-from bayesfl.layout import Layout
 from bayesfl.models import mlp, resnet18
-from bayesfl.phases import Once
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:

@@ -16,8 +16,8 @@ import pytest
 from torch.testing import assert_close
 
 import bayesfl as bf
-from bayesfl import checkpoint
-from bayesfl.blocks import flatten
+from bayesfl.base.trees import flatten
+from bayesfl.federation import checkpoint
 from bayesfl.flower import Deployed, load
 
 WANTED = os.environ.get("BAYESFL_DEPLOY", "")

@@ -15,17 +15,18 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import bayesfl as bf
-from bayesfl import checkpoint
-from bayesfl.admission import PROTOCOL
-from bayesfl.blocks import flatten, nest
+from bayesfl.base.trees import flatten, nest
 from bayesfl.data import FederatedData
-from bayesfl.faults import KINDS, Fault
+from bayesfl.federation import checkpoint
+from bayesfl.federation.admission import PROTOCOL
+from bayesfl.federation.faults import KINDS, Fault
+from bayesfl.federation.predict import choose as chosen
+from bayesfl.federation.result import Result
+from bayesfl.federation.settings import Settings
 from bayesfl.flower import BadClients, Deployed, client_app, load, records, serve, server_app
 from bayesfl.flower.client import Refused
 from bayesfl.flower.roster import Roster
 from bayesfl.flower.states import States
-from bayesfl.predict import choose as chosen
-from bayesfl.result import Result, Settings
 from tests.cases import CASES, Case, federation
 from tests.flower.grid import Alter, LocalGrid
 
@@ -619,7 +620,7 @@ def test_a_tuned_number_is_the_simulations(tmp_path: Path, monkeypatch: pytest.M
         sums.append((total.clone(), examples))
         return chosen(predictor, total, examples)
 
-    monkeypatch.setattr("bayesfl.predict.choose", choose)
+    monkeypatch.setattr("bayesfl.federation.predict.choose", choose)
     monkeypatch.setattr("bayesfl.flower.server.choose", choose)
     algorithm, clients = tuned()
     assert len(algorithm.predictor.grid) > 1

@@ -17,10 +17,11 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 from torch import nn
 from torch.testing import assert_close
 
-from bayesfl.blocks import flatten
-from bayesfl.checkpoint import STATE, CheckpointError, held
+from bayesfl.base.trees import flatten
 from bayesfl.data import FederatedData
-from bayesfl.faults import KINDS, Fault
+from bayesfl.federation.checkpoint import STATE, held
+from bayesfl.federation.errors import CheckpointError
+from bayesfl.federation.faults import KINDS, Fault
 from bayesfl.flower import load, records
 from bayesfl.flower.states import STATE as STATE_NAME
 from tests.flower.test_flower import deploy, grid_of, method, simulated

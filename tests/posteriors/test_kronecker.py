@@ -11,11 +11,11 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
 import bayesfl as bf
-from bayesfl.curvature import factors, ggn
-from bayesfl.likelihood import Categorical, Gaussian
-from bayesfl.posteriors import Laplace, kronecker
-from bayesfl.posteriors.kronecker import Kronecker
-from bayesfl.posteriors.precision import by_validation, predictive_nll
+from bayesfl.curvature import factors, ggn, kronecker
+from bayesfl.curvature.kronecker import Kronecker
+from bayesfl.likelihoods import Categorical, Gaussian
+from bayesfl.posteriors import Laplace
+from bayesfl.posteriors.prior_precision import by_validation, predictive_nll
 from tests.curvature import brute
 from tests.curvature.brute import CASES, LIKELIHOODS, PAIRS
 from tests.curvature.test_guards import Largest
@@ -44,7 +44,7 @@ def labels(task: str, count: int) -> Tensor:
 @pytest.fixture(scope="module")
 def theirs():
     """laplace-torch's Laplace, fitted in float64 with prior precision 0.7."""
-    from bayesfl._torchvision import torchvision
+    from bayesfl.base.torchvision import torchvision
 
     torchvision()
     laplace = pytest.importorskip("laplace")

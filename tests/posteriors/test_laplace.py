@@ -11,10 +11,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import bayesfl as bf
 from bayesfl.curvature import Curvature
-from bayesfl.likelihood import Bernoulli, Categorical, Gaussian
-from bayesfl.posteriors import Laplace, precision
+from bayesfl.likelihoods import Bernoulli, Categorical, Gaussian
+from bayesfl.posteriors import Laplace
+from bayesfl.posteriors import prior_precision as precision
 from bayesfl.posteriors.linearised import predictive
-from bayesfl.posteriors.precision import ALIKE, GRID, by_evidence, by_validation, predictive_nll
+from bayesfl.posteriors.prior_precision import ALIKE, GRID, by_evidence, by_validation, predictive_nll
 from tests.curvature import brute
 from tests.curvature.brute import PAIRS
 
@@ -78,7 +79,7 @@ def test_a_subnetwork_is_the_conditional():
 @pytest.fixture(scope="module")
 def theirs():
     """laplace-torch's Laplace; its import needs torchvision's."""
-    from bayesfl._torchvision import torchvision
+    from bayesfl.base.torchvision import torchvision
 
     torchvision()
     return pytest.importorskip("laplace").Laplace

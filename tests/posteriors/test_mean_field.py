@@ -10,15 +10,15 @@ from torch import Tensor, distributions, nn
 from torch.testing import assert_close
 
 import bayesfl as bf
+from bayesfl.base.protocols import Posterior
+from bayesfl.composition.energy import Energy
+from bayesfl.composition.phases import Descend
+from bayesfl.composition.priors import Normal
 from bayesfl.data import Split
-from bayesfl.energy import Energy
 from bayesfl.engine import Plan
-from bayesfl.likelihood import Gaussian
+from bayesfl.likelihoods import Gaussian
 from bayesfl.optim import SGD
-from bayesfl.phases import Descend
 from bayesfl.posteriors import MeanField
-from bayesfl.priors import Normal
-from bayesfl.protocols import Posterior
 
 
 def belief(*shape: int) -> dict[str, Tensor]:

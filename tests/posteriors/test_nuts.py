@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from bayesfl.layout import Layout
-from bayesfl.likelihood import Bernoulli, Categorical, Gaussian
+from bayesfl.base.layout import Layout
+from bayesfl.likelihoods import Bernoulli, Categorical, Gaussian
 from bayesfl.posteriors import nuts
 from bayesfl.posteriors.nuts import LIMIT, Samples, _potential
 

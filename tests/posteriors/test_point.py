@@ -4,9 +4,9 @@ import torch
 from torch import distributions
 from torch.testing import assert_close
 
+from bayesfl.base.protocols import Posterior
+from bayesfl.composition.priors import Normal
 from bayesfl.posteriors import Point
-from bayesfl.priors import Normal
-from bayesfl.protocols import Posterior
 
 
 def test_is_its_centre():

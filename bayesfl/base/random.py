@@ -1,0 +1,73 @@
+"""Addressed randomness: every draw is a function of (seed; purpose, round, client, phase, index) and of nothing else.
+
+A run therefore uses the same draws whatever the kernel, the chunk size, the number of workers, the order of the clients
+or the machine: nothing reads a shared generator. Addresses are hashed by NumPy's `SeedSequence` with a spawn key of fixed
+length (entropy lists collide: [1, 2] equals [1, 2, 0]) into the key of a counter-based Philox generator, and always drawn
+in float32 on the CPU, so that neither the device nor the precision of a run changes what is drawn.
+
+What protects clients must not be a function of a seed that others know: `keyed` reads words from a secret.
+"""
+
+import hashlib
+from enum import IntEnum
+
+import numpy as np
+
+from bayesfl.base.checks import whole
+
+WORD = 2**32
+
+
+class Purpose(IntEnum):
+    """What a draw is for: the first word of its address."""
+
+    PERMUTATION = 0
+    NOISE = 1
+    COHORT = 2
+    START = 3
+    MODEL = 4
+    PARTITION = 5
+    SPLIT = 6
+    PREDICT = 7
+    POSTERIOR = 8
+    SELECTION = 9
+    GRAPH = 10
+    FAULT = 11
+
+
+class Stage(IntEnum):
+    """Which list of phases a draw belongs to; part of a client's address."""
+
+    TRAIN = 0
+    FINETUNE = 1
+    ADAPT = 2
+
+
+def generator(
+    seed: int, purpose: Purpose, *, round: int = 0, client: int = 0, stage: int = 0, phase: int = 0, index: int = 0
+) -> np.random.Generator:
+    """The generator at one address.
+
+    Args:
+        seed: The experiment's seed, a non-negative integer.
+        purpose: What is drawn.
+        round: Round of the federation, from 0.
+        client: Client id, from 0.
+        stage: Training, fine-tuning or adaptation.
+        phase: Place of the phase in its list.
+        index: A further word: the epoch of a permutation, the number of a block.
+
+    Raises:
+        ValueError: The seed is no whole number of at least 0, or a word of the address lies outside [0, 2^32).
+    """
+    key = (int(purpose), round, client, stage, phase, index)
+    if not all(0 <= word < WORD for word in key):
+        raise ValueError(f"every word of an address must lie within [0, 2**32), got {key}")
+    state = np.random.SeedSequence(whole("seed", seed, least=0), spawn_key=key).generate_state(2, np.uint64)
+    return np.random.Generator(np.random.Philox(key=state))
+
+
+def keyed(secret: bytes, *address: bytes, size: int) -> np.ndarray:
+    """Words [size], uint64, from SHAKE-256 of a secret and an address: to whoever lacks the secret they are as good as uniform."""
+    text = b"".join(len(part).to_bytes(8, "little") + part for part in (b"bayesfl", secret, *address))
+    return np.frombuffer(hashlib.shake_256(text).digest(8 * size), "<u8").astype(np.uint64)

@@ -1,0 +1,52 @@
+"""The language of a method: blocks, energies and phases, the priors and pools that tie blocks to a federation, and an algorithm of them."""
+
+from bayesfl.composition.algorithm import Algorithm
+from bayesfl.composition.block import Block, standard_normal
+from bayesfl.composition.energy import Energy, Penalty, tempering
+from bayesfl.composition.invariance import Annealed, Estimator, anew_at, by_environment, evenly, irm_energy, reweighted, tied
+from bayesfl.composition.phases import Descend, Once, Repeat
+from bayesfl.composition.pools import Mean, MomentMatched, Relaxed, Stack, by_size, counted, equal
+from bayesfl.composition.predictors import LinearisedLaplace, Mixture, size_of
+from bayesfl.composition.priors import Normal, Parameter, closest_variance, inverse_size, own_mean, server_mean
+from bayesfl.composition.server_optimiser import with_optimiser
+from bayesfl.composition.topology import check_mixing, erdos_renyi, metropolis
+
+__all__ = [
+    "Algorithm",
+    "Annealed",
+    "Block",
+    "Descend",
+    "Energy",
+    "Estimator",
+    "LinearisedLaplace",
+    "Mean",
+    "Mixture",
+    "MomentMatched",
+    "Normal",
+    "Once",
+    "Parameter",
+    "Penalty",
+    "Relaxed",
+    "Repeat",
+    "Stack",
+    "anew_at",
+    "by_environment",
+    "by_size",
+    "check_mixing",
+    "closest_variance",
+    "counted",
+    "equal",
+    "erdos_renyi",
+    "evenly",
+    "inverse_size",
+    "irm_energy",
+    "metropolis",
+    "own_mean",
+    "reweighted",
+    "server_mean",
+    "size_of",
+    "standard_normal",
+    "tempering",
+    "tied",
+    "with_optimiser",
+]

@@ -1,0 +1,76 @@
+"""Block: one part of a model, and what a client believes of it, what ties that to the federation, what is sent and kept."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bayesfl.base.checks import whole
+from bayesfl.base.protocols import AdditivePool, Posterior, Prior, StackedPool
+from bayesfl.composition.pools import Mean
+from bayesfl.composition.priors import Flat
+from bayesfl.posteriors import Point
+
+Start: TypeAlias = Callable[[np.random.Generator, int], Tensor]
+"""Initial weights of a block: (generator, D) -> [D], float32."""
+
+
+def standard_normal(scale: float = 1.0) -> Start:
+    """Initial weights drawn from N(0, scale^2)."""
+    return lambda rng, size: scale * torch.from_numpy(rng.standard_normal(size, dtype=np.float32))
+
+
+@dataclass(frozen=True)
+class Block:
+    """One part of the model and everything the federation knows about it.
+
+    | | `pool` is a rule (sent) | `pool=None` (never sent) |
+    |---|---|---|
+    | `keep=False` (starts each round from the server) | *shared*: FedAvg's w | *frozen*: FedBABU's head |
+    | `keep=True` (starts from the client's own last state) | *hierarchical*: pFedVEM's head | *private*: FedRep's head |
+
+    Args:
+        names: Shell-style pattern over the model's parameter names.
+        posterior: What a client believes about these parameters.
+        prior: What ties that belief to the federation.
+        pool: How the federation gathers it; None if it never leaves the client.
+        keep: Whether the client keeps its own state between rounds.
+        start: Initial weights: the module's, or drawn.
+        copies: M where the block stands M times in every client's model, as the components of a mixture do: its tensors are [..., M, D],
+            each copy with a start of its own, and an energy's weight says what an example counts for each, [..., M, B].
+
+    Raises:
+        ValueError: A posterior with an entropy stands under a flat prior, or several copies would start alike.
+    """
+
+    names: str = "*"
+    posterior: Posterior = field(default_factory=Point)
+    prior: Prior = field(default_factory=Flat)
+    pool: AdditivePool | StackedPool | None = field(default_factory=Mean)
+    keep: bool = False
+    start: Literal["module"] | Start = "module"
+    copies: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.copies is not None and whole("copies", self.copies, least=1) > 1 and self.start == "module":
+            raise ValueError(
+                f"block {self.names!r}: copies that start alike stay alike; draw their start, as by start=bf.models.anew(model)"
+            )
+        if isinstance(self.prior, Flat) and self.posterior.noise_size(1):
+            raise ValueError(
+                f"block {self.names!r}: a {type(self.posterior).__name__} posterior under a Flat prior has no optimum (its width grows "
+                "without bound along directions that the data do not see); give the block a Normal prior, or a Point posterior"
+            )
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether its posterior draws."""
+        return self.posterior.noise_size(1) > 0
+
+    @property
+    def private(self) -> bool:
+        """Whether it stays on the client."""
+        return self.keep and self.pool is None

@@ -1,0 +1,238 @@
+"""Invariant learning: what should hold in every environment of a client's data. Parts of IRM's objective and of GroupDRO's.
+
+An environment is a set of examples taken under the same conditions; R_e is its mean loss, and g_e = d/ds R_e(s outputs) at s = 1 says how
+it would rather have the outputs scaled. A predictor that is best in every environment, through what it looks at, has all g_e = 0.
+
+    IRM, for one client      (R + gamma_t sum_e g_e^2 + l2 |w|^2 + lambda/2 |w - centre|^2) / max(1, gamma_t)
+    GroupDRO, on the server  q_e <- q_e exp(eta R_e) / Z
+
+Data say which environment an example is from (`environments` of `bf.data.from_arrays`, or `clients.as_environments()`).
+
+Source: Arjovsky, Bottou, Gulrajani, Lopez-Paz, "Invariant risk minimization", 2019, arXiv:1907.02893, section 3 (IRMv1), annealing and the
+division by gamma from the authors' code; Sagawa, Koh, Hashimoto, Liang, "Distributionally robust neural networks for group shifts",
+ICLR 2020, algorithm 1.
+"""
+
+from dataclasses import KW_ONLY, dataclass
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from bayesfl.base.checks import number, whole
+from bayesfl.base.protocols import Batch, Likelihood, Prior, Server, View
+from bayesfl.composition.algorithm import Algorithm
+from bayesfl.composition.energy import Energy
+from bayesfl.composition.phases import Once
+from bayesfl.composition.priors import Flat, Normal, Parameter
+
+Estimator: TypeAlias = Literal["biased", "unbiased"]
+
+
+def scale_slopes(likelihood: Likelihood, outputs: Tensor, y: Tensor) -> Tensor:
+    """The derivative of each example's loss by one scale s of its outputs, d/ds nll(s outputs) at s = 1.
+
+    Args:
+        likelihood: What y is.
+        outputs: [..., B, O].
+        y: [..., B], or [..., B, O].
+
+    Returns:
+        Slopes [..., B] in nats, through which gradients flow; (sigmoid(a) - y) a for two classes, sum_c (p_c - 1[c = y]) a_c for more.
+    """
+    # Not jvp: torch's forward mode has one level for all threads. Not nll_and_slope: kernels work in place there.
+    slopes = torch.func.grad(lambda scaled: likelihood.nll(scaled, y).sum())(outputs)
+    return (outputs * slopes).sum(-1)
+
+
+def members(batch: Batch) -> Tensor:
+    """Which environment each example counts for, [..., B, E]; padding counts nowhere.
+
+    Raises:
+        ValueError: The data have no environments.
+    """
+    if "environment" not in batch:
+        raise ValueError(
+            "the data have no environments, which an invariant objective compares: pass environments= to from_arrays, or, where every "
+            "client is one, clients.as_environments()"
+        )
+    return batch["environment"] * batch["weight"].unsqueeze(-1)
+
+
+def by_environment(values: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Means of the examples' `values` [..., B] by environment, 0 where a batch has none of it, and the numbers of examples; [..., E]."""
+    counted = members(batch)
+    count = counted.sum(-2)
+    return (values.unsqueeze(-1) * counted).sum(-2) / count.clamp_min(1), count
+
+
+def squared_slopes(slopes: Tensor, batch: Batch, estimator: Estimator = "biased") -> Tensor:
+    """sum_e g_e^2 [...] in nats squared, from the slopes [..., B] of a batch, environments that it lacks left out.
+
+    `biased` squares the batch's mean, which a batch's noise makes larger than the square of the mean over all data, by the variance of a
+    slope over the number of examples. `unbiased` is the mean product of two different examples, that is of the means of two disjoint halves
+    averaged over all ways to halve: its expectation over fresh batches is the square. It can be negative, without bound where the same
+    batch is seen again and again, and is 0 for environments with one example.
+    """
+    mean, count = by_environment(slopes, batch)
+    if estimator == "biased":
+        return mean.square().sum(-1)
+    own = (slopes.square().unsqueeze(-1) * members(batch)).sum(-2)
+    pairs = (mean * count).square() - own
+    return (pairs / (count * (count - 1)).clamp_min(1)).sum(-1)
+
+
+@dataclass(frozen=True)
+class Annealed:
+    """The penalty's weight gamma_t: 1, or gamma where that is less, before round `start`, gamma from then on.
+
+    The whole objective is divided by `scale`, max(1, gamma_t), so that a large gamma leaves gradients their size.
+
+    Args:
+        gamma: >= 0.
+        start: Counted from 0.
+
+    Raises:
+        ValueError: A number lies outside its range.
+    """
+
+    gamma: float
+    _: KW_ONLY
+    start: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= number("gamma", self.gamma) < torch.inf:
+            raise ValueError(f"gamma is the weight of a penalty and must be >= 0 and finite, got {self.gamma}; 0 leaves the penalty out")
+        whole("anneal, the round from which the penalty counts in full,", self.start, least=0)
+
+    def weight(self, round: int) -> float:
+        """gamma_t."""
+        return self.gamma if round >= self.start else min(1.0, self.gamma)
+
+    def scale(self, round: int) -> float:
+        """max(1, gamma_t)."""
+        return max(1.0, self.weight(round))
+
+
+def irm_energy(block: str, likelihood: Likelihood, annealed: Annealed, *, estimator: Estimator = "biased") -> Energy:
+    """(R + gamma_t sum_e g_e^2) / max(1, gamma_t) of one block that is a whole predictor, R the mean over a client's examples.
+
+    What ties the block belongs into its prior, see `tied`. The loss that a phase reports is divided, too.
+
+    Raises:
+        ValueError: The estimator is none.
+    """
+    if estimator not in ("biased", "unbiased"):
+        raise ValueError(f"estimator must be 'biased' or 'unbiased', got {estimator!r}")
+
+    def share(given: Server, view: View, batch: Batch) -> Tensor:
+        return torch.full_like(view["n"], 1 / annealed.scale(given["round"])).unsqueeze(-1)
+
+    def penalty(features: Tensor | None, outputs: Tensor, losses: Tensor, batch: Batch, given: Server, view: View) -> Tensor:
+        weight = annealed.weight(given["round"]) / annealed.scale(given["round"])
+        return weight * squared_slopes(scale_slopes(likelihood, outputs, batch["y"]), batch, estimator)
+
+    return Energy(block, (block,), likelihood="mean", weight=share, penalty=penalty)
+
+
+def tied(annealed: Annealed, *, l2: float = 0.0, lam: float = 0.0, centre: Parameter | None = None) -> Prior:
+    """The prior that adds (l2 |w|^2 + lam/2 |w - centre|^2) / max(1, gamma_t) beside a mean loss: one Gaussian, flat where both are 0.
+
+    Args:
+        annealed: Of the objective that is divided.
+        l2: Of the ridge.
+        lam: Of the pull.
+        centre: Where to, see `Normal`.
+
+    Raises:
+        ValueError: A strength is negative, or a pull has no centre.
+    """
+    for name, value in {"l2": l2, "lam": lam}.items():
+        if not 0 <= number(name, value) < torch.inf:
+            raise ValueError(f"{name} must be >= 0 and finite, got {value}")
+    if lam and centre is None:
+        raise ValueError("a pull needs a centre, as centre=server_mean('w')")
+    strength = lam + 2 * l2
+    if not strength:
+        return Flat()
+
+    def middle(given: Server, view: View) -> Tensor:
+        n = torch.as_tensor(view["n"])
+        return lam / strength * centre(given, view) if centre is not None else torch.zeros_like(n).unsqueeze(-1)
+
+    def variance(given: Server, view: View) -> Tensor:
+        return (annealed.scale(given["round"]) / (strength * torch.as_tensor(view["n"]))).unsqueeze(-1)
+
+    return Normal(centre=middle, variance=variance)
+
+
+def anew_at(annealed: Annealed, state: str) -> tuple[tuple[Once, ...], dict[str, Tensor]]:
+    """What forgets an optimiser's state as the objective jumps: a phase that zeroes it once, in a client's first round from `start` on.
+
+    The squares that Adam remembers are those of the old objective, and would be wrong for hundreds of steps.
+
+    Args:
+        annealed: Of the objective.
+        state: Name of the state, see `Descend.persist`.
+
+    Returns:
+        The phase, and the private flag that it needs; neither where there is no jump.
+    """
+    if annealed.weight(0) == annealed.gamma:
+        return (), {}
+    flag = f"{state}_annealed"
+
+    def forget(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
+        now = torch.full_like(view[flag], float(given["round"] >= annealed.start))
+        if state not in view:
+            return view | {flag: now}
+        same = view[flag] == now
+        return view | {flag: now, state: tree_map(lambda t: torch.where(same, t, torch.zeros_like(t)), view[state])}
+
+    return (Once(forget),), {flag: torch.tensor(0.0)}
+
+
+def evenly(data: Batch, most: int | None) -> Batch:
+    """At most so many of a client's examples [..., B], all for None; of more, an equal share from each of the client's environments.
+
+    Within an environment they are evenly spaced in the order of the data. No environment is lost while `most` is at least their number.
+
+    Raises:
+        ValueError: The data have no environments.
+    """
+    if most is None or most >= data["weight"].shape[-1]:
+        return data
+    there = members(data)
+    count = there.sum(-2, keepdim=True).long()
+    n, environments = count.sum(-1, keepdim=True), (count > 0).sum(-1, keepdim=True)
+    share = torch.where(n > most, most // environments.clamp_min(1), n).clamp_min(1)
+    # The r-th of c examples is among the floor(i c / share) if its first candidate is, i = ceil(r share / c).
+    rank, size = there.cumsum(-2).round().long() - 1, count.clamp_min(1)
+    chosen = (rank * share + size - 1) // size * size // share == rank
+    kept = (chosen & (there > 0)).any(-1)
+    places = kept.to(torch.uint8).sort(dim=-1, descending=True, stable=True).indices[..., :most]
+
+    def taken(t: Tensor) -> Tensor:
+        index = places.reshape(*places.shape, *[1] * (t.dim() - places.dim()))
+        return t.gather(places.dim() - 1, index.expand(*places.shape, *t.shape[places.dim() :]))
+
+    some = {name: taken(t) for name, t in data.items()}
+    return some | {"weight": some["weight"] * taken(kept).to(some["weight"])}
+
+
+def reweighted(log_q: Tensor, risk: Tensor, present: Tensor, eta: float) -> Tensor:
+    """GroupDRO's step q_e <- q_e exp(eta R_e) / Z on logarithms, in float64; the sum of the weights that are there stays as it was.
+
+    Args:
+        log_q: Of each client's environments, [C, E].
+        risk: Their mean losses, [C, E] in nats.
+        present: Above 0 where a client has the environment, [C, E]; others get no weight: the lowest number of log_q's
+            precision, which is finite.
+        eta: Step, >= 0.
+    """
+    there = present > 0
+    before = torch.where(there, log_q.double(), -torch.inf)
+    raised = torch.where(there, before + eta * risk.double(), -torch.inf)
+    new = raised - raised.flatten().logsumexp(0) + before.flatten().logsumexp(0)
+    return torch.where(there, new, torch.full_like(new, torch.finfo(log_q.dtype).min))

@@ -1,0 +1,97 @@
+"""Priors p(w_j | w): what ties a client's belief about a block to the federation."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from bayesfl.base.checks import number
+from bayesfl.base.protocols import Server, View
+
+Parameter: TypeAlias = Callable[[Server, View], Tensor]
+"""A prior's parameter, read from what was received and from the client's view as a phase begins; it broadcasts against [..., D]."""
+
+
+@dataclass(frozen=True)
+class Flat:
+    """No tie: an improper constant density, of energy 0. Only a point can stand under it."""
+
+    def energy(self, loc: Tensor, var: Tensor, given: Server, view: View) -> Tensor:
+        """0 [...]."""
+        return loc.new_zeros(loc.shape[:-1])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Normal:
+    """p(w_j | w) = N(centre, diag(variance)), constant while a phase trains: both read the view as it was when the phase began.
+
+    Args:
+        centre: (given, view) -> tensor that broadcasts against [..., D].
+        variance: Likewise; one number per client comes as [..., 1]. Where the energy's likelihood is a mean over n examples,
+            a pull of lambda / 2 |w_j - w|^2 is the variance 1 / (lambda n).
+    """
+
+    centre: Parameter
+    variance: Parameter
+
+    def __post_init__(self) -> None:
+        for name in ("centre", "variance"):
+            if not callable(getattr(self, name)):
+                raise ValueError(
+                    f"{name} must be a function (given, view) -> tensor, got {getattr(self, name)!r}; a number c is "
+                    "lambda given, view: torch.full_like(view['n'], c)[..., None]"
+                )
+
+    def energy(self, loc: Tensor, var: Tensor, given: Server, view: View) -> Tensor:
+        """Expected negative log density [...] in nats under a belief with moments `loc` and `var` [..., D]."""
+        variance = self.variance(given, view)
+        squares = ((loc - self.centre(given, view)).square() + var) / variance
+        return 0.5 * (squares + (2 * math.pi * variance).log()).sum(-1)
+
+
+def server_mean(block: str) -> Parameter:
+    """The centre of `block` as the server sent it, [D]."""
+    return lambda given, view: given[block]["loc"]
+
+
+def own_mean(block: str) -> Parameter:
+    """The client's own centre of `block`, [..., D]."""
+    return lambda given, view: view[block]["loc"]
+
+
+def closest_variance(moments: tuple[Tensor, Tensor], centre: Tensor, *, shape: float = 0.0, scale: float = 0.0) -> Tensor:
+    """The variance v [...] of the isotropic prior N(centre, v I) that is closest to a belief: empirical Bayes.
+
+    Without a hyperprior it minimises KL(q || N(centre, v I)): v = mean_d(var_d + (loc_d - centre_d)^2). Under an
+    inverse-gamma hyperprior on v it is the posterior's mode, (2 scale + D v) / (D + 2 shape + 2), which keeps a client whose
+    belief collapses onto the centre from reaching 0.
+
+    Args:
+        moments: Mean and variance of the belief, [..., D] each.
+        centre: Broadcasts against [..., D].
+        shape: Shape a of the inverse-gamma hyperprior; with both 0 there is none.
+        scale: Scale b of the inverse-gamma hyperprior, a variance.
+
+    References:
+        Zhu, Ma, Blaschko, "Tackling personalized federated learning with label concept drift via hierarchical Bayesian
+        modeling", FL-NeurIPS 2022, the update of rho_j.
+    """
+    loc, var = moments
+    total = (var + (loc - centre).square()).sum(-1)
+    if shape == 0.0 and scale == 0.0:
+        return total / loc.shape[-1]
+    return (total + 2 * scale) / (loc.shape[-1] + 2 * shape + 2)
+
+
+def inverse_size(strength: float) -> Parameter:
+    """The variance 1 / (strength n) [..., 1]: under a mean over n examples, a pull of strength / 2 |w_j - w|^2.
+
+    Raises:
+        ValueError: The strength is negative or not a number.
+    """
+    if not number("the strength of a pull (lam, mu)", strength) >= 0:
+        raise ValueError(f"the strength of a pull (lam, mu) must be >= 0, got {strength}")
+    return lambda given, view: 1 / (strength * torch.as_tensor(view["n"]))[..., None]

@@ -1,0 +1,70 @@
+"""An optimiser on the server: the mean change of a round as a gradient, for any method that sends everyone the same."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from bayesfl.base.protocols import Server, Uplink, View
+from bayesfl.composition.algorithm import Algorithm
+from bayesfl.optim import Optimiser, check_optimiser
+
+STATE = "server_optimiser"
+
+
+def with_optimiser(algorithm: Algorithm, optimiser: Optimiser) -> Algorithm:
+    """The same method, but the server does not take what its pools make of a round: it takes the step there as a gradient.
+
+        w <- update(w, w - pooled),
+
+    for every block that is gathered. `SGD(1.0)` is the method itself. Where clients take one plain step of rate 1, the gradient is that of
+    their objectives' mean by the pool's weights. With weights n_j / n, mean losses and everyone taking part that is the mean loss of all
+    data together; a penalty is averaged likewise, and not added up, see `bayesfl.algorithms.irm`.
+
+    Args:
+        algorithm: The method; what its `combine` does to blocks comes first.
+        optimiser: Its state, and the blocks as they were sent out, live on the server and are not shared.
+
+    Raises:
+        ValueError: It is none of `bayesfl.optim`, or its learning rate is a schedule; the server counts no rounds. At the start of a
+            run: the method has an optimiser on the server already, or models of its own for each client or cluster (D-FedEM, FedPAC,
+            clustered FL), which no step on a gathered block would reach.
+
+    References:
+        Reddi et al., "Adaptive federated optimization", ICLR 2021, algorithm 1. FedAdam's own step has no bias correction.
+    """
+    check_optimiser("server_optimiser", optimiser)
+    rate = optimiser.rate
+    if callable(rate):
+        raise ValueError("the server's optimiser needs one learning rate, not a schedule")
+    gathered = [name for name, block in algorithm.blocks.items() if block.pool is not None]
+
+    def entries(server: Server) -> Server:
+        return {name: server[name] for name in gathered}
+
+    def start(blocks: Server, clients: int) -> Server:
+        now, own = entries(blocks), algorithm.server(blocks, clients)
+        if STATE in own:
+            raise ValueError("the method has an optimiser on the server already; give it one")
+        common, addressed = algorithm.share({**blocks, **own}, torch.zeros(1, dtype=torch.long))
+        if apart := [name for name in gathered if name not in common or name in addressed]:
+            raise ValueError(
+                f"an optimiser on the server steps what is sent to everyone alike, and of this method {apart} are not: some clients get "
+                "others; leave the optimiser out"
+            )
+        state = {"before": now} | ({} if (made := optimiser.init(now)) is None else {"state": made})
+        return {**own, STATE: state}
+
+    def share(server: Server, ids: Tensor) -> tuple[Server, View]:
+        return algorithm.share({name: entry for name, entry in server.items() if name != STATE}, ids)
+
+    def combine(server: Server, ids: Tensor, uplink: Uplink) -> Server:
+        own, kept = {name: entry for name, entry in server.items() if name != STATE}, server[STATE]
+        changed = algorithm.combine(own, ids, uplink)
+        before, after = kept["before"], entries(own | changed)
+        gradient = tree_map(lambda old, new: old - new, before, after)
+        now, state = optimiser.update(before, gradient, kept.get("state"), rate)
+        return {**changed, **now, STATE: {"before": now} | ({} if state is None else {"state": state})}
+
+    return replace(algorithm, server=start, share=share, combine=combine)

@@ -1,0 +1,121 @@
+"""Graphs of clients without a server, and the weights by which neighbours average.
+
+A mixing matrix W [J, J] is doubly stochastic and 0 where no edge is: theta_j <- sum_k W_jk theta_k keeps the mean over clients. Repeated
+mixing ends there where only one eigenvalue has modulus 1 (Xiao and Boyd, "Fast linear iterations for distributed averaging", Systems and
+Control Letters 53(1), 2004): on a connected graph whose clients have weights of their own, as by `metropolis`, and not where two groups
+only swap what they have.
+"""
+
+import torch
+from torch import Tensor
+
+from bayesfl.base.checks import number, whole
+from bayesfl.base.random import Purpose, generator
+
+TRIES = 100  # random graphs drawn until one is connected
+PERIODIC = 1e-7  # an eigenvalue whose modulus is so near 1 counts as 1
+
+
+def ring(clients: int) -> Tensor:
+    """Everyone beside two neighbours, [J, J] bool; one of two clients, none of one."""
+    whole("clients", clients, least=1)
+    places = torch.arange(clients)
+    edges = torch.zeros(clients, clients, dtype=torch.bool)
+    edges[places, (places + 1) % clients] = True
+    return (edges | edges.T).fill_diagonal_(False)
+
+
+def grid(rows: int, columns: int) -> Tensor:
+    """A lattice of rows x columns clients, each beside up to four, [J, J] bool; client r columns + c stands in row r, column c."""
+    whole("rows", rows, least=1)
+    whole("columns", columns, least=1)
+    places = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).double()
+    return torch.cdist(places, places, p=1).round() == 1
+
+
+def complete(clients: int) -> Tensor:
+    """Everyone beside everyone, [J, J] bool."""
+    return torch.ones(whole("clients", clients, least=1), clients, dtype=torch.bool).fill_diagonal_(False)
+
+
+def erdos_renyi(clients: int, *, p: float = 0.5, seed: int = 0) -> Tensor:
+    """Each edge with probability p, given that the graph is connected, [J, J] bool.
+
+    Raises:
+        ValueError: p lies outside (0, 1], or is so small that no connected graph was drawn.
+    """
+    whole("clients", clients, least=1)
+    if not 0 < number("p", p) <= 1:
+        raise ValueError(f"p is the probability of an edge and must lie in (0, 1], got {p}")
+    for index in range(TRIES):
+        rng = generator(seed, Purpose.GRAPH, index=index)
+        upper = torch.from_numpy(rng.random((clients, clients)) < p).triu(1)
+        edges = upper | upper.T
+        if connected(edges):
+            return edges
+    raise ValueError(f"none of {TRIES} graphs of {clients} clients with p={p} was connected; take a larger p, or another graph")
+
+
+def connected(edges: Tensor) -> bool:
+    """Whether every client can be reached from every other, over edges [J, J] bool."""
+    reached = torch.zeros(len(edges), dtype=torch.bool)
+    reached[:1] = True
+    while True:
+        further = reached | edges[reached].any(0)
+        if torch.equal(further, reached):
+            return bool(reached.all())
+        reached = further
+
+
+def metropolis(edges: Tensor) -> Tensor:
+    """Metropolis weights [J, J] in float64: 1 / (1 + the larger degree) for neighbours, the rest for oneself; on a complete graph 1 / J.
+
+    Raises:
+        ValueError: The edges are no symmetric matrix of bools.
+    """
+    try:
+        edges = torch.as_tensor(edges)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"edges must be a symmetric [J, J] tensor of bools, got {edges!r}; topology.ring(clients) makes one") from error
+    if edges.dim() != 2 or edges.dtype != torch.bool or not torch.equal(edges, edges.T) or bool(edges.diagonal().any()):
+        raise ValueError(f"edges must be a symmetric [J, J] tensor of bools, False on its diagonal, got {edges.dtype} {list(edges.shape)}")
+    degree = edges.sum(1).double()
+    weights = torch.where(edges, 1 / (1 + torch.maximum(degree[:, None], degree[None])), 0.0)
+    return weights + torch.diag(1 - weights.sum(1))
+
+
+def check_mixing(weights: Tensor, clients: int | None = None) -> Tensor:
+    """The mixing matrix in float64, if it is one of so many clients, None for any number, and repeated mixing ends at the mean.
+
+    Raises:
+        ValueError: It is no matrix or has another shape, is not doubly stochastic, has negative entries, its graph is not connected, or
+            repeated mixing goes round for ever.
+    """
+    if clients is not None:
+        whole("clients", clients, least=1)
+    remedy = "topology.metropolis(edges) makes one, as of topology.ring(clients)"
+    try:
+        if torch.as_tensor(weights).is_complex():
+            raise TypeError("complex numbers")
+        weights = torch.as_tensor(weights, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"the mixing matrix must be a [J, J] tensor of numbers, got {weights!r}; {remedy}") from error
+    wanted = max(1, len(weights)) if clients is None and weights.dim() else clients
+    if weights.shape != (wanted, wanted):
+        size = "J" if clients is None else clients
+        raise ValueError(f"the mixing matrix must be [{size}, {size}], one row for each client, got {list(weights.shape)}; {remedy}")
+    sums = torch.stack([weights.sum(0), weights.sum(1)])
+    if not weights.isfinite().all() or bool((weights < 0).any()) or float((sums - 1).abs().max()) > 1e-6:  # a matrix in float32 is fine
+        raise ValueError(
+            f"the mixing matrix must be doubly stochastic: entries >= 0 (least {float(weights.min()):.3g}), rows and columns that sum to 1 "
+            f"(off by up to {float((sums - 1).abs().max()):.3g}); topology.metropolis(edges) makes one"
+        )
+    if not connected((weights > 0) | (weights.T > 0)):
+        raise ValueError("the mixing matrix's graph is not connected, so some clients never hear of others; add edges")
+    # A weight of one's own anywhere breaks every cycle.
+    if len(weights) > 1 and not weights.diagonal().any() and float(torch.linalg.eigvals(weights).abs().sort().values[-2]) > 1 - PERIODIC:
+        raise ValueError(
+            "the mixing matrix's second largest eigenvalue has modulus 1, so repeated mixing goes round and never ends at the mean: give "
+            "every client a weight of its own, as topology.metropolis(edges) does"
+        )
+    return weights

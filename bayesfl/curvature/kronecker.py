@@ -1,0 +1,316 @@
+"""The inverse of a Kronecker-factored GGN plus the prior's precision (KFAC); the factors come from laplace-torch.
+
+For a linear layer with inputs x_n [I] and cotangents g_nq [H] pulled back to its outputs through the root of the likelihood's curvature,
+
+    GGN of the weights [H I, H I]  =  sum_nq (g_nq g_nq') (x) (x_n x_n')  ~  B (x) A,    B = sum_nq g_nq g_nq',  A = mean_n x_n x_n',
+
+exact for one example; what ties layers to each other, and weights to biases, is left out. The bias is one more input that is always 1. A
+layer used at T places (a convolution) sums B over its places and takes the mean of A over them. With eigenvectors B = U b U', A = V a V'
+the layer's precision is diagonal in the basis U (x) V, where the prior's precision is one number, with b_h a_i + precision.
+
+Sources: Martens, Grosse, "Optimizing neural networks with Kronecker-factored approximate curvature", ICML 2015; Grosse, Martens, "A
+Kronecker-factored approximate Fisher matrix for convolution layers", ICML 2016; as posterior: Ritter, Botev, Barber, "A scalable Laplace
+approximation for neural networks", ICLR 2018; as written here: Daxberger et al., "Laplace Redux", NeurIPS 2021 (laplace-torch).
+"""
+
+import copy
+import importlib
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bayesfl.base.protocols import Tensors
+from bayesfl.base.torchvision import torchvision
+from bayesfl.curvature.batches import Inputs, require, twice
+from bayesfl.curvature.dual import NO_CURVATURE, check_precision
+from bayesfl.curvature.factors import BLOCK, Outer
+from bayesfl.curvature.ggn import Curvature
+from bayesfl.curvature.jacobians import FactorRows, Rows
+from bayesfl.likelihoods import Bernoulli, Gaussian
+
+_OTHERS = "structure 'full', 'subnetwork' or 'diagonal' takes any"
+
+
+@dataclass(frozen=True, eq=False)
+class Basis:
+    """Where one layer's curvature is diagonal.
+
+    Args:
+        slots: Positions [H, I] of its weights in the flat vector, the bias as the last input.
+        left: Eigenvectors U of B, [H, H].
+        right: Eigenvectors V of A, [I, I]; the bias's input stands for itself.
+    """
+
+    slots: Tensor
+    left: Tensor
+    right: Tensor
+
+    def into(self, values: Tensor) -> Tensor:
+        """Values [..., H, I] of the weights in this basis."""
+        return self.left.T @ values @ self.right
+
+    def back(self, values: Tensor) -> Tensor:
+        """The reverse of `into`."""
+        return self.left @ values @ self.right.T
+
+
+@dataclass(frozen=True, eq=False)
+class Kronecker:
+    """H^-1 of all covered weights where H is a Kronecker-factored GGN plus diag(precision); made by `invert`.
+
+    Args:
+        curvature: Of the model at its weights.
+        bases: One for each layer.
+        eigenvalues: Of the GGN, in these bases, b_h a_i at the slot of weight (h, i), [D].
+        precision: Prior precision, one number within each weight and each bias, [D].
+        uncurved: How many weights have no curvature, by the diagonal of the GGN itself.
+    """
+
+    curvature: Curvature
+    bases: tuple[Basis, ...]
+    eigenvalues: Tensor
+    precision: Tensor
+    uncurved: int
+
+    form = "kronecker"
+    indices = None
+
+    def __repr__(self) -> str:
+        return f"Kronecker(order {self.order}, {self.size} weights, {self.backend}: {self.reason})"
+
+    @property
+    def backend(self) -> str:
+        """The backend that ran."""
+        return self.curvature.backend
+
+    @property
+    def reason(self) -> str:
+        """Why this form."""
+        return f"{len(self.bases)} layers, each a product of two factors"
+
+    @property
+    def order(self) -> int:
+        """Order of the largest factor."""
+        return max(len(factor) for basis in self.bases for factor in (basis.left, basis.right))
+
+    @property
+    def size(self) -> int:
+        """Number of weights, D."""
+        return len(self.precision)
+
+    @property
+    def uncurved_share(self) -> float:
+        """Share of the weights that have no curvature."""
+        return self.uncurved / self.size
+
+    @property
+    def _variance(self) -> Tensor:
+        """Of the weights in the bases, [D]."""
+        return 1 / (self.eigenvalues + self.precision)
+
+    def with_precision(self, precision: Tensor, diagonal: Tensor) -> "Kronecker":
+        """The same factors under another prior precision [D]; `diagonal` [D] of the GGN says which weights have curvature.
+
+        Raises:
+            ValueError: A precision that is not positive and finite, or not one number within a weight or bias.
+        """
+        _check_prior(self.curvature, precision)
+        return replace(self, precision=precision, uncurved=_uncurved(diagonal, precision))
+
+    def log_det(self) -> Tensor:
+        """Log determinant of the posterior precision H, in nats."""
+        return -self._variance.log().sum()
+
+    def marginals(self) -> Tensor:
+        """The diagonal of H^-1: posterior variances, [D]."""
+        variance = self._variance
+        out = torch.empty_like(variance)
+        for basis in self.bases:
+            out[basis.slots] = basis.left.square() @ variance[basis.slots] @ basis.right.square().T
+        return out
+
+    @property
+    def noise_size(self) -> int:
+        """Standard normals that one draw takes."""
+        return self.size
+
+    def sample(self, noise: Tensor) -> Tensor:
+        """Draws of N(0, H^-1), [K, D], from standard normals [K, `noise_size`], by the symmetric root: no choice of eigenvectors shows."""
+        scale = self._variance.sqrt()
+        noise = noise.to(scale)
+        out = torch.empty_like(noise)
+        for basis in self.bases:
+            out[:, basis.slots] = basis.back(basis.into(noise[:, basis.slots]) * scale[basis.slots])
+        return out
+
+    def predict(self, x: Inputs, *, centre: bool = False) -> tuple[Tensor, Tensor]:
+        """Outputs of the linearised model at `x`: mean [N, O] and covariance J H^-1 J' [N, O, O]; see `Inverse.predict`."""
+        return self.curvature.spread(x, self._between, centre=centre, extra=0 if self.backend == "layers" else self.size)
+
+    def _between(self, rows: Rows) -> Tensor:
+        """J H^-1 J' for rows J over all weights, example by example, [N, Q, Q]."""
+        if not isinstance(rows, FactorRows):  # pulled back once for all layers
+            rows = rows.restrict(torch.arange(self.size, device=self.precision.device))
+        assert isinstance(rows, FactorRows)
+        out = self.precision.new_zeros(rows.examples, rows.cotangents, rows.cotangents)
+        every = self._variance
+        for basis in self.bases:
+            variance, part = every[basis.slots], rows.restrict(basis.slots.flatten())
+            factor = part.factors[0]
+            if isinstance(factor, Outer):
+                # An outer product stays one: turning its two halves turns the row.
+                turned = Outer(factor.inputs.double() @ basis.right, factor.slopes.double() @ basis.left, factor.slots)
+                out += turned.within(variance.flatten())
+                continue
+            step = max(1, BLOCK // (4 * 8 * rows.cotangents * variance.numel()))  # four arrays of this size at a time
+            for some in torch.arange(rows.examples, device=out.device).split(step):
+                half = basis.into(part.take(some).dense().unflatten(-1, variance.shape)).mul_(variance.sqrt()).flatten(2)
+                out[some] += half @ half.mT
+        return out
+
+    def tensors(self) -> Tensors:
+        """All that `restore` needs beside the model, to be saved or moved."""
+        out = {"eigenvalues": self.eigenvalues, "precision": self.precision, "uncurved": torch.tensor(self.uncurved)}
+        for number, basis in enumerate(self.bases):
+            out |= {f"left.{number}": basis.left, f"right.{number}": basis.right}
+        return out
+
+
+def restore(curvature: Curvature, tensors: Tensors) -> Kronecker:
+    """The `Kronecker` whose `tensors` these are, for the same model at the same weights."""
+    tensors = {name: t.to(curvature.device) for name, t in tensors.items()}
+    slots = enumerate(_layers(curvature).values())
+    bases = [Basis(places, tensors[f"left.{number}"], tensors[f"right.{number}"]) for number, places in slots]
+    return Kronecker(curvature, tuple(bases), tensors["eigenvalues"], tensors["precision"], int(tensors["uncurved"]))
+
+
+def invert(curvature: Curvature, x: Inputs, precision: Tensor, *, diagonal: Tensor) -> Kronecker:
+    """The inverse of the Kronecker-factored GGN, a sum over the data, plus diag(precision).
+
+    Args:
+        curvature: Model, likelihood, which parameters: whole linear layers and convolutions.
+        x: Inputs, or batches of them that can be read twice.
+        precision: Prior precision [D], one number within each weight and each bias.
+        diagonal: Of the GGN, [D].
+
+    Raises:
+        ValueError: A covered parameter of another kind of layer, a layer covered in part or used more than once; a precision that is not
+            positive and finite, or not constant within a weight or bias; no data.
+        TypeError: Data that can be read only once.
+        MemoryError: The factors are larger than memory allows; the message says the bytes.
+    """
+    _check_prior(curvature, precision)
+    layers = _layers(curvature)
+    orders = [order for slots in layers.values() for order in slots.shape]
+    require(3 * 8 * sum(n**2 for n in orders), curvature.memory, "the Kronecker factors", "cover fewer layers by parameters=")
+    bases, eigenvalues = [], torch.zeros(curvature.size, dtype=torch.float64, device=curvature.device)
+    for slots, (outer, inner) in zip(layers.values(), _factors(curvature, list(layers), twice(x)), strict=True):
+        b, left = torch.linalg.eigh(outer)
+        a, right = torch.linalg.eigh(inner)
+        if slots.shape[1] > len(a):
+            a, right = torch.cat([a, a.new_ones(1)]), torch.block_diag(right, right.new_ones(1, 1))
+        bases.append(Basis(slots, left, right))
+        eigenvalues[slots] = torch.outer(b.clamp_min(0), a.clamp_min(0))
+    return Kronecker(curvature, tuple(bases), eigenvalues, precision, _uncurved(diagonal, precision))
+
+
+def _uncurved(diagonal: Tensor, precision: Tensor) -> int:
+    return int((diagonal < NO_CURVATURE * precision).sum())
+
+
+def _check_prior(curvature: Curvature, precision: Tensor) -> None:
+    """Nothing where the prior's precision is a number > 0 within each weight and each bias, so that it is one in every basis."""
+    check_precision(precision)
+    for name, part in curvature.layout.leaves(precision).items():
+        if (part != part.flatten()[0]).any():
+            raise ValueError(
+                f"structure 'kfac' takes one prior precision for each weight and each bias, and {name!r} has several: pass one number, "
+                f"or a vector that is constant within each; {_OTHERS}"
+            )
+
+
+def _layers(curvature: Curvature) -> dict[str, Tensor]:
+    """The covered layers by name, with the slots [H, I] of weight and bias."""
+    covered, found, unknown = curvature.layout.shapes, {}, []
+    places = curvature.layout.leaves(torch.arange(curvature.size, device=curvature.device))
+    for name, layer in curvature.module.named_modules():
+        own = [f"{name}.{key}".lstrip(".") for key, _ in layer.named_parameters(recurse=False)]
+        inside = [key for key in own if key in covered]
+        if inside and (type(layer) not in (nn.Linear, nn.Conv2d) or getattr(layer, "padding_mode", "zeros") != "zeros"):
+            unknown.append(f"{type(layer).__name__} {name!r}")
+        elif inside and len(inside) < len(own):
+            raise ValueError(f"structure 'kfac' covers whole layers, not {inside} of {own}: widen parameters=, or {_OTHERS}")
+        elif inside:
+            found[name] = torch.cat([places[key].reshape(len(places[key]), -1) for key in own], 1)
+    if unknown:
+        raise ValueError(
+            f"structure 'kfac' knows linear layers and convolutions padded with zeros, not {', '.join(unknown)}: cover others by "
+            f"parameters=, such as 'head.*', or {_OTHERS}"
+        )
+    return found
+
+
+def _factors(curvature: Curvature, names: list[str], x: Inputs) -> list[tuple[Tensor, Tensor]]:
+    """B [H, H], a sum over the data, and A [I, I], a mean over them, of each layer, by laplace-torch."""
+    likelihood, module = curvature.likelihood, copy.deepcopy(curvature.module)
+    for name, p in module.named_parameters():
+        p.requires_grad_(name in curvature.layout.shapes)
+    regression = isinstance(likelihood, Gaussian)
+    # laplace-torch knows squares and softmax; one logit is two classes, of which the other's logit is 0.
+    whole = nn.Sequential(module, nn.ConstantPad1d((1, 0), 0.0)) if isinstance(likelihood, Bernoulli) else module
+    backend = _laplace_torch().CurvlinopsGGN(whole, "regression" if regression else "classification")
+    scale = 1 / likelihood.scale**2 if isinstance(likelihood, Gaussian) else 1.0
+    layers = [module.get_submodule(name) for name in names]
+    outer, inner, count = [0.0] * len(names), [0.0] * len(names), 0
+    for batch in curvature.batches(x):
+        step, outputs = _pieces(module, names, batch[:1])
+        for some in batch.split(step):
+            # Some labels are asked for; the curvature does not read them.
+            labels = outputs.expand(len(some), -1) if regression else torch.zeros(len(some), dtype=torch.long, device=some.device)
+            with torch.enable_grad():
+                found = iter(backend.kron(some, labels, N=1)[1].kfacs)  # N=1: sums over the inputs too
+            for k, layer in enumerate(layers):
+                pair = next(found)
+                outer[k] += pair[0].double()
+                # Of a single weight it gives the product of both factors.
+                inner[k] += pair[1].double() if len(pair) == 2 else pair[0].new_full((1, 1), len(some), dtype=torch.float64)
+                if layer.bias is not None:
+                    next(found)  # B again
+            count += len(some)
+    # It shares the loss's factor between the two; here B has all of it, as the bias needs.
+    root = backend.factor**0.5
+    return [(scale * root * b, a / (root * count)) for b, a in zip(outer, inner, strict=True)]
+
+
+def _pieces(module: nn.Module, names: list[str], x: Tensor) -> tuple[int, Tensor]:
+    """How many examples fit a block, and the outputs [1, O] of one, `x` [1, ...].
+
+    Raises:
+        ValueError: A covered layer that isn't used exactly once in a pass.
+    """
+    owner = {id(p): name for name in names for p in module.get_submodule(name).parameters()}
+    uses, numbers = Counter(), []
+
+    def note(layer: nn.Module, _: Any, out: Tensor) -> None:
+        uses.update({owner[id(p)] for p in layer.parameters() if id(p) in owner})
+        weight = layer.get_parameter("weight")
+        numbers.append(out.numel() // len(weight) * (len(weight) + weight[0].numel()))
+
+    hooks = [m.register_forward_hook(note) for m in module.modules() if any(id(p) in owner for p in m.parameters(recurse=False))]
+    with torch.no_grad():
+        outputs = module(x)
+    for hook in hooks:
+        hook.remove()
+    for name in names:
+        if uses[name] != 1:
+            raise ValueError(f"structure 'kfac' needs layers used once in a pass, {name!r} is used {uses[name]} times; {_OTHERS}")
+    return max(1, BLOCK // (8 * (sum(numbers) + outputs.numel() ** 2))), outputs
+
+
+def _laplace_torch() -> Any:
+    """The module `laplace.curvature`."""
+    torchvision()  # which it imports, and which may need help to load
+    return importlib.import_module("laplace.curvature")

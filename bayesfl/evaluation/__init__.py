@@ -1,0 +1,1 @@
+"""How good predictions are, and how sure: measures, calibration, detection of outsiders, histories, tables, plots."""

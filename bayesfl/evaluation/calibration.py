@@ -1,0 +1,357 @@
+"""Calibration after training, on examples held back: temperatures, and conformal sets of classes; pooled or client by client.
+
+Both read a calibration split that no weight was fitted to, and predictions made as those they will serve: at the same number of draws,
+tempered before both or neither. Neither changes the order of classes. Predictions come padded as in
+`bayesfl.metrics`: `probs` [J, N, O], `labels` [J, N], `mask` [J, N]; what stands in rows outside the mask is never read. Everything is
+computed in float64.
+
+>>> temperature = fit_temperature(held_out.probs, labels, held_out.mask)  # doctest: +SKIP
+>>> probs = temper(predictions.probs, temperature.clients)  # doctest: +SKIP
+>>> sets = conformal(held_out.probs, labels, held_out.mask, alpha=0.1, by="client").sets(predictions.probs)  # doctest: +SKIP
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, TypeAlias, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bayesfl.base.checks import number
+from bayesfl.evaluation import metrics
+
+BOUNDS = (0.05, 20.0)
+"""Temperatures that are considered. Where every point is right the likelihood alone has no optimum: it wants 0."""
+By: TypeAlias = Literal["pooled", "client", "mixture"]
+"""Whose scores set a conformal threshold: everybody's as if from one source, the client's own, or everybody's from different sources."""
+_GRID = 61  # temperatures tried before the best is refined; each is 10 % above the one before
+_HALVINGS = 32
+_ROUNDING = 1e-9  # so that (n + 1) alpha counts as the integer that it would be without rounding
+
+
+@dataclass(frozen=True)
+class Temperature:
+    """What `fit_temperature` found.
+
+    Args:
+        pooled: One temperature for everybody, also for clients that come later.
+        clients: One for each client, [J] in float64; of a client without calibration examples the pooled one.
+    """
+
+    pooled: float
+    clients: Tensor
+
+
+def fit_temperature(
+    probs: Tensor, labels: Tensor, mask: Tensor, *, strength: float = 10.0, bounds: tuple[float, float] = BOUNDS, logs: bool = False
+) -> Temperature:
+    """Temperatures that minimise the negative log likelihood of held-out labels under softmax(logits / T).
+
+    Guo et al., "On calibration of modern neural networks", ICML 2017, section 4.2. The pooled temperature T_0 serves all examples of all
+    clients. That of client j minimises
+
+        sum_i nll_i(T) + 1/2 strength h (log T - log T_0)^2,
+
+    a Gaussian prior on log T around the pooled one, whose precision is what `strength` average calibration examples know: h, the Fisher
+    information of one example about log T at T_0, is the variance of (logits / T_0) under softmax(logits / T_0), averaged over all
+    examples (a unit-information prior: Kass and Wasserman, JASA 90, 1995). A client whose n examples are like everybody's is
+    thus moved n / (n + strength) of the way to its own optimum, and one whose every example is right stays finite.
+
+    Args:
+        probs: Class probabilities, [J, N, O]; their logarithms serve as logits, so this is exact. Those below the smallest normal number
+            of their type count as that.
+        labels: True classes, [J, N], integers in [0, O).
+        mask: Which rows are examples, [J, N] bool.
+        strength: Weight of the pooled temperature in a client's, in examples, >= 0; `math.inf` gives every client the pooled one. Clients
+            that differ more want less; from 9 to 100 examples and a spread of log T between 0.1 and 0.6, 10 is never far from the best.
+        bounds: Least and largest temperature considered; an optimum at one of them says that the data do not bound it.
+        logs: Whether `probs` are logits or log probabilities.
+
+    Raises:
+        ValueError: Input that does not fit, a prediction that is not finite, no example at all, or an impossible option.
+    """
+    strength, (low, high) = number("strength", strength), (number("bounds", b) for b in bounds)
+    if not strength >= 0:
+        raise ValueError(f"strength is a number of examples, >= 0, got {strength}")
+    if not 0 < low < high < math.inf:
+        raise ValueError(f"bounds must be temperatures 0 < low < high < inf, got {bounds}")
+    logits = _logits(probs, logs)
+    labels, mask = _checked(logits.exp() if logs else probs, labels, mask)
+    if not mask.any():
+        raise ValueError("there is no example to calibrate on; make the data with calibration=0.2, or check mask")
+    grid = torch.linspace(math.log(low), math.log(high), _GRID, dtype=torch.float64)
+    logits = (logits - logits.amax(-1, keepdim=True)).masked_fill(~mask[..., None], 0)  # 0 at every T where classes are equal
+    scored = _Tempered(logits.mT.contiguous(), labels, grid)
+    pooled = scored.minimise(grid.new_zeros(1).clamp(grid[0], grid[-1]), grid.new_zeros(1), pot=True)
+    own = pooled.expand(len(mask))
+    if strength < math.inf:
+        own = scored.minimise(own, strength * scored.information(own).sum() / mask.sum())
+    pooled, own = (t.exp().clamp(low, high) for t in (pooled, own))
+    return Temperature(float(pooled), own)
+
+
+def temper(probs: Tensor, temperature: float | Tensor, *, logs: bool = False) -> Tensor:
+    """Probabilities at another temperature, softmax(log(probs) / T); 1 changes nothing, more is less certain.
+
+    Args:
+        probs: Class probabilities, [J, N, O]. Those below the smallest normal number of their type count as that.
+        temperature: One for all, or one for each client, [J]; > 0.
+        logs: Whether `probs` are logits or log probabilities.
+
+    Returns:
+        Probabilities [J, N, O], of the type and on the device of `probs`; NaN stays NaN.
+
+    Raises:
+        ValueError: A temperature that is not > 0 and finite, or not one for each client; logits where probabilities are expected.
+    """
+    probs = torch.as_tensor(probs)
+    t = torch.as_tensor(temperature, dtype=torch.float64).detach().cpu()
+    if probs.dim() != 3 or t.dim() > 1 or (t.dim() and len(t) != len(probs)):
+        raise ValueError(
+            f"probs must be [J, N, O] and temperature one number or one for each client, [J]; got {list(probs.shape)} and {list(t.shape)}"
+        )
+    if not bool(((t > 0) & t.isfinite()).all()):
+        raise ValueError(f"temperature must be > 0 and finite, got {temperature}")
+    if not logs and bool(((probs < -1e-6) | (probs > 1.01)).any()):
+        raise ValueError("probs must be probabilities in [0, 1]; pass logits or log probabilities with logs=True")
+    return (_logits(probs, logs) / t.reshape(-1, 1, 1)).softmax(-1).to(probs)
+
+
+@dataclass(frozen=True)
+class Conformal:
+    """Thresholds of conformal sets; made by `conformal`. Those of one pot serve any client, known or new.
+
+    Args:
+        alpha: Share of labels that the sets may miss.
+        by: Whose scores they come from.
+        threshold: Least probability of a class in the set (1 - the quantile of the scores), [J] or of one pot [1]; 0 admits every class.
+        rank: Which score it is, counted from the smallest, k of n, integers of the same shape; k > n where the set is everything.
+        examples: n, the number of calibration scores, of the same shape.
+    """
+
+    alpha: float
+    by: By
+    threshold: Tensor
+    rank: Tensor
+    examples: Tensor
+
+    def sets(self, probs: Tensor) -> Tensor:
+        """Which classes are in each set, [J, N, O] bool, from probabilities [J, N, O]; of padded rows (NaN) none.
+
+        A set may be empty: no class is as probable there as true classes are elsewhere.
+
+        Raises:
+            ValueError: The clients are not those of the calibration split.
+        """
+        probs = torch.as_tensor(probs).detach().cpu()
+        if probs.dim() != 3 or len(self.threshold) not in (1, len(probs)):
+            raise ValueError(
+                f"probs must be [J, N, O] of the {len(self.threshold)} clients that were calibrated, got {list(probs.shape)}; a threshold "
+                "of one pot (by='pooled' or 'mixture') serves any clients"
+            )
+        return probs.double() >= self.threshold[:, None, None]
+
+    def evaluate(self, probs: Tensor, labels: Tensor, mask: Tensor) -> "Coverage":
+        """How the sets fare on test examples: probabilities [J, N, O], labels [J, N], mask [J, N] bool.
+
+        Raises:
+            ValueError: Input that does not fit, or a prediction that is not finite.
+        """
+        probs = torch.as_tensor(probs).detach().cpu()
+        sets = self.sets(probs)
+        labels, mask = _checked(probs, labels, mask)
+        n = mask.sum(-1)
+        inside = sets.gather(-1, labels[..., None])[..., 0] & mask
+        rank, examples = (t.expand(len(mask)) for t in (self.rank, self.examples))
+        return Coverage(self.alpha, self.by, inside.sum(-1) / n.double(), (sets.sum(-1) * mask).sum(-1) / n.double(), n, rank, examples)
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """Coverage and size of conformal sets on test data, client by client; made by `Conformal.evaluate`.
+
+    Args:
+        alpha: Share of labels that the sets may miss.
+        by: Whose scores the thresholds come from.
+        share: Share of labels inside their set, [J]; NaN for a client without test examples.
+        size: Mean number of classes in a set, [J].
+        tested: Test examples, [J].
+        rank: Rank k of the threshold among the calibration scores, [J].
+        examples: Number n of calibration scores that it comes from, [J].
+    """
+
+    alpha: float
+    by: By
+    share: Tensor
+    size: Tensor
+    tested: Tensor
+    rank: Tensor
+    examples: Tensor
+
+    def chance(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
+        """Central interval of each client's coverage if its calibration and test scores came from one continuous source, [J] each.
+
+        Given the calibration scores, the probability that a set holds its label is then distributed as Beta(k, n + 1 - k), which makes
+        the number of m test labels inside beta-binomial (Vovk, "Conditional validity of inductive conformal predictors", ACML 2012;
+        Angelopoulos and Bates, "Conformal prediction: a gentle introduction", 2023, section 3.2 and appendix C). A client outside its
+        interval differs from whom the threshold was made for; with ties among the scores coverage only rises.
+
+        Raises:
+            ValueError: `level` is not in (0, 1).
+        """
+        from scipy.stats import betabinom
+
+        if not 0 < number("level", level) < 1:
+            raise ValueError(f"level is the probability of the interval and must lie in (0, 1), got {level}; 90% is 0.9")
+        table, client = np.unique(torch.stack([self.rank, self.examples, self.tested]).numpy(), axis=1, return_inverse=True)
+        k, n, m = table.astype(float)
+        bounds = []
+        for tail in ((1 - level) / 2, (1 + level) / 2):
+            with np.errstate(invalid="ignore", divide="ignore"):
+                inside = np.where(k > n, m, betabinom.ppf(tail, m, k, np.maximum(n + 1 - k, 1))) / m
+            bounds.append(torch.from_numpy(inside[client]))
+        return bounds[0], bounds[1]
+
+    def summary(self) -> dict[str, float]:
+        """`coverage` and `set_size`, means over clients; `coverage_decile`, of the worst-served tenth; `pooled_` of all examples."""
+        some = self.tested > 0
+        weight = (self.tested / self.tested.sum())[some]
+        return {
+            "coverage": float(self.share.nanmean()),
+            "coverage_decile": metrics.bottom_decile(self.share),
+            "set_size": float(self.size.nanmean()),
+            "pooled_coverage": float((weight * self.share[some]).sum()) if some.any() else math.nan,
+            "pooled_set_size": float((weight * self.size[some]).sum()) if some.any() else math.nan,
+        }
+
+    def table(self) -> dict[str, np.ndarray]:
+        """Columns [J]: `client`, `examples`, `calibrated` (scores behind the threshold), `coverage`, `set_size`."""
+        index = {"client": np.arange(len(self.share)), "examples": self.tested.numpy(), "calibrated": self.examples.numpy()}
+        return index | {"coverage": self.share.numpy(), "set_size": self.size.numpy()}
+
+
+def conformal(probs: Tensor, labels: Tensor, mask: Tensor, *, alpha: float = 0.1, by: By = "pooled") -> Conformal:
+    """Thresholds of sets of classes that miss the label with probability at most `alpha`, whatever the model.
+
+    Split conformal prediction (Vovk, Gammerman and Shafer, "Algorithmic learning in a random world", 2005; Angelopoulos and Bates,
+    "Conformal prediction: a gentle introduction", Foundations and Trends in Machine Learning 16(4), 2023, section 1). The score of an
+    example is 1 - p_y; the set holds the classes with a score up to the k-th smallest of n, k = ceil((n + 1)(1 - alpha)). Where
+    alpha < 1 / (n + 1), k exceeds n and the set is everything. By whose scores it is promised to whom:
+
+    | `by` | n | promise |
+    |---|---|---|
+    | `pooled` | all examples | an example drawn as they were; nothing for a client that differs |
+    | `client` | the client's own | each client; one with fewer than 1 / alpha - 1 gets every class |
+    | `mixture` | all examples, k = ceil((n + J)(1 - alpha)) | the mean over clients that differ, client j counting n_j + 1 |
+
+    The last is Lu et al., "Federated conformal predictors for distributed uncertainty quantification", ICML 2023.
+
+    Args:
+        probs: Class probabilities of held-out examples, [J, N, O].
+        labels: True classes, [J, N], integers in [0, O).
+        mask: Which rows are examples, [J, N] bool.
+        alpha: Share of labels that may be missed, in (0, 1).
+        by: Whose scores set the threshold.
+
+    Raises:
+        ValueError: Input that does not fit, a prediction that is not finite, or an impossible option.
+    """
+    if not 0 < number("alpha", alpha) < 1:
+        raise ValueError(f"alpha is the share of labels that a set may miss and must lie in (0, 1), got {alpha}; 10% is 0.1")
+    if by not in get_args(By):
+        raise ValueError(f"by must be one of {get_args(By)}, got {by!r}")
+    probs = torch.as_tensor(probs).detach().cpu()
+    labels, mask = _checked(probs, labels, mask)
+    sources = len(mask) if by == "mixture" else 1
+    true = probs.double().gather(-1, labels[..., None])[..., 0].masked_fill(~mask, -math.inf)
+    if by != "client":
+        true, mask = true.reshape(1, -1), mask.reshape(1, -1)
+    n = mask.sum(-1)
+    most = n + sources
+    rank = most - (most.double() * alpha + _ROUNDING).floor().long().clamp(max=most - 1)
+    ordered = torch.cat([true, true.new_full((len(true), 1), -math.inf)], -1).sort(-1, descending=True).values
+    place = torch.minimum(rank, n + 1) - 1  # the score 1 - p ascends as p descends; after the last example nothing is left out
+    threshold = ordered.gather(-1, place[:, None])[:, 0].clamp_min(0)
+    return Conformal(float(alpha), by, threshold, rank, n)
+
+
+@dataclass(frozen=True)
+class _Tempered:
+    """Logits [J, O, N] and labels [J, N] as functions of log T [J], and values of it to try.
+
+    Logits are 0 in padded rows, which so add a constant to `nll` and nothing to the others. Classes come before examples because across
+    a few of them torch's softmax is several times slower along the last axis.
+    """
+
+    logits: Tensor
+    labels: Tensor
+    grid: Tensor
+
+    def _at(self, log_t: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits / T, called u, of all classes [J, O, N] and of the true one [J, N]."""
+        u = self.logits * (-log_t).exp()[:, None, None]
+        return u, u.gather(1, self.labels[:, None])[:, 0]
+
+    def nll(self, log_t: Tensor) -> Tensor:
+        """Sum over examples [J], in nats."""
+        u, true = self._at(log_t)
+        return (u.logsumexp(1) - true).sum(-1)
+
+    def slope(self, log_t: Tensor) -> Tensor:
+        """Derivative of `nll` by log T [J]: u_y - E u, summed over examples."""
+        u, true = self._at(log_t)
+        return (true - (u.softmax(1) * u).sum(1)).sum(-1)
+
+    def information(self, log_t: Tensor) -> Tensor:
+        """Fisher information about log T [J]: the variance of u, summed over examples."""
+        u, _ = self._at(log_t)
+        p = u.softmax(1)
+        return (p * (u - (p * u).sum(1, keepdim=True)).square()).sum((1, 2))
+
+    @cached_property
+    def tried(self) -> Tensor:
+        """`nll` at every value of the grid, [J, K]."""
+        return torch.stack([self.nll(g.expand(len(self.labels))) for g in self.grid], -1)
+
+    def minimise(self, centre: Tensor, pull: Tensor, *, pot: bool = False) -> Tensor:
+        """The log T with the least nll + 1/2 pull (log T - centre)^2 within the grid, by search and bisection; of each client [J].
+
+        With `pot` the one [1] for all clients' nll together. The likelihood alone has one optimum (it is convex in 1 / T), the sum
+        need not have: hence the search. Where nothing depends on T it is `centre`.
+        """
+
+        def total(sums: Tensor) -> Tensor:
+            return sums.sum(0, keepdim=True) if pot else sums
+
+        values = total(self.tried) + 0.5 * (pull * (self.grid[:, None] - centre).square()).T
+        best = values.argmin(-1)
+        low, high = self.grid[(best - 1).clamp_min(0)], self.grid[(best + 1).clamp_max(len(self.grid) - 1)]
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2
+            falls = total(self.slope(middle.expand(len(self.labels)))) + pull * (middle - centre) < 0
+            low, high = torch.where(falls, middle, low), torch.where(falls, high, middle)
+        return torch.where(values.amax(-1) == values.amin(-1), centre, (low + high) / 2)
+
+
+def _logits(probs: Tensor, logs: bool) -> Tensor:
+    """Log probabilities [J, N, O] in float64 on the CPU; finite where `probs` are."""
+    probs = torch.as_tensor(probs).detach().cpu()
+    if not logs:
+        least = torch.finfo(probs.dtype if probs.is_floating_point() else torch.float32).tiny
+        probs = probs.double().clamp_min(least).log()
+    return probs.double().log_softmax(-1)
+
+
+def _checked(probs: Tensor, labels: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Labels and mask on the CPU, padded labels 0, once they fit the probabilities and these are finite."""
+    labels, mask = (torch.as_tensor(t).detach().cpu() for t in (labels, mask))
+    seen = metrics.accuracy(probs, labels, mask)  # says what does not fit
+    broken = (seen.isnan() & mask.any(-1)).nonzero().flatten().tolist()
+    if broken:
+        raise ValueError(
+            f"clients {broken} have predictions that are not finite: the run diverged (lower its learning rate), or `mask` covers padded "
+            "rows"
+        )
+    return labels.long().masked_fill(~mask, 0), mask

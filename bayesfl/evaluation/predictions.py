@@ -1,0 +1,91 @@
+"""Predictive distributions of many clients, and their measures."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bayesfl.base.protocols import Tensors
+from bayesfl.data import Split
+from bayesfl.evaluation import metrics
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """Predictive distributions for J clients of at most N examples; rows that pad a shorter client are NaN.
+
+    Args:
+        mask: Which rows are examples, [J, N] bool.
+        epistemic: The part of the uncertainty that more data would remove, [J, N]: mutual information in nats for classes, the
+            variance of the means for regression; NaN at the plug-in, which has none.
+        probs: Class probabilities [J, N, O]; None for regression.
+        mean: Predictive means [J, N, O]; None for classes.
+        variance: Predictive variances [J, N, O], noise included; None for classes.
+    """
+
+    mask: Tensor
+    epistemic: Tensor
+    probs: Tensor | None = None
+    mean: Tensor | None = None
+    variance: Tensor | None = None
+
+    @property
+    def aleatoric(self) -> Tensor:
+        """What more data would leave of the uncertainty, [J, N]; NaN where `epistemic` is.
+
+        For classes the entropy less `epistemic`, in nats; for regression the noise's variance, summed over targets.
+        """
+        total = torch.special.entr(self.probs).sum(-1) if self.probs is not None else _present(self.variance).sum(-1)
+        return total - self.epistemic
+
+    def client(self, j: int) -> "Predictions":
+        """Client j's alone, without padding: tensors [n_j, ...]."""
+        inside = self.mask[j]
+        cut: dict[str, Any] = {k: None if v is None else v[j][inside] for k, v in vars(self).items()}
+        return Predictions(**cut)
+
+    def summary(self, split: Split) -> dict[str, float]:
+        """The measures of `bayesfl.metrics` that apply, against the labels or targets of `split`; clients without rows left out."""
+        labels, _ = split.padded_labels()
+        labels = labels[:, : self.mask.shape[1]]
+        if self.probs is not None:
+            return metrics.classification_summary(self.probs, labels.long(), self.mask)
+        return metrics.regression_summary(_present(self.mean), _present(self.variance), labels, self.mask)
+
+
+def _present(t: Tensor | None) -> Tensor:
+    assert t is not None
+    return t
+
+
+class Collector:
+    """Predictions of clients as they come, chunk by chunk, into padded tensors on the CPU."""
+
+    def __init__(self, split: Split) -> None:
+        self._counts = split.counts
+        self._width = int(split.counts.max(initial=0))
+        self._seen = np.zeros(split.clients, bool)
+        self._tensors: Tensors = {}
+
+    def add(self, rows: np.ndarray, chunk: Tensors) -> None:
+        """Predictions of the clients `rows`, {name: [C, N', ...]}; padding beyond a client's examples is ignored."""
+        self._seen[rows] = True
+        for name, values in chunk.items():
+            if name not in self._tensors:
+                shape = (len(self._counts), self._width, *values.shape[2:])
+                self._tensors[name] = torch.full(shape, torch.nan, dtype=values.dtype)
+            for row, value in zip(rows, values.cpu(), strict=True):
+                n = int(self._counts[row])
+                self._tensors[name][row, :n] = value[:n]
+
+    @property
+    def empty(self) -> bool:
+        """Whether nobody was added."""
+        return not self._tensors
+
+    def predictions(self) -> Predictions:
+        """All of them; clients never added have no rows."""
+        counts = torch.from_numpy(np.where(self._seen, self._counts, 0))
+        return Predictions(mask=torch.arange(self._width) < counts[:, None], **self._tensors)

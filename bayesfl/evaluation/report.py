@@ -1,0 +1,283 @@
+"""Tables for people, written whole or not at all, and a record of the machine.
+
+>>> rows = {"FedAvg": {"accuracy": [0.811, 0.807]}, "FedEM": {"accuracy": [0.835, 0.841]}}
+>>> print(table(rows, columns=[Column("accuracy", better="higher")]))
+method  accuracy (%)
+------  ------------
+FedAvg   80.9 ± 0.2
+FedEM    83.8 ± 0.3*
+"""
+
+import csv
+import dataclasses
+import datetime
+import importlib.metadata
+import io
+import json
+import math
+import os
+import platform
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bayesfl.base.files import atomic_write
+
+_ACRONYMS = ("auroc", "ece", "f1", "mce", "nll", "rmse")
+
+
+@dataclass(frozen=True)
+class Column:
+    """How a table shows one quantity.
+
+    Args:
+        key: Its name in the rows.
+        title: What stands above it; by default made from `key`.
+        scale: What multiplies the values; by default 100 (percent) for accuracies and coverages, else 1.
+        digits: Decimals; by default 1 for accuracies and coverages, else 3.
+        better: Which end is best, `higher` or `lower`, so that the best is marked; None marks nothing.
+    """
+
+    key: str
+    _: KW_ONLY
+    title: str | None = None
+    scale: float | None = None
+    digits: int | None = None
+    better: Literal["higher", "lower"] | None = None
+
+    def __post_init__(self) -> None:
+        if self.better not in ("higher", "lower", None):
+            raise ValueError(f"better must be 'higher', 'lower' or None, got {self.better!r}")
+        share = is_share(self.key)
+        if self.title is None:
+            object.__setattr__(self, "title", words(self.key) + (" (%)" if share and self.scale is None else ""))
+        if self.digits is None:
+            object.__setattr__(self, "digits", 1 if share and self.scale is None else 3)
+        if self.scale is None:
+            object.__setattr__(self, "scale", 100.0 if share else 1.0)
+
+
+def is_share(key: str) -> bool:
+    """Whether a quantity of this name is shown in percent, as accuracies and coverages are."""
+    return "accuracy" in key or "coverage" in key
+
+
+def words(key: str) -> str:
+    """A quantity's name as people write it: `personal_nll` is personal NLL."""
+    return " ".join(word.upper() if word in _ACRONYMS else word for word in key.split("_"))
+
+
+def mean_and_error(values: Sequence[float] | np.ndarray | Tensor) -> tuple[float, float]:
+    """Mean over seeds and its standard error, std(ddof=1) / sqrt(number of seeds).
+
+    Args:
+        values: One value a seed.
+
+    Returns:
+        The error is NaN for a single seed; both are for none, or where a value is NaN.
+    """
+    array = np.asarray(values.detach().cpu() if isinstance(values, Tensor) else values, dtype=np.float64).reshape(-1)
+    mean = float(array.mean()) if len(array) else math.nan
+    return mean, float(array.std(ddof=1) / math.sqrt(len(array))) if len(array) > 1 else math.nan
+
+
+def table(
+    rows: Mapping[str, Mapping[str, Sequence[float] | float]],
+    *,
+    columns: Sequence[str | Column] | None = None,
+    style: Literal["text", "markdown"] = "text",
+    corner: str = "method",
+) -> str:
+    """Methods by quantities, each cell `mean ± standard error` over seeds.
+
+    Args:
+        rows: {method: {key: one value a seed}}; a single number is one seed, which has no error. What a method lacks is shown as `-`.
+        columns: What to show and how; a plain key is shown as `Column(key)`. By default every key, in order of appearance.
+        style: `text` for a terminal, the best marked `*`; `markdown`, the best in bold.
+        corner: Title of the column of methods.
+
+    Returns:
+        Lines without a newline at the end. Methods whose means are printed alike are best together.
+
+    Raises:
+        ValueError: A column's key is in no row.
+    """
+    if style not in ("text", "markdown"):
+        raise ValueError(f"style must be 'text' or 'markdown', got {style!r}")
+    keys = list(dict.fromkeys(key for row in rows.values() for key in row))
+    specs = [Column(c) if isinstance(c, str) else c for c in (keys if columns is None else columns)]
+    unknown = [spec.key for spec in specs if spec.key not in keys]
+    if unknown and rows:
+        raise ValueError(f"columns {unknown} are in no row; the rows have {keys}")
+    names = [name.replace("|", "\\|") if style == "markdown" else name for name in rows]
+    body = [_cells(spec, list(rows.values()), style) for spec in specs]
+    columns_ = [[corner, *names], *([spec.title or "", *cells] for spec, cells in zip(specs, body, strict=True))]
+    widths = [max(len(cell) for cell in column) for column in columns_]
+    lines = [
+        [cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in enumerate(zip(line, widths, strict=True))]
+        for line in zip(*columns_, strict=True)
+    ]
+    if style == "markdown":
+        lines.insert(1, ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])])
+        return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    lines.insert(1, ["-" * width for width in widths])
+    return "\n".join("  ".join(line).rstrip() for line in lines)
+
+
+def _cells(spec: Column, rows: Sequence[Mapping[str, Any]], style: str) -> list[str]:
+    """One column, its numbers aligned at the point and at the sign."""
+    scale, digits = spec.scale or 1.0, spec.digits or 0
+    stats = [mean_and_error(np.asarray(row[spec.key], dtype=np.float64) * scale) if spec.key in row else None for row in rows]
+    means = ["-" if s is None else f"{s[0]:.{digits}f}" for s in stats]
+    errors = ["" if s is None or math.isnan(s[1]) else f"{s[1]:.{digits}f}" for s in stats]
+    finite = [float(m) for m, s in zip(means, stats, strict=True) if s is not None and math.isfinite(s[0])]
+    best = (max if spec.better == "higher" else min)(finite) if spec.better and len(finite) > 1 else None
+    width, tail = max(map(len, means), default=0), max(map(len, errors), default=0)
+    cells = []
+    for s, mean, error in zip(stats, means, errors, strict=True):
+        wins = best is not None and s is not None and math.isfinite(s[0]) and float(mean) == best
+        if style == "markdown":
+            cell = mean + (f" ± {error}" if error else "")
+            cells.append(f"**{cell}**" if wins else cell)
+            continue
+        cell = mean.rjust(width) + (f" ± {error.rjust(tail)}" if error else " " * (tail + 3) if tail else "")
+        cells.append(cell + ("" if spec.better is None else "*" if wins else " "))
+    return cells
+
+
+def write_csv(path: str | os.PathLike[str], rows: Iterable[Mapping[str, float | int | str]]) -> None:
+    """Write rows as a CSV file, atomically.
+
+    Args:
+        path: Where.
+        rows: One mapping a line, such as a run's history; the header is all their keys in order of appearance, and what a row lacks stays
+            empty. Floats keep all their digits.
+    """
+    rows = list(rows)
+    header = list(dict.fromkeys(key for row in rows for key in row))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, header, restval="", lineterminator="\n")
+    if header:
+        writer.writeheader()
+    writer.writerows({key: _plain(value) for key, value in row.items()} for row in rows)
+    atomic_write(path, text.getvalue())
+
+
+def write_json(path: str | os.PathLike[str], obj: Any) -> None:
+    """Write `obj` as an indented JSON file, atomically.
+
+    Args:
+        path: Where.
+        obj: Mappings, sequences, numbers, strings, tensors, arrays, paths and dataclasses, nested. JSON has no NaN and no infinity: both
+            become null.
+
+    Raises:
+        TypeError: Something in `obj` is none of these.
+    """
+    atomic_write(path, json.dumps(_jsonable(obj), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def one_experiment(folder: str | os.PathLike[str], arguments: Mapping[str, Any]) -> None:
+    """Refuses to write into a folder that holds another experiment's files; one that is absent or empty is fine, and stays so.
+
+    Args:
+        folder: Where `table.json` is written by `write_json`, with all that was asked for under `arguments`.
+        arguments: Of the command line, by name: those that make it another experiment, not where files lie or how many threads run.
+
+    Raises:
+        ValueError: The folder has files but no such table, or one of other arguments; the message names the first that differs.
+    """
+    folder = Path(folder)
+    if not folder.exists() or not any(folder.iterdir()):
+        return
+    remedy = "choose another --out, or delete the folder"
+    try:
+        there = json.loads((folder / "table.json").read_text())["arguments"]
+        there = {name: there[name] for name in arguments}
+    except (OSError, json.JSONDecodeError, KeyError, TypeError):
+        raise ValueError(f"--out {folder} holds files that are not of this script: {remedy}") from None
+    for name, mine in json.loads(json.dumps(_jsonable(arguments))).items():
+        if there[name] != mine:
+            raise ValueError(f"--out {folder} holds a run with --{name} {there[name]}, now it is {mine}: {remedy}")
+
+
+def environment() -> dict[str, Any]:
+    """The machine and the versions that a run or a benchmark was made with, ready for `write_json`.
+
+    Returns:
+        `date` (UTC), `bayesfl`, `python`, `torch` and `numpy` versions, `platform` (system, processor family, C library), `cpu` (its
+        model), `cores` that this process may use, `threads` of torch, `accelerator` (its name), and `commit` of bayesfl's own repository,
+        ending in `-dirty` where tracked files were changed; what cannot be found out is None.
+    """
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "bayesfl": _version(),
+        "python": platform.python_version(),
+        "platform": "-".join(part for part in (platform.system(), platform.machine(), *platform.libc_ver()) if part),
+        "torch": str(torch.__version__),
+        "numpy": np.__version__,
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "commit": _commit(),
+    }
+
+
+def _version() -> str | None:
+    try:
+        return importlib.metadata.version("bayesfl")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_model() -> str | None:
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine() or None
+
+
+def _commit() -> str | None:
+    here = Path(__file__).resolve()
+
+    def git(*words: str) -> str | None:
+        try:  # without optional locks: a look must not write to the repository
+            done = subprocess.run(["git", "--no-optional-locks", *words], cwd=here.parent, capture_output=True, text=True, timeout=10)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    # An installed copy may lie inside somebody else's repository, which does not track it.
+    tracked = git("ls-files", "--error-unmatch", here.name) is not None
+    return git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*") if tracked else None
+
+
+def _plain(value: Any) -> Any:
+    """A tensor or array of one element as a Python number; anything else as it is."""
+    if isinstance(value, Tensor):
+        value = value.detach().cpu().numpy()
+    return value.item() if isinstance(value, (np.ndarray, np.generic)) and value.size == 1 else value
+
+
+def _jsonable(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _jsonable(item) for key, item in value.items()}
+    if isinstance(value, (Tensor, np.ndarray, np.generic)):
+        return _jsonable(value.tolist())
+    if isinstance(value, (list, tuple)):
+        return [_jsonable(item) for item in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _jsonable(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,176 @@
+"""Saved runs: one safetensors file whose metadata holds everything that is not a tensor, and one digest over all of it.
+
+Format 2. A file holds the server's and the clients' tensors under dotted names, as `server.body.loc`, `private.head.loc`. Its metadata has
+two entries: `bayesfl`, JSON whose keys keep their order (that of the history's columns), and `digest`, the SHA-256 over that JSON and over
+name, dtype, shape and bytes of every tensor in the order of names. A saved result is the file `state.safetensors` in a folder of its own,
+a run in progress has `round-000012.safetensors` and the one before it: the two newest are kept, so that there is one to go back to.
+
+Every file is written under a temporary name, flushed, renamed, and the folder is flushed: there is never half of one, whatever is killed
+when. What a killed process left behind under a temporary name is removed when its folder is used again.
+No pickle: loading a run executes nothing.
+"""
+
+import json
+import os
+import re
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bayesfl.base import digest
+from bayesfl.base.files import atomic_path, remove_leftovers
+from bayesfl.base.trees import detached, nest
+from bayesfl.federation.errors import CheckpointError
+
+FORMAT = 2
+
+
+STATE = "state.safetensors"
+
+
+ROUND = re.compile(r"round-(\d{6,})\.safetensors")
+
+
+KEPT = 2
+
+
+def write(path: str | os.PathLike[str], meta: Mapping[str, Any], tensors: Mapping[str, Any], *, name: str = STATE) -> None:
+    """Writes a nest of tensors and JSON-able `meta` into the folder `path`, all or nothing.
+
+    Raises:
+        ValueError: A file is where the folder should be.
+    """
+    from safetensors.torch import save_file
+
+    folder = _folder(path)
+    flat = detached(tensors)
+    text = json.dumps({**meta, "format": FORMAT})
+    with atomic_path(folder / name) as temporary:
+        save_file(flat, str(temporary), metadata={"bayesfl": text, "digest": digest.of_tensors(text, flat)})
+
+
+def write_round(path: str | os.PathLike[str], round: int, meta: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
+    """`write` of a run in progress after `round` rounds; then all others go but the one before.
+
+    Raises:
+        ValueError: A file is where the folder should be.
+    """
+    write(path, meta, tensors, name=f"round-{round:06d}.safetensors")
+    files = _rounds(Path(path))
+    later = [file for file in files if round_of(file) > round]
+    for file in later + [file for file in files if file not in later][KEPT:]:  # later ones are damaged: the run went on from before them
+        file.unlink(missing_ok=True)
+
+
+def claim(path: str | os.PathLike[str], *, resumed: bool) -> None:
+    """Makes the folder `path` ready for the checkpoints of one run; leftovers of a killed one are removed.
+
+    Args:
+        path: The folder.
+        resumed: Whether the run goes on from the checkpoints in it.
+
+    Raises:
+        ValueError: A file is where the folder should be, or the folder holds another run.
+    """
+    folder = _folder(path)
+    remove_leftovers(folder, ".safetensors")
+    if held(folder) and not resumed:
+        raise ValueError(
+            f"checkpoint folder {str(path)!r} holds a run already; pass resume=True to go on from its newest checkpoint, or another folder"
+        )
+    if (folder / STATE).is_file():
+        raise ValueError(f"checkpoint folder {str(path)!r} holds a saved result, {STATE}; keep checkpoints in a folder of their own")
+
+
+def held(path: str | os.PathLike[str]) -> list[Path]:
+    """The files of saved runs in the folder `path`, first the one to be read."""
+    state = Path(path) / STATE
+    return [state] if state.is_file() else _rounds(Path(path))
+
+
+def round_of(file: Path) -> int:
+    """The round in a checkpoint's name.
+
+    Raises:
+        ValueError: It is no checkpoint's.
+    """
+    if (match := ROUND.fullmatch(file.name)) is None:
+        raise ValueError(f"{file.name!r} is no checkpoint's name")
+    return int(match[1])
+
+
+def newest(path: str | os.PathLike[str]) -> int:
+    """The round of the newest checkpoint in a folder, whole or not; 0 where there is none."""
+    found = _rounds(Path(path))
+    match = ROUND.fullmatch(found[0].name) if found else None
+    return int(match[1]) if match else 0
+
+
+def read(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> tuple[dict[str, Any], dict[str, Any]]:
+    """The meta data and the nest of tensors that `write` put into the folder `path`: of its newest file that is whole.
+
+    Where a newer one is damaged, a warning says so.
+
+    Raises:
+        CheckpointError: There is no run, all of it is damaged, or its format is not this one.
+    """
+    files, damage = held(path), []
+    if not files:
+        raise CheckpointError(f"{str(path)!r} holds no saved run: neither {STATE} nor a checkpoint round-*.safetensors is there")
+    for file in files:
+        try:
+            meta, tensors = read_file(file, device)
+        except CheckpointError as error:
+            damage.append(str(error))
+            continue
+        if damage:
+            warnings.warn(f"{'; '.join(damage)}; taking {file.name} instead", stacklevel=2)
+        return meta, tensors
+    raise CheckpointError("; ".join(damage))
+
+
+def read_file(file: Path, device: torch.device | str = "cpu") -> tuple[dict[str, Any], dict[str, Any]]:
+    """The meta data and the nest of tensors of one file, checked against its digest.
+
+    Raises:
+        CheckpointError: It is damaged, or of another format.
+    """
+    from safetensors import safe_open
+
+    try:
+        with safe_open(str(file), "pt") as opened:
+            header = opened.metadata() or {}
+            flat = {name: opened.get_tensor(name) for name in list(opened.keys())}
+        text = header.get("bayesfl", "")
+        whole = header.get("digest") == digest.of_tensors(text, flat)
+    except Exception as error:  # whatever a reader makes of bytes that are not what was written
+        raise CheckpointError(f"{str(file)!r} is damaged: {error}") from error
+    if not whole:
+        raise CheckpointError(f"{str(file)!r} is damaged, or not a saved run: its digest does not match")
+    try:
+        meta = json.loads(text)
+        found = meta["format"]
+        tensors = nest({name: t.to(device) for name, t in flat.items()})
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{str(file)!r} is not a saved run: {error}") from error
+    if found != FORMAT:
+        raise CheckpointError(f"{str(file)!r} has format {found}; this version of bayesfl reads {FORMAT}")
+    return meta, tensors
+
+
+def _folder(path: str | os.PathLike[str]) -> Path:
+    folder = Path(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise ValueError(f"path must name a folder, but {str(path)!r} is a file, or lies under one; pass another") from error
+    return folder
+
+
+def _rounds(folder: Path) -> list[Path]:
+    """Checkpoints, the newest first."""
+    found = {int(match[1]): file for file in folder.glob("round-*") if (match := ROUND.fullmatch(file.name))}
+    return [found[round] for round in sorted(found, reverse=True)]

@@ -1,0 +1,103 @@
+"""What goes wrong in a federation, on purpose: plans of faults for `simulate`, in which a run can be tried before it is deployed.
+
+A plan is a function (round, attempt, ids) -> {id: fault} of the clients that train in a round. `Lost` is whatever leaves the server
+without a reply: a client that times out, dies in mid-round, or whose answer does not arrive. The others reply with something that the
+server must refuse. Either way the client starts its next round from the last state that the server acknowledged, so that the round is as
+without it.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from bayesfl.base.checks import number, whole
+from bayesfl.base.random import Purpose, generator
+from bayesfl.federation.admission import Message
+
+
+@dataclass(frozen=True)
+class Lost:
+    """No reply."""
+
+
+@dataclass(frozen=True)
+class Altered:
+    """Another reply than the client made.
+
+    Args:
+        change: Message -> message.
+    """
+
+    change: Callable[[Message], Message]
+
+
+Fault: TypeAlias = Lost | Altered
+Plan: TypeAlias = Callable[[int, int, np.ndarray], Mapping[int, Fault]]
+
+
+def _tensor(change: Callable[[Any], Any]) -> Altered:
+    """Changes the first tensor of a message, where it has one."""
+
+    def altered(message: Message) -> Message:
+        name = next(iter(message.tensors), None)
+        if name is None:
+            return message
+        return replace(message, tensors={**message.tensors, name: change(message.tensors[name])})
+
+    return Altered(altered)
+
+
+def _poisoned(value: float) -> Altered:
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        out = tensor.clone()
+        out.view(-1)[:1] = value
+        return out
+
+    return _tensor(change)
+
+
+KINDS: dict[str, Fault] = {
+    "lost": Lost(),
+    "stale": Altered(lambda message: replace(message, round=message.round - 1)),
+    "protocol": Altered(lambda message: replace(message, protocol=message.protocol + 1)),
+    "missing": Altered(lambda message: replace(message, tensors=dict(list(message.tensors.items())[1:]))),
+    "extra": Altered(lambda message: replace(message, tensors={**message.tensors, "more": torch.zeros(1)})),
+    "shape": _tensor(lambda tensor: tensor.unsqueeze(0)),
+    "dtype": _tensor(lambda tensor: tensor.half()),
+    "larger": _tensor(lambda tensor: torch.cat([tensor, tensor])),
+    "nan": _poisoned(float("nan")),
+    "infinite": _poisoned(float("inf")),
+    "far": _tensor(lambda tensor: 1e6 + 1e6 * tensor),
+}
+"""One fault of each kind, by name."""
+
+
+def at_random(share: float, *, kinds: tuple[str, ...] = tuple(KINDS), seed: int = 0) -> Plan:
+    """Every client fails in a round with the same probability, in a way drawn from `kinds`; again in every attempt.
+
+    Args:
+        share: The probability, in [0, 1].
+        kinds: Names among `KINDS`.
+        seed: Of the draws.
+
+    Raises:
+        ValueError: The share lies outside its range, or there is no such kind.
+    """
+    if not 0 <= number("share", share) <= 1:
+        raise ValueError(f"share is a probability and must lie in [0, 1], got {share}")
+    if unknown := [kind for kind in kinds if kind not in KINDS] or not kinds:
+        raise ValueError(f"kinds must be among {tuple(KINDS)}, got {unknown or kinds}")
+    whole("seed", seed, least=0)
+
+    def plan(round: int, attempt: int, ids: np.ndarray) -> Mapping[int, Fault]:
+        found: dict[int, Fault] = {}
+        for client in ids.tolist():
+            rng = generator(seed, Purpose.FAULT, round=round, client=client, index=attempt)
+            if rng.random() < share:
+                found[client] = KINDS[kinds[int(rng.integers(len(kinds)))]]
+        return found
+
+    return plan

@@ -1,0 +1,132 @@
+"""What makes two methods the same as far as a saved state can tell."""
+
+import functools
+import hashlib
+import json
+import math
+import re
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from bayesfl.base import digest
+from bayesfl.composition.algorithm import Algorithm
+
+ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+DEPTH = 40  # how far into nested values an identity looks
+
+
+def identity(algorithm: Algorithm) -> dict[str, Any]:
+    """What makes two algorithms the same as far as a saved state can tell: JSON-able, stable across processes.
+
+    Numbers, names and types of all options, of what functions close over, have as defaults or are partially applied to; the model's
+    layers, the shapes of its parameters, and the values of its buffers and of the parameters that no block covers. Not the code of
+    functions: two lambdas of one function differ only where they close over something else.
+    """
+    covered = {name for block in algorithm.blocks for name in algorithm.layout(block).names}
+    parameters = dict(algorithm.model.named_parameters())
+    constants = {name: p for name, p in parameters.items() if name not in covered} | dict(algorithm.model.named_buffers())
+    named: dict[str, Any] = {f.name: _plain(getattr(algorithm, f.name)) for f in fields(algorithm) if f.name != "model"}
+    named["layers"] = _layers(algorithm.model)
+    named["parameters"] = {name: list(p.shape) for name, p in parameters.items()}
+    named["constants"] = {name: _plain(t) for name, t in constants.items()}
+    return named
+
+
+def fingerprint(algorithm: Algorithm) -> str:
+    """A digest of a method's identity, by which two machines know that they run the same."""
+    return hashlib.sha256(json.dumps(identity(algorithm), sort_keys=True).encode()).hexdigest()
+
+
+def differences(saved: Any, given: Any, path: str = "") -> list[str]:
+    """Where two identities differ, as `path: saved this, given that`."""
+    if isinstance(saved, Mapping) and isinstance(given, Mapping):
+        keys = sorted(saved.keys() | given.keys())
+        return [line for key in keys for line in differences(saved.get(key), given.get(key), f"{path}.{key}" if path else key)]
+    if isinstance(saved, list) and isinstance(given, list) and len(saved) == len(given):
+        pairs = enumerate(zip(saved, given, strict=True))
+        return [line for i, (one, other) in pairs for line in differences(one, other, f"{path}[{i}]")]
+    return [] if saved == given else [f"{path}: saved {saved}, given {given}"]
+
+
+def _plain(value: Any, path: tuple[int, ...] = ()) -> Any:
+    """A picture of any value that JSON can hold, without addresses of memory; a value inside itself is cut off."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if id(value) in path or len(path) == DEPTH:
+        return "..."
+
+    def inner(part: Any) -> Any:
+        return _plain(part, (*path, id(value)))
+
+    name = type(value).__qualname__
+    if isinstance(value, Mapping):
+        return {str(inner(k)): inner(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [inner(v) for v in value]
+    if isinstance(value, set | frozenset):
+        return sorted((inner(v) for v in value), key=json.dumps)
+    if isinstance(value, np.ndarray):
+        value = torch.from_numpy(value) if value.dtype.kind in "biuf" else None
+    if isinstance(value, Tensor):
+        return f"{name}({value.dtype}, {list(value.shape)}, {_sum_of(value)})"
+    if isinstance(value, nn.Module):
+        return {"layers": _layers(value), **{key: inner(t) for key, t in value.state_dict(keep_vars=True).items()}}
+    if is_dataclass(value) and not isinstance(value, type):
+        return {"type": name, **{f.name: inner(getattr(value, f.name, None)) for f in fields(value) if f.init}}
+    if isinstance(value, functools.partial):
+        return {"type": name, "func": inner(value.func), "args": inner(value.args), "keywords": inner(value.keywords)}
+    if isinstance(value, torch.dtype | torch.device):
+        return str(value)
+    if isinstance(value, types.MethodType):
+        return {"method": inner(value.__func__), "of": _attributes(value.__self__, inner)}
+    if isinstance(value, type) or not callable(value):
+        return getattr(value, "__qualname__", name)
+    if not hasattr(value, "__qualname__"):
+        return _attributes(value, inner)
+    # What a closure holds is part of what it computes: a prior's strength, a schedule's rate.
+    cells = [_contents(cell) for cell in getattr(value, "__closure__", None) or ()]
+    more = [getattr(value, key, None) for key in ("__defaults__", "__kwdefaults__", "__wrapped__")]
+    return [value.__qualname__, *(inner(part) for part in (*cells, *more) if part is not None)]
+
+
+def _attributes(value: Any, inner: Callable[[Any], Any]) -> Any:
+    """An object whose method is called: by its type and attributes, where it is of no kind that has a picture of its own."""
+    if isinstance(value, type | nn.Module) or is_dataclass(value):
+        return inner(value)
+    return {"type": type(value).__qualname__, **inner(getattr(value, "__dict__", {}))}
+
+
+def _contents(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not filled yet
+        return None
+
+
+def _layers(model: nn.Module) -> dict[str, str]:
+    """Every layer's type and what it says of itself, by name."""
+    return {name: f"{type(layer).__qualname__}({_options(layer)})" for name, layer in model.named_modules()}
+
+
+def _options(layer: nn.Module) -> str:
+    try:
+        return ADDRESS.sub("", layer.extra_repr())
+    except Exception:  # anyone's code, and no reason not to save a run
+        return ""
+
+
+def _sum_of(t: Tensor) -> str:
+    try:
+        return digest.of_tensor(t)[:16]
+    except (RuntimeError, NotImplementedError, TypeError):  # sparse, or without data
+        return ""

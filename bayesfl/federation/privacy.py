@@ -1,0 +1,311 @@
+"""Differential privacy for clients, in simulation: what the server makes of a round hardly depends on whether a client was in it.
+
+The server is trusted: it sees every client's uplink, and nobody else does. It clips the difference between what a client sends and what it
+was sent, of all gathered blocks together, to a length; adds up the clipped differences, each times a weight fixed beforehand; adds Gaussian
+noise; and divides by a constant, the expected sum of weights:
+
+    w <- w + (sum_{j in cohort} w_j min(1, clip / |d_j|) d_j + sigma clip max_j w_j N(0, I)) / (p sum_j w_j).
+
+A round's cohort has each client with probability p, independently, whoever that leaves; a round without a client is a round of noise.
+Cohort and noise come from a secret of the server, never from the run's seed, which clients know.
+
+What is protected: the sequence of the server's states, and whatever is computed from it, by (epsilon, delta)-differential privacy under
+adding or removing one client's contributions to all rounds. Public are the number of clients, their weights, and the initial state.
+
+Source: McMahan, Ramage, Talwar, Zhang, "Learning differentially private recurrent language models", ICLR 2018, algorithm 1 with the
+fixed-denominator estimator; accounting: Koskela, Jälkö, Honkela, "Computing tight differential privacy guarantees using FFT", AISTATS 2020,
+in Google's dp-accounting.
+"""
+
+import hashlib
+import math
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bayesfl.base.checks import number, whole
+from bayesfl.base.protocols import Server, Tensors, Uplink
+from bayesfl.base.random import keyed
+from bayesfl.base.trees import flatten
+from bayesfl.composition.algorithm import Algorithm
+from bayesfl.composition.pools import Mean, by_size, equal
+from bayesfl.federation.admission import Admission
+from bayesfl.federation.errors import CheckpointError
+from bayesfl.federation.replies import Adding, Aggregator, Unseen, check_combine, closed, was_sent
+from bayesfl.federation.result import Result
+
+SECRET = 16
+"""Fewest bytes of a secret."""
+GRID = 1e-3
+"""Widest spacing of the privacy losses' grid; the accountant rounds up, so it costs tightness and never safety."""
+UNSEEN = "with ClientPrivacy nothing of single clients may be used but their clipped differences"
+
+
+def epsilon(*, noise_multiplier: float, participation: float, releases: int, delta: float) -> float:
+    """The epsilon of so many rounds together at `delta`, for adding or removing one client; an upper bound.
+
+    Computed from the distribution of the privacy loss of the Poisson-sampled Gaussian mechanism, composed by FFT on a grid.
+
+    Args:
+        noise_multiplier: Standard deviation of the noise on the sum over the most that one client moves it, >= 0; infinity's epsilon at 0.
+        participation: Probability that a client is in a cohort, in (0, 1].
+        releases: Rounds, those that were done twice counted twice.
+        delta: In (0, 1).
+
+    Raises:
+        ImportError: dp-accounting is not installed.
+        ValueError: A number lies outside its range.
+    """
+    sigma, p, delta = (
+        number(*pair) for pair in (("noise_multiplier", noise_multiplier), ("participation", participation), ("delta", delta))
+    )
+    releases = whole("releases", releases, least=0)
+    if not 0 <= sigma < math.inf:
+        raise ValueError(f"noise_multiplier must be >= 0 and finite, got {sigma}")
+    if not 0 < p <= 1:
+        raise ValueError(f"participation is a probability and must lie in (0, 1], got {p}")
+    if not 0 < delta < 1:
+        raise ValueError(f"delta is a probability and must lie in (0, 1), got {delta}")
+    if not releases:
+        return 0.0
+    return _composed(sigma, p, releases, delta) if sigma else math.inf
+
+
+def epsilon_own(*, noise_multiplier: float, releases: int, delta: float) -> float:
+    """The same towards a client, or whoever sees its traffic, that knows in which rounds it took part: nothing is gained from the draw.
+
+    Args:
+        noise_multiplier: As for `epsilon`.
+        releases: Rounds that it took part in.
+        delta: In (0, 1).
+
+    Raises:
+        ImportError: dp-accounting is not installed.
+        ValueError: A number lies outside its range.
+    """
+    return epsilon(noise_multiplier=noise_multiplier, participation=1.0, releases=releases, delta=delta)
+
+
+@lru_cache(maxsize=4096)
+def _composed(sigma: float, p: float, releases: int, delta: float) -> float:
+    dp, pld = _accounting()
+    spread = p * math.sqrt(math.expm1(min(50.0, sigma**-2)))  # of a release's loss; a tenth of it is fine enough to add up
+    most = 10 / sigma + 1 / (2 * sigma**2)  # that a loss can be, but for delta: little noise must not fill the memory
+    grid = max(min(GRID, spread / 10), 3e-6 * most)
+    accountant = pld.PLDAccountant(dp.NeighboringRelation.ADD_OR_REMOVE_ONE, value_discretization_interval=grid)
+    accountant.compose(dp.PoissonSampledDpEvent(p, dp.GaussianDpEvent(sigma)), releases)
+    return float(accountant.get_epsilon(delta))
+
+
+def _accounting() -> tuple[Any, Any]:
+    try:
+        import dp_accounting
+        from dp_accounting import pld
+    except ImportError as error:
+        raise ImportError("epsilon is computed by dp-accounting, which is absent; pip install 'bayesfl[privacy]'") from error
+    return dp_accounting, pld
+
+
+def uniforms(secret: bytes, *address: bytes, size: int) -> np.ndarray:
+    """Draws [size], float64, from the uniform distribution on the multiples of 2^-53 in [0, 1)."""
+    return (keyed(secret, *address, size=size) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def normals(secret: bytes, *address: bytes, size: int) -> np.ndarray:
+    """Standard normals [size], float64, by Box and Muller's transform."""
+    half = (size + 1) // 2
+    first, second = uniforms(secret, *address, size=2 * half).reshape(2, half)
+    radius = np.sqrt(-2 * np.log1p(-first))
+    return np.concatenate([radius * np.cos(2 * np.pi * second), radius * np.sin(2 * np.pi * second)])[:size]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientPrivacy:
+    """Rounds whose outcome is differentially private for clients; for `simulate(aggregation=)`.
+
+    `participation` is the probability p; `sampling` is not chosen. The pools of the method must be `Mean`s, and lose their weights to those
+    here. The history has the columns `releases`, all rounds so far, repeated ones included; `epsilon`, theirs, at `delta`; `epsilon_own`,
+    that towards a client which took part in every one of them, where nothing is gained from the draw of the cohort (with k rounds of its
+    own a client computes `epsilon_own(releases=k)`); and no `train_nll`. Columns of evaluations, and `cohort`, bytes and seconds, are what
+    the simulator sees: no epsilon covers them, and a deployment would not publish them.
+
+    Args:
+        clip: Largest length of a client's difference, over all gathered blocks together, > 0.
+        noise_multiplier: Standard deviation of the noise on the sum in units of clip max_j w_j, >= 0; 0 is no noise and no privacy.
+        delta: At which epsilon is told, in (0, 1); below one over the number of clients.
+        secret: At least 16 bytes that only the server knows, as of `secrets.token_bytes(32)`; of one run alone. None: a fresh one whenever
+            a run starts or goes on, which is kept nowhere.
+        weights: One number >= 0 for each client, fixed without a look at the data; None: 1 for each.
+
+    Raises:
+        ValueError: A number lies outside its range; at the start of a run, the method or its settings don't fit: the message names it.
+    """
+
+    clip: float
+    noise_multiplier: float
+    delta: float = 1e-5
+    secret: bytes | None = field(default=None, repr=False)
+    weights: Sequence[float] | None = field(default=None, repr=False)
+    sampling: ClassVar[Literal["poisson"]] = "poisson"
+
+    def __post_init__(self) -> None:
+        if not (number("clip", self.clip) > 0 and math.isfinite(self.clip)):
+            raise ValueError(f"clip must be > 0 and finite, got {self.clip}")
+        epsilon(noise_multiplier=self.noise_multiplier, participation=1, releases=0, delta=self.delta)  # refuses what is out of range
+        if self.secret is not None and not (isinstance(self.secret, bytes) and len(self.secret) >= SECRET):
+            raise ValueError(
+                f"secret must be at least {SECRET} bytes that nobody can guess, as secrets.token_bytes(32) makes them, or None"
+            )
+        if self.weights is not None:
+            given = [number("each of weights", w) for w in self.weights]
+            if not all(0 <= w < math.inf for w in given) or not any(given):
+                raise ValueError(f"weights must be >= 0 and finite, and not all 0, got {given}")
+            object.__setattr__(self, "weights", tuple(given))
+
+    @property
+    def name(self) -> str:
+        """See `Aggregation`."""
+        if self.weights is None:
+            return repr(self)
+        weights = hashlib.sha256(np.array(self.weights).tobytes()).hexdigest()
+        return f"{repr(self)[:-1]}, weights of SHA-256 {weights})"
+
+    def start(self, result: Result, admission: Admission, *, every: int | None, repeats: int) -> Aggregator:
+        """See `Aggregation`."""
+        algorithm, clients = result.algorithm, result.data.clients
+        if self.weights is not None and len(self.weights) != clients:
+            raise ValueError(f"weights must be one number for each of {clients} clients, got {len(self.weights)}")
+        _check(algorithm, free=self.weights is None)
+        check_combine(algorithm, result.server, Unseen(UNSEEN), UNSEEN)
+        if admission.min_clients > 1 or admission.below_minimum != "skip":
+            raise ValueError(
+                f"min_clients={admission.min_clients}, below_minimum={admission.below_minimum!r} would let a round's outcome tell how many "
+                "took part; with ClientPrivacy every round counts, one without a client too: leave both out"
+            )
+        if admission.skips and admission.max_norm is not None:
+            raise ValueError(
+                f"max_norm={admission.max_norm:g} compares clients with each other, which no noise covers; pass max_norm=None: clip bounds "
+                "every client"
+            )
+        if every is not None and every > 1:
+            raise ValueError(
+                f"every={every} lets states leave the server that are in no checkpoint, so that a resumed run could not count them; with "
+                "ClientPrivacy pass every=1"
+            )
+        last = result.history.rows[-1] if result.history.rows else {"releases": 0}
+        counted = last.get("releases", -1)
+        if not (result.round <= counted < 2**31 and counted == int(counted)):
+            raise CheckpointError(
+                f"the history of the run to go on from counts {last.get('releases', 'no')} releases after {result.round} rounds, so that "
+                "nothing can be said of its epsilon; start it anew"
+            )
+        if self.noise_multiplier:
+            _accounting()
+        return _Run(self, result, repeats + int(counted))
+
+
+def _check(algorithm: Algorithm, *, free: bool) -> None:
+    """That every block that is sent is gathered by a mean, with no data in its weight where those are `free`, and nothing else is sent."""
+    pools = {name: block.pool for name, block in algorithm.blocks.items() if block.pool}
+    if not pools:
+        raise ValueError("no block of the method is sent, so there is nothing to protect; leave aggregation out")
+    for name, pool in pools.items():
+        if type(pool) is not Mean:
+            raise ValueError(
+                f"block {name!r} is gathered by {type(pool).__name__}; ClientPrivacy bounds a client's part in Mean pools only: build the "
+                "block with pool=Mean(), or leave aggregation out"
+            )
+        if free and pool.weight not in (by_size, equal):
+            raise ValueError(
+                f"block {name!r} weighs clients by a function of what they send, which would tell of their data; pass "
+                "ClientPrivacy(weights=[...]), fixed beforehand, which replace it"
+            )
+    if more := sorted(name for name in algorithm.uplink() if name.split(".")[0] not in pools):
+        raise ValueError(
+            f"the method's `report` sends {more}, which ClientPrivacy does not cover; where it can do without, take "
+            "dataclasses.replace(algorithm, report=bf.Algorithm.report, combine=bf.Algorithm.combine), else leave aggregation out"
+        )
+
+
+class _Run:
+    """See `Aggregator`."""
+
+    least = 0
+
+    def __init__(self, rule: ClientPrivacy, result: Result, releases: int) -> None:
+        self.rule, self.algorithm = rule, result.algorithm
+        self.secret = rule.secret or secrets.token_bytes(32)
+        self.p, self.clients = result.settings.participation, result.data.clients
+        self.weights = np.ones(self.clients) if rule.weights is None else np.array(rule.weights)
+        self.releases = releases
+
+    def cohort(self, round: int) -> np.ndarray:
+        drawn = uniforms(self.secret, b"cohort", round.to_bytes(8, "little"), size=self.clients)
+        return np.flatnonzero(drawn < self.p)
+
+    def gather(self, server: Server, round: int, cohort: np.ndarray) -> Adding:
+        return _Round(self, server, round)
+
+
+class _Round:
+    def __init__(self, run: _Run, server: Server, round: int) -> None:
+        self._run, self._server, self._round = run, server, round
+        blocks = {name: {key: server[name][key] for key in block.pool.sends} for name, block in run.algorithm.blocks.items() if block.pool}
+        self._flat: dict[str, Tensor] = flatten(blocks)
+        self._total = torch.cat([torch.zeros(t.numel(), dtype=torch.float64, device=t.device) for t in self._flat.values()])
+
+    def add(self, ids: np.ndarray, n: Tensor, sent: Mapping[str, Tensors], reported: Uplink) -> None:
+        """The clipped differences of a chunk; their sizes `n` are not looked at."""
+        began, came = flatten(was_sent(self._run.algorithm, self._server, ids, n.device, sent)), flatten(sent)
+        moved = [(came[name].double() - began.get(name, old).double()).flatten(1) for name, old in self._flat.items()]
+        for client, *rows in zip(ids.tolist(), *moved, strict=True):
+            difference = torch.cat(rows)
+            length = float(difference.norm())
+            if math.isfinite(length):  # else it has no direction, and adds nothing
+                share = min(1.0, self._run.rule.clip / length) if length else 1.0
+                self._total.add_(difference, alpha=float(self._run.weights[client]) * share)
+
+    def server(self) -> Server:
+        """See `Adding`.
+
+        Raises:
+            DivergenceError: The next state is not finite.
+            ValueError: The method's `combine` reads what single clients sent.
+        """
+        run, weights = self._run, self._run.weights
+        released = (self._total + self._noise()) / (run.p * weights.sum())
+        new = dict(self._server)
+        for (name, old), part in zip(self._flat.items(), released.split([t.numel() for t in self._flat.values()]), strict=True):
+            block, key = name.split(".")
+            new[block] = {**new[block], key: (old.double() + part.view(old.shape)).to(old)}
+        run.releases += 1
+        return closed(run.algorithm, new, Unseen(UNSEEN), Unseen(UNSEEN), self._round)
+
+    def _noise(self) -> Tensor:
+        """Noise on the sum: a function of the secret, the round and the sum itself.
+
+        A round that is done again by the same kernel and chunk gives the same release, which tells nothing new; from any other data, or
+        with another seed under the same secret, the noise is as good as independent, so that no difference of two releases is free of it.
+        It is so where a kernel only rounds the sum otherwise.
+        """
+        run = self._run
+        seen = hashlib.sha256(self._total.cpu().numpy().tobytes()).digest()
+        drawn = normals(run.secret, b"noise", self._round.to_bytes(8, "little"), seen, size=len(self._total))
+        return torch.from_numpy(run.rule.noise_multiplier * run.rule.clip * run.weights.max() * drawn).to(self._total)
+
+    def row(self) -> dict[str, float]:
+        """See `Adding`."""
+        run = self._run
+        known = {"noise_multiplier": run.rule.noise_multiplier, "releases": run.releases, "delta": run.rule.delta}
+        return {
+            "train_nll": math.nan,
+            "releases": run.releases,
+            "epsilon": epsilon(**known, participation=run.p),
+            "epsilon_own": epsilon_own(**known),
+        }

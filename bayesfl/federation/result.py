@@ -1,0 +1,230 @@
+"""What a federation has learnt: predictions, adaptation to new clients, saving and loading."""
+
+import os
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+from bayesfl.base.checks import instance, whole
+from bayesfl.base.protocols import Server, View
+from bayesfl.base.random import Purpose, Stage, generator
+from bayesfl.composition.algorithm import Algorithm
+from bayesfl.data import FederatedData, Split
+from bayesfl.engine import Engine
+from bayesfl.engine.plan import chunks
+from bayesfl.evaluation.history import History
+from bayesfl.evaluation.predictions import Predictions
+from bayesfl.federation import checkpoint, predict
+from bayesfl.federation.client import Local, private_rows, write_rows
+from bayesfl.federation.identity import identity
+from bayesfl.federation.settings import FEDERATION, Settings, name_of
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a federation has learnt.
+
+    Args:
+        algorithm: The method.
+        data: The clients.
+        settings: How the run was made.
+        engine: How it was computed, its chunk decided.
+        round: Rounds done.
+        server: The server's state.
+        private: The clients' own states, [J, ...] each.
+        history: One row a round.
+        device: Where it was computed, and where its predictions are.
+        dtype: Precision of its state.
+        novel: Whether its clients joined after training, by `adapt`; then it predicts, but no training goes on from it.
+        chosen: `tuned` where it is known already: that of the federation that new clients joined, or a saved one.
+    """
+
+    algorithm: Algorithm
+    data: FederatedData
+    settings: Settings
+    engine: Engine
+    round: int
+    server: Server
+    private: View
+    history: History = field(default_factory=History)
+    device: torch.device = torch.device("cpu")
+    dtype: torch.dtype = torch.float32
+    novel: bool = False
+    chosen: float | None = None
+
+    def __repr__(self) -> str:
+        return (
+            f"Result({self.data.clients} clients of {self.data.source.name}, round {self.round} of {self.settings.rounds}; {self.history})"
+        )
+
+    @cached_property
+    def tuned(self) -> float | None:
+        """The number of the method's predictor that suits the validation data of all clients: FedSI's predictive precision; else None.
+
+        Raises:
+            ValueError: The data have no validation split.
+        """
+        if self.chosen is not None:
+            return self.chosen
+        data = self.data.to(self.device, self.dtype)
+        with self.engine.crew(self.device) as crew:
+            return predict.tune(self.algorithm, self.server, self.private, data, self.engine, crew, **self._address)
+
+    def _known(self) -> float | None:
+        """`tuned`, where there are data to tune on."""
+        try:
+            predict.check_tunable(self.algorithm, self.data)
+        except ValueError:
+            return self.chosen
+        return self.tuned
+
+    @property
+    def _address(self) -> dict[str, int]:
+        return {"seed": self.settings.seed, "round": self.round, "rounds": self.settings.rounds}
+
+    def predict(self, split: Split | None = None, *, draws: int | None = None) -> Predictions:
+        """Every client's predictive distribution on a split of its data, after aggregation (and fine-tuning where the method has it).
+
+        Args:
+            split: `test` unless given; one of `data`'s, or a part of one, its inputs changed or not.
+            draws: Posterior draws to average over; 0 predicts at the mean, None as the method's paper does.
+
+        Raises:
+            TypeError: It is no split.
+            ValueError: The split has other clients, or `draws` is not a whole number >= 0.
+        """
+        if split is not None:
+            instance("split", split, Split, "pass clients.test, or another split of result.data")
+        data = self.data.to(self.device, self.dtype)
+        split = data.test if split is None else split.to(self.device, self.dtype)
+        if not split.counts.any():
+            raise ValueError("the split has no examples to predict; pass one that has, or make the data with a larger part for it")
+        if split.clients != data.clients:
+            raise ValueError(f"the split has {split.clients} clients, the result {data.clients}; use result.adapt(...) for new clients")
+        if not any(_is_part(split, known) for known in data.splits.values()):
+            raise ValueError(
+                "the split is of other clients: its labels are not rows of the same clients in result.data. Pass one of result.data's "
+                "splits, or a part of one; result.adapt(...) is for clients never seen"
+            )
+        if draws is not None:
+            whole("draws (None is the paper's number)", draws, least=0)
+        options = {**self._address, "draws": draws, "value": None if draws == 0 else self.tuned}
+        with self.engine.crew(self.device) as crew:
+            (found,) = predict.personal(self.algorithm, self.server, self.private, data, [split], self.engine, crew, **options)
+        return found
+
+    def adapt(self, novel: FederatedData) -> "Result":
+        """The same federation for clients never seen in training: their state made from the server's, and adapted once.
+
+        What the server holds for each client it makes anew for them (`Algorithm.newcomers`). The result predicts, and can be saved;
+        training does not go on from it.
+
+        Args:
+            novel: The new clients; the method's `adapt` phases read their training data.
+
+        Raises:
+            TypeError: They are no federation.
+            ValueError: Their inputs or outputs differ from the federation's.
+            DivergenceError: Their training is not finite.
+        """
+        instance("novel", novel, FederatedData, FEDERATION)
+        if (novel.inputs, novel.outputs, novel.task) != (self.data.inputs, self.data.outputs, self.data.task):
+            raise ValueError(
+                f"new clients have inputs {novel.inputs} and {novel.outputs} outputs ({novel.task}), the federation "
+                f"{self.data.inputs} and {self.data.outputs} ({self.data.task}); adapt clients of the same problem"
+            )
+        train = novel.to(self.device, self.dtype).train
+        server = self.algorithm.newcomers(self.server, novel.clients)
+        private = private_rows(self.algorithm, server, novel.clients)
+        local = Local(self.algorithm, self.algorithm.adapt, self.engine, train, self.settings.seed, self.settings.rounds, Stage.ADAPT)
+        size = self.engine.chunk_size(novel.clients, self.algorithm, self.device)
+        everyone = chunks(np.arange(novel.clients), train.counts, size)
+        with self.engine.crew(self.device) as crew:
+            for done in crew.over(everyone, lambda ids: local(ids, server, private, self.round)):
+                write_rows(private, done.ids, done.views)
+        return replace(self, data=novel, server=server, private=private, history=History(), novel=True, chosen=self._known())
+
+    def to_arviz(self, client: int, block: str, *, draws: int = 1000) -> Any:
+        """Draws from a client's posterior of a block, as ArviZ's InferenceData, one variable for each parameter, [chain, draw, ...].
+
+        Of a block that stands M times the copies come first, [chain, draw, M, ...].
+
+        Args:
+            client: Its id.
+            block: A block whose posterior has an entropy.
+            draws: How many; independent, so they make one chain.
+
+        Raises:
+            ValueError: There is no such client, or nothing to draw.
+        """
+        import arviz
+
+        whole("client", client, least=0)
+        whole("draws", draws, least=1)
+        if not 0 <= client < self.data.clients:
+            raise ValueError(f"client must be one of 0 to {self.data.clients - 1}, got {client}")
+        if block not in self.algorithm.blocks or not self.algorithm.blocks[block].stochastic:
+            drawn = [name for name, this in self.algorithm.blocks.items() if this.stochastic]
+            raise ValueError(f"block {block!r} has no entropy to draw from; the blocks that do are {drawn}")
+        this, layout = self.algorithm.blocks[block], self.algorithm.layout(block)
+        belief = (
+            {key: t[client] for key, t in self.private[block].items()} if this.keep else self.algorithm.belief(block, self.server[block])
+        )
+        index = list(self.algorithm.blocks).index(block)
+        rng = generator(self.settings.seed, Purpose.POSTERIOR, round=self.round, client=client, index=index)
+        noise = torch.from_numpy(rng.standard_normal((draws, self.algorithm.noise_size(block)), np.float32)).to(belief["loc"])
+        noise = self.algorithm.noise_of_copies(block, noise)
+        leaves = layout.leaves(this.posterior.sample({key: t.unsqueeze(0) for key, t in belief.items()}, noise))
+        posterior = {name: leaf.unsqueeze(0).cpu().numpy() for name, leaf in leaves.items()}
+        if int(arviz.__version__.split(".")[0]) > 0:  # from version 1 the groups are one mapping
+            return arviz.from_dict({"posterior": posterior})
+        return arviz.from_dict(posterior=posterior)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the state, the settings and the history into the folder `path`; `bf.load` reads them.
+
+        What is not in it: the model's code and the data, which `bf.load` is given and checks.
+
+        Raises:
+            ValueError: A file is where the folder should be.
+        """
+        checkpoint.write(path, self._meta(), self._tensors())
+
+    def save_round(self, path: str | os.PathLike[str]) -> None:
+        """The same as a checkpoint of a run in progress, beside the one before it, which stays; older ones go.
+
+        Raises:
+            ValueError: A file is where the folder should be.
+        """
+        checkpoint.write_round(path, self.round, self._meta(), self._tensors())
+
+    def _tensors(self) -> dict[str, Any]:
+        return {"server": self.server, "private": self.private}
+
+    def _meta(self) -> dict[str, Any]:
+        return {
+            "settings": asdict(self.settings),
+            "engine": asdict(self.engine),
+            "round": self.round,
+            "dtype": name_of(self.dtype),
+            "novel": self.novel,
+            "chosen": self.chosen if self.chosen is not None else self.__dict__.get("tuned"),
+            "history": self.history.rows,
+            "algorithm": identity(self.algorithm),
+            "data": self.data.hash,
+        }
+
+
+def _is_part(split: Split, known: Split) -> bool:
+    """Whether every client's examples in `split` are among its own in `known`, by labels and places; inputs may have changed."""
+    if split.y is not known.y and not (split.y.dtype == known.y.dtype and torch.equal(split.y, known.y)):
+        return False
+
+    def owned(of: Split) -> torch.Tensor:
+        client = torch.from_numpy(np.repeat(np.arange(of.clients), of.counts)).to(of.index.device)
+        return client * len(of.y) + of.index
+
+    return bool(torch.isin(owned(split), owned(known)).all())

@@ -1,0 +1,131 @@
+"""Reads saved runs, and holds them against the method and the data that they are read for."""
+
+import os
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from bayesfl.base.checks import instance, number, whole
+from bayesfl.base.protocols import Server, View
+from bayesfl.base.trees import flatten
+from bayesfl.composition.algorithm import Algorithm
+from bayesfl.data import FederatedData
+from bayesfl.engine import Engine
+from bayesfl.evaluation.history import History
+from bayesfl.federation import checkpoint
+from bayesfl.federation.identity import differences, identity
+from bayesfl.federation.result import Result
+from bayesfl.federation.settings import DTYPES, Settings, of_a_run, present
+
+
+def load(path: str | os.PathLike[str], algorithm: Algorithm, clients: FederatedData, *, device: torch.device | str = "cpu") -> Result:
+    """A saved run.
+
+    Args:
+        path: The folder that `Result.save` wrote, or that of `simulate`'s checkpoints, of which the newest whole one is taken.
+        algorithm: The method it was made with.
+        clients: The data it was made on.
+        device: Where its state goes.
+
+    Raises:
+        TypeError: The method or the data are something else.
+        ValueError: The device is absent.
+        CheckpointError: There is no run, it is damaged, or it was made with another method or on other data.
+    """
+    of_a_run(algorithm, clients)
+    device = present(device)
+    meta, state = checkpoint.read(path, device)
+    try:
+        made_with, made_on = meta["algorithm"], str(meta["data"])
+        result = Result(
+            algorithm,
+            clients,
+            Settings(**meta["settings"]),
+            Engine(**meta["engine"]),
+            whole("round", meta["round"], least=0),
+            state["server"],
+            state.get("private", {}),
+            History.read(meta["history"]),
+            device,
+            DTYPES[meta["dtype"]],
+            meta["novel"],
+            None if meta["chosen"] is None else number("chosen", meta["chosen"]),
+        )
+        instance("novel", result.novel, bool, "save writes True or False")
+        if result.round > result.settings.rounds or not (result.novel or len(result.history) == result.round):
+            raise ValueError(f"round {result.round} of {result.settings.rounds} with a history of {len(result.history)}")
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise checkpoint.CheckpointError(f"{str(path)!r} is no saved run of this version: {type(error).__name__}, {error}") from error
+    _check_same(f"{str(path)!r}", made_with, made_on, algorithm, clients)
+    check_state(str(path), algorithm, result.server, result.private, clients=clients.clients, dtype=result.dtype, stacked=True)
+    return result
+
+
+def same_run(result: Result, algorithm: Algorithm, clients: FederatedData) -> Result:
+    """The result, if it was made with this method on these data.
+
+    Raises:
+        CheckpointError: It was not.
+    """
+    _check_same("the result", identity(result.algorithm), result.data.hash, algorithm, clients)
+    return result
+
+
+def check_state(path: str, algorithm: Algorithm, server: Server, private: View, *, clients: int, dtype: torch.dtype, stacked: bool) -> None:
+    """That a state has the tensors that the method keeps, in their types and shapes.
+
+    What a method holds on the server beyond its blocks may grow along its first axis, as models of clusters do, unless that is of clients.
+
+    Args:
+        path: Where it comes from.
+        algorithm: The method.
+        server: The server's state.
+        private: Private state.
+        clients: How many clients there are.
+        dtype: Precision of the run.
+        stacked: Whether the private state is that of all clients, [J, ...], or of one, [...].
+
+    Raises:
+        CheckpointError: It has not.
+    """
+    start, one_more = (algorithm.init(n, dtype=dtype) for n in (clients, clients + 1))
+    own = algorithm.rows(start)
+    own = tree_map(lambda t: t.expand(clients, *t.shape), own) if stacked else own
+    wanted = flatten({"server": start, "private": own})
+    found = flatten({"server": server, "private": private})
+    more = flatten({"server": {name: entry for name, entry in one_more.items() if name not in algorithm.blocks}})
+    free = {name for name, t in more.items() if t.dim() and t.shape == wanted[name].shape}
+
+    def fits(name: str) -> bool:
+        if not (name in wanted and name in found and wanted[name].dtype == found[name].dtype):
+            return False
+        start = int(name in free)
+        return wanted[name].dim() == found[name].dim() and wanted[name].shape[start:] == found[name].shape[start:]
+
+    def picture(name: str, tensors: dict[str, Any]) -> str:
+        return f"{tensors[name].dtype} {list(tensors[name].shape)}" if name in tensors else "absent"
+
+    if wrong := sorted(name for name in wanted.keys() | found.keys() if not fits(name)):
+        raise checkpoint.CheckpointError(
+            f"{path!r} holds another state than the method keeps: {wrong[0]} is {picture(wrong[0], found)}, not {picture(wrong[0], wanted)}"
+            + (f", and {len(wrong) - 1} more" if len(wrong) > 1 else "")
+        )
+
+
+def check_method(what: str, made_with: dict[str, Any], algorithm: Algorithm) -> None:
+    """That something was made with this method, by its identity.
+
+    Raises:
+        CheckpointError: It was not.
+    """
+    if different := differences(made_with, identity(algorithm)):
+        raise checkpoint.CheckpointError(f"{what} was made with another algorithm, which differs in {'; '.join(different)}")
+
+
+def _check_same(what: str, made_with: dict[str, Any], made_on: str, algorithm: Algorithm, clients: FederatedData) -> None:
+    check_method(what, made_with, algorithm)
+    if made_on != clients.hash:
+        raise checkpoint.CheckpointError(
+            f"{what} was made on other data (hash {made_on[:12]}, given {clients.hash[:12]}); give the same recipe and seed"
+        )

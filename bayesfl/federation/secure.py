@@ -1,0 +1,259 @@
+"""Secure aggregation in simulation: the server learns the sum of what its clients send, and of no client its own part.
+
+Every pair of clients of a round shares a secret; both stretch it to a mask, which one adds to what it sends and the other takes away. What
+the server receives of one client is uniform over the integers modulo 2^64, whatever the client has to say; in the sum the masks cancel.
+
+Integers cancel exactly, floating-point numbers would not, so a client first writes its summands as integers: clipped to a range that is
+declared beforehand, in units of a step. The sum is then that of an open run to J / 2 steps, for J clients that reply, and to rounding; see
+`quotient_bound` for a mean. A client looks at its own numbers first: a NaN or 1e20 would turn silently into some integer.
+
+A client that drops out leaves masks that nothing cancels. The others then send again, under fresh secrets, among themselves; what was sent
+before is of no use without the secrets of the one that is missing. There are no shares of secrets from which others could recover it, and
+no second mask: should the missing reply arrive late, a server that kept the first sum could take the second from it. A server is trusted to
+throw both away.
+
+What is not simulated: how two clients agree on a secret (by a Diffie-Hellman exchange of keys that a third party vouches for, without which
+the server could sit between them), its traffic, and a client that drops out again while the others repeat. Flower's message API has no
+secure aggregation; its SecAgg+ needs the older workflow API, and quantises too.
+
+Source: Bonawitz, Ivanov, Kreuter, Marcedone, McMahan, Patel, Ramage, Segal, Seth, "Practical secure aggregation for privacy-preserving
+machine learning", CCS 2017, section 4 (masks by pairs; no double mask, no recovery).
+"""
+
+import logging
+import math
+import secrets
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from bayesfl.base.checks import number
+from bayesfl.base.protocols import AdditivePool, Server, StackedPool, Tensors, Uplink
+from bayesfl.base.random import keyed
+from bayesfl.base.trees import flatten, nest
+from bayesfl.composition.algorithm import Algorithm
+from bayesfl.composition.pools import Clipped
+from bayesfl.federation.admission import Admission
+from bayesfl.federation.errors import DivergenceError
+from bayesfl.federation.replies import Adding, Aggregator, PlainRun, Unseen, check_combine, closed
+from bayesfl.federation.result import Result
+
+log = logging.getLogger(__name__)
+ROOM = 2.0**62
+"""What clients x range / step must stay below, so that no sum of rounded numbers leaves int64."""
+LEAST = 2
+"""Clients of a sum: that of one is the client's own."""
+UNSEEN = "under secure aggregation the server sees sums only"
+
+
+def quantised(values: np.ndarray, range: float, step: float) -> tuple[np.ndarray, int]:
+    """Numbers as integers modulo 2^64, uint64, in units of `step`, and how many of them had to be clipped to +-`range`.
+
+    Raises:
+        ValueError: Some are not finite.
+    """
+    if not np.isfinite(values).all():
+        raise ValueError("the numbers are not finite")
+    units = np.rint(np.clip(values, -range, range) / step).astype(np.int64)
+    return units.view(np.uint64), int((np.abs(values) > range).sum())
+
+
+def restored(total: np.ndarray, step: float) -> np.ndarray:
+    """A sum of `quantised` numbers, uint64, as float64."""
+    return total.view(np.int64).astype(np.float64) * step
+
+
+def agreed(ids: Iterable[int]) -> dict[int, dict[int, bytes]]:
+    """For each client the secrets that it shares with each other one: fresh from the operating system, whatever the run's seed."""
+    ids = sorted(ids)
+    found: dict[int, dict[int, bytes]] = {client: {} for client in ids}
+    for place, first in enumerate(ids):
+        for second in ids[place + 1 :]:
+            found[first][second] = found[second][first] = secrets.token_bytes(32)
+    return found
+
+
+def masked(values: np.ndarray, client: int, shared: Mapping[int, bytes]) -> np.ndarray:
+    """What a client sends [D], uint64: its integers, plus the masks that it shares with later clients, less those with earlier ones."""
+    out = values.copy()
+    for other, secret in shared.items():
+        mask = keyed(secret, b"mask", size=len(values))
+        out = out + mask if client < other else out - mask
+    return out
+
+
+def summed(messages: Iterable[np.ndarray]) -> np.ndarray:
+    """What the server makes of what clients sent, modulo 2^64: all that it does before it knows the sum."""
+    return np.add.reduce(np.stack(list(messages)), axis=0, dtype=np.uint64)
+
+
+def quotient_bound(quotient: Tensor, weight: Tensor, *, clients: int, step: float) -> Tensor:
+    """How far a mean under secure aggregation is from that of an open run at most, [...], if nothing was clipped; but for rounding.
+
+    Sum s and weight w are off by at most e = J step / 2 each, so (s + a) / (w + b) - s / w = (a - b s / w) / (w + b) is at most
+    e (1 + |s / w|) / (w - e). Where the weights are counts of examples it is tiny; where a sum of weights is not far above e, take a
+    smaller step.
+
+    Args:
+        quotient: Of the open run, s / w.
+        weight: Of the open run, w > 0; broadcasts against the quotient.
+        clients: That replied, J.
+        step: Of the quantisation.
+    """
+    off = clients * step / 2
+    return torch.where(weight > off, off * (1 + quotient.abs()) / (weight - off), torch.inf)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SecureSum:
+    """The server sees the sum of the clients' uplinks and nothing else of them; for `simulate(aggregation=)`.
+
+    A client computes what it adds to the pools' sums, weights multiplied, and masks that. The history says how many numbers were
+    `clipped` in a round (the clients' counts travel in the sum) and its `repeats`, how often the clients sent again because one was
+    missing; `bytes_up` counts all that is sent by those whose reply is taken, eight bytes a number.
+
+    Masks take a client time and traffic in proportion to the cohort's size times the model's.
+
+    Args:
+        range: Largest absolute value of a summand, such as n_j w_j: beyond it, it is clipped.
+        step: The unit in which summands are rounded; a power of two rounds nothing else.
+
+    Raises:
+        ValueError: A number is not positive; at the start of a run, J range / step leaves less than 2 bits of an int64 free, a pool, the
+            method's `combine` or a rule of admission needs single clients, or a cohort has one client.
+    """
+
+    range: float = 2.0**20
+    step: float = 2.0**-24
+    sampling = None
+
+    def __post_init__(self) -> None:
+        for name in ("range", "step"):
+            if not (number(name, getattr(self, name)) > 0 and math.isfinite(getattr(self, name))):
+                raise ValueError(f"{name} must be > 0 and finite, got {getattr(self, name)}")
+        if self.step > self.range:
+            raise ValueError(f"step must be at most range, {self.range:g}, or every number would be rounded to 0, got {self.step:g}")
+
+    @property
+    def name(self) -> str:
+        """See `Aggregation`."""
+        return repr(self)
+
+    def start(self, result: Result, admission: Admission, *, every: int | None, repeats: int) -> Aggregator:
+        """See `Aggregation`."""
+        algorithm, clients, settings = result.algorithm, result.data.clients, result.settings
+        if not clients * self.range / self.step < ROOM:
+            raise ValueError(
+                f"clients x range / step must stay below 2**62, got {clients} x {self.range:g} / {self.step:g} = 2**"
+                f"{math.log2(clients) + math.log2(self.range) - math.log2(self.step):.1f}; take a smaller range or a larger step"
+            )
+        if not (pools := {name: block.pool for name, block in algorithm.blocks.items() if block.pool}):
+            raise ValueError("no block of the method is sent, so there is nothing to add up; leave aggregation out")
+        for name, pool in pools.items():
+            if isinstance(pool, StackedPool):
+                raise ValueError(
+                    f"block {name!r} is gathered by {type(pool).__name__}, which needs every client's uplink; secure aggregation shows the "
+                    "server their sum only: take a pool that adds up, such as Mean(), or leave aggregation out"
+                )
+            if _clips(pool):
+                raise ValueError(
+                    f"block {name!r} is clipped by the server, which under secure aggregation never sees one client's difference; take the "
+                    "pool inside it, or leave aggregation out"
+                )
+        if admission.skips and admission.max_norm is not None:
+            raise ValueError(
+                f"max_norm={admission.max_norm:g} looks at single clients, which secure aggregation hides; pass max_norm=None: clients "
+                "that keep to the rules clip themselves, to SecureSum(range=)"
+            )
+        if clients < LEAST or (settings.sampling == "fixed" and settings.fixed_size(clients) < LEAST):
+            raise ValueError(
+                f"a cohort has one client of {clients} at participation={settings.participation:g}, whose sum is its own uplink; secure "
+                "aggregation needs two: raise participation"
+            )
+        check_combine(algorithm, result.server, torch.arange(clients), UNSEEN)
+        return _Run(self, result, max(LEAST, admission.min_clients))
+
+
+def _clips(pool: object) -> bool:
+    """Whether a pool, or one inside it, clips."""
+    return isinstance(pool, Clipped) or (hasattr(pool, "pool") and _clips(pool.pool))  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class _Run(PlainRun):
+    def __init__(self, rule: SecureSum, result: Result, least: int) -> None:
+        super().__init__(result, least)
+        self._rule = rule
+
+    def gather(self, server: Server, round: int, cohort: np.ndarray) -> Adding:
+        return _Round(self._rule, self._algorithm, server, round, cohort)
+
+
+class _Round:
+    """One round's clients, each with what it alone knows, and the server's sum."""
+
+    def __init__(self, rule: SecureSum, algorithm: Algorithm, server: Server, round: int, cohort: np.ndarray) -> None:
+        self._rule, self._algorithm, self._server, self._round, self._cohort = rule, algorithm, server, round, cohort.tolist()
+        self._pools: dict[str, AdditivePool] = {
+            name: block.pool for name, block in algorithm.blocks.items() if block.pool and not isinstance(block.pool, StackedPool)
+        }
+        self._own: dict[int, np.ndarray] = {}
+        self._shapes: dict[str, torch.Size] = {}
+        self._device = torch.device("cpu")
+        self._row: dict[str, float] = {}
+
+    def add(self, ids: np.ndarray, n: Tensor, sent: Mapping[str, Tensors], reported: Uplink) -> None:
+        """What every client makes ready to be sent; none of it has left the client yet."""
+        self._device = n.device
+        uplink = {**sent, **reported, "n": n, "ids": torch.from_numpy(ids).to(n.device)}
+        for place, client in enumerate(ids.tolist()):
+            alone = tree_map(lambda t, place=place: t[place : place + 1], uplink)
+            flat = flatten({name: pool.accumulate(None, self._server, name, alone) for name, pool in self._pools.items()})
+            self._shapes = {name: t.shape for name, t in flat.items()}
+            values = np.concatenate([t.cpu().numpy().ravel() for t in flat.values()])
+            try:
+                units, clipped = quantised(values, self._rule.range, self._rule.step)
+            except ValueError as error:
+                raise DivergenceError(
+                    f"client {client} sends nothing in round {self._round}, counted from 0: of what it would add to the sums, {error}; "
+                    "lower the learning rates, or look at its weight",
+                    round=self._round,
+                    client=client,
+                ) from error
+            self._own[client] = np.append(units, np.uint64(clipped))
+
+    def server(self) -> Server:
+        """See `Adding`.
+
+        Raises:
+            DivergenceError: The next state is not finite.
+            ValueError: The method's `combine` reads what single clients sent.
+        """
+        *values, clipped = self._sum()
+        flat = torch.from_numpy(restored(np.array(values, np.uint64), self._rule.step)).to(self._device)
+        parts = zip(self._shapes.items(), flat.split([shape.numel() for shape in self._shapes.values()]), strict=True)
+        totals = nest({name: part.reshape(shape) for (name, shape), part in parts})
+        if clipped:
+            log.warning("round %d: %d numbers were clipped to +-%g; declare a wider range", self._round, clipped, self._rule.range)
+        self._row["clipped"] = int(clipped)
+        new = self._server | {name: pool.solve(self._server, name, totals[name]) for name, pool in self._pools.items()}
+        return closed(self._algorithm, new, torch.tensor(sorted(self._own), device=self._device), Unseen(UNSEEN), self._round)
+
+    def _sum(self) -> np.ndarray:
+        """The sum of those that reply, and of nobody else: sent once more where one of the cohort is missing."""
+        group, sends, volume = self._cohort, 0, 0
+        while True:
+            shared = agreed(group)
+            messages = [masked(self._own[client], client, shared[client]) for client in group if client in self._own]
+            sends, volume = sends + 1, volume + sum(message.nbytes for message in messages)
+            if len(messages) == len(group):
+                self._row |= {"repeats": sends - 1, "bytes_up": volume}
+                return summed(messages)
+            group = sorted(self._own)
+
+    def row(self) -> dict[str, float]:
+        """See `Adding`."""
+        return self._row

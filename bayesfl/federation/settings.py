@@ -1,0 +1,129 @@
+"""How a run is made: its settings, and the words of its precisions."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+
+from bayesfl.base.checks import instance, number, whole
+from bayesfl.base.random import Purpose, generator
+from bayesfl.composition.algorithm import Algorithm
+from bayesfl.data import FederatedData
+
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """A precision's name, as `float32`, by which `DTYPES` has it."""
+    return str(dtype).removeprefix("torch.")
+
+
+OPEN = "plain"
+"""What a run says of its aggregation where the server sees every uplink."""
+METHOD = "build one on a model, as bf.algorithms.fedavg(model)"
+
+
+FEDERATION = "make one by bf.data.from_arrays(x, y), or by a recipe such as bf.data.iid('digits')"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a run is made; a resumed run shares all but `rounds` and `evaluate_every` with the one it goes on from.
+
+    Args:
+        rounds: Rounds in all; schedules read it.
+        participation: Expected share of the clients in a cohort, in (0, 1].
+        sampling: `fixed` takes max(1, floor(J participation)) clients; `bernoulli` each with that probability, given that at least
+            min(2, J) are in; `poisson` each with that probability, whoever that leaves, drawn from a secret by `ClientPrivacy` alone.
+        train: Who trains: the `cohort`, or `all`, of whom only the cohort is gathered.
+        seed: Of everything random.
+        evaluate_every: Rounds between evaluations; the last round is always evaluated. None: never.
+        aggregation: How uplinks are added up, in words.
+    """
+
+    rounds: int
+    participation: float
+    sampling: Literal["fixed", "bernoulli", "poisson"]
+    train: Literal["cohort", "all"]
+    seed: int
+    evaluate_every: int | None
+    aggregation: str = OPEN
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rounds", whole("rounds", self.rounds, least=1))
+        object.__setattr__(self, "seed", whole("seed", self.seed, least=0))
+        if self.evaluate_every is not None:
+            every = whole("evaluate_every (None is never)", self.evaluate_every, least=1)
+            object.__setattr__(self, "evaluate_every", every)
+        object.__setattr__(self, "participation", number("participation", self.participation))
+        if not 0 < self.participation <= 1:
+            raise ValueError(f"participation is a share of the clients and must lie in (0, 1], got {self.participation}")
+        drawn = ("fixed", "bernoulli") if self.aggregation == OPEN else ("fixed", "bernoulli", "poisson")
+        if self.sampling not in drawn:
+            raise ValueError(f"sampling must be 'fixed' or 'bernoulli', got {self.sampling!r}")
+        if self.train not in ("cohort", "all"):
+            raise ValueError(f"train must be 'cohort' or 'all', got {self.train!r}")
+        instance("aggregation", self.aggregation, str, "it says in words how uplinks are added up")
+
+    def fixed_size(self, clients: int) -> int:
+        """How many clients a cohort of fixed size has."""
+        return max(1, int(clients * self.participation + 1e-9))  # 0.29 * 100 is 28.999...
+
+    def largest(self, clients: int) -> int:
+        """How many clients a cohort can have."""
+        return self.fixed_size(clients) if self.sampling == "fixed" else clients
+
+    def cohort(self, clients: int, round: int) -> np.ndarray:
+        """The ids of one round's cohort, ascending.
+
+        Raises:
+            ValueError: It is drawn from a secret, which is not here.
+        """
+        if self.sampling == "poisson":
+            raise ValueError("poisson cohorts are drawn by ClientPrivacy from its secret; pass it as aggregation, or another sampling")
+        rng = generator(self.seed, Purpose.COHORT, round=round)
+        size = self.fixed_size(clients) if self.sampling == "fixed" else _successes(clients, self.participation, min(2, clients), rng)
+        return np.sort(rng.permutation(clients)[:size])
+
+    def evaluates(self, round: int) -> bool:
+        """Whether the measures are taken after this round."""
+        every = self.evaluate_every
+        return every is not None and ((round + 1) % every == 0 or round + 1 == self.rounds)
+
+
+def _successes(trials: int, p: float, least: int, rng: np.random.Generator) -> int:
+    """A draw from Binomial(trials, p) given that it is at least `least`: its size by the inverse of the distribution function.
+
+    Given its size, every cohort of independent coins is as likely as any other, so nothing need be redrawn however small p is.
+    """
+    if p == 1:
+        return trials
+    k = np.arange(least, trials)
+    steps = np.log(trials - k) - np.log(k + 1) + (np.log(p) - np.log1p(-p))  # from the log probability of k to that of k + 1
+    logs = np.concatenate([[0.0], np.cumsum(steps)])
+    below = np.cumsum(np.exp(logs - logs.max()))
+    return least + min(int(np.searchsorted(below, rng.random() * below[-1], side="right")), trials - least)
+
+
+def of_a_run(algorithm: Algorithm, clients: FederatedData) -> None:
+    """That these are a method and its data.
+
+    Raises:
+        TypeError: They are something else.
+    """
+    instance("algorithm", algorithm, Algorithm, METHOD)
+    instance("clients", clients, FederatedData, FEDERATION)
+
+
+def present(device: torch.device | str) -> torch.device:
+    """The device, with its number.
+
+    Raises:
+        ValueError: This machine has none such.
+    """
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"device {str(device)!r} is absent ({reason}); use device='cpu'") from error

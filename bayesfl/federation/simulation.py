@@ -1,0 +1,313 @@
+"""Federated training on one machine: rounds of local work, in chunks of clients, and what the server makes of it."""
+
+import os
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from bayesfl.base.checks import whole
+from bayesfl.composition.algorithm import Algorithm
+from bayesfl.data import FederatedData
+from bayesfl.engine import Crew, Engine
+from bayesfl.evaluation.history import History
+from bayesfl.evaluation.predictions import Collector
+from bayesfl.federation import predict
+from bayesfl.federation.admission import Admission, attempts
+from bayesfl.federation.checkpoint import claim, held, newest
+from bayesfl.federation.client import private_rows
+from bayesfl.federation.errors import FailedRound
+from bayesfl.federation.faults import Plan
+from bayesfl.federation.replies import Aggregation, Aggregator, Plain
+from bayesfl.federation.result import Result
+from bayesfl.federation.round import run_round
+from bayesfl.federation.saved import load, same_run
+from bayesfl.federation.settings import Settings, of_a_run, present
+from bayesfl.likelihoods import Bernoulli
+
+PROBE = 32  # examples on which the model's outputs are looked at before training
+
+
+def simulate(
+    algorithm: Algorithm,
+    clients: FederatedData,
+    *,
+    rounds: int,
+    participation: float = 1.0,
+    sampling: Literal["fixed", "bernoulli"] | None = None,
+    train: Literal["cohort", "all"] | None = None,
+    seed: int = 0,
+    evaluate_every: int | None = 1,
+    engine: Engine | None = None,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    resume: "Result | str | os.PathLike[str] | bool | None" = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    every: int = 1,
+    on_bad_client: Literal["stop", "skip"] | None = None,
+    min_clients: int = 1,
+    below_minimum: Literal["skip", "repeat"] = "skip",
+    max_norm: float | None = 100.0,
+    aggregation: Aggregation | None = None,
+    faults: Plan | None = None,
+    progress: bool | None = None,
+) -> Result:
+    """Trains a federation on this machine.
+
+    Args:
+        algorithm: A method, from `bf.algorithms` or composed.
+        clients: Their data.
+        rounds: Rounds in all, those of a resumed run included; schedules read it.
+        participation: Expected share of the clients whose work is gathered in a round, in (0, 1].
+        sampling: `fixed` number of clients, or `bernoulli`; None for the method's own.
+        train: `cohort`, or `all` (then only the cohort is gathered); None for the method's own.
+        seed: The same seed gives the same draws, whatever the engine.
+        evaluate_every: Rounds between evaluations; the last round is always evaluated. None: never.
+        engine: How it is computed; changes nothing but speed and rounding, and under `ClientPrivacy` the noise.
+        device: Where.
+        dtype: In which precision.
+        resume: A result, or the folder of a saved one or of checkpoints, to go on from, bit for bit; not one of `adapt`. True: the newest
+            checkpoint in `checkpoint` that is whole, or from the start where there is none, so that one command can be repeated.
+        checkpoint: A folder for checkpoints of this run; the two newest are kept, whole whatever happens.
+        every: Rounds between checkpoints; the last round always makes one.
+        on_bad_client: `stop` the run where a client's training leaves the finite numbers, or `skip` a client whose reply is bad in any way
+            that `bayesfl.federation.admission` knows: the round goes on as without it. None: `skip` where there are `faults`, else `stop`.
+        min_clients: Replies that a round needs.
+        below_minimum: What becomes of a round with fewer: `skip` leaves all as it was, `repeat` tries again, three times in all.
+        max_norm: Where bad clients are skipped, how many times as far as is usual in the round a client may go from what it was sent, see
+            `bayesfl.Admission`.
+        aggregation: How the cohort's uplinks are added up: `bayesfl.SecureSum` or `bayesfl.ClientPrivacy`; None where the
+            server may see each of them.
+        faults: What goes wrong on purpose, see `bayesfl.faults`.
+        progress: Whether to show a bar; None where standard error is a terminal.
+
+    Raises:
+        TypeError: The method, its likelihood, the data, the aggregation or what is resumed are something else.
+        ValueError: Something does not fit: the message names it and the remedy.
+        ImportError: `ClientPrivacy` needs dp-accounting, which is not installed.
+        CheckpointError: What is resumed was made with another method or on other data, or is damaged.
+        DivergenceError: Training left the finite numbers; it carries the result up to the last finite round.
+        FailedRound: A round that is to be repeated came to nothing three times.
+    """
+    of_a_run(algorithm, clients)
+    aggregation = Plain() if aggregation is None else aggregation
+    if isinstance(aggregation, type) or not isinstance(aggregation, Aggregation):
+        raise TypeError(
+            f"aggregation must be a SecureSum or a ClientPrivacy, got {aggregation!r}; build one, as bayesfl.SecureSum(), or leave it out"
+        )
+    if aggregation.sampling is not None and sampling is not None:
+        raise ValueError(
+            f"{type(aggregation).__name__} draws its own cohorts ({aggregation.sampling}), got {sampling!r}; leave sampling out"
+        )
+    settings = Settings(
+        rounds=rounds,
+        participation=participation,
+        sampling=aggregation.sampling or (algorithm.sampling if sampling is None else sampling),
+        train=algorithm.train if train is None else train,
+        seed=seed,
+        evaluate_every=evaluate_every,
+        aggregation=aggregation.name,
+    )
+    if not isinstance(engine, Engine | None):
+        raise ValueError(f"engine must be an Engine, got {engine!r}; a kernel is chosen by engine=bf.Engine(kernel=...)")
+    if not isinstance(resume, Result | str | os.PathLike | bool | None):
+        raise TypeError(f"resume must be a Result or the folder of a saved one, got {type(resume).__name__}; a new run takes resume=None")
+    whole("every", every, least=1)
+    if checkpoint is not None and (not isinstance(checkpoint, str | os.PathLike) or not os.fspath(checkpoint)):
+        raise ValueError(f"checkpoint must name a folder, got {checkpoint!r}; leave it out for none")
+    resume = _from_where(resume, checkpoint)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(f"dtype must be a floating-point type such as torch.float32, got {dtype!r}")
+    device = present(device)
+    check(algorithm, clients)
+    if evaluate_every is not None and "test" not in clients.splits:
+        raise ValueError("the data have no test split to evaluate on; give them one, or pass evaluate_every=None")
+    if evaluate_every is not None:
+        predict.check_tunable(algorithm, clients)
+    repeats = 0
+    if resume is None:
+        trained = clients.clients if settings.train == "all" else settings.fixed_size(clients.clients)
+        engine = engine or Engine()
+        engine = replace(engine, chunk=engine.chunk_size(trained, algorithm, device))
+        server = algorithm.init(clients.clients, seed=seed, dtype=dtype, device=device)
+        private = private_rows(algorithm, server, clients.clients)
+        result = Result(algorithm, clients, settings, engine, 0, server, private, History(), device, dtype)
+    else:
+        saved = same_run(resume, algorithm, clients) if isinstance(resume, Result) else load(resume, algorithm, clients, device=device)
+        result = _resumed(saved, settings, engine, device, dtype)
+        repeats = 0 if isinstance(resume, Result) else max(0, newest(resume) - saved.round)
+    admission = Admission(on_bad_client or ("stop" if faults is None else "skip"), min_clients, below_minimum, max_norm)
+    admission.check(settings.largest(clients.clients))
+    if faults is not None and not callable(faults):
+        raise TypeError(f"faults must be a plan of bayesfl.faults, such as at_random(0.1), got {faults!r}")
+    if faults is not None and not admission.skips:
+        raise ValueError("faults need on_bad_client='skip': the first of them would stop the run")
+    keep = None if checkpoint is None else Keep(checkpoint, every)
+    aggregator = aggregation.start(result, admission, every=None if keep is None else keep.every, repeats=repeats)
+    with result.engine.crew(device) as crew:
+        return _rounds(result, clients.to(device, dtype), crew, progress, keep, admission, aggregator, faults)
+
+
+@dataclass(frozen=True)
+class Keep:
+    """When and where checkpoints are written."""
+
+    folder: str | os.PathLike[str]
+    every: int
+
+    def __call__(self, result: Result) -> None:
+        """Writes one where it is due."""
+        if result.round % self.every == 0 or result.round == result.settings.rounds:
+            result.save_round(self.folder)
+
+
+def _from_where(
+    resume: "Result | str | os.PathLike[str] | bool | None", checkpoint: str | os.PathLike[str] | None
+) -> "Result | str | os.PathLike[str] | None":
+    """What is resumed, if anything; the folder for checkpoints is ready afterwards.
+
+    Raises:
+        ValueError: There is no such folder, or it holds another run.
+    """
+    if isinstance(resume, bool):
+        if resume and checkpoint is None:
+            raise ValueError("resume=True goes on from the newest checkpoint, but no checkpoint folder is given; pass checkpoint=")
+        resume = checkpoint if resume and checkpoint is not None and held(checkpoint) else None
+    if checkpoint is not None:
+        claim(checkpoint, resumed=isinstance(resume, str | os.PathLike) and os.path.realpath(resume) == os.path.realpath(checkpoint))
+    return resume
+
+
+def _resumed(saved: Result, settings: Settings, engine: Engine | None, device: torch.device, dtype: torch.dtype) -> Result:
+    """A copy of a saved run under new settings: more rounds and other workers are fine, the rest would be another experiment."""
+    if saved.novel:
+        raise ValueError(
+            "resume is a result of adapt: its clients joined after training, and the server holds nothing of theirs to go on from; "
+            "resume the federation's own result, or train a federation that has them"
+        )
+    if saved.device != device:
+        raise ValueError(
+            f"resume is on device {str(saved.device)!r}, given device={str(device)!r}; pass device={str(saved.device)!r}, or save it and "
+            "pass the folder, which loads it to another device"
+        )
+    if settings.rounds < saved.round:
+        raise ValueError(f"rounds counts all rounds, and {saved.round} are already done; got {settings.rounds}")
+    free = {"rounds": settings.rounds, "evaluate_every": settings.evaluate_every}
+    if replace(saved.settings, **free) != settings or saved.dtype != dtype:
+        raise ValueError(f"a resumed run keeps its settings: saved {saved.settings} in {saved.dtype}, given {settings} in {dtype}")
+    chunk, kernel = saved.engine.chunk, saved.engine.kernel
+    if engine is not None and (engine.kernel != kernel or engine.chunk not in (None, chunk)):
+        raise ValueError(f"a resumed run keeps its kernel and chunk, {kernel!r} and {chunk}; got {engine.kernel!r} and {engine.chunk}")
+    workers = saved.engine.workers if engine is None else engine.workers
+    own = {"private": tree_map(torch.clone, saved.private), "history": History(saved.history.rows), "chosen": None}
+    return replace(saved, settings=settings, engine=replace(saved.engine, workers=workers), **own)
+
+
+def _rounds(
+    result: Result,
+    data: FederatedData,
+    crew: Crew,
+    progress: bool | None,
+    keep: Keep | None,
+    admission: Admission,
+    aggregator: Aggregator,
+    faults: Plan | None,
+) -> Result:
+    from tqdm import tqdm
+
+    settings, declared = result.settings, result.algorithm.uplink(result.dtype)
+    options: dict[str, Any] = {"declared": declared, "admission": admission, "aggregator": aggregator, "faults": faults}
+    measure = "personal_accuracy" if data.task == "classification" else "personal_rmse"
+    with tqdm(total=settings.rounds, initial=result.round, unit="round", disable=None if progress is None else not progress) as bar:
+        while result.round < settings.rounds:
+            evaluates = settings.evaluates(result.round)
+            result, row, before = _attempts(result, data, crew, evaluates, options)
+            if evaluates:
+                if before is not None and not before.empty:
+                    row |= {f"before_pool_{key}": value for key, value in before.predictions().summary(data.test).items()}
+                row |= _measure(result, data, crew)
+                bar.set_postfix({measure: f"{row[measure]:.3f}"}, refresh=False)
+            result.history.append(row)
+            if keep is not None:
+                keep(result)
+            bar.update()
+    return result
+
+
+def _attempts(
+    result: Result, data: FederatedData, crew: Crew, evaluates: bool, options: dict[str, Any]
+) -> tuple[Result, dict[str, Any], Collector | None]:
+    """A round, tried again or passed over where too few reply."""
+
+    def once(attempt: int) -> tuple[Result, dict[str, Any], Collector | None]:
+        before = Collector(data.test) if evaluates else None
+        return *run_round(result, data, crew, before, attempt=attempt, **options), before
+
+    tried = attempts(options["admission"], once)
+    if isinstance(tried, FailedRound):
+        return replace(result, round=result.round + 1), {"round": result.round + 1, "cohort": 0, **tried.row}, None
+    return tried
+
+
+def _measure(result: Result, data: FederatedData, crew: Crew) -> dict[str, float]:
+    """Columns of the models after aggregation."""
+    settings, algorithm, row = result.settings, result.algorithm, {}
+    prefixes = {"test": "personal", "validation": "validation"}
+    splits = {name: data.splits[name] for name in prefixes if name in data.splits}
+    address = {"seed": settings.seed, "round": result.round, "rounds": settings.rounds}
+    state = (algorithm, result.server, result.private, data)
+    value = predict.tune(*state, result.engine, crew, **address)
+    personal = predict.personal(*state, list(splits.values()), result.engine, crew, **address, value=value)
+    for (name, split), predictions in zip(splits.items(), personal, strict=True):
+        row |= {f"{prefixes[name]}_{key}": value for key, value in predictions.summary(split).items()}
+    shared = predict.shared(algorithm, result.server, data.test, result.engine, **address)
+    if shared is not None:
+        row |= {f"global_{key}": value for key, value in shared.summary(data.test).items()}
+    return row
+
+
+def check(algorithm: Algorithm, data: FederatedData) -> None:
+    """That the method's likelihood and the model's outputs fit the data, and outputs repeat, before training starts.
+
+    Raises:
+        TypeError: The likelihood is none.
+        ValueError: Something does not fit: the message names it and the remedy.
+    """
+    likelihood = algorithm.likelihood
+    if isinstance(likelihood, type) or not all(hasattr(likelihood, name) for name in ("task", "nll", "nll_and_slope", "predictive")):
+        came = f"the class {likelihood.__name__}" if isinstance(likelihood, type) else type(likelihood).__name__
+        raise TypeError(
+            f"likelihood must be a Likelihood, got {came}; build the algorithm with one of bayesfl.likelihoods, as likelihood=Categorical()"
+        )
+    if algorithm.likelihood.task != data.task:
+        raise ValueError(
+            f"likelihood {type(algorithm.likelihood).__name__} is for {algorithm.likelihood.task}, the data are for {data.task}; "
+            "build the algorithm with likelihood=" + ("Gaussian(scale=...)" if data.task == "regression" else "Categorical()")
+        )
+    module = algorithm.module(torch.empty(0, dtype=data.train.x.dtype))
+    try:
+        outputs, again = _twice(module, data.train.x[:PROBE].cpu())
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(f"the model does not take inputs of shape {data.inputs} ({error}); build it with inputs=clients.inputs") from error
+    if ((outputs - again).abs().max() > 100 * torch.finfo(outputs.dtype).eps * outputs.abs().max()).item():
+        raise ValueError(
+            f"the model {type(algorithm.model).__name__} gives other outputs when it sees the same examples again: its forward draws its "
+            "own randomness (as F.dropout does) or counts, which no seed could repeat; remove that, or pass training=False there"
+        )
+    if isinstance(algorithm.likelihood, Bernoulli) and data.outputs != 2:
+        raise ValueError(f"likelihood Bernoulli is for two classes, the data have {data.outputs}; use Categorical()")
+    wanted = 1 if isinstance(algorithm.likelihood, Bernoulli) else data.outputs
+    if outputs.shape[-1] != wanted:
+        what = "targets" if data.task == "regression" else "classes"
+        raise ValueError(
+            f"the model has {outputs.shape[-1]} outputs, the data {data.outputs} {what}; build the model with outputs={wanted}"
+        )
+
+
+def _twice(module: torch.nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Outputs of the same examples twice, in the mode that training uses; torch's generator is left as it was."""
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        return module(x), module(x)

@@ -1,0 +1,175 @@
+"""Which weights of a network stay uncertain: rules that choose a subnetwork S for a Laplace approximation.
+
+A rule scores every weight; the highest scores are taken, exact ties by the smaller index.
+
+Source of `wasserstein`: Daxberger, Nalisnick, Allingham, Antoran, Hernandez-Lobato, "Bayesian deep learning via subnetwork inference",
+ICML 2021, eq. 15; used over clients in FedSI.
+"""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from bayesfl.base.checks import whole
+from bayesfl.base.layout import Layout
+from bayesfl.base.random import Purpose, generator
+from bayesfl.curvature.dual import NO_CURVATURE
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What a rule may look at.
+
+    Args:
+        loc: The weights, [D].
+        curvature: Diagonal of the GGN, summed over the data, in nats, [D].
+        variance: Prior variances, [D].
+        seed: Of rules that draw.
+        layout: Which parameters the weights belong to, for rules that go by name.
+
+    Raises:
+        ValueError: The three are not of one length, a curvature is below 0, or a variance not above.
+    """
+
+    loc: Tensor
+    curvature: Tensor
+    variance: Tensor
+    seed: int = 0
+    layout: Layout | None = None
+
+    def __post_init__(self) -> None:
+        sizes = {name: tuple(getattr(self, name).shape) for name in ("loc", "curvature", "variance")}
+        if len(set(sizes.values())) > 1 or self.loc.dim() != 1 or (self.layout is not None and self.layout.size != len(self.loc)):
+            named = "" if self.layout is None else f", and a layout of {self.layout.size}"
+            raise ValueError(f"loc, curvature and variance must be vectors with one entry for each weight, got {sizes}{named}")
+        if not (bool((self.curvature >= 0).all()) and bool((self.variance > 0).all())):
+            raise ValueError(
+                f"curvature must be >= 0 and variance > 0, got {float(self.curvature.min()):g} and {float(self.variance.min()):g} at least"
+            )
+
+    @property
+    def posterior_variance(self) -> Tensor:
+        """1 / (GGN_rr + 1 / g_r) of each weight on its own, [D]."""
+        return self.variance / (1 + self.curvature * self.variance)
+
+    @property
+    def curved(self) -> Tensor:
+        """Which weights the data say anything about, [D] bool; the posterior of the others is the prior."""
+        return self.curvature * self.variance >= NO_CURVATURE
+
+
+Rule: TypeAlias = Callable[[Evidence], Tensor]
+"""Scores [D]; -inf for what must never be taken."""
+
+
+def wasserstein(evidence: Evidence) -> Tensor:
+    """The largest posterior variances: what is left out adds up to the squared 2-Wasserstein distance to the full diagonal posterior.
+
+    Weights without curvature have the largest variances of all, so they come first; their posterior is the prior, and on inputs like
+    the training data they change no prediction.
+    """
+    return evidence.posterior_variance
+
+
+def curved_wasserstein(evidence: Evidence) -> Tensor:
+    """`wasserstein` among the weights that have curvature; S is smaller where there are too few."""
+    return wasserstein(evidence).masked_fill(~evidence.curved, -torch.inf)
+
+
+def magnitude(evidence: Evidence) -> Tensor:
+    """The largest weights, whatever their sign."""
+    return evidence.loc.abs()
+
+
+def random(evidence: Evidence) -> Tensor:
+    """All subnetworks alike; equal seeds choose equal ones, so that the indices need not be sent."""
+    scores = generator(evidence.seed, Purpose.SELECTION).standard_normal(len(evidence.loc))
+    return torch.as_tensor(scores).to(evidence.loc)
+
+
+def predictive_variance(evidence: Evidence) -> Tensor:
+    """The largest share in the predictions' variance on the training data: GGN_rr times the posterior variance, each weight alone."""
+    return evidence.curvature * evidence.posterior_variance
+
+
+@dataclass(frozen=True)
+class ByName:
+    """The weights of the parameters whose names fit a pattern, such as `body.0.*`; the first ones where they are too many.
+
+    Args:
+        pattern: Shell-style.
+    """
+
+    pattern: str
+
+    def __call__(self, evidence: Evidence) -> Tensor:
+        """Scores [D].
+
+        Raises:
+            ValueError: The evidence has no layout, or no parameter fits.
+        """
+        if evidence.layout is None:
+            raise ValueError("a rule that goes by name needs the evidence's layout, as Evidence(..., layout=curvature.layout)")
+        scores = torch.full_like(evidence.loc, -torch.inf)
+        found = [leaf.zero_() for name, leaf in evidence.layout.leaves(scores).items() if fnmatchcase(name, self.pattern)]
+        if not found:
+            raise ValueError(f"no parameter fits {self.pattern!r}; the names are {list(evidence.layout.names)}")
+        return scores
+
+
+RULES: dict[str, Rule] = {rule.__name__: rule for rule in (wasserstein, curved_wasserstein, magnitude, random, predictive_variance)}
+
+
+def select(rule: str | Rule, evidence: Evidence, count: int) -> Tensor:
+    """The subnetwork of `count` weights that a rule chooses, as increasing indices [count]; fewer where the rule allows no more.
+
+    Warns where most of it has no curvature: then the posterior there is the prior, and the predictions are the MAP's, or worse.
+
+    Raises:
+        ValueError: An unknown rule, a count that is not between 1 and D, or scores that are NaN.
+    """
+    size = len(evidence.loc)
+    check_rule(rule)
+    if not 1 <= whole("count", count, least=0) <= size:
+        raise ValueError(f"a subnetwork must have 1 to {size} weights, got {count}")
+    scores = (RULES[rule] if isinstance(rule, str) else rule)(evidence)
+    if not isinstance(scores, Tensor) or scores.shape != (size,) or scores.dtype == torch.bool or scores.is_complex():
+        got = f"{scores.dtype} {list(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
+        raise ValueError(f"a selection gives one score for each of the {size} weights, a tensor of real numbers [{size}], got {got}")
+    if scores.isnan().any():
+        raise ValueError(f"the selection's scores are NaN for {int(scores.isnan().sum())} weights; look at the curvature")
+    least = scores.kthvalue(size - count + 1).values  # far quicker than sorting all
+    above = scores > least
+    ties = ((scores == least) & (scores > -torch.inf)).nonzero().squeeze(1)[: count - int(above.sum())]
+    above[ties] = True
+    chosen = above.nonzero().squeeze(1)
+    if not len(chosen):
+        raise ValueError("the selection allows no weight at all: every score is -inf")
+    if uncurved_share(evidence, chosen) > 0.5:
+        # The same words each time, so that a federation's many rounds and clients say it once.
+        warnings.warn(
+            "most of the selected weights have no curvature (constant inputs, dead units; `uncurved_share` says how many): the data say "
+            "nothing about them and the predictions will be near the MAP's; selection='random' or 'predictive_variance' take others",
+            stacklevel=2,
+        )
+    return chosen
+
+
+def check_rule(rule: object) -> None:
+    """That this is a rule or the name of one.
+
+    Raises:
+        ValueError: It is neither.
+    """
+    if not (callable(rule) or (isinstance(rule, str) and rule in RULES)):
+        raise ValueError(f"selection must be one of {sorted(RULES)} or a function of the evidence, got {rule!r}")
+
+
+def uncurved_share(evidence: Evidence, indices: Tensor) -> float:
+    """The share of the weights `indices` that have no curvature."""
+    return float((~evidence.curved[indices]).double().mean()) if len(indices) else 0.0
