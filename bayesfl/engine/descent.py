@@ -50,15 +50,15 @@ class Descent:
         self._narrow(len(views["n"]))
         self._state = phase.optimiser.init(self._now) if self._persist is None else _listed(views[self._persist], self._beliefs)
 
-    def step(self, data: Batch, noise: Tensors) -> None:
-        """Takes one step of the first clients on their examples [c, B, ...], with their noise {block: [c, S, noise size]}."""
-        if len(data["weight"]) != self._active:
-            self._narrow(len(data["weight"]))
+    def step(self, active: int, data: Batch, noise: Tensors) -> None:
+        """Takes one step of the first c = `active` clients on examples [c, B, ...], with noise {block: [c, S, size]}."""
+        if active != self._active:
+            self._narrow(active)
         through = self._forward(data["x"], noise)
         through.back(*self._losses.slopes(through, data))
         self._move()
 
-    def end(self, steps: Tensor | float) -> tuple[View, Info]:
+    def end(self, steps: Tensor | int) -> tuple[View, Info]:
         """Returns the views afterwards and the clients' mean losses, after `steps` [C], or one number for all."""
         kept = {} if self._persist is None else {self._persist: _nested(self._state, self._beliefs)}
         return self._views | self._beliefs | kept, {"nll": self._losses.total / steps}
@@ -104,16 +104,12 @@ def descend(
         kernel: How a chunk goes through the model.
         batch: The batch that `Repeat` shares among its phases, if any.
     """
-    shapes, own, n = phase.noise(algorithm), batch is None, views["n"]
-    descent = Descent(algorithm, phase, given, views, kernel, still=own and phase.batch_size is None)
-    steps = int(plan.steps.max()) if own else phase.steps or phase.epochs
-    for t in range(steps):
-        active = plan.active(t) if own else len(n)
-        data, noise = plan.batch(t, active) if batch is None else batch, plan.noise(shapes, active)
+    descent = Descent(algorithm, phase, given, views, kernel, still=batch is None and phase.batch_size is None)
+    for active, data, noise in plan.walk(phase, phase.noise(algorithm), batch):
         start = perf_counter()
-        descent.step(data, noise)
+        descent.step(active, data, noise)
         plan.seconds["steps"] += perf_counter() - start
-    return descent.end(torch.as_tensor(plan.steps, dtype=n.dtype, device=n.device) if own else float(steps))
+    return descent.end(torch.as_tensor(plan.steps).to(views["n"]) if batch is None else phase.steps or phase.epochs)
 
 
 class _Losses:

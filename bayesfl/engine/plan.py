@@ -4,7 +4,7 @@ Everything random is drawn here, from addresses; kernels only compute. Clients c
 step t are a prefix of the chunk.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from time import perf_counter
 from typing import Any
@@ -99,6 +99,25 @@ class Plan:
             out[name] = torch.from_numpy(buffer).to(dtype=self._dtype, device=self._split.x.device)
         self.seconds["noise"] += perf_counter() - start
         return out
+
+    def walk(
+        self, phase: Any, shapes: Mapping[str, tuple[int, int]], batch: Batch | None = None
+    ) -> Iterator[tuple[int, Batch, dict[str, Tensor]]]:
+        """Yields for every step of a phase how many clients are at work, their examples and their noise.
+
+        Args:
+            phase: The plan's own, or one inside the `Repeat` that this is the plan of.
+            shapes: {block: (S, size)} of the noise.
+            batch: What all steps of a phase inside a `Repeat` are on.
+        """
+        if batch is not None:
+            for _ in range(phase.steps or phase.epochs):
+                yield len(self.rows), batch, self.noise(shapes, len(self.rows))
+            return
+        for t in range(int(self.steps.max())):
+            active = self.active(t)
+            data = self.batch(t, active) if getattr(phase, "data", True) else {}
+            yield active, data, self.noise(shapes, active)
 
     @cached_property
     def _active(self) -> list[int]:

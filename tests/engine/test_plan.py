@@ -116,6 +116,33 @@ def test_steps_win_over_epochs():
     assert plan(phase(epochs=50, steps=3)).steps.tolist() == [3, 3, 3, 3]
 
 
+def test_a_walk_through_the_steps():
+    """Who is at work, on which examples and with which noise, step by step; a phase that reads no data gets none."""
+    of = phase(epochs=2, batch_size=3)
+    made, expected = plan(of), plan(of)
+    steps = list(made.walk(of, SHAPES))
+    assert [active for active, _, _ in steps] == [4, 4, 3, 3, 2, 2]
+    for t, (active, data, noise) in enumerate(steps):
+        assert_close(data, expected.batch(t, active), rtol=0, atol=0)
+        assert_close(noise, expected.noise(SHAPES, active), rtol=0, atol=0)
+    blind = phase(epochs=2)
+    blind.data = False
+    assert list(plan(blind).walk(blind, {})) == [(4, {}, {})] * 2
+
+
+def test_a_walk_on_one_shared_batch():
+    """Inside a `Repeat` everyone is at work in all steps of the inner phase, on the batch at hand, with noise of their own."""
+    made, expected = plan(phase(steps=5, batch_size=3)), plan(phase(steps=5, batch_size=3))
+    batch = made.batch(1, 4)
+    for inner, count in ((phase(epochs=2), 2), (phase(epochs=2, steps=3), 3)):
+        steps = list(made.walk(inner, SHAPES, batch))
+        assert len(steps) == count
+        for active, data, noise in steps:
+            assert active == 4
+            assert data is batch
+            assert_close(noise, expected.noise(SHAPES, 4), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("size", [None, 3])
 def test_a_client_alone_sees_what_it_sees_in_the_chunk(size):
     """`client(c)`, and a plan made for it alone: the same rows and the same noise, without the others' padding."""
