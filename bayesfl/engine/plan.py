@@ -16,6 +16,7 @@ from torch import Tensor
 
 from bayesfl.base.protocols import Batch
 from bayesfl.base.random import Purpose, Stage, generator
+from bayesfl.composition.phases import Phase, Repeat
 from bayesfl.data import Split
 
 
@@ -99,6 +100,16 @@ class Plan:
             out[name] = torch.from_numpy(buffer).to(dtype=self._dtype, device=self._split.x.device)
         self.seconds["noise"] += perf_counter() - start
         return out
+
+    def turns(self, phase: Phase | Repeat) -> Iterator[tuple[Phase, Batch | None]]:
+        """Yields the plan's own `phase` and no batch; of a `Repeat` the inner phases of every turn, with the batch that they share."""
+        if not isinstance(phase, Repeat):
+            yield phase, None
+            return
+        for t in range(phase.times):
+            batch = self.batch(t, len(self.rows))
+            for inner in phase.phases:
+                yield inner, batch
 
     def walk(
         self, phase: Any, shapes: Mapping[str, tuple[int, int]], batch: Batch | None = None

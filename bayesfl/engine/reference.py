@@ -25,18 +25,14 @@ def _stacked(rows: tuple[Tensor, ...]) -> Tensor:
 
 
 def _client(algorithm: Algorithm, phase: Phase | Repeat, given: Server, view: View, plan: Plan) -> tuple[View, Info]:
-    if isinstance(phase, Repeat):
-        info: Info = {}
-        for t in range(phase.times):
-            batch = plan.batch(t, 1)
-            for inner in phase.phases:
-                view, new = _steps(algorithm, inner, given, view, plan, batch)
-                info |= new
-        return view, info
-    return _steps(algorithm, phase, given, view, plan)
+    info: Info = {}
+    for inner, batch in plan.turns(phase):
+        view, new = _steps(algorithm, inner, given, view, plan, batch)
+        info |= new
+    return view, info
 
 
-def _steps(algorithm: Algorithm, phase: Phase, given: Server, view: View, plan: Plan, batch: Batch | None = None) -> tuple[View, Info]:
+def _steps(algorithm: Algorithm, phase: Phase, given: Server, view: View, plan: Plan, batch: Batch | None) -> tuple[View, Info]:
     carry = phase.begin(algorithm, given, view)
     for _, *everything in plan.walk(phase, phase.noise(algorithm), batch):
         data, noise = ({key: t[0] for key, t in tensors.items()} for tensors in everything)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from bayesfl.base.random import Purpose, Stage, generator
+from bayesfl.composition.phases import Once, Repeat
 from bayesfl.data import Split
 from bayesfl.engine import Plan
 
@@ -30,7 +31,7 @@ def split() -> Split:
     return Split(torch.stack([rows, -rows], 1).double(), rows, index, COUNTS)
 
 
-def plan(of: SimpleNamespace, rows: np.ndarray = ORDER, **address) -> Plan:
+def plan(of: SimpleNamespace | Once | Repeat, rows: np.ndarray = ORDER, **address) -> Plan:
     """A plan of the clients in float64."""
     return Plan(of, split(), rows, dtype=torch.float64, **address)
 
@@ -128,6 +129,20 @@ def test_a_walk_through_the_steps():
     blind = phase(epochs=2)
     blind.data = False
     assert list(plan(blind).walk(blind, {})) == [(4, {}, {})] * 2
+
+
+def test_turns():
+    """A phase is its own only turn; a `Repeat` goes through its phases on one batch after another."""
+    alone = Once(lambda algorithm, given, view, batch: view)
+    assert list(plan(alone).turns(alone)) == [(alone, None)]
+    other = Once(lambda algorithm, given, view, batch: view, data=True)
+    loop = Repeat((alone, other), times=3, batch_size=3)
+    found = list(plan(loop).turns(loop))
+    assert [inner for inner, _ in found] == [alone, other] * 3
+    expected = plan(loop)
+    for t in range(3):
+        assert found[2 * t][1] is found[2 * t + 1][1]
+        assert_close(found[2 * t][1], expected.batch(t, 4), rtol=0, atol=0)
 
 
 def test_a_walk_on_one_shared_batch():
