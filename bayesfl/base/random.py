@@ -54,7 +54,7 @@ def generator(
         round: Round of the federation, from 0.
         client: Client id, from 0.
         stage: Training, fine-tuning or adaptation.
-        phase: Place of the phase in its list.
+        phase: Place of the phase among those in its list that shuffle or draw.
         index: A further word: the epoch of a permutation, the number of a block.
 
     Raises:

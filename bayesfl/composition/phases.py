@@ -272,6 +272,12 @@ class Repeat:
         return {name: state for phase in self.phases for name, state in phase.keeps(algorithm, beliefs).items()}
 
 
+def draws(phase: Any, algorithm: Algorithm) -> bool:
+    """Whether a phase's steps depend on chance: on the order of the examples, or on draws of a belief."""
+    inner = phase.phases if isinstance(phase, Repeat) else (phase,)
+    return phase.batch_size is not None or any(one.noise(algorithm) for one in inner)
+
+
 def described(phase: Any) -> str:
     """What a phase is and which blocks it trains, as `Descend on head`."""
     blocks = trained(phase)

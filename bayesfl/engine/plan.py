@@ -31,7 +31,7 @@ class Plan:
         seed: The experiment's seed.
         round: Round of the federation.
         stage: Training, fine-tuning or adaptation.
-        position: Place of the phase in its list.
+        position: Place of the phase among those in its list that shuffle or draw.
         dtype: Precision of weights and noise.
 
     Attributes:

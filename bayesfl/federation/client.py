@@ -13,7 +13,7 @@ from bayesfl.base.protocols import Info, Server, View
 from bayesfl.base.random import Stage
 from bayesfl.base.trees import flatten
 from bayesfl.composition.algorithm import Algorithm
-from bayesfl.composition.phases import described
+from bayesfl.composition.phases import described, draws
 from bayesfl.data import Split
 from bayesfl.engine import Crew, Engine, Plan
 from bayesfl.engine.plan import chunks
@@ -122,8 +122,10 @@ class Local:
         seconds: dict[str, float] = {}
         diverged = np.zeros(len(ids), bool)
         todo = {Stage.TRAIN: algorithm.phases, Stage.FINETUNE: algorithm.finetune, Stage.ADAPT: algorithm.adapt}[stage]
+        place = 0  # of a phase among those that shuffle or draw, so that one which does neither moves nobody's draws
         for position, phase in enumerate(todo[:phases]):
-            plan = Plan(phase, self.train, ids, seed=self.seed, round=round, stage=stage, position=position, dtype=dtype)
+            plan = Plan(phase, self.train, ids, seed=self.seed, round=round, stage=stage, position=place, dtype=dtype)
+            place += draws(phase, algorithm)
             before = views
             views, new = self.engine.run(algorithm, phase, given, views, plan)
             info |= new

@@ -14,6 +14,7 @@ import bayesfl as bf
 from bayesfl.algorithms import PAPERS
 from bayesfl.base.protocols import RESERVED, Server, StackedPool, Uplink
 from bayesfl.base.trees import flatten
+from bayesfl.composition.phases import Once
 from bayesfl.data import FederatedData
 from tests.cases import CASES, SIZES, Case, federation
 
@@ -80,6 +81,15 @@ def test_seeds(case: Case, model: nn.Module, clients: FederatedData):
     first = state(run(case, model, clients, **options))
     assert same_bits(first, state(run(case, model, clients, **options)))
     assert not same_bits(first, state(run(case, model, clients, **options, **{"seed": 4})))
+
+
+@every_case
+def test_a_phase_that_neither_shuffles_nor_draws_moves_nobody(case: Case, model: nn.Module, clients: FederatedData):
+    """Put before every other phase it leaves all bits as they are: it has no place among the addresses."""
+    algorithm, still = case(model), Once(lambda algorithm, given, view, data: view)
+    more = replace(algorithm, phases=tuple(one for phase in algorithm.phases for one in (still, phase)))
+    options = {"rounds": 2, "evaluate_every": None, "seed": 3, "engine": bf.Engine(chunk=3, workers=1), "progress": False}
+    assert same_bits(*(state(bf.simulate(one, clients, **options)) for one in (algorithm, more)))
 
 
 @every_case
