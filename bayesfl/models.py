@@ -77,7 +77,7 @@ def anew(module: nn.Module, *, pattern: str = "*") -> Callable[[np.random.Genera
 
     Args:
         module: The model; it is not changed.
-        pattern: The block's parameters, as in `Block.names`.
+        pattern: The block's parameters, as in `Block.pattern`.
 
     Raises:
         TypeError: It is no module.

@@ -72,7 +72,7 @@ def problem(name: str, quick: bool, *, paper: bool = False) -> Problem:
         count, share, points = 12, 200, 40
     model = bf.models.mlp(784, hidden=100, outputs=10) if name == "mlp" else bf.models.lenet((1, 28, 28), outputs=10)
     x, test = torch.rand(count, *shape, generator=rng), torch.rand(points, *shape, generator=rng)
-    curvature = Curvature(model, parameters="body.*")
+    curvature = Curvature(model, pattern="body.*")
     if paper:
         x[:, torch.randperm(784, generator=rng)[:196]] = 0  # a quarter of the pixels is constant, as in MNIST
         indices = curvature.diagonal(x).sort(stable=True).indices[:share].sort().values
@@ -143,7 +143,7 @@ def _factor(p: Problem, times: float) -> dict[str, Side]:
         return make
 
     def ours() -> Run:
-        return lambda: invert(Curvature(p.model, parameters="body.*"), p.x, 1.0, indices=p.indices)
+        return lambda: invert(Curvature(p.model, pattern="body.*"), p.x, 1.0, indices=p.indices)
 
     return {
         "ours": Side(ours),
@@ -163,7 +163,7 @@ def _predict(p: Problem, *, whole: bool, one_call: float, batches: float, defaul
 
     def ours(indices: Tensor | None) -> Callable[[], Run]:
         def make() -> Run:
-            inverse = invert(Curvature(p.model, parameters="body.*"), p.x, 1.0, indices=indices)
+            inverse = invert(Curvature(p.model, pattern="body.*"), p.x, 1.0, indices=indices)
 
             def run() -> Tensor:
                 mean, covariance = inverse.predict(p.test)

@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace, seed: int) -> dict[str, tuple[dict[str, f
     fits: dict[str, Callable[[], Laplace]] = {
         "every weight on its own": lambda: Laplace.fit(model, x, structure="diagonal"),
         "Kronecker factors": lambda: Laplace.fit(model, x, structure="kfac"),
-        "last layer": lambda: Laplace.fit(model, x, parameters="head.*"),
+        "last layer": lambda: Laplace.fit(model, x, pattern="head.*"),
         "all weights": lambda: Laplace.fit(model, x, structure="full"),
     }
     diagonal = fits["every weight on its own"]()

@@ -19,7 +19,7 @@ from bayesfl.composition.phases import Descend, Once, Repeat
 from bayesfl.composition.predictors import Mixture
 from bayesfl.composition.priors import Normal, own_mean, server_mean
 from bayesfl.data import FederatedData
-from bayesfl.engine import Plan
+from bayesfl.engine import PhasePlan
 from bayesfl.likelihoods import Categorical, Gaussian
 from bayesfl.optim import SGD, Adam
 from bayesfl.posteriors import MeanField
@@ -238,7 +238,7 @@ def test_a_state_that_persists_is_not_written_into(model: nn.Module, clients: Fe
     data = clients.to("cpu", torch.float64)
     given = algorithm.given(server, 0, 1)
     views = algorithm.views(given, {}, rows, torch.from_numpy(data.train.counts).double())
-    plan = Plan(step, data.train, np.arange(7), dtype=torch.float64)
+    plan = PhasePlan(step, data.train, np.arange(7), dtype=torch.float64)
     after, _ = bf.Engine("layers").run(algorithm, step, given, views, plan)
     assert_close(rows, before, atol=0, rtol=0)
     assert float(after["moments"]["steps"].sum()) == 7

@@ -53,7 +53,7 @@ def by_hand(result: Any, j: int, precision: float, structure: Any = "full") -> L
     with torch.no_grad():
         for name, leaf in leaves.items():
             network.get_parameter(name).copy_(leaf)
-    return Laplace.fit(network, result.data.train.client(j)[0].double(), precision=precision, structure=structure, parameters="body.*")
+    return Laplace.fit(network, result.data.train.client(j)[0].double(), precision=precision, structure=structure, pattern="body.*")
 
 
 class Scripted:

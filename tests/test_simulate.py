@@ -131,7 +131,7 @@ def test_settings_are_checked(clients, model, change, words):
         (lambda m: bf.algorithms.pfedmap(m, precision=None), "precision must be a number, got None"),
         (lambda m: bf.algorithms.pfedmap(m, likelihood_scale="both"), "likelihood_scale must be 'sum' or 'mean', got 'both'"),
         (lambda m: bf.algorithms.pfedvem(m, likelihood_scale="both"), "likelihood_scale must be 'sum' or 'mean', got 'both'"),
-        (lambda m: bf.Algorithm(m, {"w": bf.Block()}, (), parts=("w",), predictive=1.5), "predictive must be a whole number, got 1.5"),
+        (lambda m: bf.Algorithm(m, {"w": bf.Block()}, (), parts=("w",), draws=1.5), "draws must be a whole number, got 1.5"),
     ],
 )
 def test_options_are_checked(model, make, words):

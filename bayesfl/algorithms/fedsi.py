@@ -219,7 +219,7 @@ class _Fit:
     def __call__(self, algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
         if given["round"] % self.every:
             return view
-        curvature = Curvature(algorithm.network(view), algorithm.likelihood, parameters=algorithm.layout("body"))
+        curvature = Curvature(algorithm.network(view), algorithm.likelihood, pattern=algorithm.layout("body"))
         g = given["g"].double()
         evidence = Evidence(view["body"]["loc"].double(), curvature.diagonal(data["x"]), g, self.seed, curvature.layout)
         if self.share is None:

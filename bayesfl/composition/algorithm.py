@@ -54,7 +54,7 @@ class Algorithm:
         finetune: Phases that every client runs on a copy of its view before it predicts.
         adapt: Phases that a client never seen in training runs once.
         predictor: What makes the personal predictions where draws of the blocks in `parts` don't; without it, these do.
-        predictive: The paper's number of posterior draws for a prediction; 0 predicts at the mean, or by the predictor's closed form.
+        draws: The paper's number of posterior draws for a prediction; 0 predicts at the mean, or by the predictor's closed form.
         train: Who trains, `cohort` or `all` (then only the cohort is gathered): the paper's default.
         sampling: How a cohort is drawn, `fixed` or `bernoulli`: the paper's default.
 
@@ -81,7 +81,7 @@ class Algorithm:
     finetune: tuple[Any, ...] = ()
     adapt: tuple[Any, ...] = ()
     predictor: Predictor | None = None
-    predictive: int = 0
+    draws: int = 0
     train: Literal["cohort", "all"] = "cohort"
     sampling: Literal["fixed", "bernoulli"] = "fixed"
 
@@ -103,8 +103,8 @@ class Algorithm:
             self._refuse_taken(name, getattr(self, name), (*self.blocks, *RESERVED))
         if isinstance(self.broadcast, str) or any(name in (*self.blocks, *RESERVED) for name in self.broadcast):
             raise ValueError(f"broadcast must be names of what `server` adds to the blocks, which are sent anyway, got {self.broadcast!r}")
-        whole("predictive", self.predictive, least=0)
-        layouts = {name: Layout(self.model, block.names) for name, block in self.blocks.items()}
+        whole("draws", self.draws, least=0)
+        layouts = {name: Layout(self.model, block.pattern) for name, block in self.blocks.items()}
         object.__setattr__(self, "_layouts", layouts)
         self.check_parts(self.parts)
         if self.copies(self.parts) is not None and self.predictor is None:

@@ -33,7 +33,7 @@ class Block:
     | `keep=True` (starts from the client's own last state) | *hierarchical*: pFedVEM's head | *private*: FedRep's head |
 
     Args:
-        names: Shell-style pattern over the model's parameter names.
+        pattern: Shell-style pattern over the model's parameter names.
         posterior: What a client believes about these parameters.
         prior: What ties that belief to the federation.
         pool: How the federation gathers it; None if it never leaves the client.
@@ -46,7 +46,7 @@ class Block:
         ValueError: A posterior with an entropy stands under a flat prior, or several copies would start alike.
     """
 
-    names: str = "*"
+    pattern: str = "*"
     posterior: Posterior = field(default_factory=Point)
     prior: Prior = field(default_factory=Flat)
     pool: AdditivePool | StackedPool | None = field(default_factory=Mean)
@@ -57,11 +57,11 @@ class Block:
     def __post_init__(self) -> None:
         if self.copies is not None and whole("copies", self.copies, least=1) > 1 and self.start == "module":
             raise ValueError(
-                f"block {self.names!r}: copies that start alike stay alike; draw their start, as by start=bf.models.anew(model)"
+                f"block {self.pattern!r}: copies that start alike stay alike; draw their start, as by start=bf.models.anew(model)"
             )
         if isinstance(self.prior, Flat) and self.posterior.noise_size(1):
             raise ValueError(
-                f"block {self.names!r}: a {type(self.posterior).__name__} posterior under a Flat prior has no optimum (its width grows "
+                f"block {self.pattern!r}: a {type(self.posterior).__name__} posterior under a Flat prior has no optimum (its width grows "
                 "without bound along directions that the data do not see); give the block a Normal prior, or a Point posterior"
             )
 

@@ -50,7 +50,7 @@ def with_personal(
     common, _ = method.share(method.init(1), torch.zeros(1, dtype=torch.long))
     if shared is None or not all(part in common for part in shared):
         raise ValueError(f"the method {method!r} sends no single model to everyone, to which a personal one could be tied or start from")
-    pattern = method.blocks[method.parts[0]].names if len(method.parts) == 1 else "*"
+    pattern = method.blocks[method.parts[0]].pattern if len(method.parts) == 1 else "*"
     block = Block(pattern, prior=prior, pool=None, keep=True)
 
     def start(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:

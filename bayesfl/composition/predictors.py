@@ -80,7 +80,7 @@ class LinearisedLaplace:
         @cache
         def diagonal() -> Laplace:
             block = algorithm.parts[0] if self.block is None else self.block
-            options = {"likelihood": likelihood, "parameters": algorithm.blocks[block].names}
+            options = {"likelihood": likelihood, "pattern": algorithm.blocks[block].pattern}
             return Laplace.fit(algorithm.network(view), data["x"], precision=self.grid[0], structure="diagonal", **options)
 
         def at(value: float) -> Laplace:

@@ -36,13 +36,13 @@ class Curvature:
     Args:
         model: Any module from inputs [N, ...] to outputs [N, O]. Its modes are kept: `eval()` it first where they matter.
         likelihood: What the outputs mean.
-        parameters: Which parameters count: a layout, or a pattern over their names, such as `body.*`.
+        pattern: Which parameters count: a layout, or a pattern over their names, such as `body.*`.
         backend: `layers` (closed forms), `func` (torch.func), `backpack`, or `auto`; `backend` says afterwards which it is. BackPACK is
             held against `func` on the first two examples that come; where they differ `auto` takes `func`.
         memory: Bytes that one result may take; by default what the device has free at the time.
 
     Raises:
-        TypeError: The model is no module, or `parameters` neither pattern nor layout.
+        TypeError: The model is no module, or `pattern` neither text nor layout.
         ValueError: No parameter fits the pattern; the backend does not support a layer; batch norm or dropout in training mode; memory
             that is no number of bytes.
     """
@@ -52,7 +52,7 @@ class Curvature:
         model: nn.Module,
         likelihood: Likelihood | None = None,
         *,
-        parameters: str | Layout = "*",
+        pattern: str | Layout = "*",
         backend: Name = "auto",
         memory: int | None = None,
     ) -> None:
@@ -60,10 +60,10 @@ class Curvature:
         if memory is not None:
             whole("memory, in bytes,", memory, least=0)
         _check_modes(model)
-        if not isinstance(parameters, Layout):
-            instance("parameters", parameters, str, "pass a pattern over names, such as 'body.*', or a Layout")
+        if not isinstance(pattern, Layout):
+            instance("pattern", pattern, str, "pass a pattern over names, such as 'body.*', or a Layout")
         self.likelihood = Categorical() if likelihood is None else likelihood
-        self.layout = Layout(model, parameters) if isinstance(parameters, str) else parameters
+        self.layout = Layout(model, pattern) if isinstance(pattern, str) else pattern
         self._memory = memory
         self.module = copy.deepcopy(model)
         self.engine = choose(backend, self.module, self.layout)

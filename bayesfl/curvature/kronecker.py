@@ -205,7 +205,7 @@ def invert(curvature: Curvature, x: Inputs, precision: Tensor, *, diagonal: Tens
     _check_prior(curvature, precision)
     layers = _layers(curvature)
     orders = [order for slots in layers.values() for order in slots.shape]
-    require(3 * 8 * sum(n**2 for n in orders), curvature.memory, "the Kronecker factors", "cover fewer layers by parameters=")
+    require(3 * 8 * sum(n**2 for n in orders), curvature.memory, "the Kronecker factors", "cover fewer layers by pattern=")
     bases, eigenvalues = [], torch.zeros(curvature.size, dtype=torch.float64, device=curvature.device)
     for slots, (outer, inner) in zip(layers.values(), _factors(curvature, list(layers), twice(x)), strict=True):
         b, left = torch.linalg.eigh(outer)
@@ -242,13 +242,13 @@ def _layers(curvature: Curvature) -> dict[str, Tensor]:
         if inside and (type(layer) not in (nn.Linear, nn.Conv2d) or getattr(layer, "padding_mode", "zeros") != "zeros"):
             unknown.append(f"{type(layer).__name__} {name!r}")
         elif inside and len(inside) < len(own):
-            raise ValueError(f"structure 'kfac' covers whole layers, not {inside} of {own}: widen parameters=, or {_OTHERS}")
+            raise ValueError(f"structure 'kfac' covers whole layers, not {inside} of {own}: widen pattern=, or {_OTHERS}")
         elif inside:
             found[name] = torch.cat([places[key].reshape(len(places[key]), -1) for key in own], 1)
     if unknown:
         raise ValueError(
             f"structure 'kfac' knows linear layers and convolutions padded with zeros, not {', '.join(unknown)}: cover others by "
-            f"parameters=, such as 'head.*', or {_OTHERS}"
+            f"pattern=, such as 'head.*', or {_OTHERS}"
         )
     return found
 

@@ -2,6 +2,6 @@
 
 from bayesfl.engine.crew import Crew
 from bayesfl.engine.driver import Engine
-from bayesfl.engine.plan import Plan
+from bayesfl.engine.plan import PhasePlan
 
-__all__ = ["Crew", "Engine", "Plan"]
+__all__ = ["Crew", "Engine", "PhasePlan"]

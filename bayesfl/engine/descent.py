@@ -18,7 +18,7 @@ from bayesfl.composition.energy import Energy
 from bayesfl.composition.phases import Descend
 from bayesfl.composition.priors import Flat
 from bayesfl.engine.network import Kernel, Network, Through
-from bayesfl.engine.plan import Plan
+from bayesfl.engine.plan import PhasePlan
 from bayesfl.optim import rate_at
 
 
@@ -91,7 +91,7 @@ class Descent:
 
 
 def descend(
-    algorithm: Algorithm, phase: Descend, given: Server, views: View, plan: Plan, kernel: Kernel, *, batch: Batch | None = None
+    algorithm: Algorithm, phase: Descend, given: Server, views: View, plan: PhasePlan, kernel: Kernel, *, batch: Batch | None = None
 ) -> tuple[View, Info]:
     """Takes all steps of a `Descend` for a chunk of clients.
 

@@ -15,11 +15,11 @@ from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.phases import Descend, Phase, Repeat
 from bayesfl.engine import descent, layers, live, network, reference, vmap
 from bayesfl.engine.crew import Crew
-from bayesfl.engine.plan import Plan
+from bayesfl.engine.plan import PhasePlan
 from bayesfl.models import Split
 
 T = TypeVar("T")
-Kernel: TypeAlias = Literal["auto", "reference", "live", "layers", "vmap"]
+KernelName: TypeAlias = Literal["auto", "reference", "live", "layers", "vmap"]
 KERNELS = ("auto", "reference", "live", "layers", "vmap")
 
 # docs/decisions/0008: with larger chunks the weights of an MLP leave the cache, smaller ones pay more calls for each product.
@@ -49,7 +49,7 @@ class Engine:
         ValueError: An unknown kernel, or a chunk or number of workers below 1.
     """
 
-    kernel: Kernel = "auto"
+    kernel: KernelName = "auto"
     chunk: int | None = None
     workers: int | None = None
 
@@ -92,7 +92,7 @@ class Engine:
             return tree_map(lambda *rows: torch.stack(rows), *[fn(tree_map(lambda t, c=c: t[c], views)) for c in range(chunk)])
         return torch.func.vmap(fn)(views)
 
-    def choose(self, algorithm: Algorithm, phase: Descend | None, device: torch.device) -> Kernel:
+    def choose(self, algorithm: Algorithm, phase: Descend | None, device: torch.device) -> KernelName:
         """The kernel that runs a phase, or predictions where there is none.
 
         Known layers go by rules, but a CPU trains and applies large networks of convolutions fastest one client at a time, and
@@ -118,7 +118,7 @@ class Engine:
             return "layers"
         return "vmap" if device.type == "cuda" and vmap.batches(model) else "live"
 
-    def run(self, algorithm: Algorithm, phase: Phase | Repeat, given: Server, views: View, plan: Plan) -> tuple[View, Info]:
+    def run(self, algorithm: Algorithm, phase: Phase | Repeat, given: Server, views: View, plan: PhasePlan) -> tuple[View, Info]:
         """One phase for one chunk of clients, stacked [C, ...]: their views afterwards, and what people may read."""
         device = views["n"].device
         algorithm.module(views["n"])  # made here, since no copy can be made inside torch.func
@@ -135,7 +135,7 @@ class Engine:
         return tree_map(lambda *rows: torch.cat(rows), *done)
 
     def _chunk(
-        self, algorithm: Algorithm, phase: Phase | Repeat, given: Server, views: View, plan: Plan, kernel: Kernel
+        self, algorithm: Algorithm, phase: Phase | Repeat, given: Server, views: View, plan: PhasePlan, kernel: KernelName
     ) -> tuple[View, Info]:
         info: Info = {}
         for inner, batch in plan.turns(phase):

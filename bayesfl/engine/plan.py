@@ -20,7 +20,7 @@ from bayesfl.composition.phases import Phase, Repeat
 from bayesfl.data import Split
 
 
-class Plan:
+class PhasePlan:
     """Batches and noise of one phase for a chunk of C clients.
 
     Args:
@@ -61,9 +61,9 @@ class Plan:
         self.steps = np.full(len(rows), phase.steps) if phase.steps else phase.epochs * self._per_epoch
         self.seconds = {"steps": 0.0, "batches": 0.0, "noise": 0.0}
 
-    def client(self, place: int) -> "Plan":
+    def client(self, place: int) -> "PhasePlan":
         """The same plan for the client at `place` alone; it shares the clock, and goes on reading the same noise."""
-        one = Plan.__new__(Plan)
+        one = PhasePlan.__new__(PhasePlan)
         one.__dict__.update({k: v for k, v in self.__dict__.items() if k not in ("_everything", "_orders", "_active")})
         for name in ("rows", "ids", "_counts", "_per_epoch", "steps"):
             setattr(one, name, getattr(self, name)[place : place + 1])

@@ -7,10 +7,10 @@ from torch.utils._pytree import tree_map
 from bayesfl.base.protocols import Batch, Info, Server, View
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.phases import Phase, Repeat
-from bayesfl.engine.plan import Plan
+from bayesfl.engine.plan import PhasePlan
 
 
-def run(algorithm: Algorithm, phase: Phase | Repeat, given: Server, views: View, plan: Plan) -> tuple[View, Info]:
+def run(algorithm: Algorithm, phase: Phase | Repeat, given: Server, views: View, plan: PhasePlan) -> tuple[View, Info]:
     """Runs `phase` for every client of a chunk, stacked [C, ...]."""
     done = [_client(algorithm, phase, given, tree_map(lambda t, c=c: t[c], views), plan.client(c)) for c in range(len(plan.rows))]
     return tree_map(lambda *rows: _stacked(rows), *done)
@@ -24,7 +24,7 @@ def _stacked(rows: tuple[Tensor, ...]) -> Tensor:
     return torch.stack([torch.cat([t, t.new_zeros(longest - len(t), *t.shape[1:])]) for t in rows])
 
 
-def _client(algorithm: Algorithm, phase: Phase | Repeat, given: Server, view: View, plan: Plan) -> tuple[View, Info]:
+def _client(algorithm: Algorithm, phase: Phase | Repeat, given: Server, view: View, plan: PhasePlan) -> tuple[View, Info]:
     info: Info = {}
     for inner, batch in plan.turns(phase):
         view, new = _steps(algorithm, inner, given, view, plan, batch)
@@ -32,7 +32,7 @@ def _client(algorithm: Algorithm, phase: Phase | Repeat, given: Server, view: Vi
     return view, info
 
 
-def _steps(algorithm: Algorithm, phase: Phase, given: Server, view: View, plan: Plan, batch: Batch | None) -> tuple[View, Info]:
+def _steps(algorithm: Algorithm, phase: Phase, given: Server, view: View, plan: PhasePlan, batch: Batch | None) -> tuple[View, Info]:
     carry = phase.begin(algorithm, given, view)
     for _, *everything in plan.walk(phase, phase.noise(algorithm), batch):
         data, noise = ({key: t[0] for key, t in tensors.items()} for tensors in everything)

@@ -12,7 +12,7 @@ from bayesfl.base.protocols import Batch, Info, Server, View
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.phases import Phase
 from bayesfl.engine.network import by_autograd
-from bayesfl.engine.plan import Plan
+from bayesfl.engine.plan import PhasePlan
 
 
 def batches(module: nn.Module) -> bool:
@@ -48,7 +48,7 @@ def run(
     phase: Phase,
     given: Server,
     views: View,
-    plan: Plan,
+    plan: PhasePlan,
     batch: Batch | None = None,
     *,
     losses: Callable[[Algorithm, tuple[str, ...], View, Batch], Tensor] | None = None,

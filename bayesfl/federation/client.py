@@ -15,7 +15,7 @@ from bayesfl.base.trees import flatten
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.phases import described, draws
 from bayesfl.data import Split
-from bayesfl.engine import Crew, Engine, Plan
+from bayesfl.engine import Crew, Engine, PhasePlan
 from bayesfl.engine.plan import chunks
 from bayesfl.federation.errors import DivergenceError
 
@@ -124,7 +124,7 @@ class Local:
         todo = {Stage.TRAIN: algorithm.phases, Stage.FINETUNE: algorithm.finetune, Stage.ADAPT: algorithm.adapt}[stage]
         place = 0  # of a phase among those that shuffle or draw, so that one which does neither moves nobody's draws
         for position, phase in enumerate(todo[:phases]):
-            plan = Plan(phase, self.train, ids, seed=self.seed, round=round, stage=stage, position=place, dtype=dtype)
+            plan = PhasePlan(phase, self.train, ids, seed=self.seed, round=round, stage=stage, position=place, dtype=dtype)
             place += draws(phase, algorithm)
             before = views
             views, new = self.engine.run(algorithm, phase, given, views, plan)

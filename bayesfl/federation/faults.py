@@ -35,7 +35,7 @@ class Altered:
 
 
 Fault: TypeAlias = Lost | Altered
-Plan: TypeAlias = Callable[[int, int, np.ndarray], Mapping[int, Fault]]
+FaultPlan: TypeAlias = Callable[[int, int, np.ndarray], Mapping[int, Fault]]
 
 
 def _tensor(change: Callable[[Any], Any]) -> Altered:
@@ -75,7 +75,7 @@ KINDS: dict[str, Fault] = {
 """One fault of each kind, by name."""
 
 
-def at_random(share: float, *, kinds: tuple[str, ...] = tuple(KINDS), seed: int = 0) -> Plan:
+def at_random(share: float, *, kinds: tuple[str, ...] = tuple(KINDS), seed: int = 0) -> FaultPlan:
     """Every client fails in a round with the same probability, in a way drawn from `kinds`; again in every attempt.
 
     Args:

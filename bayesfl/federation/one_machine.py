@@ -20,7 +20,7 @@ from bayesfl.evaluation.predictions import Collector
 from bayesfl.federation import predict
 from bayesfl.federation.admission import Message, objection
 from bayesfl.federation.client import Done, Local, State, kept_phases, read_rows, write_rows
-from bayesfl.federation.faults import Altered, Fault, Lost, Plan
+from bayesfl.federation.faults import Altered, Fault, FaultPlan, Lost
 from bayesfl.federation.replies import Replies
 from bayesfl.federation.round import Absence, Round
 
@@ -40,7 +40,7 @@ class OneMachine:
 
     trusted = True
 
-    def __init__(self, local: Local, state: State, crew: Crew, test: Split | None, faults: Plan | None) -> None:
+    def __init__(self, local: Local, state: State, crew: Crew, test: Split | None, faults: FaultPlan | None) -> None:
         self._local, self._state, self._crew, self._test, self._faults = local, state, crew, test, faults
         self.before = None if test is None else Collector(test)
         """Those predictions, of the clients that were taken."""
@@ -94,7 +94,7 @@ class OneMachine:
             clock = perf_counter()
             if self._test is None:
                 return done, [], 0.0
-            (seen,) = predict.of_chunk(local, done, [self._test], round=round.number + 1, draws=local.algorithm.predictive)
+            (seen,) = predict.of_chunk(local, done, [self._test], round=round.number + 1, draws=local.algorithm.draws)
             return done, seen, perf_counter() - clock
 
         spent = {"steps": 0.0, "batches": 0.0, "noise": 0.0}

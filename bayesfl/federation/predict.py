@@ -70,7 +70,7 @@ def of_chunk(
         value: See `personal`.
     """
     algorithm = local.algorithm
-    count = algorithm.predictive if draws is None else draws
+    count = algorithm.draws if draws is None else draws
     if algorithm.predictor is None:
         noise = _noise(local, done, round, count)
         return [[(done.ids, _of_views(local, algorithm.parts, done.views, split, done.ids, noise))] for split in splits]

@@ -20,7 +20,7 @@ from bayesfl.federation.admission import Admission, attempts
 from bayesfl.federation.checkpoint import claim, held, newest
 from bayesfl.federation.client import Local, State, private_rows
 from bayesfl.federation.errors import DivergenceError, FailedRound
-from bayesfl.federation.faults import Plan
+from bayesfl.federation.faults import FaultPlan
 from bayesfl.federation.one_machine import OneMachine
 from bayesfl.federation.replies import Aggregation, OpenAggregation
 from bayesfl.federation.result import Result
@@ -50,7 +50,7 @@ def simulate(
     every: int = 1,
     admission: Admission | None = None,
     aggregation: Aggregation | None = None,
-    faults: Plan | None = None,
+    faults: FaultPlan | None = None,
     progress: bool | None = None,
 ) -> Result:
     """Trains a federation on this machine.
@@ -204,7 +204,7 @@ def _resumed(saved: Result, settings: Settings, engine: Engine | None, device: t
 
 
 def _rounds(
-    result: Result, data: FederatedData, crew: Crew, progress: bool | None, keep: Keep | None, rules: Rules, faults: Plan | None
+    result: Result, data: FederatedData, crew: Crew, progress: bool | None, keep: Keep | None, rules: Rules, faults: FaultPlan | None
 ) -> Result:
     from tqdm import tqdm
 

@@ -6,7 +6,7 @@ where S is all weights (`full`), some (`subnetwork`), or all while part of what 
 (`diagonal`), or a product of two factors for each layer (`kfac`). H_S^-1 is the covariance of w_S *given* the other weights. Predictions
 go through the linearised network f(x) + J(x) (w - loc).
 
-The last-layer approximation is any of these over the last layer's parameters alone: `Laplace.fit(model, x, parameters="head.*")`.
+The last-layer approximation is any of these over the last layer's parameters alone: `Laplace.fit(model, x, pattern="head.*")`.
 
 Sources: MacKay, "A practical Bayesian framework for backpropagation networks", Neural Computation 4(3), 1992; Immer, Korzepa, Bauer,
 "Improving predictions of Bayesian neural nets via local linearization", AISTATS 2021; Daxberger et al., "Bayesian deep learning via
@@ -69,7 +69,7 @@ class Laplace:
         structure: Structure = "full",
         indices: Tensor | None = None,
         likelihood: Likelihood | None = None,
-        parameters: str = "*",
+        pattern: str = "*",
         backend: Name = "auto",
         memory: int | None = None,
     ) -> "Laplace":
@@ -85,7 +85,7 @@ class Laplace:
                 convolutions, which laplace-torch computes.
             indices: Of the subnetwork, into the flat vector of covered weights, [S]; see `bayesfl.selection`.
             likelihood: What the outputs mean; categorical by default.
-            parameters: Which parameters are covered, a pattern over names such as `body.*`; the others are constants. `head.*`, the last
+            pattern: Which parameters are covered, a pattern over names such as `body.*`; the others are constants. `head.*`, the last
                 layer's, gives the last-layer approximation.
             backend: See `bayesfl.curvature.Curvature`.
             memory: Bytes that one matrix may take; by default what is free.
@@ -99,7 +99,7 @@ class Laplace:
             torch.linalg.LinAlgError: A covariance without Cholesky factor.
         """
         _check_structure(structure, indices)
-        curvature = Curvature(model, likelihood, parameters=parameters, backend=backend, memory=memory)
+        curvature = Curvature(model, likelihood, pattern=pattern, backend=backend, memory=memory)
         counts: list[int] = []
         diagonal = curvature.diagonal(_counted(x, counts, curvature.device))
         return cls._of(curvature, x, _weights(model, curvature), precision, structure, indices, diagonal, sum(counts))
@@ -111,7 +111,7 @@ class Laplace:
         model: nn.Module,
         *,
         likelihood: Likelihood | None = None,
-        parameters: str = "*",
+        pattern: str = "*",
         backend: Name = "auto",
     ) -> "Laplace":
         """A posterior that `Laplace.save` wrote, for the model at the weights it was fitted at, on that model's device.
@@ -122,7 +122,7 @@ class Laplace:
             path: Of the file.
             model: The model that it was fitted to.
             likelihood: By default the one that it was fitted with; only one of another class than those here has to be given.
-            parameters: Which parameters it covers.
+            pattern: Which parameters it covers.
             backend: See `bayesfl.curvature.Curvature`.
 
         Raises:
@@ -142,13 +142,11 @@ class Laplace:
         ):
             raise ValueError(f"{str(path)!r} is no posterior that Laplace.save wrote")
         likelihood = _likelihood(path, meta["likelihood"], likelihood)
-        curvature = Curvature(model, likelihood, parameters=parameters, backend=backend)
+        curvature = Curvature(model, likelihood, pattern=pattern, backend=backend)
         tensors = {name: t.to(curvature.device) for name, t in tensors.items()}
         names, structure = meta["parameters"].split("\n"), cast(Structure, meta["structure"])
         if names != list(curvature.layout.names):
-            raise ValueError(
-                f"{str(path)!r} covers the parameters {names}, the model has {list(curvature.layout.names)} under {parameters!r}"
-            )
+            raise ValueError(f"{str(path)!r} covers the parameters {names}, the model has {list(curvature.layout.names)} under {pattern!r}")
         loc = _weights(model, curvature)
         if loc.shape != tensors["loc"].shape or not torch.allclose(loc, tensors["loc"], rtol=1e-6, atol=1e-8):
             raise ValueError(f"{str(path)!r} was fitted at other weights; load those into the model first")

@@ -126,9 +126,9 @@ def test_one_client_and_one_round_is_centralised_subnetwork_laplace(model: nn.Mo
         return network
 
     def subnetwork(precision: float) -> Laplace:
-        whole = Laplace.fit(network, x, precision=precision, structure="diagonal", parameters="body.*")
+        whole = Laplace.fit(network, x, precision=precision, structure="diagonal", pattern="body.*")
         chosen = select("wasserstein", Evidence(whole.loc, whole.diagonal, 1 / whole.precision), int(0.3 * layout.size))
-        return Laplace.fit(network, x, precision=precision, structure="subnetwork", indices=chosen, parameters="body.*")
+        return Laplace.fit(network, x, precision=precision, structure="subnetwork", indices=chosen, pattern="body.*")
 
     at(result.server["body"]["loc"])
     assert_close(result.private["std"][0].square(), subnetwork(0.5).moments()[1], atol=1e-12, rtol=1e-9)

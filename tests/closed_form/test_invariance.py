@@ -26,7 +26,7 @@ from bayesfl.composition.pools import Mean, equal
 from bayesfl.composition.priors import server_mean
 from bayesfl.composition.server_optimiser import with_server_optimiser
 from bayesfl.data import FederatedData
-from bayesfl.engine import Plan
+from bayesfl.engine import PhasePlan
 from bayesfl.likelihoods import Bernoulli, Categorical, Gaussian
 from bayesfl.optim import SGD, Adam
 from tests.cases import federation, keeping
@@ -422,9 +422,9 @@ def test_batches_of_group_dro_are_weighted_as_the_client(clients: FederatedData,
     data = clients.to(dtype=torch.float64).train
     view = {"w": {"loc": w}, "n": hand.n[1], "log_q": torch.tensor([0.3, 0.7]).double().log()}
     given: dict[str, Any] = {"w": {"loc": w}, "round": 0, "rounds": 1}
-    everything = {key: t[0] for key, t in Plan(measure, data, ids, dtype=torch.float64).batch(0, 1).items()}
+    everything = {key: t[0] for key, t in PhasePlan(measure, data, ids, dtype=torch.float64).batch(0, 1).items()}
     view = measure.fn(algorithm, given, view, everything)
-    plan = Plan(replace(step, steps=40), data, ids, dtype=torch.float64)
+    plan = PhasePlan(replace(step, steps=40), data, ids, dtype=torch.float64)
     batches = [{key: t[0] for key, t in plan.batch(t, 1).items()} for t in range(40)]
     found = torch.stack([step.energy(algorithm, {"w": {"loc": w}}, given, view, batch, {})[0] for batch in batches])
     losses, environment = hand.losses(w, 1), hand.data[1][2]
@@ -770,7 +770,7 @@ def minimiser(algorithm: bf.Algorithm, block: str, clients: FederatedData, who: 
 
     energy = algorithm.phases[-1].energy
     algorithm.module(start)  # made here, since no copy can be made inside torch.func
-    plan = Plan(algorithm.phases[-1], clients.train, np.array(who), dtype=torch.float64)
+    plan = PhasePlan(algorithm.phases[-1], clients.train, np.array(who), dtype=torch.float64)
     everything = plan.batch(0, len(who))
     views = [{"n": torch.tensor(float(clients.train.counts[j]), dtype=torch.float64), **given} for j in who]
     batches = []

@@ -60,7 +60,7 @@ def test_some_of_the_parameters(case, backend):
     for pattern in (names[0].split(".")[0] + ".*", names[0], names[1], names[-1]):
         layout = Layout(model, pattern)
         covered = torch.cat([positions[name].flatten() for name in layout.names])
-        curvature = Curvature(model, parameters=layout, backend=backend)
+        curvature = Curvature(model, pattern=layout, backend=backend)
         assert_close(curvature.diagonal(x), full.diagonal()[covered], **EXACT)
         some = chosen(len(covered), 4)
         assert_close(curvature.columns(x, some), j[:, :, covered[some]], **EXACT)

@@ -171,12 +171,12 @@ def test_data(curvature, x):
         with pytest.raises(ValueError, match=r"precision: one number or one for each of the .* got (tensor\()?True"):
             invert(curvature, x, precision)
     with pytest.raises(TypeError, match="parameters must be of type str, got int"):
-        Curvature(nn.Linear(2, 2), parameters=3)  # type: ignore[arg-type]
+        Curvature(nn.Linear(2, 2), pattern=3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="the curvature of Poisson is not known"):
         root(type("Poisson", (), {})(), torch.zeros(1, 2))
     with pytest.raises(ValueError, match="matches no parameter"):
-        Curvature(nn.Linear(2, 2), parameters="body.*")
-    assert Curvature(nn.Linear(2, 2), parameters=Layout(nn.Linear(2, 2), "bias")).size == 2
+        Curvature(nn.Linear(2, 2), pattern="body.*")
+    assert Curvature(nn.Linear(2, 2), pattern=Layout(nn.Linear(2, 2), "bias")).size == 2
 
 
 class Largest(TorchDispatchMode):
@@ -199,7 +199,7 @@ def test_the_jacobian_is_never_formed(backend, count):
     torch.manual_seed(0)
     model = bf.models.mlp(784, hidden=1000, outputs=5)
     x, test = torch.rand(count, 784), torch.rand(10, 784)
-    curvature = Curvature(model, parameters="body.*", backend=backend)
+    curvature = Curvature(model, pattern="body.*", backend=backend)
     full = count * 5 * curvature.size
     assert 8 * full > 1.2e9
     indices = torch.arange(0, curvature.size, curvature.size // 300)

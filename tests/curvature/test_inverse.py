@@ -183,7 +183,7 @@ def test_a_constant_added_to_all_logits_changes_nothing_when_centred(form):
     with torch.no_grad():
         moved.head.weight += torch.linspace(-3, 3, 5)  # type: ignore[union-attr, operator]
         moved.head.bias += 7  # type: ignore[union-attr, operator]
-    one, other = (invert(Curvature(m, parameters="body.*"), x, 0.2, form=form) for m in (model, moved))
+    one, other = (invert(Curvature(m, pattern="body.*"), x, 0.2, form=form) for m in (model, moved))
     assert_close(one.predict(test, centre=True), other.predict(test, centre=True), **EXACT)
     plain, shifted = one.predict(test), other.predict(test)
     assert (plain[1] - shifted[1]).abs().max() > 0.1

@@ -6,7 +6,7 @@ from torch import nn
 
 import bayesfl as bf
 from bayesfl.composition.phases import Descend
-from bayesfl.engine.driver import Kernel
+from bayesfl.engine.driver import KernelName
 
 CPU = torch.device("cpu")
 
@@ -48,7 +48,7 @@ def test_chunks_of_a_cpu():
             assert bf.Engine(chunk=64).chunk_size(clients, algorithm, CPU) == 64
 
 
-def chosen(model: nn.Module, phase: Descend | None = None, kernel: Kernel = "auto") -> str:
+def chosen(model: nn.Module, phase: Descend | None = None, kernel: KernelName = "auto") -> str:
     """The kernel for a phase of FedRep, or for predictions."""
     return bf.Engine(kernel).choose(bf.algorithms.fedrep(model), phase, CPU)
 

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from bayesfl.base.random import Purpose, Stage, generator
 from bayesfl.composition.phases import Once, Repeat
 from bayesfl.data import Split
-from bayesfl.engine import Plan
+from bayesfl.engine import PhasePlan
 
 COUNTS = np.array([3, 7, 5, 7])
 ORDER = np.array([1, 3, 2, 0])  # longest first
@@ -31,12 +31,12 @@ def split() -> Split:
     return Split(torch.stack([rows, -rows], 1).double(), rows, index, COUNTS)
 
 
-def plan(of: SimpleNamespace | Once | Repeat, rows: np.ndarray = ORDER, **address) -> Plan:
+def plan(of: SimpleNamespace | Once | Repeat, rows: np.ndarray = ORDER, **address) -> PhasePlan:
     """A plan of the clients in float64."""
-    return Plan(of, split(), rows, dtype=torch.float64, **address)
+    return PhasePlan(of, split(), rows, dtype=torch.float64, **address)
 
 
-def batches(made: Plan) -> list[list[Tensor]]:
+def batches(made: PhasePlan) -> list[list[Tensor]]:
     """Of every client the places that its batches hold, padding cut off, after checking what else a batch says."""
     data, seen = split(), [[] for _ in made.rows]
     for t in range(int(made.steps.max())):
@@ -197,14 +197,14 @@ def test_addresses_decide_not_places():
     picked = np.array([3, 2])
     few = whole.select(picked.tolist())
     of = phase(epochs=2, batch_size=3)
-    inside = Plan(of, whole, picked, seed=1)
-    outside = Plan(of, few, np.array([0, 1]), ids=picked, seed=1)
-    renamed = Plan(of, few, np.array([0, 1]), seed=1)
+    inside = PhasePlan(of, whole, picked, seed=1)
+    outside = PhasePlan(of, few, np.array([0, 1]), ids=picked, seed=1)
+    renamed = PhasePlan(of, few, np.array([0, 1]), seed=1)
     for t in range(4):
         assert torch.equal(inside.batch(t, 2)["y"], outside.batch(t, 2)["y"])
         assert torch.equal(inside.noise(SHAPES, 2)["head"], outside.noise(SHAPES, 2)["head"])
     assert not all(torch.equal(inside.batch(t, 2)["index"], renamed.batch(t, 2)["index"]) for t in range(4))
-    assert not torch.equal(Plan(of, whole, picked, seed=1).noise(SHAPES, 2)["head"], renamed.noise(SHAPES, 2)["head"])
+    assert not torch.equal(PhasePlan(of, whole, picked, seed=1).noise(SHAPES, 2)["head"], renamed.noise(SHAPES, 2)["head"])
 
 
 @pytest.mark.parametrize("word", [{"seed": 1}, {"round": 1}, {"stage": Stage.FINETUNE}, {"position": 1}], ids=str)
@@ -240,7 +240,7 @@ def test_those_who_are_done_draw_no_noise():
 
 def test_precision_and_time():
     """Weights and noise come in the precision asked for; the clock has run."""
-    made = Plan(phase(batch_size=3), split(), ORDER)
+    made = PhasePlan(phase(batch_size=3), split(), ORDER)
     assert made.batch(0, 4)["weight"].dtype == made.noise(SHAPES, 4)["head"].dtype == torch.float32
     assert set(made.seconds) == {"steps", "batches", "noise"}
     assert made.seconds["batches"] > 0
@@ -253,7 +253,7 @@ def test_batches_say_their_environments(size):
     data = split()
     rows = torch.arange(40)
     which = torch.where(torch.isin(rows, data.rows(1)), rows % 3, 0)
-    made = Plan(phase(batch_size=size, epochs=2), replace(data, environment=which), ORDER, dtype=torch.float64)
+    made = PhasePlan(phase(batch_size=size, epochs=2), replace(data, environment=which), ORDER, dtype=torch.float64)
     for t in range(int(made.steps.max())):
         batch = made.batch(t, made.active(t))
         environment = batch["environment"]

@@ -11,7 +11,7 @@ import bayesfl as bf
 from bayesfl.base.layout import Layout
 from bayesfl.composition.phases import Once
 from bayesfl.data import Split
-from bayesfl.engine import Plan, vmap
+from bayesfl.engine import PhasePlan, vmap
 from bayesfl.models import mlp, resnet18
 
 
@@ -116,7 +116,7 @@ def test_a_pure_phase_over_unequal_clients():
     given = algorithm.given(server, 0, 1)
     views = algorithm.views(given, {}, {}, torch.from_numpy(counts).double())
     runs = [
-        bf.Engine(kernel).run(algorithm, phase, given, views, Plan(phase, split, np.arange(3), dtype=torch.float64))
+        bf.Engine(kernel).run(algorithm, phase, given, views, PhasePlan(phase, split, np.arange(3), dtype=torch.float64))
         for kernel in ("reference", "vmap", "layers", "live")
     ]
     for fast, info in runs[1:]:
@@ -142,6 +142,6 @@ def test_a_closed_form_over_a_chunk():
     server = algorithm.init(2, dtype=torch.float64)
     given = algorithm.given(server, 0, 1)
     views = algorithm.views(given, {}, {}, torch.tensor([5.0, 2.0]).double())
-    found, info = vmap.run(algorithm, phase, given, views, Plan(phase, split, np.arange(2), dtype=torch.float64), losses=unasked)
+    found, info = vmap.run(algorithm, phase, given, views, PhasePlan(phase, split, np.arange(2), dtype=torch.float64), losses=unasked)
     assert_close(found["mean"], torch.stack([split.x[:5].mean(0), split.x[5:].mean(0)]))
     assert info == {}

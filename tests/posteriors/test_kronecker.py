@@ -102,14 +102,14 @@ def test_a_precision_of_each_weight_and_bias(theirs):
 @pytest.mark.parametrize(("structure", "their_structure"), [("full", "full"), ("diagonal", "diag"), ("kfac", "kron")])
 @pytest.mark.parametrize(("case", "head"), [(CASES[0], "head"), (CASES[2], "4")], ids=["mlp", "cnn"])
 def test_the_last_layer_is_a_pattern(theirs, case, head, structure, their_structure, task):
-    """`parameters="head.*"` is laplace-torch's last-layer approximation of the same structure."""
+    """`pattern="head.*"` is laplace-torch's last-layer approximation of the same structure."""
     from laplace.curvature import BackPackGGN, CurvlinopsGGN
 
     x, new = case.data(9), case.data(5, seed=3)
     backend = CurvlinopsGGN if structure == "kfac" else BackPackGGN  # the former's full GGN is of single precision
     options = {"subset_of_weights": "last_layer", "last_layer_name": head, "hessian_structure": their_structure, "backend": backend}
     other = theirs(case.model(), x, task, **options)
-    fitted = Laplace.fit(case.model(), x, precision=0.7, structure=structure, likelihood=TASKS[task], parameters=f"{head}.*")
+    fitted = Laplace.fit(case.model(), x, precision=0.7, structure=structure, likelihood=TASKS[task], pattern=f"{head}.*")
     check(fitted, other, task, x, new)
     precision = other.posterior_precision
     dense = precision.to_matrix() if structure == "kfac" else precision.diag() if structure == "diagonal" else precision
@@ -270,7 +270,7 @@ IMAGES = torch.rand(3, 1, 4, 4)
     [
         (network(), numbers(5, 4), {"parameters": "*.weight"}, r"covers whole layers, not \['0.weight'\] of \['0.weight', '0.bias'\]"),
         (network(), numbers(5, 4), {"parameters": "4.bias"}, r"covers whole layers, not \['4.bias'\]"),
-        (NORM, IMAGES, {}, "not GroupNorm '1': cover others by parameters=, such as 'head.*', or structure 'full'"),
+        (NORM, IMAGES, {}, "not GroupNorm '1': cover others by pattern=, such as 'head.*', or structure 'full'"),
         (AROUND, IMAGES, {}, "convolutions padded with zeros, not Conv2d '0'"),
         (Reused(), torch.rand(5, 4), {"parameters": "inner.*"}, "'inner' is used 2 times"),
         (Reused(), torch.rand(5, 4), {"parameters": "idle.*"}, "'idle' is used 0 times"),
@@ -288,7 +288,7 @@ def test_what_is_refused(model, x, options, message):
 
 def test_layers_beside_those_covered_may_be_any():
     """The head of a network that has a group norm."""
-    fitted = Laplace.fit(NORM, IMAGES, structure="kfac", parameters="3.*")
+    fitted = Laplace.fit(NORM, IMAGES, structure="kfac", pattern="3.*")
     assert fitted.predict(IMAGES)["probs"].isfinite().all()
     assert all(p.requires_grad for p in fitted.curvature.module.parameters())  # also of those not covered
 

@@ -255,7 +255,7 @@ def test_a_saved_posterior_predicts_the_same(tmp_path, form):
     with pytest.raises(ValueError, match="was fitted at other weights"):
         Laplace.load(tmp_path / "posterior.safetensors", bf.models.mlp(4, hidden=6, outputs=3, seed=2).double())
     with pytest.raises(ValueError, match="covers the parameters"):
-        Laplace.load(tmp_path / "posterior.safetensors", model, parameters="head.*")
+        Laplace.load(tmp_path / "posterior.safetensors", model, pattern="head.*")
 
 
 @pytest.mark.parametrize("structure", ["full", "kfac"])
@@ -354,7 +354,7 @@ def test_the_model_is_left_alone(form):
     """Weights, gradients, modes and hooks."""
     model, x = network(), numbers(12, 4)
     before = {name: p.clone() for name, p in model.named_parameters()}
-    Laplace.fit(model, x, structure=form, parameters="head.*").predict(x)
+    Laplace.fit(model, x, structure=form, pattern="head.*").predict(x)
     assert_close(dict(model.named_parameters()), before, rtol=0, atol=0)
     assert model.training
     assert all(p.grad is None and p.requires_grad for p in model.parameters())

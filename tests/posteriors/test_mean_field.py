@@ -15,7 +15,7 @@ from bayesfl.composition.energy import Energy
 from bayesfl.composition.phases import Descend
 from bayesfl.composition.priors import Normal
 from bayesfl.data import Split
-from bayesfl.engine import Plan
+from bayesfl.engine import PhasePlan
 from bayesfl.likelihoods import Gaussian
 from bayesfl.optim import SGD
 from bayesfl.posteriors import MeanField
@@ -174,14 +174,14 @@ def test_optimum_on_a_gaussian_target(kernel, monkeypatch):
     mean, precision = target(x, y)
     assert ((1 / precision.diagonal()) < 0.9 * precision.inverse().diagonal()).all()
 
-    def exact(plan: Plan, shapes: dict[str, tuple[int, int]], active: int) -> dict[str, Tensor]:
+    def exact(plan: PhasePlan, shapes: dict[str, tuple[int, int]], active: int) -> dict[str, Tensor]:
         assert shapes == {"w": (2 * FEATURES, FEATURES)}
         return {"w": sigma_points().expand(active, -1, -1)}
 
-    monkeypatch.setattr(Plan, "noise", exact)
+    monkeypatch.setattr(PhasePlan, "noise", exact)
     algorithm = linear(300)
     (phase,) = algorithm.phases
-    plan = Plan(phase, Split(x, y, torch.arange(12), np.array([12])), np.array([0]), dtype=torch.float64)
+    plan = PhasePlan(phase, Split(x, y, torch.arange(12), np.array([12])), np.array([0]), dtype=torch.float64)
     server = algorithm.init(1, dtype=torch.float64)
     given = algorithm.given(server, 0, 1)
     rows = {"w": {key: value[None] for key, value in algorithm.rows(server)["w"].items()}}
