@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from bayesfl.base.random import Purpose, generator
-from bayesfl.data.federated import TEST, FederatedData, SourceInfo, Task, assemble, check_shares
-from bayesfl.data.partitions import stratified
+from bayesfl.data.federated import FederatedData, assemble, check_shares
+from bayesfl.data.partitions import TEST, stratified
+from bayesfl.data.sources import SourceInfo, Task
 
 Array: TypeAlias = np.ndarray | Tensor | Sequence[Any]
 """Numbers of one client, or of all: an array, a tensor, or nested lists."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,32 +15,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from bayesfl.base.checks import whole
 from bayesfl.base.random import Purpose, generator
-from bayesfl.data.partitions import stratified
+from bayesfl.data.partitions import NOVEL, SHARES, stratified
+from bayesfl.data.sources import SourceInfo, Task, label_remedy
 
-Task: TypeAlias = Literal["classification", "regression"]
-
-SHARES, TEST, NOVEL, OFFICIAL = range(4)  # words of the addresses under Purpose.SPLIT: every sort of draw has its own
 _CHUNK = 1024  # rows looked at together, so that a check or a hash of images needs little memory
 
 _digests = WeakTensorKeyDictionary()
 _finite = WeakTensorKeyDictionary()
-
-
-@dataclass(frozen=True, kw_only=True)
-class SourceInfo:
-    """Where data come from, and on what terms.
-
-    Args:
-        name: What the data are called.
-        licence: The terms as the origin states them.
-        citation: What its authors ask to be cited.
-        url: Where it is published.
-    """
-
-    name: str
-    licence: str = "not stated"
-    citation: str = ""
-    url: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -406,13 +387,6 @@ class FederatedData:
         lines = [head, *map(list, zip(*columns, strict=True))]
         text = ["  ".join([line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))]) for line in lines]
         return "\n".join([*text, f"{self.source.name}, {self.task}, {self.clients} clients, hash {self.hash[:12]}"])
-
-
-def label_remedy(y: Tensor) -> str:
-    """What to do about class labels [N] some of which are no classes."""
-    if (y < 0).any():
-        return "give every class a number from 0 up, and leave out examples without a label, which no number stands for"
-    return f"number the classes from 0, or pass outputs={int(y.max()) + 1}"
 
 
 def _digest(tensor: Tensor) -> str:

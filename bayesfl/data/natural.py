@@ -10,7 +10,7 @@ from bayesfl.base.checks import whole
 from bayesfl.base.random import Purpose, generator
 from bayesfl.data import partitions
 from bayesfl.data.federated import FederatedData, assemble
-from bayesfl.data.sources import load
+from bayesfl.data.readers import load
 
 _HEART_TEST = 0.34  # FLamby's share
 _ROLE_TRAIN = 0.8

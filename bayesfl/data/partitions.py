@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+SHARES, TEST, NOVEL, OFFICIAL = range(4)  # words of the addresses under Purpose.SPLIT: every sort of draw has its own
 REDRAWS = 100
 """How often Dirichlet proportions are drawn anew before small clients are topped up."""
 

@@ -17,7 +17,8 @@ from bayesfl.base.checks import whole
 from bayesfl.base.random import Purpose, generator
 from bayesfl.data import partitions
 from bayesfl.data.federated import FederatedData, assemble
-from bayesfl.data.sources import Source, load
+from bayesfl.data.readers import load
+from bayesfl.data.sources import Source
 
 
 def open_source(source: str | Source, root: str | Path | None, download: bool) -> Source:

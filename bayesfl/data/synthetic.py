@@ -4,7 +4,8 @@ import numpy as np
 import torch
 
 from bayesfl.base.checks import number, whole
-from bayesfl.data.federated import FederatedData, SourceInfo, assemble
+from bayesfl.data.federated import FederatedData, assemble
+from bayesfl.data.sources import SourceInfo
 
 MARFOQ = (
     "Marfoq, Neglia, Bellet, Kameni, Vidal, 'Federated multi-task learning under a mixture of distributions', NeurIPS 2021, "

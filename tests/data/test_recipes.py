@@ -27,7 +27,8 @@ from bayesfl.data import (
     shards,
     swapped_labels,
 )
-from bayesfl.data.sources import FINE_TO_COARSE, speeches
+from bayesfl.data.images import FINE_TO_COARSE
+from bayesfl.data.readers import speeches
 from tests.files import where_present
 
 

@@ -1,0 +1,25 @@
+"""Made-up data that several files of tests use."""
+
+import gzip
+import struct
+
+import numpy as np
+
+
+def write_idx(path, array, zipped=False):
+    data = struct.pack(">BBBB", 0, 0, 8, array.ndim) + struct.pack(f">{array.ndim}I", *array.shape) + array.tobytes()
+    path.write_bytes(gzip.compress(data) if zipped else data)
+
+
+def images(n, *shape, seed=0):
+    return np.random.default_rng(seed).integers(0, 256, size=(n, *shape), dtype=np.uint8)
+
+
+def write_mnist(root, folder="MNIST", zipped=False):
+    raw = root / folder / "raw"
+    raw.mkdir(parents=True)
+    arrays = {"train-images-idx3": images(30, 28, 28), "t10k-images-idx3": images(10, 28, 28, seed=1)}
+    arrays |= {"train-labels-idx1": np.arange(30, dtype=np.uint8) % 10, "t10k-labels-idx1": np.arange(10, dtype=np.uint8)}
+    for name, array in arrays.items():
+        write_idx(raw / f"{name}-ubyte{'.gz' if zipped else ''}", array, zipped)
+    return arrays
