@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from bayesfl.base.random import Purpose, generator
-from bayesfl.data.federated import FederatedData, assemble, check_shares
+from bayesfl.data.assembly import assemble, check_shares
+from bayesfl.data.federated import FederatedData
 from bayesfl.data.partitions import TEST, stratified
 from bayesfl.data.sources import SourceInfo, Task
 

@@ -11,10 +11,12 @@ from torch import Tensor
 
 from bayesfl.base.checks import instance, number, whole
 from bayesfl.base.random import Purpose, generator
-from bayesfl.data.federated import FederatedData, Split, assemble
+from bayesfl.data.assembly import assemble
+from bayesfl.data.federated import FederatedData
 from bayesfl.data.images import unit_range
 from bayesfl.data.readers import load
 from bayesfl.data.sources import Source
+from bayesfl.data.split import Split
 
 Agreement: TypeAlias = float | Sequence[float]
 _NO_IMAGES = ("heart", "diabetes", "shakespeare")

@@ -13,7 +13,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from bayesfl.base.checks import number, whole
 from bayesfl.base.random import Purpose, generator
 from bayesfl.data import partitions
-from bayesfl.data.federated import FederatedData, assemble
+from bayesfl.data.assembly import assemble
+from bayesfl.data.federated import FederatedData
 from bayesfl.data.images import unit_range
 from bayesfl.data.recipes import check_clients, classes, federate, open_source, superclass_groups
 from bayesfl.data.sources import Source

@@ -9,7 +9,8 @@ import torch
 from bayesfl.base.checks import whole
 from bayesfl.base.random import Purpose, generator
 from bayesfl.data import partitions
-from bayesfl.data.federated import FederatedData, assemble
+from bayesfl.data.assembly import assemble
+from bayesfl.data.federated import FederatedData
 from bayesfl.data.readers import load
 
 _HEART_TEST = 0.34  # FLamby's share

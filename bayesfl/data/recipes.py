@@ -16,7 +16,8 @@ from torch import Tensor
 from bayesfl.base.checks import whole
 from bayesfl.base.random import Purpose, generator
 from bayesfl.data import partitions
-from bayesfl.data.federated import FederatedData, assemble
+from bayesfl.data.assembly import assemble
+from bayesfl.data.federated import FederatedData
 from bayesfl.data.readers import load
 from bayesfl.data.sources import Source
 

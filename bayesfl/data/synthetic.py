@@ -4,7 +4,8 @@ import numpy as np
 import torch
 
 from bayesfl.base.checks import number, whole
-from bayesfl.data.federated import FederatedData, assemble
+from bayesfl.data.assembly import assemble
+from bayesfl.data.federated import FederatedData
 from bayesfl.data.sources import SourceInfo
 
 MARFOQ = (

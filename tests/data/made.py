@@ -23,3 +23,14 @@ def write_mnist(root, folder="MNIST", zipped=False):
     for name, array in arrays.items():
         write_idx(raw / f"{name}-ubyte{'.gz' if zipped else ''}", array, zipped)
     return arrays
+
+
+def arrays(sizes=(7, 4, 9), classes=3, features=5, seed=0):
+    rng = np.random.default_rng(seed)
+    xs = [rng.normal(size=(n, features)) for n in sizes]
+    ys = [np.resize(np.arange(classes), n) for n in sizes]
+    return xs, ys
+
+
+def environments(sizes=(20, 30, 25)):
+    return [np.arange(n) % (j + 1) for j, n in enumerate(sizes)]
