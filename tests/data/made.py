@@ -4,6 +4,9 @@ import gzip
 import struct
 
 import numpy as np
+import torch
+
+from bayesfl.data import Source
 
 
 def write_idx(path, array, zipped=False):
@@ -34,3 +37,15 @@ def arrays(sizes=(7, 4, 9), classes=3, features=5, seed=0):
 
 def environments(sizes=(20, 30, 25)):
     return [np.arange(n) % (j + 1) for j, n in enumerate(sizes)]
+
+
+def fine_labels(data, source, split):
+    """Original class of each example of each client."""
+    part = data.splits[split]
+    return [source.y[part.rows(j)].numpy() for j in range(data.clients)]
+
+
+def small(classes: int) -> Source:
+    """Four training and two test rows of each class."""
+    y = torch.arange(classes)
+    return Source.from_parts(torch.zeros(4 * classes, 1), y.repeat(4), torch.zeros(2 * classes, 1), y.repeat(2), name="small")
