@@ -8,7 +8,21 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from bayesfl import curvature, data, engine, likelihoods, models, optim, posteriors
-from bayesfl.composition import Algorithm, Block, Descend, Energy, Once, Repeat, invariance, pools, predictors, priors, topology
+from bayesfl.composition import (
+    Algorithm,
+    Block,
+    Descend,
+    Energy,
+    Once,
+    Repeat,
+    invariance,
+    pools,
+    predictors,
+    priors,
+    topology,
+    with_personal,
+    with_server_optimiser,
+)
 from bayesfl.engine import Engine
 from bayesfl.evaluation import metrics
 from bayesfl.federation.admission import Admission
@@ -59,6 +73,8 @@ __all__ = [
     "selection",
     "simulate",
     "topology",
+    "with_personal",
+    "with_server_optimiser",
 ]
 
 _LATER = {

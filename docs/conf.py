@@ -31,7 +31,7 @@ napoleon_numpy_docstring = False
 nitpicky = True
 _BUILTIN = r"bool|bytes|callable|dict|float|int|list|object|str|tuple|type|KeyError|RuntimeError|TypeError|ValueError|FileNotFoundError"
 nitpick_ignore_regex = [
-    (r"py:.*", r"(torch|numpy|np|nn|flwr|httpx|typing|collections|pathlib|os|enum|types|matplotlib)\.[\w.]+"),
+    (r"py:.*", r"(torch|numpy|np|nn|flwr|httpx|typing|collections|contextlib|pathlib|os|enum|types|matplotlib)\.[\w.]+"),
     (
         r"py:class",
         r"bayesfl\.(engine\.(crew\.(Item|Result)|driver\.T)|federation\.round\.T|federation\.admission\.T|flower\.records\.T)",

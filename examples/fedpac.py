@@ -108,7 +108,7 @@ def compare(options: argparse.Namespace) -> None:
                     row.setdefault(f"after_{key}", []).append(float(result.history[f"before_pool_{key}"][-1]))
                 row.setdefault("rate", []).append(rate)
                 if name == "FedPAC":
-                    weights = result.server["collaboration"].cpu().numpy()
+                    weights = result.server["head"]["weights"].cpu().numpy()
                     blocks.setdefault(kind, []).append(within(weights, groups))
                     ax = bf.plots.collaboration(weights, groups=groups.tolist(), title=f"{kind}, {options.data}, seed {seed}")
                     with atomic_path(options.out / f"{kind.replace(' ', '-')}-seed{seed}.png") as temporary:

@@ -1,7 +1,7 @@
 """One table of algorithms; each entry meets the whole contract battery."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,6 +33,11 @@ class Case:
 
     def __str__(self) -> str:
         return "-".join([self.name, *(self.options[key] for key in ("lower", "variant") if key in self.options)])
+
+
+def keeping(algorithm: bf.Algorithm) -> bf.Algorithm:
+    """The same, but clients keep what they report, where a test can look at it."""
+    return replace(algorithm, private={**algorithm.private, **algorithm.reports})
 
 
 def halving(round: int, rounds: int) -> float:

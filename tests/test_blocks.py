@@ -2,6 +2,7 @@
 
 import copy
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -136,7 +137,7 @@ def test_every_kernel_weighs_examples(kernel, weight):
     runs = []
     for k, w in (("reference", weight), (kernel, weight), (kernel, None)):
         steps = tuple(
-            Descend(name, Energy(name, ("body", "head"), likelihood="sum", weight=w), batch_size=size, draws=2, optimiser=SGD(0.01))
+            Descend(Energy(name, ("body", "head"), likelihood="sum", weight=w), batch_size=size, draws=2, optimiser=SGD(0.01))
             for name, size in (("head", None), ("body", 3))
         )
         made = bf.Algorithm(mlp(4, hidden=3, outputs=2), {"body": bf.Block("body.*"), "head": head}, steps, parts=("body", "head"))
@@ -152,7 +153,7 @@ def test_priors_are_constant_during_a_phase(kernel, posterior):
     """A prior may read a block that the same phase trains: every kernel, the reference too, sees it as the phase found it."""
     tied = Normal(centre=lambda given, view: view["b"]["loc"].mean(-1, keepdim=True), variance=lambda given, view: torch.ones(1).double())
     blocks = {"b": bf.Block("body.*"), "h": bf.Block("head.*", posterior=posterior, prior=tied)}
-    step = Descend(("b", "h"), Energy(("b", "h"), ("b", "h"), likelihood="sum"), steps=3, optimiser=SGD(0.05))
+    step = Descend(Energy(("b", "h"), ("b", "h"), likelihood="sum"), steps=3, optimiser=SGD(0.05))
     model, clients = mlp(4, hidden=3, outputs=2), data(1)
     made = bf.Algorithm(model, blocks, (step,), parts=("b", "h"))
     still = made.init(1, dtype=torch.float64)["b"]["loc"].mean()
@@ -187,7 +188,7 @@ def test_phases_are_checked():
     """A phase trains what its energy's predictor contains; fine-tuning and adaptation too."""
     model = mlp(2, hidden=3, outputs=2)
     blocks = {"body": bf.Block("body.*"), "head": bf.Block("head.*")}
-    wrong = Descend("head", Energy("head", ("body",), likelihood="mean"))
+    wrong = Descend(Energy("head", ("body",), likelihood="mean"))
     for where in ({"finetune": (wrong,)}, {"adapt": (wrong,)}):
         with pytest.raises(ValueError, match=r"\['head'\] are trained on an energy whose predictor \('body',\)"):
             algorithm(model, blocks, **where)
@@ -212,26 +213,29 @@ def test_names_with_dots_are_refused(name):
 @pytest.mark.parametrize(
     ("where", "what", "words"),
     [
-        ("server", lambda blocks, clients: {"w": torch.zeros(1)}, r"`server` returns \['w'\]"),
-        ("server", lambda blocks, clients: {"round": torch.zeros(1)}, r"`server` returns \['round'\].*reserved"),
+        ("server", lambda blocks, clients: {"w": torch.zeros(1)}, r"`server` has \['w'\]"),
+        ("server", lambda blocks, clients: {"round": torch.zeros(1)}, r"`server` has \['round'\].*reserved"),
         ("server", lambda blocks, clients: {"a": {"b.c": torch.zeros(1)}}, r"'b\.c' must be text without dots"),
         ("server", lambda blocks, clients: {0: torch.zeros(1)}, "0 must be text"),
-        ("server", lambda blocks, clients: {"heads": [torch.zeros(1)]}, r"`server` returns \['heads'\], which must be tensors"),
-        ("private", lambda given: {"w": torch.zeros(1)}, r"`private` returns \['w'\]"),
-        ("private", lambda given: {"n": torch.zeros(1)}, r"`private` returns \['n'\]"),
-        ("report", lambda given, view: {"w": torch.zeros(1)}, r"`report` returns \['w'\]"),
-        ("report", lambda given, view: {"ids": torch.zeros(1)}, r"`report` returns \['ids'\]"),
-        ("share", lambda server, ids: ({**server, "rounds": torch.zeros(1)}, {}), r"`share` returns \['rounds'\]"),
-        ("share", lambda server, ids: (server, {"n": torch.zeros(len(ids))}), r"`share` returns \['n'\]"),
+        ("server", lambda blocks, clients: {"heads": [torch.zeros(1)]}, r"`server` has \['heads'\], which must be tensors"),
+        ("private", {"w": torch.zeros(1)}, r"`private` has \['w'\]"),
+        ("private", {"n": torch.zeros(1)}, r"`private` has \['n'\]"),
+        ("reports", {"w": torch.zeros(1)}, r"`reports` has \['w'\]"),
+        ("reports", {"ids": 0.0}, r"`reports` has \['ids'\]"),
+        ("reports", {"a.b": 0.0}, r"'a\.b' must be text without dots"),
+        ("address", lambda server, ids: {"n": torch.zeros(len(ids))}, r"`address` has \['n'\]"),
     ],
 )
 def test_names_that_are_taken_are_refused(where, what, words):
     """What a method adds would overwrite a block, or be overwritten, without a word; a run refuses it before its first round."""
-    made = algorithm(mlp(4, hidden=3, outputs=2), {"w": bf.Block()}, **{where: what})
+
+    def made() -> bf.Algorithm:
+        return algorithm(mlp(4, hidden=3, outputs=2), {"w": bf.Block()}, **{where: what})
+
     with pytest.raises(ValueError, match=words):
-        made.uplink()
+        made().uplink()
     with pytest.raises(ValueError, match=words):
-        bf.simulate(made, data(), rounds=1, evaluate_every=None, progress=False)
+        bf.simulate(made(), data(), rounds=1, evaluate_every=None, progress=False)
 
 
 def test_a_pattern_that_matches_nothing_is_refused():
@@ -319,7 +323,7 @@ def test_uncovered_parameters_stay_as_they_are(which, kernel):
     torch.manual_seed(0)
     model, pattern, frozen = uncovered(which)
     assert frozen
-    step = Descend("w", Energy("w", ("w",), likelihood="mean"), steps=2, optimiser=SGD(0.5))
+    step = Descend(Energy("w", ("w",), likelihood="mean"), steps=2, optimiser=SGD(0.5))
     made = bf.Algorithm(model, {"w": bf.Block(pattern)}, (step,), parts=("w",))
     clients = data(1)
     engine = bf.Engine(kernel, workers=1)
@@ -343,7 +347,7 @@ def test_a_belief_about_weights_alone_trains(kernel):
     weights = bf.Block("head.weight", posterior=MeanField(), prior=prior, pool=PrecisionWeighted())
     for extra in ({}, {"b": bf.Block("head.bias")}):
         parts = ("w", *extra)
-        step = Descend(parts, Energy(parts, parts, likelihood="mean"), steps=2, draws=3, optimiser=SGD(0.1))
+        step = Descend(Energy(parts, parts, likelihood="mean"), steps=2, draws=3, optimiser=SGD(0.1))
         made = bf.Algorithm(mlp(4, hidden=3, outputs=2), {"w": weights, **extra}, (step,), parts=parts)
         runs = [
             bf.simulate(made, data(2), rounds=1, evaluate_every=None, engine=bf.Engine(k, workers=1), dtype=torch.float64, progress=False)
@@ -402,7 +406,7 @@ def test_init_of_a_private_block_is_its_centre():
     made = algorithm(mlp(2, hidden=3, outputs=2), {"head": block})
     server = made.init(1)
     assert list(server["head"]) == ["loc"]
-    assert "head" not in made.given(server, 0, 1)
+    assert "head" not in made.share(server, torch.arange(1))[0]
     assert set(made.rows(server)["head"]) == {"loc", "rho"}
 
 
@@ -418,7 +422,7 @@ def test_counters_and_masks_stay_what_they_are():
         mlp(2, hidden=3, outputs=2),
         {"w": bf.Block()},
         server=lambda blocks, clients: {"calls": torch.zeros(clients, dtype=torch.int64), "scale": 0.5, "open": True},
-        private=lambda given: {"steps": torch.tensor(3), "mask": torch.tensor([True, False]), "tau": torch.tensor(0.1)},
+        private={"steps": torch.tensor(3), "mask": torch.tensor([True, False]), "tau": 0.1},
     )
     server = made.init(4, dtype=torch.float64)
     assert (server["calls"].dtype, server["scale"].dtype, server["open"].dtype) == (torch.int64, torch.float64, torch.bool)
@@ -427,16 +431,50 @@ def test_counters_and_masks_stay_what_they_are():
     assert made.rows(made.init(4))["tau"].dtype == torch.float32
 
 
-def test_uplink_knows_what_is_addressed():
-    """A report may read what `share` addresses to a client, which the declaration then needs too."""
+def test_only_what_is_named_leaves_the_server():
+    """Blocks, unless they are private or addressed, and what `broadcast` names; the rest stays, however it came there."""
     made = algorithm(
         mlp(2, hidden=3, outputs=2),
-        {"body": bf.Block("body.*"), "head": bf.Block("head.*")},
-        server=lambda blocks, clients: {"heads": blocks["head"]["loc"].expand(clients, -1)},
-        share=lambda server, ids: ({"body": server["body"], "head": server["head"]}, {"head_init": server["heads"][ids]}),
-        report=lambda given, view: {"drift": view["head"]["loc"] - view["head_init"]},
+        {"body": bf.Block("body.*"), "head": bf.Block("head.*"), "own": bf.Block("head.*", pool=None, keep=True)},
+        parts=("body", "head"),
+        server=lambda blocks, clients: {"heads": blocks["head"]["loc"].expand(clients, -1), "told": 1.0, "secret": 2.0},
+        broadcast=("told",),
+        address=lambda server, ids: {"head": {"loc": server["heads"][ids]}},
     )
-    assert made.uplink(torch.float64)["drift"] == ((8,), torch.float64)
+    common, addressed = made.share(made.init(4) | {"by_combine": torch.tensor(3.0)}, torch.tensor([2, 0]))
+    assert set(common) == {"body", "told"}
+    assert {name: entry["loc"].shape for name, entry in addressed.items()} == {"head": (2, 8)}
+    for broadcast, words in ((("body",), "what `server` adds to the blocks"), ("told", "must be names"), (("n",), "must be names")):
+        with pytest.raises(ValueError, match=f"broadcast .*{words}"):
+            replace(made, broadcast=broadcast)
+    with pytest.raises(ValueError, match=r"broadcast names \['more'\], which the server does not have"):
+        replace(made, broadcast=("more",)).init(4)
+
+
+def test_reports_are_declared_by_their_start():
+    """Tensors, numbers or functions of what is received; in the view at the start of each round, sent, and kept where `private` says so."""
+    made = algorithm(
+        mlp(2, hidden=3, outputs=2),
+        {"w": bf.Block()},
+        reports={"drift": lambda given: torch.zeros_like(given["w"]["loc"]), "count": torch.tensor(0), "tau": 0.5},
+        private={"tau": 0.5},
+    )
+    declared = made.uplink(torch.float64)
+    assert declared["drift"] == ((17,), torch.float64)
+    assert (declared["count"], declared["tau"]) == (((), torch.int64), ((), torch.float64))
+    server = made.init(3, dtype=torch.float64)
+    assert set(made.rows(server)) == {"tau"}
+    given = made.given(made.share(server, torch.arange(2))[0], 0, 1)
+    view = made.views(given, {}, {"tau": torch.tensor([0.25, 0.5]).double()}, torch.ones(2).double())
+    assert view["drift"].shape == (2, 17)
+    assert view["tau"].tolist() == [0.25, 0.5]
+    made.check_reported(view, view)
+    with pytest.raises(ValueError, match=r"`reports` declares 'drift' as .*\(17,\).*leaves .*\(16,\)"):
+        made.check_reported(view, view | {"drift": torch.zeros(2, 16).double()})
+    with pytest.raises(ValueError, match=r"`reports` declares 'count' as .*leaves nothing"):
+        made.check_reported(view, {name: entry for name, entry in view.items() if name != "count"})
+    with pytest.raises(TypeError, match="private must be a mapping"):
+        replace(made, private=lambda given: {"tau": 1.0})
 
 
 @pytest.mark.parametrize("number", [3, 5])
@@ -474,13 +512,6 @@ def test_pfedvem_declares_what_it_sends():
     rows = made.rows(made.init(1))
     assert set(rows) == {"head", "rho2"}
     assert set(rows["head"]) == {"loc", "rho"}
-
-
-def test_a_report_without_a_start_is_refused():
-    """What `report` reads must be a block or named by `private`."""
-    made = algorithm(mlp(2, hidden=3, outputs=2), {"w": bf.Block()}, report=lambda given, view: {"tau": view["tau"]})
-    with pytest.raises(ValueError, match=r"'tau'.*`private`"):
-        made.uplink()
 
 
 @pytest.mark.parametrize(

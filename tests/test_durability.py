@@ -103,11 +103,11 @@ def test_resuming_from_a_checkpoint(tmp_path: Path, every: int):
 
     original = killed.module.run_round
 
-    def until(result: Result, *more: Any, **options: Any) -> Any:
-        if result.round == 3 and not stopped:
+    def until(rules: Any, server: Any, number: int, *more: Any, **options: Any) -> Any:
+        if number == 3 and not stopped:
             stopped.append(3)
             raise Stop
-        return original(result, *more, **options)
+        return original(rules, server, number, *more, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(killed.module, "run_round", until)
@@ -304,13 +304,13 @@ def test_memory_stays_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     data, seen = killed.federation(sizes=(20,) * CLIENTS), {}
     original = killed.module.run_round
 
-    def watched(result: Result, *more: Any, **options: Any) -> Any:
+    def watched(rules: Any, server: Any, number: int, *more: Any, **options: Any) -> Any:
         gc.collect()
-        seen[result.round] = resident()
-        return original(result, *more, **options)
+        seen[number] = resident()
+        return original(rules, server, number, *more, **options)
 
     monkeypatch.setattr(killed.module, "run_round", watched)
-    monkeypatch.setattr(logging.getLogger("bayesfl.federation.round"), "disabled", True)  # pytest would keep every line
+    monkeypatch.setattr(logging.getLogger("bayesfl.federation.replies"), "disabled", True)  # pytest would keep every line
     options: dict[str, Any] = {"faults": at_random(0.1, seed=2), "checkpoint": tmp_path, "every": 10, "evaluate_every": None}
     bf.simulate(killed.algorithm(), data, rounds=LONG, progress=False, **options)
     assert seen[LONG - 1] <= 1.05 * seen[LONG // 10]

@@ -120,7 +120,7 @@ def test_training_that_leaves_the_numbers(kernel: Any, model: nn.Module, clients
     algorithm = breaking(model, clients)
     with pytest.raises(bf.DivergenceError, match="client 2"):
         run(algorithm, clients)
-    result = run(algorithm, clients, on_bad_client="skip", engine=bf.Engine(kernel, chunk=3))
+    result = run(algorithm, clients, admission=bf.Admission("skip"), engine=bf.Engine(kernel, chunk=3))
     assert result.history["rejected"].tolist() == [1, 1, 1]
     plain = bf.algorithms.fedper(model, epochs=1, batch_size=10)
     for round in range(3):
@@ -140,28 +140,35 @@ def test_rounds_with_too_few(model: nn.Module, clients: FederatedData, caplog: p
         return lambda round, attempt, ids: {int(k): Lost() for k in ids[:4]} if round == 1 and attempt < attempts else {}
 
     with caplog.at_level(logging.WARNING, logger="bayesfl"):
-        skipped = run(algorithm, clients, faults=first(1), min_clients=4)
+        skipped = run(algorithm, clients, faults=first(1), admission=bf.Admission("skip", min_clients=4))
     assert "round 1, counted from 0, comes to 3 replies and needs 4 (min_clients); the round is skipped" in caplog.text
     assert skipped.history["cohort"].tolist() == [7, 0, 7]
     after_one = run(algorithm, clients, rounds=1)
-    two = run(algorithm, clients, rounds=2, faults=first(1), min_clients=4)
+    two = run(algorithm, clients, rounds=2, faults=first(1), admission=bf.Admission("skip", min_clients=4))
     assert_close(state(two), state(after_one), atol=0, rtol=0)
-    repeated = run(algorithm, clients, faults=first(2), min_clients=4, below_minimum="repeat")
+    repeated = run(algorithm, clients, faults=first(2), admission=bf.Admission("skip", min_clients=4, below_minimum="repeat"))
     assert_close(state(repeated), state(plain), atol=1e-12, rtol=0)
     assert repeated.history["cohort"].tolist() == [7, 7, 7]
     with pytest.raises(TooFewClients, match="round 1, counted from 0, comes to 3 replies"):
-        run(algorithm, clients, faults=first(3), min_clients=4, below_minimum="repeat")
+        run(algorithm, clients, faults=first(3), admission=bf.Admission("skip", min_clients=4, below_minimum="repeat"))
     nan = {0: KINDS["nan"], 1: KINDS["nan"]}
-    refused = run(algorithm, clients, rounds=1, faults=lambda round, attempt, ids: nan, min_clients=6)
+    refused = run(algorithm, clients, rounds=1, faults=lambda round, attempt, ids: nan, admission=bf.Admission("skip", min_clients=6))
     assert refused.history["cohort"].tolist() == [0]
-    fresh = run(algorithm, clients, rounds=1, faults=lambda round, attempt, ids: {int(k): Lost() for k in ids}, min_clients=1)
+    fresh = run(
+        algorithm,
+        clients,
+        rounds=1,
+        faults=lambda round, attempt, ids: {int(k): Lost() for k in ids},
+        admission=bf.Admission("skip"),
+    )
     assert_close(state(refused), state(fresh), atol=0, rtol=0)
 
 
 def test_a_long_bad_time(model: nn.Module, clients: FederatedData, tmp_path: Any):
     """Faults of every kind at random: kernels and chunks agree, and a run stopped in between goes on to the same bits."""
     algorithm = bf.algorithms.pfedvem(model, **METHODS["pfedvem"])
-    options: dict[str, Any] = {"rounds": 10, "participation": 0.7, "faults": at_random(0.3, seed=1), "min_clients": 2, "evaluate_every": 5}
+    options: dict[str, Any] = {"rounds": 10, "participation": 0.7, "faults": at_random(0.3, seed=1), "evaluate_every": 5}
+    options["admission"] = bf.Admission("skip", min_clients=2)
     whole = run(algorithm, clients, **options)
     assert np.nansum(whole.history["lost"]) > 0
     assert np.nansum(whole.history["rejected"]) > 5
@@ -216,13 +223,20 @@ def test_a_message_as_declared():
         ({"below_minimum": "wait"}, "below_minimum must be 'skip' or 'repeat', got 'wait'"),
         ({"min_clients": 0}, "min_clients must be at least 1, got 0"),
         ({"max_norm": 0.5}, "max_norm is in medians and must be > 1"),
-        ({"faults": at_random(0.1), "on_bad_client": "stop"}, "faults need on_bad_client='skip'"),
     ],
 )
-def test_arguments_that_do_not_work(options: dict[str, Any], message: str, model: nn.Module, clients: FederatedData):
-    """Refused before anything is trained."""
+def test_rules_that_do_not_work(options: dict[str, Any], message: str):
+    """Refused where they are made."""
     with pytest.raises(ValueError, match=message):
-        run(bf.algorithms.fedavg(model), clients, **options)
+        Admission(**options)
+
+
+def test_faults_need_rules_that_skip(model: nn.Module, clients: FederatedData):
+    """The first of them would stop the run; rules are an Admission."""
+    with pytest.raises(ValueError, match=r"faults need admission=Admission\('skip'\)"):
+        run(bf.algorithms.fedavg(model), clients, faults=at_random(0.1), admission=Admission("stop"))
+    with pytest.raises(TypeError, match="admission must be an Admission, got 'skip'"):
+        run(bf.algorithms.fedavg(model), clients, admission="skip")
 
 
 def test_plans_that_do_not_work():
@@ -242,7 +256,7 @@ def test_a_reply_that_is_taken_leaves_the_clients_own_state_alone(model: nn.Modu
     def nudged(message: Message) -> Message:
         return replace(message, tensors={name: t + 0.1 if t.is_floating_point() else t for name, t in message.tensors.items()})
 
-    plain = run(algorithm, clients, rounds=1, on_bad_client="skip")
+    plain = run(algorithm, clients, rounds=1, admission=bf.Admission("skip"))
     result = run(algorithm, clients, rounds=1, faults=lambda round, attempt, ids: {3: Altered(nudged)})
     assert result.history["rejected"].tolist() == [0]
     assert_close(result.private, plain.private, atol=0, rtol=0)
@@ -308,9 +322,9 @@ def test_honest_reports_are_taken(model: nn.Module):
     """Counts grow with the data, and what most report may be near 0."""
     skewed = federation(sizes=(20, 24, 30, 18, 22, 26, 6000))
     for algorithm in (bf.algorithms.fedpac(model, body_epochs=1, batch_size=50), bf.algorithms.fedbabu(model, epochs=2, batch_size=10)):
-        found = run(algorithm, skewed, on_bad_client="skip", rounds=2, evaluate_every=None)
+        found = run(algorithm, skewed, admission=bf.Admission("skip"), rounds=2, evaluate_every=None)
         assert found.history["rejected"].tolist() == [0.0, 0.0]
-    few = run(algorithm, skewed, on_bad_client="skip", rounds=12, participation=0.15, seed=5, evaluate_every=None)
+    few = run(algorithm, skewed, admission=bf.Admission("skip"), rounds=12, participation=0.15, seed=5, evaluate_every=None)
     assert max(few.history["cohort"]) == 1.0  # so the medians of small clients' rounds limit the large one
     assert any(6 in few.settings.cohort(7, round) for round in range(1, 12))
     assert few.history["rejected"].sum() == 0.0
@@ -340,7 +354,7 @@ def test_what_is_usual():
 def test_honest_clients_beside_small_ones(participation: float, model: nn.Module):
     """Most clients are large, a cohort may be small ones for the most part, or rounds before it were."""
     uneven = federation(sizes=(3000,) * 6 + (5,) * 5)
-    options: dict[str, Any] = {"participation": participation, "on_bad_client": "skip", "evaluate_every": None}
+    options: dict[str, Any] = {"participation": participation, "admission": bf.Admission("skip"), "evaluate_every": None}
     options |= {"rounds": 14, "seed": 0} if participation < 0.3 else {"rounds": 10, "seed": 5}
     for algorithm in (bf.algorithms.fedpac(model, body_epochs=1, batch_size=50), bf.algorithms.fedbabu(model, epochs=2, batch_size=10)):
         assert run(algorithm, uneven, **options).history["rejected"].sum() == 0.0
@@ -350,13 +364,15 @@ def test_honest_clients_beside_small_ones(participation: float, model: nn.Module
 def test_a_cohort_that_is_too_small_is_not_trained(bad: Any, model: nn.Module, clients: FederatedData):
     """Nothing is sent, nothing counted; in the history every round has the same columns."""
     algorithm = bf.algorithms.fedavg(model, **METHODS["fedavg"])
-    options: dict[str, Any] = {"participation": 0.4, "sampling": "bernoulli", "min_clients": 3, "rounds": 6, "evaluate_every": None}
-    found = run(algorithm, clients, on_bad_client=bad, **options)
+    options: dict[str, Any] = {"participation": 0.4, "sampling": "bernoulli", "rounds": 6, "evaluate_every": None}
+    found = run(algorithm, clients, admission=bf.Admission(bad, min_clients=3), **options)
     small = np.array([len(found.settings.cohort(7, round)) < 3 for round in range(6)])
     assert 0 < small.sum() < 6
     assert (found.history["bytes_down"] == 0).tolist() == (found.history["bytes_up"] == 0).tolist() == small.tolist()
     assert found.history["lost"].tolist() == found.history["rejected"].tolist() == [0.0] * 6
-    again = run(algorithm, clients, on_bad_client=bad, below_minimum="repeat", **options)  # the same would be drawn
+    again = run(
+        algorithm, clients, admission=bf.Admission(bad, min_clients=3, below_minimum="repeat"), **options
+    )  # the same would be drawn
     assert_close(state(again), state(found), atol=0, rtol=0)
 
 
@@ -367,7 +383,7 @@ def test_a_skipped_round_counts_the_refused_beside_the_lost(model: nn.Module, cl
     def plan(round: int, attempt: int, ids: np.ndarray) -> dict[int, Fault]:
         return {1: Lost(), 2: Lost(), 3: KINDS["stale"]} if round == 1 else {}
 
-    found = run(algorithm, clients, faults=plan, min_clients=6, evaluate_every=None)
+    found = run(algorithm, clients, faults=plan, admission=bf.Admission("skip", min_clients=6), evaluate_every=None)
     assert (found.history["lost"][1], found.history["rejected"][1], found.history["cohort"][1]) == (2.0, 1.0, 0.0)
 
 
@@ -397,9 +413,11 @@ def test_a_bad_acknowledgement(kind: str, model: nn.Module, clients: FederatedDa
 def test_a_skipped_round_counts_who_was_missing(model: nn.Module, clients: FederatedData):
     """Its row says how many were lost or refused."""
     algorithm = bf.algorithms.fedavg(model, **METHODS["fedavg"])
-    found = run(algorithm, clients, faults=of_client(4, 1, Lost()), min_clients=7, evaluate_every=None)
+    found = run(algorithm, clients, faults=of_client(4, 1, Lost()), admission=bf.Admission("skip", min_clients=7), evaluate_every=None)
     assert found.history["lost"].tolist() == [0.0, 1.0, 0.0]
-    found = run(algorithm, clients, faults=of_client(4, 1, KINDS["nan"]), min_clients=7, evaluate_every=None)
+    found = run(
+        algorithm, clients, faults=of_client(4, 1, KINDS["nan"]), admission=bf.Admission("skip", min_clients=7), evaluate_every=None
+    )
     assert found.history["rejected"].tolist() == [0.0, 1.0, 0.0]
 
 
@@ -408,9 +426,9 @@ def test_what_cannot_be(model: nn.Module, clients: FederatedData, tmp_path: Path
     algorithm = bf.algorithms.fedavg(model, **METHODS["fedavg"])
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match="min_clients must be at most the size of a cohort, 7, got 8"):
-        run(algorithm, clients, min_clients=8)
+        run(algorithm, clients, admission=bf.Admission(min_clients=8))
     with pytest.raises(ValueError, match="min_clients must be at most the size of a cohort, 4, got 5; or raise participation"):
-        run(algorithm, clients, min_clients=5, participation=0.7)
+        run(algorithm, clients, admission=bf.Admission(min_clients=5), participation=0.7)
     with pytest.raises(TypeError, match="faults must be a plan"):
         run(algorithm, clients, faults="lost")
     for checkpoint in (3, ""):

@@ -31,7 +31,7 @@ def pulled(
 ) -> bf.Algorithm:
     """One private block under N(server's mean, variance)."""
     prior = Normal(centre=server_mean("w"), variance=lambda given, view: torch.full_like(view["n"], variance)[..., None])
-    phase = Descend("w", Energy("w", ("w",), likelihood=likelihood), optimiser=optimiser, prox=prox, **steps)
+    phase = Descend(Energy("w", ("w",), likelihood=likelihood), optimiser=optimiser, prox=prox, **steps)
     return bf.Algorithm(model, {"w": Block(prior=prior)}, (phase,), parts=("w",))
 
 
@@ -97,7 +97,7 @@ def test_a_wide_prior_changes_nothing(model: nn.Module, clients: FederatedData):
 def test_prox_needs_a_gaussian_prior_of_points(model: nn.Module):
     """Refused as the algorithm is built, with the remedy."""
     prior = Normal(centre=own_mean("w"), variance=lambda given, view: torch.ones(1))
-    step = Descend("w", Energy("w", ("w",), likelihood="sum"), prox=True)
+    step = Descend(Energy("w", ("w",), likelihood="sum"), prox=True)
     with pytest.raises(ValueError, match="use prox=False"):
         bf.Algorithm(model, {"w": Block(posterior=MeanField(), prior=prior)}, (step,), parts=("w",))
 
@@ -116,8 +116,8 @@ def aligned(model: nn.Module, **options: Any) -> bf.Algorithm:
     parts = ("body", "head")
     target = {"target": torch.linspace(-1, 1, 16, dtype=torch.float64)}
     rest = {"optimiser": SGD(0.1), **options}
-    phases = tuple(Descend(name, Energy(name, parts, likelihood="mean", penalty=alignment), **rest) for name in parts)
-    return bf.Algorithm(model, {"body": Block("body.*"), "head": Block("head.*")}, phases, parts=parts, private=lambda given: target)
+    phases = tuple(Descend(Energy(name, parts, likelihood="mean", penalty=alignment), **rest) for name in parts)
+    return bf.Algorithm(model, {"body": Block("body.*"), "head": Block("head.*")}, phases, parts=parts, private=target)
 
 
 @pytest.mark.parametrize("kernel", ["reference", "layers", "live", "vmap"])
@@ -165,7 +165,7 @@ def test_a_penalty_without_features():
         return torch.full_like(view["n"], 5.0)
 
     clients, model = federation(), nn.Sequential(nn.Linear(8, 3))
-    plain = Descend("w", Energy("w", ("w",), likelihood="mean"), optimiser=SGD(0.1))
+    plain = Descend(Energy("w", ("w",), likelihood="mean"), optimiser=SGD(0.1))
     energy = replace(plain.energy, penalty=flat)
     found = [
         run(bf.Algorithm(model, {"w": Block()}, (replace(plain, energy=e),), parts=("w",)), clients, kernel).server["w"]["loc"]
@@ -178,7 +178,7 @@ def test_a_penalty_without_features():
 def test_a_penalty_needs_points(model: nn.Module):
     """Of draws there would be as many penalties as draws: refused, with the remedy."""
     prior = Normal(centre=own_mean("w"), variance=lambda given, view: torch.ones(1))
-    step = Descend("w", Energy("w", ("w",), likelihood="sum", penalty=alignment))
+    step = Descend(Energy("w", ("w",), likelihood="sum", penalty=alignment))
     with pytest.raises(ValueError, match=r"blocks \['w'\] draw or have copies; use Point blocks"):
         bf.Algorithm(model, {"w": Block(posterior=MeanField(), prior=prior)}, (step,), parts=("w",))
 
@@ -189,7 +189,7 @@ def test_an_optimiser_that_persists(model: nn.Module, clients: FederatedData, op
     """A client alone goes through three rounds of two steps as through one of six; without, momentum starts anew."""
 
     def phase(epochs: int, persist: str | None) -> bf.Algorithm:
-        step = Descend("w", Energy("w", ("w",), likelihood="mean"), optimiser=optimiser, epochs=epochs, persist=persist)
+        step = Descend(Energy("w", ("w",), likelihood="mean"), optimiser=optimiser, epochs=epochs, persist=persist)
         return bf.Algorithm(model, {"w": Block(pool=None, keep=True)}, (step,), parts=("w",))
 
     kept, anew = (run(phase(2, name), clients, kernel, rounds=3).private["w"]["loc"] for name in ("velocity", None))
@@ -203,7 +203,7 @@ def test_clients_that_took_different_numbers_of_steps(model: nn.Module, clients:
     """Adam corrects each client's moments by its own number of steps, whoever shares its chunk."""
     prior = Normal(centre=server_mean("w"), variance=lambda given, view: torch.full_like(view["n"], 0.5)[..., None])
     energy = Energy("w", ("w",), likelihood="mean")
-    step = Descend("w", energy, optimiser=Adam(0.01), epochs=2, batch_size=10, persist="moments", prox=prox)
+    step = Descend(energy, optimiser=Adam(0.01), epochs=2, batch_size=10, persist="moments", prox=prox)
     algorithm = bf.Algorithm(model, {"w": Block(prior=prior)}, (step,), parts=("w",))
     options: dict[str, Any] = {"rounds": 3, "participation": 0.5}
     reference = run(algorithm, clients, "reference", **options)
@@ -219,7 +219,7 @@ def test_repeated_phases_that_persist(model: nn.Module, clients: FederatedData):
     """Inside `Repeat` too: two rounds of three batches as one of six."""
 
     def repeated(times: int) -> bf.Algorithm:
-        step = Descend("w", Energy("w", ("w",), likelihood="mean"), optimiser=SGD(0.05, momentum=0.9), persist="velocity")
+        step = Descend(Energy("w", ("w",), likelihood="mean"), optimiser=SGD(0.05, momentum=0.9), persist="velocity")
         return bf.Algorithm(model, {"w": Block(pool=None, keep=True)}, (Repeat((step,), times=times),), parts=("w",))
 
     found = [run(repeated(times), clients, kernel, rounds=6 // times) for times in (3, 6) for kernel in ("reference", "layers")]
@@ -230,7 +230,7 @@ def test_repeated_phases_that_persist(model: nn.Module, clients: FederatedData):
 
 def test_a_state_that_persists_is_not_written_into(model: nn.Module, clients: FederatedData):
     """A kernel returns a new one: what the view held is the client's until its round is accepted."""
-    step = Descend("w", Energy("w", ("w",), likelihood="mean"), optimiser=Adam(0.05), persist="moments")
+    step = Descend(Energy("w", ("w",), likelihood="mean"), optimiser=Adam(0.05), persist="moments")
     algorithm = bf.Algorithm(model, {"w": Block()}, (step,), parts=("w",))
     server = algorithm.init(7, dtype=torch.float64)
     rows = tree_map(lambda t: t.expand(7, *t.shape).clone(), algorithm.rows(server))
@@ -270,7 +270,7 @@ def test_once_gets_the_losses_it_asks_for(clients: FederatedData, kernel: Any, c
         (Once(keep, data=True, losses=("body", "head")),),
         parts=("body", "head"),
         likelihood=likelihood,
-        private=lambda given: {"seen": torch.zeros(copies or ())},
+        private={"seen": torch.zeros(copies or ())},
         predictor=Mixture("head", "seen") if copies else None,
     )
     result = run(algorithm, clients, kernel)

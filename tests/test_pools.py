@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from bayesfl.base.numerics import inverse_softplus
 from bayesfl.base.protocols import AdditivePool, Server, StackedPool, Tensors, Uplink
-from bayesfl.composition.pools import Barycentre, Mean, MomentMatched, PrecisionWeighted, Relaxed, Stack, equal
+from bayesfl.composition.pools import Barycentre, Mean, Mixed, MomentMatched, PrecisionWeighted, Relaxed, Stack, equal
 
 DOUBLE = torch.float64
 
@@ -337,3 +337,30 @@ def test_stack_leaves_the_entry_to_combine():
     assert isinstance(Stack(), StackedPool)
     assert not isinstance(Stack(), AdditivePool)
     assert not isinstance(Mean(), StackedPool)
+
+
+def test_mixed_gives_each_client_its_own_mixture():
+    """Rows of the matrix times what the cohort sent; the absent keep theirs, the mean is over all; newcomers have none."""
+    weights = torch.tensor([[0.75, 0.25], [0.0, 1.0]])
+    pool = Mixed(lambda server, ids, uplink: weights * uplink["round"])
+    start = pool.start({"loc": numbers(3)}, 4)
+    assert_close(start["each"], numbers(3).expand(4, 3))
+    sent, ids = numbers(2, 3, seed=1), torch.tensor([3, 1])
+    new = pool({"w": start}, "w", {"w": {"loc": sent}, "ids": ids, "round": 1})
+    assert_close(new["each"][ids], weights.double() @ sent)
+    assert torch.equal(new["each"][[0, 2]], start["each"][[0, 2]])
+    assert_close(new["loc"], new["each"].mean(0))
+    expected = torch.zeros(4, 4).double()
+    expected[3, 3], expected[3, 1], expected[1, 1] = 0.75, 0.25, 1.0
+    assert_close(new["weights"], expected)
+    later = pool.newcomers(new)
+    assert (later["each"].shape, later["weights"].shape) == ((0, 3), (0, 0))
+    assert later["loc"] is new["loc"]
+
+
+def test_mixed_copies():
+    """Of a block with copies each is mixed alike."""
+    pool = Mixed(lambda server, ids, uplink: torch.full((2, 2), 0.5))
+    start, sent = pool.start({"loc": numbers(2, 3)}, 2), numbers(2, 2, 3, seed=1)
+    new = pool({"w": start}, "w", {"w": {"loc": sent}, "ids": torch.arange(2)})
+    assert_close(new["each"], sent.mean(0).expand(2, 2, 3))

@@ -22,11 +22,12 @@ from bayesfl.base.random import keyed
 from bayesfl.base.trees import flatten
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.pools import Clipped, Mean, equal
-from bayesfl.composition.server_optimiser import with_optimiser
+from bayesfl.composition.server_optimiser import with_server_optimiser
 from bayesfl.data import FederatedData
 from bayesfl.federation.admission import Admission
 from bayesfl.federation.faults import KINDS
 from bayesfl.federation.privacy import ClientPrivacy, epsilon, epsilon_own, normals, uniforms
+from bayesfl.federation.replies import Replies
 from bayesfl.federation.result import Result
 from bayesfl.optim import SGD, Adam
 from tests.cases import CASES, Case
@@ -204,12 +205,13 @@ def release(
     """The server's vector before, and after the clients `ids` have sent it plus `moved` [J, D]; in two chunks."""
     options = {"participation": 0.5, "round": 0, **more}
     result = run(algorithm, clients, replace(rule, noise_multiplier=0.0, secret=SECRET), rounds=1, participation=options["participation"])
-    gather = rule.start(result, Admission(), every=None, repeats=0).gather(result.server, options["round"], np.array(ids))
+    total = rule.start(result, Admission(), every=None, repeats=0).begin(result.server, options["round"], np.array(ids))
     for part in (list(ids[:2]), list(ids[2:])):
         if part:
             sent = {name: {"loc": result.server[name]["loc"] + t[part]} for name, t in moved.items()}
-            gather.add(np.array(part), torch.full((len(part),), options.get("n", 5.0)), sent, {})
-    new = gather.server()
+            n = torch.full((len(part),), options.get("n", 5.0))
+            total.add(Replies(np.array(part), n, sent, {}, np.full(len(part), np.nan)))
+    new = total.server()
     return tuple(torch.cat([of[name]["loc"] for name in moved]) for of in (result.server, new))  # pyright: ignore[reportReturnType]
 
 
@@ -259,11 +261,11 @@ def test_differences_are_from_what_each_client_was_sent(model: nn.Module, client
     algorithm, rule = split(model), ClientPrivacy(clip=0.5, noise_multiplier=0)
     own = torch.arange(1.0, 8.0, dtype=torch.float64)[:, None] / 100
 
-    def share(server: Any, ids: Tensor) -> tuple[Any, Any]:
-        return {"head": server["head"]}, {"body": {"loc": server["body"]["loc"] + own[ids].to(server["body"]["loc"])}}
+    def address(server: Any, ids: Tensor) -> Any:
+        return {"body": {"loc": server["body"]["loc"] + own[ids].to(server["body"]["loc"])}}
 
     still = {"body": own.expand(7, algorithm.layout("body").size), "head": torch.zeros(7, algorithm.layout("head").size).double()}
-    before, after = release(replace(algorithm, share=share), clients, rule, still, range(7))
+    before, after = release(replace(algorithm, address=address), clients, rule, still, range(7))
     assert_close(before, after, atol=1e-15, rtol=0)
     assert not torch.equal(*release(algorithm, clients, rule, still, range(7)))
 
@@ -440,7 +442,11 @@ def test_a_client_that_fails_adds_nothing(model: nn.Module, clients: FederatedDa
     without = run(fedavg(model), clients, replace(rule, weights=[1] * 4 + [0] + [1] * 2), rounds=1)
     start = fedavg(model).init(7, seed=3, dtype=torch.float64)["w"]["loc"]
     for kind in ("lost", "nan", "shape"):
-        options: dict[str, Any] = {"faults": lambda round, attempt, ids, kind=kind: {4: KINDS[kind]}, "max_norm": None, "rounds": 1}
+        options: dict[str, Any] = {
+            "faults": lambda round, attempt, ids, kind=kind: {4: KINDS[kind]},
+            "admission": bf.Admission("skip", max_norm=None),
+            "rounds": 1,
+        }
         found = run(fedavg(model), clients, rule, **options)
         assert_close((found.server["w"]["loc"] - start) * 7, (without.server["w"]["loc"] - start) * 6, atol=1e-12, rtol=0)
 
@@ -449,8 +455,8 @@ def test_an_optimiser_on_the_server_takes_what_was_released(model: nn.Module, cl
     """Adam, on the noisy mean; SGD(1.0) is the release itself."""
     rule = ClientPrivacy(clip=1.0, noise_multiplier=0.5, secret=SECRET)
     plain = run(fedavg(model), clients, rule)
-    assert_close(run(with_optimiser(fedavg(model), SGD(1.0)), clients, rule).server["w"], plain.server["w"], atol=1e-9, rtol=0)
-    assert run(with_optimiser(fedavg(model), Adam(0.01)), clients, rule).server["w"]["loc"].isfinite().all()
+    assert_close(run(with_server_optimiser(fedavg(model), SGD(1.0)), clients, rule).server["w"], plain.server["w"], atol=1e-9, rtol=0)
+    assert run(with_server_optimiser(fedavg(model), Adam(0.01)), clients, rule).server["w"]["loc"].isfinite().all()
 
 
 TAKEN = {"fedavg", "fedavg_ft", "fedprox", "fedper", "fedrep", "lg_fedavg", "fedbabu", "ditto", "pfedmap", "fedsi_full"}
@@ -479,9 +485,9 @@ def test_weights_that_are_data_are_replaced_where_told(model: nn.Module, clients
     with pytest.raises(ValueError, match=r"block 'head' weighs clients by a function of what they send.*weights=\[\.\.\.\]"):
         run(algorithm, clients, rule)
     rule = replace(rule, weights=[1.0] * 7)
-    with pytest.raises(ValueError, match=r"`report` sends \['rho2'\].*report=bf\.Algorithm\.report"):
+    with pytest.raises(ValueError, match=r"`reports` sends \['rho2'\].*reports=\{\}"):
         run(algorithm, clients, rule)
-    silent = replace(algorithm, report=bf.Algorithm.report, combine=bf.Algorithm.combine)
+    silent = replace(algorithm, reports={}, combine=bf.Algorithm.combine)
     assert run(silent, clients, rule).history["releases"].tolist() == [1, 2, 3]
     monkeypatch.setattr(simulation, "run_round", None)
     reading = replace(fedavg(model), combine=lambda server, ids, uplink: {"w": {"loc": server["w"]["loc"] * len(ids)}})
@@ -494,9 +500,9 @@ def test_weights_that_are_data_are_replaced_where_told(model: nn.Module, clients
     [
         ({"weights": [1.0] * 6}, {}, "weights must be one number for each of 7 clients, got 6"),
         ({}, {"sampling": "fixed"}, "ClientPrivacy draws its own cohorts .*leave sampling out"),
-        ({}, {"min_clients": 2}, "with ClientPrivacy every round counts, one without a client too: leave both out"),
-        ({}, {"below_minimum": "repeat"}, "below_minimum='repeat' would let"),
-        ({}, {"on_bad_client": "skip"}, "max_norm=100 compares clients with each other.*pass max_norm=None"),
+        ({}, {"admission": bf.Admission(min_clients=2)}, "with ClientPrivacy every round counts, one without a client too: leave both out"),
+        ({}, {"admission": bf.Admission(below_minimum="repeat")}, "below_minimum='repeat' would let"),
+        ({}, {"admission": bf.Admission("skip")}, "max_norm=100 compares clients with each other.*pass max_norm=None"),
         ({}, {"checkpoint": "runs", "every": 2}, "every=2 lets states leave the server .*every=1"),
     ],
 )

@@ -21,7 +21,7 @@ from bayesfl.base.trees import flatten
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.pools import Clipped, Mean, Median, MomentMatched, PrecisionWeighted, Relaxed, by_size
 from bayesfl.composition.priors import Normal, inverse_size, server_mean
-from bayesfl.composition.server_optimiser import with_optimiser
+from bayesfl.composition.server_optimiser import with_server_optimiser
 from bayesfl.data import FederatedData
 from bayesfl.federation import secure
 from bayesfl.federation.faults import KINDS, Lost
@@ -228,7 +228,8 @@ def test_the_result_does_not_depend_on_the_masks(model: nn.Module, clients: Fede
 def test_a_client_that_drops_out(kind: str, model: nn.Module, clients: FederatedData, monkeypatch: pytest.MonkeyPatch):
     """The others send again under fresh masks, the bytes count, and the round is as without it."""
     sent = watch(monkeypatch)
-    options: dict[str, Any] = {"faults": lambda round, attempt, ids: {4: KINDS[kind]} if round == 1 else {}, "max_norm": None, "rounds": 3}
+    options: dict[str, Any] = {"faults": lambda round, attempt, ids: {4: KINDS[kind]} if round == 1 else {}, "rounds": 3}
+    options["admission"] = bf.Admission("skip", max_norm=None)
     found = run(fedavg(model), clients, aggregation=SecureSum(), **options)
     assert found.history["repeats"].tolist() == [0, 1, 0]
     assert found.history["cohort"].tolist() == [7, 6, 7]
@@ -246,7 +247,7 @@ def test_a_client_that_drops_out(kind: str, model: nn.Module, clients: Federated
 def test_too_few_are_left(model: nn.Module, clients: FederatedData):
     """Of one client there is no sum: the round is skipped, as one below any minimum."""
     plan = lambda round, attempt, ids: {int(client): Lost() for client in ids[1:]} if round == 0 else {}  # noqa: E731
-    found = run(fedavg(model), clients, rounds=1, aggregation=SecureSum(), faults=plan, max_norm=None)
+    found = run(fedavg(model), clients, rounds=1, aggregation=SecureSum(), faults=plan, admission=bf.Admission("skip", max_norm=None))
     assert found.history["cohort"].tolist() == [0]
     assert np.isnan(found.history["bytes_up"]).all()  # not what an open round would have taken
     start = fedavg(model).init(7, seed=3, dtype=torch.float64)
@@ -257,7 +258,7 @@ def test_a_minimum_above_two(model: nn.Module, clients: FederatedData):
     """Is kept to."""
     plan = lambda round, attempt, ids: {0: Lost(), 5: Lost()}  # noqa: E731
     for least, cohort in ((5, 5), (6, 0)):
-        options: dict[str, Any] = {"faults": plan, "max_norm": None, "min_clients": least, "rounds": 1}
+        options: dict[str, Any] = {"faults": plan, "admission": bf.Admission("skip", max_norm=None, min_clients=least), "rounds": 1}
         assert run(fedavg(model), clients, aggregation=SecureSum(), **options).history["cohort"].tolist() == [cohort]
 
 
@@ -308,7 +309,7 @@ def test_a_resumed_run_has_the_same_bits(model: nn.Module, clients: FederatedDat
 
 def test_an_optimiser_on_the_server_only_needs_the_sum(model: nn.Module, clients: FederatedData):
     """It wraps `combine`, and asks for nobody's uplink."""
-    algorithm = with_optimiser(fedavg(model), Adam(0.01))
+    algorithm = with_server_optimiser(fedavg(model), Adam(0.01))
     plain, found = (run(algorithm, clients, aggregation=way) for way in (None, SecureSum()))
     assert_close(state(plain), state(found), atol=1e-4, rtol=0)
 
@@ -323,8 +324,9 @@ def test_a_combine_that_asks_later_is_refused_then(model: nn.Module, clients: Fe
 
 
 def test_unseen_refuses_whatever_is_asked():
-    """Entries, attributes, iteration, length."""
-    unseen = Unseen("it is hidden")
+    """Entries but the number of the round, attributes, iteration, length."""
+    unseen = Unseen("it is hidden", 3, 5)
+    assert (unseen["round"], unseen["rounds"]) == (3, 5)
     for ask in (lambda: unseen["n"], lambda: unseen.shape, lambda: list(unseen), lambda: len(unseen), lambda: "n" in unseen):
         with pytest.raises(ValueError, match="it is hidden, but the method's `combine` reads"):
             ask()
@@ -348,7 +350,11 @@ def test_pools_that_need_single_clients(pool: Any, words: str, model: nn.Module,
     ("rule", "options", "words"),
     [
         ({"range": 2.0**40, "step": 2.0**-20}, {}, r"must stay below 2\*\*62, got 7 x .* = 2\*\*62\.8; take a smaller range"),
-        ({}, {"on_bad_client": "skip"}, "max_norm=100 looks at single clients, which secure aggregation hides; pass max_norm=None"),
+        (
+            {},
+            {"admission": bf.Admission("skip")},
+            "max_norm=100 looks at single clients.*; pass max_norm=None",
+        ),
         ({}, {"participation": 0.2}, "a cohort has one client of 7 at participation=0.2"),
     ],
 )

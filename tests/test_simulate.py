@@ -16,13 +16,12 @@ from torch.utils._pytree import tree_leaves
 import bayesfl as bf
 from bayesfl.base.protocols import Batch, Server, Tensors, View
 from bayesfl.composition.energy import Energy
-from bayesfl.composition.phases import Descend, Once, Repeat
+from bayesfl.composition.phases import Descend, Once, Repeat, described
 from bayesfl.composition.pools import Mean, Stack
-from bayesfl.federation.admission import Admission
-from bayesfl.federation.client import _described
 from bayesfl.federation.errors import CheckpointError
-from bayesfl.federation.replies import PlainRun
-from bayesfl.federation.round import run_round
+from bayesfl.federation.one_machine import OneMachine
+from bayesfl.federation.replies import OpenRun
+from bayesfl.federation.round import Rules, run_round
 from bayesfl.federation.settings import Settings
 from bayesfl.likelihoods import Bernoulli, Gaussian
 from bayesfl.optim import cosine
@@ -245,17 +244,17 @@ def test_divergence_gives_back_the_last_finite_round(clients, model, train):
 
 def test_divergence_names_the_blocks():
     """Those that a phase trains, also inside `Repeat`; a phase that trains none is named alone."""
-    step = Descend(("a", "b"), Energy(("a", "b"), ("a", "b"), likelihood="mean"))
-    assert _described(step) == "Descend on a, b"
-    assert _described(Repeat((Once(lambda algorithm, given, view, batch: view), step), times=2)) == "Repeat on a, b"
-    assert _described(Once(lambda algorithm, given, view, batch: view)) == "Once"
+    step = Descend(Energy(("a", "b"), ("a", "b"), likelihood="mean"))
+    assert described(step) == "Descend on a, b"
+    assert described(Repeat((Once(lambda algorithm, given, view, batch: view), step), times=2)) == "Repeat on a, b"
+    assert described(Once(lambda algorithm, given, view, batch: view)) == "Once"
 
 
 class Interrupted(BaseException):
     """Neither an error nor ours."""
 
 
-@pytest.mark.parametrize("where", ["combine", "solve", "report", "phase"])
+@pytest.mark.parametrize("where", ["combine", "solve", "phase"])
 @pytest.mark.parametrize("error", [RuntimeError, Interrupted])
 def test_whatever_is_raised_leaves_private_rows_as_they_were(clients, model, where, error):
     """An error in any part of a method, or from outside, undoes what its round has written, as a divergence does."""
@@ -275,26 +274,24 @@ def test_whatever_is_raised_leaves_private_rows_as_they_were(clients, model, whe
             maybe("phase")
         return view
 
-    def report(given: Server, view: View) -> dict[str, Tensor]:
-        if int(view["n"]) == min(SIZES):
-            maybe("report")
-        return {}
-
     def combine(server: Server, ids: Tensor, uplink: dict[str, Tensor]) -> Server:
         maybe("combine")
         return {}
 
     plain = bf.algorithms.fedper(model, epochs=1)
     blocks = {"body": replace(plain.blocks["body"], pool=Pool()), "head": plain.blocks["head"]}
-    made = replace(plain, blocks=blocks, phases=(*plain.phases, Once(touch)), report=report, combine=combine)
+    made = replace(plain, blocks=blocks, phases=(*plain.phases, Once(touch)), combine=combine)
     options = {"engine": bf.Engine("reference", chunk=2, workers=1), "evaluate_every": None, "progress": False}
     first = bf.simulate(made, clients, rounds=1, **options)
     kept = [t.clone() for t in tree_leaves((first.server, first.private))]
     fail.append(where)
     with pytest.raises(error, match=where):
         bf.simulate(made, clients, rounds=2, resume=first, **options)
-    with first.engine.crew(first.device) as crew, pytest.raises(error, match=where):
-        run_round(first, clients, crew, None, declared=made.uplink(), admission=Admission(), aggregator=PlainRun(first, 1))
+    rules = Rules(made, first.settings, clients.clients, made.uplink(), bf.Admission(), OpenRun(made, first.settings, clients.clients, 1))
+    with first.engine.crew(first.device) as crew:
+        transport = OneMachine(first.local(clients.train), first.state, crew, None, None)
+        with pytest.raises(error, match=where):
+            run_round(rules, first.server, first.round, first.history, transport)
     assert all(torch.equal(a, b) for a, b in zip(tree_leaves((first.server, first.private)), kept, strict=True))
     fail.clear()
     again = bf.simulate(made, clients, rounds=2, resume=first, **options)
@@ -314,8 +311,8 @@ def test_counters_and_masks_are_kept(clients, model, kernel, tmp_path):
         plain,
         phases=(Once(count), *plain.phases),
         server=lambda blocks, jobs: {"seen": torch.zeros(jobs, dtype=torch.int64), "on": torch.tensor(True)},
-        private=lambda given: {"rounds_in": torch.tensor(0), "mask": torch.tensor([True, False])},
-        report=lambda given, view: {"rounds_in": view["rounds_in"]},
+        private={"rounds_in": torch.tensor(0), "mask": torch.tensor([True, False])},
+        reports={"rounds_in": torch.tensor(0)},
         combine=lambda server, ids, uplink: {"seen": server["seen"].index_add(0, ids, torch.ones_like(ids)), "on": ~server["on"]},
     )
     options = {"participation": 0.5, "evaluate_every": None, "progress": False, "engine": bf.Engine(kernel, chunk=2, workers=1)}
@@ -386,6 +383,23 @@ def test_resume_keeps_the_experiment(clients, model):
         bf.simulate(algorithm, clients, rounds=1, evaluate_every=None, resume=bf.simulate(algorithm, clients, rounds=2, progress=False))
 
 
+def test_a_fine_tuning_that_leaves_the_numbers(clients, model, caplog):
+    """It stops a plain run, which gives back its last round; where bad clients are skipped its client predicts without it."""
+
+    def burst(algorithm: bf.Algorithm, given: Server, view: View, batch: Batch) -> View:
+        loc = view["w"]["loc"]
+        return view | {"w": {"loc": torch.where(view["n"] == SIZES[2], torch.full_like(loc, torch.nan), loc + 1)}}
+
+    algorithm = replace(bf.algorithms.fedavg(model, epochs=1), finetune=(Once(burst),))
+    with pytest.raises(bf.DivergenceError, match=r"client 2 is no longer finite after fine-tuning phase 0 \(Once\) of round 1") as raised:
+        bf.simulate(algorithm, clients, rounds=2, progress=False)
+    assert (raised.value.result.round, len(raised.value.result.history)) == (1, 1)
+    caplog.clear()
+    found = bf.simulate(algorithm, clients, rounds=1, progress=False, admission=bf.Admission("skip"))
+    assert "the fine-tuning of client 2 is not finite; it predicts without it" in caplog.text
+    assert np.isfinite(found.history["personal_nll"]).all()
+
+
 def test_addressed_share_stack_and_combine(clients, model):
     """What methods with one server result per client need: gossip over a ring, the server keeping a copy for each client."""
     jobs = len(SIZES)
@@ -399,7 +413,7 @@ def test_addressed_share_stack_and_combine(clients, model):
         step,
         parts=("w",),
         server=lambda blocks, count: {"copies": blocks["w"]["loc"].expand(count, -1)},
-        share=lambda server, ids: ({"w": server["w"]}, {"w": {"loc": server["copies"][ids]}}),
+        address=lambda server, ids: {"w": {"loc": server["copies"][ids]}},
         combine=lambda server, ids, uplink: {"copies": ring @ torch.empty_like(server["copies"]).index_copy_(0, ids, uplink["w"]["loc"])},
     )
     options = {"dtype": torch.float64, "evaluate_every": None, "progress": False}
@@ -424,15 +438,15 @@ def one_head_each(model: nn.Module) -> bf.Algorithm:
         return {"heads": server["heads"].index_copy(0, ids, 0.5 * (heads + heads.mean(0))), "done": server["done"] + 1}
 
     both = ("body", "head")
-    step = Descend(both, Energy(both, both, likelihood="mean"), batch_size=10)
+    step = Descend(Energy(both, both, likelihood="mean"), batch_size=10)
     return bf.Algorithm(
         model,
         {"body": bf.Block("body.*"), "head": bf.Block("head.*", pool=Stack())},
-        (Once(start), step),
+        (Once(start), step, Once(lambda algorithm, given, view, data: view | {"moved": (view["head"]["loc"] - view["head_init"]).norm()})),
         parts=both,
         server=lambda blocks, clients: {"heads": blocks["head"]["loc"].expand(clients, -1), "done": torch.tensor(0)},
-        share=lambda server, ids: ({name: server[name] for name in both}, {"head_init": server["heads"][ids]}),
-        report=lambda given, view: {"moved": (view["head"]["loc"] - view["head_init"]).norm()},
+        address=lambda server, ids: {"head_init": server["heads"][ids]},
+        reports={"moved": 0.0},
         combine=combine,
         finetune=(Once(start),),
     )
@@ -538,13 +552,3 @@ def test_adapting_under_a_schedule_still_learns(clients, model):
     result = bf.simulate(algorithm, old, rounds=2, seed=np.int64(1), evaluate_every=None, progress=False)
     start = algorithm.rows(result.server)["head"]["loc"]
     assert (result.adapt(novel).private["head"]["loc"] - start).abs().max() > 1e-4
-
-
-def test_an_energy_of_other_blocks_is_refused(model):
-    """What is trained and whose KL counts are named alike."""
-    both = ("body", "head")
-    blocks = {"body": bf.Block("body.*"), "head": bf.Block("head.*")}
-    with pytest.raises(ValueError, match="name the same in both"):
-        bf.Algorithm(model, blocks, (Descend(both, Energy("head", both, likelihood="mean")),), parts=both)
-    with pytest.raises(ValueError, match="GroupNorm"):
-        bf.algorithms.fedavg(nn.Sequential(nn.Linear(8, 3), nn.BatchNorm1d(3, track_running_stats=False)))

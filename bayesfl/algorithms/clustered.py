@@ -13,6 +13,10 @@ Source: Sattler, Müller, Samek, "Clustered federated learning: model-agnostic d
 constraints", IEEE Transactions on Neural Networks and Learning Systems 32(8), 2021, algorithm 3; complete linkage, the size and the first
 round of a split from the authors' code, github.com/felisat/clustered-federated-learning, where the places of clients within their cluster
 are taken for their numbers, which is wrong from the second split on; here they are mapped back.
+
+>>> import bayesfl as bf
+>>> clients = bf.data.swapped_labels("digits", clients=4)
+>>> result = bf.simulate(bf.algorithms.clustered(bf.models.mlp(clients.inputs, hidden=8, outputs=clients.classes)), clients, rounds=1)
 """
 
 import logging
@@ -80,23 +84,22 @@ def clustered(
         return {
             "models": blocks["w"]["loc"].unsqueeze(0),
             "cluster": torch.full((clients,), -1),
-            "rounds_done": torch.tensor(0),
             "unit": torch.tensor(0.0),
             "norms": torch.zeros(1, 2),
         }
 
-    def share(server: Server, ids: Tensor) -> tuple[Server, View]:
+    def address(server: Server, ids: Tensor) -> View:
         models, cluster = server["models"], server["cluster"][ids]
-        if len(models) > 1 and bool((cluster < 0).any()):
-            return {"w": server["w"], "models": models}, {}
-        return {}, {"w": {"loc": models[cluster.clamp_min(0)]}}
+        if len(models) > 1 and bool((cluster < 0).any()):  # newcomers choose among all of them
+            return {"models": models.expand(len(ids), *models.shape)}
+        return {"w": {"loc": models[cluster.clamp_min(0)]}}
 
     def choose(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
-        if "models" not in given:
+        if "models" not in view:
             return view
         layout = algorithm.layout("w")
-        total = torch.stack([(algorithm.losses(layout.leaves(loc), data) * data["weight"]).sum(-1) for loc in given["models"]])
-        return view | {"w": {"loc": given["models"][total.argmin()]}}
+        total = torch.stack([(algorithm.losses(layout.leaves(loc), data) * data["weight"]).sum(-1) for loc in view["models"]])
+        return view | {"w": {"loc": view["models"][total.argmin()]}}
 
     def combine(server: Server, ids: Tensor, uplink: Uplink) -> Server:
         cluster, models = server["cluster"].clamp_min(0), list(server["models"].double())
@@ -106,8 +109,8 @@ def clustered(
         def mean(places: Tensor) -> Tensor:
             return counts[places] @ updates[places] / counts[places].sum()
 
-        rounds_done = server["rounds_done"] + 1
-        unit = mean(torch.arange(len(ids))).norm() if rounds_done == 1 else server["unit"].double()
+        first = bool((server["cluster"] < 0).all())  # rounds that came to nothing are counted, and have no unit
+        unit = mean(torch.arange(len(ids))).norm() if first else server["unit"].double()
         norms = list(server["norms"].double())
         member = cluster.clone()
         for c, centre in enumerate(tuple(models)):
@@ -117,9 +120,9 @@ def clustered(
             moved, furthest = mean(places).norm(), updates[places].norm(dim=1).max()
             norms[c] = torch.stack([moved, furthest]) / unit.clamp_min(torch.finfo(torch.float64).tiny)
             whole_cluster = len(places) == int((cluster == c).sum()) and len(places) > SMALLEST
-            if whole_cluster and rounds_done > first_split and moved < eps1 * unit and furthest > eps2 * unit:
+            if whole_cluster and uplink["round"] >= first_split and moved < eps1 * unit and furthest > eps2 * unit:
                 new = places[bipartition(updates[places])]  # from places in the cluster to places among those who sent
-                log.info("round %d: cluster %d splits, %d of its %d clients leave", int(rounds_done), c, len(new), len(places))
+                log.info("round %d: cluster %d splits, %d of its %d clients leave", uplink["round"], c, len(new), len(places))
                 member[ids[new]] = len(models)
                 models.append(centre + mean(new))
                 norms.append(norms[c])
@@ -130,7 +133,6 @@ def clustered(
             "w": {"loc": made[member].mean(0).to(loc)},
             "models": made.to(loc),
             "cluster": member,
-            "rounds_done": rounds_done,
             "unit": unit.to(loc),
             "norms": torch.stack(norms).to(loc),
         }
@@ -138,7 +140,7 @@ def clustered(
     options = {"epochs": epochs, "batch_size": batch_size, "lr": lr, "momentum": momentum, "weight_decay": weight_decay}
     plain = fedavg(model, **options, likelihood=likelihood)
     finetune = (Once(choose, data=True),)
-    return replace(plain, blocks={"w": Block(pool=Stack())}, server=server, share=share, combine=combine, finetune=finetune)
+    return replace(plain, blocks={"w": Block(pool=Stack())}, server=server, address=address, combine=combine, finetune=finetune)
 
 
 def bipartition(updates: Tensor) -> Tensor:

@@ -6,14 +6,21 @@ The authors' code takes the steps of both models on the same batches; here each 
 the round, so neither model's steps depend on the other's.
 
 Source: Li, Hu, Beirami, Smith, "Ditto: fair and robust federated learning through personalization", ICML 2021, algorithm 1.
+
+>>> import bayesfl as bf
+>>> clients = bf.data.concept_drift("digits", clients=4)
+>>> result = bf.simulate(bf.algorithms.ditto(bf.models.mlp(clients.inputs, hidden=8, outputs=clients.classes), lam=0.5), clients, rounds=1)
 """
+
+from dataclasses import replace
 
 from torch import nn
 
-from bayesfl.base.protocols import Batch, Likelihood, Server, View
-from bayesfl.composition import Algorithm, Block, Descend, Energy, Mean, Normal, Once, equal, inverse_size, server_mean
+from bayesfl.algorithms.fedavg import fedavg
+from bayesfl.base.protocols import Likelihood
+from bayesfl.composition import Algorithm, Block, Energy, Mean, Normal, equal, inverse_size, server_mean, with_personal
 from bayesfl.likelihoods import Categorical
-from bayesfl.optim import SGD, Rate
+from bayesfl.optim import Rate
 
 
 def ditto(
@@ -41,21 +48,8 @@ def ditto(
         adapt_epochs: Passes of a client that joins later, from the global model.
         likelihood: What y is.
     """
+    plain = fedavg(model, epochs=epochs, batch_size=batch_size, lr=lr, momentum=momentum, weight_decay=weight_decay, likelihood=likelihood)
+    plain = replace(plain, blocks={"w": Block(pool=Mean(equal))})
+    fit = replace(plain.phases[0], energy=Energy("v", ("v",), likelihood="mean"))
     tied = Normal(centre=server_mean("w"), variance=inverse_size(lam))
-    rest = {"batch_size": batch_size, "optimiser": SGD(lr, momentum, weight_decay)}
-    own = Energy("v", ("v",), likelihood="mean")
-
-    def start(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
-        return view | {"v": given["w"]}
-
-    return Algorithm(
-        model,
-        {"w": Block(pool=Mean(equal)), "v": Block(prior=tied, pool=None, keep=True)},
-        (
-            Descend("v", own, epochs=epochs, **rest),
-            Descend("w", Energy("w", ("w",), likelihood="mean"), epochs=epochs, **rest),
-        ),
-        parts=("v",),
-        likelihood=likelihood,
-        adapt=(Once(start), Descend("v", own, epochs=adapt_epochs, **rest)),
-    )
+    return with_personal(plain, fit, prior=tied, adapt=(replace(fit, epochs=adapt_epochs),))

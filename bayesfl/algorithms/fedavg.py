@@ -3,6 +3,11 @@
 Source: McMahan, Moore, Ramage, Hampson, Agüera y Arcas, "Communication-efficient learning of deep networks from decentralized
 data", AISTATS 2017, algorithm 1. Fine-tuning: Marfoq et al., "Federated multi-task learning under a mixture of distributions",
 NeurIPS 2021, where FedAvg+ takes one more local epoch before each evaluation.
+
+>>> import bayesfl as bf
+>>> clients = bf.data.concept_drift("digits", clients=4)
+>>> model = bf.models.mlp(clients.inputs, hidden=8, outputs=clients.classes)
+>>> result = bf.simulate(bf.algorithms.fedavg(model, epochs=1), clients, rounds=1)
 """
 
 from dataclasses import replace
@@ -36,9 +41,7 @@ def fedavg(
         weight_decay: L2 coefficient, entering the gradient.
         likelihood: What y is.
     """
-    step = Descend(
-        "w", Energy("w", ("w",), likelihood="mean"), epochs=epochs, batch_size=batch_size, optimiser=SGD(lr, momentum, weight_decay)
-    )
+    step = Descend(Energy("w", ("w",), likelihood="mean"), epochs=epochs, batch_size=batch_size, optimiser=SGD(lr, momentum, weight_decay))
     return Algorithm(model, {"w": Block()}, (step,), parts=("w",), likelihood=likelihood)
 
 

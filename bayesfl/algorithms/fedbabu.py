@@ -1,6 +1,10 @@
 """FedBABU: only the body is trained and averaged, under one random head that nobody changes; clients fine-tune to predict.
 
 Source: Oh, Kim, Yun, "FedBABU: toward enhanced representation for federated image classification", ICLR 2022, algorithm 1.
+
+>>> import bayesfl as bf
+>>> clients = bf.data.concept_drift("digits", clients=4)
+>>> result = bf.simulate(bf.algorithms.fedbabu(bf.models.mlp(clients.inputs, hidden=8, outputs=clients.classes)), clients, rounds=1)
 """
 
 from torch import nn
@@ -43,7 +47,6 @@ def fedbabu(
         {"body": Block("body.*", pool=Mean(equal)), "head": Block("head.*", pool=None)},
         (
             Descend(
-                "body",
                 Energy("body", both, likelihood="mean"),
                 epochs=epochs,
                 batch_size=batch_size,
@@ -54,7 +57,6 @@ def fedbabu(
         likelihood=likelihood,
         finetune=(
             Descend(
-                both,
                 Energy(both, both, likelihood="mean"),
                 epochs=finetune_epochs,
                 batch_size=batch_size,

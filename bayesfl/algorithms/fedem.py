@@ -10,6 +10,11 @@ Without a server  theta_jm <- sum_k W_jk theta_km  over neighbours k, W doubly s
 
 Source: Marfoq, Neglia, Bellet, Kameni, Vidal, "Federated multi-task learning under a mixture of distributions", NeurIPS 2021, algorithms 1
 and 4; order of steps and hyperparameters from the authors' code, github.com/omarfoq/FedEM.
+
+>>> import bayesfl as bf
+>>> clients = bf.data.concept_drift("digits", clients=4)
+>>> model = bf.models.mlp(clients.inputs, hidden=8, outputs=clients.classes)
+>>> result = bf.simulate(bf.algorithms.fedem(model, components=2), clients, rounds=1)
 """
 
 import logging
@@ -29,11 +34,11 @@ from bayesfl.composition import (
     Descend,
     Energy,
     Mean,
+    Mixed,
     Mixture,
     MomentMatched,
     Normal,
     Once,
-    Stack,
     check_mixing,
     erdos_renyi,
     metropolis,
@@ -103,6 +108,8 @@ def fedem(
     if isinstance(posterior, MeanField) and by_responsibility:
         raise ValueError("by_responsibility is an average of points, but the posterior is MeanField; pass by_responsibility=False")
 
+    uniform = torch.full((components,), 1 / components)
+
     def expect(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
         q, _ = mixture.responsibilities(view["pi"], data["losses"])
         return view | {"q": q, "pi": mixture.mean_weights(q, data["weight"])}
@@ -125,11 +132,7 @@ def fedem(
         return {"pi_seen": pi, "sizes": sizes, "usage": now}
 
     def start(blocks: Server, clients: int) -> Server:
-        return {
-            "pi_seen": torch.zeros(clients, components),
-            "sizes": torch.zeros(clients),
-            "usage": torch.full((components,), 1 / components),
-        }
+        return {"pi_seen": torch.zeros(clients, components), "sizes": torch.zeros(clients), "usage": uniform}
 
     block = Block(copies=components, start=anew(model), pool=Mean(weight))
     if isinstance(posterior, MeanField):
@@ -143,7 +146,6 @@ def fedem(
         (
             Once(expect, data=True, losses=PARTS),
             Descend(
-                "components",
                 Energy("components", PARTS, likelihood="mean", weight=counted),
                 epochs=epochs,
                 batch_size=batch_size,
@@ -153,10 +155,9 @@ def fedem(
         ),
         parts=PARTS,
         likelihood=likelihood,
-        private=lambda given: {"pi": torch.full((components,), 1 / components)},
+        private={"pi": uniform},
+        reports={"pi": uniform},
         server=start,
-        share=lambda server, ids: ({name: server[name] for name in PARTS}, {}),
-        report=lambda given, view: {"pi": view["pi"]},
         combine=combine,
         adapt=(Once(adapt, data=True, losses=PARTS),),
         predictor=Mixture("components", "pi"),
@@ -208,30 +209,15 @@ def d_fedem(
         made = mixing(clients) if callable(mixing) else metropolis(erdos_renyi(clients)) if given is None else given
         return check_mixing(made, clients)
 
-    def server(blocks: Server, clients: int) -> Server:
-        loc = blocks["components"]["loc"]
-        return {**central.server(blocks, clients), "models": loc.expand(clients, *loc.shape)}
-
-    def share(server: Server, ids: Tensor) -> tuple[Server, View]:
-        return {}, {"components": {"loc": server["models"][ids]}}
-
-    def combine(server: Server, ids: Tensor, uplink: Uplink) -> Server:
-        models = server["models"]
-        weights = weights_of(len(models)).to(models.device)
-        if len(ids) < len(models) and not torch.allclose(weights, weights.T, rtol=0, atol=1e-6):
+    def among(server: Server, ids: Tensor, uplink: Uplink) -> Tensor:
+        clients = len(server["components"]["each"])
+        weights = weights_of(clients).to(ids.device)
+        if len(ids) < clients and not torch.allclose(weights, weights.T, rtol=0, atol=1e-6):
             raise ValueError(
-                f"mixing is not symmetric and {len(ids)} of {len(models)} clients took part, so the mean over clients would move: pass a "
+                f"mixing is not symmetric and {len(ids)} of {clients} clients took part, so the mean over clients would move: pass a "
                 "symmetric matrix such as topology.metropolis(edges), or let everyone take part"
             )
         weights = weights[ids][:, ids]
-        weights = weights + torch.diag(1 - weights.sum(1))  # what would have come from the absent
-        mixed = torch.einsum("jk,kmd->jmd", weights, uplink["components"]["loc"].double())
-        models = models.index_copy(0, ids, mixed.to(models))
-        return {
-            **central.combine(server, ids, uplink),
-            "models": models,
-            "components": {"loc": models.double().mean(0).to(models)},
-        }
+        return weights + torch.diag(1 - weights.sum(1))  # what would have come from the absent
 
-    block = replace(central.blocks["components"], pool=Stack())
-    return replace(central, blocks={"components": block}, server=server, share=share, combine=combine)
+    return replace(central, blocks={"components": replace(central.blocks["components"], pool=Mixed(among))})

@@ -18,16 +18,21 @@ weights below 1e-3 are set to 0 and the rest scaled to sum 1.
 Source: Xu, Tong, Huang, "Personalized federated learning with feature alignment and classifier collaboration", ICLR 2023, arXiv:2306.11867;
 order of steps, threshold and hyperparameters from the authors' code, github.com/JianXu95/FedPAC. That code drops small eigenvalues of a
 program that rounding made indefinite, and with them the variances; here programs are solved exactly, in float64.
+
+>>> import bayesfl as bf
+>>> clients = bf.data.dominant_classes("digits", clients=4)
+>>> result = bf.simulate(bf.algorithms.fedpac(bf.models.mlp(clients.inputs, hidden=8, outputs=clients.classes)), clients, rounds=1)
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from bayesfl.base import simplex
 from bayesfl.base.checks import number
 from bayesfl.base.protocols import Batch, Likelihood, Server, Uplink, View
-from bayesfl.composition import Algorithm, Block, Descend, Energy, Once, Stack
+from bayesfl.composition import Algorithm, Block, Descend, Energy, Mixed, Once
 from bayesfl.likelihoods import Categorical
 from bayesfl.models import Split
 from bayesfl.optim import SGD, Rate
@@ -38,24 +43,6 @@ ROWS = 256  # examples whose features are held at once
 # A client of one example says V = 0. V counts as the larger of these at least, so that a minimum is unique:
 FLOOR = 1e-10  # in units of the median |h|^2 + V
 ROUNDING = 1e-13  # in units of the largest
-
-
-def mixing(h: Tensor, variance: Tensor, own: Tensor) -> Tensor:
-    """Weights [C, J] that C clients give the heads of J: argmin_a sum_j a_j^2 V_j + |own_i - sum_j a_j h_j|^2 over the simplex, in float64.
-
-    Args:
-        h: Feature statistics of those whose heads are mixed, [J, K d].
-        variance: V [J] >= 0.
-        own: The same statistics of those who get the mixtures, [C, K d].
-    """
-    h, variance, own = h.double(), variance.double(), own.double()
-    sizes = h.square().sum(-1) + variance
-    # Where nothing distinguishes the heads, no features and no variance, they count the same.
-    floor = max(FLOOR * float(sizes.median()), ROUNDING * float(sizes.max()), torch.finfo(h.dtype).tiny ** 0.5)
-    variance = variance.clamp_min(floor)
-    weights = simplex.minimise(h @ h.mT + torch.diag(variance), own @ h.mT)
-    weights = torch.where(weights < min(LEAST, 0.1 / len(h)), 0.0, weights)
-    return weights / weights.sum(-1, keepdim=True)
 
 
 def fedpac(
@@ -74,9 +61,9 @@ def fedpac(
     """Federate `model` by FedPAC.
 
     Besides its models a client sends counts, means of features and mean features weighted by frequency of every class, and one variance; so
-    the server knows its labels' frequencies. `result.server["collaboration"]` [J, J] has the weights a_ij: rows are the clients that get a
-    head, columns those whose heads are in it. Only heads of a round's cohort are mixed, among themselves. Of a client that is absent, head
-    and row stay as they were and go stale: that head knew another body. The row of a client that was never there is 0, its head the
+    the server knows its labels' frequencies. `result.server["head"]["weights"]` [J, J] has the weights a_ij: rows are the clients that get
+    a head, columns those whose heads are in it. Only heads of a round's cohort are mixed, among themselves. Of a client that is absent,
+    head and row stay as they were and go stale: that head knew another body. The row of a client that was never there is 0, its head the
     start's.
 
     A client that joins later gets body and centroids; the program is solved for its statistics over the heads that the last cohort trained,
@@ -85,7 +72,7 @@ def fedpac(
 
     A round's two accuracies, as the authors print them: at the start of local training, with the head that was mixed, is
     `history["personal_accuracy"]` of the round before; after local training, `history["before_pool_accuracy"]`. The global model that
-    `history["global_accuracy"]` measures has the mean head of the cohort, weighted by size, which nobody is sent.
+    `history["global_accuracy"]` measures has the mean of all clients' heads, which nobody is sent.
 
     Args:
         model: A `bf.models.Split` whose head is one `nn.Linear`.
@@ -110,28 +97,6 @@ def fedpac(
         raise ValueError(f"model must be a bf.models.Split whose head is one nn.Linear, got {type(model).__name__}; use bf.models.split")
     classes, width = max(2, model.head.out_features), model.head.in_features
 
-    def moments(algorithm: Algorithm, view: View, data: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """Of every class: examples [K], mean features [K, d], mean squared lengths [K]; 0 where a class has no examples."""
-        leaves, hot = algorithm.leaves(PARTS, view), F.one_hot(data["y"], classes).to(data["weight"]) * data["weight"].unsqueeze(-1)
-        counts, first, second = hot.sum(0), 0.0, 0.0
-        for x, rows in zip(data["x"].split(ROWS), hot.split(ROWS), strict=True):
-            z, _ = algorithm.features(leaves, x)
-            assert z is not None
-            first, second = first + rows.mT @ z, second + rows.mT @ z.square().sum(-1)
-        each = counts.clamp_min(1)
-        return counts, first / each.unsqueeze(-1), second / each
-
-    def statistics(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
-        counts, means, squares = moments(algorithm, view, data)
-        share = counts / counts.sum()
-        h = share.unsqueeze(-1) * means
-        variance = ((share * squares).sum() - h.square().sum()).clamp_min(0) / counts.sum()
-        target = torch.where(given["seen"].unsqueeze(-1), given["centroids"], means)
-        return view | {"counts": counts, "h": h, "variance": variance, "target": target}
-
-    def centroids(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
-        return view | {"centroids": moments(algorithm, view, data)[1]}
-
     def pull(features: Tensor | None, outputs: Tensor, losses: Tensor, batch: Batch, given: Server, view: View) -> Tensor:
         assert features is not None
         target = F.one_hot(batch["y"], classes).to(features) @ view["target"]  # quicker than picking rows
@@ -139,61 +104,103 @@ def fedpac(
         return lam * (given["round"] > 0) * apart.sum(-1) / batch["weight"].sum(-1)
 
     def start(blocks: Server, clients: int) -> Server:
-        loc = blocks["head"]["loc"]
-        return {
-            "heads": loc.expand(clients, len(loc)),
-            "collaboration": torch.zeros(clients, clients),
-            "centroids": torch.zeros(classes, width),
-            "seen": torch.zeros(classes, dtype=torch.bool),
-            "trained": {"head": loc.new_zeros(0, len(loc)), "h": torch.zeros(0, classes * width), "variance": torch.zeros(0)},
-        }
-
-    def share(server: Server, ids: Tensor) -> tuple[Server, View]:
-        common = {name: server[name] for name in ("body", "centroids", "seen")}
-        if len(server["trained"]["head"]) and not bool(server["collaboration"].any()):  # heads are known, none of them of these clients
-            return common | {"trained": server["trained"]}, {}
-        return common, {"head": {"loc": server["heads"][ids]}}
-
-    def combine(server: Server, ids: Tensor, uplink: Uplink) -> Server:
-        head, counts = uplink["head"]["loc"].double(), uplink["counts"].double()
-        h, variance, size = uplink["h"].flatten(1), uplink["variance"], uplink["n"].double()
-        weights = mixing(h, variance, h)
-        rows = weights.new_zeros(len(ids), len(server["heads"])).index_copy(1, ids, weights)
-        total = counts.sum(0).unsqueeze(-1)
-        means = (counts.unsqueeze(-1) * uplink["centroids"].double()).sum(0) / total.clamp_min(1)
-        return {
-            "head": {"loc": (size @ head / size.sum()).to(uplink["h"])},
-            "heads": server["heads"].index_copy(0, ids, (weights @ head).to(uplink["h"])),
-            "collaboration": server["collaboration"].index_copy(0, ids, rows.to(uplink["h"])),
-            "centroids": torch.where(total > 0, means.to(uplink["h"]), server["centroids"]),
-            "seen": server["seen"] | (total.squeeze(-1) > 0),
-            "trained": {"head": uplink["head"]["loc"], "h": h, "variance": variance},
-        }
-
-    def join(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
-        trained = given["trained"]
-        weights = mixing(trained["h"], trained["variance"], view["h"].flatten()[None])
-        return view | {"head": {"loc": (weights[0] @ trained["head"].double()).to(view["h"])}}
+        trained = {"head": blocks["head"]["loc"].new_zeros(0, len(blocks["head"]["loc"])), "h": torch.zeros(0, classes * width)}
+        seen = torch.zeros(classes, dtype=torch.bool)
+        return {"centroids": torch.zeros(classes, width), "seen": seen, "trained": {**trained, "variance": torch.zeros(0)}}
 
     measure = Once(statistics, data=True, batched=False)
     head, body = Energy("head", PARTS, likelihood="mean"), Energy("body", PARTS, likelihood="mean", penalty=pull)
-    fit_head = Descend("head", head, epochs=head_epochs, batch_size=batch_size, optimiser=SGD(head_lr, momentum, weight_decay))
-    fit_body = Descend("body", body, epochs=body_epochs, batch_size=batch_size, optimiser=SGD(lr, momentum, weight_decay))
+    fit_head = Descend(head, epochs=head_epochs, batch_size=batch_size, optimiser=SGD(head_lr, momentum, weight_decay))
+    fit_body = Descend(body, epochs=body_epochs, batch_size=batch_size, optimiser=SGD(lr, momentum, weight_decay))
+    each_class = torch.zeros(classes, width)
     return Algorithm(
         model,
-        {"body": Block("body.*"), "head": Block("head.*", pool=Stack(), keep=True)},
+        {"body": Block("body.*"), "head": Block("head.*", pool=Mixed(among), keep=True)},
         (measure, fit_head, fit_body, Once(centroids, data=True, batched=False)),
         parts=PARTS,
         likelihood=likelihood,
         server=start,
-        private=lambda given: {
-            "counts": torch.zeros(classes),
-            "h": torch.zeros(classes, width),
-            "variance": torch.zeros(()),
-            "centroids": torch.zeros(classes, width),
-        },
-        share=share,
-        report=lambda given, view: {name: view[name] for name in ("counts", "h", "variance", "centroids")},
+        broadcast=("centroids", "seen"),
+        address=address,
+        reports={"counts": torch.zeros(classes), "h": each_class, "variance": 0.0, "centroids": each_class},
         combine=combine,
         adapt=(measure, Once(join, batched=False), fit_head),
     )
+
+
+def moments(algorithm: Algorithm, view: View, data: Batch, classes: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute of every class the examples [K], mean features [K, d] and mean squared lengths [K]; 0 where a class has no examples."""
+    leaves, hot = algorithm.leaves(PARTS, view), F.one_hot(data["y"], classes).to(data["weight"]) * data["weight"].unsqueeze(-1)
+    counts, first, second = hot.sum(0), 0.0, 0.0
+    for x, rows in zip(data["x"].split(ROWS), hot.split(ROWS), strict=True):
+        z, _ = algorithm.features(leaves, x)
+        assert z is not None
+        first, second = first + rows.mT @ z, second + rows.mT @ z.square().sum(-1)
+    each = counts.clamp_min(1)
+    return counts, first / each.unsqueeze(-1), second / each
+
+
+def statistics(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
+    """Measure what the programs need, under the body received, and set the features' targets: steps 1 and 3."""
+    counts, means, squares = moments(algorithm, view, data, len(given["seen"]))
+    share = counts / counts.sum()
+    h = share.unsqueeze(-1) * means
+    variance = ((share * squares).sum() - h.square().sum()).clamp_min(0) / counts.sum()
+    target = torch.where(given["seen"].unsqueeze(-1), given["centroids"], means)
+    return view | {"counts": counts, "h": h, "variance": variance, "target": target}
+
+
+def centroids(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
+    """Measure the classes' mean features under the body as it is now: step 4."""
+    return view | {"centroids": moments(algorithm, view, data, len(given["seen"]))[1]}
+
+
+def mixing(h: Tensor, variance: Tensor, own: Tensor) -> Tensor:
+    """Weights [C, J] that C clients give the heads of J: argmin_a sum_j a_j^2 V_j + |own_i - sum_j a_j h_j|^2 over the simplex, in float64.
+
+    Args:
+        h: Feature statistics of those whose heads are mixed, [J, K d].
+        variance: V [J] >= 0.
+        own: The same statistics of those who get the mixtures, [C, K d].
+    """
+    h, variance, own = h.double(), variance.double(), own.double()
+    sizes = h.square().sum(-1) + variance
+    # Where nothing distinguishes the heads, no features and no variance, they count the same.
+    floor = max(FLOOR * float(sizes.median()), ROUNDING * float(sizes.max()), torch.finfo(h.dtype).tiny ** 0.5)
+    variance = variance.clamp_min(floor)
+    weights = simplex.minimise(h @ h.mT + torch.diag(variance), own @ h.mT)
+    weights = torch.where(weights < min(LEAST, 0.1 / len(h)), 0.0, weights)
+    return weights / weights.sum(-1, keepdim=True)
+
+
+def among(server: Server, ids: Tensor, uplink: Uplink) -> Tensor:
+    """Solve the programs of a round's cohort, [C, C]."""
+    h = uplink["h"].flatten(1)
+    return mixing(h, uplink["variance"], h)
+
+
+def combine(server: Server, ids: Tensor, uplink: Uplink) -> Server:
+    """Average the centroids by the classes' counts, and keep the heads and statistics that newcomers mix."""
+    h, counts = uplink["h"], uplink["counts"].double()
+    total = counts.sum(0).unsqueeze(-1)
+    means = (counts.unsqueeze(-1) * uplink["centroids"].double()).sum(0) / total.clamp_min(1)
+    return {
+        "centroids": torch.where(total > 0, means.to(h), server["centroids"]),
+        "seen": server["seen"] | (total.squeeze(-1) > 0),
+        "trained": {"head": uplink["head"]["loc"], "h": h.flatten(1), "variance": uplink["variance"]},
+    }
+
+
+def address(server: Server, ids: Tensor) -> View:
+    """Send newcomers the heads that they mix; clients of the federation get mixtures."""
+    newcomers = len(server["trained"]["head"]) and not len(server["head"]["each"])
+    return {"trained": tree_map(lambda t: t.expand(len(ids), *t.shape), server["trained"])} if newcomers else {}
+
+
+def join(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
+    """Give a newcomer the mixture of the last cohort's heads that its own statistics ask for; where there is none, the head received."""
+    if "trained" not in view:
+        return view
+    trained = view["trained"]
+    weights = mixing(trained["h"], trained["variance"], view["h"].flatten()[None])
+    return view | {"head": {"loc": (weights[0] @ trained["head"].double()).to(view["h"])}}

@@ -1,6 +1,10 @@
 """FedPer: a shared body under personal heads, trained together.
 
 Source: Arivazhagan, Aggarwal, Singh, Choudhary, "Federated learning with personalization layers", arXiv:1912.00818, 2019.
+
+>>> import bayesfl as bf
+>>> clients = bf.data.concept_drift("digits", clients=4)
+>>> result = bf.simulate(bf.algorithms.fedper(bf.models.mlp(clients.inputs, hidden=8, outputs=clients.classes)), clients, rounds=1)
 """
 
 from torch import nn
@@ -39,8 +43,8 @@ def fedper(
     return Algorithm(
         model,
         {"body": Block("body.*"), "head": Block("head.*", pool=None, keep=True)},
-        (Descend(both, Energy(both, both, likelihood="mean"), epochs=epochs, **rest),),
+        (Descend(Energy(both, both, likelihood="mean"), epochs=epochs, **rest),),
         parts=both,
         likelihood=likelihood,
-        adapt=(Descend("head", Energy("head", both, likelihood="mean"), epochs=adapt_epochs, **rest),),
+        adapt=(Descend(Energy("head", both, likelihood="mean"), epochs=adapt_epochs, **rest),),
     )

@@ -4,6 +4,10 @@ The pull is a Gaussian prior N(w, 1 / (mu n_j)) on the client's weights. It is p
 velocity; some public implementations add it after the velocity.
 
 Source: Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith, "Federated optimization in heterogeneous networks", MLSys 2020, algorithm 2.
+
+>>> import bayesfl as bf
+>>> clients = bf.data.concept_drift("digits", clients=4)
+>>> result = bf.simulate(bf.algorithms.fedprox(bf.models.mlp(clients.inputs, hidden=8, outputs=clients.classes), mu=0.1), clients, rounds=1)
 """
 
 from torch import nn
@@ -38,7 +42,5 @@ def fedprox(
         likelihood: What y is.
     """
     prior = Normal(centre=server_mean("w"), variance=inverse_size(mu))
-    step = Descend(
-        "w", Energy("w", ("w",), likelihood="mean"), epochs=epochs, batch_size=batch_size, optimiser=SGD(lr, momentum, weight_decay)
-    )
+    step = Descend(Energy("w", ("w",), likelihood="mean"), epochs=epochs, batch_size=batch_size, optimiser=SGD(lr, momentum, weight_decay))
     return Algorithm(model, {"w": Block(prior=prior)}, (step,), parts=("w",), likelihood=likelihood)

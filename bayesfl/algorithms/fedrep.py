@@ -2,6 +2,10 @@
 
 Source: Collins, Hassani, Mokhtari, Shakkottai, "Exploiting shared representations for personalized federated learning", ICML 2021,
 algorithm 1; the values of its CIFAR-10 experiments.
+
+>>> import bayesfl as bf
+>>> clients = bf.data.concept_drift("digits", clients=4)
+>>> result = bf.simulate(bf.algorithms.fedrep(bf.models.mlp(clients.inputs, hidden=8, outputs=clients.classes)), clients, rounds=1)
 """
 
 from torch import nn
@@ -37,8 +41,8 @@ def fedrep(
     """
     both = ("body", "head")
     rest = {"batch_size": batch_size, "optimiser": SGD(lr, momentum, weight_decay)}
-    fit_head = Descend("head", Energy("head", both, likelihood="mean"), epochs=head_epochs, **rest)
-    fit_body = Descend("body", Energy("body", both, likelihood="mean"), epochs=body_epochs, **rest)
+    fit_head = Descend(Energy("head", both, likelihood="mean"), epochs=head_epochs, **rest)
+    fit_body = Descend(Energy("body", both, likelihood="mean"), epochs=body_epochs, **rest)
     return Algorithm(
         model,
         {"body": Block("body.*"), "head": Block("head.*", pool=None, keep=True)},

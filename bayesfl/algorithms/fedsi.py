@@ -13,11 +13,17 @@ curvature: the prior stays isotropic and the Laplace approximation is made to pr
 Source: Chen, Liu, Wu, Fan, Cao, "FedSI: federated subnetwork inference for efficient uncertainty quantification", arXiv:2404.15657, 2024,
 equations 10 to 15 and algorithm 1. Where the text and the authors' code (github.com/hyLiu1994/BPFedMePD) differ, docs/derivations/fedsi.md
 says what is done.
+
+>>> import bayesfl as bf
+>>> clients = bf.data.label_groups("digits", clients=4, validation=0.1)
+>>> model = bf.models.mlp(clients.inputs, hidden=8, outputs=clients.classes)
+>>> result = bf.simulate(bf.algorithms.fedsi(model, selection="predictive_variance"), clients, rounds=1)
 """
 
+import inspect
 import math
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -45,12 +51,15 @@ from bayesfl.posteriors.selection import Evidence, Rule, select, uncurved_share
 
 Aggregation = Literal["mean_std", "mean_var", "mean_over_selecting", "moment_match", "product"]
 AGGREGATIONS = get_args(Aggregation)
+Structure = Literal["subnetwork", "diagonal", "full"]
+STRUCTURES = get_args(Structure)
 BOTH = ("body", "head")
 
 
 def fedsi(
     model: nn.Module,
     *,
+    structure: Structure = "subnetwork",
     share: float = 0.05,
     selection: str | Rule = "wasserstein",
     seed: int = 0,
@@ -75,7 +84,9 @@ def fedsi(
 
     Args:
         model: A `bf.models.Split`, or any module whose parameters are named `body.*` and `head.*`; its head is the common one.
-        share: Of the body's weights that stay uncertain; the paper takes 0.05 for its MLP and 0.07 for its CNN.
+        structure: What stays uncertain of the body: a `subnetwork` (FedSI), every weight on its own, `diagonal` (FedSI-Fac), or the whole
+            of it, `full`: then training stays with the isotropic prior, without `aggregation`, `variance_floor` and `curvature_every`.
+        share: Of the body's weights in the subnetwork; the paper takes 0.05 for its MLP and 0.07 for its CNN.
         selection: Which these are, a rule of `bayesfl.selection`; the paper's takes weights without curvature first.
         seed: Of rules that draw: one subnetwork for all clients and rounds, so that its indices need not be sent (the declared uplink is a
             vector over the whole body all the same, whatever the rule).
@@ -98,116 +109,65 @@ def fedsi(
         likelihood: What y is.
 
     Raises:
-        ValueError: A number lies outside its range, or `aggregation` is no rule.
+        ValueError: A number lies outside its range, `structure` or `aggregation` is none, or an option says nothing under the structure.
     """
-    rule = (share, selection, seed)
-    return _composed(
+    if structure not in STRUCTURES:
+        raise ValueError(f"structure must be one of {STRUCTURES}, got {structure!r}")
+    _refuse_idle(structure, locals())
+    rule: dict[str, Any] = {"share": share, "selection": selection, "seed": seed} if structure == "subnetwork" else {}
+    alpha, train = _alpha(prior_precision), _descent(epochs, steps, batch_size, optimiser, train_head)
+    fit, prior = _Fit(curvature_every, **rule), _Prior(aggregation, alpha, variance_floor)
+    pool = _Means(aggregation == "product", curvature_every) if aggregation in ("moment_match", "product") else Mean(equal)
+
+    def combine(server: Server, ids: Tensor, uplink: Uplink) -> Server:
+        if uplink["round"] % curvature_every:
+            return {}
+        return {"g": prior(uplink).to(server["g"]), "uncurved_share": uplink["uncurved"].mean().to(server["uncurved_share"])}
+
+    isotropic = Algorithm(
         model,
-        _descent(epochs, steps, batch_size, optimiser, train_head),
-        _Fit(curvature_every, *rule),
-        _Prior(aggregation, _alpha(prior_precision), variance_floor),
-        LinearisedLaplace("body", "subnetwork", predictive_precision, *rule, centre=centre),
-        finetune=_finetuning(finetune_steps, batch_size, finetune_lr),
-        likelihood=likelihood,
-    )
-
-
-def fedsi_fac(
-    model: nn.Module,
-    *,
-    epochs: int = 10,
-    steps: int | None = None,
-    batch_size: int | None = 50,
-    optimiser: Optimiser = Adam(1e-2),
-    prior_precision: float = 1e-4,
-    aggregation: Aggregation = "mean_std",
-    variance_floor: float = 1e-8,
-    curvature_every: int = 1,
-    train_head: bool = False,
-    predictive_precision: float | None = None,
-    centre: bool = True,
-    finetune_steps: int = 100,
-    finetune_lr: float = 1e-2,
-    likelihood: Likelihood = Categorical(),
-) -> Algorithm:
-    """Federate `model` by FedSI-Fac: every weight of the body uncertain on its own, sigma_r^2 = 1 / (GGN_rr + 1 / g_r), no selection.
-
-    Args:
-        model: As in `fedsi`, like all that follows.
-        epochs: See `fedsi`.
-        steps: See `fedsi`.
-        batch_size: See `fedsi`.
-        optimiser: See `fedsi`.
-        prior_precision: See `fedsi`.
-        aggregation: See `fedsi`.
-        variance_floor: See `fedsi`.
-        curvature_every: See `fedsi`.
-        train_head: See `fedsi`.
-        predictive_precision: See `fedsi`.
-        centre: See `fedsi`.
-        finetune_steps: See `fedsi`.
-        finetune_lr: See `fedsi`.
-        likelihood: See `fedsi`.
-
-    Raises:
-        ValueError: As `fedsi`.
-    """
-    return _composed(
-        model,
-        _descent(epochs, steps, batch_size, optimiser, train_head),
-        _Fit(curvature_every),
-        _Prior(aggregation, _alpha(prior_precision), variance_floor),
-        LinearisedLaplace("body", "diagonal", predictive_precision, centre=centre),
-        finetune=_finetuning(finetune_steps, batch_size, finetune_lr),
-        likelihood=likelihood,
-    )
-
-
-def fedsi_full(
-    model: nn.Module,
-    *,
-    epochs: int = 10,
-    steps: int | None = None,
-    batch_size: int | None = 50,
-    optimiser: Optimiser = Adam(1e-2),
-    prior_precision: float = 1e-4,
-    train_head: bool = False,
-    predictive_precision: float | None = None,
-    centre: bool = True,
-    finetune_steps: int = 100,
-    finetune_lr: float = 1e-2,
-    likelihood: Likelihood = Categorical(),
-) -> Algorithm:
-    """Federate `model` by FedSI with the whole body uncertain: trained under an isotropic prior, all covariances where it predicts.
-
-    Args:
-        model: As in `fedsi`, like all that follows.
-        epochs: See `fedsi`.
-        steps: See `fedsi`.
-        batch_size: See `fedsi`.
-        optimiser: See `fedsi`.
-        prior_precision: See `fedsi`; of all weights, throughout.
-        train_head: See `fedsi`.
-        predictive_precision: See `fedsi`.
-        centre: See `fedsi`.
-        finetune_steps: See `fedsi`.
-        finetune_lr: See `fedsi`.
-        likelihood: See `fedsi`.
-
-    Raises:
-        ValueError: A number lies outside its range.
-    """
-    alpha = _alpha(prior_precision)
-    body = _body(lambda given, view: torch.full_like(given["body"]["loc"][:1], alpha))
-    return Algorithm(
-        model,
-        {"body": body, "head": Block("head.*", pool=None, keep=train_head)},
-        (_descent(epochs, steps, batch_size, optimiser, train_head),),
+        {
+            "body": _body(lambda given, view: torch.full_like(given["body"]["loc"][:1], alpha)),
+            "head": Block("head.*", pool=None, keep=train_head),
+        },
+        (train,),
         parts=BOTH,
         likelihood=likelihood,
         finetune=(_finetuning(finetune_steps, batch_size, finetune_lr),),
-        predictor=LinearisedLaplace("body", "full", predictive_precision, centre=centre),
+        predictor=LinearisedLaplace("body", structure, predictive_precision, centre=centre, **rule),
     )
+    if structure == "full":
+        return isotropic
+    return replace(
+        isotropic,
+        blocks={**isotropic.blocks, "body": _body(lambda given, view: given["g"], pool)},
+        phases=(train, Once(fit, data=True, batched=False)),
+        server=lambda blocks, clients: {"g": torch.full_like(blocks["body"]["loc"], alpha), "uncurved_share": torch.tensor(0.0)},
+        broadcast=("g",),  # the share is for people to look at on the server
+        reports={"std": lambda given: torch.zeros_like(given["body"]["loc"]), "uncurved": 0.0},
+        combine=combine,
+    )
+
+
+def fedsi_fac(model: nn.Module, **options: Any) -> Algorithm:
+    """Federate `model` by FedSI-Fac: every weight of the body uncertain on its own, sigma_r^2 = 1 / (GGN_rr + 1 / g_r), no selection."""
+    return fedsi(model, structure="diagonal", **options)
+
+
+def fedsi_full(model: nn.Module, **options: Any) -> Algorithm:
+    """Federate `model` by FedSI with the whole body uncertain: trained under an isotropic prior, all covariances where it predicts."""
+    return fedsi(model, structure="full", **options)
+
+
+def _refuse_idle(structure: str, given: dict[str, Any]) -> None:
+    """Raises ValueError, naming the option, where one is given that says nothing under a structure."""
+    idle = {
+        "diagonal": ("share", "selection", "seed"),
+        "full": ("share", "selection", "seed", "aggregation", "variance_floor", "curvature_every"),
+    }
+    for name in idle.get(structure, ()):
+        if given[name] != inspect.signature(fedsi).parameters[name].default:
+            raise ValueError(f"{name} says nothing under structure={structure!r}, got {given[name]!r}; leave it out")
 
 
 def _alpha(prior_precision: float) -> float:
@@ -227,14 +187,14 @@ def _descent(epochs: int, steps: int | None, batch_size: int | None, optimiser: 
     instance("train_head", train_head, bool, "pass True or False")
     trained = BOTH if train_head else ("body",)
     energy = Energy(trained, BOTH, likelihood="mean")
-    return Descend(trained, energy, epochs=epochs, steps=steps, batch_size=batch_size, optimiser=optimiser, prox=True)
+    return Descend(energy, epochs=epochs, steps=steps, batch_size=batch_size, optimiser=optimiser, prox=True)
 
 
 def _finetuning(steps: int, batch_size: int | None, lr: float) -> Descend:
     whole("finetune_steps", steps, least=1)
     if not 0 <= number("finetune_lr", lr) < math.inf:
         raise ValueError(f"finetune_lr must be >= 0 and finite, got {lr}")
-    return Descend("head", Energy("head", BOTH, likelihood="mean"), steps=steps, batch_size=batch_size, optimiser=Adam(lr))
+    return Descend(Energy("head", BOTH, likelihood="mean"), steps=steps, batch_size=batch_size, optimiser=Adam(lr))
 
 
 @dataclass(frozen=True)
@@ -320,7 +280,7 @@ class _Means:
         """See `StackedPool`."""
         loc = uplink[name]["loc"].double()
         mean = loc.mean(0)
-        if self.weighted and int(server["rounds_done"]) % self.every == 0:  # what was sent in an earlier round weighs nothing now
+        if self.weighted and uplink["round"] % self.every == 0:  # what was sent in an earlier round weighs nothing now
             precision = _precision(uplink["std"].double())
             total = precision.sum(0)
             mean = torch.where(total > 0, (precision * loc).sum(0) / total, mean)
@@ -330,42 +290,3 @@ class _Means:
 def _precision(std: Tensor) -> Tensor:
     """1 / std^2, 0 where nothing was selected."""
     return torch.where(std > 0, std.square().reciprocal(), 0.0)
-
-
-def _composed(
-    model: nn.Module,
-    descent: Descend,
-    fit: _Fit,
-    prior: _Prior,
-    predictor: LinearisedLaplace,
-    *,
-    finetune: Descend,
-    likelihood: Likelihood,
-) -> Algorithm:
-    """What FedSI and FedSI-Fac have in common."""
-    pool = _Means(prior.rule == "product", fit.every) if prior.rule in ("moment_match", "product") else Mean(equal)
-
-    def combine(server: Server, ids: Tensor, uplink: Uplink) -> Server:
-        fresh = int(server["rounds_done"]) % fit.every == 0
-        news = {"g": prior(uplink), "uncurved_share": uplink["uncurved"].mean()} if fresh else {}
-        return {key: value.to(server[key]) for key, value in news.items()} | {"rounds_done": server["rounds_done"] + 1}
-
-    return Algorithm(
-        model,
-        {"body": _body(lambda given, view: given["g"], pool), "head": Block("head.*", pool=None, keep="head" in descent.blocks)},
-        (descent, Once(fit, data=True, batched=False)),
-        parts=BOTH,
-        likelihood=likelihood,
-        server=lambda blocks, clients: {
-            "g": torch.full_like(blocks["body"]["loc"], prior.alpha),
-            "uncurved_share": torch.tensor(0.0),
-            "rounds_done": torch.tensor(0),
-        },
-        # What is not sent is for people to look at on the server, and its count of rounds.
-        share=lambda server, ids: ({key: entry for key, entry in server.items() if key not in ("uncurved_share", "rounds_done")}, {}),
-        private=lambda given: {"std": torch.zeros_like(given["body"]["loc"]), "uncurved": torch.tensor(0.0)},
-        report=lambda given, view: {"std": view["std"], "uncurved": view["uncurved"]},
-        combine=combine,
-        finetune=(finetune,),
-        predictor=predictor,
-    )

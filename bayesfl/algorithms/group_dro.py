@@ -11,6 +11,10 @@ whether it has any example there.
 Source: Sagawa, Koh, Hashimoto, Liang, "Distributionally robust neural networks for group shifts", ICLR 2020, algorithm 1 (there for one
 machine); distributed as a baseline and as the lower problem of PerInvFL (see `perinvfl`). The released code of that paper keeps the first
 round's losses for ever and lets q enter twice, in the local loss and in the mean; here losses are fresh and q enters once.
+
+>>> import bayesfl as bf
+>>> clients = bf.data.coloured("digits")
+>>> result = bf.simulate(bf.algorithms.group_dro(bf.models.mlp(clients.inputs, hidden=8, outputs=2)), clients, rounds=1)
 """
 
 import math
@@ -20,7 +24,7 @@ from torch import Tensor, nn
 
 from bayesfl.base.checks import number, whole
 from bayesfl.base.protocols import Batch, Likelihood, Server, Uplink, View
-from bayesfl.composition import Algorithm, Block, Descend, Energy, Once, Stack, by_environment, evenly, reweighted, with_optimiser
+from bayesfl.composition import Algorithm, Block, Descend, Energy, Once, Stack, by_environment, evenly, reweighted, with_server_optimiser
 from bayesfl.likelihoods import Categorical
 from bayesfl.optim import Adam, Optimiser
 
@@ -87,9 +91,6 @@ def group_dro(
     def start(blocks: Server, clients: int) -> Server:
         return {"log_q": blocks["w"]["loc"].new_full((clients, environments), -math.log(clients * environments))}
 
-    def share(server: Server, ids: Tensor) -> tuple[Server, View]:
-        return {name: entry for name, entry in server.items() if name != "log_q"}, {"log_q": server["log_q"][ids]}
-
     def combine(server: Server, ids: Tensor, uplink: Uplink) -> Server:
         log_q, loc = server["log_q"], server["w"]["loc"]
         new = reweighted(log_q[ids], uplink["risk"], uplink["present"], eta)
@@ -99,7 +100,6 @@ def group_dro(
         return {"log_q": known.to(log_q), "w": {"loc": (share @ uplink["w"]["loc"].double()).to(loc)}}
 
     step = Descend(
-        "w",
         Energy("w", ("w",), likelihood="mean", weight=counted),
         steps=steps,
         batch_size=batch_size,
@@ -112,10 +112,9 @@ def group_dro(
         (Once(measure, data=True), step),
         parts=("w",),
         likelihood=likelihood,
-        private=lambda given: {"risk": torch.zeros(environments), "present": torch.ones(environments)},
         server=start,
-        share=share,
-        report=lambda given, view: {"risk": view["risk"], "present": view["present"]},
+        address=lambda server, ids: {"log_q": server["log_q"][ids]},
+        reports={"risk": torch.zeros(environments), "present": torch.ones(environments)},
         combine=combine,
     )
-    return algorithm if server_optimiser is None else with_optimiser(algorithm, server_optimiser)
+    return algorithm if server_optimiser is None else with_server_optimiser(algorithm, server_optimiser)

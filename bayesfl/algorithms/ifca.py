@@ -2,6 +2,11 @@
 
 Source: Ghosh, Chung, Yin, Ramchandran, "An efficient framework for clustered federated learning", NeurIPS 2020, algorithm 1 with model
 averaging.
+
+>>> import bayesfl as bf
+>>> clients = bf.data.concept_drift("digits", clients=4)
+>>> model = bf.models.mlp(clients.inputs, hidden=8, outputs=clients.classes)
+>>> result = bf.simulate(bf.algorithms.ifca(model, clusters=2), clients, rounds=1)
 """
 
 import torch
@@ -61,7 +66,6 @@ def ifca(
         (
             choice,
             Descend(
-                "models",
                 Energy("models", ("models",), likelihood="mean", weight=counted),
                 epochs=epochs,
                 batch_size=batch_size,
@@ -70,8 +74,7 @@ def ifca(
         ),
         parts=("models",),
         likelihood=likelihood,
-        private=lambda given: {"cluster": torch.full((clusters,), 1 / clusters)},
-        report=lambda given, view: {"cluster": view["cluster"]},
+        reports={"cluster": torch.full((clusters,), 1 / clusters)},
         finetune=(choice,),
         predictor=Mixture("models", "cluster"),
     )

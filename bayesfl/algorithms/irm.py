@@ -16,14 +16,18 @@ IRM-L2  theta_j  by steps on  R_j(theta) + lam/2 |theta - w|^2  from the model r
 Source: Arjovsky, Bottou, Gulrajani, Lopez-Paz, "Invariant risk minimization", 2019, arXiv:1907.02893; distributed, and the two personal
 forms, as baselines in Tang, Guo, Zhang, arXiv:2211.11243 (see `perinvfl`). Gamma and ridge are those of IRM's published run on coloured
 MNIST, rounds and mini-batches those of PerInvFL's code.
+
+>>> import bayesfl as bf
+>>> clients = bf.data.coloured("digits")
+>>> result = bf.simulate(bf.algorithms.irm(bf.models.mlp(clients.inputs, hidden=8, outputs=2), anneal=0), clients, rounds=1)
 """
 
-from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
 from bayesfl.base.checks import whole
-from bayesfl.base.protocols import Batch, Likelihood, Server, View
+from bayesfl.base.protocols import Likelihood
 from bayesfl.composition import (
     Algorithm,
     Annealed,
@@ -31,12 +35,12 @@ from bayesfl.composition import (
     Descend,
     Energy,
     Estimator,
-    Once,
     anew_at,
     irm_energy,
     server_mean,
     tied,
-    with_optimiser,
+    with_personal,
+    with_server_optimiser,
 )
 from bayesfl.likelihoods import Categorical
 from bayesfl.optim import Adam, Optimiser
@@ -76,23 +80,15 @@ def irm(
     whole("steps", steps, least=1)
     annealed = Annealed(gamma, start=anneal)
     step = Descend(
-        "w",
         irm_energy("w", likelihood, annealed, estimator=estimator),
         steps=steps,
         batch_size=batch_size,
         optimiser=optimiser,
         persist="w_optimiser",
     )
-    forget, flags = anew_at(annealed, "w_optimiser")
-    algorithm = Algorithm(
-        model,
-        {"w": Block(prior=tied(annealed, l2=l2))},
-        (*forget, step),
-        parts=("w",),
-        likelihood=likelihood,
-        private=lambda given: flags,
-    )
-    return algorithm if server_optimiser is None else with_optimiser(algorithm, server_optimiser)
+    phases = (*anew_at(annealed, "w_optimiser"), step)
+    algorithm = Algorithm(model, {"w": Block(prior=tied(annealed, l2=l2))}, phases, parts=("w",), likelihood=likelihood)
+    return algorithm if server_optimiser is None else with_server_optimiser(algorithm, server_optimiser)
 
 
 def irm_l2(
@@ -143,69 +139,11 @@ def irm_l2(
         "likelihood": likelihood,
     }
     lower = irm(model, gamma=gamma, anneal=anneal, estimator=estimator, l2=l2, **rest)
-    fit = Descend(
-        "theta",
-        Energy("theta", ("theta",), likelihood="mean"),
-        steps=personal_steps * steps,
-        batch_size=batch_size,
-        optimiser=personal_optimiser,
-    )
-    own = Block(prior=tied(Annealed(0.0), lam=lam, centre=server_mean("w")), pool=None, keep=True)
-    personal = (Once(from_server), fit)
-    return replace(lower, blocks={**lower.blocks, "theta": own}, phases=(*lower.phases, *personal), parts=("theta",), adapt=personal)
+    plain = Energy("theta", ("theta",), likelihood="mean")
+    fit = Descend(plain, steps=personal_steps * steps, batch_size=batch_size, optimiser=personal_optimiser)
+    return with_personal(lower, fit, prior=tied(Annealed(0.0), lam=lam, centre=server_mean("w")), restart=True)
 
 
-def irm_ft(
-    model: nn.Module,
-    *,
-    gamma: float = 91257.18613115903,
-    anneal: int = 12,
-    estimator: Estimator = "biased",
-    l2: float = 0.00110794568,
-    steps: int = 5,
-    personal_steps: int = 2,
-    batch_size: int | None = 200,
-    optimiser: Optimiser = Adam(5e-4),
-    personal_optimiser: Optimiser = Adam(1e-4),
-    server_optimiser: Optimiser | None = None,
-    likelihood: Likelihood = Categorical(),
-) -> Algorithm:
-    """IRM, fine-tuned on each client's plain risk in every round: `irm_l2` without the pull.
-
-    Args:
-        model: As in `irm`.
-        gamma: As in `irm`.
-        anneal: As in `irm`.
-        estimator: As in `irm`.
-        l2: As in `irm`.
-        steps: As in `irm`.
-        personal_steps: As in `irm_l2`.
-        batch_size: As in `irm_l2`.
-        optimiser: As in `irm`.
-        personal_optimiser: As in `irm_l2`.
-        server_optimiser: As in `irm`.
-        likelihood: What y is.
-
-    Raises:
-        ValueError: A number lies outside its range, or the estimator is none.
-    """
-    return irm_l2(
-        model,
-        lam=0.0,
-        gamma=gamma,
-        anneal=anneal,
-        estimator=estimator,
-        l2=l2,
-        steps=steps,
-        personal_steps=personal_steps,
-        batch_size=batch_size,
-        optimiser=optimiser,
-        personal_optimiser=personal_optimiser,
-        server_optimiser=server_optimiser,
-        likelihood=likelihood,
-    )
-
-
-def from_server(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
-    """The personal model starts from the one received."""
-    return view | {"theta": given["w"]}
+def irm_ft(model: nn.Module, **options: Any) -> Algorithm:
+    """IRM, fine-tuned on each client's plain risk in every round: `irm_l2` without the pull, with its other options."""
+    return irm_l2(model, lam=0.0, **options)

@@ -4,6 +4,10 @@ The paper starts from a model trained by FedAvg: train one, and pass the module 
 
 Source: Liang, Liu, Ziyin, Allen, Auerbach, Brent, Salakhutdinov, Morency, "Think locally, act globally: federated learning with local
 and global representations", arXiv:2001.01523, 2020.
+
+>>> import bayesfl as bf
+>>> clients = bf.data.concept_drift("digits", clients=4)
+>>> result = bf.simulate(bf.algorithms.lg_fedavg(bf.models.mlp(clients.inputs, hidden=8, outputs=clients.classes)), clients, rounds=1)
 """
 
 from torch import nn
@@ -42,8 +46,8 @@ def lg_fedavg(
     return Algorithm(
         model,
         {"body": Block("body.*", pool=None, keep=True), "head": Block("head.*")},
-        (Descend(both, Energy(both, both, likelihood="mean"), epochs=epochs, **rest),),
+        (Descend(Energy(both, both, likelihood="mean"), epochs=epochs, **rest),),
         parts=both,
         likelihood=likelihood,
-        adapt=(Descend("body", Energy("body", both, likelihood="mean"), epochs=adapt_epochs, **rest),),
+        adapt=(Descend(Energy("body", both, likelihood="mean"), epochs=adapt_epochs, **rest),),
     )

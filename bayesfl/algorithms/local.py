@@ -1,4 +1,9 @@
-"""Local: every client trains alone, from a common start; nothing is sent. The baseline of every personalised method."""
+"""Local: every client trains alone, from a common start; nothing is sent. The baseline of every personalised method.
+
+>>> import bayesfl as bf
+>>> clients = bf.data.concept_drift("digits", clients=4)
+>>> result = bf.simulate(bf.algorithms.local(bf.models.mlp(clients.inputs, hidden=8, outputs=clients.classes)), clients, rounds=1)
+"""
 
 from torch import nn
 
@@ -35,9 +40,9 @@ def local(
     return Algorithm(
         model,
         {"w": Block(pool=None, keep=True)},
-        (Descend("w", energy, epochs=epochs, batch_size=batch_size, optimiser=optimiser),),
+        (Descend(energy, epochs=epochs, batch_size=batch_size, optimiser=optimiser),),
         parts=("w",),
         likelihood=likelihood,
-        adapt=(Descend("w", energy, epochs=adapt_epochs, batch_size=batch_size, optimiser=optimiser),),
+        adapt=(Descend(energy, epochs=adapt_epochs, batch_size=batch_size, optimiser=optimiser),),
         train="all",
     )

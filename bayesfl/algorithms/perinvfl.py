@@ -19,6 +19,10 @@ client's own model has an optimiser of its own, there it shares the moments of t
 Source: Tang, Guo, Zhang, "Exploiting personalized invariance for better out-of-distribution generalization in federated learning", 2022,
 arXiv:2211.11243, equations 2 to 5 as far as their text survives, and the code of the same authors, github.com/Tangx-yy/Per-InvFL. What
 neither gives is as stated above.
+
+>>> import bayesfl as bf
+>>> clients = bf.data.coloured("digits")
+>>> result = bf.simulate(bf.algorithms.perinvfl(bf.models.mlp(clients.inputs, hidden=8, outputs=2), lam=0.5), clients, rounds=1)
 """
 
 import math
@@ -29,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bayesfl.algorithms.group_dro import group_dro
-from bayesfl.algorithms.irm import from_server, irm
+from bayesfl.algorithms.irm import irm
 from bayesfl.base.checks import number, whole
 from bayesfl.base.protocols import Batch, Likelihood, Server, View
 from bayesfl.composition import (
@@ -46,6 +50,7 @@ from bayesfl.composition import (
     irm_energy,
     server_mean,
     tied,
+    with_personal,
 )
 from bayesfl.likelihoods import Categorical
 from bayesfl.models import Split
@@ -131,26 +136,16 @@ def perinvfl(
     if variant == "distance":
         annealed = Annealed(gamma, start=anneal)
         energy = irm_energy("theta", likelihood, annealed, estimator=estimator)
-        fit = Descend("theta", energy, steps=personal_steps * steps, batch_size=batch_size, **options)
-        forget, flags = anew_at(annealed, "theta_optimiser")
-        blocks = {"theta": Block(prior=tied(annealed, l2=l2, lam=lam, centre=server_mean("w")), pool=None, keep=True)}
-        phases, adapt = (*forget, fit), (Once(from_server), replace(fit, steps=adapt_steps))
-    else:
-        fit = Descend("theta", Energy("theta", ("theta",), likelihood="mean", penalty=contrast(lam)), epochs=personal_steps, **options)
-        alone = Descend("alone", Energy("alone", ("alone",), likelihood="mean"), optimiser=optimiser, persist="alone_optimiser")
-        blocks = {"theta": Block(prior=tied(Annealed(0.0), l2=l2), pool=None, keep=True), "alone": Block(pool=None, keep=True)}
-        each = (Once(look), fit, Once(look_away), alone)
-        phases, flags = (Repeat(each, times=steps, batch_size=batch_size),), {}
-        adapt = (Once(from_server), Repeat(each, times=-(-adapt_steps // personal_steps), batch_size=batch_size))
+        fit = Descend(energy, steps=personal_steps * steps, batch_size=batch_size, **options)
+        phases, adapt = (*anew_at(annealed, "theta_optimiser"), fit), (replace(fit, steps=adapt_steps),)
+        return with_personal(below, *phases, prior=tied(annealed, l2=l2, lam=lam, centre=server_mean("w")), adapt=adapt)
 
-    return replace(
-        below,
-        blocks={**below.blocks, **blocks},
-        phases=(*below.phases, *phases),
-        parts=("theta",),
-        private=lambda given: {**below.private(given), **flags},
-        adapt=adapt,
-    )
+    fit = Descend(Energy("theta", ("theta",), likelihood="mean", penalty=contrast(lam)), epochs=personal_steps, **options)
+    alone = Descend(Energy("alone", ("alone",), likelihood="mean"), optimiser=optimiser, persist="alone_optimiser")
+    each = (Once(look), fit, Once(look_away), alone)
+    phase, adapt = (Repeat(each, times=n, batch_size=batch_size) for n in (steps, -(-adapt_steps // personal_steps)))
+    below = replace(below, blocks={**below.blocks, "alone": Block(pool=None, keep=True)})
+    return with_personal(below, phase, prior=tied(Annealed(0.0), l2=l2), adapt=(adapt,))
 
 
 def contrast(lam: float) -> Penalty:

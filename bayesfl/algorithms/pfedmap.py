@@ -8,6 +8,11 @@ Unlike Ditto, the centre is the mean of the personal heads; no global model is t
 
 Source: Zhu, Ma, Blaschko, "Tackling personalized federated learning with label concept drift via hierarchical Bayesian modeling",
 FL-NeurIPS 2022. The paper does not say its rho; tune it and report it.
+
+>>> import bayesfl as bf
+>>> clients = bf.data.concept_drift("digits", clients=4)
+>>> model = bf.models.mlp(clients.inputs, hidden=8, outputs=clients.classes)
+>>> result = bf.simulate(bf.algorithms.pfedmap(model, precision=0.1), clients, rounds=1)
 """
 
 from typing import Literal
@@ -58,10 +63,8 @@ def pfedmap(
     both = ("body", "head")
     prior = Normal(centre=server_mean("head"), variance=lambda given, view: torch.full_like(view["n"], 1 / precision)[..., None])
     energy = Energy("head", both, likelihood="sum", weight=tempering(likelihood_scale))
-    fit_head = Descend("head", energy, epochs=head_epochs, optimiser=SGD(head_lr, momentum))
-    fit_body = Descend(
-        "body", Energy("body", both, likelihood="mean"), epochs=body_epochs, batch_size=batch_size, optimiser=SGD(body_lr, momentum)
-    )
+    fit_head = Descend(energy, epochs=head_epochs, optimiser=SGD(head_lr, momentum))
+    fit_body = Descend(Energy("body", both, likelihood="mean"), epochs=body_epochs, batch_size=batch_size, optimiser=SGD(body_lr, momentum))
     return Algorithm(
         model,
         {"body": Block("body.*"), "head": Block("head.*", prior=prior, pool=Mean(equal), keep=True)},

@@ -5,6 +5,10 @@ The server moves by w <- (1 - beta) w + beta mean_j w_j. Everyone trains; a part
 
 Source: Dinh, Tran, Nguyen, "Personalized federated learning with Moreau envelopes", NeurIPS 2020, algorithm 1. As in the authors' code
 the inner steps go on from the previous theta_j within a round, which starts at w; the server's mean is uniform, as in the paper.
+
+>>> import bayesfl as bf
+>>> clients = bf.data.concept_drift("digits", clients=4)
+>>> result = bf.simulate(bf.algorithms.pfedme(bf.models.mlp(clients.inputs, hidden=8, outputs=clients.classes)), clients, rounds=1)
 """
 
 from torch import nn
@@ -51,7 +55,7 @@ def pfedme(
     number("lr", lr)
     tied = Normal(centre=own_mean("w"), variance=inverse_size(lam))
     inner = Descend(
-        "theta", Energy("theta", ("theta",), likelihood="mean"), epochs=inner_steps, optimiser=SGD(personal_lr, weight_decay=weight_decay)
+        Energy("theta", ("theta",), likelihood="mean"), epochs=inner_steps, optimiser=SGD(personal_lr, weight_decay=weight_decay)
     )
 
     def restart(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:

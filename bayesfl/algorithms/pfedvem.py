@@ -7,6 +7,10 @@ M step  (server)  w = sum_j mu_j / rho_j^2  over  sum_j 1 / rho_j^2:  a confiden
 
 Source: Zhu, Ma, Blaschko, "Tackling personalized federated learning with label concept drift via hierarchical Bayesian
 modeling", FL-NeurIPS 2022, equations 5 to 7 and algorithm 1.
+
+>>> import bayesfl as bf
+>>> clients = bf.data.concept_drift("digits", clients=4)
+>>> result = bf.simulate(bf.algorithms.pfedvem(bf.models.mlp(clients.inputs, hidden=8, outputs=clients.classes)), clients, rounds=1)
 """
 
 import math
@@ -116,9 +120,8 @@ def pfedvem(
         return {"log_rho2": uplink["rho2"].log().mean(), "largest_share": precision.max() / precision.sum()}
 
     energy = Energy("head", both, likelihood="sum", weight=tempering(likelihood_scale))
-    head_step = Descend("head", energy, epochs=head_epochs, optimiser=SGD(head_lr, momentum), draws=draws)
+    head_step = Descend(energy, epochs=head_epochs, optimiser=SGD(head_lr, momentum), draws=draws)
     body_step = Descend(
-        "body",
         Energy("body", both, likelihood="mean"),
         epochs=body_epochs,
         batch_size=batch_size,
@@ -130,11 +133,10 @@ def pfedvem(
         model,
         blocks={"body": Block("body.*", pool=relaxed(Mean())), "head": head},
         phases=((scale_step, head_step) if scale_update == "before" else (head_step, scale_step)) + (body_step,),
-        private=lambda given: {"rho2": torch.tensor(init_scale**2)},
+        private={"rho2": init_scale**2},
+        reports={"rho2": init_scale**2},
         server=lambda blocks, clients: {"log_rho2": torch.tensor(2 * math.log(init_scale)), "largest_share": torch.tensor(1 / clients)},
-        # The largest share is for people to look at on the server.
-        share=lambda server, ids: ({key: entry for key, entry in server.items() if key != "largest_share"}, {}),
-        report=lambda given, view: {"rho2": view["rho2"]},
+        broadcast=("log_rho2",),  # the largest share is for people to look at on the server
         combine=combine,
         adapt=(Once(pooled_scale), head_step, scale_step, head_step),
         parts=both,

@@ -1,4 +1,4 @@
-"""Block and Algorithm: a published method as a value. Blocks say what is believed, tied, sent and kept; phases what is trained."""
+"""Algorithm: a published method as a value. Blocks say what is believed, tied, sent and kept; phases what is trained."""
 
 import copy
 import threading
@@ -28,13 +28,14 @@ from bayesfl.base.protocols import (
 from bayesfl.base.random import Purpose, generator
 from bayesfl.base.trees import flatten
 from bayesfl.composition.block import Block
+from bayesfl.composition.pools import Mixed
 from bayesfl.likelihoods import Categorical
 from bayesfl.models import Split, refuse_impure
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """A federated method: blocks x phases, and what it must share, report and combine beyond the blocks.
+    """A federated method: blocks x phases, and what server and clients hold, send and combine beyond the blocks.
 
     Args:
         model: Architecture and initial weights; copied, never changed. Parameters that no block covers stay as they are.
@@ -43,11 +44,13 @@ class Algorithm:
         parts: The blocks that make the personal predictor, each parameter at most once.
         likelihood: What y is.
         server: (blocks, number of clients J) -> initial server state beyond the blocks; what it holds for each client is [J, ...].
-        private: (given) -> further private state of one client.
-        share: (server, ids [C]) -> what every client receives, and what is addressed to each of these, [C, ...].
-        report: (given, view) -> further uplink of one client; reads blocks and what `private` names.
-        combine: (server, ids, uplink) -> what changed on the server; runs after the pools, sees what was reported, stacked over
-            the cohort, and the blocks with a stacked pool.
+        broadcast: Names of `server`'s entries that every client receives beside the blocks; no other leaves the server.
+        address: (server, ids [C]) -> what is sent to each of these clients alone, [C, ...]; a block here is not sent to everyone.
+        private: {name: start} of what one client keeps beyond the blocks, from round to round.
+        reports: {name: start} of what one client sends beyond the blocks: in its view at the start of each round, read from there at its
+            end, and kept only where `private` has the name, too. Starts are tensors, numbers, nests of these, or functions (given) -> one.
+        combine: (server, ids, uplink) -> what changed on the server; runs after the pools. `uplink` has what was reported, stacked over
+            the cohort, the blocks with a stacked pool, "n" and "ids" [C], and the numbers "round" and "rounds".
         finetune: Phases that every client runs on a copy of its view before it predicts.
         adapt: Phases that a client never seen in training runs once.
         predictor: What makes the personal predictions where draws of the blocks in `parts` don't; without it, these do.
@@ -70,9 +73,10 @@ class Algorithm:
     parts: tuple[str, ...]
     likelihood: Likelihood = field(default_factory=Categorical)
     server: Callable[[Server, int], Server] = lambda blocks, clients: {}
-    private: Callable[[Server], View] = lambda given: {}
-    share: Callable[[Server, Tensor], tuple[Server, View]] = lambda server, ids: (server, {})
-    report: Callable[[Server, View], Uplink] = lambda given, view: {}
+    broadcast: tuple[str, ...] = ()
+    address: Callable[[Server, Tensor], View] = lambda server, ids: {}
+    private: Mapping[str, Any] = field(default_factory=dict)
+    reports: Mapping[str, Any] = field(default_factory=dict)
     combine: Callable[[Server, Tensor, Uplink], Server] = lambda server, ids, uplink: {}
     finetune: tuple[Any, ...] = ()
     adapt: tuple[Any, ...] = ()
@@ -93,6 +97,12 @@ class Algorithm:
         if reserved:
             raise ValueError(f"block names {reserved} are reserved; choose others than {RESERVED}")
         flatten(self.blocks)  # refuses names with dots
+        for name in ("private", "reports"):
+            if not isinstance(getattr(self, name), Mapping):
+                raise TypeError(f"{name} must be a mapping {{name: start}}, got {type(getattr(self, name)).__name__}")
+            self._refuse_taken(name, getattr(self, name), (*self.blocks, *RESERVED))
+        if isinstance(self.broadcast, str) or any(name in (*self.blocks, *RESERVED) for name in self.broadcast):
+            raise ValueError(f"broadcast must be names of what `server` adds to the blocks, which are sent anyway, got {self.broadcast!r}")
         whole("predictive", self.predictive, least=0)
         layouts = {name: Layout(self.model, block.names) for name, block in self.blocks.items()}
         object.__setattr__(self, "_layouts", layouts)
@@ -229,8 +239,12 @@ class Algorithm:
             else:
                 loc = self._start(block, loc, generator(seed, Purpose.START, index=index))
             belief = block.posterior.init(loc.to(dtype=dtype, device=device))
-            state[name] = {key: belief[key].clone() for key in (block.pool.sends if block.pool else ("loc",))}
-        return state | self._more("server", self.server(state, clients), torch.empty(0, dtype=dtype, device=device))
+            entry = {key: belief[key].clone() for key in (block.pool.sends if block.pool else ("loc",))}
+            state[name] = block.pool.start(entry, clients) if isinstance(block.pool, Mixed) else entry
+        more = self._more("server", self.server(state, clients), torch.empty(0, dtype=dtype, device=device))
+        if unknown := [name for name in self.broadcast if name not in more]:
+            raise ValueError(f"broadcast names {unknown}, which the server does not have; give them a start in `server`")
+        return state | more
 
     @staticmethod
     def _start(block: Block, loc: Tensor, rng: np.random.Generator) -> Tensor:
@@ -240,32 +254,57 @@ class Algorithm:
         """The server's state as it meets `clients` never seen in training.
 
         What it has learnt stays. An entry whose shape depends on the number of clients holds something for each of those that
-        trained; it is made anew by `server` from the blocks as they are now, as for clients at their start.
+        trained; it is made anew by `server` from the blocks as they are now, as for clients at their start. Of a block with a `Mixed` pool
+        there is a model for none of them: they receive the mean.
         """
-        blocks = {name: server[name] for name in self.blocks}
+        mixed = {name: block.pool for name, block in self.blocks.items() if isinstance(block.pool, Mixed)}
+        blocks = {name: mixed[name].newcomers(server[name]) if name in mixed else server[name] for name in self.blocks}
         like = next(iter(blocks.values()))["loc"]
         made, one_more = (self._more("server", self.server(blocks, n), like) for n in (clients, clients + 1))
         learnt = {key: server[key] for key in made}
-        return server | tree_map(lambda new, other, old: old if new.shape == other.shape else new, made, one_more, learnt)
+        return server | blocks | tree_map(lambda new, other, old: old if new.shape == other.shape else new, made, one_more, learnt)
 
     def _more(self, what: str, tree: Mapping[str, Any], like: Tensor) -> dict[str, Any]:
         """What a method adds to its state beyond the blocks, as tensors on the device of `like`; floating ones in its precision."""
         self._refuse_taken(what, tree, (*self.blocks, *RESERVED))
         out: dict[str, Any] = tree_map(lambda t: _placed(t, like), dict(tree))
         if loose := [key for key, leaf in flatten(out).items() if not isinstance(leaf, Tensor)]:
-            raise ValueError(f"`{what}` returns {loose}, which must be tensors or mappings of tensors")
+            raise ValueError(f"`{what}` has {loose}, which must be tensors or mappings of tensors")
         return out
+
+    def _starts(self, what: str, starts: Mapping[str, Any], given: Server, like: Tensor) -> dict[str, Any]:
+        """One client's `private` or `reports` at their start."""
+        return self._more(what, {name: start(given) if callable(start) else start for name, start in starts.items()}, like)
+
+    def centre(self, block: str, server: Server) -> Tensors:
+        """The belief that the server's entry of a block says, of a `Mixed` pool the mean; may alias it."""
+        return self.belief(block, self._entry(block, server))
+
+    @staticmethod
+    def _entry(block: str, server: Server) -> Tensors:
+        """The server's entry of a block without what it holds for single clients."""
+        return {key: t for key, t in server[block].items() if key not in Mixed.holds}
 
     def _refuse_taken(self, what: str, tree: Mapping[str, Any], taken: Iterable[str]) -> None:
         if clash := sorted(set(tree) & set(taken)):
-            raise ValueError(f"`{what}` returns {clash}, names that blocks have or that are reserved {RESERVED}; choose others")
+            raise ValueError(f"`{what}` has {clash}, names that blocks have or that are reserved {RESERVED}; choose others")
         flatten(tree)  # refuses names with dots
 
+    def share(self, server: Server, ids: Tensor) -> tuple[Server, View]:
+        """What leaves the server: what every client receives, and what is addressed to each of `ids` [C], [C, ...].
+
+        Everyone receives each block that is gathered or stands still, unless it is addressed, and what `broadcast` names.
+        """
+        mixed = {name: {"loc": server[name]["each"][ids]} for name in self.blocks if len(server[name].get("each", ()))}
+        addressed = mixed | self.address(server, ids)
+        self._refuse_taken("address", addressed, RESERVED)
+        common = {name: self._entry(name, server) for name, block in self.blocks.items() if not block.private and name not in addressed}
+        return common | {name: server[name] for name in self.broadcast}, addressed
+
     def given(self, common: Server, round: int, rounds: int) -> Server:
-        """What every client receives in a round; private blocks, of which the server only knows the start, are not in it."""
-        kept = {k: v for k, v in common.items() if k not in self.blocks or not self.blocks[k].private}
+        """What every client receives in a round, and its number."""
         # Fine-tuning and adaptation after the last round still have a learning rate: its own.
-        return kept | {"round": min(round, rounds - 1), "rounds": rounds}
+        return common | {"round": min(round, rounds - 1), "rounds": rounds}
 
     def belief(self, block: str, entry: Tensors) -> Tensors:
         """A client's belief about a block as it comes from the server's entry; may alias it."""
@@ -273,44 +312,57 @@ class Algorithm:
 
     def rows(self, server: Server) -> View:
         """One client's private state at its start, made from the server's: the blocks it keeps, and what `private` names."""
-        loc = next(iter(server[name]["loc"] for name in self.blocks))
-        kept = {name: self.belief(name, server[name]) for name, block in self.blocks.items() if block.keep}
+        beliefs = {name: self.centre(name, server) for name in self.blocks}
+        kept = {name: beliefs[name] for name, block in self.blocks.items() if block.keep}
         for phase in self.phases:
-            kept |= phase.keeps(self, {name: self.belief(name, server[name]) for name in self.blocks})
-        return kept | self._more("private", self.private(self.given(server, 0, 1)), loc)
+            kept |= phase.keeps(self, beliefs)
+        given = self.given(self.share(server, torch.zeros(1, dtype=torch.long))[0], 0, 1)
+        return kept | self._starts("private", self.private, given, next(iter(beliefs.values()))["loc"])
 
     def views(self, given: Server, addressed: View, rows: View, counts: Tensor) -> View:
-        """Views of a chunk of clients, [C, ...] throughout: common blocks expanded, private rows, what was addressed, "n"."""
-        chunk = len(counts)
-        common = {
-            name: tree_map(lambda t: t.expand(chunk, *t.shape), self.belief(name, given[name]))
-            for name, block in self.blocks.items()
-            if not block.keep and name in given
-        }
-        return common | rows | addressed | {"n": counts}
+        """Views of a chunk of clients, [C, ...] throughout: what is the same for all expanded, private rows, what was addressed, "n"."""
+        common = {name: self.belief(name, given[name]) for name, block in self.blocks.items() if not block.keep and name in given}
+        common |= self._starts("reports", self.reports, given, counts)
+        own = {name: self.belief(name, entry) if name in self.blocks else entry for name, entry in addressed.items()}
+        return tree_map(lambda t: t.expand(len(counts), *t.shape), common) | rows | own | {"n": counts}
 
     def sent(self, view: View) -> dict[str, Tensors]:
         """What pools gather from a view: of each block the tensors that travel."""
         return {name: {key: view[name][key] for key in block.pool.sends} for name, block in self.blocks.items() if block.pool}
 
+    def reported(self, view: View) -> Uplink:
+        """What is sent beyond the blocks, from a view after a round."""
+        return {name: view[name] for name in self.reports if name in view}
+
+    def check_reported(self, started: View, ended: View) -> None:
+        """That what is sent beyond the blocks still has the shapes that were declared.
+
+        Args:
+            started: A view at the start of a round, whose shapes these are.
+            ended: The same after it.
+
+        Raises:
+            ValueError: A phase has left something else.
+        """
+        before, after = (
+            {name: (t.dtype, tuple(t.shape[1:])) for name, t in flatten(self.reported(view)).items()} for view in (started, ended)
+        )
+        for name in before.keys() | after.keys():
+            one, other = before.get(name, "nothing"), after.get(name, "nothing")
+            if one != other:
+                raise ValueError(f"`reports` declares {name!r} as {one}, a phase leaves {other}; give `reports` a start of what is sent")
+
     def uplink(self, dtype: torch.dtype = torch.float32) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Name, shape and precision of every tensor that a client sends; "n" is known to the server from the start.
 
         Raises:
-            ValueError: `report` reads something that `private` does not name, or a name is taken.
+            ValueError: A name is taken.
         """
         server = self.init(1, dtype=dtype)
-        common, addressed = self.share(server, torch.zeros(1, dtype=torch.long))
-        for received in (common, addressed):
-            self._refuse_taken("share", received, RESERVED)
-        given, rows = self.given(common, 0, 1), tree_map(lambda t: t[None], self.rows(server))
-        view = tree_map(lambda t: t[0], self.views(given, addressed, rows, torch.ones(1, dtype=dtype)))
-        try:
-            more = self.report(given, view)
-        except KeyError as error:
-            raise ValueError(f"report reads {error} before any phase has run; give it an initial value in `private`") from error
-        self._refuse_taken("report", more, (*self.blocks, *RESERVED))
-        return {name: (tuple(t.shape), t.dtype) for name, t in flatten(self.sent(view) | more).items()}
+        beliefs = {name: self.centre(name, server) for name in self.blocks}
+        given = self.given(self.share(server, torch.zeros(1, dtype=torch.long))[0], 0, 1)
+        reports = self._starts("reports", self.reports, given, next(iter(beliefs.values()))["loc"])
+        return {name: (tuple(t.shape), t.dtype) for name, t in flatten(self.sent(beliefs) | reports).items()}
 
 
 _LOCAL = threading.local()

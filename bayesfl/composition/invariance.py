@@ -167,7 +167,7 @@ def tied(annealed: Annealed, *, l2: float = 0.0, lam: float = 0.0, centre: Param
     return Normal(centre=middle, variance=variance)
 
 
-def anew_at(annealed: Annealed, state: str) -> tuple[tuple[Once, ...], dict[str, Tensor]]:
+def anew_at(annealed: Annealed, state: str) -> tuple[Once, ...]:
     """What forgets an optimiser's state as the objective jumps: a phase that zeroes it once, in a client's first round from `start` on.
 
     The squares that Adam remembers are those of the old objective, and would be wrong for hundreds of steps.
@@ -177,10 +177,10 @@ def anew_at(annealed: Annealed, state: str) -> tuple[tuple[Once, ...], dict[str,
         state: Name of the state, see `Descend.persist`.
 
     Returns:
-        The phase, and the private flag that it needs; neither where there is no jump.
+        The phase; none where there is no jump.
     """
     if annealed.weight(0) == annealed.gamma:
-        return (), {}
+        return ()
     flag = f"{state}_annealed"
 
     def forget(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
@@ -190,7 +190,7 @@ def anew_at(annealed: Annealed, state: str) -> tuple[tuple[Once, ...], dict[str,
         same = view[flag] == now
         return view | {flag: now, state: tree_map(lambda t: torch.where(same, t, torch.zeros_like(t)), view[state])}
 
-    return (Once(forget),), {flag: torch.tensor(0.0)}
+    return (Once(forget, kept={flag: torch.tensor(0.0)}),)
 
 
 def evenly(data: Batch, most: int | None) -> Batch:

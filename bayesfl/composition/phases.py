@@ -1,7 +1,7 @@
 """Phases: the local work of a round, written for ONE client and pure. Engines run them for one client or for many at once."""
 
-from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -70,13 +70,12 @@ class Phase(Protocol):
 
 @dataclass(frozen=True)
 class Descend:
-    """Minimise an energy over one block, or over several together, by gradient steps.
+    """Minimise an energy over its block, or over its several blocks together, by gradient steps.
 
     Priors are constant meanwhile: what they read of the view is as it was before the first step, also of the blocks trained here.
 
     Args:
-        block: What is trained.
-        energy: What is minimised.
+        energy: What is minimised, and over which blocks.
         epochs: Passes over the client's data, the last short batch included; with `batch_size=None`, full-batch steps. Inside
             `Repeat`, steps on the shared batch.
         steps: Steps instead of passes; wins over `epochs`.
@@ -90,7 +89,6 @@ class Descend:
         persist: A name for the optimiser's state, which the client then keeps from round to round as private state.
     """
 
-    block: str | tuple[str, ...]
     energy: Energy
     _: KW_ONLY
     epochs: int = 1
@@ -112,14 +110,12 @@ class Descend:
 
     @property
     def blocks(self) -> tuple[str, ...]:
-        """The trained blocks as a tuple."""
-        return (self.block,) if isinstance(self.block, str) else tuple(self.block)
+        """The trained blocks: the energy's."""
+        return self.energy.blocks
 
     def check(self, algorithm: Algorithm) -> None:
         """See `Phase.check`."""
         algorithm.check_parts(self.energy.parts)
-        if set(self.blocks) != set(self.energy.blocks):
-            raise ValueError(f"blocks {self.blocks} are trained on the energy of {self.energy.blocks}; name the same in both")
         if missing := [name for name in self.blocks if name not in self.energy.parts]:
             raise ValueError(f"blocks {missing} are trained on an energy whose predictor {self.energy.parts} does not contain them")
         drawn = [name for name in self.energy.parts if algorithm.blocks[name].stochastic or algorithm.blocks[name].copies]
@@ -185,10 +181,11 @@ class Once:
     """One pure function of a client's view: closed forms, statistics, restarts.
 
     Args:
-        fn: (algorithm, given, view, batch) -> view. A key that it adds dies with the round unless `private` names it.
+        fn: (algorithm, given, view, batch) -> view. What it adds dies with the round unless `private` names it; `reports` has it sent.
         data: Whether it reads the client's data; without, `batch` is empty (inside `Repeat` it is always the shared batch).
         losses: Parts of a predictor whose negative log likelihoods at their means, in nats, `batch["losses"]` then has, [B], or [M, B] of
             copies: what engines compute faster than `fn` would.
+        kept: {name: start} of what the client keeps from round to round for this phase alone.
         batched: False where vmap cannot carry `fn`.
 
     Raises:
@@ -199,6 +196,7 @@ class Once:
     _: KW_ONLY
     data: bool = False
     losses: tuple[str, ...] = ()
+    kept: Mapping[str, Tensor] = field(default_factory=dict)
     batched: bool = True
     epochs = 1
     steps = None
@@ -217,8 +215,8 @@ class Once:
         return {}
 
     def keeps(self, algorithm: Algorithm, beliefs: View) -> View:
-        """Nothing beyond what the algorithm names."""
-        return {}
+        """See `Phase.keeps`."""
+        return {name: start.clone() for name, start in self.kept.items()}
 
     def begin(self, algorithm: Algorithm, given: Server, view: View) -> Carry:
         """See `Phase.begin`."""
@@ -272,3 +270,15 @@ class Repeat:
     def keeps(self, algorithm: Algorithm, beliefs: View) -> View:
         """What its inner phases keep."""
         return {name: state for phase in self.phases for name, state in phase.keeps(algorithm, beliefs).items()}
+
+
+def described(phase: Any) -> str:
+    """What a phase is and which blocks it trains, as `Descend on head`."""
+    blocks = trained(phase)
+    return type(phase).__name__ + (f" on {', '.join(blocks)}" if blocks else "")
+
+
+def trained(phase: Any) -> tuple[str, ...]:
+    """The blocks that a phase trains, those of a `Repeat`'s inner phases too; none where it does not say, as `Once`."""
+    inner = phase.phases if isinstance(phase, Repeat) else (phase,)
+    return tuple(dict.fromkeys(name for one in inner for name in getattr(one, "blocks", ())))

@@ -8,6 +8,7 @@ client as far as it goes. A median and a trimmed mean stay within the range of t
 the majority; clipping bounds how far one can pull. All have a price where clients differ honestly: what a minority knows looks like a lie.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -241,6 +242,45 @@ class Stack:
     def __call__(self, server: Server, name: str, uplink: Uplink) -> Tensors:
         """The server's entry."""
         return server[name]
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """Every client gets a mixture of its own of what the cohort sends: sum_k A_jk w_k for client j.
+
+    The server's entry holds beside the mean over clients, `loc`, what each of them is sent next, `each` [J, ...], and in `weights` [J, J]
+    the last row of A that each was given: rows are those that get a mixture, columns those whose models are in it. Of a client outside
+    the cohort both stay as they were; of one that never took part, `each` is the start and its row 0.
+
+    Args:
+        weights: (server, ids [C], uplink) -> A [C, C] among the clients of a round's cohort.
+    """
+
+    weights: Callable[[Server, Tensor, Uplink], Tensor]
+    sends = ("loc",)
+    holds = ("each", "weights")
+
+    def start(self, entry: Tensors, clients: int) -> Tensors:
+        """The server's entry before the first round: the same for each client."""
+        loc = entry["loc"]
+        return {**entry, "each": loc.expand(clients, *loc.shape).clone(), "weights": loc.new_zeros(clients, clients)}
+
+    def newcomers(self, entry: Tensors) -> Tensors:
+        """The entry as clients never seen meet it: nothing of their own."""
+        return {**entry, "each": entry["each"][:0], "weights": entry["weights"][:0, :0]}
+
+    def __call__(self, server: Server, name: str, uplink: Uplink) -> Tensors:
+        """See `StackedPool`."""
+        entry, ids = server[name], uplink["ids"]
+        among = self.weights(server, ids, uplink).double()
+        mixed = torch.einsum("jk,k...->j...", among, uplink[name]["loc"].double())
+        rows = among.new_zeros(len(ids), len(entry["each"])).index_copy(1, ids, among)
+        each = entry["each"].index_copy(0, ids, mixed.to(entry["each"]))
+        return {
+            "loc": each.double().mean(0).to(each),
+            "each": each,
+            "weights": entry["weights"].index_copy(0, ids, rows.to(entry["weights"])),
+        }
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from bayesfl.base.protocols import Server, Uplink, View
+from bayesfl.base.protocols import Server, Uplink
 from bayesfl.composition.algorithm import Algorithm
-from bayesfl.optim import Optimiser, check_optimiser
+from bayesfl.optim import Optimiser, check_optimiser, rate_at
 
 STATE = "server_optimiser"
 
 
-def with_optimiser(algorithm: Algorithm, optimiser: Optimiser) -> Algorithm:
+def with_server_optimiser(algorithm: Algorithm, optimiser: Optimiser) -> Algorithm:
     """The same method, but the server does not take what its pools make of a round: it takes the step there as a gradient.
 
         w <- update(w, w - pooled),
@@ -27,17 +27,13 @@ def with_optimiser(algorithm: Algorithm, optimiser: Optimiser) -> Algorithm:
         optimiser: Its state, and the blocks as they were sent out, live on the server and are not shared.
 
     Raises:
-        ValueError: It is none of `bayesfl.optim`, or its learning rate is a schedule; the server counts no rounds. At the start of a
-            run: the method has an optimiser on the server already, or models of its own for each client or cluster (D-FedEM, FedPAC,
-            clustered FL), which no step on a gathered block would reach.
+        ValueError: It is none of `bayesfl.optim`. At the start of a run: the method has an optimiser on the server already, or models of
+            its own for each client or cluster (D-FedEM, FedPAC, clustered FL), which no step on a gathered block would reach.
 
     References:
         Reddi et al., "Adaptive federated optimization", ICLR 2021, algorithm 1. FedAdam's own step has no bias correction.
     """
     check_optimiser("server_optimiser", optimiser)
-    rate = optimiser.rate
-    if callable(rate):
-        raise ValueError("the server's optimiser needs one learning rate, not a schedule")
     gathered = [name for name, block in algorithm.blocks.items() if block.pool is not None]
 
     def entries(server: Server) -> Server:
@@ -56,15 +52,13 @@ def with_optimiser(algorithm: Algorithm, optimiser: Optimiser) -> Algorithm:
         state = {"before": now} | ({} if (made := optimiser.init(now)) is None else {"state": made})
         return {**own, STATE: state}
 
-    def share(server: Server, ids: Tensor) -> tuple[Server, View]:
-        return algorithm.share({name: entry for name, entry in server.items() if name != STATE}, ids)
-
     def combine(server: Server, ids: Tensor, uplink: Uplink) -> Server:
         own, kept = {name: entry for name, entry in server.items() if name != STATE}, server[STATE]
         changed = algorithm.combine(own, ids, uplink)
         before, after = kept["before"], entries(own | changed)
         gradient = tree_map(lambda old, new: old - new, before, after)
+        rate = rate_at(optimiser.rate, uplink["round"], uplink["rounds"])
         now, state = optimiser.update(before, gradient, kept.get("state"), rate)
         return {**changed, **now, STATE: {"before": now} | ({} if state is None else {"state": state})}
 
-    return replace(algorithm, server=start, share=share, combine=combine)
+    return replace(algorithm, server=start, combine=combine)

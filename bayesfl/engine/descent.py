@@ -22,83 +22,293 @@ from bayesfl.engine.plan import Plan
 from bayesfl.optim import rate_at
 
 
+class Descent:
+    """Holds a `Descend` of a chunk of clients: the parts of the predictor, the energy of the data, and the optimiser's state.
+
+    What is trained is copied once and then moved in place, always for the first of the chunk, who are still at work.
+
+    Args:
+        algorithm: Whose phase it is.
+        phase: The phase.
+        given: What the server sent to everyone.
+        views: [C, ...] throughout, as the phase begins.
+        kernel: How a chunk goes through the model.
+        still: Whether every step sees the same examples.
+    """
+
+    def __init__(self, algorithm: Algorithm, phase: Descend, given: Server, views: View, kernel: Kernel, *, still: bool) -> None:
+        self._phase, self._views = phase, views
+        self._rate = rate_at(phase.optimiser.rate, given["round"], given["rounds"])
+        held = [_Held(algorithm, name) for name in phase.energy.parts if name not in phase.blocks]
+        self._trained = [_trained(algorithm, phase, name, given, views) for name in phase.blocks]
+        self._parts = (*held, *self._trained)
+        self._losses = _Losses(algorithm, phase.energy, given, views)
+        still &= not any(part.draws_from("body.") for part in held)
+        self._network = Network(algorithm.module(views["n"]), kernel, still=still)
+        self._beliefs = {name: block.belief for name, block in zip(phase.blocks, self._trained, strict=True)}
+        self._persist = phase.persist if phase.persist in views else None
+        self._narrow(len(views["n"]))
+        self._state = phase.optimiser.init(self._now) if self._persist is None else _listed(views[self._persist], self._beliefs)
+
+    def step(self, active: int, data: Batch, noise: Tensors) -> None:
+        """Takes one step of the first c = `active` clients on examples [c, B, ...], with noise {block: [c, S, size]}."""
+        if active != self._active:
+            self._narrow(active)
+        through = self._forward(data["x"], noise)
+        through.back(*self._losses.slopes(through, data))
+        self._move()
+
+    def end(self, steps: Tensor | int) -> tuple[View, Info]:
+        """Returns the views afterwards and the clients' mean losses, after `steps` [C], or one number for all."""
+        kept = {} if self._persist is None else {self._persist: _nested(self._state, self._beliefs)}
+        return self._views | self._beliefs | kept, {"nll": self._losses.total / steps}
+
+    def _narrow(self, active: int) -> None:
+        """Goes on with the first `active` clients: views of what is theirs are made once, not in every step."""
+        front = tree_map(lambda t: t[:active], self._views)
+        for part in (*self._parts, self._losses):
+            part.narrow(front)
+        self._active, self._now = active, [p for block in self._trained for p in block.now]
+
+    def _forward(self, x: Tensor, noise: Tensors) -> Through:
+        """Goes through the model; the way back writes slopes where the blocks in training want them."""
+        leaves: Tensors = {}
+        slopes: Tensors = {}
+        for part in self._parts:
+            own, to = part.leaves(noise)
+            leaves |= own
+            slopes |= to
+        return self._network(leaves, x, slopes)
+
+    def _move(self) -> None:
+        """Moves what is trained: the optimiser's pass, then the proximal steps of priors that the slopes leave out."""
+        optimiser = self._phase.optimiser
+        slopes = [slope for block in self._trained for slope in block.slopes()]
+        optimiser.update_(self._now, slopes, self._state, self._rate, self._active)
+        if self._phase.prox:  # all blocks are then points, of one tensor each
+            for block, pace in zip(self._trained, optimiser.pace(self._now, self._state, self._rate), strict=True):
+                block.solve(pace)
+
+
+def descend(
+    algorithm: Algorithm, phase: Descend, given: Server, views: View, plan: Plan, kernel: Kernel, *, batch: Batch | None = None
+) -> tuple[View, Info]:
+    """Takes all steps of a `Descend` for a chunk of clients.
+
+    Args:
+        algorithm: Whose phase it is.
+        phase: The phase.
+        given: What the server sent to everyone.
+        views: [C, ...] throughout.
+        plan: Batches and noise.
+        kernel: How a chunk goes through the model.
+        batch: The batch that `Repeat` shares among its phases, if any.
+    """
+    descent = Descent(algorithm, phase, given, views, kernel, still=batch is None and phase.batch_size is None)
+    for active, data, noise in plan.walk(phase, phase.noise(algorithm), batch):
+        start = perf_counter()
+        descent.step(active, data, noise)
+        plan.seconds["steps"] += perf_counter() - start
+    return descent.end(torch.as_tensor(plan.steps).to(views["n"]) if batch is None else phase.steps or phase.epochs)
+
+
+class _Losses:
+    """Holds the data's part of an energy for a chunk of clients, and the sum of their batches' mean losses so far, [C]."""
+
+    def __init__(self, algorithm: Algorithm, energy: Energy, given: Server, views: View) -> None:
+        self._likelihood, self._energy, self._given = algorithm.likelihood, energy, given
+        self._copies = algorithm.copies(energy.parts)
+        self._scale, _ = energy.scales(views["n"])
+        self.total = torch.zeros_like(views["n"])
+
+    def narrow(self, front: View) -> None:
+        """Goes on with the clients of `front` [c, ...], the first of the chunk."""
+        active = len(front["n"])
+        self._front, self._factor, self._sum = front, self._scale[:active].unsqueeze(-1), self.total[:active]
+
+    def slopes(self, through: Through, data: Batch) -> tuple[Tensor, Tensor | None]:
+        """Returns the slopes of a batch at the outputs and, where a penalty reads them, at the features; its losses are added up."""
+        y = data["y"].unsqueeze(1) if through.lifted else data["y"]
+        losses, slope = self._likelihood.nll_and_slope(through.outputs, y)
+        at_outputs, at_features = self._penalty(through, losses, slope, data)
+        self._weigh(losses, slope, data, lifted=through.lifted)
+        factor = self._factor.unsqueeze(-1)
+        if at_outputs is not None:
+            slope.addcmul_(at_outputs, factor)
+        return slope, None if at_features is None else at_features * factor
+
+    def _weigh(self, losses: Tensor, slope: Tensor, data: Batch, *, lifted: bool) -> None:
+        """Adds up the weighted mean of `losses`, and multiplies the `slope` of each by what it counts in the energy, in place.
+
+        They are [c, B] and [c, B, O], or [c, S, B] and [c, S, B, O] where lifted; of M copies there are S M draws.
+        """
+        share, factor = self._energy.shares(self._given, self._front, data), self._factor
+        if self._copies:  # each has draws of its own, over which alone its losses are a mean
+            losses, slope = losses.unflatten(1, (-1, self._copies)), slope.unflatten(1, (-1, self._copies))
+            share, factor = share if share.dim() > 2 else share.unsqueeze(1), factor.unsqueeze(-1)
+        weight = share * factor
+        if lifted:
+            weight, losses = weight.unsqueeze(1) / losses.shape[1], losses.mean(1)
+        slope.mul_(weight.unsqueeze(-1))
+        self._sum.add_((losses * share).flatten(1).sum(-1))
+
+    def _penalty(self, through: Through, losses: Tensor, slope: Tensor, data: Batch) -> tuple[Tensor | None, Tensor | None]:
+        """Returns the slopes of the energy's penalty at the outputs and at the features, None where it does not read them.
+
+        The losses come in as numbers: what the penalty's slope at them is worth at the outputs is `slope` [..., B, O], that of each loss.
+        """
+        if self._energy.penalty is None:
+            return None, None
+        with torch.enable_grad():
+            outputs, each = through.outputs.detach().requires_grad_(), losses.detach().requires_grad_()
+            features = None if through.features is None else through.features.detach().requires_grad_()
+            value = self._energy.penalty(features, outputs, each, data, self._given, self._front)
+            if not value.requires_grad:
+                return None, None
+            ends = [outputs, each] if features is None else [outputs, each, features]
+            at_outputs, at_losses, at_features = [*torch.autograd.grad(value.sum(), ends, allow_unused=True), None][:3]
+        if at_losses is not None:
+            through_losses = at_losses.unsqueeze(-1) * slope
+            at_outputs = through_losses if at_outputs is None else at_outputs + through_losses
+        return at_outputs, at_features
+
+
+class _Held:
+    """Holds a part of the predictor that is not trained: it stays as it is, or is drawn anew for every step."""
+
+    def __init__(self, algorithm: Algorithm, name: str) -> None:
+        self._algorithm, self._name, self._layout = algorithm, name, algorithm.layout(name)
+        self._drawn = algorithm.blocks[name].stochastic
+
+    def draws_from(self, prefix: str) -> bool:
+        """Tells whether parameters whose names begin with `prefix` differ from step to step."""
+        return self._drawn and any(key.startswith(prefix) for key in self._layout.names)
+
+    def narrow(self, front: View) -> None:
+        """Goes on with the clients of `front` [c, ...]."""
+        self._belief = front[self._name]
+        self._leaves = {} if self._drawn else self._layout.leaves(self._belief["loc"])
+
+    def leaves(self, noise: Tensors) -> tuple[Tensors, Tensors]:
+        """Returns the leaves of a step, none of which wants a slope."""
+        if self._drawn:
+            return self._layout.leaves(draw(self._algorithm, self._name, self._belief, noise)), {}
+        return self._leaves, {}
+
+
 class _Vectors:
-    """A block's tensors [C, D], copied, for an optimiser to move."""
+    """Holds a block's tensors [C, ...], copied, for an optimiser to move."""
 
     def __init__(self, algorithm: Algorithm, name: str, tensors: Tensors) -> None:
-        self._algorithm, self._name, self._layout = algorithm, name, algorithm.layout(name)
+        self._layout = algorithm.layout(name)
         self.belief = {key: t.clone(memory_format=torch.contiguous_format) for key, t in tensors.items()}
-        self.params = self.now = list(self.belief.values())
 
-    def narrow(self, active: int) -> None:
-        """From here on only the first `active` clients move."""
-        self.now = [p[:active] for p in self.params]
+    def narrow(self, front: View) -> None:
+        """Goes on with the clients of `front` [c, ...], the first of the chunk."""
+        self.now = [p[: len(front["n"])] for p in self.belief.values()]
+
+    def solve(self, pace: Tensor | float) -> None:
+        """Does nothing where the slopes leave nothing out."""
 
 
 class _Points(_Vectors):
-    """A point block; its Gaussian prior's pull is added to the gradient, or solved after a step. Leaves and slopes are views that stay."""
+    """Holds a point block, whose leaves and their slopes are views that stay, and its prior where it has one, a Gaussian.
 
-    def __init__(self, algorithm: Algorithm, name: str, given: Server, views: View, weight: Tensor, prox: bool) -> None:
-        super().__init__(algorithm, name, views[name])
-        prior, loc = algorithm.blocks[name].prior, self.belief["loc"]
-        self._slope, self._share = torch.zeros_like(loc), None
-        self._added = self._solved = False
-        if isinstance(prior, GaussianPrior):
-            self._added, self._solved = not prox, prox
-            self._centre = prior.centre(given, views).expand_as(loc)
-            self._strength = weight.view(-1, *[1] * (loc.dim() - 1)) / prior.variance(given, views)
-            self._pull = torch.empty_like(loc)
+    The prior is part of the slopes or, with `prox`, left to be solved after the optimiser's pass.
+    """
 
-    def narrow(self, active: int) -> None:
-        super().narrow(active)
-        self._leaves, self._slopes = self._layout.leaves(self.now[0]), self._layout.leaves(self._slope[:active])
+    def __init__(self, algorithm: Algorithm, name: str, belief: Tensors, prior: "_Gaussian | None", *, prox: bool) -> None:
+        super().__init__(algorithm, name, belief)
+        self._whole = torch.zeros_like(self.belief["loc"])
+        self._prior, self._prox = prior, prox
+
+    def narrow(self, front: View) -> None:
+        super().narrow(front)
+        (self._loc,), self._slope = self.now, self._whole[: len(front["n"])]
+        self._leaves, self._to = self._layout.leaves(self._loc), self._layout.leaves(self._slope)
+        if self._prior is not None:
+            self._prior.narrow(len(front["n"]))
 
     def leaves(self, noise: Tensors) -> tuple[Tensors, Tensors]:
-        return self._leaves, self._slopes
+        """Returns the leaves, and where their slopes go."""
+        return self._leaves, self._to
 
-    def gradients(self, given: Server, views: View) -> list[Tensor]:
-        (loc,), active = self.now, len(self.now[0])
-        slope = self._slope[:active]
-        if self._added:
-            pull = torch.sub(loc, self._centre[:active], out=self._pull[:active])
-            slope.addcmul_(pull, self._strength[:active])
-        return [slope]
+    def slopes(self) -> list[Tensor]:
+        """Returns the energy's slope at the vector, the prior's pull added."""
+        if self._prior is not None and not self._prox:
+            self._prior.pull(self._loc, self._slope)
+        return [self._slope]
 
-    def solve(self, rate: Any) -> None:
-        """The proximal step of a prior that was left out of the gradient, at the optimiser's pace: part of the way to its centre."""
-        if not self._solved:
-            return
-        (loc,), active = self.now, len(self.now[0])
-        if isinstance(rate, Tensor):
-            pull = torch.mul(rate, self._strength[:active], out=self._pull[:active])
-            loc.lerp_(self._centre[:active], rate.copy_(pull).add_(1).reciprocal_().mul_(pull))
+    def solve(self, pace: Tensor | float) -> None:
+        """Takes the proximal step of the prior at the optimiser's pace."""
+        if self._prior is not None:
+            self._prior.solve(self._loc, pace)
+
+
+class _Gaussian:
+    """Holds a Gaussian prior of points like `loc` [C, ...]: its centre, and its strength, weight / variance. Both are constant."""
+
+    def __init__(self, prior: GaussianPrior, given: Server, views: View, loc: Tensor, weight: Tensor) -> None:
+        strength = weight.view(-1, *[1] * (loc.dim() - 1)) / prior.variance(given, views)
+        room = torch.empty_like(loc, memory_format=torch.contiguous_format)
+        self._whole = prior.centre(given, views).expand_as(loc), strength, room
+
+    def narrow(self, active: int) -> None:
+        """Goes on with the first `active` clients."""
+        self._centre, self._strength, self._room = (t[:active] for t in self._whole)
+        self._share: Tensor | None = None
+
+    def pull(self, loc: Tensor, slope: Tensor) -> None:
+        """Adds the prior's slope at `loc` to `slope`."""
+        slope.addcmul_(torch.sub(loc, self._centre, out=self._room), self._strength)
+
+    def solve(self, loc: Tensor, pace: Tensor | float) -> None:
+        """Moves `loc` part of the way to the centre: the share pace k / (1 + pace k) under a strength k."""
+        if isinstance(pace, Tensor):
+            pull = torch.mul(pace, self._strength, out=self._room)
+            loc.lerp_(self._centre, pace.copy_(pull).add_(1).reciprocal_().mul_(pull))
         else:
-            if self._share is None:  # constant in a phase
-                self._share = self._strength * rate / (1 + self._strength * rate)
-            loc.lerp_(self._centre[:active], self._share[:active])
+            if self._share is None:  # a number is the same in all steps of a phase
+                self._share = self._strength * pace / (1 + self._strength * pace)
+            loc.lerp_(self._centre, self._share)
 
 
 class _Beliefs(_Vectors):
-    """A block with an entropy, or under a prior of another kind: its KL and its draws go through autograd."""
+    """Holds a block with an entropy, or under a prior of another kind: its KL and its draws go through autograd."""
 
-    def __init__(self, algorithm: Algorithm, name: str, given: Server, views: View, weight: Tensor) -> None:
-        super().__init__(algorithm, name, views[name])
-        self._weight = weight
+    def __init__(self, algorithm: Algorithm, name: str, belief: Tensors, given: Server, weight: Tensor) -> None:
+        super().__init__(algorithm, name, belief)
+        self._algorithm, self._name, self._given, self._whole = algorithm, name, given, weight
+
+    def narrow(self, front: View) -> None:
+        super().narrow(front)
+        self._front, self._weight = front, self._whole[: len(front["n"])]
 
     def leaves(self, noise: Tensors) -> tuple[Tensors, Tensors]:
+        """Returns the leaves of a draw, and where their slopes go."""
         self._live = {key: p.detach().requires_grad_() for key, p in zip(self.belief, self.now, strict=True)}
-        self._weights = draw(self._algorithm, self._name, self._live, noise)
-        self._slope = torch.zeros_like(self._weights)
-        return self._layout.leaves(self._weights.detach()), self._layout.leaves(self._slope)
+        self._drawn = draw(self._algorithm, self._name, self._live, noise)
+        self._slope = torch.zeros_like(self._drawn)
+        return self._layout.leaves(self._drawn.detach()), self._layout.leaves(self._slope)
 
-    def gradients(self, given: Server, views: View) -> list[Tensor]:
-        divergence = self._weight[: len(self._slope)] * self._algorithm.divergence(self._name, self._live, given, views)
+    def slopes(self) -> list[Tensor]:
+        """Returns the energy's slopes at the belief's tensors, through the draw and through the KL."""
+        divergence = self._weight * self._algorithm.divergence(self._name, self._live, self._given, self._front)
         ends = [self._slope, torch.ones_like(divergence)]
-        return list(torch.autograd.grad([self._weights, divergence], list(self._live.values()), ends))
+        return list(torch.autograd.grad([self._drawn, divergence], list(self._live.values()), ends))
+
+
+def _trained(algorithm: Algorithm, phase: Descend, name: str, given: Server, views: View) -> _Points | _Beliefs:
+    """Returns a block of the phase, ready to be trained."""
+    block, belief, (_, weight) = algorithm.blocks[name], views[name], phase.energy.scales(views["n"])
+    if block.stochastic or not isinstance(block.prior, Flat | GaussianPrior):
+        return _Beliefs(algorithm, name, belief, given, weight)
+    prior = None if isinstance(block.prior, Flat) else _Gaussian(block.prior, given, views, belief["loc"], weight)
+    return _Points(algorithm, name, belief, prior, prox=phase.prox)
 
 
 def draw(algorithm: Algorithm, name: str, belief: Tensors, noise: dict[str, Tensor]) -> Tensor:
-    """Draws [C, S, D] of a block where there is noise for it [C, S, noise size], else its mean [C, D].
+    """Draws a block, [C, S, D], where there is noise for it [C, S, noise size], else returns its mean [C, D].
 
     Of M copies the draws of all [C, S M, D], or their means [C, M, D].
     """
@@ -110,130 +320,18 @@ def draw(algorithm: Algorithm, name: str, belief: Tensors, noise: dict[str, Tens
     return drawn if block.copies is None else drawn.flatten(1, 2)
 
 
-def _listed(state: Any, places: dict[str, list[str]]) -> Any:
-    """An optimiser's state for one nest of blocks {block: {tensor}} as that for a list of the same tensors, copied."""
+def _listed(state: Any, beliefs: dict[str, Tensors]) -> Any:
+    """Copies an optimiser's state for a nest of tensors such as `beliefs` into that for a list of them."""
     if not isinstance(state, dict):
         return state.clone()
-    if state.keys() == places.keys():
-        return [state[name][key].clone(memory_format=torch.contiguous_format) for name, keys in places.items() for key in keys]
-    return {key: _listed(value, places) for key, value in state.items()}
+    if state.keys() == beliefs.keys():
+        return [state[name][key].clone(memory_format=torch.contiguous_format) for name, belief in beliefs.items() for key in belief]
+    return {key: _listed(value, beliefs) for key, value in state.items()}
 
 
-def _nested(state: Any, places: dict[str, list[str]]) -> Any:
-    """The reverse."""
+def _nested(state: Any, beliefs: dict[str, Tensors]) -> Any:
+    """Turns the state for a list of tensors back into that for the nest."""
     if isinstance(state, list):
         rest = iter(state)
-        return {name: {key: next(rest) for key in keys} for name, keys in places.items()}
-    return {key: _nested(value, places) for key, value in state.items()} if isinstance(state, dict) else state
-
-
-def _penalised(
-    energy: Energy, through: Through, losses: Tensor, slope: Tensor, data: Batch, given: Server, front: View
-) -> tuple[Tensor | None, Tensor | None]:
-    """Slopes of an energy's penalty at the outputs and at the features, None where it does not read them.
-
-    The losses come in as numbers: what the penalty's slope at them is worth at the outputs is `slope` [..., B, O], that of each loss.
-    """
-    assert energy.penalty is not None
-    with torch.enable_grad():
-        outputs, each = through.outputs.detach().requires_grad_(), losses.detach().requires_grad_()
-        features = None if through.features is None else through.features.detach().requires_grad_()
-        value = energy.penalty(features, outputs, each, data, given, front)
-        if not value.requires_grad:
-            return None, None
-        ends = [outputs, each] if features is None else [outputs, each, features]
-        at_outputs, at_losses, at_features = [*torch.autograd.grad(value.sum(), ends, allow_unused=True), None][:3]
-    if at_losses is not None:
-        through_losses = at_losses.unsqueeze(-1) * slope
-        at_outputs = through_losses if at_outputs is None else at_outputs + through_losses
-    return at_outputs, at_features
-
-
-def descend(
-    algorithm: Algorithm, phase: Descend, given: Server, views: View, plan: Plan, kernel: Kernel, *, batch: Batch | None = None
-) -> tuple[View, Info]:
-    """All steps of a `Descend` for a chunk of clients.
-
-    Args:
-        algorithm: Whose phase it is.
-        phase: The phase.
-        given: What the server sent to everyone.
-        views: [C, ...] throughout.
-        plan: Batches and noise.
-        kernel: How a chunk goes through the model.
-        batch: The batch that `Repeat` shares among its phases, if any.
-    """
-    energy, chunk, copies = phase.energy, len(views["n"]), algorithm.copies(phase.energy.parts)
-    scale, weight = energy.scales(views["n"])
-    rate = rate_at(phase.optimiser.rate, given["round"], given["rounds"])
-    blocks: dict[str, _Points | _Beliefs] = {}
-    for name in phase.blocks:
-        block = algorithm.blocks[name]
-        if not block.stochastic and isinstance(block.prior, Flat | GaussianPrior):
-            blocks[name] = _Points(algorithm, name, given, views, weight, phase.prox)
-        else:
-            blocks[name] = _Beliefs(algorithm, name, given, views, weight)
-    others = [name for name in energy.parts if name not in phase.blocks]
-    moving = [name for name in others if algorithm.blocks[name].stochastic]
-    still = batch is None and phase.batch_size is None
-    still &= not any(key.startswith("body.") for name in moving for key in algorithm.layout(name).names)
-    network = Network(algorithm.module(views["n"]), kernel, still=still)
-
-    params = [p for block in blocks.values() for p in block.params]
-    places = {name: list(block.belief) for name, block in blocks.items()}
-    kept = phase.persist if phase.persist in views else None
-    state = phase.optimiser.init(params) if kept is None else _listed(views[kept], places)
-    shapes = phase.noise(algorithm)
-    total = torch.zeros_like(views["n"])
-    steps = range(phase.steps or phase.epochs) if batch is not None else range(int(plan.steps.max()))
-    front, fixed, factor, sums, before = views, {}, scale, total, 0
-    for t in steps:
-        active = chunk if batch is not None else plan.active(t)
-        data = batch if batch is not None else plan.batch(t, active)
-        noise = plan.noise(shapes, active)
-        start = perf_counter()
-        if active != before:  # some are done: views of the others are made once
-            before, front, factor = active, tree_map(lambda leaf, a=active: leaf[:a], views), scale[:active].unsqueeze(-1)
-            sums = total[:active]
-            fixed = {k: v for name in others if name not in moving for k, v in algorithm.layout(name).leaves(front[name]["loc"]).items()}
-            for block in blocks.values():
-                block.narrow(active)
-        leaves, slopes = dict(fixed), {}
-        for name in moving:
-            leaves |= algorithm.layout(name).leaves(draw(algorithm, name, front[name], noise))
-        for block in blocks.values():
-            now, to = block.leaves(noise)
-            leaves, slopes = leaves | now, slopes | to
-        through = network(leaves, data["x"], slopes)
-        outputs, lifted = through.outputs, through.lifted
-        share = energy.shares(given, front, data)
-        losses, slope = algorithm.likelihood.nll_and_slope(outputs, data["y"].unsqueeze(1) if lifted else data["y"])
-        at_outputs, at_features = None, None
-        if energy.penalty is not None:
-            at_outputs, at_features = _penalised(energy, through, losses, slope, data, given, front)
-        if copies:  # [C, S M, B] of which every copy's draws count alike
-            share = share if share.dim() > 2 else share.unsqueeze(1).expand(-1, copies, -1)
-            losses = losses.unflatten(1, (-1, copies))
-            weights = (share * factor.unsqueeze(-1)).unsqueeze(1).expand_as(losses).flatten(1, 2) / losses.shape[1]
-            losses = losses.mean(1)
-        elif lifted:
-            weights = (share * factor).unsqueeze(1) / outputs.shape[1]
-            losses = losses.mean(1)
-        else:
-            weights = share * factor
-        slope.mul_(weights.unsqueeze(-1))
-        if at_outputs is not None:
-            slope.addcmul_(at_outputs, factor.unsqueeze(-1))
-        through.back(slope, None if at_features is None else at_features * factor.unsqueeze(-1))
-        grads = [g for block in blocks.values() for g in block.gradients(given, front)]
-        now = [p for block in blocks.values() for p in block.now]
-        phase.optimiser.update_(now, grads, state, rate, active)
-        if phase.prox:
-            points = [block for block in blocks.values() if isinstance(block, _Points)]  # all of them, of one tensor each
-            for block, pace in zip(points, phase.optimiser.pace(now, state, rate), strict=True):
-                block.solve(pace)
-        sums.add_((losses * share).flatten(1).sum(-1))
-        plan.seconds["steps"] += perf_counter() - start
-    count = torch.as_tensor(plan.steps, dtype=total.dtype, device=total.device) if batch is None else float(len(steps))
-    done = {} if kept is None else {kept: _nested(state, places)}
-    return views | {name: block.belief for name, block in blocks.items()} | done, {"nll": total / count}
+        return {name: {key: next(rest) for key in belief} for name, belief in beliefs.items()}
+    return {key: _nested(value, beliefs) for key, value in state.items()} if isinstance(state, dict) else state

@@ -137,22 +137,14 @@ class Engine:
     def _chunk(
         self, algorithm: Algorithm, phase: Phase | Repeat, given: Server, views: View, plan: Plan, kernel: Kernel
     ) -> tuple[View, Info]:
-        if not isinstance(phase, Repeat):
-            return self._phase(algorithm, phase, given, views, plan, kernel, None)
         info: Info = {}
-        for t in range(phase.times):
-            batch = plan.batch(t, len(plan.rows))
-            for inner in phase.phases:
-                views, new = self._phase(algorithm, inner, given, views, plan, kernel, batch)
-                info |= new
+        for inner, batch in plan.turns(phase):
+            if isinstance(inner, Descend):
+                views, new = descent.descend(algorithm, inner, given, views, plan, KERNEL_OF[kernel], batch=batch)
+            else:
+                views, new = vmap.run(algorithm, inner, given, views, plan, batch, losses=self._losses)
+            info |= new
         return views, info
-
-    def _phase(
-        self, algorithm: Algorithm, phase: Phase, given: Server, views: View, plan: Plan, kernel: Kernel, batch: Batch | None
-    ) -> tuple[View, Info]:
-        if not isinstance(phase, Descend):
-            return vmap.run(algorithm, phase, given, views, plan, batch, losses=self._losses)
-        return descent.descend(algorithm, phase, given, views, plan, KERNEL_OF[kernel], batch=batch)
 
     def _losses(self, algorithm: Algorithm, parts: tuple[str, ...], views: View, batch: Batch) -> Tensor:
         """`Algorithm.losses_of_copies` of a chunk of clients, [C, B] or [C, M, B]: by the kernel, many clients and copies at once."""

@@ -4,7 +4,7 @@ Everything random is drawn here, from addresses; kernels only compute. Clients c
 step t are a prefix of the chunk.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from time import perf_counter
 from typing import Any
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from bayesfl.base.protocols import Batch
 from bayesfl.base.random import Purpose, Stage, generator
+from bayesfl.composition.phases import Phase, Repeat
 from bayesfl.data import Split
 
 
@@ -99,6 +100,35 @@ class Plan:
             out[name] = torch.from_numpy(buffer).to(dtype=self._dtype, device=self._split.x.device)
         self.seconds["noise"] += perf_counter() - start
         return out
+
+    def turns(self, phase: Phase | Repeat) -> Iterator[tuple[Phase, Batch | None]]:
+        """Yields the plan's own `phase` and no batch; of a `Repeat` the inner phases of every turn, with the batch that they share."""
+        if not isinstance(phase, Repeat):
+            yield phase, None
+            return
+        for t in range(phase.times):
+            batch = self.batch(t, len(self.rows))
+            for inner in phase.phases:
+                yield inner, batch
+
+    def walk(
+        self, phase: Any, shapes: Mapping[str, tuple[int, int]], batch: Batch | None = None
+    ) -> Iterator[tuple[int, Batch, dict[str, Tensor]]]:
+        """Yields for every step of a phase how many clients are at work, their examples and their noise.
+
+        Args:
+            phase: The plan's own, or one inside the `Repeat` that this is the plan of.
+            shapes: {block: (S, size)} of the noise.
+            batch: What all steps of a phase inside a `Repeat` are on.
+        """
+        if batch is not None:
+            for _ in range(phase.steps or phase.epochs):
+                yield len(self.rows), batch, self.noise(shapes, len(self.rows))
+            return
+        for t in range(int(self.steps.max())):
+            active = self.active(t)
+            data = self.batch(t, active) if getattr(phase, "data", True) else {}
+            yield active, data, self.noise(shapes, active)
 
     @cached_property
     def _active(self) -> list[int]:

@@ -1,12 +1,10 @@
 """The reference kernel: pure steps, one client after another, nothing padded. Slow and obviously right."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from bayesfl.base.protocols import Info, Server, View
+from bayesfl.base.protocols import Batch, Info, Server, View
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.phases import Phase, Repeat
 from bayesfl.engine.plan import Plan
@@ -27,22 +25,18 @@ def _stacked(rows: tuple[Tensor, ...]) -> Tensor:
 
 
 def _client(algorithm: Algorithm, phase: Phase | Repeat, given: Server, view: View, plan: Plan) -> tuple[View, Info]:
-    if isinstance(phase, Repeat):
-        info: Info = {}
-        for t in range(phase.times):
-            for inner in phase.phases:
-                view, new = _steps(algorithm, inner, given, view, plan, [t] * (inner.steps or inner.epochs), data=True)
-                info |= new
-        return view, info
-    return _steps(algorithm, phase, given, view, plan, range(int(plan.steps[0])), data=getattr(phase, "data", True))
+    info: Info = {}
+    for inner, batch in plan.turns(phase):
+        view, new = _steps(algorithm, inner, given, view, plan, batch)
+        info |= new
+    return view, info
 
 
-def _steps(algorithm: Algorithm, phase: Phase, given: Server, view: View, plan: Plan, steps: Any, *, data: bool) -> tuple[View, Info]:
+def _steps(algorithm: Algorithm, phase: Phase, given: Server, view: View, plan: Plan, batch: Batch | None) -> tuple[View, Info]:
     carry = phase.begin(algorithm, given, view)
-    for t in steps:
-        batch = {key: value[0] for key, value in plan.batch(t, 1).items()} if data else {}
+    for _, *everything in plan.walk(phase, phase.noise(algorithm), batch):
+        data, noise = ({key: t[0] for key, t in tensors.items()} for tensors in everything)
         if parts := getattr(phase, "losses", ()):
-            batch["losses"] = algorithm.losses_of_copies(parts, view, batch)
-        noise = {key: value[0] for key, value in plan.noise(phase.noise(algorithm), 1).items()}
-        carry = phase.step(algorithm, carry, given, view, batch, noise)
+            data["losses"] = algorithm.losses_of_copies(parts, view, data)
+        carry = phase.step(algorithm, carry, given, view, data, noise)
     return phase.end(algorithm, carry, given, view)

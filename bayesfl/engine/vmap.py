@@ -64,13 +64,8 @@ def run(
         batch: The batch that `Repeat` shares among its phases, if any.
         losses: (algorithm, parts, views, batch) -> what a `Once` with `losses` asks for, of the chunk.
     """
-    chunk = len(plan.rows)
     carry = vmap(lambda view: phase.begin(algorithm, given, view))(views)
-    steps = [0] * (phase.steps or phase.epochs) if batch is not None else range(int(plan.steps.max()))
-    for t in steps:
-        active = chunk if batch is not None else plan.active(t)
-        data = batch if batch is not None else plan.batch(t, active) if getattr(phase, "data", True) else {}
-        noise = plan.noise(phase.noise(algorithm), active)
+    for active, data, noise in plan.walk(phase, phase.noise(algorithm), batch):
         carried, seen = tree_map(lambda leaf, a=active: leaf[:a], (carry, views))
         if parts := getattr(phase, "losses", ()):
             assert losses is not None
@@ -80,5 +75,5 @@ def run(
             return phase.step(algorithm, carry, given, view, batch, noise)
 
         new = vmap(step)(carried, seen, data, noise)
-        carry = new if active == chunk else tree_map(lambda n, c, a=active: torch.cat([n, c[a:]]), new, carry)
+        carry = new if active == len(plan.rows) else tree_map(lambda n, c, a=active: torch.cat([n, c[a:]]), new, carry)
     return vmap(lambda carry, view: phase.end(algorithm, carry, given, view))(carry, views)

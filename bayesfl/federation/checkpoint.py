@@ -1,6 +1,6 @@
 """Saved runs: one safetensors file whose metadata holds everything that is not a tensor, and one digest over all of it.
 
-Format 2. A file holds the server's and the clients' tensors under dotted names, as `server.body.loc`, `private.head.loc`. Its metadata has
+Format 3. A file holds the server's and the clients' tensors under dotted names, as `server.body.loc`, `private.head.loc`. Its metadata has
 two entries: `bayesfl`, JSON whose keys keep their order (that of the history's columns), and `digest`, the SHA-256 over that JSON and over
 name, dtype, shape and bytes of every tensor in the order of names. A saved result is the file `state.safetensors` in a folder of its own,
 a run in progress has `round-000012.safetensors` and the one before it: the two newest are kept, so that there is one to go back to.
@@ -25,7 +25,7 @@ from bayesfl.base.files import atomic_path, remove_leftovers
 from bayesfl.base.trees import detached, nest
 from bayesfl.federation.errors import CheckpointError
 
-FORMAT = 2
+FORMAT = 3
 
 
 STATE = "state.safetensors"
@@ -157,7 +157,9 @@ def read_file(file: Path, device: torch.device | str = "cpu") -> tuple[dict[str,
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{str(file)!r} is not a saved run: {error}") from error
     if found != FORMAT:
-        raise CheckpointError(f"{str(file)!r} has format {found}; this version of bayesfl reads {FORMAT}")
+        raise CheckpointError(
+            f"{str(file)!r} has format {found}; this version of bayesfl reads {FORMAT}: take the version that wrote it, or run again"
+        )
     return meta, tensors
 
 

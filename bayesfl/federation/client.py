@@ -1,5 +1,6 @@
-"""The local work of a round: phases in order, for a chunk of clients, checked after each."""
+"""The local work of clients: phases in order, for a chunk of clients, checked after each."""
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +13,48 @@ from bayesfl.base.protocols import Info, Server, View
 from bayesfl.base.random import Stage
 from bayesfl.base.trees import flatten
 from bayesfl.composition.algorithm import Algorithm
-from bayesfl.composition.phases import Repeat
+from bayesfl.composition.phases import described
 from bayesfl.data import Split
-from bayesfl.engine import Engine, Plan
+from bayesfl.engine import Crew, Engine, Plan
+from bayesfl.engine.plan import chunks
 from bayesfl.federation.errors import DivergenceError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Received:
+    """What a chunk of clients starts from.
+
+    Args:
+        common: What the server sent to everyone.
+        addressed: What it sent to each of them, [C, ...].
+        rows: Their own private state, [C, ...].
+    """
+
+    common: Server
+    addressed: View
+    rows: View
+
+
+@dataclass(frozen=True)
+class State:
+    """A federation between two rounds.
+
+    Args:
+        server: The server's state.
+        private: The clients' own states, [J, ...] each.
+        round: Rounds done.
+    """
+
+    server: Server
+    private: View
+    round: int
+
+    def received(self, algorithm: Algorithm, ids: np.ndarray) -> Received:
+        """What the clients `ids` start from."""
+        like = next(t for t in tree_leaves(self.server) if isinstance(t, Tensor))
+        return Received(*algorithm.share(self.server, torch.from_numpy(ids).to(like.device)), read_rows(self.private, ids))
 
 
 @dataclass(frozen=True)
@@ -43,81 +82,116 @@ class Done:
 
 @dataclass(frozen=True)
 class Local:
-    """The local work of a chunk of clients: phases in order, checked after each.
+    """What clients work with: the method's phases, and their training data.
 
     Args:
         algorithm: Whose phases they are.
-        phases: The phases.
         engine: How they are run.
-        train: The clients' training data.
+        train: The clients' training data, on the run's device and in its precision.
         seed: Of everything random.
         rounds: Of the run.
-        stage: Which list of phases it is.
         tolerant: Whether a client that leaves the finite numbers is set aside instead of stopping all.
     """
 
     algorithm: Algorithm
-    phases: tuple[Any, ...]
     engine: Engine
     train: Split
     seed: int
     rounds: int
-    stage: Stage = Stage.TRAIN
     tolerant: bool = False
 
-    def __call__(self, ids: np.ndarray, server: Server, private: View, round: int, phases: int | None = None) -> Done:
-        """Runs the first `phases` phases, or all, for the clients `ids`, longest first.
+    def run(self, stage: Stage, ids: np.ndarray, received: Received, round: int, *, phases: int | None = None) -> Done:
+        """Run the phases of a stage for the clients `ids`, longest first.
+
+        Args:
+            stage: Training, fine-tuning or adaptation.
+            ids: The clients [C].
+            received: What they start from.
+            round: Rounds done before; an address.
+            phases: How many of the phases, from the first; None for all.
 
         Raises:
             DivergenceError: A client's state is no longer finite, and that is not tolerated.
+            ValueError: What a client would send has another shape than the method declares.
         """
-        common, addressed = self.algorithm.share(server, torch.from_numpy(ids).to(self.train.x.device))
-        return self.received(ids, common, addressed, read_rows(private, ids), round, phases)
-
-    def received(self, ids: np.ndarray, common: Server, addressed: View, rows: View, round: int, phases: int | None = None) -> Done:
-        """As a call, from what was sent to the clients `ids`: to all, and to each of them [C, ...]; `rows` are their own [C, ...].
-
-        Raises:
-            DivergenceError: A client's state is no longer finite, and that is not tolerated.
-        """
-        dtype, device = self.train.x.dtype, self.train.x.device
-        given = self.algorithm.given(common, round, self.rounds)
+        algorithm, dtype, device = self.algorithm, self.train.x.dtype, self.train.x.device
+        given = algorithm.given(received.common, round, self.rounds)
         counts = torch.from_numpy(self.train.counts[ids]).to(dtype=dtype, device=device)
-        views = self.algorithm.views(given, addressed, rows, counts)
+        started = views = algorithm.views(given, received.addressed, received.rows, counts)
         info: Info = {}
         seconds: dict[str, float] = {}
-        started, diverged = views, np.zeros(len(ids), bool)
-        for position, phase in enumerate(self.phases[:phases]):
-            plan = Plan(phase, self.train, ids, seed=self.seed, round=round, stage=self.stage, position=position, dtype=dtype)
+        diverged = np.zeros(len(ids), bool)
+        todo = {Stage.TRAIN: algorithm.phases, Stage.FINETUNE: algorithm.finetune, Stage.ADAPT: algorithm.adapt}[stage]
+        for position, phase in enumerate(todo[:phases]):
+            plan = Plan(phase, self.train, ids, seed=self.seed, round=round, stage=stage, position=position, dtype=dtype)
             before = views
-            views, new = self.engine.run(self.algorithm, phase, given, views, plan)
+            views, new = self.engine.run(algorithm, phase, given, views, plan)
             info |= new
             seconds = {key: seconds.get(key, 0.0) + value for key, value in plan.seconds.items()}
-            changed = [t for key in views if views[key] is not before.get(key) for t in tree_leaves(views[key])]
-            # A sum takes one pass and is finite only where all of its terms are; large terms may overflow, so what it finds is looked at.
-            finite = torch.stack([t.reshape(len(ids), -1).sum(1).isfinite() for t in changed]).all(0) if changed else None
-            if finite is not None and not bool(finite.all()):
-                finite = torch.stack([t.reshape(len(ids), -1).isfinite().all(1) for t in changed]).all(0)
-            if finite is not None and not bool(finite.all()):
-                if self.tolerant:
-                    diverged |= ~finite.cpu().numpy()
-                    views = _set_aside(views, started, ~finite)
-                    continue
-                client = int(ids[int((~finite).nonzero()[0])])
-                raise DivergenceError(
-                    f"client {client} is no longer finite after phase {position} ({_described(phase)}) of round {round}, both counted "
-                    "from 0: a loss became NaN or infinite; lower the learning rate, or look at this client's data",
-                    round=round,
-                    client=client,
-                    phase=position,
-                )
-        received = len(ids) * sum(t.nbytes for t in self._travels(given)) + sum(t.nbytes for t in tree_leaves(addressed))
-        return Done(ids, given, views, info, seconds, received, diverged)
+            finite = _finite([t for key in views if views[key] is not before.get(key) for t in tree_leaves(views[key])], len(ids))
+            if finite.all():
+                continue
+            if not self.tolerant:
+                raise _diverged(int(ids[int(np.argmin(finite))]), phase, stage, position, round)
+            diverged |= ~finite
+            views = _set_aside(views, started, torch.from_numpy(~finite).to(device))
+        algorithm.check_reported(started, views)
+        return Done(ids, given, views, info, seconds, self._bytes(given, received.addressed, len(ids)), diverged)
 
-    def _travels(self, given: Server) -> list[Tensor]:
-        """What a client receives each round: frozen blocks it has had from the start."""
+    def _bytes(self, given: Server, addressed: View, clients: int) -> int:
+        """What the clients receive each round: frozen blocks they have had from the start."""
         frozen = [name for name, block in self.algorithm.blocks.items() if block.pool is None]
-        return [t for key, t in flatten(given).items() if isinstance(t, Tensor) and key.split(".")[0] not in frozen]
+        sent = [t for key, t in flatten(given).items() if isinstance(t, Tensor) and key.split(".")[0] not in frozen]
+        return clients * sum(t.nbytes for t in sent) + sum(t.nbytes for t in tree_leaves(addressed))
+
+    def everyone(self) -> list[np.ndarray]:
+        """All clients in chunks."""
+        size = self.engine.chunk_size(self.train.clients, self.algorithm, self.train.x.device)
+        return chunks(np.arange(self.train.clients), self.train.counts, size)
+
+    def adapt(self, state: State, crew: Crew) -> None:
+        """Run the phases of clients never seen in training, which write their state into `state.private`.
+
+        Raises:
+            DivergenceError: A client's state is no longer finite.
+        """
+        for done in crew.over(self.everyone(), lambda ids: self.run(Stage.ADAPT, ids, state.received(self.algorithm, ids), state.round)):
+            write_rows(state.private, done.ids, done.views)
+
+    def finetuned(self, ids: np.ndarray, received: Received, round: int) -> Done:
+        """Run the phases that every client runs on a copy of its view before it predicts.
+
+        A client whose fine-tuning leaves the finite numbers predicts without it where that is tolerated, and the log says so.
+
+        Raises:
+            DivergenceError: A client's state is no longer finite, and that is not tolerated.
+        """
+        done = self.run(Stage.FINETUNE, ids, received, round)
+        for client in ids[done.diverged].tolist():
+            log.warning("after round %d: the fine-tuning of client %d is not finite; it predicts without it", round, client)
+        return done
+
+
+def _finite(changed: list[Tensor], clients: int) -> np.ndarray:
+    """Which clients' rows are finite throughout, [C] bool, in tensors [C, ...]."""
+    if not changed:
+        return np.ones(clients, bool)
+    # A sum takes one pass and is finite only where all of its terms are; large terms may overflow, so what it finds is looked at.
+    finite = torch.stack([t.reshape(clients, -1).sum(1).isfinite() for t in changed]).all(0)
+    if not bool(finite.all()):
+        finite = torch.stack([t.reshape(clients, -1).isfinite().all(1) for t in changed]).all(0)
+    return finite.cpu().numpy()
+
+
+def _diverged(client: int, phase: Any, stage: Stage, position: int, round: int) -> DivergenceError:
+    kind = {Stage.TRAIN: "phase", Stage.FINETUNE: "fine-tuning phase", Stage.ADAPT: "phase"}[stage]
+    return DivergenceError(
+        f"client {client} is no longer finite after {kind} {position} ({described(phase)}) of round {round}, both counted "
+        "from 0: a loss became NaN or infinite; lower the learning rate, or look at this client's data",
+        round=round,
+        client=client,
+        phase=position,
+    )
 
 
 def _set_aside(views: View, started: View, diverged: Tensor) -> View:
@@ -131,19 +205,12 @@ def _set_aside(views: View, started: View, diverged: Tensor) -> View:
     }
 
 
-def _described(phase: Any) -> str:
-    """What a phase is and which blocks it trains, as `Descend on head`."""
-    inner = phase.phases if isinstance(phase, Repeat) else (phase,)
-    trained = dict.fromkeys(name for one in inner for name in getattr(one, "blocks", ()))
-    return type(phase).__name__ + (f" on {', '.join(trained)}" if trained else "")
-
-
 def kept_phases(algorithm: Algorithm) -> int:
     """How many phases a client outside the cohort runs: those at the end are left out that train only what it neither keeps nor sends."""
     count = len(algorithm.phases)
     for phase in reversed(algorithm.phases):
-        trained = getattr(phase, "blocks", None)
-        if not trained or getattr(phase, "persist", None) or any(algorithm.blocks[name].keep for name in trained):
+        blocks = getattr(phase, "blocks", None)
+        if not blocks or getattr(phase, "persist", None) or any(algorithm.blocks[name].keep for name in blocks):
             break
         count -= 1
     return count

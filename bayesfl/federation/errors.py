@@ -19,6 +19,10 @@ class DivergenceError(RuntimeError):
         self.result: Any = None
 
 
+class BadClients(RuntimeError):
+    """Clients whose replies are missing or bad, where that stops the run."""
+
+
 class FailedRound(RuntimeError):
     """A round that came to nothing.
 

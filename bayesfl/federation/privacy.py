@@ -20,7 +20,7 @@ in Google's dp-accounting.
 import hashlib
 import math
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, ClassVar, Literal
@@ -30,14 +30,14 @@ import torch
 from torch import Tensor
 
 from bayesfl.base.checks import number, whole
-from bayesfl.base.protocols import Server, Tensors, Uplink
+from bayesfl.base.protocols import Server
 from bayesfl.base.random import keyed
 from bayesfl.base.trees import flatten
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.pools import Mean, by_size, equal
 from bayesfl.federation.admission import Admission
 from bayesfl.federation.errors import CheckpointError
-from bayesfl.federation.replies import Adding, Aggregator, Unseen, check_combine, closed, was_sent
+from bayesfl.federation.replies import AggregationRun, Replies, RoundSum, Unseen, check_combine, closed, was_sent
 from bayesfl.federation.result import Result
 
 SECRET = 16
@@ -176,13 +176,13 @@ class ClientPrivacy:
         weights = hashlib.sha256(np.array(self.weights).tobytes()).hexdigest()
         return f"{repr(self)[:-1]}, weights of SHA-256 {weights})"
 
-    def start(self, result: Result, admission: Admission, *, every: int | None, repeats: int) -> Aggregator:
+    def start(self, result: Result, admission: Admission, *, every: int | None, repeats: int) -> AggregationRun:
         """See `Aggregation`."""
         algorithm, clients = result.algorithm, result.data.clients
         if self.weights is not None and len(self.weights) != clients:
             raise ValueError(f"weights must be one number for each of {clients} clients, got {len(self.weights)}")
         _check(algorithm, free=self.weights is None)
-        check_combine(algorithm, result.server, Unseen(UNSEEN), UNSEEN)
+        check_combine(result, Unseen(UNSEEN, result.round, result.settings.rounds), UNSEEN)
         if admission.min_clients > 1 or admission.below_minimum != "skip":
             raise ValueError(
                 f"min_clients={admission.min_clients}, below_minimum={admission.below_minimum!r} would let a round's outcome tell how many "
@@ -228,20 +228,20 @@ def _check(algorithm: Algorithm, *, free: bool) -> None:
             )
     if more := sorted(name for name in algorithm.uplink() if name.split(".")[0] not in pools):
         raise ValueError(
-            f"the method's `report` sends {more}, which ClientPrivacy does not cover; where it can do without, take "
-            "dataclasses.replace(algorithm, report=bf.Algorithm.report, combine=bf.Algorithm.combine), else leave aggregation out"
+            f"the method's `reports` sends {more}, which ClientPrivacy does not cover; where it can do without, take "
+            "dataclasses.replace(algorithm, reports={}, combine=bf.Algorithm.combine), else leave aggregation out"
         )
 
 
 class _Run:
-    """See `Aggregator`."""
+    """See `AggregationRun`."""
 
     least = 0
 
     def __init__(self, rule: ClientPrivacy, result: Result, releases: int) -> None:
         self.rule, self.algorithm = rule, result.algorithm
         self.secret = rule.secret or secrets.token_bytes(32)
-        self.p, self.clients = result.settings.participation, result.data.clients
+        self.p, self.clients, self.rounds = result.settings.participation, result.data.clients, result.settings.rounds
         self.weights = np.ones(self.clients) if rule.weights is None else np.array(rule.weights)
         self.releases = releases
 
@@ -249,7 +249,7 @@ class _Run:
         drawn = uniforms(self.secret, b"cohort", round.to_bytes(8, "little"), size=self.clients)
         return np.flatnonzero(drawn < self.p)
 
-    def gather(self, server: Server, round: int, cohort: np.ndarray) -> Adding:
+    def begin(self, server: Server, round: int, cohort: np.ndarray) -> RoundSum:
         return _Round(self, server, round)
 
 
@@ -260,9 +260,10 @@ class _Round:
         self._flat: dict[str, Tensor] = flatten(blocks)
         self._total = torch.cat([torch.zeros(t.numel(), dtype=torch.float64, device=t.device) for t in self._flat.values()])
 
-    def add(self, ids: np.ndarray, n: Tensor, sent: Mapping[str, Tensors], reported: Uplink) -> None:
-        """The clipped differences of a chunk; their sizes `n` are not looked at."""
-        began, came = flatten(was_sent(self._run.algorithm, self._server, ids, n.device, sent)), flatten(sent)
+    def add(self, replies: Replies) -> None:
+        """See `RoundSum`: the clipped differences of a chunk; the clients' numbers of examples are not looked at."""
+        ids, sent = replies.ids, replies.sent
+        began, came = flatten(was_sent(self._run.algorithm, self._server, ids, replies.n.device, sent)), flatten(sent)
         moved = [(came[name].double() - began.get(name, old).double()).flatten(1) for name, old in self._flat.items()]
         for client, *rows in zip(ids.tolist(), *moved, strict=True):
             difference = torch.cat(rows)
@@ -272,7 +273,7 @@ class _Round:
                 self._total.add_(difference, alpha=float(self._run.weights[client]) * share)
 
     def server(self) -> Server:
-        """See `Adding`.
+        """See `RoundSum`.
 
         Raises:
             DivergenceError: The next state is not finite.
@@ -285,7 +286,8 @@ class _Round:
             block, key = name.split(".")
             new[block] = {**new[block], key: (old.double() + part.view(old.shape)).to(old)}
         run.releases += 1
-        return closed(run.algorithm, new, Unseen(UNSEEN), Unseen(UNSEEN), self._round)
+        unseen = Unseen(UNSEEN, self._round, run.rounds)
+        return closed(run.algorithm, new, unseen, unseen, self._round)
 
     def _noise(self) -> Tensor:
         """Noise on the sum: a function of the secret, the round and the sum itself.
@@ -300,7 +302,7 @@ class _Round:
         return torch.from_numpy(run.rule.noise_multiplier * run.rule.clip * run.weights.max() * drawn).to(self._total)
 
     def row(self) -> dict[str, float]:
-        """See `Adding`."""
+        """See `RoundSum`."""
         run = self._run
         known = {"noise_multiplier": run.rule.noise_multiplier, "releases": run.releases, "delta": run.rule.delta}
         return {

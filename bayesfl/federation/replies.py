@@ -1,4 +1,4 @@
-"""What the server makes of a round's replies: which it takes, and what their sum gives."""
+"""What the server makes of a round's replies: how they are added up, and which are left out of the sum."""
 
 import logging
 import math
@@ -18,16 +18,41 @@ from bayesfl.federation.admission import Admission, distances, shares, usual
 from bayesfl.federation.client import read_rows
 from bayesfl.federation.errors import DivergenceError, FailedRound
 from bayesfl.federation.result import Result
-from bayesfl.federation.settings import OPEN
+from bayesfl.federation.settings import OPEN, Settings
 
 log = logging.getLogger(__name__)
 
 
-class Adding(Protocol):
-    """How the uplinks of one round are added up."""
+@dataclass(frozen=True)
+class Replies:
+    """What a chunk of clients replied, in the shapes that were declared.
 
-    def add(self, ids: np.ndarray, n: Tensor, sent: Mapping[str, Tensors], reported: Uplink) -> None:
-        """The uplinks of a chunk [C, ...] that are taken; what a server would learn of them is the adder's business."""
+    Args:
+        ids: Its clients [C].
+        n: Their numbers of training examples [C], in the run's precision.
+        sent: What pools gather, {block: {tensor: [C, ...]}}; empty of clients outside the cohort, who only say that they have trained.
+        reported: What they send beyond the blocks, [C, ...] each.
+        losses: Mean negative log likelihood of their training, [C] in nats, NaN where it is not known.
+    """
+
+    ids: np.ndarray
+    n: Tensor
+    sent: dict[str, Tensors]
+    reported: Uplink
+    losses: np.ndarray
+
+    def of(self, inside: np.ndarray) -> "Replies":
+        """Those of some of the clients, [C] bool."""
+        places = np.flatnonzero(inside)
+        n, sent, reported = (read_rows(tree, places) for tree in (self.n, self.sent, self.reported))
+        return Replies(self.ids[inside], n, sent, reported, self.losses[inside])
+
+
+class RoundSum(Protocol):
+    """How the replies of one round are added up."""
+
+    def add(self, replies: Replies) -> None:
+        """Add a chunk of replies that are taken; what a server would learn of each is the sum's business."""
         ...
 
     def server(self) -> Server:
@@ -39,8 +64,8 @@ class Adding(Protocol):
         ...
 
 
-class Aggregator(Protocol):
-    """How a run draws its cohorts and adds up their uplinks."""
+class AggregationRun(Protocol):
+    """How one run draws its cohorts and adds up their replies."""
 
     @property
     def least(self) -> int:
@@ -51,8 +76,8 @@ class Aggregator(Protocol):
         """The ids of one round's cohort, ascending."""
         ...
 
-    def gather(self, server: Server, round: int, cohort: np.ndarray) -> Adding:
-        """Of a round that begins from the state `server`, with all of its cohort, of whom some may not reply."""
+    def begin(self, server: Server, round: int, cohort: np.ndarray) -> RoundSum:
+        """The sum of a round that starts from the state `server`, with all of its cohort, of whom some may not reply."""
         ...
 
 
@@ -70,8 +95,8 @@ class Aggregation(Protocol):
         """How cohorts are drawn, where that is not free."""
         ...
 
-    def start(self, result: Result, admission: Admission, *, every: int | None, repeats: int) -> Aggregator:
-        """For a run that goes on from `result`.
+    def start(self, result: Result, admission: Admission, *, every: int | None, repeats: int) -> AggregationRun:
+        """Start a run that goes on from `result`.
 
         Args:
             result: Where it begins.
@@ -86,65 +111,72 @@ class Aggregation(Protocol):
 
 
 @dataclass(frozen=True)
-class Plain:
-    """The server sees every client's uplink."""
+class OpenAggregation:
+    """The server sees every client's reply."""
 
     name = OPEN
     sampling = None
 
-    def start(self, result: Result, admission: Admission, *, every: int | None, repeats: int) -> Aggregator:
+    def start(self, result: Result, admission: Admission, *, every: int | None, repeats: int) -> AggregationRun:
         """See `Aggregation`."""
-        return PlainRun(result, admission.min_clients)
+        return OpenRun(result.algorithm, result.settings, result.data.clients, admission.min_clients)
 
 
-class PlainRun:
-    """See `Aggregator`.
+class OpenRun:
+    """See `AggregationRun`.
 
     Args:
-        result: Where the run begins.
+        algorithm: The method.
+        settings: How the run is made.
+        clients: How many there are.
         least: Replies that a round needs.
     """
 
-    def __init__(self, result: Result, least: int) -> None:
-        self._algorithm, self._settings, self._clients, self.least = result.algorithm, result.settings, result.data.clients, least
+    def __init__(self, algorithm: Algorithm, settings: Settings, clients: int, least: int) -> None:
+        self._algorithm, self._settings, self._clients, self.least = algorithm, settings, clients, least
 
     def cohort(self, round: int) -> np.ndarray:
-        """See `Aggregator`."""
+        """See `AggregationRun`."""
         return self._settings.cohort(self._clients, round)
 
-    def gather(self, server: Server, round: int, cohort: np.ndarray) -> Adding:
-        """See `Aggregator`."""
-        return Gather(self._algorithm, server, round)
+    def begin(self, server: Server, round: int, cohort: np.ndarray) -> RoundSum:
+        """See `AggregationRun`."""
+        return OpenSum(self._algorithm, server, round, self._settings.rounds)
 
 
 class Unseen:
-    """Stands where `combine` expects what single clients sent, and the server has not seen it: whatever is asked of it is refused.
+    """Stands where `combine` expects what single clients sent and the server has not seen: it says the round's number and nothing else.
 
     Args:
         why: Why it is not there, a sentence's beginning.
+        round: The round that is on.
+        rounds: Of the run.
     """
 
-    def __init__(self, why: str) -> None:
-        self._why = why
+    def __init__(self, why: str, round: int, rounds: int) -> None:
+        self._why, self._known = why, {"round": round, "rounds": rounds}
+
+    def __getitem__(self, name: Any) -> Any:
+        return self._known[name] if isinstance(name, str) and name in self._known else self._refuse(name)
 
     def _refuse(self, *asked: Any) -> Any:
         raise ValueError(
             f"{self._why}, but the method's `combine` reads {asked[0] if asked else 'them'!r}; take a method whose server only adds up, "
-            "or, where it can do without, dataclasses.replace(algorithm, combine=bf.Algorithm.combine, report=bf.Algorithm.report)"
+            "or, where it can do without, dataclasses.replace(algorithm, combine=bf.Algorithm.combine, reports={})"
         )
 
-    __getitem__ = __contains__ = __iter__ = __len__ = __getattr__ = _refuse
+    __contains__ = __iter__ = __len__ = __getattr__ = _refuse
 
 
-def check_combine(algorithm: Algorithm, server: Server, ids: Any, why: str) -> None:
+def check_combine(result: Result, ids: Any, why: str) -> None:
     """That the method's `combine` does without what single clients sent.
 
     Raises:
         ValueError: It does not; `why` begins the sentence that says so.
     """
-    unseen = Unseen(why)
+    unseen = Unseen(why, result.round, result.settings.rounds)
     try:
-        algorithm.combine(server, ids, unseen)  # pyright: ignore[reportArgumentType]
+        result.algorithm.combine(result.server, ids, unseen)  # pyright: ignore[reportArgumentType]
     except (TypeError, IndexError) as error:
         raise ValueError(f"{why}, and the method's `combine` fails without it: {error}") from error
 
@@ -164,130 +196,161 @@ def closed(algorithm: Algorithm, new: Server, ids: Any, uplink: Any, round: int)
     return new | changed
 
 
-class Gather:
-    """What the server adds up over a round.
+class OpenSum:
+    """See `RoundSum`: pools add up as replies come, and what `combine` wants of single clients is kept for it.
 
     Args:
         algorithm: Whose pools they are.
         server: The state that clients were sent.
         round: The round that is on.
+        rounds: Of the run.
     """
 
-    def __init__(self, algorithm: Algorithm, server: Server, round: int) -> None:
-        self._algorithm, self._server, self._round = algorithm, server, round
+    def __init__(self, algorithm: Algorithm, server: Server, round: int, rounds: int) -> None:
+        self._algorithm, self._server, self._round = algorithm, server, {"round": round, "rounds": rounds}
         self._totals: dict[str, Tensors] = {}
         self._stacked: list[Uplink] = []
         self._pools = {name: block.pool for name, block in algorithm.blocks.items() if block.pool}
 
-    def add(self, ids: np.ndarray, n: Tensor, sent: Mapping[str, Tensors], reported: Uplink) -> None:
-        """The uplinks of a chunk, client after client."""
-        extra = reported | {"n": n, "ids": torch.from_numpy(ids).to(n.device)}
+    def add(self, replies: Replies) -> None:
+        """See `RoundSum`: client after client."""
+        extra = replies.reported | {"n": replies.n, "ids": torch.from_numpy(replies.ids).to(replies.n.device)}
         for name, pool in self._pools.items():
             if not isinstance(pool, StackedPool):
-                self._totals[name] = pool.accumulate(self._totals.get(name), self._server, name, {**sent, **extra})
-        self._stacked.append(extra | {name: sent[name] for name, pool in self._pools.items() if isinstance(pool, StackedPool)})
+                uplink = {**replies.sent, **extra, **self._round}
+                self._totals[name] = pool.accumulate(self._totals.get(name), self._server, name, uplink)
+        self._stacked.append(extra | {name: replies.sent[name] for name, pool in self._pools.items() if isinstance(pool, StackedPool)})
 
     def server(self) -> Server:
-        """The server's next state.
+        """See `RoundSum`.
 
         Raises:
             DivergenceError: It is not finite.
             ValueError: The method's `combine` returns something that the server does not have.
         """
-        uplink = tree_map(lambda *rows: torch.cat(rows), *self._stacked)
+        uplink = tree_map(lambda *rows: torch.cat(rows), *self._stacked) | self._round
         new = dict(self._server)
         for name, pool in self._pools.items():
             if isinstance(pool, StackedPool):
                 new[name] = pool(self._server, name, uplink)
             else:
                 new[name] = pool.solve(self._server, name, self._totals[name])
-        return closed(self._algorithm, new, uplink["ids"], uplink, self._round)
+        return closed(self._algorithm, new, uplink["ids"], uplink, self._round["round"])
 
     def row(self) -> dict[str, float]:
-        """Nothing."""
+        """See `RoundSum`: nothing."""
         return {}
 
 
-class Gate:
-    """Holds a round's replies until it is known which are taken; those are gathered in the order in which they came.
+class ReplyFilter:
+    """Lets replies through to a round's sum: at once, or, where single ones are looked at, when all are there and compared.
 
     Args:
         algorithm: The method.
         server: The state that clients were sent.
-        gather: What adds up the replies that are taken.
-        admission: Which are.
+        sum: Where replies go that are taken.
+        admission: Which are; None takes all at once.
         round: The round that is on.
         history: Rows of the rounds before.
-        counts: Examples of all clients, [J].
+        counts: Examples of all clients, [J], 0 where that is not known.
     """
 
     def __init__(
         self,
         algorithm: Algorithm,
         server: Server,
-        gather: Adding,
-        admission: Admission,
+        sum: RoundSum,
+        admission: Admission | None,
         round: int,
         history: Iterable[Mapping[str, Any]],
         counts: np.ndarray,
     ) -> None:
-        self._algorithm, self._server, self._gather, self._admission, self._round = algorithm, server, gather, admission, round
+        self._algorithm, self._server, self._sum, self._admission, self._round = algorithm, server, sum, admission, round
         self._earlier = [row["uplink_norm"] for row in history if math.isfinite(row.get("uplink_norm", math.nan))]
-        self._held: list[tuple[np.ndarray, Tensor, dict[str, Tensors], Uplink]] = []
+        self._held: list[Replies] = []
         self._norms: dict[int, float] = {}
         self._sizes: dict[str, dict[int, float]] = {}
         self._shares = shares(counts)
+        self._losses: list[np.ndarray] = []
         self.dropped: dict[int, str] = {}
         """Why a client is left out."""
+        self.taken = 0
+        """Clients of the cohort whose replies are in the sum."""
         self.usual = math.nan
         """What is `usual` of the distances of the replies that were taken, where these are looked at; known when closed."""
 
     def drop(self, client: int, reason: str) -> None:
-        """Leaves a client out, whose reply may still be held with the others of its chunk."""
+        """Leave a client out."""
         self.dropped.setdefault(client, reason)
 
-    def hold(self, ids: np.ndarray, n: Tensor, sent: dict[str, Tensors], reported: Uplink) -> None:
-        """The replies of a chunk, each looked at on its own before; of clients that were dropped any numbers."""
+    def add(self, replies: Replies) -> None:
+        """Take, or hold, the replies of a chunk of the cohort."""
+        if self._admission is None:
+            self._pass(replies)
+            return
         if self._admission.max_norm is not None:
-            norms = distances(sent, was_sent(self._algorithm, self._server, ids, n.device, sent)) if sent else torch.zeros(len(ids))
+            sent, ids = replies.sent, replies.ids
+            start = was_sent(self._algorithm, self._server, ids, replies.n.device, sent) if sent else {}
+            norms = distances(sent, start) if sent else torch.zeros(len(ids))
             self._norms |= dict(zip(ids.tolist(), norms.tolist(), strict=True))
-            for name, t in flatten(reported).items():
+            for name, t in flatten(replies.reported).items():
                 sizes = t.double().abs().reshape(len(ids), -1).amax(1) if t.numel() else t.new_zeros(len(ids))
                 self._sizes.setdefault(name, {}).update(zip(ids.tolist(), sizes.tolist(), strict=True))
-        self._held.append((ids, n, sent, reported))
+        self._held.append(replies)
+
+    def _pass(self, replies: Replies) -> None:
+        self._sum.add(replies)
+        self.taken += len(replies.ids)
+        self._losses.append(replies.losses)
 
     def close(self) -> list[int]:
-        """Gathers the replies that are taken; the ids of clients whose reply, or training, was not."""
+        """Hand on the replies that are taken, in the order of a simulation whatever the order in which they came.
+
+        Returns:
+            The ids of clients whose reply, or training, was not taken.
+        """
+        if self._admission is not None:
+            self._compare(self._admission)
+        for client, reason in self.dropped.items():
+            log.warning("round %d: client %d is left out: %s", self._round, client, reason)
+        for replies in sorted(self._held, key=lambda held: (-float(held.n[0]), int(held.ids[0]))):  # longest first, as in a simulation
+            if (kept := ~np.isin(replies.ids, list(self.dropped))).any():
+                self._pass(replies if kept.all() else replies.of(kept))
+        return list(self.dropped)
+
+    def _compare(self, admission: Admission) -> None:
+        """Leave out what went absurdly far, and whoever reports absurdly large numbers."""
         norms = {client: norm for client, norm in self._norms.items() if client not in self.dropped}
-        limit = self._admission.limit(list(norms.values()), self._shares[list(norms)], self._earlier)
+        limit = admission.limit(list(norms.values()), self._shares[list(norms)], self._earlier)
         for client, norm in norms.items():
             if norm > (own := limit * max(1.0, self._shares[client])):
                 self.drop(client, f"it went {norm:.3g} from what it was sent, more than {own:.3g}")
         for name, sizes in self._sizes.items():
             known = {client: size for client, size in sizes.items() if client not in self.dropped}
-            limit = self._admission.report_limit(list(known.values()), self._shares[list(known)])
+            limit = admission.report_limit(list(known.values()), self._shares[list(known)])
             for client, size in known.items():
                 if size > (own := limit * max(1.0, self._shares[client])):
                     self.drop(client, f"its {name} goes up to {size:.3g}, more than {own:.3g}")
-        for client, reason in self.dropped.items():
-            log.warning("round %d: client %d is left out: %s", self._round, client, reason)
         if inside := {client: norm for client, norm in norms.items() if client not in self.dropped}:
             self.usual = usual(list(inside.values()), self._shares[list(inside)])
-        for ids, n, sent, reported in self._held:
-            if (kept := ~np.isin(ids, list(self.dropped))).any():
-                self._gather.add(ids[kept], *(read_rows(tree, np.flatnonzero(kept)) for tree in (n, sent, reported)))
-        return list(self.dropped)
+
+    def loss(self) -> float:
+        """Mean negative log likelihood of the training of the clients that were taken, in nats; NaN where nobody said it."""
+        losses = np.concatenate(self._losses) if self._losses else np.empty(0)
+        known = losses[~np.isnan(losses)]
+        return float(torch.from_numpy(known).mean()) if len(known) else math.nan
 
     def server(self) -> Server:
         """The server's next state from the replies that were taken.
 
         Raises:
-            FailedRound: It is not finite, though each of them is.
+            DivergenceError: It is not finite.
+            FailedRound: The same, where bad clients are left out and each reply was finite.
         """
         try:
-            return self._gather.server()
+            return self._sum.server()
         except DivergenceError as error:
-            if error.client is not None or not self._admission.skips:
+            if error.client is not None or self._admission is None or not self._admission.skips:
                 raise
             raise FailedRound(f"what the replies of round {self._round}, counted from 0, make together is not finite") from error
 

@@ -10,15 +10,14 @@ import torch
 
 from bayesfl.base.checks import instance, whole
 from bayesfl.base.protocols import Server, View
-from bayesfl.base.random import Purpose, Stage, generator
+from bayesfl.base.random import Purpose, generator
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import FederatedData, Split
 from bayesfl.engine import Engine
-from bayesfl.engine.plan import chunks
 from bayesfl.evaluation.history import History
 from bayesfl.evaluation.predictions import Predictions
 from bayesfl.federation import checkpoint, predict
-from bayesfl.federation.client import Local, private_rows, write_rows
+from bayesfl.federation.client import Local, State, private_rows
 from bayesfl.federation.identity import identity
 from bayesfl.federation.settings import FEDERATION, Settings, name_of
 
@@ -71,7 +70,7 @@ class Result:
             return self.chosen
         data = self.data.to(self.device, self.dtype)
         with self.engine.crew(self.device) as crew:
-            return predict.tune(self.algorithm, self.server, self.private, data, self.engine, crew, **self._address)
+            return predict.tune(self.local(data.train), self.state, data, crew)
 
     def _known(self) -> float | None:
         """`tuned`, where there are data to tune on."""
@@ -82,8 +81,13 @@ class Result:
         return self.tuned
 
     @property
-    def _address(self) -> dict[str, int]:
-        return {"seed": self.settings.seed, "round": self.round, "rounds": self.settings.rounds}
+    def state(self) -> State:
+        """The federation's state; it shares the tensors."""
+        return State(self.server, self.private, self.round)
+
+    def local(self, train: Split, *, tolerant: bool = False) -> Local:
+        """What clients with the training data `train` work with, on the run's device and in its precision; see `Local`."""
+        return Local(self.algorithm, self.engine, train, self.settings.seed, self.settings.rounds, tolerant)
 
     def predict(self, split: Split | None = None, *, draws: int | None = None) -> Predictions:
         """Every client's predictive distribution on a split of its data, after aggregation (and fine-tuning where the method has it).
@@ -111,9 +115,9 @@ class Result:
             )
         if draws is not None:
             whole("draws (None is the paper's number)", draws, least=0)
-        options = {**self._address, "draws": draws, "value": None if draws == 0 else self.tuned}
+        value = None if draws == 0 else self.tuned
         with self.engine.crew(self.device) as crew:
-            (found,) = predict.personal(self.algorithm, self.server, self.private, data, [split], self.engine, crew, **options)
+            (found,) = predict.personal(self.local(data.train), self.state, [split], crew, draws=draws, value=value)
         return found
 
     def adapt(self, novel: FederatedData) -> "Result":
@@ -136,15 +140,10 @@ class Result:
                 f"new clients have inputs {novel.inputs} and {novel.outputs} outputs ({novel.task}), the federation "
                 f"{self.data.inputs} and {self.data.outputs} ({self.data.task}); adapt clients of the same problem"
             )
-        train = novel.to(self.device, self.dtype).train
         server = self.algorithm.newcomers(self.server, novel.clients)
         private = private_rows(self.algorithm, server, novel.clients)
-        local = Local(self.algorithm, self.algorithm.adapt, self.engine, train, self.settings.seed, self.settings.rounds, Stage.ADAPT)
-        size = self.engine.chunk_size(novel.clients, self.algorithm, self.device)
-        everyone = chunks(np.arange(novel.clients), train.counts, size)
         with self.engine.crew(self.device) as crew:
-            for done in crew.over(everyone, lambda ids: local(ids, server, private, self.round)):
-                write_rows(private, done.ids, done.views)
+            self.local(novel.to(self.device, self.dtype).train).adapt(State(server, private, self.round), crew)
         return replace(self, data=novel, server=server, private=private, history=History(), novel=True, chosen=self._known())
 
     def to_arviz(self, client: int, block: str, *, draws: int = 1000) -> Any:

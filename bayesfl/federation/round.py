@@ -1,181 +1,168 @@
-"""One round of a simulation: local work in chunks of clients, which replies are taken, and what the server makes of them."""
+"""One round: who is asked, which replies are taken, and what the server makes of them; a transport carries it, on one machine or many."""
 
-import logging
 import math
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
-import torch
-from torch.utils._pytree import tree_map
 
-from bayesfl.base.protocols import Uplink, View
-from bayesfl.base.trees import flatten
+from bayesfl.base.protocols import Server
 from bayesfl.composition.algorithm import Algorithm
-from bayesfl.data import FederatedData
-from bayesfl.engine import Crew
-from bayesfl.engine.plan import chunks
-from bayesfl.evaluation.predictions import Collector
-from bayesfl.federation import predict
-from bayesfl.federation.admission import Admission, Declared, Message, check_cohort, check_replies, objection
-from bayesfl.federation.client import Done, Local, kept_phases, read_rows, write_rows
-from bayesfl.federation.errors import DivergenceError, FailedRound
-from bayesfl.federation.faults import Altered, Fault, Lost, Plan
-from bayesfl.federation.replies import Aggregator, Gate, Gather
-from bayesfl.federation.result import Result
+from bayesfl.federation.admission import Admission, Declared, check_cohort, check_replies
+from bayesfl.federation.errors import BadClients, FailedRound
+from bayesfl.federation.replies import AggregationRun, OpenSum, Replies, ReplyFilter
+from bayesfl.federation.settings import Settings
 
-log = logging.getLogger(__name__)
+
+@dataclass(frozen=True)
+class Rules:
+    """What all rounds of a run have in common.
+
+    Args:
+        algorithm: The method.
+        settings: How the run is made.
+        clients: How many there are.
+        declared: What a client sends, as `Algorithm.uplink` says it.
+        admission: Which replies are taken.
+        aggregation: Who is in a cohort, and how their replies are added up.
+    """
+
+    algorithm: Algorithm
+    settings: Settings
+    clients: int
+    declared: Declared
+    admission: Admission
+    aggregation: AggregationRun
+
+
+@dataclass(frozen=True)
+class Round:
+    """What a transport is asked to carry.
+
+    Args:
+        number: Rounds done before.
+        attempt: How often it was tried before.
+        server: The server's state.
+        cohort: Clients that train and send, ascending.
+        rest: Clients that only train, ascending.
+        declared: What a client of the cohort sends.
+    """
+
+    number: int
+    attempt: int
+    server: Server
+    cohort: np.ndarray
+    rest: np.ndarray
+    declared: Declared
+
+
+@dataclass(frozen=True)
+class Absence:
+    """A client that has no part in a round.
+
+    Args:
+        client: Which.
+        reason: Why, in words.
+        lost: Whether nothing was heard of it; else what it replied is no good.
+    """
+
+    client: int
+    reason: str
+    lost: bool = False
+
+
+class Transport(Protocol):
+    """What carries one attempt at a round to the clients and their replies back."""
+
+    @property
+    def trusted(self) -> bool:
+        """Whether replies need not be looked at where bad clients would stop the run: the server has made them itself."""
+        ...
+
+    @property
+    def counts(self) -> np.ndarray:
+        """Training examples of all clients, [J], 0 where that is not known; once the clients are asked."""
+        ...
+
+    @property
+    def apart(self) -> float:
+        """Seconds of the round that went into something else, such as measuring, once all answers are there."""
+        ...
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Columns of the history on where the time went, once all answers are there."""
+        ...
+
+    @property
+    def traffic(self) -> dict[str, float]:
+        """The columns `bytes_up` and `bytes_down`, once all answers are there."""
+        ...
+
+    def asked(self, round: Round) -> AbstractContextManager[Iterator[Replies | Absence]]:
+        """Ask the clients of a round; left by an exception, clients have the states that they had before.
+
+        Answers come in any order. A client of the cohort answers once; of the rest only absences are said.
+        """
+        ...
+
+    def commit(self, dropped: Collection[int]) -> None:
+        """Let the clients that were taken go on from what they have made, and those that were dropped from where they started."""
+        ...
 
 
 def run_round(
-    result: Result,
-    data: FederatedData,
-    crew: Crew,
-    before: Collector | None,
-    *,
-    declared: Declared,
-    admission: Admission,
-    aggregator: Aggregator,
-    faults: Plan | None = None,
-    attempt: int = 0,
-) -> tuple[Result, dict[str, Any]]:
-    """The result a round later, and what the history says of the round.
-
-    Private rows are changed in place; whatever is raised, they are put back as they were.
+    rules: Rules, server: Server, number: int, history: Iterable[Mapping[str, Any]], transport: Transport, *, attempt: int = 0
+) -> tuple[Server, dict[str, Any]]:
+    """Run one round.
 
     Args:
-        result: The run so far.
-        data: Its clients, on the device.
-        crew: Workers.
-        before: Where predictions of the clients' own models go, as their training left them; None where they are not measured.
-        declared: What a client sends, as `Algorithm.uplink` says it.
-        admission: Which replies are taken.
-        aggregator: Who is in the cohort, and how their uplinks are added up.
-        faults: What goes wrong on purpose.
+        rules: Of the run.
+        server: The server's state.
+        number: Rounds done before.
+        history: Their rows.
+        transport: Carries the round; of this attempt alone.
         attempt: How often this round was tried before.
+
+    Returns:
+        The server's next state, and what the history says of the round.
 
     Raises:
         DivergenceError: A client's training is not finite and bad clients stop the run, or the server is not.
+        BadClients: A reply is missing or bad, and that stops the run.
         FailedRound: Fewer replies were taken than a round needs, or, where bad clients are skipped, what they make is not finite.
     """
     start = perf_counter()
-    algorithm, settings, engine, round = result.algorithm, result.settings, result.engine, result.round
-    server, private = result.server, result.private
-    local = Local(algorithm, algorithm.phases, engine, data.train, settings.seed, settings.rounds, tolerant=admission.skips)
-    chosen = aggregator.cohort(round)
-    check_cohort(len(chosen), round, aggregator.least)
-    gather = aggregator.gather(server, round, chosen)
-    rest = np.setdiff1d(np.arange(data.clients), chosen) if settings.train == "all" else chosen[:0]
-    wrong = {} if faults is None else faults(round, attempt, np.concatenate([chosen, rest]))
-    lost = [client for client, fault in wrong.items() if isinstance(fault, Lost)]
-    for client in lost:
-        log.warning("round %d: client %d did not reply", round, client)
-    absent = int(np.isin(chosen, lost).sum())
-    chosen, rest = (np.setdiff1d(group, lost) for group in (chosen, rest))
-    # The rest come in chunks of their own, so that whether they are measured does not change who shares a chunk; unmeasured,
-    # they leave out the phases whose result would be thrown away.
-    size = engine.chunk_size(data.clients, algorithm, result.device)
-    todo = [(ids, sends) for group, sends in ((chosen, True), (rest, False)) for ids in chunks(group, data.train.counts, size)]
-    kept = kept_phases(algorithm)
-
-    def work(chunk: tuple[np.ndarray, bool]) -> tuple[Done, Uplink, list[predict.Part], float]:
-        ids, sends = chunk
-        done = local(ids, server, private, round, None if sends or before is not None else kept)
-        reported = engine.map(lambda view: algorithm.report(done.given, view), done.views) if sends else {}
-        clock = perf_counter()
-        seen: list[predict.Part] = []
-        if before is not None:
-            address = {"seed": settings.seed, "round": round + 1, "draws": algorithm.predictive}
-            (seen,) = predict.of_chunk(algorithm, done.given, done.views, data.train, [data.test], ids, engine, **address)
-        return done, reported, seen, perf_counter() - clock
-
-    sent = sum(math.prod(shape) * dtype.itemsize for shape, dtype in declared.values())
-    gate = Gate(algorithm, server, gather, admission, round, result.history, data.train.counts) if admission.skips else None
-    undo: list[tuple[np.ndarray, View]] = []
-    finished: list[Done] = []
-    held: list[predict.Part] = []
-    measuring = 0.0
-    try:
-        for (_, sends), (done, reported, seen, seconds) in zip(todo, crew.over(todo, work), strict=True):
-            undo.append((done.ids, read_rows(private, done.ids)))
-            write_rows(private, done.ids, done.views)
-            if gate is not None:
-                _look(gate, algorithm, declared, wrong, round, done, reported, sends)
-            elif sends:
-                gather.add(done.ids, done.views["n"], algorithm.sent(done.views), reported)
-            if before is not None and gate is None:  # nobody will be left out
-                for rows, part in seen:
-                    before.add(rows, part)
+    algorithm, admission, aggregation = rules.algorithm, rules.admission, rules.aggregation
+    cohort = aggregation.cohort(number)
+    check_cohort(len(cohort), number, aggregation.least)
+    rest = np.setdiff1d(np.arange(rules.clients), cohort) if rules.settings.train == "all" else cohort[:0]
+    total = aggregation.begin(server, number, cohort)
+    looks = admission.skips or not transport.trusted
+    lost: set[int] = set()
+    with transport.asked(Round(number, attempt, server, cohort, rest, rules.declared)) as answers:
+        filter = ReplyFilter(algorithm, server, total, admission if looks else None, number, history, transport.counts)
+        for answer in answers:
+            if isinstance(answer, Replies):
+                filter.add(answer)
             else:
-                held += seen
-            measuring += seconds
-            finished.append(replace(done, given={}, views={}))
-        dropped = [] if gate is None else gate.close()
-        for ids, old in undo:
-            if (out := np.isin(ids, dropped)).any():
-                write_rows(private, ids[out], read_rows(old, np.flatnonzero(out)))
-        taken = np.setdiff1d(chosen, dropped)
-        counted = {"lost": absent, "rejected": len(chosen) - len(taken)}
-        counted |= {"bytes_up": sent * len(chosen), "bytes_down": sum(done.received for done in finished)}
+                filter.drop(answer.client, answer.reason)
+                lost |= {answer.client} if answer.lost else set()
+        dropped = filter.close()
+        if dropped and not admission.skips:
+            raise BadClients(f"round {number}, counted from 0: " + "; ".join(f"client {c}: {filter.dropped[c]}" for c in dropped))
+        transport.commit(dropped)
+        missing = len(lost.intersection(cohort.tolist()))
+        counted = {"lost": missing, "rejected": len(cohort) - missing - filter.taken, **transport.traffic}
         try:
-            check_replies(len(taken), round, aggregator.least)
-            server = gather.server() if gate is None else gate.server()
+            check_replies(filter.taken, number, aggregation.least)
+            server = filter.server()
         except FailedRound as error:
-            error.row |= counted if isinstance(gather, Gather) else counted | {"bytes_up": math.nan}  # what others send is theirs to say
+            error.row |= counted if isinstance(total, OpenSum) else counted | {"bytes_up": math.nan}  # what others send is theirs to say
             raise
-    except BaseException as error:
-        for ids, old in undo:
-            write_rows(private, ids, old)
-        if isinstance(error, DivergenceError):
-            error.result = result
-        raise
-    if before is not None:
-        for rows, part in held:
-            inside = ~np.isin(rows, dropped)
-            before.add(rows[inside], read_rows(part, np.flatnonzero(inside)))
-    # Predictions ran in the workers, beside training; their share of the time is taken out.
-    row: dict[str, Any] = {"round": round + 1, "cohort": len(taken)}
-    row["seconds"] = perf_counter() - start - measuring / max(1, min(len(todo), engine.worker_count(result.device)))
-    for part in ("steps", "batches", "noise"):
-        row[f"seconds_{part}"] = sum(done.seconds.get(part, 0.0) for done in finished)
-    losses = [
-        done.info["nll"].double().cpu()[torch.from_numpy(~np.isin(done.ids, dropped))]
-        for (_, sends), done in zip(todo, finished, strict=True)
-        if sends and "nll" in done.info
-    ]
-    row |= {"train_nll": float(torch.cat(losses).mean()) if losses else math.nan, **counted}
-    if gate is not None:
-        row["uplink_norm"] = gate.usual
-    return replace(result, round=round + 1, server=server), row | gather.row()
-
-
-def _look(
-    gate: Gate, algorithm: Algorithm, declared: Declared, wrong: Mapping[int, Fault], round: int, done: Done, reported: Uplink, sends: bool
-) -> None:
-    """A chunk's replies, each looked at on its own; clients outside the cohort send an acknowledgement without tensors."""
-    for client in done.ids[done.diverged].tolist():
-        gate.drop(client, "its training is not finite")
-    if not sends:
-        for client in done.ids.tolist():
-            message, fault = Message({}, round), wrong.get(client)
-            if isinstance(fault, Altered) and (reason := objection(fault.change(message), {}, round)):
-                gate.drop(client, reason)
-        return
-    sent = tree_map(torch.clone, algorithm.sent(done.views))
-    reported = tree_map(torch.clone, reported)
-    flat = flatten(sent | reported)
-    for place, client in enumerate(done.ids.tolist()):
-        if client in gate.dropped:
-            continue
-        message = Message({name: t[place] for name, t in flat.items()}, round)
-        fault = wrong.get(client)
-        if isinstance(fault, Altered):
-            message = fault.change(message)
-        if reason := objection(message, declared, round):
-            gate.drop(client, reason)
-        elif isinstance(fault, Altered):
-            for name, t in flat.items():
-                t[place] = message.tensors[name]
-    gate.hold(done.ids, done.views["n"], sent, reported)
+    row = {"round": number + 1, "cohort": filter.taken, "seconds": perf_counter() - start - transport.apart, **transport.seconds}
+    row |= {"train_nll": filter.loss(), **counted} | ({"uplink_norm": filter.usual} if looks else {})
+    return server, row | total.row()

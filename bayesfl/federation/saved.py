@@ -14,6 +14,7 @@ from bayesfl.data import FederatedData
 from bayesfl.engine import Engine
 from bayesfl.evaluation.history import History
 from bayesfl.federation import checkpoint
+from bayesfl.federation.errors import CheckpointError
 from bayesfl.federation.identity import differences, identity
 from bayesfl.federation.result import Result
 from bayesfl.federation.settings import DTYPES, Settings, of_a_run, present
@@ -56,9 +57,11 @@ def load(path: str | os.PathLike[str], algorithm: Algorithm, clients: FederatedD
         if result.round > result.settings.rounds or not (result.novel or len(result.history) == result.round):
             raise ValueError(f"round {result.round} of {result.settings.rounds} with a history of {len(result.history)}")
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise checkpoint.CheckpointError(f"{str(path)!r} is no saved run of this version: {type(error).__name__}, {error}") from error
+        raise CheckpointError(f"{str(path)!r} is no saved run of this version: {type(error).__name__}, {error}") from error
     _check_same(f"{str(path)!r}", made_with, made_on, algorithm, clients)
-    check_state(str(path), algorithm, result.server, result.private, clients=clients.clients, dtype=result.dtype, stacked=True)
+    check_state(
+        str(path), algorithm, result.server, result.private, clients=clients.clients, dtype=result.dtype, stacked=True, novel=result.novel
+    )
     return result
 
 
@@ -72,7 +75,9 @@ def same_run(result: Result, algorithm: Algorithm, clients: FederatedData) -> Re
     return result
 
 
-def check_state(path: str, algorithm: Algorithm, server: Server, private: View, *, clients: int, dtype: torch.dtype, stacked: bool) -> None:
+def check_state(
+    path: str, algorithm: Algorithm, server: Server, private: View, *, clients: int, dtype: torch.dtype, stacked: bool, novel: bool = False
+) -> None:
     """That a state has the tensors that the method keeps, in their types and shapes.
 
     What a method holds on the server beyond its blocks may grow along its first axis, as models of clusters do, unless that is of clients.
@@ -85,11 +90,13 @@ def check_state(path: str, algorithm: Algorithm, server: Server, private: View, 
         clients: How many clients there are.
         dtype: Precision of the run.
         stacked: Whether the private state is that of all clients, [J, ...], or of one, [...].
+        novel: Whether these clients joined after training.
 
     Raises:
         CheckpointError: It has not.
     """
     start, one_more = (algorithm.init(n, dtype=dtype) for n in (clients, clients + 1))
+    start = algorithm.newcomers(start, clients) if novel else start
     own = algorithm.rows(start)
     own = tree_map(lambda t: t.expand(clients, *t.shape), own) if stacked else own
     wanted = flatten({"server": start, "private": own})
@@ -107,7 +114,7 @@ def check_state(path: str, algorithm: Algorithm, server: Server, private: View, 
         return f"{tensors[name].dtype} {list(tensors[name].shape)}" if name in tensors else "absent"
 
     if wrong := sorted(name for name in wanted.keys() | found.keys() if not fits(name)):
-        raise checkpoint.CheckpointError(
+        raise CheckpointError(
             f"{path!r} holds another state than the method keeps: {wrong[0]} is {picture(wrong[0], found)}, not {picture(wrong[0], wanted)}"
             + (f", and {len(wrong) - 1} more" if len(wrong) > 1 else "")
         )
@@ -120,12 +127,12 @@ def check_method(what: str, made_with: dict[str, Any], algorithm: Algorithm) -> 
         CheckpointError: It was not.
     """
     if different := differences(made_with, identity(algorithm)):
-        raise checkpoint.CheckpointError(f"{what} was made with another algorithm, which differs in {'; '.join(different)}")
+        raise CheckpointError(f"{what} was made with another algorithm, which differs in {'; '.join(different)}")
 
 
 def _check_same(what: str, made_with: dict[str, Any], made_on: str, algorithm: Algorithm, clients: FederatedData) -> None:
     check_method(what, made_with, algorithm)
     if made_on != clients.hash:
-        raise checkpoint.CheckpointError(
+        raise CheckpointError(
             f"{what} was made on other data (hash {made_on[:12]}, given {clients.hash[:12]}); give the same recipe and seed"
         )

@@ -32,14 +32,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from bayesfl.base.checks import number
-from bayesfl.base.protocols import AdditivePool, Server, StackedPool, Tensors, Uplink
+from bayesfl.base.protocols import AdditivePool, Server, StackedPool
 from bayesfl.base.random import keyed
 from bayesfl.base.trees import flatten, nest
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.pools import Clipped
 from bayesfl.federation.admission import Admission
 from bayesfl.federation.errors import DivergenceError
-from bayesfl.federation.replies import Adding, Aggregator, PlainRun, Unseen, check_combine, closed
+from bayesfl.federation.replies import AggregationRun, OpenRun, Replies, RoundSum, Unseen, check_combine, closed
 from bayesfl.federation.result import Result
 
 log = logging.getLogger(__name__)
@@ -143,7 +143,7 @@ class SecureSum:
         """See `Aggregation`."""
         return repr(self)
 
-    def start(self, result: Result, admission: Admission, *, every: int | None, repeats: int) -> Aggregator:
+    def start(self, result: Result, admission: Admission, *, every: int | None, repeats: int) -> AggregationRun:
         """See `Aggregation`."""
         algorithm, clients, settings = result.algorithm, result.data.clients, result.settings
         if not clients * self.range / self.step < ROOM:
@@ -174,7 +174,7 @@ class SecureSum:
                 f"a cohort has one client of {clients} at participation={settings.participation:g}, whose sum is its own uplink; secure "
                 "aggregation needs two: raise participation"
             )
-        check_combine(algorithm, result.server, torch.arange(clients), UNSEEN)
+        check_combine(result, torch.arange(clients), UNSEEN)
         return _Run(self, result, max(LEAST, admission.min_clients))
 
 
@@ -183,20 +183,21 @@ def _clips(pool: object) -> bool:
     return isinstance(pool, Clipped) or (hasattr(pool, "pool") and _clips(pool.pool))  # pyright: ignore[reportAttributeAccessIssue]
 
 
-class _Run(PlainRun):
+class _Run(OpenRun):
     def __init__(self, rule: SecureSum, result: Result, least: int) -> None:
-        super().__init__(result, least)
+        super().__init__(result.algorithm, result.settings, result.data.clients, least)
         self._rule = rule
 
-    def gather(self, server: Server, round: int, cohort: np.ndarray) -> Adding:
-        return _Round(self._rule, self._algorithm, server, round, cohort)
+    def begin(self, server: Server, round: int, cohort: np.ndarray) -> RoundSum:
+        return _Round(self._rule, self._algorithm, server, round, self._settings.rounds, cohort)
 
 
 class _Round:
     """One round's clients, each with what it alone knows, and the server's sum."""
 
-    def __init__(self, rule: SecureSum, algorithm: Algorithm, server: Server, round: int, cohort: np.ndarray) -> None:
-        self._rule, self._algorithm, self._server, self._round, self._cohort = rule, algorithm, server, round, cohort.tolist()
+    def __init__(self, rule: SecureSum, algorithm: Algorithm, server: Server, round: int, rounds: int, cohort: np.ndarray) -> None:
+        self._rule, self._algorithm, self._server, self._cohort = rule, algorithm, server, cohort.tolist()
+        self._round, self._rounds = round, rounds
         self._pools: dict[str, AdditivePool] = {
             name: block.pool for name, block in algorithm.blocks.items() if block.pool and not isinstance(block.pool, StackedPool)
         }
@@ -205,12 +206,12 @@ class _Round:
         self._device = torch.device("cpu")
         self._row: dict[str, float] = {}
 
-    def add(self, ids: np.ndarray, n: Tensor, sent: Mapping[str, Tensors], reported: Uplink) -> None:
-        """What every client makes ready to be sent; none of it has left the client yet."""
-        self._device = n.device
-        uplink = {**sent, **reported, "n": n, "ids": torch.from_numpy(ids).to(n.device)}
-        for place, client in enumerate(ids.tolist()):
-            alone = tree_map(lambda t, place=place: t[place : place + 1], uplink)
+    def add(self, replies: Replies) -> None:
+        """See `RoundSum`: what every client makes ready to be sent; none of it has left the client yet."""
+        self._device = replies.n.device
+        uplink = {**replies.sent, **replies.reported, "n": replies.n, "ids": torch.from_numpy(replies.ids).to(self._device)}
+        for place, client in enumerate(replies.ids.tolist()):
+            alone = tree_map(lambda t, place=place: t[place : place + 1], uplink) | {"round": self._round, "rounds": self._rounds}
             flat = flatten({name: pool.accumulate(None, self._server, name, alone) for name, pool in self._pools.items()})
             self._shapes = {name: t.shape for name, t in flat.items()}
             values = np.concatenate([t.cpu().numpy().ravel() for t in flat.values()])
@@ -226,7 +227,7 @@ class _Round:
             self._own[client] = np.append(units, np.uint64(clipped))
 
     def server(self) -> Server:
-        """See `Adding`.
+        """See `RoundSum`.
 
         Raises:
             DivergenceError: The next state is not finite.
@@ -240,7 +241,8 @@ class _Round:
             log.warning("round %d: %d numbers were clipped to +-%g; declare a wider range", self._round, clipped, self._rule.range)
         self._row["clipped"] = int(clipped)
         new = self._server | {name: pool.solve(self._server, name, totals[name]) for name, pool in self._pools.items()}
-        return closed(self._algorithm, new, torch.tensor(sorted(self._own), device=self._device), Unseen(UNSEEN), self._round)
+        ids = torch.tensor(sorted(self._own), device=self._device)
+        return closed(self._algorithm, new, ids, Unseen(UNSEEN, self._round, self._rounds), self._round)
 
     def _sum(self) -> np.ndarray:
         """The sum of those that reply, and of nobody else: sent once more where one of the cohort is missing."""
@@ -255,5 +257,5 @@ class _Round:
             group = sorted(self._own)
 
     def row(self) -> dict[str, float]:
-        """See `Adding`."""
+        """See `RoundSum`."""
         return self._row

@@ -9,20 +9,22 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from bayesfl.base.checks import whole
+from bayesfl.base.protocols import Server
 from bayesfl.composition.algorithm import Algorithm
-from bayesfl.data import FederatedData
+from bayesfl.data import FederatedData, Split
 from bayesfl.engine import Crew, Engine
 from bayesfl.evaluation.history import History
 from bayesfl.evaluation.predictions import Collector
 from bayesfl.federation import predict
 from bayesfl.federation.admission import Admission, attempts
 from bayesfl.federation.checkpoint import claim, held, newest
-from bayesfl.federation.client import private_rows
-from bayesfl.federation.errors import FailedRound
+from bayesfl.federation.client import Local, State, private_rows
+from bayesfl.federation.errors import DivergenceError, FailedRound
 from bayesfl.federation.faults import Plan
-from bayesfl.federation.replies import Aggregation, Aggregator, Plain
+from bayesfl.federation.one_machine import OneMachine
+from bayesfl.federation.replies import Aggregation, OpenAggregation
 from bayesfl.federation.result import Result
-from bayesfl.federation.round import run_round
+from bayesfl.federation.round import Rules, run_round
 from bayesfl.federation.saved import load, same_run
 from bayesfl.federation.settings import Settings, of_a_run, present
 from bayesfl.likelihoods import Bernoulli
@@ -46,10 +48,7 @@ def simulate(
     resume: "Result | str | os.PathLike[str] | bool | None" = None,
     checkpoint: str | os.PathLike[str] | None = None,
     every: int = 1,
-    on_bad_client: Literal["stop", "skip"] | None = None,
-    min_clients: int = 1,
-    below_minimum: Literal["skip", "repeat"] = "skip",
-    max_norm: float | None = 100.0,
+    admission: Admission | None = None,
     aggregation: Aggregation | None = None,
     faults: Plan | None = None,
     progress: bool | None = None,
@@ -72,12 +71,8 @@ def simulate(
             checkpoint in `checkpoint` that is whole, or from the start where there is none, so that one command can be repeated.
         checkpoint: A folder for checkpoints of this run; the two newest are kept, whole whatever happens.
         every: Rounds between checkpoints; the last round always makes one.
-        on_bad_client: `stop` the run where a client's training leaves the finite numbers, or `skip` a client whose reply is bad in any way
-            that `bayesfl.federation.admission` knows: the round goes on as without it. None: `skip` where there are `faults`, else `stop`.
-        min_clients: Replies that a round needs.
-        below_minimum: What becomes of a round with fewer: `skip` leaves all as it was, `repeat` tries again, three times in all.
-        max_norm: Where bad clients are skipped, how many times as far as is usual in the round a client may go from what it was sent, see
-            `bayesfl.Admission`.
+        admission: Which replies are taken, and what becomes of a round with too few; None for `Admission("skip")` where there are `faults`,
+            else for `Admission("stop")`, which stops where a client's training leaves the finite numbers.
         aggregation: How the cohort's uplinks are added up: `bayesfl.SecureSum` or `bayesfl.ClientPrivacy`; None where the
             server may see each of them.
         faults: What goes wrong on purpose, see `bayesfl.faults`.
@@ -92,7 +87,7 @@ def simulate(
         FailedRound: A round that is to be repeated came to nothing three times.
     """
     of_a_run(algorithm, clients)
-    aggregation = Plain() if aggregation is None else aggregation
+    aggregation = OpenAggregation() if aggregation is None else aggregation
     if isinstance(aggregation, type) or not isinstance(aggregation, Aggregation):
         raise TypeError(
             f"aggregation must be a SecureSum or a ClientPrivacy, got {aggregation!r}; build one, as bayesfl.SecureSum(), or leave it out"
@@ -101,6 +96,13 @@ def simulate(
         raise ValueError(
             f"{type(aggregation).__name__} draws its own cohorts ({aggregation.sampling}), got {sampling!r}; leave sampling out"
         )
+    if not isinstance(admission, Admission | None):
+        raise TypeError(f"admission must be an Admission, got {admission!r}; build one, as bf.Admission('skip', min_clients=3)")
+    admission = admission or Admission("stop" if faults is None else "skip")
+    if faults is not None and not callable(faults):
+        raise TypeError(f"faults must be a plan of bayesfl.faults, such as at_random(0.1), got {faults!r}")
+    if faults is not None and not admission.skips:
+        raise ValueError("faults need admission=Admission('skip'): the first of them would stop the run")
     settings = Settings(
         rounds=rounds,
         participation=participation,
@@ -138,16 +140,12 @@ def simulate(
         saved = same_run(resume, algorithm, clients) if isinstance(resume, Result) else load(resume, algorithm, clients, device=device)
         result = _resumed(saved, settings, engine, device, dtype)
         repeats = 0 if isinstance(resume, Result) else max(0, newest(resume) - saved.round)
-    admission = Admission(on_bad_client or ("stop" if faults is None else "skip"), min_clients, below_minimum, max_norm)
     admission.check(settings.largest(clients.clients))
-    if faults is not None and not callable(faults):
-        raise TypeError(f"faults must be a plan of bayesfl.faults, such as at_random(0.1), got {faults!r}")
-    if faults is not None and not admission.skips:
-        raise ValueError("faults need on_bad_client='skip': the first of them would stop the run")
     keep = None if checkpoint is None else Keep(checkpoint, every)
-    aggregator = aggregation.start(result, admission, every=None if keep is None else keep.every, repeats=repeats)
+    run = aggregation.start(result, admission, every=None if keep is None else keep.every, repeats=repeats)
+    rules = Rules(algorithm, settings, clients.clients, algorithm.uplink(dtype), admission, run)
     with result.engine.crew(device) as crew:
-        return _rounds(result, clients.to(device, dtype), crew, progress, keep, admission, aggregator, faults)
+        return _rounds(result, clients.to(device, dtype), crew, progress, keep, rules, faults)
 
 
 @dataclass(frozen=True)
@@ -206,28 +204,37 @@ def _resumed(saved: Result, settings: Settings, engine: Engine | None, device: t
 
 
 def _rounds(
-    result: Result,
-    data: FederatedData,
-    crew: Crew,
-    progress: bool | None,
-    keep: Keep | None,
-    admission: Admission,
-    aggregator: Aggregator,
-    faults: Plan | None,
+    result: Result, data: FederatedData, crew: Crew, progress: bool | None, keep: Keep | None, rules: Rules, faults: Plan | None
 ) -> Result:
     from tqdm import tqdm
 
-    settings, declared = result.settings, result.algorithm.uplink(result.dtype)
-    options: dict[str, Any] = {"declared": declared, "admission": admission, "aggregator": aggregator, "faults": faults}
+    settings, local = result.settings, result.local(data.train, tolerant=rules.admission.skips)
     measure = "personal_accuracy" if data.task == "classification" else "personal_rmse"
     with tqdm(total=settings.rounds, initial=result.round, unit="round", disable=None if progress is None else not progress) as bar:
         while result.round < settings.rounds:
-            evaluates = settings.evaluates(result.round)
-            result, row, before = _attempts(result, data, crew, evaluates, options)
-            if evaluates:
-                if before is not None and not before.empty:
-                    row |= {f"before_pool_{key}": value for key, value in before.predictions().summary(data.test).items()}
-                row |= _measure(result, data, crew)
+            test = data.test if settings.evaluates(result.round) else None
+
+            def once(attempt: int, result: Result = result, test: Split | None = test) -> tuple[Server, dict[str, Any], Collector | None]:
+                transport = OneMachine(local, result.state, crew, test, faults)
+                return *run_round(rules, result.server, result.round, result.history, transport, attempt=attempt), transport.before
+
+            try:
+                tried = attempts(rules.admission, once)
+            except DivergenceError as error:
+                error.result = result
+                raise
+            nothing = isinstance(tried, FailedRound)
+            server, row, before = (result.server, {"round": result.round + 1, "cohort": 0, **tried.row}, None) if nothing else tried
+            result = replace(result, round=result.round + 1, server=server)
+            if before is not None and not before.empty:
+                row |= {f"before_pool_{key}": value for key, value in before.predictions().summary(data.test).items()}
+            if test is not None:
+                try:
+                    row |= _measure(local, result.state, data, crew)
+                except DivergenceError as error:  # in fine-tuning; the round itself is finite
+                    result.history.append(row)
+                    error.result = result
+                    raise
                 bar.set_postfix({measure: f"{row[measure]:.3f}"}, refresh=False)
             result.history.append(row)
             if keep is not None:
@@ -236,33 +243,16 @@ def _rounds(
     return result
 
 
-def _attempts(
-    result: Result, data: FederatedData, crew: Crew, evaluates: bool, options: dict[str, Any]
-) -> tuple[Result, dict[str, Any], Collector | None]:
-    """A round, tried again or passed over where too few reply."""
-
-    def once(attempt: int) -> tuple[Result, dict[str, Any], Collector | None]:
-        before = Collector(data.test) if evaluates else None
-        return *run_round(result, data, crew, before, attempt=attempt, **options), before
-
-    tried = attempts(options["admission"], once)
-    if isinstance(tried, FailedRound):
-        return replace(result, round=result.round + 1), {"round": result.round + 1, "cohort": 0, **tried.row}, None
-    return tried
-
-
-def _measure(result: Result, data: FederatedData, crew: Crew) -> dict[str, float]:
+def _measure(local: Local, state: State, data: FederatedData, crew: Crew) -> dict[str, float]:
     """Columns of the models after aggregation."""
-    settings, algorithm, row = result.settings, result.algorithm, {}
     prefixes = {"test": "personal", "validation": "validation"}
     splits = {name: data.splits[name] for name in prefixes if name in data.splits}
-    address = {"seed": settings.seed, "round": result.round, "rounds": settings.rounds}
-    state = (algorithm, result.server, result.private, data)
-    value = predict.tune(*state, result.engine, crew, **address)
-    personal = predict.personal(*state, list(splits.values()), result.engine, crew, **address, value=value)
-    for (name, split), predictions in zip(splits.items(), personal, strict=True):
+    value, row = predict.tune(local, state, data, crew), {}
+    for (name, split), predictions in zip(
+        splits.items(), predict.personal(local, state, list(splits.values()), crew, value=value), strict=True
+    ):
         row |= {f"{prefixes[name]}_{key}": value for key, value in predictions.summary(split).items()}
-    shared = predict.shared(algorithm, result.server, data.test, result.engine, **address)
+    shared = predict.shared(local, state, data.test)
     if shared is not None:
         row |= {f"global_{key}": value for key, value in shared.summary(data.test).items()}
     return row

@@ -1,7 +1,8 @@
 """The same algorithms over a real network: Flower carries the messages, `bayesfl[flower]` brings it."""
 
+from bayesfl.federation.errors import BadClients
 from bayesfl.flower.client import client_app
 from bayesfl.flower.deployed import Deployed, load
-from bayesfl.flower.server import BadClients, serve, server_app
+from bayesfl.flower.server import serve, server_app
 
 __all__ = ["BadClients", "Deployed", "client_app", "load", "serve", "server_app"]

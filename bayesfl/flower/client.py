@@ -13,15 +13,16 @@ from torch.utils._pytree import tree_map
 
 from bayesfl.base.checks import instance
 from bayesfl.base.protocols import Server, View
+from bayesfl.base.random import Stage
 from bayesfl.base.trees import nest
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import FederatedData, Split
 from bayesfl.engine import Engine
 from bayesfl.evaluation.predictions import Predictions
 from bayesfl.federation.admission import PROTOCOL
-from bayesfl.federation.client import Local, kept_phases
+from bayesfl.federation.client import Local, Received, kept_phases
 from bayesfl.federation.identity import fingerprint
-from bayesfl.federation.predict import finetuned, of_chunk, scores
+from bayesfl.federation.predict import of_chunk, scores
 from bayesfl.federation.settings import DTYPES, FEDERATION, METHOD
 from bayesfl.federation.simulation import check
 from bayesfl.flower import records
@@ -229,17 +230,14 @@ class _Client:
 
     def train(self, order: _Order) -> RecordDict:
         """A round's local work; the new state is on disk before the reply leaves."""
-        own = self._own(order)
-        local = Local(self.algorithm, self.algorithm.phases, self.engine, self._split("train", order), order.seed, order.rounds)
+        received, local = self._received(order), self._local(order)
         phases = None if order.sends else kept_phases(self.algorithm)
         with self.engine.crew(self.device) as crew:
-            work = [(order.common, order.addressed, own)]
-            (done,) = crew.over(work, lambda given: local.received(self._ids, *given, order.round, phases))
-            views = done.views
-            reported = self.engine.map(lambda view: self.algorithm.report(done.given, view), views) if order.sends else {}
+            (done,) = crew.over([received], lambda got: local.run(Stage.TRAIN, self._ids, got, order.round, phases=phases))
+        views = done.views
         if order.keeps:
             states = self._states(order.experiment)
-            states.write(order.round + 1, order.sessions[-1], {key: views[key] for key in own})
+            states.write(order.round + 1, order.sessions[-1], {key: views[key] for key in received.rows})
             states.forget(order.round, named=order.named, sessions=order.sessions)
         metrics = MetricRecord()
         if order.sends and "nll" in done.info:
@@ -247,14 +245,15 @@ class _Client:
         config: dict[str, Any] = {"protocol": PROTOCOL, "round": order.round}
         out: dict[str, Any] = {"metrics": metrics}
         if order.sends:
-            sent = tree_map(lambda t: t[0], {**self.algorithm.sent(views), **reported})
+            sent = tree_map(lambda t: t[0], {**self.algorithm.sent(views), **self.algorithm.reported(views)})
             out["up"], config["digest"] = records.pack(sent)
         return RecordDict({**out, "config": ConfigRecord(config)})
 
     def tune(self, order: _Order) -> RecordDict:
         """How likely its validation data are under each candidate of the method's predictor."""
-        given, views = self._personal(order)
-        total = scores(self.algorithm, given, views, self._split("train", order), self._split("validation", order), self._ids)
+        local = self._local(order)
+        done = local.finetuned(self._ids, self._received(order), order.round)
+        total = scores(local, done, self._split("validation", order))
         record, digest = records.pack({"scores": total})
         return RecordDict({"scores": record, "config": ConfigRecord({"digest": digest})})
 
@@ -262,11 +261,9 @@ class _Client:
         """Predicts its test data, which stay in its folder; the measures go to the server."""
         measures: dict[str, float] = {}
         if self.examples("test"):
-            given, views = self._personal(order)
-            test = self._split("test", order)
-            value = None if np.isnan(order.value) else order.value
-            address = {"seed": order.seed, "round": order.round, "draws": None, "value": value}
-            (parts,) = of_chunk(self.algorithm, given, views, self._split("train", order), [test], self._ids, self.engine, **address)
+            local, value = self._local(order), None if np.isnan(order.value) else order.value
+            done = local.finetuned(self._ids, self._received(order), order.round)
+            (parts,) = of_chunk(local, done, [self._split("test", order)], round=order.round, draws=None, value=value)
             ((_, found),) = parts
             found = {name: t.cpu() for name, t in found.items()}
             self._states(order.experiment).write_predictions(order.round, {name: t[0] for name, t in found.items()})
@@ -294,14 +291,10 @@ class _Client:
     def _states(self, experiment: str) -> States:
         return States(self.folder, experiment, self.id)
 
-    def _own(self, order: _Order) -> View:
-        """The state to start from, [1, ...]."""
-        own = self._states(order.experiment).read(order.base) if order.base and order.keeps else order.start
-        return tree_map(lambda t: t.to(self.device), own)
+    def _local(self, order: _Order) -> Local:
+        return Local(self.algorithm, self.engine, self._split("train", order), order.seed, order.rounds)
 
-    def _personal(self, order: _Order) -> tuple[Server, View]:
-        """What was received, and the client's view of it, fine-tuned where the method says so."""
-        own = self._own(order)
-        address = {"seed": order.seed, "round": order.round, "rounds": order.rounds}
-        train = self._split("train", order)
-        return finetuned(self.algorithm, order.common, order.addressed, own, train, self.engine, self._ids, **address)
+    def _received(self, order: _Order) -> Received:
+        """What it was sent, and the state that the server names, [1, ...]."""
+        own = self._states(order.experiment).read(order.base) if order.base and order.keeps else order.start
+        return Received(order.common, order.addressed, tree_map(lambda t: t.to(self.device), own))

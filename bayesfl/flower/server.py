@@ -5,41 +5,32 @@ import inspect
 import logging
 import os
 import secrets
-import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord, RecordDict
+from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
-from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from bayesfl.base.checks import instance, number, whole
-from bayesfl.base.trees import nest
 from bayesfl.composition.algorithm import Algorithm
-from bayesfl.engine.plan import chunks
-from bayesfl.federation.admission import LARGEST, PROTOCOL, Admission, Message, attempts, check_cohort, check_replies, objection, shares
+from bayesfl.federation.admission import PROTOCOL, Admission, attempts
 from bayesfl.federation.checkpoint import KEPT, held
 from bayesfl.federation.errors import FailedRound
 from bayesfl.federation.identity import fingerprint
 from bayesfl.federation.predict import choose
-from bayesfl.federation.replies import Gate, Gather
-from bayesfl.federation.settings import DTYPES, METHOD, Settings, name_of
+from bayesfl.federation.replies import OpenRun
+from bayesfl.federation.round import Rules, run_round
+from bayesfl.federation.settings import DTYPES, METHOD, Settings
 from bayesfl.flower import deployed, records
 from bayesfl.flower.deployed import Deployed
-from bayesfl.flower.post import Failure, ask
+from bayesfl.flower.network import Journey, Network, measure, orders
+from bayesfl.flower.post import Failure
 from bayesfl.flower.roster import REMIND, Roster
-from bayesfl.flower.states import name_of as state_name
 
 log = logging.getLogger(__name__)
-
-
-class BadClients(RuntimeError):
-    """Clients whose replies are missing or bad, where that stops the run."""
 
 
 def server_app(algorithm: Algorithm, **options: Any) -> ServerApp:
@@ -73,10 +64,7 @@ def serve(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
     timeout: float = 600.0,
-    min_clients: int = 1,
-    below_minimum: Literal["skip", "repeat"] = "skip",
-    on_bad_client: Literal["stop", "skip"] = "skip",
-    max_norm: float | None = 100.0,
+    admission: Admission = Admission("skip"),
     checkpoint: str | os.PathLike[str] | None = None,
     every: int = 1,
 ) -> Deployed:
@@ -96,12 +84,8 @@ def serve(
         seed: Of everything random, on the clients, too.
         dtype: In which precision.
         timeout: Seconds that a client has for its reply.
-        min_clients: Replies that a round needs.
-        below_minimum: What becomes of a round with fewer: `skip` leaves all as it was, `repeat` tries again, three times in all.
-        on_bad_client: `skip` a client whose reply is missing or bad, which starts its next round from its last state that was taken, or
-            `stop` the run.
-        max_norm: How many times as far as is usual in the round a client may go from what it was sent, see
-            `bayesfl.Admission`; None for no such check.
+        admission: Which replies are taken, and what becomes of a round with too few. A client that is skipped starts its next round from
+            its last state that was taken.
         checkpoint: A folder for checkpoints of the server; without one a server that was killed starts anew.
         every: Rounds between checkpoints; the last round always makes one.
 
@@ -118,7 +102,7 @@ def serve(
     instance("algorithm", algorithm, Algorithm, METHOD)
     drawn, trained = algorithm.sampling if sampling is None else sampling, algorithm.train if train is None else train
     settings = Settings(rounds, participation, drawn, trained, seed, None)
-    admission = Admission(on_bad_client, min_clients, below_minimum, max_norm)
+    instance("admission", admission, Admission, "build one, as bf.Admission('skip', min_clients=3)")
     whole("clients", clients, least=1)
     whole("every", every, least=1)
     admission.check(settings.largest(clients))
@@ -153,11 +137,10 @@ class _Run:
     timeout: float
     folder: str | os.PathLike[str] | None
     every: int
-    roster: Roster = field(init=False)
+    network: Network = field(init=False)
+    rules: Rules = field(init=False)
     kept: dict[int, tuple[str, ...]] = field(default_factory=dict)
     """`base` of each checkpoint that is kept, by its round."""
-    named: set[int] = field(default_factory=set)
-    """Clients of whom the log says that they have very much data."""
 
     def begin(self, algorithm: Algorithm, settings: Settings, clients: int, dtype: torch.dtype) -> Deployed:
         """The state to go on from, and the clients there."""
@@ -177,10 +160,13 @@ class _Run:
             state = Deployed(algorithm, settings, secrets.token_hex(8), (session,), 0, server, start, base, dtype=dtype)
         hello = {"protocol": PROTOCOL, "algorithm": fingerprint(algorithm), "experiment": state.experiment}
         patience = 2 * self.timeout + REMIND  # a round may last as long as its slowest client is waited for
-        self.roster = Roster(clients, hello, patience, keys, counts=counts)
-        self.roster.wait(self.grid, least=self.admission.min_clients, patience=self.timeout if goes_on else None)
+        roster = Roster(clients, hello, patience, keys, counts=counts)
+        self.network = Network(self.grid, roster, self.timeout)
+        roster.wait(self.grid, least=self.admission.min_clients, patience=self.timeout if goes_on else None)
+        run = OpenRun(algorithm, settings, clients, self.admission.min_clients)
+        self.rules = Rules(algorithm, settings, clients, algorithm.uplink(dtype), self.admission, run)
         predictor = algorithm.predictor
-        if predictor is not None and len(predictor.grid) > 1 and not sum(self.roster.validation.values()):
+        if predictor is not None and len(predictor.grid) > 1 and not sum(roster.validation.values()):
             raise ValueError(
                 f"{predictor.tunes} is chosen on validation data, and no client has any: give them some, or give the method a number, as "
                 f"{predictor.tunes}=1.0"
@@ -190,100 +176,26 @@ class _Run:
 
     def round(self, state: Deployed) -> Deployed:
         """A round later, checkpointed where that is due."""
-        tried = attempts(self.admission, lambda attempt: self._round(state, attempt))
+
+        def once(attempt: int) -> tuple[Deployed, dict[str, Any]]:
+            journey = Journey(self.network, state, self.kept.values())
+            server, row = run_round(self.rules, state.server, state.round, state.history, journey, attempt=attempt)
+            return replace(state, round=state.round + 1, server=server, base=journey.base), row
+
+        tried = attempts(self.admission, once)
         if isinstance(tried, FailedRound):
             tried = replace(state, round=state.round + 1), {"round": state.round + 1, "cohort": 0, **tried.row}
-        state, row = tried
-        state.history.append(row)
-        log.info("round %d of %d: %s", state.round, state.settings.rounds, ", ".join(f"{k} {v:.4g}" for k, v in row.items()))
-        if state.round % self.every == 0 or state.round == state.settings.rounds:
-            self._save(state)
-        return state
-
-    def _round(self, state: Deployed, attempt: int) -> tuple[Deployed, dict[str, Any]]:
-        start = time.perf_counter()
-        algorithm, settings, round = state.algorithm, state.settings, state.round
-        chosen = settings.cohort(state.clients, round)
-        check_cohort(len(chosen), round, self.admission.min_clients)
-        senders = set(chosen.tolist())
-        declared = algorithm.uplink(state.dtype)
-        most = records.most_bytes(declared)
-        replies: dict[int, dict[str, Tensor]] = {}
-        acknowledged: set[int] = set()
-        losses: dict[int, float] = {}
-        lost, up = 0, 0
-        self.roster.look(self.grid)
-        counts = self._counts()
-        gate = Gate(algorithm, state.server, Gather(algorithm, state.server, round), self.admission, round, state.history, counts)
-        orders = self._orders(state, np.arange(state.clients) if settings.train == "all" else chosen, senders)
-        down = sum(_size(content) for node, content in orders.values() if node)
-        for client, reply in self._ask("train", orders, group=f"{round}.{attempt}"):
-            if isinstance(reply, Failure):
-                lost += reply.lost and client in senders
-                gate.drop(client, reply.reason)
-                continue
-            try:
-                up += _size(reply)
-                message = _message(reply, most) if client in senders else _acknowledgement(reply)
-                reason = objection(message, declared if client in senders else {}, round)
-            except records.RecordError as error:
-                reason = str(error)
-            else:
-                replies[client] = dict(message.tensors)
-                if (loss := _measure(reply, "train_nll")) is not None:
-                    losses[client] = loss
-            if reason:
-                gate.drop(client, reason)
-            else:
-                acknowledged.add(client)
-        came = sorted(senders & acknowledged)
-        if came:
-            (order,) = chunks(np.array(came), counts, len(came))
-            rows = nest({name: torch.stack([replies[client][name] for client in order.tolist()]) for name in declared})
-            sent = {name: rows.pop(name) for name, block in algorithm.blocks.items() if block.pool}
-            gate.hold(order, torch.from_numpy(counts[order]).to(state.dtype), sent, rows)
-        dropped = gate.close()
-        if dropped and not self.admission.skips:
-            raise BadClients(f"round {round}, counted from 0: " + "; ".join(f"client {c}: {gate.dropped[c]}" for c in dropped))
-        taken = [client for client in came if client not in dropped]
-        counted = {"lost": lost, "rejected": len(chosen) - lost - len(taken), "bytes_up": up, "bytes_down": down}
-        try:
-            check_replies(len(taken), round, self.admission.min_clients)
-            server = gate.server()
-        except FailedRound as error:
-            error.row |= counted
-            raise
-        made, known = state_name(round + 1, state.sessions[-1]), acknowledged - set(dropped)
-        base = tuple(made if client in known else name for client, name in enumerate(state.base))
-        inside = [losses[client] for client in taken if client in losses]
-        row: dict[str, Any] = {
-            "round": round + 1,
-            "cohort": len(taken),
-            "seconds": time.perf_counter() - start,
-            "train_nll": float(np.mean(inside)) if inside else float("nan"),
-            **counted,
-            "uplink_norm": gate.usual,
-        }
-        return replace(state, round=round + 1, server=server, base=base), row
-
-    def _counts(self) -> np.ndarray:
-        """Training examples of all clients, [J], 0 where they are not known; the log names who says that it has very many."""
-        counts = self.roster.sizes()
-        for client in np.flatnonzero(shares(counts) >= LARGEST).tolist():
-            if client not in self.named:
-                self.named.add(client)
-                log.warning(
-                    "client %d says that it has %d training examples, the median client %g",
-                    client,
-                    counts[client],
-                    np.median(counts[counts > 0]),
-                )
-        return counts
+        made, row = tried
+        made.history.append(row)
+        log.info("round %d of %d: %s", made.round, made.settings.rounds, ", ".join(f"{k} {v:.4g}" for k, v in row.items()))
+        if made.round % self.every == 0 or made.round == made.settings.rounds:
+            self._save(made)
+        return made
 
     def evaluate(self, state: Deployed) -> Deployed:
         """The final model down, every client's predictions made where its data are, and the mean of what they measured."""
         predictor, value = state.algorithm.predictor, float("nan")
-        self.roster.look(self.grid)
+        self.network.roster.look(self.grid)
         if predictor is not None and predictor.grid:
             try:
                 value = predictor.grid[0] if len(predictor.grid) == 1 else self._tuned(state)
@@ -291,14 +203,14 @@ class _Run:
                 log.warning("nothing is predicted: %s", error)
                 return state
         found: dict[str, list[float]] = {}
-        orders = self._orders(state, np.arange(state.clients), set(), value=value)
-        for client, reply in self._ask("evaluate", orders, group="evaluate"):
+        told = orders(state, np.arange(state.clients), set(), self.kept.values(), value=value)
+        for client, reply in self.network.ask("evaluate", told, group="evaluate"):
             if isinstance(reply, Failure):
                 log.warning("client %d did not predict: %s", client, reply.reason)
                 continue
             for name in records.MEASURES:
-                if (measure := _measure(reply, name)) is not None:
-                    found.setdefault(f"personal_{name}", []).append(measure)
+                if (measured := measure(reply, name)) is not None:
+                    found.setdefault(f"personal_{name}", []).append(measured)
         if found:
             last = state.history.rows[-1]
             last |= {name: float(np.mean(values)) for name, values in found.items()} | {"evaluated": max(map(len, found.values()))}
@@ -316,9 +228,9 @@ class _Run:
         predictor = state.algorithm.predictor
         assert predictor is not None
         total, examples = torch.zeros(len(predictor.grid), dtype=torch.float64), 0
-        asked = np.array([client for client, n in sorted(self.roster.validation.items()) if n])
+        asked = np.array([client for client, n in sorted(self.network.roster.validation.items()) if n])
         wanted = {"scores": ((len(predictor.grid),), torch.float64)}
-        for client, reply in self._ask("evaluate.tune", self._orders(state, asked, set()), group="tune"):
+        for client, reply in self.network.ask("evaluate.tune", orders(state, asked, set(), self.kept.values()), group="tune"):
             try:
                 if isinstance(reply, Failure):
                     raise records.RecordError(reply.reason)
@@ -332,83 +244,13 @@ class _Run:
                 log.warning("client %d has no part in tuning %s: %s", client, predictor.tunes, error)
                 continue
             total += tensors["scores"]
-            examples += self.roster.validation[client]
+            examples += self.network.roster.validation[client]
         if not examples:
             raise ValueError(f"no client has scored the candidates for {predictor.tunes}")
         return choose(predictor, total, examples)
 
-    def _ask(self, kind: str, orders: dict[int, tuple[int, RecordDict]], *, group: str) -> Iterator[tuple[int, RecordDict | Failure]]:
-        """Each client and its reply, or why there is none."""
-        yield from ask(self.grid, kind, {c: order for c, order in orders.items() if order[0]}, timeout=self.timeout, group=group)
-        for client, (node, _) in orders.items():
-            if not node:
-                yield client, Failure("its node has not come")
-
-    def _orders(
-        self, state: Deployed, ids: np.ndarray, senders: set[int], *, value: float = float("nan")
-    ) -> dict[int, tuple[int, RecordDict]]:
-        """{client: (node, or 0 where there is none, what it is told)}; the tensors for all are the same bytes."""
-        algorithm = state.algorithm
-        common, addressed = algorithm.share(state.server, torch.from_numpy(ids))
-        given = algorithm.given(common, state.round, state.settings.rounds)
-        shared, digest = records.pack({name: t for name, t in given.items() if name not in ("round", "rounds")})
-        told = {
-            "protocol": PROTOCOL,
-            "algorithm": fingerprint(algorithm),
-            "experiment": state.experiment,
-            "sessions": list(state.sessions),
-            "round": state.round,
-            "rounds": state.settings.rounds,
-            "seed": state.settings.seed,
-            "dtype": name_of(state.dtype),
-            "value": value,
-            "keeps": bool(state.start),
-            "common_digest": digest,
-        }
-        orders: dict[int, tuple[int, RecordDict]] = {}
-        for place, client in enumerate(ids.tolist()):
-            base = state.base[client]
-            start = {} if base else tree_map(lambda t: t[None], state.start)
-            own, digest = records.pack({"addressed": tree_map(lambda t, i=place: t[i : i + 1], addressed), "start": start})
-            named = sorted({base, *(names[client] for names in self.kept.values())} - {""})
-            config = {**told, "client": client, "base": base, "named": named, "sends": client in senders, "own_digest": digest}
-            content = RecordDict({"config": ConfigRecord(config), "common": shared, "own": own})
-            orders[client] = (self.roster.nodes.get(client, 0), content)
-        return orders
-
     def _save(self, state: Deployed) -> None:
         if self.folder is None:
             return
-        deployed.write(self.folder, state, self.roster.keys, self.roster.counts)
+        deployed.write(self.folder, state, self.network.roster.keys, self.network.roster.counts)
         self.kept = dict(sorted((self.kept | {state.round: state.base}).items())[-KEPT:])
-
-
-def _message(reply: RecordDict, most: int) -> Message:
-    """What a client of the cohort replied.
-
-    Raises:
-        RecordError: It is no such message.
-    """
-    tensors = records.unpack(reply, "up", records.setting(reply, "digest", str), most=most)
-    return Message(tensors, records.setting(reply, "round", int), records.setting(reply, "protocol", int))
-
-
-def _acknowledgement(reply: RecordDict) -> Message:
-    """What a client replied that trained outside the cohort: nothing but that it did.
-
-    Raises:
-        RecordError: It is no such message.
-    """
-    return Message({}, records.setting(reply, "round", int), records.setting(reply, "protocol", int))
-
-
-def _measure(reply: RecordDict, name: str) -> float | None:
-    """A number that a client measured, where it is there and finite."""
-    found = reply.get("metrics")
-    value = found.get(name) if isinstance(found, MetricRecord) else None
-    return float(value) if isinstance(value, float) and np.isfinite(value) else None
-
-
-def _size(content: RecordDict) -> int:
-    """Bytes of a message's tensors."""
-    return sum(len(array.data) for record in content.values() if isinstance(record, ArrayRecord) for array in record.values())

@@ -17,6 +17,7 @@ from bayesfl.composition.topology import metropolis, ring
 from bayesfl.data import FederatedData
 from bayesfl.likelihoods import Gaussian
 from bayesfl.posteriors import MeanField, mixture
+from tests.cases import keeping
 
 PLAIN: dict[str, Any] = {"momentum": 0.0, "weight_decay": 0.0}
 
@@ -116,7 +117,7 @@ def test_ifca_is_fedavg_inside_clusters(clusters: tuple[FederatedData, Tensor]):
     options: dict[str, Any] = {"epochs": 2, "batch_size": None, "lr": 1e-4, **PLAIN, "likelihood": Gaussian(0.1)}
     algorithm = bf.algorithms.ifca(model, clusters=2, **options)
     algorithm = replace(algorithm, blocks={"models": replace(algorithm.blocks["models"], start=in_turn(begin))})
-    result = run(algorithm, data)
+    result = run(keeping(algorithm), data)
     assert result.private["cluster"].tolist() == [[1, 0], [1, 0], [0, 1], [0, 1]]
     for m in (0, 1):
         avg = replace(bf.algorithms.fedavg(model, **options), blocks={"w": Block(start=lambda rng, size, m=m: begin[m])})
@@ -203,7 +204,7 @@ def test_everyone_beside_everyone_is_fedem_with_equal_weights(clients: Federated
     central = replace(central, blocks={"components": replace(central.blocks["components"], pool=Mean(equal))})
     gossip = run(bf.algorithms.d_fedem(model, mixing=torch.full((7, 7), 1 / 7, dtype=torch.float64), **options), clients, 3)
     mean = run(central, clients, 3).server["components"]["loc"]
-    assert_close(gossip.server["models"], mean.expand(7, *mean.shape), atol=1e-9, rtol=0)
+    assert_close(gossip.server["components"]["each"], mean.expand(7, *mean.shape), atol=1e-9, rtol=0)
     assert_close(gossip.server["components"]["loc"], mean, atol=1e-9, rtol=0)
 
 
@@ -219,7 +220,7 @@ def test_two_rounds_between_neighbours_by_hand(clients: FederatedData, model: nn
     further = [run(one, clients.select([j]), 2, resume=started[j]) for j in range(7)]
     wanted = torch.einsum("jk,kmd->jmd", w, torch.stack([result.server["components"]["loc"] for result in further]))
     found = run(bf.algorithms.d_fedem(model, mixing=w, **options), clients, 2).server
-    assert_close(found["models"], wanted, atol=1e-10, rtol=0)
+    assert_close(found["components"]["each"], wanted, atol=1e-10, rtol=0)
     assert_close(found["components"]["loc"], wanted.mean(0), atol=1e-10, rtol=0)
 
 
@@ -237,14 +238,14 @@ def test_mixing_is_the_matrix_times_what_clients_made(clients: FederatedData, mo
 
     watched = replace(algorithm, combine=combine)
     result = run(watched, clients, 1)
-    assert_close(result.server["models"], torch.einsum("jk,kmd->jmd", w, made[0]), atol=1e-12, rtol=0)
-    assert_close(result.server["models"].mean(0), made[0].mean(0), atol=1e-12, rtol=0)
+    assert_close(result.server["components"]["each"], torch.einsum("jk,kmd->jmd", w, made[0]), atol=1e-12, rtol=0)
+    assert_close(result.server["components"]["each"].mean(0), made[0].mean(0), atol=1e-12, rtol=0)
     part = run(watched, clients, 1, participation=0.5)
     present = part.settings.cohort(7, 0)
     absent = [j for j in range(7) if j not in present]
-    start = algorithm.init(7, seed=2, dtype=torch.float64)["models"]
-    assert_close(part.server["models"][absent], start[absent], atol=0, rtol=0)
-    assert_close(part.server["models"][present].sum(0), made[1][present].sum(0), atol=1e-12, rtol=0)
+    start = algorithm.init(7, seed=2, dtype=torch.float64)["components"]["each"]
+    assert_close(part.server["components"]["each"][absent], start[absent], atol=0, rtol=0)
+    assert_close(part.server["components"]["each"][present].sum(0), made[1][present].sum(0), atol=1e-12, rtol=0)
 
 
 def test_a_matrix_for_others_is_refused(clients: FederatedData, model: nn.Module):

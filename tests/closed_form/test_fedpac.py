@@ -21,6 +21,7 @@ from bayesfl.composition.phases import Once
 from bayesfl.data import FederatedData
 from bayesfl.likelihoods import Gaussian
 from bayesfl.models import Split
+from tests.cases import keeping
 
 CLASSES, WIDTH = 4, 5
 SIZES = (9, 14, 6, 11)
@@ -64,7 +65,7 @@ def test_variance_is_the_trace_of_the_covariance(few: FederatedData, network: Sp
     """With Phi = onehot(y) z' of an example: h is its mean, n V the trace of its biased covariance, at the body received."""
     algorithm = bf.algorithms.fedpac(network)
     start = algorithm.init(4, seed=2, dtype=torch.float64)["body"]["loc"]
-    private = run(algorithm, few).private
+    private = run(keeping(algorithm), few).private
     for j, n in enumerate(SIZES):
         x, y = few.train.client(j)
         z = features(algorithm, start, x)
@@ -77,7 +78,7 @@ def test_variance_is_the_trace_of_the_covariance(few: FederatedData, network: Sp
 def test_centroids_are_of_the_body_that_was_trained(few: FederatedData, network: Split):
     """A client's are means of features after training, the server's their means by the number of examples of the class."""
     algorithm = bf.algorithms.fedpac(network, batch_size=None)
-    result = run(algorithm, few)
+    result = run(keeping(algorithm), few)
     total, count = torch.zeros(CLASSES, WIDTH, dtype=torch.float64), torch.zeros(CLASSES)
     for j in range(4):
         x, y = few.train.client(j)
@@ -99,16 +100,16 @@ def trained_body(algorithm: Algorithm, clients: FederatedData, j: int) -> Tensor
 
 def test_pieces_of_the_pass_add_up(few: FederatedData, network: Split, monkeypatch: pytest.MonkeyPatch):
     """Statistics do not depend on how many examples are looked at together."""
-    whole = run(bf.algorithms.fedpac(network), few, 2)
+    whole = run(keeping(bf.algorithms.fedpac(network)), few, 2)
     monkeypatch.setattr(module, "ROWS", 4)
-    pieces = run(bf.algorithms.fedpac(network), few, 2)
+    pieces = run(keeping(bf.algorithms.fedpac(network)), few, 2)
     for name in ("h", "variance", "centroids"):
         assert_close(pieces.private[name], whole.private[name], atol=1e-12, rtol=0)
 
 
 def test_padding_is_no_example(few: FederatedData, network: Split):
     """Clients of unequal size may be measured together, the short ones padded."""
-    alone = bf.algorithms.fedpac(network)
+    alone = keeping(bf.algorithms.fedpac(network))
     together = replace(alone, phases=tuple(replace(p, batched=True) if isinstance(p, Once) else p for p in alone.phases))
     one, other = run(alone, few, 2), run(together, few, 2, engine=bf.Engine(chunk=4))
     for name in ("counts", "h", "variance", "centroids"):
@@ -288,8 +289,8 @@ def test_rounds_as_a_plain_loop(few: FederatedData, network: Split, participatio
         return torch.cat([state[key].flatten() for key in state])
 
     assert_close(result.server["body"]["loc"], flat(expected["body"]), atol=1e-10, rtol=0)
-    assert_close(result.server["heads"], torch.stack([flat(head) for head in expected["heads"]]), atol=1e-10, rtol=0)
-    assert_close(result.server["collaboration"], expected["weights"], atol=1e-9, rtol=0)
+    assert_close(result.server["head"]["each"], torch.stack([flat(head) for head in expected["heads"]]), atol=1e-10, rtol=0)
+    assert_close(result.server["head"]["weights"], expected["weights"], atol=1e-9, rtol=0)
     for k, centroid in expected["centroids"].items():
         assert_close(result.server["centroids"][k], centroid, atol=1e-10, rtol=0)
     assert result.server["seen"].tolist() == [k in expected["centroids"] for k in range(CLASSES)]
@@ -304,9 +305,9 @@ def test_the_programs_of_a_round_are_solved(clients: FederatedData, model: nn.Mo
     assert float(simplex.kkt(h @ h.T + torch.diag(v), h @ h.T, exact).max()) < 1e-8
     assert_close(mixing(h, v, h), torch.where(exact < 1e-3, 0, exact) / torch.where(exact < 1e-3, 0, exact).sum(1, keepdim=True))
     order = [int(n) for n in torch.tensor(clients.train.counts).argsort(descending=True, stable=True)]  # as uplinks come in
-    a = result.server["collaboration"][order][:, order]
+    a = result.server["head"]["weights"][order][:, order]
     assert_close(a, mixing(h, v, h), atol=1e-12, rtol=0)
-    assert_close(result.server["heads"][order], a @ known["head"], atol=1e-12, rtol=0)
+    assert_close(result.server["head"]["each"][order], a @ known["head"], atol=1e-12, rtol=0)
 
 
 def test_without_pull_and_mixing_it_is_fedrep(clients: FederatedData, model: nn.Module, monkeypatch: pytest.MonkeyPatch):
@@ -316,7 +317,7 @@ def test_without_pull_and_mixing_it_is_fedrep(clients: FederatedData, model: nn.
     pac = run(bf.algorithms.fedpac(model, head_lr=0.1, lam=0.0, **options), clients, 3)
     rep = run(bf.algorithms.fedrep(model, **options), clients, 3)
     assert_close(pac.server["body"]["loc"], rep.server["body"]["loc"], atol=1e-10, rtol=0)
-    assert_close(pac.server["heads"], rep.private["head"]["loc"], atol=1e-10, rtol=0)
+    assert_close(pac.server["head"]["each"], rep.private["head"]["loc"], atol=1e-10, rtol=0)
     assert_close(pac.predict().probs, rep.predict().probs, atol=1e-10, rtol=0, equal_nan=True)
 
 
@@ -341,16 +342,16 @@ def test_the_absent_keep_their_heads_and_rows(clients: FederatedData, model: nn.
     assert one - two
     assert set(range(7)) - one - two
     for j in range(7):
-        row = second["collaboration"][j]
+        row = second["head"]["weights"][j]
         if j in two:
             assert set(row.nonzero().flatten().tolist()) <= two
             assert_close(row.sum(), torch.ones((), dtype=torch.float64))
         elif j in one:
-            assert torch.equal(row, first["collaboration"][j])
-            assert torch.equal(second["heads"][j], first["heads"][j])
+            assert torch.equal(row, first["head"]["weights"][j])
+            assert torch.equal(second["head"]["each"][j], first["head"]["each"][j])
         else:
             assert not row.any()
-            assert torch.equal(second["heads"][j], start)
+            assert torch.equal(second["head"]["each"][j], start)
 
 
 def test_a_class_that_the_cohort_lacks_keeps_its_centroid(network: Split):
@@ -371,8 +372,9 @@ def test_a_class_that_the_cohort_lacks_keeps_its_centroid(network: Split):
     after = algorithm.combine(before, torch.tensor([2, 0]), uplink)
     assert after["centroids"][:, 0].tolist() == [17.5, 1.0, 30.0, 3.0]
     assert after["seen"].tolist() == [True, True, True, False]
-    assert_close(after["head"]["loc"], (2 * uplink["head"]["loc"][0] + uplink["head"]["loc"][1]) / 3)  # of the global model
-    assert torch.equal(after["heads"][1], before["heads"][1])
+    head = algorithm.blocks["head"].pool(before, "head", uplink | {"ids": torch.tensor([2, 0])})  # pyright: ignore
+    assert torch.equal(head["each"][1], before["head"]["each"][1])
+    assert_close(head["loc"], head["each"].mean(0))  # of the global model
 
 
 def test_the_two_evaluations_of_a_round(clients: FederatedData, model: nn.Module):
@@ -381,7 +383,7 @@ def test_the_two_evaluations_of_a_round(clients: FederatedData, model: nn.Module
     result = run(algorithm, clients, 2, evaluate_every=1)
     x = clients.test.client(4)[0]
     leaves = algorithm.layout("body").leaves(result.server["body"]["loc"])
-    leaves |= algorithm.layout("head").leaves(result.server["heads"][4])
+    leaves |= algorithm.layout("head").leaves(result.server["head"]["each"][4])
     probs = algorithm.outputs(leaves, x.double()).softmax(-1)
     assert_close(result.predict().client(4).probs, probs, atol=1e-12, rtol=0)
     # Of one client alone pooling changes nothing, and its head is mixed with no other.
@@ -398,7 +400,7 @@ def test_a_newcomer_gets_the_mixture_of_one_like_it(clients: FederatedData, mode
     result = run(bf.algorithms.fedpac(model, lr=1e-30, head_lr=0.5), clients, 2)
     still = replace(result, algorithm=replace(result.algorithm, adapt=result.algorithm.adapt[:2]))
     joined = still.adapt(clients.select([5, 2]))
-    assert_close(joined.private["head"]["loc"], result.server["heads"][[5, 2]], atol=1e-9, rtol=0)
+    assert_close(joined.private["head"]["loc"], result.server["head"]["each"][[5, 2]], atol=1e-9, rtol=0)
     assert_close(joined.predict().probs[0], result.predict().probs[5], atol=1e-9, rtol=0)
 
 
@@ -429,7 +431,7 @@ def test_only_newcomers_are_sent_heads_of_others(clients: FederatedData, model: 
     assert result.history["bytes_down"].tolist() == [7 * (4 * (size + 3 * 16) + 3)] * 2
     common, addressed = algorithm.share(result.server, torch.tensor([0, 3]))
     assert "trained" not in common
-    assert torch.equal(addressed["head"]["loc"], result.server["heads"][[0, 3]])
+    assert torch.equal(addressed["head"]["loc"], result.server["head"]["each"][[0, 3]])
 
 
 # What is asked for

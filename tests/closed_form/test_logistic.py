@@ -39,7 +39,7 @@ def fitted() -> Result:
         return lambda given, view: torch.full((1,), value).to(view["n"])
 
     block = bf.Block(posterior=MeanField(init_scale=0.3), prior=Normal(centre=prior(0.0), variance=prior(PRIOR**2)), pool=None, keep=True)
-    step = Descend("w", Energy("w", ("w",), likelihood="sum"), steps=25, optimiser=Adam(cosine(0.05)), draws=64)
+    step = Descend(Energy("w", ("w",), likelihood="sum"), steps=25, optimiser=Adam(cosine(0.05)), draws=64)
     algorithm = bf.Algorithm(nn.Linear(FEATURES, 1, bias=False), {"w": block}, (step,), parts=("w",), likelihood=Bernoulli())
     clients = from_arrays([x], [y], test=([x], [y]))
     return bf.simulate(

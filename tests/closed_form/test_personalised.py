@@ -90,8 +90,8 @@ def linear_only(weight: Tensor) -> nn.Module:
 
 
 def test_ditto_without_pull_is_local(clients: FederatedData, model: nn.Module):
-    """lambda = 0: the personal models are those of clients that train alone, to the bit."""
-    options = {"epochs": 2, "batch_size": 10, "lr": 0.05, "momentum": 0.0}
+    """lambda = 0: the personal models are those of clients that train alone, to the bit where steps draw nothing."""
+    options = {"epochs": 2, "batch_size": None, "lr": 0.05, "momentum": 0.0}
     ditto = run(bf.algorithms.ditto(model, lam=0.0, **options), clients)
     alone = run(bf.algorithms.local(model, **options), clients)
     assert torch.equal(ditto.private["v"]["loc"], alone.private["w"]["loc"])

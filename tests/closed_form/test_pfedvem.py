@@ -170,7 +170,7 @@ def test_a_new_client_starts_from_the_population_scale(clients: FederatedData):
 def test_what_the_head_minimises(clients: FederatedData, scale: str):
     """sum: n times the mean loss plus KL(q_j || N(w, rho_j^2 I)). mean, the paper's energy: the mean loss beside the whole KL."""
     algorithm = bf.algorithms.pfedvem(linear(), likelihood=Gaussian(NOISE), likelihood_scale=scale)
-    (descend,) = (phase for phase in algorithm.phases if getattr(phase, "block", None) == "head")
+    (descend,) = (phase for phase in algorithm.phases if getattr(phase, "blocks", None) == ("head",))
     x, y = (t.double() for t in clients.train.client(0))
     belief = {"loc": torch.linspace(-1, 1, DIM).double(), "rho": torch.full((DIM,), -20.0).double()}  # so narrow that draws are the mean
     view = {"head": belief, "body": {"loc": torch.eye(DIM).double().flatten()}, "rho2": torch.tensor(0.7).double()}

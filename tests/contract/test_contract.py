@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 
 import bayesfl as bf
 from bayesfl.algorithms import PAPERS
-from bayesfl.base.protocols import Server, StackedPool, Uplink
+from bayesfl.base.protocols import RESERVED, Server, StackedPool, Uplink
 from bayesfl.base.trees import flatten
 from bayesfl.data import FederatedData
 from tests.cases import CASES, SIZES, Case, federation
@@ -119,7 +119,7 @@ def test_uplink_is_what_is_declared(case: Case, model: nn.Module, clients: Feder
     arrived: list[dict[str, Tensor]] = []
 
     def combine(server: Server, ids: Tensor, uplink: Uplink) -> Server:
-        arrived.append({key: t for key, t in flatten(uplink).items() if key not in ("n", "ids")})
+        arrived.append({key: t for key, t in flatten(uplink).items() if key not in RESERVED})
         return algorithm.combine(server, ids, uplink)
 
     # What a stacked pool gathers reaches `combine` too.
@@ -130,7 +130,9 @@ def test_uplink_is_what_is_declared(case: Case, model: nn.Module, clients: Feder
     result = bf.simulate(watched, clients, rounds=1, engine=bf.Engine(chunk=2, workers=1), **options)
     assert {key: (tuple(t.shape[1:]), t.dtype) for part in arrived for key, t in part.items()} == declared
     assert result.history["bytes_up"].tolist() == [sum(t.nbytes for part in arrived for t in part.values())]
-    assert not [name for name in private if name in algorithm.given(result.server, 0, 1)]
+    common, addressed = algorithm.share(result.server, torch.arange(2))
+    assert not set(private) & set(common)
+    assert set(common) | set(addressed) <= {*algorithm.blocks, *algorithm.broadcast, *algorithm.address(result.server, torch.arange(2))}
 
 
 @every_case

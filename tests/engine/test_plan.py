@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from bayesfl.base.random import Purpose, Stage, generator
+from bayesfl.composition.phases import Once, Repeat
 from bayesfl.data import Split
 from bayesfl.engine import Plan
 
@@ -30,7 +31,7 @@ def split() -> Split:
     return Split(torch.stack([rows, -rows], 1).double(), rows, index, COUNTS)
 
 
-def plan(of: SimpleNamespace, rows: np.ndarray = ORDER, **address) -> Plan:
+def plan(of: SimpleNamespace | Once | Repeat, rows: np.ndarray = ORDER, **address) -> Plan:
     """A plan of the clients in float64."""
     return Plan(of, split(), rows, dtype=torch.float64, **address)
 
@@ -114,6 +115,47 @@ def test_steps_win_over_epochs():
     for found, full in zip(batches(made), whole, strict=True):
         assert [b.tolist() for b in found] == [b.tolist() for b in full[:4]]
     assert plan(phase(epochs=50, steps=3)).steps.tolist() == [3, 3, 3, 3]
+
+
+def test_a_walk_through_the_steps():
+    """Who is at work, on which examples and with which noise, step by step; a phase that reads no data gets none."""
+    of = phase(epochs=2, batch_size=3)
+    made, expected = plan(of), plan(of)
+    steps = list(made.walk(of, SHAPES))
+    assert [active for active, _, _ in steps] == [4, 4, 3, 3, 2, 2]
+    for t, (active, data, noise) in enumerate(steps):
+        assert_close(data, expected.batch(t, active), rtol=0, atol=0)
+        assert_close(noise, expected.noise(SHAPES, active), rtol=0, atol=0)
+    blind = phase(epochs=2)
+    blind.data = False
+    assert list(plan(blind).walk(blind, {})) == [(4, {}, {})] * 2
+
+
+def test_turns():
+    """A phase is its own only turn; a `Repeat` goes through its phases on one batch after another."""
+    alone = Once(lambda algorithm, given, view, batch: view)
+    assert list(plan(alone).turns(alone)) == [(alone, None)]
+    other = Once(lambda algorithm, given, view, batch: view, data=True)
+    loop = Repeat((alone, other), times=3, batch_size=3)
+    found = list(plan(loop).turns(loop))
+    assert [inner for inner, _ in found] == [alone, other] * 3
+    expected = plan(loop)
+    for t in range(3):
+        assert found[2 * t][1] is found[2 * t + 1][1]
+        assert_close(found[2 * t][1], expected.batch(t, 4), rtol=0, atol=0)
+
+
+def test_a_walk_on_one_shared_batch():
+    """Inside a `Repeat` everyone is at work in all steps of the inner phase, on the batch at hand, with noise of their own."""
+    made, expected = plan(phase(steps=5, batch_size=3)), plan(phase(steps=5, batch_size=3))
+    batch = made.batch(1, 4)
+    for inner, count in ((phase(epochs=2), 2), (phase(epochs=2, steps=3), 3)):
+        steps = list(made.walk(inner, SHAPES, batch))
+        assert len(steps) == count
+        for active, data, noise in steps:
+            assert active == 4
+            assert data is batch
+            assert_close(noise, expected.noise(SHAPES, 4), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("size", [None, 3])

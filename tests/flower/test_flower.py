@@ -322,8 +322,8 @@ def test_a_bad_reply_is_left_out(kind: str, model: nn.Module, clients: Federated
 
     with caplog.at_level(logging.WARNING):
         found = deploy(algorithm, clients, tmp_path, grid_of(algorithm, clients, tmp_path, alter=alter), timeout=0.3)
-    assert_same(found, tmp_path, simulated(algorithm, clients, faults=plan))
     (line,) = [record.message for record in caplog.records if "is left out" in record.message]
+    assert_same(found, tmp_path, simulated(algorithm, clients, faults=plan))
     assert line.startswith("round 1: client 2 is left out: ")
     assert words in line
     lost = kind == "silent"
@@ -339,7 +339,7 @@ def test_a_bad_reply_may_stop_the_run(model: nn.Module, clients: FederatedData, 
     grid = grid_of(algorithm, clients, tmp_path)
     grid.alter = lambda client, message, reply: None if client == 4 and message.metadata.message_type == "train" else reply
     with pytest.raises(BadClients, match=r"round 0, counted from 0: client 4: it did not reply within 0\.3 seconds"):
-        deploy(algorithm, clients, tmp_path, grid, timeout=0.3, on_bad_client="stop", checkpoint=tmp_path / "server")
+        deploy(algorithm, clients, tmp_path, grid, timeout=0.3, admission=bf.Admission("stop"), checkpoint=tmp_path / "server")
     assert load(tmp_path / "server", algorithm).round == 0
 
 
@@ -353,16 +353,21 @@ def test_a_cohort_below_the_minimum(model: nn.Module, clients: FederatedData, tm
             return None if len(times) == 1 else reply
         return reply
 
-    everyone = {"timeout": 0.3, "min_clients": clients.clients}
-    found = deploy(algorithm, clients, tmp_path, grid_of(algorithm, clients, tmp_path, alter=alter), below_minimum="repeat", **everyone)
+    everyone = bf.Admission("skip", min_clients=clients.clients)
+    again, grid = (
+        bf.Admission("skip", min_clients=clients.clients, below_minimum="repeat"),
+        grid_of(algorithm, clients, tmp_path, alter=alter),
+    )
+    found = deploy(algorithm, clients, tmp_path, grid, timeout=0.3, admission=again)
     assert_same(found, tmp_path, simulated(algorithm, clients))
     times.clear()
-    found = deploy(algorithm, clients, tmp_path / "skip", grid_of(algorithm, clients, tmp_path / "skip", alter=alter), **everyone)
+    grid = grid_of(algorithm, clients, tmp_path / "skip", alter=alter)
+    found = deploy(algorithm, clients, tmp_path / "skip", grid, timeout=0.3, admission=everyone)
 
     def plan(round: int, attempt: int, ids: np.ndarray) -> dict[int, Fault]:
         return {2: KINDS["lost"]} if round == 1 else {}
 
-    assert_same(found, tmp_path / "skip", simulated(algorithm, clients, faults=plan, min_clients=clients.clients))
+    assert_same(found, tmp_path / "skip", simulated(algorithm, clients, faults=plan, admission=everyone))
     assert found.history["cohort"].tolist() == [7.0, 0.0, 7.0]
 
 
@@ -386,7 +391,7 @@ def test_a_cohort_that_is_too_small_is_not_asked(bad: Any, model: nn.Module, cli
     """No client trains for a round that cannot count."""
     algorithm = method("ditto", model)
     grid = grid_of(algorithm, clients, tmp_path)
-    options: dict[str, Any] = {"participation": 0.4, "sampling": "bernoulli", "min_clients": 3, "rounds": 6, "on_bad_client": bad}
+    options: dict[str, Any] = {"participation": 0.4, "sampling": "bernoulli", "admission": bf.Admission(bad, min_clients=3), "rounds": 6}
     found = deploy(algorithm, clients, tmp_path, grid, **options)
     told = simulated(algorithm, clients, **options)
     assert_same(found, tmp_path, told)
@@ -646,7 +651,6 @@ def test_a_tuned_number_is_the_simulations(tmp_path: Path, monkeypatch: pytest.M
         ({"timeout": 0.0}, "timeout is in seconds and must be > 0"),
         ({"dtype": torch.int64}, "dtype must be a floating-point type"),
         ({"every": 0}, "every must be at least 1"),
-        ({"on_bad_client": "ignore"}, "on_bad_client must be 'stop' or 'skip'"),
         ({"participation": 0.0}, r"must lie in \(0, 1\]"),
     ],
 )

@@ -161,7 +161,7 @@ def linear(steps: int) -> bf.Algorithm:
     return bf.Algorithm(
         nn.Linear(FEATURES, 1, bias=False),
         {"w": bf.Block(posterior=MeanField(init_scale=0.3), prior=prior, pool=None, keep=True)},
-        (Descend("w", Energy("w", ("w",), likelihood="sum"), steps=steps, optimiser=SGD(0.012, 0.8), draws=2 * FEATURES),),
+        (Descend(Energy("w", ("w",), likelihood="sum"), steps=steps, optimiser=SGD(0.012, 0.8), draws=2 * FEATURES),),
         parts=("w",),
         likelihood=Gaussian(NOISE),
     )

@@ -71,7 +71,7 @@ def collaboration(
     """Draws who learns from whom: the darker, the more of the column's client is in what the row's client gets.
 
     Args:
-        weights: Of J clients, [J, J] >= 0, such as FedPAC's `result.server["collaboration"]`; a row of 0 is a client that was never there.
+        weights: Of J clients, [J, J] >= 0, as FedPAC's `result.server["head"]["weights"]`; a row of 0 is a client that was never there.
         groups: Where it is known which clients are alike, the group of each, [J]: clients stand in the order of their groups, with lines
             between these, so that weights within groups are blocks on the diagonal.
         ax: Where to draw; by default a new figure.

@@ -1,0 +1,70 @@
+"""A personal model beside a method's own, for any method that sends one model to everyone."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from bayesfl.base.protocols import Batch, Prior, Server, View
+from bayesfl.composition.algorithm import Algorithm
+from bayesfl.composition.block import Block
+from bayesfl.composition.phases import Once, trained
+from bayesfl.composition.priors import Flat
+
+
+def with_personal(
+    method: Algorithm, *phases: Any, prior: Prior = Flat(), restart: bool = False, adapt: tuple[Any, ...] | None = None
+) -> Algorithm:
+    """Give every client a model of its own beside the method's, trained by `phases` after the method's; it alone predicts.
+
+    The new block has the name that the phases' energies give it, covers what the method's predictor covers, stays on the client, and is
+    kept from round to round. The method goes on as without it.
+
+    Args:
+        method: What makes the model that everyone receives.
+        phases: What trains the personal model, as `Descend(Energy("v", ("v",), likelihood="mean"))`.
+        prior: What ties it to the federation, as `Normal(centre=server_mean("w"), variance=inverse_size(lam))`.
+        restart: Whether it starts anew each round, from the model received in it.
+        adapt: Phases of a client that joins later, from the model that it receives; those of a round where None.
+
+    Returns:
+        The method with one block more.
+
+    Raises:
+        ValueError: The phases train no block that the method lacks, or several; the method's predictor covers parameters that no one
+            pattern has; no single model is sent to everyone; or the method fine-tunes or predicts in its own way, which would be lost.
+    """
+    names = dict.fromkeys(name for phase in (*phases, *(adapt or ())) for name in trained(phase) if name not in method.blocks)
+    if len(names) != 1:
+        raise ValueError(
+            f"phases must train one block that the method does not have, got {list(names) or 'none'} beside {list(method.blocks)}; name it "
+            "in their energies, as Energy('v', ('v',), likelihood='mean')"
+        )
+    (name,) = names
+    if method.finetune or method.predictor is not None:
+        raise ValueError(
+            "the method fine-tunes its model, or predicts by a predictor, neither of which a personal model would do; take a method "
+            "without, as dataclasses.replace(method, finetune=(), predictor=None)"
+        )
+    shared = method.shared_parts()
+    common, _ = method.share(method.init(1), torch.zeros(1, dtype=torch.long))
+    if shared is None or not all(part in common for part in shared):
+        raise ValueError(f"the method {method!r} sends no single model to everyone, to which a personal one could be tied or start from")
+    pattern = method.blocks[method.parts[0]].names if len(method.parts) == 1 else "*"
+    block = Block(pattern, prior=prior, pool=None, keep=True)
+
+    def start(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
+        loc = algorithm.layout(name).ravel(algorithm.leaves(shared, given))
+        return view | {name: algorithm.belief(name, {"loc": loc})}
+
+    again = (Once(start),)
+    made = replace(
+        method,
+        blocks={**method.blocks, name: block},
+        phases=(*method.phases, *(again if restart else ()), *phases),
+        parts=(name,),
+        adapt=again + (phases if adapt is None else tuple(adapt)),
+    )
+    if set(made.layout(name).names) != {p for part in method.parts for p in method.layout(part).names}:
+        raise ValueError(f"parts {method.parts} leave out some parameters of the model, and no one pattern covers what they have")
+    return made

@@ -1,0 +1,114 @@
+"""A personal model beside a method: any method keeps what it does, and its clients predict with their own."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+import bayesfl as bf
+from bayesfl import Block, Descend, Energy, pools, priors, with_personal
+from bayesfl.data import FederatedData
+from bayesfl.optim import SGD
+
+FIT = Descend(Energy("v", ("v",), likelihood="mean"), epochs=2, optimiser=SGD(0.1))  # full batches draw nothing
+METHODS: dict[str, Any] = {
+    "fedavg": {"epochs": 2, "batch_size": 10},
+    "fedper": {"epochs": 1, "batch_size": 10},
+    "fedprox": {"epochs": 1, "batch_size": 10},
+    "irm": {"steps": 2, "batch_size": 10, "anneal": 0},
+}
+
+
+def run(algorithm: bf.Algorithm, clients: FederatedData, rounds: int = 2, **options: Any):
+    options = {"dtype": torch.float64, "evaluate_every": None, "seed": 2, "progress": False, **options}
+    return bf.simulate(algorithm, clients, rounds=rounds, **options)
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedprox", "irm"])
+def test_the_method_goes_on_as_without_it(name: str, clients: FederatedData, model: nn.Module):
+    """The server's state to the bit, and what is sent."""
+    method = getattr(bf.algorithms, name)(model, **METHODS[name])
+    both = with_personal(method, FIT)
+    assert both.uplink() == method.uplink()
+    for entry, alone in zip(run(both, clients).server["w"].values(), run(method, clients).server["w"].values(), strict=True):
+        assert torch.equal(entry, alone)
+
+
+def test_it_is_ditto_on_fedavg(clients: FederatedData, model: nn.Module):
+    """By hand: two gradient steps a round on the mean loss plus lam / 2 |v - w|^2, w the model received."""
+    lam = 0.7
+    plain = replace(bf.algorithms.fedavg(model, epochs=1, batch_size=10), blocks={"w": Block(pool=pools.Mean(pools.equal))})
+    tied = priors.Normal(centre=priors.server_mean("w"), variance=priors.inverse_size(lam))
+    found = run(with_personal(plain, FIT, prior=tied), clients)
+    received = [plain.init(7, dtype=torch.float64)["w"]["loc"], run(plain, clients, 1).server["w"]["loc"]]
+    for j in (0, 3):
+        x, y = clients.train.client(j)
+        v = received[0].clone()
+        for w in received:
+            for _ in range(2):
+                v.requires_grad_()
+                loss = plain.losses(plain.layout("w").leaves(v), {"x": x.double(), "y": y}).mean() + lam / 2 * (v - w).square().sum()
+                (slope,) = torch.autograd.grad(loss, v)
+                v = (v - 0.1 * slope).detach()
+        assert_close(found.private["v"]["loc"][j], v, atol=1e-12, rtol=0)
+
+
+def test_restarting_forgets(clients: FederatedData, model: nn.Module):
+    """With `restart` a round's personal model depends on the model received alone; without, it goes on from its own."""
+    plain = bf.algorithms.fedavg(model, **METHODS["fedavg"])
+    before = run(plain, clients, 1)
+    begin, kept = (run(with_personal(plain, FIT, restart=restart), clients).private["v"]["loc"] for restart in (True, False))
+    x, y = clients.train.client(0)
+
+    def loss(v: torch.Tensor) -> torch.Tensor:
+        return plain.losses(plain.layout("w").leaves(v), {"x": x.double(), "y": y}).mean()
+
+    v = before.server["w"]["loc"]
+    for _ in range(2):
+        v = v.detach().requires_grad_()
+        v = (v - 0.1 * torch.autograd.grad(loss(v), v)[0]).detach()
+    assert_close(begin[0], v, atol=1e-12, rtol=0)
+    assert not torch.allclose(kept[0], v)
+
+
+def test_newcomers_start_from_what_they_receive(clients: FederatedData, model: nn.Module):
+    """By phases of their own where there are some; FIT without a step would be the model received."""
+    old, novel = clients.hold_out(2, seed=0)
+    still = replace(FIT, optimiser=SGD(0.0))
+    result = run(with_personal(bf.algorithms.fedavg(model, **METHODS["fedavg"]), FIT, adapt=(still,)), old)
+    adapted = result.adapt(novel)
+    assert_close(adapted.private["v"]["loc"], result.server["w"]["loc"].expand(2, -1), rtol=0, atol=0)
+
+
+def test_a_model_in_parts_is_put_together(clients: FederatedData, model: nn.Module):
+    """Where the method has a body and a head that everyone receives, a newcomer starts from both."""
+    old, novel = clients.hold_out(2, seed=0)
+    both = Energy(("body", "head"), ("body", "head"), likelihood="mean")
+    parts = bf.Algorithm(
+        model, {"body": Block("body.*"), "head": Block("head.*")}, (Descend(both, optimiser=SGD(0.1)),), parts=("body", "head")
+    )
+    result = run(with_personal(parts, FIT, adapt=(replace(FIT, optimiser=SGD(0.0)),)), old)
+    leaves = result.algorithm.leaves(("body", "head"), result.server)
+    assert_close(result.adapt(novel).private["v"]["loc"][0], result.algorithm.layout("v").ravel(leaves), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("method", "phases", "words"),
+    [
+        (lambda model: bf.algorithms.fedavg(model), (), "phases must train one block .*, got none"),
+        (lambda model: bf.algorithms.fedavg(model), (FIT, replace(FIT, energy=Energy("u", ("u",), likelihood="mean"))), "got .'v', 'u'."),
+        (lambda model: bf.algorithms.fedavg_ft(model), (FIT,), "fine-tunes its model"),
+        (lambda model: bf.algorithms.fedsi(model), (FIT,), "predicts by a predictor"),
+        (lambda model: bf.algorithms.fedper(model), (FIT,), "sends no single model to everyone"),
+        (lambda model: bf.algorithms.fedpac(model), (FIT,), "sends no single model to everyone"),
+        (lambda model: bf.algorithms.local(model), (FIT,), "sends no single model to everyone"),
+        (lambda model: bf.algorithms.clustered(model), (FIT,), "fine-tunes its model"),
+    ],
+)
+def test_what_does_not_fit(method: Any, phases: tuple[Any, ...], words: str, model: nn.Module):
+    """Refused where it is composed, by name."""
+    with pytest.raises(ValueError, match=words):
+        with_personal(method(model), *phases)
