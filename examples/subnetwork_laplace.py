@@ -22,7 +22,7 @@ from torch import Tensor
 
 import bayesfl as bf
 from bayesfl.base.files import atomic_path, atomic_write
-from bayesfl.data import sources
+from bayesfl.data import load
 from bayesfl.evaluation import report
 from bayesfl.evaluation.detection import auroc, entropy
 from bayesfl.evaluation.metrics import classification_summary
@@ -73,7 +73,7 @@ def measures(probs: Tensor, labels: Tensor, far: Tensor) -> dict[str, float]:
 
 def run(arguments: argparse.Namespace, seed: int) -> dict[str, tuple[dict[str, float], Tensor, Tensor]]:
     """{method: what was measured, its probabilities on the test data, their labels}."""
-    source = sources.load(arguments.dataset, root=arguments.data_root)
+    source = load(arguments.dataset, root=arguments.data_root)
     rng = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(source.x_train), generator=rng)[: arguments.examples + arguments.validation]
     x, y = source.x_train[order], source.y_train[order].long()
@@ -131,7 +131,7 @@ def compare(options: argparse.Namespace) -> None:
     for name in ("examples", "validation"):
         if getattr(options, name) < 1:
             raise ValueError(f"--{name} must be at least 1, got {getattr(options, name)}")
-    if sources.load(options.dataset, root=options.data_root).task != "classification":
+    if load(options.dataset, root=options.data_root).task != "classification":
         raise ValueError(f"--dataset must have classes of images, {options.dataset} has not; take digits, mnist or fashion-mnist")
     report.one_experiment(options.out, {name: getattr(options, name) for name in EXPERIMENT})
     runs = [run(options, seed) for seed in options.seeds]

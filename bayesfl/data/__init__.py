@@ -1,13 +1,16 @@
 """Federations of data: recipes that share a data set out, and your own arrays."""
 
 from bayesfl.data.arrays import from_arrays, from_datasets
+from bayesfl.data.class_groups import dominant_classes, label_groups
 from bayesfl.data.coloured import coloured, recoloured
 from bayesfl.data.concept_shift import concept_drift, swapped_labels
-from bayesfl.data.federated import FederatedData, SourceInfo, Split
-from bayesfl.data.label_skew import dirichlet, dominant_classes, label_groups, labels_per_client, pachinko, shards
+from bayesfl.data.even import diabetes, iid
+from bayesfl.data.federated import FederatedData
+from bayesfl.data.label_skew import dirichlet, labels_per_client, pachinko, shards
 from bayesfl.data.natural import heart_disease, shakespeare
-from bayesfl.data.recipes import diabetes, iid
-from bayesfl.data.sources import Source, available, load
+from bayesfl.data.readers import load
+from bayesfl.data.sources import Source, SourceInfo, available
+from bayesfl.data.split import Split
 from bayesfl.data.synthetic import linear_mixture
 
 __all__ = [

@@ -10,15 +10,17 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from bayesfl.base.random import Purpose, generator
-from bayesfl.data.federated import TEST, FederatedData, SourceInfo, Task, assemble, check_shares
-from bayesfl.data.partitions import stratified
+from bayesfl.data.assembly import assemble, check_shares
+from bayesfl.data.federated import FederatedData
+from bayesfl.data.partitions import TEST, stratified
+from bayesfl.data.sources import SourceInfo, Task
 
 Array: TypeAlias = np.ndarray | Tensor | Sequence[Any]
 """Numbers of one client, or of all: an array, a tensor, or nested lists."""
 
 
 def _tensor(values: Any, name: str) -> Tensor:
-    """Any numbers as a tensor; integers and floats stay what they are, in int64 and float32."""
+    """Makes a tensor of any numbers; integers and floats stay what they are, in int64 and float32."""
     if values is None or isinstance(values, Dataset | DataLoader):
         raise TypeError(
             f"{name} must be an array, a tensor or nested lists of numbers, got {_kind(values)}; torch data sets go to from_datasets, one "
@@ -41,13 +43,13 @@ def _tensor(values: Any, name: str) -> Tensor:
 
 
 def _kind(value: Any) -> str:
-    """What a value is, in an error message."""
+    """Says what a value is, in an error message."""
     name = "None" if value is None else type(value).__name__
     return f"{name} of length {len(value)}" if isinstance(value, tuple | list) else name
 
 
 def _list(values: Any, name: str, of: str) -> list[Any]:
-    """One thing per client."""
+    """Lists one thing per client."""
     if isinstance(values, Dataset | DataLoader):
         raise TypeError(f"{name} must be a list with one {of} per client, got one {_kind(values)}: pass a list of them to from_datasets")
     if isinstance(values, Mapping) or not isinstance(values, Iterable):
@@ -79,7 +81,7 @@ def _per_client(x: Any, y: Any, part: str = "") -> tuple[list[Tensor], list[Tens
 
 
 def _plain(ids: Any, name: str) -> list[Hashable]:
-    """Client ids as Python values that compare and print as one expects."""
+    """Turns client ids into Python values that compare and print as one expects."""
     if isinstance(ids, np.ndarray | Tensor) and ids.ndim == 1:
         return ids.tolist()
     if isinstance(ids, np.ndarray | Tensor) or not isinstance(ids, Iterable):
@@ -89,7 +91,7 @@ def _plain(ids: Any, name: str) -> list[Hashable]:
 
 
 def _by_client(x: Any, y: Any, ids: Any, known: Sequence[Hashable] | None) -> tuple[list[Tensor], list[Tensor], list[Hashable]]:
-    """Pooled rows as one tensor per client, clients in the order of their sorted ids (or as in `known`, for test data)."""
+    """Turns pooled rows into one tensor per client, clients in the order of their sorted ids (or as in `known`, for test data)."""
     part = "" if known is None else "test "
     xs, ys = _tensor(x, f"{part}x").float(), _tensor(y, f"{part}y")
     if xs.dim() < 1 or ys.dim() < 1 or len(xs) != len(ys):
@@ -118,7 +120,7 @@ def _by_client(x: Any, y: Any, ids: Any, known: Sequence[Hashable] | None) -> tu
 
 
 def _environments(values: Any, xs: list[Tensor], ids: Any, order: Sequence[Hashable], held: int) -> Tensor:
-    """The environment of every training row, client after client, then 0 for `held` rows of test data."""
+    """Finds the environment of every training row, client after client, then 0 for `held` rows of test data."""
     if ids is not None:
         pooled = _tensor(values, "environments")
         owners = _plain(ids, "client_ids")
@@ -158,7 +160,7 @@ def from_arrays(
     environments: Array | Sequence[Array] | None = None,
     seed: int = 0,
 ) -> FederatedData:
-    """Federated data from your own arrays or tensors.
+    """Makes federated data of your own arrays or tensors.
 
     Either one array per client, `from_arrays([x_0, x_1], [y_0, y_1])`, or pooled arrays and the client of each row,
     `from_arrays(x, y, client_ids=hospital)`. Numbers are used as they are (in float32): standardise them first.
@@ -280,7 +282,7 @@ def from_arrays(
 
 
 def _examples(dataset: Any, name: str) -> tuple[Tensor, Tensor]:
-    """All examples of a map-style data set, as x [n, ...] and y [n, ...]."""
+    """Reads all examples of a map-style data set, as x [n, ...] and y [n, ...]."""
     if isinstance(dataset, TensorDataset) and len(dataset.tensors) == 2:
         return dataset.tensors[0], dataset.tensors[1]
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")) or isinstance(dataset, Mapping):
@@ -315,7 +317,7 @@ def _examples(dataset: Any, name: str) -> tuple[Tensor, Tensor]:
 
 
 def from_datasets(datasets: Sequence[Dataset], *, test: Sequence[Dataset] | None = None, **options: Any) -> FederatedData:
-    """Federated data from one map-style torch data set per client, each giving pairs (x, y); all are read into memory once.
+    """Makes federated data of one map-style torch data set per client, each giving pairs (x, y); all are read into memory once.
 
     Args:
         datasets: One per client.

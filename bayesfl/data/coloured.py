@@ -11,8 +11,11 @@ from torch import Tensor
 
 from bayesfl.base.checks import instance, number, whole
 from bayesfl.base.random import Purpose, generator
-from bayesfl.data.federated import FederatedData, Split, assemble
-from bayesfl.data.sources import Source, load, unit_range
+from bayesfl.data.federated import FederatedData
+from bayesfl.data.images import unit_range
+from bayesfl.data.recipes import Options
+from bayesfl.data.sources import Source
+from bayesfl.data.split import Split
 
 Agreement: TypeAlias = float | Sequence[float]
 _NO_IMAGES = ("heart", "diabetes", "shakespeare")
@@ -20,7 +23,7 @@ _FLIP, _COLOUR = 1, 2  # words of the addresses under Purpose.PARTITION, beside 
 
 
 def _shares(name: str, values: Sequence[Agreement]) -> list[list[float]]:
-    """The agreements of every client's environments, checked."""
+    """Checks the agreements of every client's environments."""
     values = _plain(values)
     if isinstance(values, str) or not isinstance(values, Sequence) or not len(values):
         raise ValueError(f"{name} must have one share for each client, or one tuple of them, got {values!r}")
@@ -33,17 +36,19 @@ def _shares(name: str, values: Sequence[Agreement]) -> list[list[float]]:
 
 
 def _plain(values: Any) -> Any:
+    """Takes numbers out of an array or a tensor."""
     return values.tolist() if isinstance(values, np.ndarray | Tensor) else values
 
 
 def _share(name: str, value: float) -> float:
+    """Checks a single share."""
     if not 0 <= number(name, value) <= 1:
         raise ValueError(f"{name} must hold shares within [0, 1], got {value}")
     return float(value)
 
 
 def _coloured(grey: Tensor, y: Tensor, drawn: Tensor, agreement: Tensor | float) -> Tensor:
-    """Two channels [N, 2, H, W], all black but that of the colour: the label's with probability `agreement`."""
+    """Paints two channels [N, 2, H, W], all black but that of the colour: the label's with probability `agreement`."""
     colour = torch.where(drawn < agreement, y, 1 - y)
     x = grey.new_zeros(len(grey), 2, *grey.shape[1:])
     x[torch.arange(len(grey)), colour] = grey
@@ -64,7 +69,7 @@ def coloured(
     root: str | Path | None = None,
     download: bool = False,
 ) -> FederatedData:
-    """Images in two colours, of which shape tells the label less often than colour does in training, and colour misleads in the test.
+    """Paints images in two colours: in training shape tells the label less often than colour does, in the test colour misleads.
 
     The label is whether the class is among the first half, flipped with probability `flip`: no shape can be right more often than
     1 - `flip`. The colour agrees with that noisy label with a probability of its own in each client's training data, and with
@@ -84,11 +89,8 @@ def coloured(
         flip: Of the label noise.
         test: How many of the last rows of the source's training part are the test data, as IRM's code has it with 10,000 of MNIST; None
             for the source's own test part.
-        seed: Seed of order, noise and colours, and of the shares below.
-        validation: Share of each client's training rows for tuning.
-        calibration: Likewise, for temperatures and conformal thresholds.
-        root: Folder of the data's files.
-        download: Let torchvision fetch images that are not there.
+
+    The other options are those of every recipe: `bayesfl.data.recipes.Options`.
 
     Raises:
         ValueError: Shares outside [0, 1], data that are no grey images, a single class, or fewer rows than environments.
@@ -102,7 +104,8 @@ def coloured(
     if (name := source.info.name if isinstance(source, Source) else source) in _NO_IMAGES:
         raise ValueError(f"coloured needs grey images, and the data {name!r} are no images: take 'digits', 'mnist' or 'fashion-mnist'")
     instance("rotate", rotate, bool, "pass True or False")
-    opened = source if isinstance(source, Source) else load(source, root=root, download=download)
+    options = Options(source=source, seed=seed, validation=validation, calibration=calibration, root=root, download=download)
+    opened = options.load()
     nested = _shares("agreement", agreement)
     _share("test_agreement", test_agreement)
     _share("flip", flip)
@@ -141,16 +144,11 @@ def coloured(
     if rotate:
         for client in range(len(nested)):
             x[owner == client] = x[owner == client].rot90(client, (-2, -1))
-    return assemble(
-        x,
-        y,
-        {"train": [np.concatenate(own) for own in trained], "test": held},
-        outputs=2,
-        task="classification",
-        names=[f"client {client}" for client in range(len(nested))],
-        class_names=("last half", "first half"),
-        source=opened.info,
-        recipe={
+    return options.federate(
+        opened,
+        [np.concatenate(own) for own in trained],
+        held,
+        {
             "recipe": "coloured",
             "source": opened.info.name,
             "agreement": nested,
@@ -159,15 +157,17 @@ def coloured(
             "flip": float(flip),
             "test": test,
         },
-        validation=validation,
-        calibration=calibration,
-        seed=seed,
+        pooled=True,
+        x=x,
+        y=y,
+        outputs=2,
+        class_names=("last half", "first half"),
         environment=environment,
     )
 
 
 def recoloured(clients: FederatedData, agreement: float) -> Split:
-    """The test part of `coloured` data with other colours: the same images, noisy labels and draws, so that cases differ where they must.
+    """Gives the test part of `coloured` data other colours: same images, noisy labels and draws, so that cases differ where they must.
 
     `result.predict(split).summary(split)` scores one trained model on it.
 
@@ -191,7 +191,7 @@ def recoloured(clients: FederatedData, agreement: float) -> Split:
 
 
 def _grey(source: Source) -> Tensor:
-    """Images [N, H, W] within [0, 1]; every second pixel of those of 28 x 28."""
+    """Finds images [N, H, W] within [0, 1]; every second pixel of those of 28 x 28."""
     shape = tuple(source.x.shape[1:])
     side = math.isqrt(shape[0])
     if len(shape) == 1 and side * side == shape[0]:

@@ -10,8 +10,9 @@ import torch
 from bayesfl.base.checks import whole
 from bayesfl.base.random import Purpose, generator
 from bayesfl.data import partitions
+from bayesfl.data.even import deal_evenly
 from bayesfl.data.federated import FederatedData
-from bayesfl.data.recipes import check_clients, classes, deal_evenly, federate, open_source, superclass_groups
+from bayesfl.data.recipes import Options, check_clients, classes, superclass_groups
 from bayesfl.data.sources import Source
 
 
@@ -27,7 +28,7 @@ def concept_drift(
     root: str | Path | None = None,
     download: bool = False,
 ) -> FederatedData:
-    """Label concept drift by superclass: clients agree on the labels but mean different things by them.
+    """Makes labels drift by superclass: clients agree on the labels but mean different things by them.
 
     Labels are superclasses, and each client knows every superclass by one of its subclasses only ("vehicle" is a bus to one and
     a train to another). Clients come in groups as large as a superclass: within a group every subclass goes to one client, and
@@ -38,15 +39,11 @@ def concept_drift(
     superclasses of their own pair classes: superclass k is classes 2k and 2k + 1.
 
     Args:
-        source: Name of a data set, or a source of your own.
         clients: Number of clients, a multiple of the size of a superclass.
         superclasses: The classes of each superclass, groups of one size.
         min_piece: Fewest training rows of a class in a piece.
-        seed: Seed of the partition and of the shares below.
-        validation: Share of each client's training rows for tuning.
-        calibration: Likewise, for temperatures and conformal thresholds.
-        root: Folder of the data's files.
-        download: Let torchvision fetch images that are not there.
+
+    The other options are those of every recipe: `bayesfl.data.recipes.Options`.
 
     Raises:
         ValueError: Clients or superclasses that don't work out, or a `min_piece` that is no whole number of at least 1.
@@ -55,7 +52,8 @@ def concept_drift(
         Zhu, Ma, Blaschko, "Tackling personalized federated learning with label concept drift via hierarchical Bayesian modeling",
         FL-NeurIPS 2022, experiments; details from the authors' code, github.com/JunyiZhu-AI/confidence_aware_PFL.
     """
-    opened = open_source(source, root, download)
+    options = Options(source=source, seed=seed, validation=validation, calibration=calibration, root=root, download=download)
+    opened = options.open()
     y_train, y_test = classes(opened, "concept_drift")
     groups = superclass_groups(opened, superclasses)
     flat = [k for group in groups for k in group]
@@ -79,14 +77,11 @@ def concept_drift(
     if names is None:
         known = opened.class_names or tuple(map(str, range(opened.outputs)))
         names = tuple("/".join(known[k] for k in group) for group in groups)
-    return federate(
+    return options.federate(
         opened,
         train,
         test,
-        recipe={"recipe": "concept_drift", "source": opened.info.name, "clients": clients, "superclasses": groups, "min_piece": min_piece},
-        seed=seed,
-        validation=validation,
-        calibration=calibration,
+        {"recipe": "concept_drift", "source": opened.info.name, "clients": clients, "superclasses": groups, "min_piece": min_piece},
         y=mapped[opened.y],
         outputs=len(groups),
         class_names=names,
@@ -105,26 +100,23 @@ def swapped_labels(
     root: str | Path | None = None,
     download: bool = False,
 ) -> FederatedData:
-    """Concept shift: no skew of inputs, but groups of clients give classes the names of others, in training and test data alike.
+    """Shifts concepts: no skew of inputs, but groups of clients give classes the names of others, in training and test data alike.
 
     Rows are dealt as by `iid`. Client j is in group j mod G. The first group names classes as they are; in each other one, `swaps` disjoint
     pairs of classes, drawn for the group, change names, no two groups alike. `recipe["names"]` [G, K] says what class k is called.
 
     Args:
-        source: Name of a data set, or a source of your own.
         clients: Number of clients.
         groups: G, at most as many as clients.
         swaps: Pairs that change names.
-        seed: Seed of the partition and of the shares below.
-        validation: Share of each client's training rows for tuning.
-        calibration: Likewise, for temperatures and conformal thresholds.
-        root: Folder of the data's files.
-        download: Let torchvision fetch images that are not there.
+
+    The other options are those of every recipe: `bayesfl.data.recipes.Options`.
 
     Raises:
         ValueError: A number out of range, or so many groups that they would not all differ.
     """
-    opened = open_source(source, root, download)
+    options = Options(source=source, seed=seed, validation=validation, calibration=calibration, root=root, download=download)
+    opened = options.open()
     classes(opened, "swapped_labels")
     count = opened.outputs
     check_clients(clients, min(opened.train, len(opened.x) - opened.train), "test examples")
@@ -148,11 +140,11 @@ def swapped_labels(
     for j in range(clients):
         for rows in (train[j], test[j] + opened.train):
             y[rows] = called[j % groups][opened.y[rows]]
-    return federate(
+    return options.federate(
         opened,
         train,
         test,
-        recipe={
+        {
             "recipe": "swapped_labels",
             "source": opened.info.name,
             "clients": clients,
@@ -160,8 +152,5 @@ def swapped_labels(
             "swaps": swaps,
             "names": names,
         },
-        seed=seed,
-        validation=validation,
-        calibration=calibration,
         y=y,
     )

@@ -9,8 +9,8 @@ import torch
 from bayesfl.base.checks import whole
 from bayesfl.base.random import Purpose, generator
 from bayesfl.data import partitions
-from bayesfl.data.federated import FederatedData, assemble
-from bayesfl.data.sources import load
+from bayesfl.data.federated import FederatedData
+from bayesfl.data.recipes import Options
 
 _HEART_TEST = 0.34  # FLamby's share
 _ROLE_TRAIN = 0.8
@@ -23,23 +23,23 @@ def heart_disease(
     calibration: float = 0.0,
     root: str | Path | None = None,
 ) -> FederatedData:
-    """Four hospitals, heart disease yes or no: a natural federation of 740 patients, 13 inputs.
+    """Takes four hospitals as they are, heart disease yes or no: a natural federation of 740 patients, 13 inputs.
 
     The protocol of FLamby: three attributes that are mostly missing are dropped (slope, ca, thal), then incomplete patients;
     dummies for chest pain and resting electrocardiogram; each hospital split 66 : 34, stratified, and standardised by its
     own training patients.
 
     Args:
-        seed: Seed of the split and of the shares below.
-        validation: Share of each hospital's training patients for tuning.
-        calibration: Likewise, for temperatures and conformal thresholds.
         root: Folder that holds `heart_disease/heart.csv`.
+
+    The other options are those of every recipe: `bayesfl.data.recipes.Options`.
 
     References:
         Ogier du Terrail et al., "FLamby: datasets and benchmarks for cross-silo federated learning in realistic healthcare
         settings", NeurIPS 2022 (datasets and benchmarks), appendix on Fed-Heart-Disease.
     """
-    source = load("heart", root=root)
+    options = Options(source="heart", seed=seed, validation=validation, calibration=calibration, root=root)
+    source = options.load()
     assert source.owners is not None
     owners, y = source.owners.numpy(), source.y.numpy()
     x = source.x.double()
@@ -52,26 +52,14 @@ def heart_disease(
         x[rows] = (x[rows] - mean) / std.where(std > 0, torch.ones_like(std))  # a constant feature becomes 0
         train.append(left)
         test.append(held)
-    return assemble(
-        x.float(),
-        source.y,
-        {"train": train, "test": test},
-        outputs=2,
-        task="classification",
-        names=source.owner_names,
-        class_names=source.class_names,
-        source=source.info,
-        recipe={"recipe": "heart_disease", "source": "heart"},
-        validation=validation,
-        calibration=calibration,
-        seed=seed,
-    )
+    recipe = {"recipe": "heart_disease", "source": "heart"}
+    return options.federate(source, train, test, recipe, pooled=True, x=x.float(), names=source.owner_names)
 
 
 def shakespeare(
     *, min_size: int = 10, seed: int = 0, validation: float = 0.0, calibration: float = 0.0, root: str | Path | None = None
 ) -> FederatedData:
-    """Speaking roles of 37 plays: a natural federation whose task is the next character, for `bf.models.char_lstm`.
+    """Takes the speaking roles of 37 plays as they are: a natural federation whose task is the next character, for `bf.models.char_lstm`.
 
     A client is a role of one play. All that it says, stage directions left out, is cut into chunks of 80 characters; an example is a chunk
     and the character after it, one of the 100 of `string.printable`. The first 80 % of a role's examples, in the order of its text, are
@@ -81,10 +69,9 @@ def shakespeare(
 
     Args:
         min_size: Fewest examples of a role, at least 2; smaller ones are left out.
-        seed: Of the shares below.
-        validation: Share of each role's training examples for tuning.
-        calibration: Likewise, for temperatures and conformal thresholds.
         root: Folder that holds `shakespeare/moby_plays.txt`.
+
+    The other options are those of every recipe: `bayesfl.data.recipes.Options`.
 
     Raises:
         ValueError: A number out of range, or no role has so many examples.
@@ -95,7 +82,8 @@ def shakespeare(
         distributions", NeurIPS 2021.
     """
     min_size = whole("min_size", min_size, least=2)
-    source = load("shakespeare", root=root)
+    options = Options(source="shakespeare", seed=seed, validation=validation, calibration=calibration, root=root)
+    source = options.load()
     assert source.owners is not None
     counts = np.bincount(source.owners.numpy(), minlength=len(source.owner_names))
     starts = np.cumsum(counts) - counts  # a role's examples stand together, in the order of its text
@@ -103,20 +91,11 @@ def shakespeare(
     if not len(chosen):
         raise ValueError(f"no role has min_size={min_size} examples, the largest has {counts.max()}; take fewer")
     cuts = [int(_ROLE_TRAIN * counts[j]) for j in chosen]
-    return assemble(
-        source.x,
-        source.y,
-        {
-            "train": [np.arange(starts[j], starts[j] + cut) for j, cut in zip(chosen, cuts, strict=True)],
-            "test": [np.arange(starts[j] + cut, starts[j] + counts[j]) for j, cut in zip(chosen, cuts, strict=True)],
-        },
-        outputs=source.outputs,
-        task="classification",
+    return options.federate(
+        source,
+        [np.arange(starts[j], starts[j] + cut) for j, cut in zip(chosen, cuts, strict=True)],
+        [np.arange(starts[j] + cut, starts[j] + counts[j]) for j, cut in zip(chosen, cuts, strict=True)],
+        {"recipe": "shakespeare", "source": "shakespeare", "min_size": min_size},
+        pooled=True,
         names=[source.owner_names[j] for j in chosen],
-        class_names=source.class_names,
-        source=source.info,
-        recipe={"recipe": "shakespeare", "source": "shakespeare", "min_size": min_size},
-        validation=validation,
-        calibration=calibration,
-        seed=seed,
     )

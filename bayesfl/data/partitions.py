@@ -7,17 +7,18 @@ from collections.abc import Sequence
 
 import numpy as np
 
+SHARES, TEST, NOVEL, OFFICIAL = range(4)  # words of the addresses under Purpose.SPLIT: every sort of draw has its own
 REDRAWS = 100
 """How often Dirichlet proportions are drawn anew before small clients are topped up."""
 
 
 def rows_by_class(labels: np.ndarray, classes: int) -> list[np.ndarray]:
-    """The rows of each class, in their order."""
+    """Finds the rows of each class, in their order."""
     return [np.flatnonzero(labels == k) for k in range(classes)]
 
 
 def cut_points(size: int, pieces: int, smallest: int, rng: np.random.Generator) -> np.ndarray:
-    """Where to cut `size` things into `pieces` of at least `smallest` (>= 1) each, every such cut equally likely.
+    """Draws where to cut `size` things into `pieces` of at least `smallest` (>= 1) each, every such cut equally likely.
 
     Returns:
         Sorted points [pieces - 1] within [1, size - 1], all different.
@@ -33,7 +34,7 @@ def cut_points(size: int, pieces: int, smallest: int, rng: np.random.Generator) 
 
 
 def largest_remainder(total: int, weights: np.ndarray) -> np.ndarray:
-    """Whole numbers that add up to `total`, as close to proportional to `weights` as can be; ties go to the first.
+    """Finds whole numbers that add up to `total`, as close to proportional to `weights` as can be; ties go to the first.
 
     Args:
         total: What to share out.
@@ -46,12 +47,12 @@ def largest_remainder(total: int, weights: np.ndarray) -> np.ndarray:
 
 
 def deal(rows: np.ndarray, counts: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
-    """Shuffled `rows`, the first counts[0] for the first client, and so on; what is left over is nobody's."""
+    """Deals shuffled `rows`, the first counts[0] for the first client, and so on; what is left over is nobody's."""
     return np.split(rng.permutation(rows), np.cumsum(counts))[:-1]
 
 
 def join(pieces: Sequence[Sequence[np.ndarray]]) -> list[np.ndarray]:
-    """Each client's pieces as one sorted array of rows."""
+    """Joins each client's pieces to one sorted array of rows."""
     return [np.sort(np.concatenate([*mine, np.empty(0, np.int64)])) for mine in pieces]
 
 
@@ -87,7 +88,7 @@ def stratified(labels: np.ndarray | None, rows: np.ndarray, number: int, rng: np
 def drift(
     labels: np.ndarray, superclasses: Sequence[Sequence[int]], clients: int, smallest: int, rng: np.random.Generator
 ) -> tuple[list[np.ndarray], np.ndarray]:
-    """Label concept drift: every client knows each superclass by one of its subclasses only.
+    """Makes labels drift: every client knows each superclass by one of its subclasses only.
 
     Clients come in groups as large as a superclass; within a group, every subclass goes to one client. Every class is cut
     into one piece per group at the same places (relative to its size where classes differ in size), and a group's clients get
@@ -116,7 +117,7 @@ def drift(
 
 
 def spread_labels(classes: int, clients: int, labels: int, rng: np.random.Generator) -> np.ndarray:
-    """Which classes each client has: `labels` different ones, every class as often as any other, to within one.
+    """Draws which classes each client has: `labels` different ones, every class as often as any other, to within one.
 
     Returns:
         Classes [J, labels], sorted for each client.
@@ -238,7 +239,7 @@ def shards(labels: np.ndarray, clients: int, each: int, rng: np.random.Generator
 def pachinko_counts(
     sizes: np.ndarray, superclasses: Sequence[Sequence[int]], clients: int, size: int, alpha: float, beta: float, rng: np.random.Generator
 ) -> np.ndarray:
-    """How many rows of each class each client gets by Pachinko allocation, [K, J]: down a tree of superclasses and their classes.
+    """Draws how many rows of each class each client gets by Pachinko allocation, [K, J]: down a tree of superclasses and their classes.
 
     Every client draws weights of the superclasses from a symmetric Dirichlet of `alpha`, and of the classes in each from one of `beta`;
     each of its rows is of a superclass and then a class drawn by these weights among what has rows left. Clients come one after another,
@@ -269,7 +270,7 @@ def pachinko_counts(
 
 
 def _draw(weights: np.ndarray, there: np.ndarray, rng: np.random.Generator) -> int:
-    """A place with a chance in proportion to its weight, among those that are there; alike where all of these weights are 0."""
+    """Draws a place with a chance in proportion to its weight, among those that are there; alike where all of these weights are 0."""
     weights = np.where(there, weights, 0.0)
     if not weights.sum() > 0:
         weights = there.astype(float)
@@ -278,7 +279,7 @@ def _draw(weights: np.ndarray, there: np.ndarray, rng: np.random.Generator) -> i
 
 
 def dirichlet_counts(sizes: np.ndarray, clients: int, alpha: float, min_size: int, rng: np.random.Generator) -> tuple[np.ndarray, int]:
-    """How many rows of each class each client gets, proportions of every class drawn from a symmetric Dirichlet.
+    """Draws how many rows of each class each client gets, proportions of every class drawn from a symmetric Dirichlet.
 
     Proportions are drawn anew while a client has too little, at most `REDRAWS` times; after that the smallest clients are topped
     up with rows of the largest clients' commonest classes, so that the time is bounded for any alpha.

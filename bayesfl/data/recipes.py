@@ -1,40 +1,115 @@
 """Recipes: one call from the name of a data set to a federation, as papers make them.
 
-Here are the steps that recipes share, and those without skew of labels: by chance, or in the order of a feature. These, those
-of concept shift, and those of label skew but `label_groups` keep the data's own division into training and test rows; all share one copy
-of the data between clients. The same arguments give the same partition on every machine; `FederatedData.hash` tells whether two are the
-same.
+Here is what they have in common: `Options`, which all of them take, and the steps that several take. Recipes of equal parts, of label skew
+and of concept shift keep the data's own division into training and test rows, all but `label_groups`; all recipes share one copy of the
+data between clients. The same arguments give the same partition on every machine; `FederatedData.hash` tells whether two are the same.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from bayesfl.base.checks import whole
-from bayesfl.base.random import Purpose, generator
-from bayesfl.data import partitions
-from bayesfl.data.federated import FederatedData, assemble
-from bayesfl.data.sources import Source, load
+from bayesfl.data.assembly import assemble
+from bayesfl.data.federated import FederatedData
+from bayesfl.data.readers import load
+from bayesfl.data.sources import Source
 
 
-def open_source(source: str | Source, root: str | Path | None, download: bool) -> Source:
-    """The data set itself, to be shared out.
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of every recipe, by these names, and with these defaults unless its docstring says otherwise.
 
-    Raises:
-        ValueError: It belongs to clients already.
+    Recipes of one data set have no `source`, and those that need no files no `root` and no `download`.
+
+    Args:
+        source: Name of a data set, or a source of your own.
+        seed: Seed of all that is drawn: the partition, and the two shares below.
+        validation: Share of each client's training rows for tuning, at least one; 0 for no such split.
+        calibration: Likewise, disjoint from it, for temperatures and conformal thresholds.
+        root: Folder of the data's files; by default the one that `bayesfl.data.load` looks in.
+        download: Let torchvision fetch images that are not there.
     """
-    opened = source if isinstance(source, Source) else load(source, root=root, download=download)
-    if opened.owners is not None:
-        own = "shakespeare()" if opened.info.name == "shakespeare" else "heart_disease()"
-        raise ValueError(f"{opened.info.name!r} belongs to its own clients already and has no test part to share out; use {own}")
-    return opened
+
+    source: str | Source = "digits"
+    seed: int = 0
+    validation: float = 0.0
+    calibration: float = 0.0
+    root: str | Path | None = None
+    download: bool = False
+
+    def load(self) -> Source:
+        """Reads the data set that is named, or takes the one that is given."""
+        return self.source if isinstance(self.source, Source) else load(self.source, root=self.root, download=self.download)
+
+    def open(self) -> Source:
+        """Reads or takes a data set that is to be shared out.
+
+        Raises:
+            ValueError: It belongs to clients already.
+        """
+        opened = self.load()
+        if opened.owners is not None:
+            own = "shakespeare()" if opened.info.name == "shakespeare" else "heart_disease()"
+            raise ValueError(f"{opened.info.name!r} belongs to its own clients already and has no test part to share out; use {own}")
+        return opened
+
+    def federate(
+        self,
+        source: Source,
+        train: Sequence[np.ndarray],
+        test: Sequence[np.ndarray],
+        recipe: Mapping[str, Any],
+        *,
+        pooled: bool = False,
+        x: Tensor | None = None,
+        y: Tensor | None = None,
+        outputs: int | None = None,
+        names: Sequence[str] | None = None,
+        class_names: Sequence[str] | None = None,
+        environment: Tensor | None = None,
+    ) -> FederatedData:
+        """Gives each client its rows of a data set, the shares for tuning and calibration taken out of the training rows.
+
+        Args:
+            source: The data set.
+            train: Training rows of each client.
+            test: Test rows of each client, numbered from 0 within the source's test part.
+            recipe: What made the partition: its name and its own options, to which these are added.
+            pooled: Whether test rows are numbered as training rows are, through all of the source, whose own division is not kept.
+            x: Inputs in place of the source's.
+            y: Labels in place of the source's.
+            outputs: Number of classes in place of the source's.
+            names: One per client; by default `client 0` and so on.
+            class_names: One per class, in place of the source's.
+            environment: Which of its client's environments each row is from, [N] int64.
+
+        Raises:
+            ValueError: A share out of range, or a client that would have nothing left to train on.
+        """
+        return assemble(
+            source.x if x is None else x,
+            source.y if y is None else y,
+            {"train": train, "test": test if pooled else [rows + source.train for rows in test]},
+            outputs=source.outputs if outputs is None else outputs,
+            task=source.task,
+            names=[f"client {j}" for j in range(len(train))] if names is None else names,
+            class_names=source.class_names if class_names is None else class_names,
+            source=source.info,
+            recipe=recipe,
+            validation=self.validation,
+            calibration=self.calibration,
+            seed=self.seed,
+            environment=environment,
+        )
 
 
 def classes(source: Source, recipe: str) -> tuple[np.ndarray, np.ndarray]:
-    """Class of each training row and of each test row.
+    """Gives the class of each training row and of each test row.
 
     Raises:
         ValueError: It is a regression.
@@ -45,7 +120,7 @@ def classes(source: Source, recipe: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def check_clients(clients: int, most: int, what: str) -> None:
-    """That `clients` is a whole number of at least 1 and at most `most`.
+    """Checks that `clients` is a whole number of at least 1 and at most `most`.
 
     Raises:
         ValueError: It is not; the message says that there are so many of `what`.
@@ -54,38 +129,20 @@ def check_clients(clients: int, most: int, what: str) -> None:
         raise ValueError(f"clients must be at most {most}, as many as there are {what}, got {clients}")
 
 
-def federate(
-    source: Source,
-    train: Sequence[np.ndarray],
-    test: Sequence[np.ndarray],
-    *,
-    recipe: dict[str, Any],
-    seed: int,
-    validation: float,
-    calibration: float,
-    y: Tensor | None = None,
-    outputs: int | None = None,
-    class_names: Sequence[str] | None = None,
-) -> FederatedData:
-    """Federated data of rows of the source's training part and rows of its test part, each numbered from 0."""
-    return assemble(
-        source.x,
-        source.y if y is None else y,
-        {"train": train, "test": [rows + source.train for rows in test]},
-        outputs=source.outputs if outputs is None else outputs,
-        task=source.task,
-        names=[f"client {j}" for j in range(len(train))],
-        class_names=source.class_names if class_names is None else class_names,
-        source=source.info,
-        recipe=recipe,
-        validation=validation,
-        calibration=calibration,
-        seed=seed,
-    )
+def check_labels(labels: int, source: Source) -> int:
+    """Checks the number of classes of each client.
+
+    Raises:
+        ValueError: It is no whole number of at least 1, or there are not so many classes.
+    """
+    labels = whole("labels", labels, least=1)
+    if labels > source.outputs:
+        raise ValueError(f"labels must lie within [1, {source.outputs}], the number of classes of {source.info.name!r}, got {labels}")
+    return labels
 
 
 def superclass_groups(opened: Source, given: Sequence[Sequence[int]] | None) -> list[list[int]]:
-    """The classes of each superclass: those given, else the source's own, else classes in pairs.
+    """Finds the classes of each superclass: those given, else the source's own, else classes in pairs.
 
     Raises:
         ValueError: There are no groups of one size of different classes.
@@ -102,97 +159,3 @@ def superclass_groups(opened: Source, given: Sequence[Sequence[int]] | None) -> 
     if not flat or len({len(group) for group in groups}) > 1 or len(set(flat)) < len(flat) or not set(flat) <= set(range(opened.outputs)):
         raise ValueError(f"superclasses must be groups of one size of different classes within [0, {opened.outputs}), got {groups}")
     return groups
-
-
-def deal_evenly(source: Source, clients: int, rng: np.random.Generator) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Shuffled training and test rows in equal parts, to within one."""
-    parts = [np.array_split(rng.permutation(rows), clients) for rows in (source.train, len(source.x) - source.train)]
-    return partitions.join([[part] for part in parts[0]]), partitions.join([[part] for part in parts[1]])
-
-
-def iid(
-    source: str | Source = "digits",
-    *,
-    clients: int = 20,
-    seed: int = 0,
-    validation: float = 0.0,
-    calibration: float = 0.0,
-    root: str | Path | None = None,
-    download: bool = False,
-) -> FederatedData:
-    """No skew: shuffled rows in equal parts, to within one; for classification and regression.
-
-    Args:
-        source: Name of a data set, or a source of your own.
-        clients: Number of clients.
-        seed: Seed of the partition and of the shares below.
-        validation: Share of each client's training rows for tuning.
-        calibration: Likewise, for temperatures and conformal thresholds.
-        root: Folder of the data's files.
-        download: Let torchvision fetch images that are not there.
-
-    Raises:
-        ValueError: More clients than training or test rows.
-    """
-    opened = open_source(source, root, download)
-    check_clients(clients, min(opened.train, len(opened.x) - opened.train), "test examples")
-    train, test = deal_evenly(opened, clients, generator(seed, Purpose.PARTITION))
-    return federate(
-        opened,
-        train,
-        test,
-        recipe={"recipe": "iid", "source": opened.info.name, "clients": clients, **_scale(opened)},
-        seed=seed,
-        validation=validation,
-        calibration=calibration,
-    )
-
-
-def diabetes(
-    *,
-    clients: int = 10,
-    by: Literal["age", "sex", "bmi", "bp", "s1", "s2", "s3", "s4", "s5", "s6"] | None = None,
-    seed: int = 0,
-    validation: float = 0.0,
-    calibration: float = 0.0,
-) -> FederatedData:
-    """Regression: disease progression of 442 patients from ten features, 354 of them for training; ships with scikit-learn.
-
-    Features and target are standardised by the training rows; `recipe["target_mean"]` and `recipe["target_scale"]` give the
-    target's units back.
-
-    Args:
-        clients: Number of clients.
-        by: Skew: clients are equal parts of the patients in the order of this feature, ties at random. None for no skew.
-        seed: Seed of the partition and of the shares below.
-        validation: Share of each client's training rows for tuning.
-        calibration: Likewise, for conformal thresholds.
-
-    Raises:
-        ValueError: Too many clients, or an unknown feature.
-    """
-    if by is None:
-        return iid("diabetes", clients=clients, seed=seed, validation=validation, calibration=calibration)
-    features = ("age", "sex", "bmi", "bp", "s1", "s2", "s3", "s4", "s5", "s6")
-    if by not in features:
-        raise ValueError(f"by must be one of {', '.join(features)}, or None, got {by!r}")
-    source = load("diabetes")
-    check_clients(clients, len(source.x) - source.train, "test examples")
-    rng = generator(seed, Purpose.PARTITION)
-    parts = []
-    for x in (source.x_train, source.x_test):
-        shuffled = rng.permutation(len(x))
-        order = shuffled[np.argsort(x[shuffled, features.index(by)].numpy(), kind="stable")]
-        parts.append(partitions.join([[part] for part in np.array_split(order, clients)]))
-    return federate(
-        source,
-        *parts,
-        recipe={"recipe": "diabetes", "by": by, "clients": clients, **_scale(source)},
-        seed=seed,
-        validation=validation,
-        calibration=calibration,
-    )
-
-
-def _scale(source: Source) -> dict[str, float]:
-    return {} if source.scale is None else {"target_mean": round(source.scale[0], 9), "target_scale": round(source.scale[1], 9)}

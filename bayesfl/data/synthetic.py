@@ -4,7 +4,9 @@ import numpy as np
 import torch
 
 from bayesfl.base.checks import number, whole
-from bayesfl.data.federated import FederatedData, SourceInfo, assemble
+from bayesfl.data.assembly import assemble
+from bayesfl.data.federated import FederatedData
+from bayesfl.data.sources import SourceInfo
 
 MARFOQ = (
     "Marfoq, Neglia, Bellet, Kameni, Vidal, 'Federated multi-task learning under a mixture of distributions', NeurIPS 2021, "
@@ -24,7 +26,7 @@ def linear_mixture(
     validation: float = 0.0,
     calibration: float = 0.0,
 ) -> FederatedData:
-    """Two classes by one of M linear rules, drawn for each example; every client draws rules with weights of its own.
+    """Makes two classes by one of M linear rules, drawn for each example; every client draws rules with weights of its own.
 
         pi_j ~ Dirichlet(alpha 1_M),  theta_m ~ U[-1, 1]^d,  n_j = min(int(LogNormal(4, 2)) + 50, 1000),
         x ~ U[-1, 1]^d,  z ~ pi_j,  y = round(sigmoid(theta_z' x + e)),  e ~ N(0, noise^2):
@@ -41,8 +43,8 @@ def linear_mixture(
         noise: Standard deviation of the score's noise, >= 0.
         test: Test examples of each client; the authors take 5,000, which is 900 MB.
         seed: Of all draws, by NumPy's legacy generator, which the authors' sizes need; and of the shares below.
-        validation: Share of each client's training examples for tuning.
-        calibration: Likewise, for temperatures and conformal thresholds.
+
+    The other options are those of every recipe: `bayesfl.data.recipes.Options`.
 
     Raises:
         ValueError: A number lies outside its range.

@@ -138,7 +138,7 @@ class Conformal:
     examples: Tensor
 
     def sets(self, probs: Tensor) -> Tensor:
-        """Which classes are in each set, [J, N, O] bool, from probabilities [J, N, O]; of padded rows (NaN) none.
+        """Marks which classes are in each set, [J, N, O] bool, from probabilities [J, N, O]; of padded rows (NaN) none.
 
         A set may be empty: no class is as probable there as true classes are elsewhere.
 
@@ -154,7 +154,7 @@ class Conformal:
         return probs.double() >= self.threshold[:, None, None]
 
     def evaluate(self, probs: Tensor, labels: Tensor, mask: Tensor) -> "Coverage":
-        """How the sets fare on test examples: probabilities [J, N, O], labels [J, N], mask [J, N] bool.
+        """Measures how the sets fare on test examples: probabilities [J, N, O], labels [J, N], mask [J, N] bool.
 
         Raises:
             ValueError: Input that does not fit, or a prediction that is not finite.
@@ -191,7 +191,7 @@ class Coverage:
     examples: Tensor
 
     def chance(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
-        """Central interval of each client's coverage if its calibration and test scores came from one continuous source, [J] each.
+        """Finds the central interval of a client's coverage if its calibration and test scores came from one continuous source, [J] each.
 
         Given the calibration scores, the probability that a set holds its label is then distributed as Beta(k, n + 1 - k), which makes
         the number of m test labels inside beta-binomial (Vovk, "Conditional validity of inductive conformal predictors", ACML 2012;
@@ -215,7 +215,7 @@ class Coverage:
         return bounds[0], bounds[1]
 
     def summary(self) -> dict[str, float]:
-        """`coverage` and `set_size`, means over clients; `coverage_decile`, of the worst-served tenth; `pooled_` of all examples."""
+        """Gives `coverage` and `set_size`, means over clients; `coverage_decile`, of the worst-served tenth; `pooled_`, of all examples."""
         some = self.tested > 0
         weight = (self.tested / self.tested.sum())[some]
         return {
@@ -295,17 +295,17 @@ class _Tempered:
         return u, u.gather(1, self.labels[:, None])[:, 0]
 
     def nll(self, log_t: Tensor) -> Tensor:
-        """Sum over examples [J], in nats."""
+        """Sums over examples [J], in nats."""
         u, true = self._at(log_t)
         return (u.logsumexp(1) - true).sum(-1)
 
     def slope(self, log_t: Tensor) -> Tensor:
-        """Derivative of `nll` by log T [J]: u_y - E u, summed over examples."""
+        """Computes the derivative of `nll` by log T [J]: u_y - E u, summed over examples."""
         u, true = self._at(log_t)
         return (true - (u.softmax(1) * u).sum(1)).sum(-1)
 
     def information(self, log_t: Tensor) -> Tensor:
-        """Fisher information about log T [J]: the variance of u, summed over examples."""
+        """Computes the Fisher information about log T [J]: the variance of u, summed over examples."""
         u, _ = self._at(log_t)
         p = u.softmax(1)
         return (p * (u - (p * u).sum(1, keepdim=True)).square()).sum((1, 2))
@@ -316,7 +316,7 @@ class _Tempered:
         return torch.stack([self.nll(g.expand(len(self.labels))) for g in self.grid], -1)
 
     def minimise(self, centre: Tensor, pull: Tensor, *, pot: bool = False) -> Tensor:
-        """The log T with the least nll + 1/2 pull (log T - centre)^2 within the grid, by search and bisection; of each client [J].
+        """Finds the log T with the least nll + 1/2 pull (log T - centre)^2 within the grid, by search and bisection; of each client [J].
 
         With `pot` the one [1] for all clients' nll together. The likelihood alone has one optimum (it is convex in 1 / T), the sum
         need not have: hence the search. Where nothing depends on T it is `centre`.
@@ -336,7 +336,7 @@ class _Tempered:
 
 
 def _logits(probs: Tensor, logs: bool) -> Tensor:
-    """Log probabilities [J, N, O] in float64 on the CPU; finite where `probs` are."""
+    """Takes log probabilities [J, N, O] in float64 on the CPU; finite where `probs` are."""
     probs = torch.as_tensor(probs).detach().cpu()
     if not logs:
         least = torch.finfo(probs.dtype if probs.is_floating_point() else torch.float32).tiny

@@ -25,7 +25,7 @@ _ROUNDING = 1e-9  # so that 0.95 n counts as the integer that it would be withou
 
 
 def doubt(probs: Tensor) -> Tensor:
-    """One minus the largest probability, [..., N] of [..., N, O].
+    """Takes one minus the largest probability, [..., N] of [..., N, O].
 
     Hendrycks and Gimpel, "A baseline for detecting misclassified and out-of-distribution examples", ICLR 2017. It is the sum of the other
     probabilities, so that certain examples keep their order where 1 - p would round to 0.
@@ -35,12 +35,12 @@ def doubt(probs: Tensor) -> Tensor:
 
 
 def entropy(probs: Tensor) -> Tensor:
-    """Entropy of the predictive distribution in nats, [..., N] of [..., N, O]; epistemic and aleatoric together."""
+    """Computes the entropy of the predictive distribution in nats, [..., N] of [..., N, O]; epistemic and aleatoric together."""
     return torch.special.entr(torch.as_tensor(probs).detach().cpu().double()).sum(-1)
 
 
 def scores(predictions: Predictions) -> dict[str, Tensor]:
-    """Every score that these predictions of classes have, [J, N] each.
+    """Computes every score that these predictions of classes have, [J, N] each.
 
     Returns:
         `doubt`, `entropy`, and `epistemic` where the predictions are more than the plug-in.
@@ -57,7 +57,7 @@ def scores(predictions: Predictions) -> dict[str, Tensor]:
 
 
 def unseen(labels: Tensor, mask: Tensor, train_labels: Tensor, train_mask: Tensor) -> Tensor:
-    """Which examples are of a class that their client has no training example of, [J, N] bool: the mask of near outsiders.
+    """Marks which examples are of a class that their client has no training example of, [J, N] bool: the mask of near outsiders.
 
     Args:
         labels: Classes [J, N].
@@ -78,7 +78,7 @@ def unseen(labels: Tensor, mask: Tensor, train_labels: Tensor, train_mask: Tenso
 
 
 def auroc(inside: Tensor, outside: Tensor, inside_mask: Tensor, outside_mask: Tensor) -> Tensor:
-    """Probability that an outsider scores above one of the client's own examples, ties counting half: the area under the ROC curve.
+    """Computes the area under the ROC curve: the probability that an outsider scores above one of the client's own examples, ties half.
 
     Args:
         inside: Scores of each client's own examples, [J, N].
@@ -101,7 +101,7 @@ def auroc(inside: Tensor, outside: Tensor, inside_mask: Tensor, outside_mask: Te
 
 
 def fpr(inside: Tensor, outside: Tensor, inside_mask: Tensor, outside_mask: Tensor, *, tpr: float = 0.95) -> Tensor:
-    """Share of outsiders that pass for the client's own where a share `tpr` of its own does.
+    """Counts the share of outsiders that pass for the client's own where a share `tpr` of its own does.
 
     Everything up to a threshold passes: the least one that lets a share of at least `tpr` of the own examples pass. Liang, Li and
     Srikant, "Enhancing the reliability of out-of-distribution image detection in neural networks", ICLR 2018, section 4.2 (FPR at 95 %
@@ -132,7 +132,7 @@ def fpr(inside: Tensor, outside: Tensor, inside_mask: Tensor, outside_mask: Tens
 def detection_summary(
     inside: Mapping[str, Tensor], outside: Mapping[str, Tensor], inside_mask: Tensor, outside_mask: Tensor
 ) -> dict[str, float]:
-    """How well each score tells outsiders, averaged over the clients that have both kinds.
+    """Sums up how well each score tells outsiders, averaged over the clients that have both kinds.
 
     Args:
         inside: {name: scores of each client's own examples, [J, N]}, as `scores` gives them.
@@ -185,7 +185,7 @@ class RiskCoverage:
 
 
 def risk_coverage(score: Tensor, right: Tensor, mask: Tensor) -> RiskCoverage:
-    """The risk-coverage curve of all examples of all clients in one pot; for one client, pass its rows.
+    """Makes the risk-coverage curve of all examples of all clients in one pot; for one client, pass its rows.
 
     El-Yaniv and Wiener, "On the foundations of noise-free selective classification", JMLR 11, 2010; Geifman, Uziel and El-Yaniv,
     "Bias-reduced uncertainty estimation for deep neural classifiers", ICLR 2019, equation 2.
@@ -206,7 +206,7 @@ def risk_coverage(score: Tensor, right: Tensor, mask: Tensor) -> RiskCoverage:
 
 
 def aurc(score: Tensor, right: Tensor, mask: Tensor) -> Tensor:
-    """Area under each client's risk-coverage curve, as in `risk_coverage`; a constant score gives the client's error rate.
+    """Computes the area under each client's risk-coverage curve, as in `risk_coverage`; a constant score gives the client's error rate.
 
     Args:
         score: Doubt in each prediction, [J, N].
@@ -223,7 +223,7 @@ def aurc(score: Tensor, right: Tensor, mask: Tensor) -> Tensor:
 
 
 def selective_accuracy(score: Tensor, right: Tensor, mask: Tensor, *, coverage: float = 0.8) -> Tensor:
-    """Each client's accuracy on the share `coverage` of its examples, rounded up, that it doubts least.
+    """Computes each client's accuracy on the share `coverage` of its examples, rounded up, that it doubts least.
 
     Args:
         score: Doubt in each prediction, [J, N].
@@ -243,7 +243,7 @@ def selective_accuracy(score: Tensor, right: Tensor, mask: Tensor, *, coverage: 
 
 
 def selective_summary(probs: Tensor, labels: Tensor, mask: Tensor, *, score: Tensor | None = None) -> dict[str, float]:
-    """What declining the doubtful gains a federation of classifiers.
+    """Sums up what declining the doubtful gains a federation of classifiers.
 
     Args:
         probs: Class probabilities, [J, N, O].
@@ -275,7 +275,7 @@ def selective_summary(probs: Tensor, labels: Tensor, mask: Tensor, *, score: Ten
 
 
 def _risks(score: Tensor, right: Tensor) -> Tensor:
-    """Expected share of errors among the i least doubtful of n examples, [n], those that tie in random order."""
+    """Computes the expected share of errors among the i least doubtful of n examples, [n], those that tie in random order."""
     _, group, count = score.unique(return_inverse=True, return_counts=True)
     errors = torch.zeros(len(count), dtype=torch.float64).index_add_(0, group, (~right).double())
     before, start = (total.cumsum(0) - total for total in (errors, count))
@@ -287,7 +287,7 @@ def _risks(score: Tensor, right: Tensor) -> Tensor:
 def _each(
     measure: Callable[[Tensor, Tensor], Tensor], inside: Tensor, outside: Tensor, inside_mask: Tensor, outside_mask: Tensor
 ) -> Tensor:
-    """`measure` of each client's own scores, in ascending order, and of the others, [J]."""
+    """Applies `measure` to each client's own scores, in ascending order, and to those of the others, [J]."""
     inside, outside, inside_mask, outside_mask = (torch.as_tensor(t).detach().cpu() for t in (inside, outside, inside_mask, outside_mask))
     _check(inside=inside, inside_mask=inside_mask)
     _check(outside=outside, outside_mask=outside_mask)
@@ -304,7 +304,7 @@ def _each(
 
 
 def _curves(measure: Callable[[Tensor], Tensor], score: Tensor, right: Tensor, mask: Tensor) -> Tensor:
-    """`measure` of each client's risks [n], [J]."""
+    """Applies `measure` to each client's risks [n], [J]."""
     score, right, mask = _selective(score, right, mask)
     out = torch.full((len(score),), math.nan, dtype=torch.float64)
     for j, inside in enumerate(mask):
@@ -322,7 +322,7 @@ def _selective(score: Tensor, right: Tensor, mask: Tensor) -> tuple[Tensor, Tens
 
 
 def _check(**rows: Tensor) -> None:
-    """That all have one entry for each row, and the last is a mask."""
+    """Checks that all have one entry for each row, and the last is a mask."""
     (first, values), *others = rows.items()
     if values.dim() != 2:
         raise ValueError(f"{first} must be [J, N], one number for each example; got shape {list(values.shape)}")

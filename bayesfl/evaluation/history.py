@@ -27,7 +27,7 @@ class History:
 
     @classmethod
     def read(cls, rows: Any) -> "History":
-        """A history that was saved.
+        """Reads a history that was saved.
 
         Raises:
             ValueError: It is no list of mappings from text to numbers.
@@ -56,13 +56,13 @@ class History:
         return iter(self.rows)
 
     def __getitem__(self, column: str) -> np.ndarray:
-        """One column [rounds], NaN where a round has no value."""
+        """Gives one column [rounds], NaN where a round has no value."""
         if column not in self.columns:
             raise KeyError(f"no column {column!r}; there are {self.columns}")
         return np.array([row.get(column, np.nan) for row in self.rows], dtype=np.float64)
 
     def best(self, column: str, *, lowest: bool = False) -> dict[str, Any]:
-        """The row where a column is best; to be asked of validation columns, never of test ones."""
+        """Finds the row where a column is best; to be asked of validation columns, never of test ones."""
         values = self[column]
         return self.rows[int(np.nanargmin(values) if lowest else np.nanargmax(values))]
 

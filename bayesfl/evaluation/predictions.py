@@ -41,13 +41,13 @@ class Predictions:
         return total - self.epistemic
 
     def client(self, j: int) -> "Predictions":
-        """Client j's alone, without padding: tensors [n_j, ...]."""
+        """Takes client j's alone, without padding: tensors [n_j, ...]."""
         inside = self.mask[j]
         cut: dict[str, Any] = {k: None if v is None else v[j][inside] for k, v in vars(self).items()}
         return Predictions(**cut)
 
     def summary(self, split: Split) -> dict[str, float]:
-        """The measures of `bayesfl.metrics` that apply, against the labels or targets of `split`; clients without rows left out."""
+        """Computes the measures of `bayesfl.metrics` that apply, against the labels or targets of `split`, over clients that have rows."""
         labels, _ = split.padded_labels()
         labels = labels[:, : self.mask.shape[1]]
         if self.probs is not None:
@@ -86,6 +86,6 @@ class Collector:
         return not self._tensors
 
     def predictions(self) -> Predictions:
-        """All of them; clients never added have no rows."""
+        """Gives all of them; clients never added have no rows."""
         counts = torch.from_numpy(np.where(self._seen, self._counts, 0))
         return Predictions(mask=torch.arange(self._width) < counts[:, None], **self._tensors)

@@ -64,17 +64,17 @@ class Column:
 
 
 def is_share(key: str) -> bool:
-    """Whether a quantity of this name is shown in percent, as accuracies and coverages are."""
+    """Says whether a quantity of this name is shown in percent, as accuracies and coverages are."""
     return "accuracy" in key or "coverage" in key
 
 
 def words(key: str) -> str:
-    """A quantity's name as people write it: `personal_nll` is personal NLL."""
+    """Writes a quantity's name as people write it: `personal_nll` is personal NLL."""
     return " ".join(word.upper() if word in _ACRONYMS else word for word in key.split("_"))
 
 
 def mean_and_error(values: Sequence[float] | np.ndarray | Tensor) -> tuple[float, float]:
-    """Mean over seeds and its standard error, std(ddof=1) / sqrt(number of seeds).
+    """Computes the mean over seeds and its standard error, std(ddof=1) / sqrt(number of seeds).
 
     Args:
         values: One value a seed.
@@ -131,7 +131,7 @@ def table(
 
 
 def _cells(spec: Column, rows: Sequence[Mapping[str, Any]], style: str) -> list[str]:
-    """One column, its numbers aligned at the point and at the sign."""
+    """Writes one column, its numbers aligned at the point and at the sign."""
     scale, digits = spec.scale or 1.0, spec.digits or 0
     stats = [mean_and_error(np.asarray(row[spec.key], dtype=np.float64) * scale) if spec.key in row else None for row in rows]
     means = ["-" if s is None else f"{s[0]:.{digits}f}" for s in stats]
@@ -152,7 +152,7 @@ def _cells(spec: Column, rows: Sequence[Mapping[str, Any]], style: str) -> list[
 
 
 def write_csv(path: str | os.PathLike[str], rows: Iterable[Mapping[str, float | int | str]]) -> None:
-    """Write rows as a CSV file, atomically.
+    """Writes rows as a CSV file, atomically.
 
     Args:
         path: Where.
@@ -170,7 +170,7 @@ def write_csv(path: str | os.PathLike[str], rows: Iterable[Mapping[str, float | 
 
 
 def write_json(path: str | os.PathLike[str], obj: Any) -> None:
-    """Write `obj` as an indented JSON file, atomically.
+    """Writes `obj` as an indented JSON file, atomically.
 
     Args:
         path: Where.
@@ -208,7 +208,7 @@ def one_experiment(folder: str | os.PathLike[str], arguments: Mapping[str, Any])
 
 
 def environment() -> dict[str, Any]:
-    """The machine and the versions that a run or a benchmark was made with, ready for `write_json`.
+    """Lists the machine and the versions that a run or a benchmark was made with, ready for `write_json`.
 
     Returns:
         `date` (UTC), `bayesfl`, `python`, `torch` and `numpy` versions, `platform` (system, processor family, C library), `cpu` (its
@@ -263,7 +263,7 @@ def _commit() -> str | None:
 
 
 def _plain(value: Any) -> Any:
-    """A tensor or array of one element as a Python number; anything else as it is."""
+    """Turns a tensor or array of one element into a Python number; anything else as it is."""
     if isinstance(value, Tensor):
         value = value.detach().cpu().numpy()
     return value.item() if isinstance(value, (np.ndarray, np.generic)) and value.size == 1 else value

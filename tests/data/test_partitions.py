@@ -157,3 +157,15 @@ def test_lent_rows_follow_the_training_labels(rng):
     assert [len(rows) for rows in test] == [5, 1, 1]
     assert test[1][0] < 5
     assert test[2].tolist() == [5]
+
+
+def test_stratified_leaves_each_class_its_last_row_where_it_can():
+    labels = np.array([0] * 8 + [1])
+    for seed in range(20):
+        left, taken = partitions.stratified(labels, np.arange(9), 5, np.random.default_rng(seed))
+        assert 8 in left
+        assert len(taken) == 5
+        assert sorted([*left, *taken]) == list(range(9))
+    left, taken = partitions.stratified(labels, np.arange(9), 9, np.random.default_rng(0))
+    assert len(left) == 0
+    assert len(partitions.stratified(None, np.arange(9), 0, np.random.default_rng(0))[1]) == 0

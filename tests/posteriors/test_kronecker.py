@@ -268,13 +268,13 @@ IMAGES = torch.rand(3, 1, 4, 4)
 @pytest.mark.parametrize(
     ("model", "x", "options", "message"),
     [
-        (network(), numbers(5, 4), {"parameters": "*.weight"}, r"covers whole layers, not \['0.weight'\] of \['0.weight', '0.bias'\]"),
-        (network(), numbers(5, 4), {"parameters": "4.bias"}, r"covers whole layers, not \['4.bias'\]"),
+        (network(), numbers(5, 4), {"pattern": "*.weight"}, r"covers whole layers, not \['0.weight'\] of \['0.weight', '0.bias'\]"),
+        (network(), numbers(5, 4), {"pattern": "4.bias"}, r"covers whole layers, not \['4.bias'\]"),
         (NORM, IMAGES, {}, "not GroupNorm '1': cover others by pattern=, such as 'head.*', or structure 'full'"),
         (AROUND, IMAGES, {}, "convolutions padded with zeros, not Conv2d '0'"),
-        (Reused(), torch.rand(5, 4), {"parameters": "inner.*"}, "'inner' is used 2 times"),
-        (Reused(), torch.rand(5, 4), {"parameters": "idle.*"}, "'idle' is used 0 times"),
-        (Tied(), torch.rand(5, 4), {"parameters": "first.*"}, "'first' is used 2 times"),
+        (Reused(), torch.rand(5, 4), {"pattern": "inner.*"}, "'inner' is used 2 times"),
+        (Reused(), torch.rand(5, 4), {"pattern": "idle.*"}, "'idle' is used 0 times"),
+        (Tied(), torch.rand(5, 4), {"pattern": "first.*"}, "'first' is used 2 times"),
         (network(), numbers(5, 4), {"precision": numbers(83).exp()}, "for each weight and each bias, and '0.weight' has several"),
         (network(), numbers(5, 4), {"precision": -1.0}, "prior precision must be > 0 and finite, got -1.0"),
         (network(), numbers(5, 4), {"indices": torch.tensor([0])}, "structure 'kfac' has no indices"),

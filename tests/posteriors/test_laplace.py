@@ -339,7 +339,7 @@ def test_nll_of_a_regression():
         ({"precision": 0.0}, "prior precision must be > 0 and finite, got 0.0"),
         ({"precision": -1.0, "structure": "diagonal"}, "prior precision must be > 0 and finite, got -1.0"),
         ({"precision": math.inf}, "prior precision must be > 0 and finite"),
-        ({"parameters": "neck.*"}, "matches no parameter"),
+        ({"pattern": "neck.*"}, "matches no parameter"),
         ({"structure": "subnetwork", "indices": torch.tensor([0, 0])}, "each index may stand once"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Networks: sizes, seeds, the cut into body and head."""
+"""Networks: published sizes, shapes, gradients under vmap, and what is said of sizes that are none."""
 
 from itertools import pairwise
 
@@ -10,30 +10,7 @@ from torch.func import functional_call, grad, vmap
 from torch.testing import assert_close
 
 from bayesfl import models
-
-torch.set_num_threads(1)
-
-MAKERS = {
-    "mlp": lambda **o: models.mlp(64, outputs=10, **o),
-    "mlp-deep": lambda **o: models.mlp((1, 28, 28), outputs=3, hidden=(50, 20), **o),
-    "lenet-grey": lambda **o: models.lenet((1, 28, 28), outputs=10, **o),
-    "lenet-colour": lambda **o: models.lenet((3, 32, 32), outputs=10, **o),
-    "leaky-grey": lambda **o: models.leaky_cnn((1, 28, 28), outputs=10, **o),
-    "leaky-colour": lambda **o: models.leaky_cnn((3, 32, 32), outputs=10, **o),
-    "cifar100_cnn": lambda **o: models.cifar100_cnn(**o),
-    "resnet18": lambda **o: models.resnet18((3, 16, 16), outputs=10, width=8, **o),
-}
-INPUTS = {
-    "mlp": (64,),
-    "mlp-deep": (1, 28, 28),
-    "lenet-grey": (1, 28, 28),
-    "lenet-colour": (3, 32, 32),
-    "leaky-grey": (1, 28, 28),
-    "leaky-colour": (3, 32, 32),
-    "cifar100_cnn": (3, 32, 32),
-    "resnet18": (3, 16, 16),
-}
-every = pytest.mark.parametrize("name", MAKERS)
+from tests.models.made import INPUTS, MAKERS, every
 
 
 def size(model):
@@ -94,33 +71,6 @@ def test_shapes_and_names(name):
     assert_close(model(x[:1]), outputs[:1], atol=1e-5, rtol=1e-5)  # a batch of one keeps its axis
     assert {key.partition(".")[0] for key, _ in model.named_parameters()} == {"body", "head"}
     assert not list(model.buffers())
-
-
-@every
-def test_the_seed_decides_and_the_global_generator_is_left_alone(name):
-    torch.manual_seed(1)
-    expected = torch.rand(3)
-    torch.manual_seed(1)
-    first = MAKERS[name](seed=4)
-    assert torch.equal(torch.rand(3), expected)
-    torch.manual_seed(99)
-    again, other = MAKERS[name](seed=4), MAKERS[name](seed=5)
-    for (key, p), q, r in zip(first.named_parameters(), again.parameters(), other.parameters(), strict=True):
-        assert torch.equal(p, q)
-        if p.unique().numel() > 1:  # a norm starts at ones
-            assert not torch.equal(p, r), key
-
-
-@every
-def test_head_scale_draws_the_head_and_leaves_the_body(name):
-    plain, scaled, unit = MAKERS[name](), MAKERS[name](head_scale=0.3), MAKERS[name](head_scale=1.0)
-    for p, q in zip(plain.body.parameters(), scaled.body.parameters(), strict=True):
-        assert torch.equal(p, q)
-    draws = {key: p.detach() for key, p in unit.head.named_parameters()}
-    assert_close(scaled.head.get_parameter("weight").detach(), 0.3 * draws["weight"])
-    assert_close(scaled.head.get_parameter("bias").detach(), 0.3 * draws["bias"])
-    assert draws["weight"].std().item() == pytest.approx(1, abs=0.2)
-    assert draws["bias"].std().item() == pytest.approx(1, abs=0.7)
 
 
 @every
@@ -225,57 +175,3 @@ def test_the_leaky_network_takes_any_size(depth, side):
     model = models.leaky_cnn((depth, side, side + 3), outputs=4)
     assert model(torch.randn(2, depth, side, side + 3)).shape == (2, 4)
     assert {layer.negative_slope for layer in model.modules() if isinstance(layer, nn.LeakyReLU)} == {0.01}
-
-
-class Pretrained(nn.Module):
-    """Like torchvision's networks: features, a flattening in forward, a last layer called fc."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv2d(1, 4, 3)
-        self.pool = nn.AdaptiveAvgPool2d(1)
-        self.fc = nn.Linear(4, 5)
-
-    def forward(self, x):
-        return self.fc(torch.flatten(self.pool(torch.relu(self.conv(x))), 1))
-
-
-def test_split_cuts_a_copy():
-    module, x = Pretrained(), torch.randn(3, 1, 8, 8)
-    before = {key: value.clone() for key, value in module.state_dict().items()}
-    cut = models.split(module, example=x)
-    assert_close(cut(x), module(x))
-    assert {key for key, _ in cut.named_parameters()} == {"body.conv.weight", "body.conv.bias", "head.weight", "head.bias"}
-    with torch.no_grad():
-        for p in cut.parameters():
-            p.zero_()
-    assert isinstance(module.fc, nn.Linear)
-    for key, value in module.state_dict().items():
-        assert torch.equal(value, before[key])
-
-
-def test_split_takes_a_dotted_name():
-    module = nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.ReLU(), nn.Linear(4, 2)))
-    cut = models.split(module, head="1.1")
-    x = torch.randn(5, 3)
-    assert_close(cut(x), module(x))
-    assert cut.head.weight.shape == (2, 4)
-
-
-def test_split_says_why_not():
-    with pytest.raises(ValueError, match=r"no submodule 'head'; it has \['conv', 'pool', 'fc'\]"):
-        models.split(Pretrained(), head="head")
-    with pytest.raises(ValueError, match=r"'pool' has no parameters.*\['conv', 'fc'\]"):
-        models.split(Pretrained(), head="pool")
-    with pytest.raises(ValueError, match="not the last step"):
-        models.split(nn.Sequential(nn.Linear(3, 4), nn.Tanh()), head="0", example=torch.randn(2, 3))
-    tied = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    tied[1].weight = tied[0].weight
-    with pytest.raises(ValueError, match="shares parameters"):
-        models.split(tied, head="1")
-
-
-def test_default_device_does_not_matter():
-    with torch.device("meta"):
-        model = models.mlp(4, outputs=2, head_scale=1.0)
-    assert next(model.parameters()).device.type == "cpu"

@@ -1,138 +1,19 @@
-"""Networks as a body and a head, which is how personal federated learning cuts them.
+"""Networks in two parts, body and head, by published architecture; sizes are checked, weights drawn from a seed."""
 
-Every network here has parameters named `body.*` and `head.*`, draws its start from its own seed and leaves torch's global
-generator alone. `split` gives any other module the same two names.
-"""
-
-import copy
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bayesfl.base.checks import instance, number, whole
-from bayesfl.base.layout import Layout
-from bayesfl.base.random import Purpose, generator
-
-_BODY, _HEAD = 0, 1  # words of the addresses under Purpose.MODEL
-
-
-class Split(nn.Module):
-    """A network cut in two: `head(body(x))`.
-
-    Args:
-        body: What clients usually share.
-        head: What they usually keep.
-    """
-
-    def __init__(self, body: nn.Module, head: nn.Module) -> None:
-        super().__init__()
-        self.body = body
-        self.head = head
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Outputs [B, O] of inputs [B, ...]."""
-        return self.head(self.body(x))
-
-
-def split(module: nn.Module, *, head: str = "fc", example: Tensor | None = None) -> Split:
-    """Cuts any module whose last step is the submodule `head` into a body and that head; the module itself is not changed.
-
-    Args:
-        module: Any module.
-        head: Name of its last submodule, as `named_modules()` gives it: `fc`, `classifier.6`.
-        example: Inputs [B, ...] on which to check that the cut network computes what the module did.
-
-    Raises:
-        ValueError: There is no such submodule, it has no parameters of its own, or it is not the last step.
-    """
-    names = [name for name, _ in module.named_modules() if name]
-    if head not in names:
-        raise ValueError(f"the module has no submodule {head!r}; it has {names or 'none at all'}. Pass the name of the last one as head=")
-    body = copy.deepcopy(module)
-    last = body.get_submodule(head)
-    if not any(True for _ in last.parameters()):
-        with_some = [name for name in names if any(True for _ in module.get_submodule(name).parameters())]
-        raise ValueError(f"submodule {head!r} has no parameters, so it cannot be a head; those with parameters are {with_some}")
-    parent, _, child = head.rpartition(".")
-    setattr(body.get_submodule(parent), child, nn.Identity())
-    shared = {id(p) for p in last.parameters()} & {id(p) for p in body.parameters()}
-    if shared:
-        raise ValueError(
-            f"submodule {head!r} shares parameters with the rest of the module, so the two cannot be told apart: untie them first"
-        )
-    cut = Split(body, last)
-    if example is not None:
-        before, after = _outputs(module, example), _outputs(cut, example)
-        if before.shape != after.shape or not torch.allclose(before, after, equal_nan=True):
-            raise ValueError(f"submodule {head!r} is not the last step of the module: cut there, it computes something else")
-    return cut
-
-
-def anew(module: nn.Module, *, pattern: str = "*") -> Callable[[np.random.Generator, int], Tensor]:
-    """A start for a block: the weights that the module's layers draw when they are made, drawn anew, (generator, D) -> [D] in float32.
-
-    Args:
-        module: The model; it is not changed.
-        pattern: The block's parameters, as in `Block.pattern`.
-
-    Raises:
-        TypeError: It is no module.
-        ValueError: A layer has parameters and no `reset_parameters`.
-    """
-    instance("model", module, nn.Module, "build one, as bf.models.mlp(clients.inputs, outputs=clients.outputs)")
-    stuck = [
-        name
-        for name, layer in module.named_modules()
-        if any(True for _ in layer.parameters(recurse=False)) and not hasattr(layer, "reset_parameters")
-    ]
-    if stuck:
-        raise ValueError(
-            f"layers {stuck} have no reset_parameters, by which their weights could be drawn anew: give them such a method, as torch's "
-            "layers have, or their block another start"
-        )
-    layout = Layout(module, pattern)
-
-    def start(rng: np.random.Generator, size: int) -> Tensor:
-        fresh = copy.deepcopy(module)
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(int(rng.integers(2**31)))
-            for layer in fresh.modules():
-                if callable(reset := getattr(layer, "reset_parameters", None)):
-                    reset()
-        return layout.ravel({name: p.detach().float() for name, p in fresh.named_parameters() if name in layout.shapes})
-
-    return start
-
-
-def _outputs(module: nn.Module, example: Tensor) -> Tensor:
-    """Outputs of a copy in evaluation mode."""
-    with torch.no_grad():
-        return copy.deepcopy(module).eval()(example)
-
-
-def _seeded(make: Callable[[], Split], seed: int, head_scale: float | None) -> Split:
-    """What `make` builds, on the CPU and from `seed` alone; the head drawn from N(0, head_scale^2) where that is given."""
-    if head_scale is not None and not number("head_scale", head_scale) > 0:
-        raise ValueError(f"head_scale is a standard deviation and must be > 0, got {head_scale}")
-    word = int(generator(seed, Purpose.MODEL, index=_BODY).integers(2**63))
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        torch.default_generator.manual_seed(word)
-        model = make()
-    if head_scale is not None:
-        rng = generator(seed, Purpose.MODEL, index=_HEAD)
-        with torch.no_grad():
-            for p in model.head.parameters():
-                draw = rng.standard_normal(tuple(p.shape), dtype="float32")
-                p.copy_(torch.from_numpy(draw).to(p.dtype) * head_scale)
-    return model
+from bayesfl.base.checks import whole
+from bayesfl.models.cutting import Split
+from bayesfl.models.starts import seeded
 
 
 def _sizes(name: str, value: Any, what: str, count: int | None = None) -> tuple[int, ...]:
-    """One size or several, `count` of them where that is given.
+    """Checks one size or several, `count` of them where that is given.
 
     Raises:
         ValueError: There are none or another number of them, or one is no whole number of at least 1; they must be `what`.
@@ -147,12 +28,14 @@ def _sizes(name: str, value: Any, what: str, count: int | None = None) -> tuple[
 
 
 def _shape(inputs: int | Sequence[int], outputs: int) -> tuple[int, ...]:
+    """Checks the shape of an example and the number of outputs."""
     shape = _sizes("inputs", inputs, "a number of features or the shape of one example, such as data.inputs")
     whole("outputs (such as data.outputs)", outputs, least=1)
     return shape
 
 
 def _image(inputs: Sequence[int] | int, outputs: int, smallest: int) -> tuple[int, int, int]:
+    """Checks the shape of an image, which has to be of some size."""
     shape = _shape(inputs, outputs)
     if len(shape) != 3 or min(shape[1:]) < smallest:
         raise ValueError(
@@ -170,7 +53,7 @@ def mlp(
     head_scale: float | None = None,
     seed: int = 0,
 ) -> Split:
-    """Fully connected network with ReLUs: hidden layers | output layer.
+    """Builds a fully connected network with ReLUs: hidden layers | output layer.
 
     Args:
         inputs: Number of features, or the shape of one example, which is flattened.
@@ -199,7 +82,7 @@ def mlp(
                 nn.init.zeros_(layer.bias)
         return made
 
-    return _seeded(make, seed, head_scale)
+    return seeded(make, seed, head_scale)
 
 
 def lenet(
@@ -211,7 +94,7 @@ def lenet(
     head_scale: float | None = None,
     seed: int = 0,
 ) -> Split:
-    """LeNet-5 with ReLUs and max-pooling: conv 5x5, pool, conv 5x5, pool, 120, 84 | outputs.
+    """Builds LeNet-5 with ReLUs and max-pooling: conv 5x5, pool, conv 5x5, pool, 120, 84 | outputs.
 
     Images smaller than 32 x 32 are padded by 2 in the first convolution, as LeCun et al. pad MNIST.
 
@@ -251,11 +134,11 @@ def lenet(
         )
         return Split(body, nn.Linear(widths[1], outputs))
 
-    return _seeded(make, seed, head_scale)
+    return seeded(make, seed, head_scale)
 
 
 def leaky_cnn(inputs: Sequence[int], *, outputs: int, head_scale: float | None = None, seed: int = 0) -> Split:
-    """The networks of FedPAC, with leaky ReLUs of slope 0.01 and max-pooling: conv 5x5, pool, conv 5x5, pool, 128 | outputs.
+    """Builds the networks of FedPAC, with leaky ReLUs of slope 0.01 and max-pooling: conv 5x5, pool, conv 5x5, pool, 128 | outputs.
 
     16 and 32 channels, the second convolution padded by 1. Images of several channels take one more convolution after that, 3x3 of 64
     channels, padded by 1, and a pooling, as on CIFAR-10.
@@ -285,11 +168,11 @@ def leaky_cnn(inputs: Sequence[int], *, outputs: int, head_scale: float | None =
         features = (64 if deep else 32) * size[0] * size[1]
         return Split(nn.Sequential(*layers, nn.Flatten(), nn.Linear(features, 128), nn.LeakyReLU()), nn.Linear(128, outputs))
 
-    return _seeded(make, seed, head_scale)
+    return seeded(make, seed, head_scale)
 
 
 def cifar100_cnn(inputs: Sequence[int] = (3, 32, 32), *, outputs: int = 20, head_scale: float | None = None, seed: int = 0) -> Split:
-    """The network of pFedVEM for CIFAR-100: five 3x3 convolutions, averaged | outputs.
+    """Builds the network of pFedVEM for CIFAR-100: five 3x3 convolutions, averaged | outputs.
 
     Widths 32, 64, 128, 256, 100, each with a ReLU; a 2x2 max-pooling with padding 1 after the first four; then the average over
     all places.
@@ -317,7 +200,7 @@ def cifar100_cnn(inputs: Sequence[int] = (3, 32, 32), *, outputs: int = 20, head
         layers[-1] = nn.AdaptiveAvgPool2d(1)
         return Split(nn.Sequential(*layers, nn.Flatten()), nn.Linear(widths[-1], outputs))
 
-    return _seeded(make, seed, head_scale)
+    return seeded(make, seed, head_scale)
 
 
 class _Residual(nn.Module):
@@ -344,7 +227,7 @@ class _Residual(nn.Module):
 def resnet18(
     inputs: Sequence[int], *, outputs: int, groups: int = 2, width: int = 64, head_scale: float | None = None, seed: int = 0
 ) -> Split:
-    """ResNet-18 for small images, with group norm instead of batch norm: 3x3 stem, four stages, averaged | outputs.
+    """Builds ResNet-18 for small images, with group norm instead of batch norm: 3x3 stem, four stages, averaged | outputs.
 
     Batch norm's running averages have no meaning in a federation with label skew, and vmap refuses them.
 
@@ -377,7 +260,7 @@ def resnet18(
             before = after
         return Split(nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten()), nn.Linear(before, outputs))
 
-    return _seeded(make, seed, head_scale)
+    return seeded(make, seed, head_scale)
 
 
 class _Reader(nn.Module):
@@ -402,7 +285,7 @@ def char_lstm(
     head_scale: float | None = None,
     seed: int = 0,
 ) -> Split:
-    """Next-character network: embedding, LSTM, its state after the last character | outputs.
+    """Builds a next-character network: embedding, LSTM, its state after the last character | outputs.
 
     Inputs are characters by number, [B, L], as floats, each within [0, outputs). `torch.func` cannot batch an LSTM, so that the vmap kernel
     refuses it and clients go one after another; the published size is slow on a CPU.
@@ -426,23 +309,4 @@ def char_lstm(
     if len(_shape(inputs, outputs)) != 1:
         raise ValueError(f"inputs must be texts of L characters, (L,), got {inputs}")
     sizes = [whole(name, n, least=1) for name, n in (("embedding", embedding), ("hidden", hidden), ("layers", layers))]
-    return _seeded(lambda: Split(_Reader(outputs, *sizes), nn.Linear(hidden, outputs)), seed, head_scale)
-
-
-def refuse_impure(model: nn.Module) -> None:
-    """Raises ValueError, naming the module, where one draws its own randomness in training or updates its buffers."""
-    for name, module in model.named_modules():
-        if not module.training:
-            continue
-        dropout = module.p if isinstance(module, nn.modules.dropout._DropoutNd) else getattr(module, "dropout", 0.0)
-        if isinstance(module, nn.RReLU) or (isinstance(dropout, float) and dropout > 0):
-            raise ValueError(
-                f"module {name!r} ({type(module).__name__}) draws its own randomness in training, which no address could repeat; "
-                "remove it, set its probability to 0, or put it in eval mode"
-            )
-        batch = isinstance(module, nn.modules.batchnorm._BatchNorm)  # even without running statistics it would see padded rows
-        if batch or (isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats):
-            raise ValueError(
-                f"module {name!r} ({type(module).__name__}) updates its buffers in training, and buffers are constants here; "
-                "use nn.GroupNorm instead, or put it in eval mode"
-            )
+    return seeded(lambda: Split(_Reader(outputs, *sizes), nn.Linear(hidden, outputs)), seed, head_scale)

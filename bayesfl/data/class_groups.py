@@ -1,0 +1,202 @@
+"""Recipes with label skew in groups: clients of a group have the same classes, or the same ones most of the time."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from weakref import ref
+
+import numpy as np
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from bayesfl.base.checks import number, whole
+from bayesfl.base.random import Purpose, generator
+from bayesfl.data import partitions
+from bayesfl.data.federated import FederatedData
+from bayesfl.data.images import unit_range
+from bayesfl.data.recipes import Options, check_clients, check_labels, classes
+from bayesfl.data.sources import Source
+
+_centred_inputs = WeakTensorKeyDictionary()
+
+
+def dominant_classes(
+    source: str | Source = "digits",
+    *,
+    clients: int = 20,
+    train: int = 50,
+    test: int = 30,
+    uniform: float = 0.2,
+    groups: Sequence[Sequence[int]] | None = None,
+    seed: int = 0,
+    validation: float = 0.0,
+    calibration: float = 0.0,
+    root: str | Path | None = None,
+    download: bool = False,
+) -> FederatedData:
+    """Skews labels in groups that overlap: a share of a client's examples is of all classes alike, the rest of its group's dominant ones.
+
+    Client j is in group j mod G. Unless `groups` are given, group g has the classes 2g, 2g + 1 and 2g + 2, modulo the number of classes, so
+    that neighbours have one class in common where the number of classes is even and six or more: with ten {0, 1, 2}, {2, 3, 4}, {4, 5, 6},
+    {6, 7, 8}, {8, 9, 0}, as in the paper.
+
+    Each class's rows, of the training and of the test part, are a shuffled queue that clients take from one after another; where it ends
+    it starts again. So CLIENTS MAY SHARE EXAMPLES, though none has one twice: `recipe["shared"]` says how many training and test rows
+    belong to several. Where training rows do, there is no validation or calibration part, which others would have trained on.
+
+    Sizes of the paper, as `train` and `test`, with 20 or 100 clients: CIFAR-10 and CINIC-10 600 and 300, Fashion-MNIST 600 and 600; EMNIST
+    1,000 and 600 with digits, capitals and small letters as three groups. The authors' code takes rows as they come and, on CIFAR-10,
+    starts at the 2,000th.
+
+    Args:
+        clients: Number of clients.
+        train: Training rows of each client, before validation and calibration.
+        test: Test rows of each client.
+        uniform: Share of them that is of all classes alike, within [0, 1]; numbers are rounded to sum up.
+        groups: Dominant classes of each group; a class may be in several.
+
+    The other options are those of every recipe: `bayesfl.data.recipes.Options`.
+
+    Raises:
+        ValueError: A number out of range, groups that are none, a client that wants more of a class than there is, or a validation or
+            calibration part of rows that clients share.
+
+    References:
+        Xu, Tong, Huang, "Personalized federated learning with feature alignment and classifier collaboration", ICLR 2023,
+        arXiv:2306.11867, experiments; the groups and the queues from the authors' code, github.com/JianXu95/FedPAC.
+    """
+    options = Options(source=source, seed=seed, validation=validation, calibration=calibration, root=root, download=download)
+    opened = options.open()
+    y_train, y_test = classes(opened, "dominant_classes")
+    count = opened.outputs
+    train, test = whole("train", train, least=1), whole("test", test, least=1)
+    check_clients(clients, len(y_train), "training examples")
+    if not 0 <= number("uniform", uniform) <= 1:
+        raise ValueError(f"uniform is a share of a client's examples and must lie within [0, 1], got {uniform}")
+    if groups is None:
+        if count < 4:
+            raise ValueError(f"{opened.info.name!r} has {count} classes, too few for groups of three: pass groups=, such as [[0], [1]]")
+        groups = [[(2 * g + k) % count for k in range(3)] for g in range(-(-count // 2))]
+    held = [sorted({int(k) for k in group}) for group in groups]
+    if not held or any(not group or group[0] < 0 or group[-1] >= count for group in held):
+        raise ValueError(f"groups must each hold classes within [0, {count}), got {groups}")
+    shares = np.full((len(held), count), uniform / count)
+    for row, group in zip(shares, held, strict=True):
+        row[group] += (1 - uniform) / len(group)
+    rng = generator(seed, Purpose.PARTITION)
+    rows = []
+    for labels, size in ((y_train, train), (y_test, test)):
+        wanted = np.array([partitions.largest_remainder(size, row) for row in shares])
+        rows.append(partitions.deal_around(labels, wanted[np.arange(clients) % len(held)], rng))
+    shared = [int((np.unique(np.concatenate(part), return_counts=True)[1] > 1).sum()) for part in rows]
+    if shared[0] and (validation or calibration):
+        raise ValueError(
+            f"{shared[0]} training examples belong to several clients, so that one's validation or calibration part would be trained on "
+            "by another: take a smaller `train`, fewer clients, or neither part"
+        )
+    return options.federate(
+        opened,
+        rows[0],
+        rows[1],
+        {
+            "recipe": "dominant_classes",
+            "source": opened.info.name,
+            "clients": clients,
+            "train": train,
+            "test": test,
+            "uniform": uniform,
+            "groups": held,
+            "shared": shared,
+        },
+    )
+
+
+def label_groups(
+    source: str | Source = "digits",
+    *,
+    clients: int = 10,
+    labels: int = 5,
+    train: int = 14,
+    test: int = 20,
+    centred: bool = True,
+    seed: int = 0,
+    validation: float = 0.0,
+    calibration: float = 0.0,
+    root: str | Path | None = None,
+    download: bool = False,
+) -> FederatedData:
+    """Skews labels in groups: consecutive classes, as many examples of each for every client, training and test data POOLED.
+
+    Client u has the classes (labels * u + k) mod O for k < labels, where O is the number of classes. With 5 of 10 classes, as in
+    the paper, that makes two groups only: classes 0 to 4 for the even clients, 5 to 9 for the odd ones. The paper says no more
+    than 5 of 10 labels per client; the groups come from the authors' code.
+
+    The data's own division is not kept: training and test part are pooled, and every client gets `train` and `test` examples of
+    each of its classes out of the pool, without replacement, so that no example belongs to two clients or to both splits.
+    Numbers are therefore not comparable to ones on the official test part; `recipe["pooled"]` says so. The authors' code takes
+    examples as they come and meets the numbers per class on average; here they are drawn at random and exact.
+
+    Sizes of the paper, as `train` and `test`: MNIST and Fashion-MNIST with 10 clients, small 50 and 950, large 900 and 300;
+    CIFAR-10 with 20 clients, small 25 and 475, large 450 and 150, which takes every image there is.
+
+    Inputs are `centred` as the authors do it, by mean 0.5 and standard deviation 0.5 of pixels within [0, 1]. It matters to whatever
+    asks for curvature: at [0, 1] a pixel that is always black is always 0, so that the weights on it have no curvature at all.
+
+    Args:
+        source: Name of a data set, or a source of your own, which has inputs within [0, 1] if they are to be centred.
+        clients: Number of clients.
+        labels: Classes of each client.
+        train: Training rows of each class and client, before validation and calibration.
+        test: Test rows of each class and client.
+        centred: Map inputs from [0, 1] to [-1, 1]. Otherwise they stay as `load` gives them: images standardised by their usual
+            mean and deviation, digits within [0, 1].
+
+    The other options are those of every recipe: `bayesfl.data.recipes.Options`.
+
+    Raises:
+        ValueError: More labels than classes, too few rows of a class, or inputs that cannot be centred.
+
+    References:
+        Chen, Liu, Wu, Fan, Cao, "FedSI: federated subnetwork inference for efficient uncertainty quantification", 2024,
+        arXiv:2404.15657, experiments; the groups, the pooling and the centring from the authors' code,
+        github.com/hyLiu1994/BPFedMePD.
+    """
+    options = Options(source=source, seed=seed, validation=validation, calibration=calibration, root=root, download=download)
+    opened = options.open()
+    y = np.concatenate(classes(opened, "label_groups"))
+    labels, train, test = check_labels(labels, opened), whole("train", train, least=1), whole("test", test, least=1)
+    check_clients(clients, len(y), "examples")
+    held = (labels * np.arange(clients)[:, None] + np.arange(labels)) % opened.outputs
+    rng = generator(seed, Purpose.PARTITION)
+    rows = partitions.deal_exactly(y, held, opened.outputs, (train, test), rng)
+    return options.federate(
+        opened,
+        rows[0],
+        rows[1],
+        {
+            "recipe": "label_groups",
+            "source": opened.info.name,
+            "pooled": True,
+            "clients": clients,
+            "labels": labels,
+            "train": train,
+            "test": test,
+            "centred": bool(centred),
+        },
+        pooled=True,
+        x=_centred(opened) if centred else None,
+    )
+
+
+def _centred(source: Source) -> Tensor:
+    """Maps inputs from [0, 1] to [-1, 1], the usual standardisation of known images undone first; one copy while it is in use.
+
+    Raises:
+        ValueError: Inputs beyond [0, 1].
+    """
+    known = _centred_inputs.get(source.x)
+    if known is not None and known[0] == source.x._version and (x := known[1]()) is not None:
+        return x
+    x = unit_range(source, "centred maps inputs from [0, 1] to [-1, 1]", "or pass centred=False")
+    x.mul_(2).sub_(1)
+    _centred_inputs[source.x] = (source.x._version, ref(x))
+    return x

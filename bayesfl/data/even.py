@@ -1,0 +1,89 @@
+"""Recipes that give clients equal parts: of all rows by chance, or in the order of a feature."""
+
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from bayesfl.base.random import Purpose, generator
+from bayesfl.data import partitions
+from bayesfl.data.federated import FederatedData
+from bayesfl.data.recipes import Options, check_clients
+from bayesfl.data.sources import Source
+
+
+def deal_evenly(source: Source, clients: int, rng: np.random.Generator) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Deals shuffled training and test rows in equal parts, to within one."""
+    parts = [np.array_split(rng.permutation(rows), clients) for rows in (source.train, len(source.x) - source.train)]
+    return partitions.join([[part] for part in parts[0]]), partitions.join([[part] for part in parts[1]])
+
+
+def iid(
+    source: str | Source = "digits",
+    *,
+    clients: int = 20,
+    seed: int = 0,
+    validation: float = 0.0,
+    calibration: float = 0.0,
+    root: str | Path | None = None,
+    download: bool = False,
+) -> FederatedData:
+    """Deals shuffled rows in equal parts, to within one, without any skew; for classification and regression.
+
+    Args:
+        clients: Number of clients.
+
+    The other options are those of every recipe: `bayesfl.data.recipes.Options`.
+
+    Raises:
+        ValueError: More clients than training or test rows.
+    """
+    options = Options(source=source, seed=seed, validation=validation, calibration=calibration, root=root, download=download)
+    opened = options.open()
+    check_clients(clients, min(opened.train, len(opened.x) - opened.train), "test examples")
+    train, test = deal_evenly(opened, clients, generator(seed, Purpose.PARTITION))
+    return options.federate(opened, train, test, {"recipe": "iid", "source": opened.info.name, "clients": clients, **_scale(opened)})
+
+
+def diabetes(
+    *,
+    clients: int = 10,
+    by: Literal["age", "sex", "bmi", "bp", "s1", "s2", "s3", "s4", "s5", "s6"] | None = None,
+    seed: int = 0,
+    validation: float = 0.0,
+    calibration: float = 0.0,
+) -> FederatedData:
+    """Shares out a regression: disease progression of 442 patients from ten features, 354 of them for training; ships with scikit-learn.
+
+    Features and target are standardised by the training rows; `recipe["target_mean"]` and `recipe["target_scale"]` give the
+    target's units back.
+
+    Args:
+        clients: Number of clients.
+        by: Skew: clients are equal parts of the patients in the order of this feature, ties at random. None for no skew.
+
+    The other options are those of every recipe: `bayesfl.data.recipes.Options`.
+
+    Raises:
+        ValueError: Too many clients, or an unknown feature.
+    """
+    if by is None:
+        return iid("diabetes", clients=clients, seed=seed, validation=validation, calibration=calibration)
+    features = ("age", "sex", "bmi", "bp", "s1", "s2", "s3", "s4", "s5", "s6")
+    if by not in features:
+        raise ValueError(f"by must be one of {', '.join(features)}, or None, got {by!r}")
+    options = Options(source="diabetes", seed=seed, validation=validation, calibration=calibration)
+    source = options.open()
+    check_clients(clients, len(source.x) - source.train, "test examples")
+    rng = generator(seed, Purpose.PARTITION)
+    parts = []
+    for x in (source.x_train, source.x_test):
+        shuffled = rng.permutation(len(x))
+        order = shuffled[np.argsort(x[shuffled, features.index(by)].numpy(), kind="stable")]
+        parts.append(partitions.join([[part] for part in np.array_split(order, clients)]))
+    return options.federate(source, parts[0], parts[1], {"recipe": "diabetes", "by": by, "clients": clients, **_scale(source)})
+
+
+def _scale(source: Source) -> dict[str, float]:
+    """Gives what leads back to the units of a regression's targets."""
+    return {} if source.scale is None else {"target_mean": round(source.scale[0], 9), "target_scale": round(source.scale[1], 9)}

@@ -1,0 +1,192 @@
+"""Images: every layout in which the known sets of them lie on disk, their usual standardisation, and the way back to [0, 1]."""
+
+import gzip
+import logging
+import math
+import string
+from http.client import HTTPException
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bayesfl.base.torchvision import torchvision
+from bayesfl.data.sources import INFO, Source
+
+log = logging.getLogger(__name__)
+
+# fmt: off
+FINE_TO_COARSE = (
+    4, 1, 14, 8, 0, 6, 7, 7, 18, 3, 3, 14, 9, 18, 7, 11, 3, 9, 7, 11, 6, 11, 5, 10, 7, 6, 13, 15, 3, 15, 0, 11, 1, 10, 12, 14, 16, 9, 11, 5,
+    5, 19, 8, 8, 15, 13, 14, 17, 18, 10, 16, 4, 17, 4, 2, 0, 17, 4, 18, 17, 10, 3, 2, 12, 12, 16, 12, 1, 9, 19, 2, 10, 0, 1, 16, 12, 9, 13,
+    15, 13, 16, 19, 2, 4, 6, 19, 5, 5, 8, 19, 18, 1, 2, 15, 6, 0, 17, 8, 14, 13,
+)
+"""Superclass of each of CIFAR-100's 100 classes (Krizhevsky, 2009); both numbered in alphabetical order."""
+# fmt: on
+
+NORMALISATION = {
+    "mnist": ((0.1307,), (0.3081,)),
+    "fashion-mnist": ((0.2860,), (0.3530,)),
+    "emnist-letters": ((0.1307,), (0.3081,)),
+    "cifar10": ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)),
+    "cifar100": ((0.5074, 0.4867, 0.4411), (0.2011, 0.1987, 0.2025)),
+}
+_FOLDER = {
+    "mnist": "MNIST",
+    "fashion-mnist": "FashionMNIST",
+    "emnist-letters": "EMNIST",
+    "cifar10": "cifar-10-batches-py",
+    "cifar100": "cifar-100-python",
+}
+_TORCHVISION = {"mnist": "MNIST", "fashion-mnist": "FashionMNIST", "emnist-letters": "EMNIST", "cifar10": "CIFAR10", "cifar100": "CIFAR100"}
+_FASHION = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
+_NAMES = {"fashion-mnist": _FASHION, "emnist-letters": tuple(string.ascii_lowercase)}
+
+
+def read_idx(path: str | Path) -> np.ndarray:
+    """Reads an array of unsigned bytes in the idx format of MNIST, gzipped or not.
+
+    Args:
+        path: The file.
+
+    Raises:
+        ValueError: The file is not such an array, or not whole.
+    """
+    path = Path(path)
+    with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+        data = file.read()
+    start = 4 + 4 * data[3] if len(data) >= 4 else 4
+    if len(data) < start or data[:3] != b"\x00\x00\x08":
+        raise ValueError(f"{path} is not an idx file of unsigned bytes: it begins with {data[:4].hex()}")
+    shape = tuple(int(n) for n in np.frombuffer(data[4:start], dtype=">u4"))
+    values = np.frombuffer(data[start:], dtype=np.uint8)
+    if len(values) != math.prod(shape):
+        raise ValueError(f"{path} should hold an array of shape {shape} but has {len(values)} bytes: it may be cut short, fetch it again")
+    return values.reshape(shape)
+
+
+def read_images(name: str, root: Path, download: bool) -> Source:
+    """Reads images and labels from where they lie on disk, and standardises them by the usual means and deviations."""
+    looked = [root / f"{name}.npz", root / f"{name.replace('-', '_')}.npz"]
+    for path in dict.fromkeys(looked):
+        if path.is_file():
+            with np.load(path, allow_pickle=False) as file:
+                return _standardised(name, {key: file[key] for key in file.files})
+    if name in ("mnist", "fashion-mnist"):
+        folder = root / _FOLDER[name] / "raw"
+        looked += [folder / "*-ubyte", folder / "*-ubyte.gz"]
+        arrays = _idx_arrays(folder)
+        if arrays is not None:
+            return _standardised(name, arrays)
+    else:
+        looked.append(root / _FOLDER[name])
+    if download or (_FOLDER[name] not in ("MNIST", "FashionMNIST") and looked[-1].is_dir()):
+        try:
+            arrays = _torchvision_arrays(name, root, download)
+        except (OSError, RuntimeError, HTTPException) as error:
+            raise FileNotFoundError(_absent(name, root, looked, download, error)) from error
+        return _standardised(name, arrays)
+    raise FileNotFoundError(_absent(name, root, looked, download))
+
+
+def _absent(name: str, root: Path, looked: list[Path], download: bool, error: Exception | None = None) -> str:
+    """Says that a data set is not there: why not, where it was looked for, and how to get it."""
+    what = "is not on disk"
+    if error is not None:
+        reason = " ".join(str(error).split())
+        what += f", and torchvision could not fetch it: {reason}" if download else f" as a whole: {reason}"
+    places = "\n  ".join(dict.fromkeys(map(str, looked)))
+    first = "Try again with a network connection" if download else "Pass download=True"
+    return (
+        f"the data set {name!r} {what}. Looked at\n  {places}\n{first} to let torchvision fetch it into {root}, put one of these files "
+        "there, or name another folder by root= or by the environment variable BAYESFL_DATA"
+    )
+
+
+def _idx_arrays(folder: Path) -> dict[str, np.ndarray] | None:
+    """Reads the four arrays of MNIST's layout; None where not all four are there."""
+    names = {"x_train": "train-images-idx3", "y_train": "train-labels-idx1", "x_test": "t10k-images-idx3", "y_test": "t10k-labels-idx1"}
+    found = {}
+    for key, stem in names.items():
+        paths = [path for end in ("-ubyte", "-ubyte.gz") if (path := folder / f"{stem}{end}").is_file()]
+        if not paths:
+            return None
+        found[key] = paths[0]
+    return {key: read_idx(path) for key, path in found.items()}
+
+
+def _torchvision_arrays(name: str, root: Path, download: bool) -> dict[str, np.ndarray]:
+    """Reads the same arrays through torchvision, which fetches them where it may."""
+    try:
+        torchvision()
+    except ImportError:
+        raise ImportError(f"reading or fetching {name} in its original form needs torchvision: pip install torchvision") from None
+    from torchvision import datasets
+
+    log.info("reading %s through torchvision in %s", name, root)
+    arrays = {}
+    for part, train in (("train", True), ("test", False)):
+        letters = {"split": "letters"} if name == "emnist-letters" else {}
+        data = getattr(datasets, _TORCHVISION[name])(str(root), train=train, download=download, **letters)
+        x = np.asarray(data.data)
+        arrays |= {f"x_{part}": x.swapaxes(1, 2) if letters else x, f"y_{part}": np.asarray(data.targets)}  # EMNIST's lie on their side
+    if name.startswith("cifar"):
+        arrays["label_names"] = np.asarray(data.classes)
+    return arrays
+
+
+def _standardised(name: str, arrays: dict[str, np.ndarray]) -> Source:
+    """Makes a source, float32 [N, channels, H, W], of uint8 images [N, H, W] or [N, H, W, 3] and labels."""
+    missing = [key for key in ("x_train", "y_train", "x_test", "y_test") if key not in arrays]
+    if missing:
+        raise ValueError(f"the file of {name!r} lacks {missing}: it must hold x_train, y_train, x_test and y_test")
+    raw, mean, std = arrays, *NORMALISATION[name]
+    train, test = len(raw["x_train"]), len(raw["x_test"])
+    height, width = raw["x_train"].shape[1:3]
+    x = torch.empty(train + test, len(mean), height, width)
+    for part, place in (("x_train", x[:train]), ("x_test", x[train:])):
+        images = torch.from_numpy(np.array(raw[part]))
+        place.copy_(images[:, None] if images.dim() == 3 else images.permute(0, 3, 1, 2))
+    x.div_(255).sub_(torch.tensor(mean)[:, None, None]).div_(torch.tensor(std)[:, None, None])
+    names = raw["label_names"].tolist() if "label_names" in raw else _NAMES.get(name)
+    superclasses, superclass_names = None, None
+    if name == "cifar100":
+        coarse = raw["coarse_of_fine"] if "coarse_of_fine" in raw else np.array(FINE_TO_COARSE)
+        superclasses = tuple(tuple(np.flatnonzero(coarse == k).tolist()) for k in range(20))
+        superclass_names = tuple(raw["coarse_names"].tolist()) if "coarse_names" in raw else None
+    classes = {"cifar100": 100, "emnist-letters": 26}.get(name, 10)
+    y = np.concatenate([raw["y_train"], raw["y_test"]]).astype(np.int64)
+    return Source(
+        x=x,
+        y=torch.from_numpy(y - 1 if name == "emnist-letters" else y),
+        train=train,
+        outputs=classes,
+        task="classification",
+        info=INFO[name],
+        class_names=tuple(map(str, names if names is not None else range(classes))),
+        superclasses=superclasses,
+        superclass_names=superclass_names,
+    )
+
+
+def unit_range(source: Source, why: str, otherwise: str = "") -> Tensor:
+    """Copies a source's inputs within [0, 1], the usual standardisation of known images undone.
+
+    Args:
+        source: Whose inputs.
+        why: Who asks for them, the start of the error.
+        otherwise: What else the user can do, its end.
+
+    Raises:
+        ValueError: Inputs beyond [0, 1].
+    """
+    x = source.x.clone()
+    if source.info.name in NORMALISATION and source.info is INFO[source.info.name]:
+        mean, std = (torch.tensor(numbers)[:, None, None] for numbers in NORMALISATION[source.info.name])
+        x.mul_(std).add_(mean).mul_(255).round_().div_(255)  # rounded: the bytes on disk, to the last bit
+    least, most = x.aminmax()
+    if not (least >= 0 and most <= 1):
+        remedy = ", ".join(filter(None, ("scale them to [0, 1]", otherwise)))
+        raise ValueError(f"{why}, those of {source.info.name!r} lie within [{least:.4g}, {most:.4g}]: {remedy}")
+    return x

@@ -1,0 +1,35 @@
+"""What is asked of a whole tensor again and again, found once and kept while it lives: its digest, and which rows are not finite."""
+
+import hashlib
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+_CHUNK = 1024  # rows looked at together, so that a check or a hash of images needs little memory
+
+_digests = WeakTensorKeyDictionary()
+_finite = WeakTensorKeyDictionary()
+
+
+def digest_of(tensor: Tensor) -> str:
+    """Digests a tensor's shape and numbers, as int64 or float32 whatever its device and precision, by SHA-256."""
+    known = _digests.get(tensor)
+    if known is None or known[0] != tensor._version:
+        digest = hashlib.sha256(repr(tuple(tensor.shape)).encode())
+        for rows in tensor.detach().split(_CHUNK):
+            numbers = (rows.float() if rows.is_floating_point() else rows.long()).cpu().contiguous().numpy()
+            digest.update(numbers.astype(numbers.dtype.newbyteorder("<")).tobytes())
+        known = _digests[tensor] = (tensor._version, digest.hexdigest())
+    return known[1]
+
+
+def not_finite(tensor: Tensor) -> Tensor | None:
+    """Marks the rows [N] bool that hold a NaN or an infinity; None where no row does."""
+    if not tensor.is_floating_point() or not len(tensor):
+        return None
+    known = _finite.get(tensor)
+    if known is None or known[0] != tensor._version:
+        bad = torch.cat([~rows.flatten(1).isfinite().all(1) if rows.dim() > 1 else ~rows.isfinite() for rows in tensor.split(_CHUNK)])
+        known = _finite[tensor] = (tensor._version, bad if bad.any() else None)
+    return known[1]

@@ -1,0 +1,37 @@
+"""Accuracy, calibration and error of predictions, for each client and for all of them in one pot.
+
+Predictions come padded: `probs` [J, N, O], `labels` [J, N], and a `mask` [J, N] that says which rows are examples; what stands in the
+others is never read. A function of one measure returns [J], with NaN for a client without examples; `pool` makes one client of all.
+Input that does not fit (shapes, labels without a class, logits for probabilities) raises a ValueError that names the remedy.
+
+Everything is computed in float64 on the CPU, so that the numbers do not depend on the device that predicted. A client with a prediction
+that is not finite, as after a run that diverged, has NaN in every measure, and so has every mean over clients that it belongs to.
+"""
+
+from bayesfl.evaluation.metrics.clients import bottom_decile, pool, pooled
+from bayesfl.evaluation.metrics.regression import coverage, gaussian_nll, regression_summary, rmse
+from bayesfl.evaluation.metrics.reliability import Norm, ReliabilityBins, ece, mce, reliability_bins
+from bayesfl.evaluation.metrics.scores import accuracy, auroc, brier, macro_f1, nll
+from bayesfl.evaluation.metrics.summaries import classification_summary, per_client_table
+
+__all__ = [
+    "Norm",
+    "ReliabilityBins",
+    "accuracy",
+    "auroc",
+    "bottom_decile",
+    "brier",
+    "classification_summary",
+    "coverage",
+    "ece",
+    "gaussian_nll",
+    "macro_f1",
+    "mce",
+    "nll",
+    "per_client_table",
+    "pool",
+    "pooled",
+    "regression_summary",
+    "reliability_bins",
+    "rmse",
+]

@@ -1,0 +1,77 @@
+"""Clients and their rows: padded input is checked, put in one pot, and summed up over clients."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def pool(probs: Tensor, labels: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Puts all examples of all clients into one pot: [J, N, *] as [1, J * N, *], for any measure here.
+
+    Args:
+        probs: Predictions, [J, N, O].
+        labels: True classes, [J, N], or targets, [J, N, O].
+        mask: Which rows are examples, [J, N] bool.
+
+    Returns:
+        The same three, for one client.
+    """
+    return probs.flatten(0, 1)[None], labels.flatten(0, 1)[None], mask.flatten(0, 1)[None]
+
+
+def pooled(measure: Callable[..., Tensor], probs: Tensor, labels: Tensor, mask: Tensor, **options: Any) -> float:
+    """Gives one number for the examples of all clients together, as in `pooled(ece, probs, labels, mask, bins=10)`.
+
+    Args:
+        measure: A function of `bayesfl.metrics` that takes `probs`, `labels` and `mask`.
+        probs: Class probabilities, [J, N, O].
+        labels: True classes, [J, N], integers in [0, O).
+        mask: Which rows are examples, [J, N] bool.
+        options: Passed on to `measure`.
+    """
+    return float(measure(*pool(probs, labels, mask), **options))
+
+
+def bottom_decile(values: Tensor | np.ndarray) -> float:
+    """Finds what the worst-served tenth of the clients gets: of J values in ascending order, the one at position floor(J / 10), from 0.
+
+    So reported by Marfoq et al., "Federated multi-task learning under a mixture of distributions", NeurIPS 2021. For measures of which
+    more is better.
+
+    Args:
+        values: One value a client, [J]; NaN is left out.
+
+    Returns:
+        NaN where no value is left.
+
+    Raises:
+        ValueError: There is more than one value a client.
+    """
+    values = torch.as_tensor(values).detach().to("cpu", torch.float64)
+    if values.dim() != 1:
+        raise ValueError(f"values must be one number a client, [J]; got shape {list(values.shape)}")
+    ordered = values[~values.isnan()].sort().values
+    return float(ordered[len(ordered) // 10]) if len(ordered) else math.nan
+
+
+def mean_of_clients(values: Tensor, broken: Tensor) -> float:
+    """Averages over clients [J] what is defined; NaN if anyone's predictions are broken, or nothing is defined."""
+    return math.nan if broken.any() else float(values.nanmean())
+
+
+def check_rows(predictions: Tensor, mask: Tensor, **others: Tensor) -> None:
+    """Checks that `mask` and `others` have one entry for each row of `predictions` [J, N, O].
+
+    Raises:
+        ValueError: One has another shape, or the mask is not bool.
+    """
+    rows = predictions.shape[:2]
+    for name, value in {**others, "mask": mask}.items():
+        if value.shape != rows:
+            raise ValueError(f"{name} must be [J, N] = {list(rows)}, one entry for each row of predictions; got shape {list(value.shape)}")
+    if mask.dtype != torch.bool:
+        raise ValueError(f"mask must be bool, True where a row is an example; got {mask.dtype}, use mask.bool()")

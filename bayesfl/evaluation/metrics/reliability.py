@@ -1,0 +1,135 @@
+"""Whether classifiers are as sure as they are right: calibration errors, and the bins of a reliability diagram."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bayesfl.evaluation.metrics.scores import Scored
+
+Norm: TypeAlias = Literal["l1", "l2", "max"]
+"""How the calibration gaps of the bins become one number: weighted mean, root of the weighted mean square, largest."""
+
+
+def ece(probs: Tensor, labels: Tensor, mask: Tensor, bins: int = 15, norm: Norm = "l1") -> Tensor:
+    """Computes the expected calibration error: how far confidence, the largest probability, is from accuracy.
+
+    Examples are binned by confidence; bin k of B holds (k / B, (k + 1) / B], and confidence 0 goes to the first. Each bin has a gap
+    |accuracy - mean confidence|, weighted by its share of the examples. Guo et al., "On calibration of modern neural networks",
+    ICML 2017, equations 3 and 5. A small client has few examples a bin, which biases its value upwards: compare clients of like size.
+
+    Args:
+        probs: Class probabilities, [J, N, O].
+        labels: True classes, [J, N], integers in [0, O).
+        mask: Which rows are examples, [J, N] bool.
+        bins: Number of bins of equal width.
+        norm: `l1`, the weighted mean of the gaps; `l2`, the root of their weighted mean square; `max`, the largest.
+
+    Returns:
+        Shape [J], in [0, 1].
+    """
+    return calibration_error(Scored.of(probs, labels, mask), bins, norm)
+
+
+def mce(probs: Tensor, labels: Tensor, mask: Tensor, bins: int = 15) -> Tensor:
+    """Computes the maximum calibration error: the largest gap of `ece` over bins that hold an example.
+
+    Args:
+        probs: Class probabilities, [J, N, O].
+        labels: True classes, [J, N], integers in [0, O).
+        mask: Which rows are examples, [J, N] bool.
+        bins: Number of bins of equal width.
+
+    Returns:
+        Shape [J], in [0, 1].
+    """
+    return calibration_error(Scored.of(probs, labels, mask), bins, "max")
+
+
+@dataclass(frozen=True)
+class ReliabilityBins:
+    """What a reliability diagram shows. Bin k of B holds confidences in (edges[k], edges[k + 1]].
+
+    Args:
+        edges: Bounds of the bins, [B + 1], from 0 to 1.
+        confidence: Mean confidence in each bin, [B]; NaN in an empty one.
+        accuracy: Share of right predictions in each bin, [B]; NaN in an empty one.
+        count: Examples in each bin, [B], integers.
+    """
+
+    edges: np.ndarray
+    confidence: np.ndarray
+    accuracy: np.ndarray
+    count: np.ndarray
+
+    @property
+    def examples(self) -> int:
+        """How many examples there are in all."""
+        return int(self.count.sum())
+
+    @property
+    def ece(self) -> float:
+        """Expected calibration error of these bins; NaN without examples."""
+        gaps = np.abs(self.accuracy - self.confidence)[self.count > 0]
+        return float(gaps @ self.count[self.count > 0] / self.examples) if self.examples else math.nan
+
+    @property
+    def mce(self) -> float:
+        """Maximum calibration error of these bins; NaN without examples."""
+        return float(np.abs(self.accuracy - self.confidence)[self.count > 0].max()) if self.examples else math.nan
+
+
+def reliability_bins(probs: Tensor, labels: Tensor, mask: Tensor, bins: int = 15) -> ReliabilityBins:
+    """Finds accuracy and mean confidence by bins of confidence, over all examples of all clients.
+
+    Args:
+        probs: Class probabilities, [J, N, O].
+        labels: True classes, [J, N], integers in [0, O).
+        mask: Which rows are examples, [J, N] bool.
+        bins: Number of bins of equal width.
+
+    Raises:
+        ValueError: A prediction that counts is not finite.
+    """
+    scored = Scored.of(probs, labels, mask)
+    if scored.broken.any():
+        raise ValueError(
+            f"clients {scored.broken.nonzero().flatten().tolist()} have predictions that are not finite: the run diverged (lower its "
+            "learning rate), or `mask` covers padded rows"
+        )
+    count, hits, confidence = (t[0].numpy() for t in binned(scored.pooled(), bins))
+    with np.errstate(invalid="ignore"):
+        return ReliabilityBins(np.arange(bins + 1) / bins, confidence / count, hits / count, count.astype(np.int64))
+
+
+def binned(scored: Scored, bins: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Counts examples and right predictions and sums confidences, by bins of confidence, [J, B] each.
+
+    Raises:
+        ValueError: There is no such number of bins.
+    """
+    if bins < 1 or bins != int(bins):
+        raise ValueError(f"bins is a number of confidence bins, an integer >= 1; got {bins}")
+    confidence = scored.top[0]
+    inner = torch.arange(1, bins, dtype=torch.float64) / bins
+    where = torch.bucketize(confidence, inner)
+    return scored.count(where, bins), scored.count(where, bins, scored.hits), scored.count(where, bins, confidence)
+
+
+def calibration_error(scored: Scored, bins: int, norm: Norm = "l1") -> Tensor:
+    """Makes one number for each client, [J], of the gaps between accuracy and confidence.
+
+    Raises:
+        ValueError: There is no such norm or number of bins.
+    """
+    if norm not in get_args(Norm):
+        raise ValueError(f"norm must be one of {get_args(Norm)}, got {norm!r}")
+    count, hits, confidence = binned(scored, bins)
+    gap = (hits - confidence).abs() / count.clamp_min(1)
+    share = count / count.sum(-1, keepdim=True)
+    if norm == "max":
+        return scored.nan_broken(torch.where(count.any(-1), gap.amax(-1), math.nan))
+    return scored.nan_broken((share * gap).sum(-1) if norm == "l1" else (share * gap.square()).sum(-1).sqrt())

@@ -1,0 +1,68 @@
+"""All measures of a federation of classifiers at once: as one number each, and as a table of clients."""
+
+import math
+
+import numpy as np
+from torch import Tensor
+
+from bayesfl.evaluation.metrics.clients import bottom_decile, mean_of_clients
+from bayesfl.evaluation.metrics.reliability import calibration_error
+from bayesfl.evaluation.metrics.scores import Scored
+
+
+def classification_summary(probs: Tensor, labels: Tensor, mask: Tensor, *, bins: int = 15) -> dict[str, float]:
+    """Sums up a federation of classifiers.
+
+    Args:
+        probs: Class probabilities, [J, N, O].
+        labels: True classes, [J, N], integers in [0, O).
+        mask: Which rows are examples, [J, N] bool.
+        bins: Number of confidence bins.
+
+    Returns:
+        `accuracy`, `nll`, `ece`, `mce`, `brier`, `macro_f1` and `auroc`: means over clients, each client counting once, those without
+        examples (or without an AUROC) left out. `accuracy_decile`: of the worst-served tenth. `pooled_accuracy`, `pooled_nll`,
+        `pooled_ece`, `pooled_mce`, `pooled_brier`: of all examples in one pot.
+    """
+    scored = Scored.of(probs, labels, mask)
+    clients, pot = _measures(scored, bins), scored.pooled()
+    summary = {name: mean_of_clients(values, scored.broken) for name, values in clients.items()}
+    summary["accuracy_decile"] = math.nan if scored.broken.any() else bottom_decile(clients["accuracy"])
+    together = {
+        "accuracy": pot.accuracy(),
+        "nll": pot.nll(),
+        "ece": calibration_error(pot, bins),
+        "mce": calibration_error(pot, bins, "max"),
+        "brier": pot.brier(),
+    }
+    return summary | {f"pooled_{name}": float(value) for name, value in together.items()}
+
+
+def per_client_table(probs: Tensor, labels: Tensor, mask: Tensor, *, bins: int = 15) -> dict[str, np.ndarray]:
+    """Lists every measure of every client as columns [J], ready for a data frame.
+
+    Args:
+        probs: Class probabilities, [J, N, O].
+        labels: True classes, [J, N], integers in [0, O).
+        mask: Which rows are examples, [J, N] bool.
+        bins: Number of confidence bins.
+
+    Returns:
+        `client` and `examples` (integers), `accuracy`, `nll`, `ece`, `mce`, `brier`, `macro_f1`, `auroc`.
+    """
+    scored = Scored.of(probs, labels, mask)
+    index = {"client": np.arange(len(scored.mask)), "examples": scored.mask.sum(-1).numpy()}
+    return index | {name: values.numpy() for name, values in _measures(scored, bins).items()}
+
+
+def _measures(scored: Scored, bins: int) -> dict[str, Tensor]:
+    """Computes every measure of every client, [J] each."""
+    return {
+        "accuracy": scored.accuracy(),
+        "nll": scored.nll(),
+        "ece": calibration_error(scored, bins),
+        "mce": calibration_error(scored, bins, "max"),
+        "brier": scored.brier(),
+        "macro_f1": scored.macro_f1(),
+        "auroc": scored.auroc(),
+    }

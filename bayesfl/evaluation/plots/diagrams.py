@@ -1,0 +1,200 @@
+"""Reliability diagrams: whether a classifier is as sure as it is right."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from torch import Tensor
+
+from bayesfl.evaluation.metrics import ReliabilityBins, reliability_bins
+from bayesfl.evaluation.plots.inputs import predictions
+from bayesfl.evaluation.plots.look import BLUE, GREY, INK, clean, new_figure
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_OVER: dict[str, Any] = {"color": "#F6CDB2", "edgecolor": "#D55E00", "hatch": "////", "label": "overconfident", "gid": "overconfident"}
+_UNDER: dict[str, Any] = {"color": "#7FB9DF", "edgecolor": "#CFE7F7", "hatch": "....", "label": "underconfident", "gid": "underconfident"}
+_CLIENTS = 12  # panels that by="client" draws unless told which
+
+
+def reliability(
+    source: Any,
+    labels: Tensor | None = None,
+    mask: Tensor | None = None,
+    *,
+    bins: int = 15,
+    by: Literal["pooled", "client"] = "pooled",
+    clients: Sequence[int] | None = None,
+    ax: "Axes | None" = None,
+    title: str | None = None,
+) -> Any:
+    """Draws a reliability diagram: accuracy by bins of confidence, and how many examples each bin holds.
+
+    Blue bars are the accuracy of each bin. A shaded gap leads from their top to the bin's mean confidence: upwards, in vermilion, where
+    the model claims more than it achieves; downwards, in sky blue, where it claims less. The expected calibration error is the mean of
+    the gaps, weighted by the histogram beneath. Guo et al., "On calibration of modern neural networks", ICML 2017.
+
+    Args:
+        source: A simulation's result, whose personal predictions on its test data are used; or class probabilities, [J, N, O] or [N, O].
+        labels: True classes, [J, N] or [N]; only where `source` is probabilities.
+        mask: Which rows are examples, bool and shaped as `labels`; by default all.
+        bins: Number of bins of equal width.
+        by: `pooled`, one diagram of all examples; `client`, one per client.
+        clients: Which clients, by number; by default all when pooled, and the first 12 that have examples by client.
+        ax: Where to draw a pooled diagram; it makes room for the histogram beneath. By default a new figure.
+        title: Of the diagram, or of the figure.
+
+    Returns:
+        The diagram's matplotlib Axes; by client an array of them, in the order of `clients`. `axes.figure` is the figure.
+
+    Raises:
+        ValueError: The shapes do not fit, or a client is not there.
+    """
+    probs, labels, mask = predictions(source, labels, mask)
+    total = len(probs)
+    wrong = [j for j in clients or () if not 0 <= j < total]
+    if wrong:
+        raise ValueError(f"clients {wrong} are not there; the predictions are of clients 0 to {total - 1}")
+    if by == "pooled":
+        if clients is not None:
+            chosen = list(clients)
+            probs, labels, mask = probs[chosen], labels[chosen], mask[chosen]
+        pooled = reliability_bins(probs, labels, mask, bins)
+        if ax is None:
+            return _panels({title or "": pooled}, 1, size=(3.8, 4.6))[1][0]
+        _diagram(ax, _split(ax), pooled)
+        ax.legend(handles=_key(), loc="upper left", fontsize="small", handlelength=1.3, edgecolor="none", framealpha=0.9, borderaxespad=0.2)
+        ax.set_title(title or "")
+        return ax
+    if by != "client":
+        raise ValueError(f"by must be 'pooled' or 'client', got {by!r}")
+    if ax is not None:
+        raise ValueError("by='client' makes a figure of its own; leave ax out, or draw one client with by='pooled', clients=[j], ax=ax")
+    if clients is None:
+        clients = mask.any(-1).nonzero().flatten().tolist()[:_CLIENTS]
+    if not clients:
+        raise ValueError("there is no client with examples to draw; check mask")
+    panels = {f"client {j}": reliability_bins(probs[j : j + 1], labels[j : j + 1], mask[j : j + 1], bins) for j in clients}
+    figure, axes = _panels(panels, min(4, len(panels)))
+    if title:
+        figure.suptitle(title)
+    return axes
+
+
+def reliability_compare(entries: Mapping[str, Any], *, bins: int = 15, columns: int | None = None) -> "Figure":
+    """Draws reliability diagrams of several methods side by side, on one scale.
+
+    Args:
+        entries: {method: a simulation's result, or (probs, labels, mask)} as in `reliability`.
+        bins: Number of bins of equal width.
+        columns: Diagrams in a row; by default up to 4.
+
+    Returns:
+        A matplotlib Figure, to be saved by `.savefig`.
+
+    Raises:
+        ValueError: There is no entry, or one does not fit.
+    """
+    if not entries:
+        raise ValueError("entries is empty: give at least one {method: result or (probs, labels, mask)}")
+    panels = {name: reliability_bins(*predictions(entry, None, None), bins) for name, entry in entries.items()}
+    return _panels(panels, min(4, len(panels)) if columns is None else columns, alike=True)[0]
+
+
+def _panels(
+    panels: Mapping[str, ReliabilityBins], columns: int, *, size: tuple[float, float] = (3.0, 3.4), alike: bool = False
+) -> tuple["Figure", np.ndarray]:
+    """Draws a grid of diagrams, the outer ones with the words; `alike` gives their histograms one scale."""
+    if columns < 1:
+        raise ValueError(f"columns is a number of diagrams in a row, >= 1; got {columns}")
+    columns = min(columns, len(panels))
+    lines = -(-len(panels) // columns)
+    figure = new_figure((max(size[0] * columns, 3.6) + 0.4, size[1] * lines + 0.5))
+    grid = figure.add_gridspec(2 * lines, columns, height_ratios=(4, 1) * lines)
+    tallest = max(int(bins.count.max()) for bins in panels.values()) if alike else None
+    axes = np.empty(len(panels), dtype=object)
+    for place, (name, bins) in enumerate(panels.items()):
+        line, column = divmod(place, columns)
+        axes[place] = ax = figure.add_subplot(grid[2 * line, column])
+        beneath = figure.add_subplot(grid[2 * line + 1, column], sharex=ax, label="histogram")
+        _diagram(ax, beneath, bins, across=place + columns >= len(panels), up=column == 0, tallest=tallest)
+        ax.set_title(name, fontsize="medium")
+    figure.legend(handles=_key(), loc="outside lower center", ncols=3, frameon=False, fontsize="small", handlelength=1.3)
+    return figure, axes
+
+
+def _diagram(
+    ax: "Axes", beneath: "Axes", bins: ReliabilityBins, *, across: bool = True, up: bool = True, tallest: int | None = None
+) -> None:
+    """Draws one reliability diagram in `ax` and its histogram in `beneath`, which shares the x axis.
+
+    Args:
+        ax: Where the bars go.
+        beneath: Where the histogram goes.
+        bins: What to draw.
+        across: Whether to write along the x axis.
+        up: Whether to write along the y axes.
+        tallest: Count that the histogram's axis reaches; by default its own largest.
+    """
+    from matplotlib.ticker import MaxNLocator
+
+    left, width, filled = bins.edges[:-1], np.diff(bins.edges), bins.count > 0
+    height = np.where(filled, bins.accuracy, 0.0)
+    ax.bar(left, height, width, align="edge", color=BLUE, alpha=0.85, edgecolor="white", linewidth=0.6, label="accuracy", gid="accuracy")
+    low, high = np.fmin(bins.accuracy, bins.confidence), np.fmax(bins.accuracy, bins.confidence)
+    over = filled & (bins.confidence >= bins.accuracy)
+    for which, look in ((over, _OVER), (filled & ~over, _UNDER)):
+        ax.bar(left[which], (high - low)[which], width[which], bottom=low[which], align="edge", linewidth=0.6, **look)
+    ax.plot([0, 1], [0, 1], linestyle=(0, (4, 3)), color=INK, linewidth=1, gid="diagonal")
+    ax.set(xlim=(0, 1), ylim=(0, 1))
+    clean(ax, grid="y")
+    numbers = f"ECE {100 * bins.ece:.1f}%\nMCE {100 * bins.mce:.1f}%\nn = {bins.examples:,}" if bins.examples else "no examples"
+    ax.text(
+        0.97,
+        0.04,
+        numbers.replace(",", "\u2009"),
+        transform=ax.transAxes,
+        ha="right",
+        va="bottom",
+        fontsize="small",
+        linespacing=1.4,
+        bbox={"boxstyle": "round,pad=0.35", "facecolor": "white", "edgecolor": "none", "alpha": 0.9},
+    )
+    beneath.bar(left, bins.count, width, align="edge", color=GREY, edgecolor="white", linewidth=0.6, gid="count")
+    if tallest:
+        beneath.set_ylim(0, 1.05 * tallest)
+    beneath.yaxis.set_major_locator(MaxNLocator(nbins=2, integer=True))
+    beneath.set_xticks(np.linspace(0, 1, 6))
+    clean(beneath)
+    ax.tick_params(labelbottom=False, labelleft=up)
+    beneath.tick_params(labelbottom=across, labelleft=up or tallest is None)
+    if across:
+        beneath.set_xlabel("confidence")
+    if up:
+        ax.set_ylabel("accuracy")
+        beneath.set_ylabel("examples", fontsize="small")
+
+
+def _key() -> list[Any]:
+    """Explains the colours of a diagram, for its legend."""
+    from matplotlib.patches import Patch
+
+    gaps = [
+        Patch(facecolor=k["color"], edgecolor=k["edgecolor"], hatch=k["hatch"], linewidth=0.6, label=k["label"]) for k in (_OVER, _UNDER)
+    ]
+    return [Patch(facecolor=BLUE, alpha=0.85, label="accuracy"), *gaps]
+
+
+def _split(ax: "Axes") -> "Axes":
+    """Makes new axes in the lowest part of where `ax` stood, sharing its x axis."""
+    spec, figure = ax.get_subplotspec(), ax.figure
+    if spec is not None:
+        upper, lower = spec.subgridspec(2, 1, height_ratios=(4, 1), hspace=0.04)
+        ax.set_subplotspec(upper)
+        return figure.add_subplot(lower, sharex=ax, label="histogram")
+    box = ax.get_position()
+    fifth = box.height / 5
+    ax.set_position((box.x0, box.y0 + 1.15 * fifth, box.width, box.height - 1.15 * fifth))
+    return figure.add_axes((box.x0, box.y0, box.width, fifth), sharex=ax, label="histogram")

@@ -1,0 +1,29 @@
+"""What can be drawn: the class probabilities of a simulation's result, or those that are given."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def predictions(source: Any, labels: Tensor | None, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Finds what to score, [J, N, O], [J, N] and [J, N], of a result or of what was given.
+
+    Raises:
+        ValueError: There are no labels, two sorts of them, or a result of regression.
+    """
+    if hasattr(source, "predict") and hasattr(source, "data"):
+        if labels is not None or mask is not None:
+            raise ValueError("a result brings its own labels and mask; leave them out, or pass probabilities instead of the result")
+        test = source.data.test
+        probs = source.predict(test).probs
+        if probs is None:
+            raise ValueError("a reliability diagram needs class probabilities, and this result is of regression; look at its coverage")
+        return (probs, *test.padded_labels())
+    if labels is None and isinstance(source, (tuple, list)) and len(source) == 3:
+        source, labels, mask = source
+    if labels is None:
+        raise ValueError("probabilities need labels: pass (probs, labels, mask), or a simulation's result")
+    probs, labels = torch.as_tensor(source), torch.as_tensor(labels)
+    mask = torch.ones_like(labels, dtype=torch.bool) if mask is None else torch.as_tensor(mask)
+    return (probs[None], labels[None], mask[None]) if probs.dim() == 2 else (probs, labels, mask)

@@ -1,0 +1,36 @@
+"""What all diagrams have in common: their colours, a figure that pyplot knows nothing of, quiet axes."""
+
+from collections.abc import Iterator
+from itertools import cycle
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+OKABE_ITO = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
+"""Blue, vermilion, green, purple, orange, sky blue, black, yellow."""
+BLUE, GREY, INK = "#0072B2", "#8A8F94", "#333333"
+_DASHES = ("-", "--", ":", "-.")
+
+
+def looks() -> Iterator[tuple[str, str]]:
+    """Gives one line after another a colour and a dash of its own, again from the start after the last of them."""
+    return cycle([(colour, dash) for dash in _DASHES for colour in OKABE_ITO[:7]])
+
+
+def new_figure(size: tuple[float, float]) -> "Figure":
+    """Makes a figure, width and height in inches, that is registered nowhere."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=size, dpi=150, layout="constrained")
+
+
+def clean(ax: "Axes", *, grid: Literal["both", "y"] | None = None) -> None:
+    """Takes away the upper and the right side of the frame, and puts axes behind what is drawn; draws a grid where asked to."""
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.spines[["left", "bottom"]].set_color("0.5")
+    ax.tick_params(color="0.5", labelsize="small")
+    ax.set_axisbelow(True)
+    if grid is not None:
+        ax.grid(True, axis=grid, color="0.9", linewidth=0.8)

@@ -1,0 +1,23 @@
+"""Networks as a body and a head, which is how personal federated learning cuts them.
+
+Every network here has parameters named `body.*` and `head.*`, draws its start from its own seed and leaves torch's global
+generator alone. `split` gives any other module the same two names.
+"""
+
+from bayesfl.models.cutting import Split, split
+from bayesfl.models.networks import char_lstm, cifar100_cnn, leaky_cnn, lenet, mlp, resnet18
+from bayesfl.models.purity import refuse_impure
+from bayesfl.models.starts import anew
+
+__all__ = [
+    "Split",
+    "anew",
+    "char_lstm",
+    "cifar100_cnn",
+    "leaky_cnn",
+    "lenet",
+    "mlp",
+    "refuse_impure",
+    "resnet18",
+    "split",
+]

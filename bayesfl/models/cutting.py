@@ -1,0 +1,64 @@
+"""A network as a body and a head, which is how personal federated learning cuts them."""
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+
+class Split(nn.Module):
+    """A network cut in two: `head(body(x))`.
+
+    Args:
+        body: What clients usually share.
+        head: What they usually keep.
+    """
+
+    def __init__(self, body: nn.Module, head: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+        self.head = head
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Computes outputs [B, O] of inputs [B, ...]."""
+        return self.head(self.body(x))
+
+
+def split(module: nn.Module, *, head: str = "fc", example: Tensor | None = None) -> Split:
+    """Cuts any module whose last step is the submodule `head` into a body and that head; the module itself is not changed.
+
+    Args:
+        module: Any module.
+        head: Name of its last submodule, as `named_modules()` gives it: `fc`, `classifier.6`.
+        example: Inputs [B, ...] on which to check that the cut network computes what the module did.
+
+    Raises:
+        ValueError: There is no such submodule, it has no parameters of its own, or it is not the last step.
+    """
+    names = [name for name, _ in module.named_modules() if name]
+    if head not in names:
+        raise ValueError(f"the module has no submodule {head!r}; it has {names or 'none at all'}. Pass the name of the last one as head=")
+    body = copy.deepcopy(module)
+    last = body.get_submodule(head)
+    if not any(True for _ in last.parameters()):
+        with_some = [name for name in names if any(True for _ in module.get_submodule(name).parameters())]
+        raise ValueError(f"submodule {head!r} has no parameters, so it cannot be a head; those with parameters are {with_some}")
+    parent, _, child = head.rpartition(".")
+    setattr(body.get_submodule(parent), child, nn.Identity())
+    shared = {id(p) for p in last.parameters()} & {id(p) for p in body.parameters()}
+    if shared:
+        raise ValueError(
+            f"submodule {head!r} shares parameters with the rest of the module, so the two cannot be told apart: untie them first"
+        )
+    cut = Split(body, last)
+    if example is not None:
+        before, after = _outputs(module, example), _outputs(cut, example)
+        if before.shape != after.shape or not torch.allclose(before, after, equal_nan=True):
+            raise ValueError(f"submodule {head!r} is not the last step of the module: cut there, it computes something else")
+    return cut
+
+
+def _outputs(module: nn.Module, example: Tensor) -> Tensor:
+    """Computes the outputs of a copy in evaluation mode."""
+    with torch.no_grad():
+        return copy.deepcopy(module).eval()(example)

@@ -1,0 +1,68 @@
+"""Where weights start: drawn from a seed of their own, torch's global generator left alone."""
+
+import copy
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from bayesfl.base.checks import instance, number
+from bayesfl.base.layout import Layout
+from bayesfl.base.random import Purpose, generator
+from bayesfl.models.cutting import Split
+
+_BODY, _HEAD = 0, 1  # words of the addresses under Purpose.MODEL
+
+
+def seeded(make: Callable[[], Split], seed: int, head_scale: float | None) -> Split:
+    """Builds what `make` makes, on the CPU and from `seed` alone; the head drawn from N(0, head_scale^2) where that is given."""
+    if head_scale is not None and not number("head_scale", head_scale) > 0:
+        raise ValueError(f"head_scale is a standard deviation and must be > 0, got {head_scale}")
+    word = int(generator(seed, Purpose.MODEL, index=_BODY).integers(2**63))
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.default_generator.manual_seed(word)
+        model = make()
+    if head_scale is not None:
+        rng = generator(seed, Purpose.MODEL, index=_HEAD)
+        with torch.no_grad():
+            for p in model.head.parameters():
+                draw = rng.standard_normal(tuple(p.shape), dtype="float32")
+                p.copy_(torch.from_numpy(draw).to(p.dtype) * head_scale)
+    return model
+
+
+def anew(module: nn.Module, *, pattern: str = "*") -> Callable[[np.random.Generator, int], Tensor]:
+    """Makes a start for a block: weights as the module's layers draw them when they are made, drawn anew, (generator, D) -> [D] in float32.
+
+    Args:
+        module: The model; it is not changed.
+        pattern: The block's parameters, as in `Block.pattern`.
+
+    Raises:
+        TypeError: It is no module.
+        ValueError: A layer has parameters and no `reset_parameters`.
+    """
+    instance("model", module, nn.Module, "build one, as bf.models.mlp(clients.inputs, outputs=clients.outputs)")
+    stuck = [
+        name
+        for name, layer in module.named_modules()
+        if any(True for _ in layer.parameters(recurse=False)) and not hasattr(layer, "reset_parameters")
+    ]
+    if stuck:
+        raise ValueError(
+            f"layers {stuck} have no reset_parameters, by which their weights could be drawn anew: give them such a method, as torch's "
+            "layers have, or their block another start"
+        )
+    layout = Layout(module, pattern)
+
+    def start(rng: np.random.Generator, size: int) -> Tensor:
+        fresh = copy.deepcopy(module)
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(int(rng.integers(2**31)))
+            for layer in fresh.modules():
+                if callable(reset := getattr(layer, "reset_parameters", None)):
+                    reset()
+        return layout.ravel({name: p.detach().float() for name, p in fresh.named_parameters() if name in layout.shapes})
+
+    return start

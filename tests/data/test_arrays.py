@@ -1,0 +1,229 @@
+"""Your own arrays and data sets: every form they come in, and what is refused."""
+
+import numpy as np
+import pytest
+import torch
+from torch.testing import assert_close
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from bayesfl.data import from_arrays, from_datasets
+from tests.data.made import arrays, environments
+
+
+def test_lists_pooled_arrays_and_datasets_agree():
+    xs, ys = arrays()
+    lists = from_arrays(xs, ys)
+    tensors = from_arrays([torch.tensor(x) for x in xs], [torch.tensor(y) for y in ys])
+    sets = from_datasets([TensorDataset(torch.tensor(x), torch.tensor(y)) for x, y in zip(xs, ys, strict=True)])
+    ids = np.repeat([10, 20, 30], [len(y) for y in ys])
+    pooled = from_arrays(np.concatenate(xs), np.concatenate(ys), client_ids=ids)
+    assert lists.hash == tensors.hash == sets.hash == pooled.hash
+    assert pooled.client_names == ("10", "20", "30")
+    assert lists.client_names == ("client 0", "client 1", "client 2")
+    assert (lists.task, lists.classes, lists.inputs, lists.train.x.dtype) == ("classification", 3, (5,), torch.float32)
+
+
+def test_pooled_clients_are_sorted_whatever_the_order_of_rows():
+    x, y = np.arange(12.0)[:, None], np.tile([0, 1], 6)
+    ids = ["b", "a", "c"] * 4
+    data = from_arrays(x, y, client_ids=ids, test_share=0)
+    assert data.client_names == ("a", "b", "c")
+    assert data.train.client(0)[0].flatten().tolist() == [1, 4, 7, 10]
+    mixed = from_arrays(x, y, client_ids=["b", 1, None] * 4, test_share=0)
+    assert len(mixed.client_names) == 3
+
+
+def test_any_map_style_dataset():
+    class Squares(Dataset):
+        def __init__(self, n):
+            self.n = n
+
+        def __len__(self):
+            return self.n
+
+        def __getitem__(self, i):
+            return np.full((1, 2, 2), float(i), dtype=np.float32), i % 2
+
+    data = from_datasets([Squares(10), Squares(6)], test=[Squares(2), Squares(4)])
+    assert data.inputs == (1, 2, 2)
+    assert data.counts["train"].tolist() == [10, 6]
+    assert data.counts["test"].tolist() == [2, 4]
+    some = from_datasets([Squares(10), Squares(6)], test=[[], Squares(4)])  # pyright: ignore[reportArgumentType]
+    assert some.counts["test"].tolist() == [0, 4]
+
+
+def numbered(n: int) -> TensorDataset:
+    return TensorDataset(torch.arange(2.0 * n).reshape(n, 2), torch.arange(n) % 2)
+
+
+@pytest.mark.parametrize(
+    ("datasets", "options", "message"),
+    [
+        ([numbered(3), [("an image", 1)]], {}, r"datasets\[1\] must hold numbers, its item 0 does not.*ToTensor"),
+        ([TensorDataset(*numbered(3).tensors, torch.zeros(3))], {}, r"datasets\[0\] must give pairs \(x, y\), got tuple of length 3"),
+        ([numbered(3), [{"image": 1, "label": 2}]], {}, r"datasets\[1\] must give pairs \(x, y\), got dict as item 0"),
+        ([[(torch.zeros(2), 0), (torch.zeros(3), 0)]], {}, r"datasets\[0\] .*one shape: item 1 has x \[3\] .* item 0 has x \[2\]"),
+        ([], {}, "datasets is empty"),
+        ([numbered(3), []], {}, r"datasets\[1\] is empty: leave that client out"),
+        ([numbered(3)], {"test": [numbered(1), numbered(1)]}, "test has 2 clients, the training data 1"),
+        ([numbered(3)], {"test": [[(1, 2, 3)]]}, r"test\[0\] must give pairs"),
+    ],
+)
+def test_datasets_that_do_not_fit_are_named(datasets, options, message):
+    with pytest.raises(ValueError, match=message):
+        from_datasets(datasets, **options)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield torch.zeros(2), 0
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda xs, ys, sets: from_arrays(sets, None),
+            "x of client 0 must be an array.* got TensorDataset; .*from_datasets",
+        ),
+        (lambda xs, ys, sets: from_arrays([DataLoader(s) for s in sets], ys), "x of client 0 .* got DataLoader; .*from_datasets"),
+        (lambda xs, ys, sets: from_arrays(sets[0], ys), "x must be a list with one array of inputs per client, got one TensorDataset"),
+        (lambda xs, ys, sets: from_arrays(xs, None), "y must be a list with one array of labels or targets per client, got None"),
+        (lambda xs, ys, sets: from_arrays(xs, [ys[0], None, ys[2]]), "y of client 1 must be an array.* got None"),
+        (lambda xs, ys, sets: from_arrays(dict(enumerate(xs)), ys), "x must be a list .* got dict"),
+        (lambda xs, ys, sets: from_arrays(xs[0], None, client_ids=[1] * 7), "y must be an array.* got None"),
+        (lambda xs, ys, sets: from_arrays(xs, ys, test=(sets, None)), "test x of client 0 .* got TensorDataset"),
+        (lambda xs, ys, sets: from_datasets(sets[0]), "datasets must be a list with one data set per client, got one TensorDataset"),
+        (lambda xs, ys, sets: from_datasets([Stream()]), r"datasets\[0\] must be a map-style data set.* got Stream"),
+        (
+            lambda xs, ys, sets: from_datasets([DataLoader(sets[0])]),
+            r"datasets\[0\] .* got DataLoader: .*pass loader.dataset",
+        ),
+        (lambda xs, ys, sets: from_datasets(sets, test=sets[0]), "test must be a list"),
+        (lambda xs, ys, sets: from_datasets(sets, client_ids=[1, 2, 3]), "client_ids is for the pooled arrays"),
+    ],
+)
+def test_what_is_no_array_or_no_data_set_is_named(call, message):
+    xs, ys = arrays()
+    with pytest.raises(TypeError, match=message):
+        call(xs, ys, [TensorDataset(torch.tensor(x), torch.tensor(y)) for x, y in zip(xs, ys, strict=True)])
+
+
+def test_a_client_without_test_data_does_not_decide_the_task():
+    xs, ys = arrays()
+    data = from_arrays(xs, ys, test=([xs[0], xs[1][:0], xs[2]], [ys[0], np.array([]), ys[2]]))
+    assert (data.task, data.counts["test"].tolist()) == ("classification", [7, 0, 9])
+
+
+def test_given_test_data_in_both_forms():
+    xs, ys = arrays()
+    tx, ty = arrays(sizes=(2, 0, 3), seed=1)
+    lists = from_arrays(xs, ys, test=(tx, ty))
+    pooled = from_arrays(
+        np.concatenate(xs),
+        np.concatenate(ys),
+        client_ids=np.repeat([0, 1, 2], [7, 4, 9]),
+        test=(np.concatenate(tx), np.concatenate(ty), [2, 2, 0, 0, 0]),
+    )
+    assert lists.counts["test"].tolist() == [2, 0, 3]
+    assert lists.counts["train"].tolist() == [7, 4, 9]
+    assert_close(lists.test.client(2)[0], torch.tensor(tx[2]).float())
+    assert pooled.counts["test"].tolist() == [3, 0, 2]
+
+
+def test_regression_is_read_from_the_targets():
+    xs, _ = arrays()
+    one = from_arrays(xs, [x[:, 0] for x in xs])
+    two = from_arrays(xs, [x[:, :2] for x in xs])
+    assert (one.task, one.outputs, two.outputs) == ("regression", 1, 2)
+    assert two.test.y.dtype == torch.float32
+    with pytest.raises(ValueError, match="regression has no classes"):
+        _ = one.classes
+    forced = from_arrays(xs, [np.arange(len(x)) for x in xs], task="regression")
+    assert forced.train.y.is_floating_point()
+    whole = from_arrays(xs, [np.arange(len(x)) % 2.0 for x in xs], task="classification", outputs=4)
+    assert (whole.classes, whole.train.y.dtype) == (4, torch.int64)
+
+
+def test_your_arrays_are_copied_once():
+    x = np.ones((6, 2), dtype=np.float32)
+    data = from_arrays([x], [np.zeros(6, dtype=int)])
+    x[:] = 7
+    assert data.train.x.max() == 1
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda xs, ys: from_arrays(xs, ys[:2]), "x has 3 clients, y has 2"),
+        (lambda xs, ys: from_arrays([], []), "x is empty: pass one array"),
+        (lambda xs, ys: from_arrays([], [], client_ids=[]), "x is empty: pass one row"),
+        (lambda xs, ys: from_arrays(np.concatenate(xs), np.concatenate(ys)), "pass client_ids"),
+        (lambda xs, ys: from_arrays([xs[0], xs[1][:2], xs[2]], ys), "client 1 has x of shape"),
+        (
+            lambda xs, ys: from_arrays([xs[0], xs[1][:, :2], xs[2]], ys),
+            r"x must have rows .*: client 1 has \[2\], client 0 \[5\]",
+        ),
+        (
+            lambda xs, ys: from_arrays(xs, [ys[0], ys[1][:, None], ys[2]]),
+            r"y must have rows .*: client 1 has \[1\], client 0 \[\]",
+        ),
+        (lambda xs, ys: from_arrays(xs, [ys[0], ys[1] * 1.0, ys[2]]), "got 1 arrays of floats among 3 .*task='regression'"),
+        (
+            lambda xs, ys: from_arrays(xs[0], ys[0][:3], client_ids=[1] * 7),
+            r"x and y must have as many rows, got shapes \[7, 5\]",
+        ),
+        (
+            lambda xs, ys: from_arrays(xs[0], ys[0], client_ids=np.ones((7, 1))),
+            r"client_ids must be .* got shape \[7, 1\]",
+        ),
+        (lambda xs, ys: from_arrays(xs[0], ys[0], client_ids=3), "client_ids must be a list or a vector .* got int"),  # pyright: ignore[reportArgumentType]
+        (lambda xs, ys: from_arrays([["a"]], [[0]]), "array of numbers"),
+        (lambda xs, ys: from_arrays([xs[0] * 1j], ys[:1]), "array of numbers"),
+        (lambda xs, ys: from_arrays([torch.tensor(xs[0]) * 1j], ys[:1]), "real numbers"),
+        (lambda xs, ys: from_arrays(xs[0], ys[0], client_ids=[1, 2]), "a client for each of the 7 rows, got 2"),
+        (lambda xs, ys: from_arrays(xs, ys, names=["a"]), "names must name each of the 3"),
+        (lambda xs, ys: from_arrays(xs, ys, class_names=["a"]), "class_names must name each of the 3 classes"),
+        (lambda xs, ys: from_arrays(xs, ys, test_share=1.0), r"test_share is a share .* got 1.0"),
+        (lambda xs, ys: from_arrays(xs, ys, validation=-0.1), r"validation is a share"),
+        (lambda xs, ys: from_arrays(xs, ys, validation=0.5, calibration=0.5), "must leave something to train on"),
+        (lambda xs, ys: from_arrays([xs[0], xs[1][:1]], [ys[0], ys[1][:1]]), "client 'client 1' has 1 example, too few"),
+        (lambda xs, ys: from_arrays([xs[0], xs[1][:0]], [ys[0], ys[1][:0]]), "client 'client 1' has no training example"),
+        (lambda xs, ys: from_arrays([xs[0], xs[1][:2]], [ys[0], ys[1][:2]], validation=0.1), "would leave none to train on"),
+        (lambda xs, ys: from_arrays([x[:, 0] for x in xs], [y > 5 for y in ys], outputs=0), "outputs must be at least 1, got 0"),
+        (lambda xs, ys: from_arrays(xs, ys, outputs=3.0), "outputs must be a whole number, got 3.0"),  # pyright: ignore[reportArgumentType]
+        (
+            lambda xs, ys: from_arrays(xs, [ys[0], ys[1], ys[2] - 1]),
+            r"labels .* client 'client 2' has -1 .*leave out examples without",
+        ),
+        (
+            lambda xs, ys: from_arrays(xs, [0 * y - 100 for y in ys]),
+            r"labels .* client 'client 0' has -100 .*leave out examples",
+        ),
+        (lambda xs, ys: from_arrays(xs, ys, outputs=2), r"labels must lie within \[0, 2\).*outputs=3"),
+        (lambda xs, ys: from_arrays(xs, [y + 0.5 for y in ys], task="classification"), "holds fractions"),
+        (lambda xs, ys: from_arrays(xs, [np.eye(3, dtype=int)[y] for y in ys]), "argmax"),
+        (lambda xs, ys: from_arrays(xs, ys, task="ranking"), "task must be"),  # pyright: ignore[reportArgumentType]
+        (lambda xs, ys: from_arrays(xs, [y * 1.0 for y in ys], outputs=3), "outputs is 3, but split 'train' has 1 targets"),
+        (lambda xs, ys: from_arrays(xs, ys, test=(xs,)), r"test must be \(xs, ys\)"),
+        (lambda xs, ys: from_arrays(xs, ys, test=(xs[:1], ys[:1])), "test has 1 clients"),
+        (lambda xs, ys: from_arrays(xs, ys, test=([x[:, :1] for x in xs], ys)), r"test x must have rows of .* shape \[5\], got \[1\]"),
+        (lambda xs, ys: from_arrays(xs, ys, test=(xs, [y[:, None] for y in ys])), r"test y must have rows of .* shape \[\], got \[1\]"),
+        (lambda xs, ys: from_arrays(xs, ys, test=3), r"test must be \(xs, ys\).* got int"),  # pyright: ignore[reportArgumentType]
+        (lambda xs, ys: from_arrays(xs, ys, test=([], [])), "test x is empty"),
+        (
+            lambda xs, ys: from_arrays(xs[0], ys[0], client_ids=[1] * 7, test=(xs[0], ys[0], [2] * 7)),
+            "test client_ids name client 2, who has no training data",
+        ),
+    ],
+)
+def test_errors_say_what_and_what_to_do(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(*arrays())
+
+
+def test_given_test_data_have_no_environment_of_their_own():
+    xs, ys = arrays(sizes=(20, 30, 25))
+    data = from_arrays(xs, ys, test=arrays(sizes=(3, 4, 5)), environments=environments())
+    assert data.train.environments == 3
+    assert data.test.environments == 1

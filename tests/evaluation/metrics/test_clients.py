@@ -1,0 +1,50 @@
+"""One pot, the worst-served tenth, and rows that do not fit."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch.testing import assert_close
+
+from bayesfl.evaluation import metrics
+from tests.evaluation.metrics.made import CLASSIFICATION, federation
+
+
+@pytest.mark.parametrize("name", CLASSIFICATION)
+def test_pooled_is_one_client_with_everything(name):
+    """`pooled` equals the measure of the clients' examples, concatenated."""
+    probs, labels, mask = federation()
+    measure = CLASSIFICATION[name]
+    together = probs[mask][None], labels[mask][None], torch.ones(1, int(mask.sum()), dtype=torch.bool)
+    assert_close(metrics.pooled(measure, probs, labels, mask), measure(*together).item())
+
+
+def test_bottom_decile_counts_from_the_worst():
+    """Position floor(J / 10) in ascending order, from 0."""
+    assert metrics.bottom_decile(torch.arange(100.0).flip(0)) == 10
+    assert metrics.bottom_decile(torch.arange(9.0)) == 0
+    assert metrics.bottom_decile(np.array([3.0, math.nan, 1.0, 2.0] + [5.0] * 7)) == 2
+    assert math.isnan(metrics.bottom_decile(torch.tensor([])))
+    with pytest.raises(ValueError, match="one number a client"):
+        metrics.bottom_decile(torch.zeros(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda p, y, m: (p[0], y, m), r"probs must be \[J, N, O\]"),
+        (lambda p, y, m: (p, y[:, 1:], m), "labels must be"),
+        (lambda p, y, m: (p, y, m[1:]), "mask must be"),
+        (lambda p, y, m: (p, y, m.float()), "mask must be bool"),
+        (lambda p, y, m: (p, y.double(), m), "integer"),
+        (lambda p, y, m: (p, y + 1, m), r"labels must lie in \[0, 4\).*got \d to 4"),
+        (lambda p, y, m: (p, y - 1, m), "got -1"),
+        (lambda p, y, m: (p.log(), y, m), "softmax"),
+    ],
+)
+def test_errors_name_the_remedy(change, message):
+    """Every measure checks its input the same way."""
+    for measure in [*CLASSIFICATION.values(), metrics.classification_summary, metrics.reliability_bins]:
+        with pytest.raises(ValueError, match=message):
+            measure(*change(*federation()))

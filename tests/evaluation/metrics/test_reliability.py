@@ -1,0 +1,87 @@
+"""Calibration errors and their bins against hand-made numbers and against another package."""
+
+import math
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch.testing import assert_close
+
+from bayesfl.evaluation import metrics
+from tests.evaluation.metrics.made import each, federation, one
+
+
+def test_calibration_by_hand():
+    """Two bins: [.3, .5] holds .4 (wrong); (.5, 1] holds .6 (right), .8 (right), .9 (wrong)."""
+    case = one([[0.4, 0.3, 0.3], [0.6, 0.2, 0.2], [0.1, 0.8, 0.1], [0.05, 0.05, 0.9]], [1, 0, 1, 0])
+    low, high = 0.4, abs(2 / 3 - 2.3 / 3)
+    assert_close(metrics.ece(*case, bins=2).item(), (low + 3 * high) / 4, atol=1e-6, rtol=0)
+    assert_close(metrics.ece(*case, bins=2, norm="l2").item(), math.sqrt((low**2 + 3 * high**2) / 4), atol=1e-6, rtol=0)
+    assert_close(metrics.mce(*case, bins=2).item(), low, atol=1e-6, rtol=0)
+    assert_close(metrics.ece(*case, bins=1).item(), abs(2 / 4 - 2.7 / 4), atol=1e-6, rtol=0)
+
+
+def test_bins_are_closed_on_the_right():
+    """With four bins, confidence .5 belongs to (.25, .5], .75 to (.5, .75], and 1 to the last."""
+    bins = metrics.reliability_bins(*one([[0.5, 0.5], [0.75, 0.25], [1.0, 0.0], [0.76, 0.24]], [0, 0, 1, 0]), bins=4)
+    assert bins.count.tolist() == [0, 1, 1, 2]
+    np.testing.assert_allclose(bins.edges, [0, 0.25, 0.5, 0.75, 1])
+    np.testing.assert_allclose(bins.accuracy, [math.nan, 1, 1, 0.5])
+    np.testing.assert_allclose(bins.confidence, [math.nan, 0.5, 0.75, 0.88], rtol=1e-6)
+    assert metrics.reliability_bins(*one([[0.0, 0.0]], [0]), bins=4).count.tolist() == [1, 0, 0, 0]
+
+
+@pytest.fixture(scope="module")
+def calibration_error():
+    """torchmetrics' function; beside a torch without CUDA its import of torchvision may need two operators to be declared first."""
+    libraries = []
+    try:
+        import torchvision  # noqa: F401
+    except ImportError:
+        pass
+    except RuntimeError:
+        library = torch.library.Library("torchvision", "FRAGMENT")
+        for name in ("nms", "qnms"):
+            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        libraries.append(library)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module = pytest.importorskip("torchmetrics.functional.classification")
+    yield module.multiclass_calibration_error
+    del libraries
+
+
+@pytest.mark.parametrize("bins", [1, 5, 15])
+@pytest.mark.parametrize("norm", ["l1", "l2", "max"])
+def test_calibration_agrees_with_torchmetrics(calibration_error, norm, bins):
+    """On confidences away from the edges of bins, where its bins are closed on the other side."""
+    rng = torch.Generator().manual_seed(bins)
+    confidence = (torch.randint(7, 15, (3, 200), generator=rng) + 0.1 + 0.8 * torch.rand(3, 200, generator=rng)) / 15
+    probs = torch.stack([confidence, (1 - confidence) * 0.6, (1 - confidence) * 0.4], -1)
+    turn = torch.randint(3, (3, 200), generator=rng)
+    probs = probs.gather(-1, (torch.arange(3) + turn[..., None]) % 3)
+    labels, mask = torch.randint(3, (3, 200), generator=rng), torch.rand(3, 200, generator=rng) < 0.8
+    ours = metrics.ece(probs, labels, mask, bins=bins, norm=norm)
+    theirs = [calibration_error(p, y, num_classes=3, n_bins=bins, norm=norm) for p, y in each(probs, labels, mask)]
+    assert_close(ours, torch.stack(theirs).double(), atol=2e-6, rtol=0)
+    assert_close(metrics.mce(probs, labels, mask, bins=bins), metrics.ece(probs, labels, mask, bins=bins, norm="max"))
+
+
+def test_bins_add_up():
+    """The diagram's own errors are those of the pooled measures, and every example is in a bin."""
+    case = federation()
+    bins = metrics.reliability_bins(*case, bins=7)
+    assert bins.examples == case[2].sum() == bins.count.sum()
+    assert bins.ece == pytest.approx(metrics.pooled(metrics.ece, *case, bins=7))
+    assert bins.mce == pytest.approx(metrics.pooled(metrics.mce, *case, bins=7))
+
+
+def test_option_errors():
+    """Bins and norms are checked."""
+    case = federation()
+    for measure in (metrics.ece, metrics.mce, metrics.reliability_bins):
+        with pytest.raises(ValueError, match="bins"):
+            measure(*case, bins=0)
+    with pytest.raises(ValueError, match="norm must be"):
+        metrics.ece(*case, norm="l3")  # type: ignore[arg-type]

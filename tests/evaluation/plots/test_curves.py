@@ -1,0 +1,108 @@
+"""What curves contain, without looking at them."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from bayesfl.evaluation import detection, plots
+from bayesfl.evaluation.history import History
+from bayesfl.evaluation.report import mean_and_error
+from tests.evaluation.plots.made import federation, history
+
+pytest.importorskip("matplotlib")
+from matplotlib.figure import Figure
+
+
+def test_learning_curves():
+    """A line without the rounds that were not evaluated; several seeds give their mean and a band of one standard error."""
+    seeds = [history(s) for s in range(3)]
+    ax: Any = plots.learning_curves({"one": seeds[0], "three": seeds, "result": SimpleNamespace(history=seeds[1])})
+    one, three, result = ax.lines
+    assert one.get_xdata().tolist() == [5, 10, 15, 20]
+    np.testing.assert_allclose(one.get_ydata(), seeds[0]["personal_accuracy"][4::5])
+    np.testing.assert_allclose(result.get_ydata(), seeds[1]["personal_accuracy"][4::5])
+    values = np.array([seed["personal_accuracy"][4::5] for seed in seeds])
+    np.testing.assert_allclose(three.get_ydata(), values.mean(0))
+    (band,) = ax.collections
+    mean, error = mean_and_error(values[:, 0])
+    edge = [y for x, y in band.get_paths()[0].vertices if x == 5]
+    assert (min(edge), max(edge)) == (pytest.approx(mean - error), pytest.approx(mean + error))
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["one", "three", "result"]
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("round", "personal accuracy")
+    assert ax.yaxis.get_major_formatter()(0.5).endswith("%")
+    short: Any = plots.learning_curves({"two rounds": history(0, rounds=2, every=1)})
+    assert all(tick == int(tick) for tick in short.get_xticks())
+    ax.figure.canvas.draw()
+
+
+def test_learning_curves_options():
+    """Another measure, another abscissa, own axes, and seeds that were evaluated at different rounds."""
+    mine = Figure().add_subplot()
+    ax: Any = plots.learning_curves({"a": [history(0, every=5), history(1, every=10)]}, ax=mine, title="t")
+    assert ax is mine
+    assert ax.lines[0].get_xdata().tolist() == [10, 20]
+    assert ax.get_title() == "t"
+    assert ax.get_legend() is None
+    loss: Any = plots.learning_curves({"a": history(0)}, metric="loss", x="round")
+    assert len(loss.lines[0].get_xdata()) == 20
+    assert not loss.yaxis.get_major_formatter()(0.5).endswith("%")
+    many = plots.learning_curves({str(k): history(k) for k in range(20)})
+    assert len({(line.get_color(), line.get_linestyle()) for line in many.lines}) == 20
+
+
+def test_the_default_measure_is_that_of_the_task():
+    """Accuracy, of regressions the error; where the histories share neither, the columns they share are listed."""
+    accuracy, rmse = {"round": 2, "train_nll": 1.0, "personal_accuracy": 0.5}, {"round": 2, "train_nll": 1.0, "personal_rmse": 3.0}
+    assert plots.learning_curves({"a": History([accuracy])}).get_ylabel() == "personal accuracy"
+    regression: Any = plots.learning_curves({"a": History([{"round": 1}, rmse]), "b": [History([rmse])] * 2})
+    assert regression.get_ylabel() == "personal RMSE"
+    assert regression.lines[0].get_ydata().tolist() == [3.0]
+    assert not regression.yaxis.get_major_formatter()(0.5).endswith("%")
+    for other in ([accuracy], [{"round": 1, "train_nll": 2.0}]):
+        with pytest.raises(ValueError, match=r"metric must be given: .*columns that all have are \['round', 'train_nll'\]"):
+            plots.learning_curves({"a": History([rmse]), "b": History(other)})
+
+
+def test_risk_coverage_shows_the_curve():
+    """One line a method: of predictions by the largest probability, of a curve as it is; the legend has the areas."""
+    probs, labels, mask = case = federation()
+    right = probs.argmax(-1) == labels
+    by_entropy = detection.risk_coverage(detection.entropy(probs), right, mask)
+    mine = Figure().add_subplot()
+    ax = plots.risk_coverage({"doubt": case, "entropy": by_entropy}, ax=mine, title="t")
+    assert ax is mine
+    by_doubt = detection.risk_coverage(detection.doubt(probs), right, mask)
+    for line, curve in zip(ax.lines, (by_doubt, by_entropy), strict=True):
+        np.testing.assert_allclose(line.get_xdata(), curve.coverage)
+        np.testing.assert_allclose(line.get_ydata(), curve.risk)
+    legend: Any = ax.get_legend()
+    words = [text.get_text() for text in legend.get_texts()]
+    assert words == [f"doubt (AURC {100 * by_doubt.aurc:.2f}%)", f"entropy (AURC {100 * by_entropy.aurc:.2f}%)"]
+    assert ax.get_title() == "t"
+    ax.figure.canvas.draw()
+    with pytest.raises(ValueError, match="entries is empty"):
+        plots.risk_coverage({})
+    with pytest.raises(ValueError, match="have no examples"):
+        plots.risk_coverage({"a": (probs, labels, torch.zeros_like(mask))})
+    with pytest.raises(ValueError, match="labels must"):
+        plots.risk_coverage({"a": (probs, labels + 1, mask)})
+
+
+def test_errors_name_the_remedy():
+    """At the boundary, before anything is drawn."""
+    with pytest.raises(ValueError, match="histories is empty"):
+        plots.learning_curves({})
+    with pytest.raises(ValueError, match=r"histories must be {method: history}, got SimpleNamespace"):
+        plots.learning_curves(SimpleNamespace(history=history(0)))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"'round': a history must be a result.* got ndarray"):
+        plots.learning_curves(history(0))
+    for table in (history(0), History([{"round": 1, "personal_accuracy": 0.5, "loss": 0.1}])):
+        with pytest.raises(ValueError, match=r"'a': the history has no 'auroc'; it has \['round', 'personal_accuracy', 'loss'\]"):
+            plots.learning_curves({"a": table}, metric="auroc")
+    with pytest.raises(ValueError, match="at no round that all seeds share"):
+        plots.learning_curves({"a": [history(0, every=20), history(1, every=19)]})
+    with pytest.raises(ValueError, match="of one length"):
+        plots.learning_curves({"a": {"round": [1, 2], "personal_accuracy": [0.5]}})

@@ -1,0 +1,91 @@
+"""What a reliability diagram contains, without looking at it."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from bayesfl.base.files import atomic_path
+from bayesfl.evaluation import plots
+from bayesfl.evaluation.metrics import reliability_bins
+from tests.evaluation.plots.made import bars, beneath, federation
+
+pytest.importorskip("matplotlib")
+from matplotlib.figure import Figure
+
+
+@pytest.mark.parametrize("own", [None, "subplot", "free"])
+def test_diagram_shows_the_bins(own):
+    """Bars are accuracies, gaps reach from accuracy to confidence, the histogram counts every example once."""
+    case = federation()
+    bins = reliability_bins(*case, bins=10)
+    given = {None: lambda: None, "subplot": lambda: Figure().subplots(1, 2)[1], "free": lambda: Figure().add_axes((0.1, 0.1, 0.8, 0.8))}[
+        own
+    ]()
+    ax = plots.reliability(*case, bins=10, ax=given, title="here")
+    assert given is None or ax is given
+    np.testing.assert_allclose([bar.get_height() for bar in bars(ax, "accuracy")], np.nan_to_num(bins.accuracy))
+    np.testing.assert_allclose([bar.get_x() for bar in bars(ax, "accuracy")], bins.edges[:-1])
+    counts = [bar.get_height() for bar in bars(beneath(ax), "count")]
+    assert counts == bins.count.tolist()
+    assert sum(counts) == case[2].sum()
+    over, under = bars(ax, "overconfident"), bars(ax, "underconfident")
+    assert len(over) + len(under) == (bins.count > 0).sum()
+    above, below = (bins.confidence >= bins.accuracy), (bins.confidence < bins.accuracy)
+    np.testing.assert_allclose([bar.get_y() for bar in over], bins.accuracy[above])
+    np.testing.assert_allclose([bar.get_y() + bar.get_height() for bar in over], bins.confidence[above])
+    np.testing.assert_allclose([bar.get_y() for bar in under], bins.confidence[below])
+    (diagonal,) = [line for line in ax.lines if line.get_gid() == "diagonal"]
+    np.testing.assert_array_equal(diagonal.get_xydata(), [[0, 0], [1, 1]])
+    (words,) = [text.get_text() for text in ax.texts]
+    assert words.startswith(f"ECE {100 * bins.ece:.1f}%\nMCE {100 * bins.mce:.1f}%\nn = {bins.examples}")
+    assert ax.get_title() == "here"
+    legend = ax.get_legend() or ax.figure.legends[0]
+    assert [text.get_text() for text in legend.get_texts()] == ["accuracy", "overconfident", "underconfident"]
+    ax.figure.canvas.draw()
+
+
+def test_by_client():
+    """One diagram a client: those asked for, or the first 12 that have examples."""
+    case = federation()
+    axes = plots.reliability(*case, by="client", title="all")
+    assert [ax.get_title() for ax in axes] == [f"client {j}" for j in (0, *range(2, 13))]
+    for j, ax in zip((0, *range(2, 13)), axes, strict=True):
+        assert sum(bar.get_height() for bar in bars(beneath(ax), "count")) == case[2][j].sum()
+    assert axes[0].figure.get_suptitle() == "all"
+    few = plots.reliability(*case, by="client", clients=[5, 3, 1])
+    assert [ax.get_title() for ax in few] == ["client 5", "client 3", "client 1"]
+    assert few[2].texts[0].get_text() == "no examples"
+    few[0].figure.canvas.draw()
+
+
+def test_compare(tmp_path: Path):
+    """One diagram a method with its histogram, all histograms on one scale; the figure can be saved atomically."""
+    probs, labels, mask = federation()
+    figure = plots.reliability_compare(
+        {"a": (probs, labels, mask), "b": (probs[:3], labels[:3], mask[:3]), "c": (probs, labels, mask)}, columns=2
+    )
+    panels = [ax for ax in figure.axes if ax.get_label() != "histogram"]
+    assert [ax.get_title() for ax in panels] == ["a", "b", "c"]
+    assert len({beneath(ax).get_ylim() for ax in panels}) == 1
+    with atomic_path(tmp_path / "compare.png") as temporary:
+        figure.savefig(temporary)
+    assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_errors_name_the_remedy():
+    """At the boundary, before anything is drawn."""
+    case = federation()
+    with pytest.raises(ValueError, match=r"clients \[14\] are not there"):
+        plots.reliability(*case, clients=[14])
+    with pytest.raises(ValueError, match="by must be"):
+        plots.reliability(*case, by="all")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="leave ax out"):
+        plots.reliability(*case, by="client", ax=Figure().add_subplot())
+    with pytest.raises(ValueError, match="no client with examples"):
+        plots.reliability(case[0], case[1], torch.zeros_like(case[2]), by="client")
+    with pytest.raises(ValueError, match="entries is empty"):
+        plots.reliability_compare({})
+    with pytest.raises(ValueError, match="columns"):
+        plots.reliability_compare({"a": case}, columns=0)

@@ -1,0 +1,47 @@
+"""What can be drawn: results, probabilities, one client's rows, and no regression."""
+
+from types import SimpleNamespace
+
+import pytest
+from torch import Tensor
+
+from bayesfl.evaluation import plots
+from tests.evaluation.plots.made import bars, federation
+
+pytest.importorskip("matplotlib")
+
+
+def test_sources_are_equivalent():
+    """Tensors, a tuple, a result, and one client's rows without a client axis or mask."""
+    probs, labels, mask = federation()
+
+    class Test:
+        def padded_labels(self) -> tuple[Tensor, Tensor]:
+            return labels, mask
+
+    test = Test()
+    result = SimpleNamespace(data=SimpleNamespace(test=test), predict=lambda data: SimpleNamespace(probs=probs if data is test else None))
+    drawn = [plots.reliability(probs, labels, mask), plots.reliability((probs, labels, mask)), plots.reliability(result)]
+    heights = [[bar.get_height() for bar in bars(ax, "accuracy")] for ax in drawn]
+    assert heights[0] == heights[1] == heights[2]
+    single = plots.reliability(probs[0][mask[0]], labels[0][mask[0]])
+    chosen = plots.reliability(probs, labels, mask, clients=[0])
+    assert [bar.get_height() for bar in bars(single, "accuracy")] == [bar.get_height() for bar in bars(chosen, "accuracy")]
+    with pytest.raises(ValueError, match="brings its own"):
+        plots.reliability(result, labels, mask)
+    with pytest.raises(ValueError, match="need labels"):
+        plots.reliability(probs)
+
+
+def test_a_regression_has_no_reliability_diagram():
+    """The message says what a regression has instead."""
+
+    class Regression:
+        class data:
+            test = None
+
+        def predict(self, split):
+            return type("Predictions", (), {"probs": None})
+
+    with pytest.raises(ValueError, match="coverage"):
+        plots.reliability(Regression())
