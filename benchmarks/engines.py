@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 
 import bayesfl as bf
-from bayesfl.data import FederatedData, SourceInfo, Split
+from bayesfl.data import ClientData, FederatedData, SourceInfo
 from bayesfl.evaluation import report
 from bayesfl.likelihoods import Bernoulli
 
@@ -46,7 +46,7 @@ def federation(sizes: list[int], shape: tuple[int, ...] = (784,), classes: int =
     rng = torch.Generator().manual_seed(0)
     n = sum(sizes)
     x, y = torch.rand(n, *shape, generator=rng), torch.randint(0, classes, (n,), generator=rng)
-    split = Split(x, y, torch.arange(n), np.array(sizes))
+    split = ClientData(x, y, torch.arange(n), np.array(sizes))
     return FederatedData(
         splits={"train": split},
         outputs=classes,

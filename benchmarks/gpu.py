@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 import bayesfl as bf
-from bayesfl.data import FederatedData, SourceInfo, Split
+from bayesfl.data import ClientData, FederatedData, SourceInfo
 from bayesfl.evaluation import report
 from bayesfl.federation.settings import present
 
@@ -29,7 +29,7 @@ def federation(clients: int) -> FederatedData:
     """Random images."""
     n = clients * EXAMPLES
     rng = torch.Generator().manual_seed(0)
-    split = Split(
+    split = ClientData(
         torch.rand(n, 1, 28, 28, generator=rng), torch.randint(0, 10, (n,), generator=rng), torch.arange(n), np.full(clients, EXAMPLES)
     )
     names = tuple(str(j) for j in range(clients))

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import bayesfl as bf
-from bayesfl.data import FederatedData, SourceInfo, Split
+from bayesfl.data import ClientData, FederatedData, SourceInfo
 from bayesfl.evaluation import report
 
 RESULTS = Path(__file__).parent / "results" / "memory.json"
@@ -38,7 +38,7 @@ def measure(method: str, clients: int, pipe) -> None:
     start = resident("VmRSS")
     rng = torch.Generator().manual_seed(0)
     n = 20 * clients
-    split = Split(torch.rand(n, 64, generator=rng), torch.randint(0, 10, (n,), generator=rng), torch.arange(n), np.full(clients, 20))
+    split = ClientData(torch.rand(n, 64, generator=rng), torch.randint(0, 10, (n,), generator=rng), torch.arange(n), np.full(clients, 20))
     data = FederatedData(
         splits={"train": split},
         outputs=10,
@@ -49,7 +49,7 @@ def measure(method: str, clients: int, pipe) -> None:
         recipe={},
     )
     with_data = resident("VmRSS")
-    model = bf.models.Split(nn.Sequential(nn.Linear(64, 499), nn.ReLU()), nn.Linear(499, 10))
+    model = bf.models.SplitModel(nn.Sequential(nn.Linear(64, 499), nn.ReLU()), nn.Linear(499, 10))
     algorithm = {
         "fedrep": lambda: bf.algorithms.fedrep(model, head_epochs=1, body_epochs=1),
         "pfedvem": lambda: bf.algorithms.pfedvem(model, head_epochs=3, body_epochs=1),

@@ -24,7 +24,7 @@ from torch import Tensor
 
 import bayesfl as bf
 from bayesfl.base.files import atomic_path, atomic_write
-from bayesfl.data import FederatedData, Split
+from bayesfl.data import ClientData, FederatedData
 from bayesfl.evaluation import calibration, detection, report
 from bayesfl.evaluation.metrics import classification_summary
 from bayesfl.optim import SGD
@@ -144,7 +144,7 @@ def fedavg(model: torch.nn.Module, preset: Preset) -> bf.Algorithm:
     return replace(_plain(bf.algorithms.fedper(model), preset), blocks=blocks, adapt=())
 
 
-def halves(split: Split) -> tuple[Split, Split]:
+def halves(split: ClientData) -> tuple[ClientData, ClientData]:
     """Two disjoint parts of every client's examples."""
     parts = []
     for start in (0, 1):
@@ -153,7 +153,7 @@ def halves(split: Split) -> tuple[Split, Split]:
     return parts[0], parts[1]
 
 
-def shown(split: Split, images: Callable[[int], Tensor]) -> Split:
+def shown(split: ClientData, images: Callable[[int], Tensor]) -> ClientData:
     """The clients of `split`, each shown other images [n_j, ...]."""
     x = split.x.clone()
     for j in range(split.clients):
@@ -161,13 +161,13 @@ def shown(split: Split, images: Callable[[int], Tensor]) -> Split:
     return replace(split, x=x)
 
 
-def first(split: Split, count: int) -> Split:
+def first(split: ClientData, count: int) -> ClientData:
     """The first `count` examples of every client."""
     rows = [split.rows(j)[:count] for j in range(split.clients)]
     return replace(split, index=torch.cat(rows), counts=np.array([len(r) for r in rows]))
 
 
-def strangers(clients: FederatedData, seed: int, elsewhere: FederatedData | None = None) -> dict[str, list[Split]]:
+def strangers(clients: FederatedData, seed: int, elsewhere: FederatedData | None = None) -> dict[str, list[ClientData]]:
     """Some of each client's own test examples, and what it was not trained for.
 
     That is labels it never saw (another client's images), its own images with permuted pixels, those of another data set if there is one.
@@ -191,7 +191,9 @@ def probs_of(found: Any) -> Tensor:
     return found.probs
 
 
-def measure(result: Any, outside: dict[str, list[Split]], draws: int | None, epistemic: int) -> tuple[dict[str, float], dict[str, Any]]:
+def measure(
+    result: Any, outside: dict[str, list[ClientData]], draws: int | None, epistemic: int
+) -> tuple[dict[str, float], dict[str, Any]]:
     """Everything that is measured of a method's predictions, and what the figures need.
 
     Args:

@@ -122,7 +122,7 @@ def aligned(model: nn.Module, **options: Any) -> bf.Algorithm:
 
 @pytest.mark.parametrize("kernel", ["reference", "layers", "live", "vmap"])
 @pytest.mark.parametrize("likelihood", ["sum", "mean"])
-def test_a_penalty_by_hand(model: bf.models.Split, clients: FederatedData, kernel: str, likelihood: str):
+def test_a_penalty_by_hand(model: bf.models.SplitModel, clients: FederatedData, kernel: str, likelihood: str):
     """One step of the body, then one of the head, on n times (or once) the mean loss plus the penalty, by autograd."""
     one = clients.select([2])
     x, y = (t.double() if t.is_floating_point() else t for t in one.train.client(0))

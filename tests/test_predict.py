@@ -11,7 +11,7 @@ import bayesfl as bf
 from bayesfl.base.protocols import Batch, Server, View
 from bayesfl.composition.phases import Once
 from bayesfl.composition.priors import Normal, server_mean
-from bayesfl.data import Split
+from bayesfl.data import ClientData
 from bayesfl.federation import predict
 from bayesfl.posteriors import MeanField
 from tests.cases import SIZES, federation
@@ -82,7 +82,7 @@ def test_clients_without_test_examples_are_left_out(result):
     keep = torch.cat([test.rows(j) for j in range(len(SIZES)) if j != 4])
     counts = test.counts.copy()
     counts[4] = 0
-    part = Split(test.x, test.y, keep, counts)
+    part = ClientData(test.x, test.y, keep, counts)
     predictions = result.predict(part)
     assert not bool(predictions.mask[4].any())
     assert_close(predictions.probs[2], result.predict().probs[2])
@@ -102,7 +102,7 @@ def test_other_clients_are_refused(result):
             result.predict(strangers)
     again = federation()  # the same data, made anew
     assert_close(result.predict(again.test).probs, result.predict().probs, rtol=0, atol=0, equal_nan=True)
-    noisy = Split(data.test.x + 0.1, data.test.y, data.test.index, data.test.counts)
+    noisy = ClientData(data.test.x + 0.1, data.test.y, data.test.index, data.test.counts)
     assert not torch.equal(result.predict(noisy).probs, result.predict().probs)
     with pytest.raises(ValueError, match=r"draws .* must be a whole number, got 2.5"):
         result.predict(draws=2.5)
@@ -152,7 +152,7 @@ def test_finetuning_runs_once_for_all_splits():
 def test_a_split_without_examples(result):
     """Nothing to predict: refused, where one empty client among others is fine."""
     test = result.data.test
-    empty = Split(test.x, test.y, test.index[:0], np.zeros(test.clients, int))
+    empty = ClientData(test.x, test.y, test.index[:0], np.zeros(test.clients, int))
     with pytest.raises(ValueError, match="the split has no examples to predict"):
         result.predict(empty)
 

@@ -178,12 +178,12 @@ def test_what_came_is_named(clients, model, tmp_path):
     arrays: Any = ([torch.zeros(3, 8)], [torch.zeros(3)])
     wrong: Any = 3
     calls: tuple[tuple[Callable[[], Any], str], ...] = (
-        (lambda: bf.simulate(model, clients, rounds=1), r"algorithm must .* Algorithm, got Split; .*bf\.algorithms\.fedavg\(model\)"),
+        (lambda: bf.simulate(model, clients, rounds=1), r"algorithm must .* Algorithm, got SplitModel; .*bf\.algorithms\.fedavg\(model\)"),
         (lambda: bf.simulate(made, arrays, rounds=1), r"clients must .* FederatedData, got tuple; .*bf\.data\.from_arrays"),
-        (lambda: bf.load(tmp_path, model, clients), "algorithm must .* Algorithm, got Split"),
+        (lambda: bf.load(tmp_path, model, clients), "algorithm must .* Algorithm, got SplitModel"),
         (lambda: bf.load(tmp_path, made, arrays), "clients must .* FederatedData, got tuple"),
-        (lambda: result.predict(clients), r"split must .* Split, got FederatedData; pass clients\.test"),
-        (lambda: result.predict(torch.zeros(3, 8)), r"split must .* Split, got Tensor; pass clients\.test"),
+        (lambda: result.predict(clients), r"split must .* ClientData, got FederatedData; pass clients\.test"),
+        (lambda: result.predict(torch.zeros(3, 8)), r"split must .* ClientData, got Tensor; pass clients\.test"),
         (lambda: result.adapt(clients.test), r"novel must .* FederatedData, got Split; .*bf\.data\.from_arrays"),
         (lambda: bf.simulate(made, clients, rounds=1, resume=wrong), "resume must be a Result or the folder .*got int; .*resume=None"),
         (lambda: bf.simulate(bf.algorithms.fedavg(model, likelihood="categorical"), clients, rounds=1), r"likelihood .*got str; .*Cat"),

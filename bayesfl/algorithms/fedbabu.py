@@ -30,7 +30,7 @@ def fedbabu(
     """Federate `model` (its parts named `body` and `head`) by FedBABU.
 
     Args:
-        model: A `bf.models.Split`, or any module whose parameters are named `body.*` and `head.*`; its head is the common one.
+        model: A `bf.models.SplitModel`, or any module whose parameters are named `body.*` and `head.*`; its head is the common one.
         epochs: Passes over a client's data for the body each round.
         batch_size: Examples of a step; None for all of the client's.
         lr: Learning rate, or a schedule; the paper's MobileNet takes `bayesfl.optim.multistep(0.1)`.

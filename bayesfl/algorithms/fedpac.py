@@ -34,7 +34,7 @@ from bayesfl.base.checks import number
 from bayesfl.base.protocols import Batch, Likelihood, Server, Uplink, View
 from bayesfl.composition import Algorithm, Block, Descend, Energy, Mixed, Once
 from bayesfl.likelihoods import Categorical
-from bayesfl.models import Split
+from bayesfl.models import SplitModel
 from bayesfl.optim import SGD, Rate
 
 PARTS = ("body", "head")
@@ -75,7 +75,7 @@ def fedpac(
     `history["global_accuracy"]` measures has the mean of all clients' heads, which nobody is sent.
 
     Args:
-        model: A `bf.models.Split` whose head is one `nn.Linear`.
+        model: A `bf.models.SplitModel` whose head is one `nn.Linear`.
         head_epochs: Passes over a client's data for its head each round.
         body_epochs: Passes for the body after that.
         lr: Learning rate of the body, or a schedule; 0.02 on CIFAR-10.
@@ -87,14 +87,16 @@ def fedpac(
         likelihood: What y is: classes.
 
     Raises:
-        ValueError: `lam` is negative, the model is no `Split` with a linear head, or y is no class.
+        ValueError: `lam` is negative, the model is no `SplitModel` with a linear head, or y is no class.
     """
     if not 0 <= number("lam", lam) < torch.inf:
         raise ValueError(f"lam is the strength of a pull and must be finite and >= 0, got {lam}")
     if likelihood.task != "classification":
         raise ValueError(f"FedPAC's statistics are of classes, likelihood {type(likelihood).__name__} is for {likelihood.task}; use fedrep")
-    if not isinstance(model, Split) or not isinstance(model.head, nn.Linear):
-        raise ValueError(f"model must be a bf.models.Split whose head is one nn.Linear, got {type(model).__name__}; use bf.models.split")
+    if not isinstance(model, SplitModel) or not isinstance(model.head, nn.Linear):
+        raise ValueError(
+            f"model must be a bf.models.SplitModel whose head is one nn.Linear, got {type(model).__name__}; use bf.models.split"
+        )
     classes, width = max(2, model.head.out_features), model.head.in_features
 
     def pull(features: Tensor | None, outputs: Tensor, losses: Tensor, batch: Batch, given: Server, view: View) -> Tensor:

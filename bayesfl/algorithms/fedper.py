@@ -29,7 +29,7 @@ def fedper(
     """Federate `model` (its parts named `body` and `head`) by FedPer.
 
     Args:
-        model: A `bf.models.Split`, or any module whose parameters are named `body.*` and `head.*`.
+        model: A `bf.models.SplitModel`, or any module whose parameters are named `body.*` and `head.*`.
         epochs: Passes over a client's data each round.
         batch_size: Examples of a step; None for all of the client's.
         lr: Learning rate, or a schedule (round, rounds) -> rate.

@@ -30,7 +30,7 @@ def fedrep(
     """Federate `model` (its parts named `body` and `head`) by FedRep.
 
     Args:
-        model: A `bf.models.Split`, or any module whose parameters are named `body.*` and `head.*`.
+        model: A `bf.models.SplitModel`, or any module whose parameters are named `body.*` and `head.*`.
         head_epochs: Passes over a client's data for its head each round; also of a client that joins later.
         body_epochs: Passes for the body after that.
         batch_size: Examples of a step; None for all of the client's.

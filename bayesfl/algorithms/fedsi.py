@@ -83,7 +83,7 @@ def fedsi(
     The paper's literal reading is prior_precision=1e4 (its alpha = 1e-4 a variance), predictive_precision=1e4 and centre=False.
 
     Args:
-        model: A `bf.models.Split`, or any module whose parameters are named `body.*` and `head.*`; its head is the common one.
+        model: A `bf.models.SplitModel`, or any module whose parameters are named `body.*` and `head.*`; its head is the common one.
         structure: What stays uncertain of the body: a `subnetwork` (FedSI), every weight on its own, `diagonal` (FedSI-Fac), or the whole
             of it, `full`: then training stays with the isotropic prior, without `aggregation`, `variance_floor` and `curvature_every`.
         share: Of the body's weights in the subnetwork; the paper takes 0.05 for its MLP and 0.07 for its CNN.

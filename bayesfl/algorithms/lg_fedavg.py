@@ -32,7 +32,7 @@ def lg_fedavg(
     """Federate `model` (its parts named `body` and `head`) by LG-FedAvg.
 
     Args:
-        model: A `bf.models.Split`, or any module whose parameters are named `body.*` and `head.*`.
+        model: A `bf.models.SplitModel`, or any module whose parameters are named `body.*` and `head.*`.
         epochs: Passes over a client's data each round.
         batch_size: Examples of a step; None for all of the client's.
         lr: Learning rate, or a schedule (round, rounds) -> rate; the paper's is 0.05 on MNIST and 0.1 on CIFAR-10.

@@ -53,7 +53,7 @@ from bayesfl.composition import (
     with_personal,
 )
 from bayesfl.likelihoods import Categorical
-from bayesfl.models import Split
+from bayesfl.models import SplitModel
 from bayesfl.optim import Adam, Optimiser
 
 APART = 0.2  # what the released code multiplies the negatives by
@@ -84,7 +84,7 @@ def perinvfl(
     """Federate `model` by PerInvFL; the data need environments.
 
     Args:
-        model: Any module; for `contrastive` a `bf.models.Split`, whose features are compared.
+        model: Any module; for `contrastive` a `bf.models.SplitModel`, whose features are compared.
         lower: What the global model is trained by.
         variant: The paper's squared `distance`, or the released code's `contrastive` form.
         lam: Of the distance, beside the mean loss, or of the contrast. After annealing the distance is divided by gamma with the rest.
@@ -111,7 +111,7 @@ def perinvfl(
     for name, word, known in (("lower", lower, ("irm", "group_dro")), ("variant", variant, ("distance", "contrastive"))):
         if word not in known:
             raise ValueError(f"{name} must be {known[0]!r} or {known[1]!r}, got {word!r}")
-    if variant == "contrastive" and not isinstance(model, Split):
+    if variant == "contrastive" and not isinstance(model, SplitModel):
         raise ValueError(
             "variant 'contrastive' compares features, so it needs a body and a head: build the model by bf.models, or split it"
         )

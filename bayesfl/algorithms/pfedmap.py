@@ -43,7 +43,7 @@ def pfedmap(
     """Federate `model` (its parts named `body` and `head`) by pFedMAP.
 
     Args:
-        model: A `bf.models.Split`, or any module whose parameters are named `body.*` and `head.*`.
+        model: A `bf.models.SplitModel`, or any module whose parameters are named `body.*` and `head.*`.
         precision: 1 / rho^2 of the prior on a head.
         head_epochs: Full-batch steps on the head each round; also of a client that joins later.
         body_epochs: Passes over a client's data for the body after that.

@@ -61,7 +61,7 @@ def pfedvem(
     """Federate `model` (its parts named `body` and `head`) by pFedVEM.
 
     Args:
-        model: A `bf.models.Split`, or any module whose parameters are named `body.*` and `head.*`.
+        model: A `bf.models.SplitModel`, or any module whose parameters are named `body.*` and `head.*`.
         head_epochs: Full-batch variational steps on the head each round; the authors' code calls one step an epoch.
         body_epochs: Passes over the client's data for the body each round, the head held at its posterior.
         batch_size: Examples of a step on the body; None for all of the client's.

@@ -30,7 +30,7 @@ from bayesfl.base.trees import flatten
 from bayesfl.composition.block import Block
 from bayesfl.composition.pools import Mixed
 from bayesfl.likelihoods import Categorical
-from bayesfl.models import Split, refuse_impure
+from bayesfl.models import SplitModel, refuse_impure
 
 
 @dataclass(frozen=True)
@@ -185,9 +185,9 @@ class Algorithm:
         return functional_call(self.module(next(iter(leaves.values()))), dict(leaves), (x,))
 
     def features(self, leaves: Mapping[str, Tensor], x: Tensor) -> tuple[Tensor | None, Tensor]:
-        """What the head of a `Split` gets, [B, F], None for another model, and the outputs [B, O]."""
+        """What the head of a `SplitModel` gets, [B, F], None for another model, and the outputs [B, O]."""
         module = self.module(next(iter(leaves.values())))
-        if not isinstance(module, Split):
+        if not isinstance(module, SplitModel):
             return None, self.outputs(leaves, x)
         body, head = ({k.removeprefix(part): v for k, v in leaves.items() if k.startswith(part)} for part in ("body.", "head."))
         features = functional_call(module.body, body, (x,))

@@ -14,7 +14,7 @@ ExampleWeight: TypeAlias = Callable[[Server, View, Batch], Tensor]
 """What multiplies each example's loss: (given, view, batch) -> broadcasting against [..., B]; for each copy of a block [..., M, B]."""
 Penalty: TypeAlias = Callable[[Tensor | None, Tensor, Tensor, Batch, Server, View], Tensor]
 """What is added to a batch's loss: (features, outputs, losses, batch, given, view) -> [...], for one client or many. `features`
-[..., B, F] is what the head of a `bf.models.Split` gets, None for other models; `outputs` are [..., B, O], `losses` the negative log
+[..., B, F] is what the head of a `bf.models.SplitModel` gets, None for other models; `outputs` are [..., B, O], `losses` the negative log
 likelihoods [..., B]. Gradients flow through these three; padding has batch["weight"] 0."""
 
 

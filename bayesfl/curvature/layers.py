@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from bayesfl.base.layout import Layout
 from bayesfl.curvature.factors import Factor, Outer, Shared
 from bayesfl.curvature.jacobians import FactorRows
-from bayesfl.models import Split
+from bayesfl.models import SplitModel
 
 ELEMENTWISE = (nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU, nn.SiLU, nn.ELU, nn.LeakyReLU, nn.Softplus, nn.Identity)
 POOLING = (nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d)
@@ -17,8 +17,8 @@ _DROPOUT = (nn.Dropout, nn.Dropout2d)  # nothing in evaluation mode; in training
 
 
 def stack(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The layers of `nn.Sequential` and `bf.models.Split`, one inside the other, in the order they run, with their names."""
-    if type(module) not in (nn.Sequential, Split):
+    """The layers of `nn.Sequential` and `bf.models.SplitModel`, one inside the other, in the order they run, with their names."""
+    if type(module) not in (nn.Sequential, SplitModel):
         return [("", module)]
     children = [(name, child) for name, child in module._modules.items() if child is not None]
     return [(f"{name}.{inner}".rstrip("."), layer) for name, child in children for inner, layer in stack(child)]

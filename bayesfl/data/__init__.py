@@ -10,14 +10,14 @@ from bayesfl.data.label_skew import dirichlet, labels_per_client, pachinko, shar
 from bayesfl.data.natural import heart_disease, shakespeare
 from bayesfl.data.readers import load
 from bayesfl.data.sources import Source, SourceInfo, available
-from bayesfl.data.split import Split
+from bayesfl.data.split import ClientData
 from bayesfl.data.synthetic import linear_mixture
 
 __all__ = [
+    "ClientData",
     "FederatedData",
     "Source",
     "SourceInfo",
-    "Split",
     "available",
     "coloured",
     "concept_drift",

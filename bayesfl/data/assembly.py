@@ -12,7 +12,7 @@ from bayesfl.base.random import Purpose, generator
 from bayesfl.data.federated import FederatedData
 from bayesfl.data.partitions import SHARES, stratified
 from bayesfl.data.sources import SourceInfo, Task
-from bayesfl.data.split import Split
+from bayesfl.data.split import ClientData
 
 
 def _plain_numbers(recipe: Mapping[str, Any]) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def assemble(
             )
         parts["train"][j] = left
     splits = {
-        name: Split(
+        name: ClientData(
             x,
             y,
             torch.from_numpy(np.concatenate([*lists, np.empty(0, np.int64)])),

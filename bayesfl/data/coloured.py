@@ -15,7 +15,7 @@ from bayesfl.data.federated import FederatedData
 from bayesfl.data.images import unit_range
 from bayesfl.data.recipes import Options
 from bayesfl.data.sources import Source
-from bayesfl.data.split import Split
+from bayesfl.data.split import ClientData
 
 Agreement: TypeAlias = float | Sequence[float]
 _NO_IMAGES = ("heart", "diabetes", "shakespeare")
@@ -166,7 +166,7 @@ def coloured(
     )
 
 
-def recoloured(clients: FederatedData, agreement: float) -> Split:
+def recoloured(clients: FederatedData, agreement: float) -> ClientData:
     """Gives the test part of `coloured` data other colours: same images, noisy labels and draws, so that cases differ where they must.
 
     `result.predict(split).summary(split)` scores one trained model on it.
@@ -187,7 +187,7 @@ def recoloured(clients: FederatedData, agreement: float) -> Split:
     drawn = torch.from_numpy(generator(clients.recipe["seed"], Purpose.PARTITION, phase=_COLOUR).random(len(split.x)))[rows.cpu()]
     x = split.x.clone()
     x[rows] = _coloured(split.x[rows].sum(1), split.y[rows], drawn.to(rows.device), _share("agreement", agreement))
-    return Split(x, split.y, rows, split.counts, split.environment)
+    return ClientData(x, split.y, rows, split.counts, split.environment)
 
 
 def _grey(source: Source) -> Tensor:

@@ -16,7 +16,7 @@ from bayesfl.base.checks import whole
 from bayesfl.base.random import Purpose, generator
 from bayesfl.data.partitions import NOVEL
 from bayesfl.data.sources import SourceInfo, Task, label_remedy
-from bayesfl.data.split import Split
+from bayesfl.data.split import ClientData
 from bayesfl.data.tensors import digest_of, not_finite
 
 
@@ -38,7 +38,7 @@ class FederatedData:
         ValueError: Labels or inputs that cannot be right, a client without training data, or splits that don't fit each other.
     """
 
-    splits: Mapping[str, Split]
+    splits: Mapping[str, ClientData]
     outputs: int
     task: Task
     inputs: tuple[int, ...]
@@ -84,12 +84,12 @@ class FederatedData:
         self._check_environments()
         self._check_overlap()
 
-    def _first_client(self, split: Split, places: Tensor) -> str:
+    def _first_client(self, split: ClientData, places: Tensor) -> str:
         """Names the first client one of whose entries of `index` is marked in `places` [sum n_j] bool."""
         entry = int(places.nonzero()[0, 0])
         return self.client_names[int(np.searchsorted(np.cumsum(split.counts), entry, side="right"))]
 
-    def _check_targets(self, name: str, split: Split) -> None:
+    def _check_targets(self, name: str, split: ClientData) -> None:
         if self.task == "regression":
             if not split.y.is_floating_point():
                 raise ValueError(f"task 'regression' needs floating-point targets, split {name!r} has {split.y.dtype}; use y.float()")
@@ -106,7 +106,7 @@ class FederatedData:
                 f"{name!r}: {label_remedy(y)}"
             )
 
-    def _check_finite(self, name: str, split: Split) -> None:
+    def _check_finite(self, name: str, split: ClientData) -> None:
         for what, values in (("x", split.x), ("y", split.y)):
             bad = not_finite(values)
             if bad is not None and (places := bad[split.index]).any():
@@ -124,7 +124,7 @@ class FederatedData:
             return
         most = max(split.environments for split in with_some)
 
-        def counted(split: Split) -> np.ndarray:
+        def counted(split: ClientData) -> np.ndarray:
             assert split.environment is not None
             client = np.repeat(np.arange(split.clients), split.counts)
             flat = client * most + split.environment[split.index].cpu().numpy()
@@ -155,28 +155,28 @@ class FederatedData:
                     "what is measured there must not have been trained on"
                 )
 
-    def _split(self, name: str, remedy: str) -> Split:
+    def _split(self, name: str, remedy: str) -> ClientData:
         if name not in self.splits:
             raise ValueError(f"this federation has no {name!r} split, only {list(self.splits)}; {remedy}")
         return self.splits[name]
 
     @property
-    def train(self) -> Split:
+    def train(self) -> ClientData:
         """What clients learn from."""
         return self.splits["train"]
 
     @property
-    def test(self) -> Split:
+    def test(self) -> ClientData:
         """What results are measured on."""
         return self._split("test", "pass test= or test_share= when you make it")
 
     @property
-    def validation(self) -> Split:
+    def validation(self) -> ClientData:
         """What options are tuned on."""
         return self._split("validation", "pass validation=0.1 to the recipe that makes it")
 
     @property
-    def calibration(self) -> Split:
+    def calibration(self) -> ClientData:
         """What a temperature or a conformal threshold is fitted to."""
         return self._split("calibration", "pass calibration=0.1 to the recipe that makes it")
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, eq=False)
-class Split:
+class ClientData:
     """One named part (train, test, ...) of every client's data, as places in shared tensors: nothing is copied per client.
 
     Args:
@@ -78,13 +78,13 @@ class Split:
         rows = self.rows(j)
         return self.x[rows], self.y[rows]
 
-    def select(self, ids: Iterable[int]) -> "Split":
+    def select(self, ids: Iterable[int]) -> "ClientData":
         """Keeps only the clients `ids`, in that order, numbered from 0."""
         chosen = list(ids)
         index = torch.cat([self.rows(j) for j in chosen]) if chosen else self.index[:0]
         return replace(self, index=index, counts=self.counts[chosen])
 
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "Split":
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "ClientData":
         """Moves the split to `device`, floating-point `x` and `y` in `dtype`; gives itself when nothing changes."""
         x = self.x.to(device=device, dtype=dtype)
         y = self.y.to(device=device, dtype=dtype if self.y.is_floating_point() else None)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bayesfl.engine.network import Pass, Passage, by_autograd
-from bayesfl.models import Split
+from bayesfl.models import SplitModel
 
 Rule: TypeAlias = Callable[[Any, dict[str, Tensor], dict[str, Tensor], Tensor, bool, bool], Pass]
 """(layer, its weights, where the wanted slopes of these go, x, lifted, whether the slope at x is wanted) -> what went through."""
@@ -236,7 +236,7 @@ def _stack(module: nn.Module) -> Stack:
 
     One module may stand in several places, which `named_children` would leave out.
     """
-    if type(module) not in (nn.Sequential, Split):
+    if type(module) not in (nn.Sequential, SplitModel):
         return (("", module, tuple(name for name, _ in module.named_parameters())),)
     children = [(name, child) for name, child in module._modules.items() if child is not None]
     return tuple((f"{name}.{prefix}", layer, names) for name, child in children for prefix, layer, names in _stack(child))

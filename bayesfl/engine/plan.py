@@ -17,7 +17,7 @@ from torch import Tensor
 from bayesfl.base.protocols import Batch
 from bayesfl.base.random import Purpose, Stage, generator
 from bayesfl.composition.phases import Phase, Repeat
-from bayesfl.data import Split
+from bayesfl.data import ClientData
 
 
 class PhasePlan:
@@ -42,7 +42,7 @@ class PhasePlan:
     def __init__(
         self,
         phase: Any,
-        split: Split,
+        split: ClientData,
         rows: np.ndarray,
         *,
         ids: np.ndarray | None = None,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bayesfl.base.protocols import Tensors
-from bayesfl.data import Split
+from bayesfl.data import ClientData
 from bayesfl.evaluation import metrics
 
 
@@ -46,7 +46,7 @@ class Predictions:
         cut: dict[str, Any] = {k: None if v is None else v[j][inside] for k, v in vars(self).items()}
         return Predictions(**cut)
 
-    def summary(self, split: Split) -> dict[str, float]:
+    def summary(self, split: ClientData) -> dict[str, float]:
         """Computes the measures of `bayesfl.metrics` that apply, against the labels or targets of `split`, over clients that have rows."""
         labels, _ = split.padded_labels()
         labels = labels[:, : self.mask.shape[1]]
@@ -63,7 +63,7 @@ def _present(t: Tensor | None) -> Tensor:
 class Collector:
     """Predictions of clients as they come, chunk by chunk, into padded tensors on the CPU."""
 
-    def __init__(self, split: Split) -> None:
+    def __init__(self, split: ClientData) -> None:
         self._counts = split.counts
         self._width = int(split.counts.max(initial=0))
         self._seen = np.zeros(split.clients, bool)

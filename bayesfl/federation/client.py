@@ -14,7 +14,7 @@ from bayesfl.base.random import Stage
 from bayesfl.base.trees import flatten
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.phases import described, draws
-from bayesfl.data import Split
+from bayesfl.data import ClientData
 from bayesfl.engine import Crew, Engine, PhasePlan
 from bayesfl.engine.plan import chunks
 from bayesfl.federation.errors import DivergenceError
@@ -95,7 +95,7 @@ class Local:
 
     algorithm: Algorithm
     engine: Engine
-    train: Split
+    train: ClientData
     seed: int
     rounds: int
     tolerant: bool = False

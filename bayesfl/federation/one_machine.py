@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 from bayesfl.base.protocols import View
 from bayesfl.base.random import Stage
 from bayesfl.base.trees import flatten
-from bayesfl.data import Split
+from bayesfl.data import ClientData
 from bayesfl.engine import Crew
 from bayesfl.engine.plan import chunks
 from bayesfl.evaluation.predictions import Collector
@@ -40,7 +40,7 @@ class OneMachine:
 
     trusted = True
 
-    def __init__(self, local: Local, state: State, crew: Crew, test: Split | None, faults: FaultPlan | None) -> None:
+    def __init__(self, local: Local, state: State, crew: Crew, test: ClientData | None, faults: FaultPlan | None) -> None:
         self._local, self._state, self._crew, self._test, self._faults = local, state, crew, test, faults
         self.before = None if test is None else Collector(test)
         """Those predictions, of the clients that were taken."""

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 from bayesfl.base.protocols import Fitted, Predictor, Tensors, View
 from bayesfl.base.random import Purpose, generator
 from bayesfl.composition.algorithm import Algorithm
-from bayesfl.data import FederatedData, Split
+from bayesfl.data import ClientData, FederatedData
 from bayesfl.engine import Crew
 from bayesfl.evaluation.predictions import Collector, Predictions
 from bayesfl.federation.client import Done, Local, State
@@ -28,7 +28,7 @@ GATHER = 2**21
 
 
 def personal(
-    local: Local, state: State, splits: Sequence[Split], crew: Crew, *, draws: int | None = None, value: float | None = None
+    local: Local, state: State, splits: Sequence[ClientData], crew: Crew, *, draws: int | None = None, value: float | None = None
 ) -> list[Predictions]:
     """Predict with every client's own model, on each of some splits of its data.
 
@@ -57,7 +57,7 @@ def personal(
 
 
 def of_chunk(
-    local: Local, done: Done, splits: Sequence[Split], *, round: int, draws: int | None, value: float | None = None
+    local: Local, done: Done, splits: Sequence[ClientData], *, round: int, draws: int | None, value: float | None = None
 ) -> list[list[Part]]:
     """Predict for a chunk of clients, on each of some splits: by the method's own predictor where it has one, client by client.
 
@@ -94,7 +94,7 @@ def _noise(local: Local, done: Done, round: int, draws: int) -> dict[str, Tensor
     return out
 
 
-def _of_views(local: Local, parts: tuple[str, ...], views: View, split: Split, ids: np.ndarray, noise: dict[str, Tensor]) -> Tensors:
+def _of_views(local: Local, parts: tuple[str, ...], views: View, split: ClientData, ids: np.ndarray, noise: dict[str, Tensor]) -> Tensors:
     """Predictions of a chunk of clients from their views, {name: [C, N, ...]}.
 
     Rows go through the model a piece at a time (`GATHER`); of a piece, the outputs at all draws are held at once.
@@ -109,7 +109,7 @@ def _of_views(local: Local, parts: tuple[str, ...], views: View, split: Split, i
     return {name: torch.cat([piece[name] for piece in pieces], 1) for name in pieces[0]}
 
 
-def _inputs(split: Split, ids: np.ndarray) -> Iterator[Tensor]:
+def _inputs(split: ClientData, ids: np.ndarray) -> Iterator[Tensor]:
     """The inputs of a chunk of clients [C, N, *], a piece of rows at a time; short clients repeat their first row."""
     counts, width = split.counts[ids], int(split.counts[ids].max())
     size = max(1, GATHER // max(1, len(ids) * split.x[:1].nbytes))
@@ -144,7 +144,7 @@ def _of_fitted(
     return {name: torch.cat([piece[name] for piece in pieces]).unsqueeze(0) for name in names}
 
 
-def shared(local: Local, state: State, split: Split) -> Predictions | None:
+def shared(local: Local, state: State, split: ClientData) -> Predictions | None:
     """Predict with the server's model, at its mean, on every client's split; None where the server holds no whole model.
 
     One model serves all clients, so their rows go through it together.
@@ -154,7 +154,7 @@ def shared(local: Local, state: State, split: Split) -> Predictions | None:
         return None
     views = {name: tree_map(lambda t: t.unsqueeze(0), algorithm.centre(name, state.server)) for name in parts}
     views["n"] = torch.ones(1, dtype=split.x.dtype, device=split.x.device)
-    everyone = Split(split.x, split.y, split.index, np.array([len(split.index)]))
+    everyone = ClientData(split.x, split.y, split.index, np.array([len(split.index)]))
     flat = _of_views(local, parts, views, everyone, np.zeros(1, np.int64), {})
     collector = Collector(split)
     for j, (start, n) in enumerate(zip(split.offsets, split.counts, strict=True)):
@@ -187,7 +187,7 @@ def tune(local: Local, state: State, data: FederatedData, crew: Crew) -> float |
     return choose(predictor, total, int(data.validation.counts.sum()))
 
 
-def scores(local: Local, done: Done, validation: Split) -> Tensor:
+def scores(local: Local, done: Done, validation: ClientData) -> Tensor:
     """Negative log likelihood of a chunk's validation data under each candidate of the method's predictor, summed, in nats [candidates]."""
     assert local.algorithm.predictor is not None
     grid = local.algorithm.predictor.grid

@@ -12,7 +12,7 @@ from bayesfl.base.checks import instance, whole
 from bayesfl.base.protocols import Server, View
 from bayesfl.base.random import Purpose, generator
 from bayesfl.composition.algorithm import Algorithm
-from bayesfl.data import FederatedData, Split
+from bayesfl.data import ClientData, FederatedData
 from bayesfl.engine import Engine
 from bayesfl.evaluation.history import History
 from bayesfl.evaluation.predictions import Predictions
@@ -85,11 +85,11 @@ class Result:
         """The federation's state; it shares the tensors."""
         return State(self.server, self.private, self.round)
 
-    def local(self, train: Split, *, tolerant: bool = False) -> Local:
+    def local(self, train: ClientData, *, tolerant: bool = False) -> Local:
         """What clients with the training data `train` work with, on the run's device and in its precision; see `Local`."""
         return Local(self.algorithm, self.engine, train, self.settings.seed, self.settings.rounds, tolerant)
 
-    def predict(self, split: Split | None = None, *, draws: int | None = None) -> Predictions:
+    def predict(self, split: ClientData | None = None, *, draws: int | None = None) -> Predictions:
         """Every client's predictive distribution on a split of its data, after aggregation (and fine-tuning where the method has it).
 
         Args:
@@ -101,7 +101,7 @@ class Result:
             ValueError: The split has other clients, or `draws` is not a whole number >= 0.
         """
         if split is not None:
-            instance("split", split, Split, "pass clients.test, or another split of result.data")
+            instance("split", split, ClientData, "pass clients.test, or another split of result.data")
         data = self.data.to(self.device, self.dtype)
         split = data.test if split is None else split.to(self.device, self.dtype)
         if not split.counts.any():
@@ -217,12 +217,12 @@ class Result:
         }
 
 
-def _is_part(split: Split, known: Split) -> bool:
+def _is_part(split: ClientData, known: ClientData) -> bool:
     """Whether every client's examples in `split` are among its own in `known`, by labels and places; inputs may have changed."""
     if split.y is not known.y and not (split.y.dtype == known.y.dtype and torch.equal(split.y, known.y)):
         return False
 
-    def owned(of: Split) -> torch.Tensor:
+    def owned(of: ClientData) -> torch.Tensor:
         client = torch.from_numpy(np.repeat(np.arange(of.clients), of.counts)).to(of.index.device)
         return client * len(of.y) + of.index
 

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map
 from bayesfl.base.checks import whole
 from bayesfl.base.protocols import Server
 from bayesfl.composition.algorithm import Algorithm
-from bayesfl.data import FederatedData, Split
+from bayesfl.data import ClientData, FederatedData
 from bayesfl.engine import Crew, Engine
 from bayesfl.evaluation.history import History
 from bayesfl.evaluation.predictions import Collector
@@ -214,7 +214,9 @@ def _rounds(
         while result.round < settings.rounds:
             test = data.test if settings.evaluates(result.round) else None
 
-            def once(attempt: int, result: Result = result, test: Split | None = test) -> tuple[Server, dict[str, Any], Collector | None]:
+            def once(
+                attempt: int, result: Result = result, test: ClientData | None = test
+            ) -> tuple[Server, dict[str, Any], Collector | None]:
                 transport = OneMachine(local, result.state, crew, test, faults)
                 return *run_round(rules, result.server, result.round, result.history, transport, attempt=attempt), transport.before
 

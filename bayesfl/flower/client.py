@@ -16,7 +16,7 @@ from bayesfl.base.protocols import Server, View
 from bayesfl.base.random import Stage
 from bayesfl.base.trees import nest
 from bayesfl.composition.algorithm import Algorithm
-from bayesfl.data import FederatedData, Split
+from bayesfl.data import ClientData, FederatedData
 from bayesfl.engine import Engine
 from bayesfl.evaluation.predictions import Predictions
 from bayesfl.federation.admission import PROTOCOL
@@ -276,13 +276,13 @@ class _Client:
     def _ids(self) -> np.ndarray:
         return np.array([self.id])
 
-    def _of_one(self, name: str, order: _Order) -> Split:
+    def _of_one(self, name: str, order: _Order) -> ClientData:
         return self.data.splits[name].to(self.device, order.dtype)
 
-    def _split(self, name: str, order: _Order) -> Split:
+    def _split(self, name: str, order: _Order) -> ClientData:
         """A split in which this client has its number, which addresses its draws, and all others have nothing."""
         split = self._of_one(name, order)
-        return Split(split.x, split.y, split.index, np.append(np.zeros(self.id, np.int64), split.counts), split.environment)
+        return ClientData(split.x, split.y, split.index, np.append(np.zeros(self.id, np.int64), split.counts), split.environment)
 
     def clean(self, experiment: str) -> None:
         """Removes what a killed process of this client has left half-written."""

@@ -4,13 +4,13 @@ Every network here has parameters named `body.*` and `head.*`, draws its start f
 generator alone. `split` gives any other module the same two names.
 """
 
-from bayesfl.models.cutting import Split, split
+from bayesfl.models.cutting import SplitModel, split
 from bayesfl.models.networks import char_lstm, cifar100_cnn, leaky_cnn, lenet, mlp, resnet18
 from bayesfl.models.purity import refuse_impure
 from bayesfl.models.starts import anew
 
 __all__ = [
-    "Split",
+    "SplitModel",
     "anew",
     "char_lstm",
     "cifar100_cnn",

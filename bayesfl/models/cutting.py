@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 
-class Split(nn.Module):
+class SplitModel(nn.Module):
     """A network cut in two: `head(body(x))`.
 
     Args:
@@ -24,7 +24,7 @@ class Split(nn.Module):
         return self.head(self.body(x))
 
 
-def split(module: nn.Module, *, head: str = "fc", example: Tensor | None = None) -> Split:
+def split(module: nn.Module, *, head: str = "fc", example: Tensor | None = None) -> SplitModel:
     """Cuts any module whose last step is the submodule `head` into a body and that head; the module itself is not changed.
 
     Args:
@@ -50,7 +50,7 @@ def split(module: nn.Module, *, head: str = "fc", example: Tensor | None = None)
         raise ValueError(
             f"submodule {head!r} shares parameters with the rest of the module, so the two cannot be told apart: untie them first"
         )
-    cut = Split(body, last)
+    cut = SplitModel(body, last)
     if example is not None:
         before, after = _outputs(module, example), _outputs(cut, example)
         if before.shape != after.shape or not torch.allclose(before, after, equal_nan=True):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesfl.base.checks import whole
-from bayesfl.models.cutting import Split
+from bayesfl.models.cutting import SplitModel
 from bayesfl.models.starts import seeded
 
 
@@ -52,7 +52,7 @@ def mlp(
     start: Literal["torch", "xavier"] = "torch",
     head_scale: float | None = None,
     seed: int = 0,
-) -> Split:
+) -> SplitModel:
     """Builds a fully connected network with ReLUs: hidden layers | output layer.
 
     Args:
@@ -71,11 +71,11 @@ def mlp(
         raise ValueError(f"start must be 'torch' or 'xavier', got {start!r}")
     widths = _sizes("hidden", hidden, "one width or several, each a whole number of at least 1, since the head alone would leave no body")
 
-    def make() -> Split:
+    def make() -> SplitModel:
         layers: list[nn.Module] = [nn.Flatten()] if len(shape) > 1 else []
         for before, after in zip((math.prod(shape), *widths), widths, strict=False):
             layers += [nn.Linear(before, after), nn.ReLU()]
-        made = Split(nn.Sequential(*layers), nn.Linear(widths[-1], outputs))
+        made = SplitModel(nn.Sequential(*layers), nn.Linear(widths[-1], outputs))
         for layer in made.modules() if start == "xavier" else ():
             if isinstance(layer, nn.Linear):
                 nn.init.xavier_uniform_(layer.weight)
@@ -93,7 +93,7 @@ def lenet(
     hidden: tuple[int, int] = (120, 84),
     head_scale: float | None = None,
     seed: int = 0,
-) -> Split:
+) -> SplitModel:
     """Builds LeNet-5 with ReLUs and max-pooling: conv 5x5, pool, conv 5x5, pool, 120, 84 | outputs.
 
     Images smaller than 32 x 32 are padded by 2 in the first convolution, as LeCun et al. pad MNIST.
@@ -118,7 +118,7 @@ def lenet(
     padding = 2 if min(height, width) < 32 else 0
     size = [((side + 2 * padding - 4) // 2 - 4) // 2 for side in (height, width)]
 
-    def make() -> Split:
+    def make() -> SplitModel:
         body = nn.Sequential(
             nn.Conv2d(depth, first, 5, padding=padding),
             nn.ReLU(),
@@ -132,12 +132,12 @@ def lenet(
             nn.Linear(widths[0], widths[1]),
             nn.ReLU(),
         )
-        return Split(body, nn.Linear(widths[1], outputs))
+        return SplitModel(body, nn.Linear(widths[1], outputs))
 
     return seeded(make, seed, head_scale)
 
 
-def leaky_cnn(inputs: Sequence[int], *, outputs: int, head_scale: float | None = None, seed: int = 0) -> Split:
+def leaky_cnn(inputs: Sequence[int], *, outputs: int, head_scale: float | None = None, seed: int = 0) -> SplitModel:
     """Builds the networks of FedPAC, with leaky ReLUs of slope 0.01 and max-pooling: conv 5x5, pool, conv 5x5, pool, 128 | outputs.
 
     16 and 32 channels, the second convolution padded by 1. Images of several channels take one more convolution after that, 3x3 of 64
@@ -160,18 +160,18 @@ def leaky_cnn(inputs: Sequence[int], *, outputs: int, head_scale: float | None =
     depth, height, width = _image(inputs, outputs, 16 if deep else 12)
     size = [((side - 4) // 2 - 2) // 2 // (2 if deep else 1) for side in (height, width)]
 
-    def make() -> Split:
+    def make() -> SplitModel:
         layers: list[nn.Module] = [nn.Conv2d(depth, 16, 5), nn.LeakyReLU(), nn.MaxPool2d(2)]
         layers += [nn.Conv2d(16, 32, 5, padding=1), nn.LeakyReLU(), nn.MaxPool2d(2)]
         if deep:
             layers += [nn.Conv2d(32, 64, 3, padding=1), nn.LeakyReLU(), nn.MaxPool2d(2)]
         features = (64 if deep else 32) * size[0] * size[1]
-        return Split(nn.Sequential(*layers, nn.Flatten(), nn.Linear(features, 128), nn.LeakyReLU()), nn.Linear(128, outputs))
+        return SplitModel(nn.Sequential(*layers, nn.Flatten(), nn.Linear(features, 128), nn.LeakyReLU()), nn.Linear(128, outputs))
 
     return seeded(make, seed, head_scale)
 
 
-def cifar100_cnn(inputs: Sequence[int] = (3, 32, 32), *, outputs: int = 20, head_scale: float | None = None, seed: int = 0) -> Split:
+def cifar100_cnn(inputs: Sequence[int] = (3, 32, 32), *, outputs: int = 20, head_scale: float | None = None, seed: int = 0) -> SplitModel:
     """Builds the network of pFedVEM for CIFAR-100: five 3x3 convolutions, averaged | outputs.
 
     Widths 32, 64, 128, 256, 100, each with a ReLU; a 2x2 max-pooling with padding 1 after the first four; then the average over
@@ -193,12 +193,12 @@ def cifar100_cnn(inputs: Sequence[int] = (3, 32, 32), *, outputs: int = 20, head
     depth = _image(inputs, outputs, 1)[0]
     widths = (32, 64, 128, 256, 100)
 
-    def make() -> Split:
+    def make() -> SplitModel:
         layers: list[nn.Module] = []
         for before, after in zip((depth, *widths), widths, strict=False):
             layers += [nn.Conv2d(before, after, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2, padding=1)]
         layers[-1] = nn.AdaptiveAvgPool2d(1)
-        return Split(nn.Sequential(*layers, nn.Flatten()), nn.Linear(widths[-1], outputs))
+        return SplitModel(nn.Sequential(*layers, nn.Flatten()), nn.Linear(widths[-1], outputs))
 
     return seeded(make, seed, head_scale)
 
@@ -226,7 +226,7 @@ class _Residual(nn.Module):
 
 def resnet18(
     inputs: Sequence[int], *, outputs: int, groups: int = 2, width: int = 64, head_scale: float | None = None, seed: int = 0
-) -> Split:
+) -> SplitModel:
     """Builds ResNet-18 for small images, with group norm instead of batch norm: 3x3 stem, four stages, averaged | outputs.
 
     Batch norm's running averages have no meaning in a federation with label skew, and vmap refuses them.
@@ -251,14 +251,14 @@ def resnet18(
     if whole("width", width, least=1) % whole("groups", groups, least=1):
         raise ValueError(f"groups must divide width, got {groups} groups and a width of {width}")
 
-    def make() -> Split:
+    def make() -> SplitModel:
         layers: list[nn.Module] = [nn.Conv2d(depth, width, 3, padding=1, bias=False), nn.GroupNorm(groups, width), nn.ReLU()]
         before = width
         for stage in range(4):
             after = width * 2**stage
             layers += [_Residual(before, after, 1 if stage == 0 else 2, groups), _Residual(after, after, 1, groups)]
             before = after
-        return Split(nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten()), nn.Linear(before, outputs))
+        return SplitModel(nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten()), nn.Linear(before, outputs))
 
     return seeded(make, seed, head_scale)
 
@@ -284,7 +284,7 @@ def char_lstm(
     layers: int = 2,
     head_scale: float | None = None,
     seed: int = 0,
-) -> Split:
+) -> SplitModel:
     """Builds a next-character network: embedding, LSTM, its state after the last character | outputs.
 
     Inputs are characters by number, [B, L], as floats, each within [0, outputs). `torch.func` cannot batch an LSTM, so that the vmap kernel
@@ -309,4 +309,4 @@ def char_lstm(
     if len(_shape(inputs, outputs)) != 1:
         raise ValueError(f"inputs must be texts of L characters, (L,), got {inputs}")
     sizes = [whole(name, n, least=1) for name, n in (("embedding", embedding), ("hidden", hidden), ("layers", layers))]
-    return seeded(lambda: Split(_Reader(outputs, *sizes), nn.Linear(hidden, outputs)), seed, head_scale)
+    return seeded(lambda: SplitModel(_Reader(outputs, *sizes), nn.Linear(hidden, outputs)), seed, head_scale)

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from bayesfl.base.checks import instance, number
 from bayesfl.base.layout import Layout
 from bayesfl.base.random import Purpose, generator
-from bayesfl.models.cutting import Split
+from bayesfl.models.cutting import SplitModel
 
 _BODY, _HEAD = 0, 1  # words of the addresses under Purpose.MODEL
 
 
-def seeded(make: Callable[[], Split], seed: int, head_scale: float | None) -> Split:
+def seeded(make: Callable[[], SplitModel], seed: int, head_scale: float | None) -> SplitModel:
     """Builds what `make` makes, on the CPU and from `seed` alone; the head drawn from N(0, head_scale^2) where that is given."""
     if head_scale is not None and not number("head_scale", head_scale) > 0:
         raise ValueError(f"head_scale is a standard deviation and must be > 0, got {head_scale}")

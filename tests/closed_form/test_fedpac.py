@@ -20,7 +20,7 @@ from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.phases import Once
 from bayesfl.data import FederatedData
 from bayesfl.likelihoods import Gaussian
-from bayesfl.models import Split
+from bayesfl.models import SplitModel
 from tests.cases import keeping
 
 CLASSES, WIDTH = 4, 5
@@ -38,11 +38,11 @@ def few() -> FederatedData:
 
 
 @pytest.fixture(scope="module")
-def network() -> Split:
+def network() -> SplitModel:
     """Leaky, so that no feature is cut off."""
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        return Split(nn.Sequential(nn.Linear(6, WIDTH), nn.LeakyReLU()), nn.Linear(WIDTH, CLASSES))
+        return SplitModel(nn.Sequential(nn.Linear(6, WIDTH), nn.LeakyReLU()), nn.Linear(WIDTH, CLASSES))
 
 
 def run(algorithm: Algorithm, clients: FederatedData, rounds: int = 1, **options: Any):
@@ -61,7 +61,7 @@ def features(algorithm: Algorithm, body: Tensor, x: Tensor) -> Tensor:
 # Statistics
 
 
-def test_variance_is_the_trace_of_the_covariance(few: FederatedData, network: Split):
+def test_variance_is_the_trace_of_the_covariance(few: FederatedData, network: SplitModel):
     """With Phi = onehot(y) z' of an example: h is its mean, n V the trace of its biased covariance, at the body received."""
     algorithm = bf.algorithms.fedpac(network)
     start = algorithm.init(4, seed=2, dtype=torch.float64)["body"]["loc"]
@@ -75,7 +75,7 @@ def test_variance_is_the_trace_of_the_covariance(few: FederatedData, network: Sp
         assert private["counts"][j].tolist() == torch.bincount(y, minlength=CLASSES).tolist()
 
 
-def test_centroids_are_of_the_body_that_was_trained(few: FederatedData, network: Split):
+def test_centroids_are_of_the_body_that_was_trained(few: FederatedData, network: SplitModel):
     """A client's are means of features after training, the server's their means by the number of examples of the class."""
     algorithm = bf.algorithms.fedpac(network, batch_size=None)
     result = run(keeping(algorithm), few)
@@ -98,7 +98,7 @@ def trained_body(algorithm: Algorithm, clients: FederatedData, j: int) -> Tensor
     return run(algorithm, clients.select([j])).server["body"]["loc"]
 
 
-def test_pieces_of_the_pass_add_up(few: FederatedData, network: Split, monkeypatch: pytest.MonkeyPatch):
+def test_pieces_of_the_pass_add_up(few: FederatedData, network: SplitModel, monkeypatch: pytest.MonkeyPatch):
     """Statistics do not depend on how many examples are looked at together."""
     whole = run(keeping(bf.algorithms.fedpac(network)), few, 2)
     monkeypatch.setattr(module, "ROWS", 4)
@@ -107,7 +107,7 @@ def test_pieces_of_the_pass_add_up(few: FederatedData, network: Split, monkeypat
         assert_close(pieces.private[name], whole.private[name], atol=1e-12, rtol=0)
 
 
-def test_padding_is_no_example(few: FederatedData, network: Split):
+def test_padding_is_no_example(few: FederatedData, network: SplitModel):
     """Clients of unequal size may be measured together, the short ones padded."""
     alone = keeping(bf.algorithms.fedpac(network))
     together = replace(alone, phases=tuple(replace(p, batched=True) if isinstance(p, Once) else p for p in alone.phases))
@@ -220,7 +220,7 @@ def solved(h: Tensor, variance: Tensor, own: Tensor) -> Tensor:
 # Whole rounds
 
 
-def reference(network: Split, clients: FederatedData, cohorts: list[list[int]], lam: float) -> dict[str, Any]:
+def reference(network: SplitModel, clients: FederatedData, cohorts: list[list[int]], lam: float) -> dict[str, Any]:
     """The method as a plain loop with torch's own SGD: full batches, 2 head steps and 3 body steps."""
     model = copy.deepcopy(network).double()
     body, sizes = copy.deepcopy(model.body.state_dict()), clients.train.counts
@@ -274,7 +274,7 @@ def reference(network: Split, clients: FederatedData, cohorts: list[list[int]], 
 
 
 @pytest.mark.parametrize(("participation", "seed"), [(1.0, 0), (0.75, 0), (0.5, 3)])
-def test_rounds_as_a_plain_loop(few: FederatedData, network: Split, participation: float, seed: int):
+def test_rounds_as_a_plain_loop(few: FederatedData, network: SplitModel, participation: float, seed: int):
     """Four rounds, clients that stay away, a class of which the server hears late and one of which it never does."""
     options: dict[str, Any] = {"lr": 0.1, "head_lr": 0.2, "weight_decay": 0.01, "batch_size": None, "lam": 0.8}
     algorithm = bf.algorithms.fedpac(network, head_epochs=2, body_epochs=3, **options)
@@ -354,7 +354,7 @@ def test_the_absent_keep_their_heads_and_rows(clients: FederatedData, model: nn.
             assert torch.equal(second["head"]["each"][j], start)
 
 
-def test_a_class_that_the_cohort_lacks_keeps_its_centroid(network: Split):
+def test_a_class_that_the_cohort_lacks_keeps_its_centroid(network: SplitModel):
     """Others become means by the number of examples, of those that have some."""
     algorithm = bf.algorithms.fedpac(network)
     size = algorithm.layout("head").size
@@ -450,8 +450,8 @@ def test_defaults_are_the_papers():
         (bf.models.mlp(3, outputs=2), {"lam": -0.1}, "lam is the strength of a pull and must be finite and >= 0, got -0.1"),
         (bf.models.mlp(3, outputs=2), {"lam": float("nan")}, "lam is the strength"),
         (bf.models.mlp(3, outputs=1), {"likelihood": Gaussian(1.0)}, "likelihood Gaussian is for regression; use fedrep"),
-        (nn.Linear(3, 2), {}, "model must be a bf.models.Split whose head is one nn.Linear, got Linear"),
-        (Split(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 2))), {}, "one nn.Linear"),
+        (nn.Linear(3, 2), {}, "model must be a bf.models.SplitModel whose head is one nn.Linear, got Linear"),
+        (SplitModel(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 2))), {}, "one nn.Linear"),
     ],
 )
 def test_what_is_refused(model: nn.Module, options: dict[str, Any], message: str):

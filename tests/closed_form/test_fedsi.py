@@ -11,7 +11,7 @@ from torch.testing import assert_close
 import bayesfl as bf
 from bayesfl.data import FederatedData
 from bayesfl.likelihoods import Gaussian
-from bayesfl.models import Split
+from bayesfl.models import SplitModel
 from bayesfl.optim import SGD
 from bayesfl.posteriors import Laplace
 from bayesfl.posteriors.selection import Evidence, select
@@ -33,13 +33,13 @@ def regressions() -> FederatedData:
 START = torch.tensor([0.1, -0.2, 0.3, 0.05])
 
 
-def linear() -> Split:
+def linear() -> SplitModel:
     """A linear body of one output under a head that only multiplies by 1.5."""
     body, head = nn.Linear(DIM, 1, bias=False), nn.Linear(1, 1, bias=False)
     with torch.no_grad():
         body.weight.copy_(START[None])
         head.weight.fill_(1.5)
-    return Split(body, head)
+    return SplitModel(body, head)
 
 
 EXACT: dict[str, Any] = {
@@ -175,7 +175,7 @@ RULES = {
 @pytest.mark.parametrize("rule", RULES)
 def test_aggregation_by_hand(regressions: FederatedData, rule: Any):
     """Never selected: alpha, whatever the means. By one of two, by both, below the floor, above the cap (alpha)."""
-    algorithm = bf.algorithms.fedsi(Split(nn.Linear(5, 1, bias=False), nn.Linear(1, 1)), aggregation=rule, **EXACT)
+    algorithm = bf.algorithms.fedsi(SplitModel(nn.Linear(5, 1, bias=False), nn.Linear(1, 1)), aggregation=rule, **EXACT)
     server = algorithm.init(2, dtype=torch.float64)
     uplink = {"std": STDS, "body": {"loc": LOCS}, "uncurved": torch.tensor([0.25, 0.75], dtype=torch.float64), "round": 0}
     new = algorithm.combine(server, torch.arange(2), uplink)
@@ -185,7 +185,7 @@ def test_aggregation_by_hand(regressions: FederatedData, rule: Any):
 
 def test_the_product_weighs_means_by_precision():
     """Among those that selected a weight; the plain mean where nobody did, and everywhere for the other rules."""
-    model = Split(nn.Linear(5, 1, bias=False), nn.Linear(1, 1))
+    model = SplitModel(nn.Linear(5, 1, bias=False), nn.Linear(1, 1))
     uplink = {"std": STDS, "body": {"loc": LOCS}, "round": 0}
     for rule, third in (("product", 2 * 4 / 104), ("moment_match", 1.0)):
         algorithm = bf.algorithms.fedsi(model, aggregation=rule, **EXACT)  # pyright: ignore[reportArgumentType]

@@ -12,7 +12,7 @@ from bayesfl.base.protocols import Batch, Server, View
 from bayesfl.composition.phases import Once
 from bayesfl.data import FederatedData
 from bayesfl.likelihoods import Gaussian
-from bayesfl.models import Split
+from bayesfl.models import SplitModel
 from tests.cases import SIZES
 
 COUNTS = (9, 14, 6, 11)
@@ -32,13 +32,13 @@ def xs_like(xs: list[Tensor]) -> list[Tensor]:
     return [x + 1.0 for x in xs]
 
 
-def linear(head: Tensor | None = None) -> Split:
+def linear(head: Tensor | None = None) -> SplitModel:
     """A head on an identity body: with a body rate of 0, a linear model."""
     body, top = nn.Linear(DIM, DIM, bias=False), nn.Linear(DIM, 1, bias=False)
     with torch.no_grad():
         body.weight.copy_(torch.eye(DIM))
         top.weight.copy_(torch.zeros(1, DIM) if head is None else head)
-    return Split(body, top)
+    return SplitModel(body, top)
 
 
 def moments(data: FederatedData) -> tuple[Tensor, Tensor]:

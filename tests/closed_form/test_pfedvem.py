@@ -17,7 +17,7 @@ from bayesfl.composition.pools import Mean
 from bayesfl.composition.priors import closest_variance
 from bayesfl.data import FederatedData
 from bayesfl.likelihoods import Gaussian
-from bayesfl.models import Split
+from bayesfl.models import SplitModel
 from bayesfl.posteriors import MeanField
 from tests.cases import federation
 
@@ -32,11 +32,11 @@ def clients() -> FederatedData:
     return bf.data.from_arrays(xs, ys, test=([x + 1.0 for x in xs], ys))
 
 
-def linear() -> Split:
+def linear() -> SplitModel:
     body, head = nn.Linear(DIM, DIM, bias=False), nn.Linear(DIM, 1, bias=False)
     with torch.no_grad():
         body.weight.copy_(torch.eye(DIM))
-    return Split(body, head)
+    return SplitModel(body, head)
 
 
 def exact_step(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:

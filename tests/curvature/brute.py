@@ -9,7 +9,7 @@ from torch.func import functional_call, hessian, jacrev, vmap
 
 from bayesfl.base.protocols import Likelihood
 from bayesfl.likelihoods import Bernoulli, Categorical, Gaussian
-from bayesfl.models import Split
+from bayesfl.models import SplitModel
 
 
 class Residual(nn.Module):
@@ -25,7 +25,7 @@ class Residual(nn.Module):
 
 def mlp(outputs: int) -> nn.Module:
     body = nn.Sequential(nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 5, bias=False), nn.ReLU())
-    return Split(body, nn.Linear(5, outputs))
+    return SplitModel(body, nn.Linear(5, outputs))
 
 
 def cnn(outputs: int) -> nn.Module:

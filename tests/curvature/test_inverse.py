@@ -269,7 +269,7 @@ def _fitted(laplace, model: nn.Module, x: Tensor, likelihood: str, **options):
 def test_laplace_torch_finds_the_same(laplace, case, likelihood):
     """Diagonal, full and subnetwork: curvature, covariance, log determinant and predictive covariance of laplace-torch."""
     model, x, test = case.model(), case.data(9), case.data(5, seed=3)
-    theirs = nn.Sequential(model.body, model.head) if isinstance(model, bf.models.Split) else model
+    theirs = nn.Sequential(model.body, model.head) if isinstance(model, bf.models.SplitModel) else model
     curvature = Curvature(model, Categorical() if likelihood == "classification" else Gaussian(0.5))
     scale = 1.0 if likelihood == "classification" else 1 / 0.5**2  # its H leaves the noise out
     near = {"atol": 1e-8, "rtol": 1e-8}

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from bayesfl.data import Source, Split, from_arrays
+from bayesfl.data import ClientData, Source, from_arrays
 from bayesfl.data.images import FINE_TO_COARSE
 from tests.data.made import arrays
 
@@ -12,7 +12,7 @@ from tests.data.made import arrays
 @pytest.fixture
 def split():
     x = torch.arange(20.0).reshape(10, 2)
-    return Split(x, torch.arange(10), torch.tensor([9, 8, 7, 0, 1, 5]), np.array([3, 0, 1, 2]))
+    return ClientData(x, torch.arange(10), torch.tensor([9, 8, 7, 0, 1, 5]), np.array([3, 0, 1, 2]))
 
 
 @pytest.fixture

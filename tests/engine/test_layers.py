@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 from bayesfl.base.layout import Layout
 from bayesfl.engine import layers, live, vmap
 from bayesfl.engine.network import Network, Pass, Passage
-from bayesfl.models import Split, cifar100_cnn, lenet, mlp, resnet18
+from bayesfl.models import SplitModel, cifar100_cnn, lenet, mlp, resnet18
 
 KERNELS = {"layers": layers.kernel, "live": live.kernel, "vmap": vmap.kernel}
 kernels = pytest.mark.parametrize("kernel", KERNELS)
@@ -44,7 +44,7 @@ STACKS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
     ),
     "average pooling": (nn.Sequential(nn.Conv2d(1, 3, 3), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(12, 2)), (1, 6, 6)),
     "adaptive pooling": (nn.Sequential(nn.Conv2d(1, 3, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 2)), (1, 6, 6)),
-    "body and head": (Split(nn.Sequential(nn.Linear(4, 6), nn.ReLU()), nn.Linear(6, 3)), (4,)),
+    "body and head": (SplitModel(nn.Sequential(nn.Linear(4, 6), nn.ReLU()), nn.Linear(6, 3)), (4,)),
     **{
         type(act).__name__: (nn.Sequential(act, nn.Linear(4, 6), act.__class__(), nn.Linear(6, 3)), (4,))
         for act in (nn.ReLU(), nn.Tanh(), nn.GELU(), nn.SiLU(), nn.Sigmoid(), nn.ELU(), nn.LeakyReLU(), nn.Identity())
@@ -297,7 +297,7 @@ def test_what_has_none(module):
     """Unknown layers, subclasses that may do anything, paddings and flattenings of another kind: alone or within a stack."""
     assert not layers.supported(module)
     assert not layers.supported(nn.Sequential(nn.Linear(4, 4), nn.Sequential(module)))
-    assert not layers.supported(Split(nn.Identity(), module))
+    assert not layers.supported(SplitModel(nn.Identity(), module))
 
 
 # The network around a kernel

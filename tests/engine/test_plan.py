@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from bayesfl.base.random import Purpose, Stage, generator
 from bayesfl.composition.phases import Once, Repeat
-from bayesfl.data import Split
+from bayesfl.data import ClientData
 from bayesfl.engine import PhasePlan
 
 COUNTS = np.array([3, 7, 5, 7])
@@ -24,11 +24,11 @@ def phase(epochs: int = 1, steps: int | None = None, batch_size: int | None = No
     return SimpleNamespace(epochs=epochs, steps=steps, batch_size=batch_size)
 
 
-def split() -> Split:
+def split() -> ClientData:
     """Clients whose rows lie scattered in shared tensors; a row's input and label tell which it is."""
     index = torch.from_numpy(np.random.default_rng(0).permutation(40)[: COUNTS.sum()])
     rows = torch.arange(40)
-    return Split(torch.stack([rows, -rows], 1).double(), rows, index, COUNTS)
+    return ClientData(torch.stack([rows, -rows], 1).double(), rows, index, COUNTS)
 
 
 def plan(of: SimpleNamespace | Once | Repeat, rows: np.ndarray = ORDER, **address) -> PhasePlan:

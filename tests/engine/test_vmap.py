@@ -10,7 +10,7 @@ from torch.testing import assert_close
 import bayesfl as bf
 from bayesfl.base.layout import Layout
 from bayesfl.composition.phases import Once
-from bayesfl.data import Split
+from bayesfl.data import ClientData
 from bayesfl.engine import PhasePlan, vmap
 from bayesfl.models import mlp, resnet18
 
@@ -111,7 +111,7 @@ def test_a_pure_phase_over_unequal_clients():
     phase = Averaged()
     algorithm = bf.Algorithm(mlp(3, hidden=4, outputs=2), {"w": bf.Block()}, (phase,), parts=("w",))
     counts = np.array([5, 4, 2])
-    split = Split(numbers(11, 3), (numbers(11, seed=1) > 0).long(), torch.arange(11), counts)
+    split = ClientData(numbers(11, 3), (numbers(11, seed=1) > 0).long(), torch.arange(11), counts)
     server = algorithm.init(3, dtype=torch.float64)
     given = algorithm.given(server, 0, 1)
     views = algorithm.views(given, {}, {}, torch.from_numpy(counts).double())
@@ -138,7 +138,7 @@ def test_a_closed_form_over_a_chunk():
 
     phase = Once(centre, data=True)
     algorithm = bf.Algorithm(mlp(3, hidden=4, outputs=2), {"w": bf.Block()}, (phase,), parts=("w",))
-    split = Split(numbers(7, 3), torch.zeros(7, dtype=torch.long), torch.arange(7), np.array([5, 2]))
+    split = ClientData(numbers(7, 3), torch.zeros(7, dtype=torch.long), torch.arange(7), np.array([5, 2]))
     server = algorithm.init(2, dtype=torch.float64)
     given = algorithm.given(server, 0, 1)
     views = algorithm.views(given, {}, {}, torch.tensor([5.0, 2.0]).double())

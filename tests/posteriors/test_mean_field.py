@@ -14,7 +14,7 @@ from bayesfl.base.protocols import Posterior
 from bayesfl.composition.energy import Energy
 from bayesfl.composition.phases import Descend
 from bayesfl.composition.priors import Normal
-from bayesfl.data import Split
+from bayesfl.data import ClientData
 from bayesfl.engine import PhasePlan
 from bayesfl.likelihoods import Gaussian
 from bayesfl.optim import SGD
@@ -181,7 +181,7 @@ def test_optimum_on_a_gaussian_target(kernel, monkeypatch):
     monkeypatch.setattr(PhasePlan, "noise", exact)
     algorithm = linear(300)
     (phase,) = algorithm.phases
-    plan = PhasePlan(phase, Split(x, y, torch.arange(12), np.array([12])), np.array([0]), dtype=torch.float64)
+    plan = PhasePlan(phase, ClientData(x, y, torch.arange(12), np.array([12])), np.array([0]), dtype=torch.float64)
     server = algorithm.init(1, dtype=torch.float64)
     given = algorithm.given(server, 0, 1)
     rows = {"w": {key: value[None] for key, value in algorithm.rows(server)["w"].items()}}
