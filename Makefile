@@ -5,17 +5,24 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-durability test-deploy lint types docs examples wheel readme benchmarks check clean
+.PHONY: demo test test-slow test-durability test-deploy lint types docs examples wheel readme benchmarks check clean
 
 demo: $(VENV)/.plain
 	$(BIN)/python examples/pfedvem.py --out runs/demo
 
+# Two processes, where a single file is quicker in one: `.venv/bin/python -m pytest tests/base`.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
+
 test: $(VENV)/.test
-	$(BIN)/python -m pytest
+	$(PYTEST) -m "not slow"
+
+# What takes more than two seconds a test.
+test-slow: $(VENV)/.test
+	$(PYTEST) -m slow --durations=10
 
 # Fifty kills over thirty rounds and two thousand mutations, where `test` has a few of each.
 test-durability: $(VENV)/.test
-	BAYESFL_DURABILITY=full $(BIN)/python -m pytest tests/test_durability.py tests/flower/test_mutations.py
+	BAYESFL_DURABILITY=full $(BIN)/python -m pytest tests/recovery/test_durability.py tests/recovery/test_mutations.py
 
 # A real network on this machine; DEPLOY=ci leaves out what waits for Flower's heartbeats.
 DEPLOY ?= full
@@ -74,7 +81,7 @@ benchmarks: $(VENV)/.plain
 	$(BIN)/python benchmarks/simplex.py
 	$(BIN)/python benchmarks/privacy.py
 
-check: test lint types docs examples wheel
+check: test test-slow lint types docs examples wheel
 	$(MAKE) test-deploy DEPLOY=ci
 
 $(VENV)/bin/python:

@@ -203,6 +203,7 @@ def fedsi() -> str:
             if key.split("/")[0] == dataset and (told := [n for n in ("predictive_precision", "uncurved_share") if n in cell])
         ]
         parts.append(f"**{dataset}**\n\n" + "\n\n".join([*tables, *(["; ".join(more) + "."] if more else [])]))
+    parts.append(versions(saved["cells"], place=1, drawn_anew={"pfedvem"}))
     return "\n\n".join(parts)
 
 
@@ -275,6 +276,30 @@ def made(saved: dict[str, Any]) -> str:
     return f"Made by `{saved['command']}`, {env['date'][:10]}, {env['cpu']}, {env['cores']} cores, torch {env['torch']}{at}."
 
 
+DRAWN_ANEW = "2026-11-22T12:00"
+"""From when on addresses of randomness count only phases that shuffle or draw; see the changelog."""
+
+
+def versions(cells: dict[str, dict[str, Any]], *, place: int, drawn_anew: set[str]) -> str:
+    """Which versions made a table's cells, and which of their methods would draw otherwise today.
+
+    Args:
+        cells: By keys of words between slashes.
+        place: Of the method among the words of a key.
+        drawn_anew: Methods whose draws changed.
+    """
+    by: dict[str, set[str]] = {}
+    old: set[str] = set()
+    for key, cell in cells.items():
+        method, env = key.split("/")[place], cell["environment"]
+        by.setdefault(env["commit"][:7], set()).add(method)
+        old |= {method} & drawn_anew if env["date"] < DRAWN_ANEW else set()
+    everything = set().union(*by.values())
+    made = "; ".join(f"{commit} ({'all' if methods == everything else ', '.join(sorted(methods))})" for commit, methods in by.items())
+    anew = f" Addresses of randomness have changed since: {', '.join(sorted(old))} would draw otherwise today." if old else ""
+    return f"Commits that made the cells: {made}.{anew}"
+
+
 def fedem() -> str:
     """The synthetic row of FedEM's Table 2 beside what was measured."""
     saved = json.loads((RESULTS / "papers" / "fedem.json").read_text())
@@ -317,7 +342,8 @@ def fedem() -> str:
             f"**Accuracy on validation data by learning rate (%), seed 0**\n\n{report.table(grid, columns=tried, style='markdown')}",
         ]
     )
-    return shown + (f"\n\nClusters of clustered FL: {'; '.join(clusters)} clients." if clusters else "")
+    shown += f"\n\nClusters of clustered FL: {'; '.join(clusters)} clients." if clusters else ""
+    return f"{shown}\n\n{versions(saved['cells'], place=0, drawn_anew={'FedEM', 'D-FedEM', 'pFedMe'})}"
 
 
 def perinvfl() -> str:
@@ -354,6 +380,8 @@ def perinvfl() -> str:
         there = {key for row in rows.values() for key in row}
         tables = [report.table(rows, columns=[c for c in columns if c.key in there], style="markdown") for columns in (scored, seen)]
         parts.append(f"**{name}**\n\n" + "\n\n".join([*tables, _claims(rows, cases)]))
+    anew = {"IRM", "GroupDRO", "IRM-L2", "IRM-FT", "PerInvFL-IRM", "PerInvFL-DRO", "Ditto", "pFedMe"}
+    parts.append(versions(cells, place=1, drawn_anew=anew))
     return "\n\n".join(parts)
 
 

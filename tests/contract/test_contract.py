@@ -40,13 +40,16 @@ def test_every_algorithm_has_a_case():
     assert list(dict.fromkeys(case.name for case in CASES)) == list(PAPERS)
 
 
-@every_case
-@pytest.mark.parametrize(("participation", "train"), [(1.0, None), (0.5, "cohort"), (0.5, "all")])
+WHO = [(case, 0.5, "all") for case in CASES]
+WHO += [(case, *who) for case in CASES if case.name in ("fedavg", "pfedvem", "fedpac", "fedem") for who in ((1.0, None), (0.5, "cohort"))]
+
+
+@pytest.mark.parametrize(("case", "participation", "train"), WHO, ids=str)
 def test_kernels_agree(case: Case, model: nn.Module, clients: FederatedData, participation: float, train: str | None):
     """Every kernel, and any chunk, gives the reference's numbers to rounding, for clients of unequal size."""
     options = {"participation": participation, "train": train}
     reference = state(run(case, model, clients, bf.Engine("reference", workers=1), **options))
-    for kernel, chunk in (("live", 4), ("layers", 1), ("layers", 3), ("layers", len(SIZES)), ("vmap", 4), ("auto", None)):
+    for kernel, chunk in (("live", 4), ("layers", 3), ("layers", len(SIZES)), ("vmap", 4), ("auto", None)):
         got = state(run(case, model, clients, bf.Engine(kernel, chunk=chunk), **options))
         assert_close(got, reference, atol=1e-6, rtol=0, msg=lambda m, k=kernel, c=chunk: f"{k}, chunk {c}: {m}")
 
@@ -67,11 +70,9 @@ def test_kernels_agree_on_convolutions(case: Case):
 
 @every_case
 def test_workers_do_not_change_the_bits(case: Case, model: nn.Module, clients: FederatedData):
-    """One, two or three threads: equal bits, in float32 too."""
-    for dtype in (torch.float32, torch.float64):
-        one, two, three = (state(run(case, model, clients, bf.Engine(chunk=2, workers=w), dtype=dtype)) for w in (1, 2, 3))
-        assert same_bits(one, two)
-        assert same_bits(one, three)
+    """One thread or three: equal bits, in float32, where sums in another order would show most."""
+    one, three = (state(run(case, model, clients, bf.Engine(chunk=2, workers=w), dtype=torch.float32)) for w in (1, 3))
+    assert same_bits(one, three)
 
 
 @every_case

@@ -1,6 +1,6 @@
 """A run that is killed at a given moment: what tests of durability start as a process of its own.
 
-python -m tests.killed FOLDER OUT ROUNDS [MOMENT COUNT]
+python -m tests.recovery.killed FOLDER OUT ROUNDS [MOMENT COUNT]
 
 MOMENT is write (half of the file is there), flush, rename, folder (before the COUNT-th of them), or round (before its training). Without,
 the run goes to its end and saves its result in OUT.

@@ -26,7 +26,7 @@ def test_figures_of_a_gpu_need_one(given, words, monkeypatch, capsys):
     """Refused at the start, and nothing is written."""
     if not given and torch.cuda.is_available():
         pytest.skip("this machine has a CUDA device")
-    path = Path(__file__).parents[1] / "benchmarks" / "gpu.py"
+    path = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
     monkeypatch.setattr(sys, "argv", [str(path), *given])
     with pytest.raises(SystemExit) as caught:
         runpy.run_path(str(path), run_name="__main__")
@@ -34,7 +34,7 @@ def test_figures_of_a_gpu_need_one(given, words, monkeypatch, capsys):
     assert words in capsys.readouterr().err.splitlines()[-1]
 
 
-SELECTION = Path(__file__).parents[1] / "benchmarks" / "selection.py"
+SELECTION = Path(__file__).parents[2] / "benchmarks" / "selection.py"
 
 
 def test_the_corner_that_is_lit_was_constant_in_training():

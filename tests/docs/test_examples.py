@@ -16,7 +16,7 @@ SMALL = ["--clients", "4", "--rounds", "1", "--participation", "0.5", "--algorit
 
 
 def load(name: str) -> Any:
-    path = Path(__file__).parents[1] / "examples" / f"{name}.py"
+    path = Path(__file__).parents[2] / "examples" / f"{name}.py"
     spec = importlib.util.spec_from_file_location(f"{name}_example", path)
     assert spec is not None
     assert spec.loader is not None

@@ -25,7 +25,7 @@ from bayesfl.federation.faults import KINDS, Fault
 from bayesfl.flower import load, records
 from bayesfl.flower.states import STATE as STATE_NAME
 from tests.flower.test_flower import deploy, grid_of, method, simulated
-from tests.test_durability import joined, mutated, parts, resealed
+from tests.recovery.test_durability import joined, mutated, parts, resealed
 
 MUTATIONS = 2000 if os.environ.get("BAYESFL_DURABILITY") == "full" else 200
 ODD: tuple[Any, ...] = (-1, 0, 2**62, 1e30, float("nan"), "x", "../../x", True, [1, 2], b"bytes", [], "")

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 import bayesfl as bf
 from bayesfl.base.protocols import Server, Uplink
 from bayesfl.composition.pools import Clipped, Mean, Median, MomentMatched, TrimmedMean, equal
-from tests.test_pools import federation, pooled, some
+from tests.composition.test_pools import federation, pooled, some
 
 
 @pytest.mark.parametrize("clients", [1, 2, 5, 6])

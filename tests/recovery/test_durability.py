@@ -27,7 +27,7 @@ from bayesfl.federation.checkpoint import STATE, held
 from bayesfl.federation.errors import CheckpointError
 from bayesfl.federation.faults import at_random
 from bayesfl.federation.result import Result
-from tests import killed
+from tests.recovery import killed
 
 FULL = os.environ.get("BAYESFL_DURABILITY") == "full"
 ROUNDS, KILLS, MUTATIONS = (30, 50, 2000) if FULL else (6, 5, 200)
@@ -51,7 +51,8 @@ def same(one: Result, other: Result) -> bool:
 
 
 def child(*arguments: Any) -> int:
-    return subprocess.run([sys.executable, "-m", "tests.killed", *map(str, arguments)], capture_output=True, timeout=120).returncode
+    command = [sys.executable, "-m", "tests.recovery.killed", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, timeout=120).returncode
 
 
 def test_killed_again_and_again(tmp_path: Path):
