@@ -262,7 +262,7 @@ class Posterior:
 
 def posteriors(model: nn.Module, data: Images, seed: int, *, few: bool) -> dict[str, Posterior]:
     """{row: the approximation}, subnetworks chosen."""
-    body: dict[str, Any] = {"parameters": "body.*"}
+    body: dict[str, Any] = {"pattern": "body.*"}
     diagonal = Laplace.fit(model, data.x, structure="diagonal", **body)
     evidence = selection.Evidence(diagonal.loc, diagonal.diagonal, torch.full_like(diagonal.loc, 1 / TRAINING_PRECISION), seed)
     size = len(evidence.loc)
@@ -281,7 +281,7 @@ def posteriors(model: nn.Module, data: Images, seed: int, *, few: bool) -> dict[
     everything = about(place)
     found = {
         "every weight on its own": Posterior(body | {"structure": "diagonal"}, everything),
-        "last layer": Posterior({"parameters": "head.*"}, {}),
+        "last layer": Posterior({"pattern": "head.*"}, {}),
         "whole body": Posterior(body | {"structure": "full"}, everything),
     }
     shares = {"wasserstein": (0.01, 0.05, 0.2), "random": (0.01, 0.05, 0.2)}

@@ -91,6 +91,7 @@ def found(result: Any) -> dict[frozenset[int], np.ndarray]:
     return {frozenset(np.flatnonzero(cluster == c)): model.numpy() for c, model in enumerate(result.server["models"])}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("alike", [False, True])
 def test_it_finds_the_planted_clusters_as_a_slow_reference_does(planted: FederatedData, alike: bool):
     """Two splits, the second inside a part; whoever is where, and its model, to rounding."""

@@ -307,6 +307,7 @@ def test_a_component_that_the_cohort_does_not_use_is_alive(clients: FederatedDat
     assert float(result.server["usage"].min()) > 0.2
 
 
+@pytest.mark.slow
 def test_beliefs_of_one_component_by_hand():
     """M = 1, regression, all at once: mean-field VI of a linear model, whose optimum is known, pooled by moments."""
     rng = torch.Generator().manual_seed(0)

@@ -85,6 +85,7 @@ def test_a_linear_client_sends_the_exact_conditional_posterior(regressions: Fede
         assert_close(result.server["g"], g, atol=1e-9, rtol=0)
 
 
+@pytest.mark.slow
 def test_fac_keeps_every_weight_on_its_own(regressions: FederatedData):
     """sigma_r = H_rr^(-1/2) for all weights: FedSI with all of them where inputs are orthogonal, and larger than nothing else."""
     result = run(bf.algorithms.fedsi_fac(linear(), **EXACT), regressions)

@@ -575,6 +575,7 @@ def test_irm_ft_without_a_penalty_is_fedavg_ft(clients: FederatedData):
     assert not torch.allclose(pulled, before, equal_nan=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "gamma"), [("irm_l2", 30.0), ("perinvfl", 0.0)])
 def test_strong_pulls_give_the_model_received(name: str, gamma: float):
     """Steps short enough for the pull, 1 / (curvature + lam): theta ends at w, and at the pulled optimum of a quadratic in between.
@@ -799,6 +800,7 @@ def by_continuation(make: Any, block: str, clients: FederatedData, who: list[int
     return w
 
 
+@pytest.mark.slow
 def test_a_linear_model_with_exact_moments():
     """From any start the federation finds x1 alone; clients with several environments add their own +-x3, one with one falls for x2,
     unless the pull is strong."""

@@ -72,12 +72,14 @@ def expected_slope_and_curvature(mean: Tensor, variance: Tensor) -> tuple[Tensor
     return slope, x.T.square() @ (weights * p * (1 - p)).sum(0) + 1 / PRIOR**2
 
 
+@pytest.mark.slow
 def test_means_are_the_posteriors(fitted, samples):
     """Within 0.15 posterior standard deviations, in a design without correlations."""
     mean, _ = moments(fitted)
     assert ((mean - samples.mean(0)).abs() / samples.std(0)).max() < 0.15
 
 
+@pytest.mark.slow
 def test_predictions_are_the_posteriors(fitted, samples):
     """Predictive probabilities within 0.03, each an average over draws, and the epistemic part of them likewise."""
     x, _ = regression()
@@ -89,6 +91,7 @@ def test_predictions_are_the_posteriors(fitted, samples):
     assert_close(found.epistemic[0], information, rtol=0, atol=0.015)
 
 
+@pytest.mark.slow
 def test_mean_field_is_its_own_optimum(fitted):
     """There the mean has no expected slope, and a variance is 1 / E_q[H_dd], H the Hessian of the negative log joint."""
     mean, variance = moments(fitted)

@@ -106,6 +106,7 @@ def test_ditto_with_a_strong_pull_is_the_broadcast_model(clients: FederatedData,
     assert_close(two.private["v"]["loc"], broadcast.expand_as(two.private["v"]["loc"]), atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 def test_ditto_fixed_point(regressions: FederatedData):
     """At convergence v_j = (A_j / n_j + lambda)^-1 (b_j / n_j + lambda w), with w the global model of the round."""
     lam = 0.5
@@ -168,6 +169,7 @@ def test_pfedme_restarts_where_told(regressions: FederatedData):
         assert_close(result.private["theta"]["loc"], theta, atol=1e-12, rtol=0)
 
 
+@pytest.mark.slow
 def test_pfedmap_reaches_its_fixed_point(regressions: FederatedData):
     """For quadratics w = [sum_j (I - lambda R_j)]^-1 sum_j R_j b_j, R_j = (A_j + lambda I)^-1: the joint MAP, sum likelihood."""
     lam = 2.0
@@ -304,6 +306,7 @@ def test_lg_fedavg_shares_its_head_alone(clients: FederatedData, model: nn.Modul
     assert_close(result.predict().client(2).probs, expected, atol=1e-12, rtol=0)
 
 
+@pytest.mark.slow
 def test_regression_end_to_end():
     """Diabetes by pFedVEM with a Gaussian likelihood: a mean, a variance that contains the noise, draws that add to it."""
     clients = bf.data.diabetes(clients=5, seed=0)

@@ -142,6 +142,7 @@ def test_a_collapsed_client_dictates_unless_the_scale_has_a_prior():
     assert sweeps(1.0, 0.1) < 0.4
 
 
+@pytest.mark.slow
 def test_the_floor_keeps_a_collapse_finite(clients: FederatedData):
     """One client alone is its own centre: its scale falls to the floor and stays there, and everything stays finite."""
     alone = clients.select([2])

@@ -58,6 +58,7 @@ def test_two_steps_by_hand(model: nn.Module, clients: FederatedData, likelihood:
     assert_close(result.server["w"]["loc"], torch.cat([p.detach().flatten() for p in network.parameters()]), atol=1e-12, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["reference", "layers"])
 @pytest.mark.parametrize("optimiser", [SGD(0.1), SGD(0.03, momentum=0.9), Adam(0.01)], ids=str)
 def test_the_minimum_is_that_of_the_energy(clients: FederatedData, optimiser: Any, kernel: str):

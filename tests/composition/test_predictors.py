@@ -192,6 +192,7 @@ def test_pieces_change_nothing(held: FederatedData, model: nn.Module, monkeypatc
         assert_close(probs(result.predict(draws=draws)), before, atol=1e-9, rtol=0, equal_nan=True)
 
 
+@pytest.mark.slow
 def test_every_method_takes_one(clients: FederatedData, model: nn.Module):
     """Whatever its parts are called; a block that is none of them is named as the algorithm is built."""
     for case in CASES:

@@ -170,7 +170,7 @@ def test_data(curvature, x):
     for precision in (True, torch.tensor(True)):
         with pytest.raises(ValueError, match=r"precision: one number or one for each of the .* got (tensor\()?True"):
             invert(curvature, x, precision)
-    with pytest.raises(TypeError, match="parameters must be of type str, got int"):
+    with pytest.raises(TypeError, match="pattern must be of type str, got int"):
         Curvature(nn.Linear(2, 2), pattern=3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="the curvature of Poisson is not known"):
         root(type("Poisson", (), {})(), torch.zeros(1, 2))
@@ -193,6 +193,7 @@ class Largest(TorchDispatchMode):
         return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("backend", "count"), [("layers", 100), ("func", 40)])
 def test_the_jacobian_is_never_formed(backend, count):
     """For an MLP whose [N, O, D] takes gigabytes nothing beyond a block, D or the result is made; the same for ten times the data."""
@@ -228,6 +229,7 @@ def test_the_jacobian_is_never_formed(backend, count):
         assert more.numbers <= before
 
 
+@pytest.mark.slow
 def test_a_convolution_is_taken_apart():
     """Weights of a wide convolution come in pieces of a block, too."""
     torch.manual_seed(0)

@@ -219,6 +219,7 @@ def test_what_it_says_of_itself():
     assert again.uncurved == fitted.inverse.uncurved
 
 
+@pytest.mark.slow
 def test_laplace_torch_is_imported_for_it_alone():
     """Neither for the other structures nor to load."""
     code = """
@@ -315,6 +316,7 @@ def test_the_bytes_are_said_first():
         Laplace.fit(network(), numbers(5, 4), structure="kfac", memory=100)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["layers", "func"])
 def test_the_jacobian_is_never_formed(backend):
     """Where [N, O, D] takes more than a gigabyte nothing beyond a block, D or a factor is made, laplace-torch's arrays included."""

@@ -100,6 +100,7 @@ def test_pachinko_exhausts_the_leaves(rng):
         assert full[:, 0].tolist() == sizes.tolist()
 
 
+@pytest.mark.slow
 def test_pachinko_draws_down_the_tree():
     """Without running out, a client's shares of superclasses have the moments of their Dirichlet, and so have those of classes in one."""
     alpha, beta, groups = 0.7, 3.0, [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]

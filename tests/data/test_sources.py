@@ -29,6 +29,7 @@ def test_source_of_your_own_tensors():
         Source(x=torch.zeros(3, 1), y=torch.zeros(2), train=1, outputs=1, task="regression", info=source.info)
 
 
+@pytest.mark.slow
 def test_import_brings_torch_and_numpy_only():
     """In a fresh interpreter, importing the data modules loads nothing that is used by some only."""
     import subprocess

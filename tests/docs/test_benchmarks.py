@@ -34,6 +34,7 @@ def test_figures_of_a_gpu_need_one(given, words, monkeypatch, capsys):
     assert words in capsys.readouterr().err.splitlines()[-1]
 
 
+ENVIRONMENT = {"commit": "0123456789", "date": "2026-11-01"}
 SELECTION = Path(__file__).parents[2] / "benchmarks" / "selection.py"
 
 
@@ -70,6 +71,7 @@ def test_the_page_on_selection_shows_what_was_made():
 FEDEM = SELECTION.parent / "papers" / "fedem.py"
 
 
+@pytest.mark.slow
 def test_the_study_of_fedem_runs(monkeypatch, capsys):
     """Every method, on few clients, which writes nothing."""
     results = SELECTION.parent / "results" / "papers" / "fedem.json"
@@ -154,8 +156,8 @@ def test_claims_about_the_coloured_sets(tmp_path):
         for seed, shift in ((0, -0.01), (1, 0.01)):
             cases = {f"p{p}": low + shift + (0.7 - low) * i / 4 for i, p in enumerate((0.1, 0.2, 0.3, 0.4, 0.5))}
             row = {**cases, "worst": low + shift, "average": sum(cases.values()) / 5, "held_back": 0.7}
-            cells[f"rc-mnist, upright/{method}/{seed}"] = {"row": row, "chosen": {"rate": 1e-3}}
-    cells["coloured mnist, central/IRM/0"] = {"row": {"training": 0.7, "test": 0.65}}
+            cells[f"rc-mnist, upright/{method}/{seed}"] = {"row": row, "chosen": {"rate": 1e-3}, "environment": ENVIRONMENT}
+    cells["coloured mnist, central/IRM/0"] = {"row": {"training": 0.7, "test": 0.65}, "environment": ENVIRONMENT}
 
     def shown(cells):
         folder = tmp_path / "papers"
@@ -177,7 +179,8 @@ def test_claims_about_the_coloured_sets(tmp_path):
     ):
         for seed in (0, 1):
             row = {f"p{p}": low + step * i for i, p in enumerate((0.1, 0.2, 0.3, 0.4, 0.5))}
-            cells[f"rc-mnist, upright/PerInvFL-DRO/{seed}"] = {"row": {**row, "worst": low, "average": low + 2 * step, "held_back": 0.7}}
+            row |= {"worst": low, "average": low + 2 * step, "held_back": 0.7}
+            cells[f"rc-mnist, upright/PerInvFL-DRO/{seed}"] = {"row": row, "environment": ENVIRONMENT}
         found = shown(cells)
         assert f"| the best worst case is PerInvFL's | {best} |" in found
         assert f"FedAvg-FT and pFedMe | {spread} |" in found

@@ -35,6 +35,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow
 def test_what_is_finished_is_on_disk(example, tmp_path, monkeypatch):
     """Stopped in the fourth run, the table and the history of three are there; the same command again writes all of it."""
     out, simulate, calls = tmp_path / "run", bf.simulate, []
@@ -79,6 +80,7 @@ def test_a_folder_holds_one_experiment(example, tmp_path, capsys):
     assert files(other) == {"notes.txt": b"mine"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "arguments", "option"),
     [

@@ -25,6 +25,7 @@ def script(page):
 PAGES = [page for page in sorted(DOCS.rglob("*.md")) if "_build" not in page.parts and BLOCK.search(page.read_text(encoding="utf-8"))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(DOCS).as_posix())
 def test_the_blocks_of_a_page_run(page, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)  # what a page writes

@@ -96,6 +96,7 @@ def test_a_parameter_that_forward_leaves_out():
     assert all(bool(slope.isfinite().all()) for slope in slopes.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fedavg", "fedem", "d_fedem", "ifca", "clustered"])
 def test_methods_run_on_an_lstm(name: str):
     """Which nothing can batch: client by client, as the reference does; copies one after another; new clients and predictions too."""

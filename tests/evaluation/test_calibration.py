@@ -336,6 +336,7 @@ def test_measured_coverage_stays_within_chance():
     assert (narrow[1] <= high).all()
 
 
+@pytest.mark.slow
 def test_mixture_covers_clients_that_differ():
     """Client 0 of 60 easy examples, client 1 of 9 hard ones: promised is the mean over clients counted n_j + 1."""
     rng = torch.Generator().manual_seed(4)

@@ -163,6 +163,7 @@ def test_rounds_with_too_few(model: nn.Module, clients: FederatedData, caplog: p
     assert_close(state(refused), state(fresh), atol=0, rtol=0)
 
 
+@pytest.mark.slow
 def test_a_long_bad_time(model: nn.Module, clients: FederatedData, tmp_path: Any):
     """Faults of every kind at random: kernels and chunks agree, and a run stopped in between goes on to the same bits."""
     algorithm = bf.algorithms.pfedvem(model, **METHODS["pfedvem"])
@@ -317,6 +318,7 @@ def test_absurd_reports_are_left_out(name: str, model: nn.Module, clients: Feder
     assert found.history["rejected"].tolist() == [0.0, 1.0, 0.0]
 
 
+@pytest.mark.slow
 def test_honest_reports_are_taken(model: nn.Module):
     """Counts grow with the data, and what most report may be near 0."""
     skewed = federation(sizes=(20, 24, 30, 18, 22, 26, 6000))
@@ -349,6 +351,7 @@ def test_what_is_usual():
     assert usual([2.0, 2.0, 2.0], [10.0, 10.0, 1.0]) == 2.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("participation", [0.1, 0.4])
 def test_honest_clients_beside_small_ones(participation: float, model: nn.Module):
     """Most clients are large, a cohort may be small ones for the most part, or rounds before it were."""

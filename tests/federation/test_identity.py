@@ -178,6 +178,7 @@ def test_any_value_has_an_identity():
     assert json.dumps(of_weight(unfilled()))
 
 
+@pytest.mark.slow
 def test_identities_are_the_same_in_another_process():
     """Neither hashes that Python draws anew nor places in memory are in it."""
     code = (

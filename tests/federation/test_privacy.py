@@ -114,6 +114,7 @@ def test_without_sampling_it_is_the_gaussian_mechanism(sigma: float, releases: i
         assert -1e-6 <= found - wanted <= 2e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sigma", "p", "delta"), [(0.6, 0.1, 1e-5), (1.0, 0.3, 1e-4), (2.0, 0.02, 1e-6)])
 def test_one_sampled_release(sigma: float, p: float, delta: float):
     """By quadrature: a client is added, or taken away, whichever is worse."""
@@ -121,6 +122,7 @@ def test_one_sampled_release(sigma: float, p: float, delta: float):
     assert -1e-6 <= found - exact(sigma, p, delta) <= 2e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sigma", "p", "releases"), [(2.0, 1e-3, 100), (1.0, 1e-3, 10_000), (1.0, 0.3, 60)])
 def test_the_grid_is_fine_enough(sigma: float, p: float, releases: int):
     """However little a release tells: within a fiftieth of what a much finer grid gives, and not below."""
@@ -133,6 +135,7 @@ def test_the_grid_is_fine_enough(sigma: float, p: float, releases: int):
     assert 0.999 < epsilon(noise_multiplier=sigma, participation=p, releases=releases, delta=1e-6) / wanted < 1.02
 
 
+@pytest.mark.slow
 def test_more_rounds_cost_more_and_a_draw_helps():
     """Nothing for none, everything without noise."""
     given = {"noise_multiplier": 1.0, "delta": 1e-5}

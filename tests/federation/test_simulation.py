@@ -184,7 +184,7 @@ def test_what_came_is_named(clients, model, tmp_path):
         (lambda: bf.load(tmp_path, made, arrays), "clients must .* FederatedData, got tuple"),
         (lambda: result.predict(clients), r"split must .* ClientData, got FederatedData; pass clients\.test"),
         (lambda: result.predict(torch.zeros(3, 8)), r"split must .* ClientData, got Tensor; pass clients\.test"),
-        (lambda: result.adapt(clients.test), r"novel must .* FederatedData, got Split; .*bf\.data\.from_arrays"),
+        (lambda: result.adapt(clients.test), r"novel must .* FederatedData, got ClientData; .*bf\.data\.from_arrays"),
         (lambda: bf.simulate(made, clients, rounds=1, resume=wrong), "resume must be a Result or the folder .*got int; .*resume=None"),
         (lambda: bf.simulate(bf.algorithms.fedavg(model, likelihood="categorical"), clients, rounds=1), r"likelihood .*got str; .*Cat"),
         (lambda: bf.simulate(bf.algorithms.fedavg(model, likelihood=Bernoulli), clients, rounds=1), "likelihood .*the class Bernoulli"),

@@ -67,7 +67,10 @@ def predictions(deployed: Deployed, folder: Path, client: int) -> dict[str, Tens
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize(("participation", "train"), [(1.0, None), (0.5, "cohort"), (0.5, "all")])
+@pytest.mark.parametrize(
+    ("participation", "train"),
+    [(0.5, "all"), pytest.param(1.0, None, marks=pytest.mark.slow), pytest.param(0.5, "cohort", marks=pytest.mark.slow)],
+)
 def test_a_deployment_is_the_simulation(
     case: Case, model: nn.Module, clients: FederatedData, tmp_path: Path, participation: float, train: Any
 ):
@@ -461,6 +464,7 @@ def test_no_order_is_for_another(tmp_path: Path):
             grid.apps[101](order, grid.context(101))
 
 
+@pytest.mark.slow
 def test_honest_clients_of_any_size(model: nn.Module, tmp_path: Path):
     """Their numbers of examples are part of what is refused, as in a simulation."""
     uneven = federation(sizes=(20, 24, 30, 18, 22, 26, 6000))
@@ -617,6 +621,7 @@ def tuned() -> tuple[bf.Algorithm, FederatedData]:
     return bf.algorithms.fedsi_full(model, steps=5, batch_size=10, finetune_steps=5), clients
 
 
+@pytest.mark.slow
 def test_a_tuned_number_is_the_simulations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """FedSI's predictive precision, from sums over the clients' validation data, which are the simulation's."""
     sums: list[tuple[Tensor, int]] = []
@@ -884,6 +889,7 @@ def test_a_server_app_runs_what_it_was_given(model: nn.Module, clients: Federate
         server_app(algorithm, clients=1, round=3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "bad",
     [lambda t: t * float("nan"), lambda t: t - float("inf"), lambda t: t + float("inf"), lambda t: t[:3], lambda t: t.float()],

@@ -60,6 +60,7 @@ def regression() -> Samples:
     return nuts(linear(), Gaussian(SCALE), *data(), precision=PRECISION, centre=CENTRE, draws=600, warmup=150, chains=2, full_mass=True)
 
 
+@pytest.mark.slow
 def test_draws_are_the_conjugate_posterior(regression):
     """Mean and covariance within Monte Carlo error of the effective number of draws."""
     mean, covariance = exact()
@@ -76,6 +77,7 @@ def test_draws_are_the_conjugate_posterior(regression):
     assert not regression.diverging.any()
 
 
+@pytest.mark.slow
 def test_predictions_are_the_conjugate_ones(regression):
     """Mean and variance of the predictive, the noise counted once."""
     x = data()[0][:5]
@@ -100,6 +102,7 @@ def test_potential_is_the_negative_log_joint():
     assert_close(slope, torch.linalg.solve(covariance, w.detach() - mean))
 
 
+@pytest.mark.slow
 def test_arviz_gets_every_parameter(regression):
     """One variable a parameter, in its shape, and which transitions diverged."""
     groups = regression.to_arviz()
@@ -144,6 +147,7 @@ def test_a_part_of_a_model_is_sampled():
     assert found.predict(x)["probs"].shape == (12, 3)
 
 
+@pytest.mark.slow
 def test_what_diverges_is_said(caplog):
     """A likelihood with a cliff and hardly any adaptation."""
 

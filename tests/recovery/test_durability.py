@@ -55,6 +55,7 @@ def child(*arguments: Any) -> int:
     return subprocess.run(command, capture_output=True, timeout=120).returncode
 
 
+@pytest.mark.slow
 def test_killed_again_and_again(tmp_path: Path):
     """By SIGKILL while it writes, flushes, renames, flushes the folder, or trains: in the end the bits of a run that never stopped."""
     folder, out = tmp_path / "checkpoints", tmp_path / "out"
@@ -299,6 +300,7 @@ def resident() -> int:
     return int(line.split()[1])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
 def test_memory_stays_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A long run with faults in a tenth of all replies and a checkpoint now and then: after the first tenth it takes no more."""

@@ -96,6 +96,7 @@ class Recorded:
         return Message(copy.deepcopy(self._said[kind]), reply_to=message)
 
 
+@pytest.mark.slow
 def test_mutated_uplinks(model: nn.Module, clients: FederatedData, tmp_path: Path):
     """Refused, and the round is as without the client, or taken, where only numbers or what nobody reads has changed."""
     algorithm, rng = method("ditto", model), np.random.default_rng(0)
@@ -130,6 +131,7 @@ def test_mutated_uplinks(model: nn.Module, clients: FederatedData, tmp_path: Pat
     assert taken > 0
 
 
+@pytest.mark.slow
 def test_mutated_checkpoints(model: nn.Module, clients: FederatedData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A server's checkpoint that was changed is refused, or its numbers are taken: also by a server that goes on from it."""
 

@@ -11,6 +11,7 @@ pytest.importorskip("matplotlib")
 from bayesfl.evaluation.plots.look import OKABE_ITO, clean, looks, new_figure
 
 
+@pytest.mark.slow
 def test_matplotlib_is_imported_late():
     """Importing `bayesfl.plots` alone must not need it."""
     import subprocess
