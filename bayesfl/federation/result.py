@@ -65,6 +65,7 @@ class Result:
 
         Raises:
             ValueError: The data have no validation split.
+            DivergenceError: A client's fine-tuning is not finite.
         """
         if self.chosen is not None:
             return self.chosen
@@ -99,6 +100,7 @@ class Result:
         Raises:
             TypeError: It is no split.
             ValueError: The split has other clients, or `draws` is not a whole number >= 0.
+            DivergenceError: A client's fine-tuning is not finite.
         """
         if split is not None:
             instance("split", split, ClientData, "pass clients.test, or another split of result.data")
