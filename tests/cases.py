@@ -5,9 +5,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.testing import assert_close
 
 import bayesfl as bf
 from bayesfl.data import FederatedData
+from bayesfl.engine.driver import KernelName
+from bayesfl.federation.result import Result
 from bayesfl.optim import SGD, Adam
 from bayesfl.posteriors import MeanField
 
@@ -93,3 +97,19 @@ def federation(shape: tuple[int, ...] = (8,), sizes: tuple[int, ...] = SIZES, cl
     environments = [torch.arange(n) % (1 + j % 2) for j, n in enumerate(sizes)]
     test = [x[-6:] for x in xs], [y[-6:] for y in ys]
     return bf.data.from_arrays(*train, test=test, outputs=classes, task="classification", environments=environments)
+
+
+def run(algorithm: bf.Algorithm, clients: FederatedData, rounds: int = 1, kernel: KernelName = "auto", **options: Any) -> Result:
+    """A quiet run in float64 that measures nothing on the way."""
+    defaults: dict[str, Any] = {"dtype": torch.float64, "evaluate_every": None, "seed": 2, "progress": False, "engine": bf.Engine(kernel)}
+    return bf.simulate(algorithm, clients, rounds=rounds, **{**defaults, **options})
+
+
+def close(a: Any, b: Any, tolerance: float = 1e-12) -> None:
+    """In float64."""
+    assert_close(*(torch.as_tensor(t, dtype=torch.float64) for t in (a, b)), rtol=tolerance, atol=tolerance)
+
+
+def weights(algorithm: bf.Algorithm, block: str = "w") -> Tensor:
+    """Where seven clients start under the seed of `run`."""
+    return algorithm.init(7, seed=2, dtype=torch.float64)[block]["loc"]

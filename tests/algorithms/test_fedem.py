@@ -17,14 +17,8 @@ from bayesfl.composition.topology import metropolis, ring
 from bayesfl.data import FederatedData
 from bayesfl.likelihoods import Gaussian
 from bayesfl.posteriors import MeanField, mixture
-from tests.cases import keeping
-
-PLAIN: dict[str, Any] = {"momentum": 0.0, "weight_decay": 0.0}
-
-
-def run(algorithm: bf.Algorithm, clients: FederatedData, rounds: int = 1, kernel: Any = "auto", **options: Any):
-    options = {"dtype": torch.float64, "evaluate_every": None, "seed": 2, "progress": False, **options}
-    return bf.simulate(algorithm, clients, rounds=rounds, engine=bf.Engine(kernel), **options)
+from tests.algorithms.made import PLAIN, in_turn
+from tests.cases import run
 
 
 def losses(algorithm: bf.Algorithm, components: Tensor, x: Tensor, y: Tensor) -> Tensor:
@@ -55,12 +49,6 @@ def test_one_component_is_fedavg(clients: FederatedData, model: nn.Module):
     assert_close(run(em, clients, 3).server["components"]["loc"][0], run(avg, clients, 3).server["w"]["loc"], atol=1e-9, rtol=0)
 
 
-def in_turn(starts: Tensor) -> Any:
-    """A block's start that hands out rows, one copy after another."""
-    rows = cycle(starts.float())
-    return lambda rng, size: next(rows)
-
-
 def test_components_may_swap_names(clients: FederatedData, model: nn.Module):
     """Started in another order, components, weights and predictions come out in that order."""
     order = [2, 0, 1]
@@ -71,16 +59,6 @@ def test_components_may_swap_names(clients: FederatedData, model: nn.Module):
     assert_close(other.server["components"]["loc"], one.server["components"]["loc"][order], atol=1e-9, rtol=0)
     assert_close(other.private["pi"], one.private["pi"][:, order], atol=1e-9, rtol=0)
     assert_close(other.predict().probs, one.predict().probs, atol=1e-9, rtol=0, equal_nan=True)
-
-
-@pytest.fixture(scope="module")
-def clusters() -> tuple[FederatedData, Tensor]:
-    """Four clients of two linear rules with little noise, two of each, and the rules [2, 3]."""
-    rng = torch.Generator().manual_seed(0)
-    rules = torch.tensor([[3.0, 2.0, 1.0], [-2.0, -3.0, -2.0]])
-    xs = [1 + torch.rand(n, 3, generator=rng) for n in (20, 30, 40, 10)]
-    ys = [x @ rules[j // 2] for j, x in enumerate(xs)]
-    return bf.data.from_arrays(xs, ys, test=(xs, ys)), rules
 
 
 def clustered(clusters: tuple[FederatedData, Tensor], by_responsibility: bool) -> tuple[Tensor, Tensor]:
@@ -108,36 +86,6 @@ def test_weighed_by_responsibility_it_is_clustered_fedavg(clusters: tuple[Federa
     """Then a client to which a component means nothing does not count in its mean."""
     moved, inside = clustered(clusters, by_responsibility=True)
     assert_close(moved, inside, atol=1e-6, rtol=0)
-
-
-def test_ifca_is_fedavg_inside_clusters(clusters: tuple[FederatedData, Tensor]):
-    """Started near the rules, every client finds its own, a model moves as FedAvg's among its clients, and a new client finds its own."""
-    data, rules = clusters
-    model, begin = nn.Linear(3, 1, bias=False), rules + 0.1
-    options: dict[str, Any] = {"epochs": 2, "batch_size": None, "lr": 1e-4, **PLAIN, "likelihood": Gaussian(0.1)}
-    algorithm = bf.algorithms.ifca(model, clusters=2, **options)
-    algorithm = replace(algorithm, blocks={"models": replace(algorithm.blocks["models"], start=in_turn(begin))})
-    result = run(keeping(algorithm), data)
-    assert result.private["cluster"].tolist() == [[1, 0], [1, 0], [0, 1], [0, 1]]
-    for m in (0, 1):
-        avg = replace(bf.algorithms.fedavg(model, **options), blocks={"w": Block(start=lambda rng, size, m=m: begin[m])})
-        inside = run(avg, data.select([2 * m, 2 * m + 1])).server["w"]["loc"]
-        assert_close(result.server["models"]["loc"][m], inside, atol=1e-9, rtol=0)
-    found = result.adapt(data.select([3])).predict().client(0)
-    x = data.test.client(3)[0].double()
-    assert found.mean is not None
-    assert_close(found.mean[:, 0], x @ result.server["models"]["loc"][1], atol=1e-9, rtol=0)
-
-
-def test_a_model_that_nobody_chose_stays(clusters: tuple[FederatedData, Tensor]):
-    """To the bit, weight decay and all."""
-    data, rules = clusters
-    begin = torch.stack([rules[0], rules[1], torch.full((3,), 100.0)])
-    algorithm = bf.algorithms.ifca(nn.Linear(3, 1, bias=False), clusters=3, lr=1e-4, weight_decay=0.1, likelihood=Gaussian(0.1))
-    algorithm = replace(algorithm, blocks={"models": replace(algorithm.blocks["models"], start=in_turn(begin))})
-    result = run(algorithm, data)
-    assert torch.equal(result.server["models"]["loc"][2], begin[2].double())
-    assert not torch.equal(result.server["models"]["loc"][0], begin[0].double())
 
 
 def test_predictions_mix_probabilities(clients: FederatedData, model: nn.Module):

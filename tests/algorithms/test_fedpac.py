@@ -21,7 +21,7 @@ from bayesfl.composition.phases import Once
 from bayesfl.data import FederatedData
 from bayesfl.likelihoods import Gaussian
 from bayesfl.models import SplitModel
-from tests.cases import keeping
+from tests.cases import keeping, run
 
 CLASSES, WIDTH = 4, 5
 SIZES = (9, 14, 6, 11)
@@ -43,11 +43,6 @@ def network() -> SplitModel:
     with torch.random.fork_rng():
         torch.manual_seed(1)
         return SplitModel(nn.Sequential(nn.Linear(6, WIDTH), nn.LeakyReLU()), nn.Linear(WIDTH, CLASSES))
-
-
-def run(algorithm: Algorithm, clients: FederatedData, rounds: int = 1, **options: Any):
-    options = {"dtype": torch.float64, "evaluate_every": None, "seed": 2, "progress": False, **options}
-    return bf.simulate(algorithm, clients, rounds=rounds, **options)
 
 
 def features(algorithm: Algorithm, body: Tensor, x: Tensor) -> Tensor:

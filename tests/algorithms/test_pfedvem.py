@@ -21,6 +21,24 @@ from bayesfl.models import SplitModel
 from bayesfl.posteriors import MeanField
 from tests.cases import federation
 
+
+@pytest.mark.slow
+def test_regression_end_to_end():
+    """Diabetes by pFedVEM with a Gaussian likelihood: a mean, a variance that contains the noise, draws that add to it."""
+    clients = bf.data.diabetes(clients=5, seed=0)
+    model = bf.models.mlp(clients.inputs, hidden=10, outputs=1)
+    algorithm = bf.algorithms.pfedvem(model, init_scale=0.1, batch_size=10, likelihood=Gaussian(0.7))
+    result = bf.simulate(algorithm, clients, rounds=20, seed=0, evaluate_every=20, progress=False)
+    row = result.history.rows[-1]
+    assert row["personal_rmse"] < 0.9  # the targets have standard deviation 1
+    assert 0.75 < row["personal_coverage_90"] <= 1.0
+    plug_in, averaged = result.predict(draws=0), result.predict(draws=30)
+    assert_close(plug_in.variance[plug_in.mask], torch.full_like(plug_in.variance[plug_in.mask], 0.49))
+    assert bool((averaged.variance[averaged.mask] > 0.49).all())
+    assert bool(plug_in.epistemic.isnan().all())
+    assert_close(averaged.epistemic[averaged.mask], (averaged.variance[averaged.mask] - 0.49).squeeze(-1), atol=1e-5, rtol=1e-4)
+
+
 DIM, NOISE = 4, 0.5
 
 

@@ -12,6 +12,7 @@ import bayesfl as bf
 from bayesfl import Block, Descend, Energy, pools, priors, with_personal
 from bayesfl.data import FederatedData
 from bayesfl.optim import SGD
+from tests.cases import run
 
 FIT = Descend(Energy("v", ("v",), likelihood="mean"), epochs=2, optimiser=SGD(0.1))  # full batches draw nothing
 METHODS: dict[str, Any] = {
@@ -22,18 +23,15 @@ METHODS: dict[str, Any] = {
 }
 
 
-def run(algorithm: bf.Algorithm, clients: FederatedData, rounds: int = 2, **options: Any):
-    options = {"dtype": torch.float64, "evaluate_every": None, "seed": 2, "progress": False, **options}
-    return bf.simulate(algorithm, clients, rounds=rounds, **options)
-
-
 @pytest.mark.parametrize("name", ["fedavg", "fedprox", "irm"])
 def test_the_method_goes_on_as_without_it(name: str, clients: FederatedData, model: nn.Module):
     """The server's state to the bit, and what is sent."""
     method = getattr(bf.algorithms, name)(model, **METHODS[name])
     both = with_personal(method, FIT)
     assert both.uplink() == method.uplink()
-    for entry, alone in zip(run(both, clients).server["w"].values(), run(method, clients).server["w"].values(), strict=True):
+    for entry, alone in zip(
+        run(both, clients, rounds=2).server["w"].values(), run(method, clients, rounds=2).server["w"].values(), strict=True
+    ):
         assert torch.equal(entry, alone)
 
 
@@ -42,7 +40,7 @@ def test_it_is_ditto_on_fedavg(clients: FederatedData, model: nn.Module):
     lam = 0.7
     plain = replace(bf.algorithms.fedavg(model, epochs=1, batch_size=10), blocks={"w": Block(pool=pools.Mean(pools.equal))})
     tied = priors.Normal(centre=priors.server_mean("w"), variance=priors.inverse_size(lam))
-    found = run(with_personal(plain, FIT, prior=tied), clients)
+    found = run(with_personal(plain, FIT, prior=tied), clients, rounds=2)
     received = [plain.init(7, dtype=torch.float64)["w"]["loc"], run(plain, clients, 1).server["w"]["loc"]]
     for j in (0, 3):
         x, y = clients.train.client(j)
@@ -60,7 +58,7 @@ def test_restarting_forgets(clients: FederatedData, model: nn.Module):
     """With `restart` a round's personal model depends on the model received alone; without, it goes on from its own."""
     plain = bf.algorithms.fedavg(model, **METHODS["fedavg"])
     before = run(plain, clients, 1)
-    begin, kept = (run(with_personal(plain, FIT, restart=restart), clients).private["v"]["loc"] for restart in (True, False))
+    begin, kept = (run(with_personal(plain, FIT, restart=restart), clients, rounds=2).private["v"]["loc"] for restart in (True, False))
     x, y = clients.train.client(0)
 
     def loss(v: torch.Tensor) -> torch.Tensor:
@@ -78,7 +76,7 @@ def test_newcomers_start_from_what_they_receive(clients: FederatedData, model: n
     """By phases of their own where there are some; FIT without a step would be the model received."""
     old, novel = clients.hold_out(2, seed=0)
     still = replace(FIT, optimiser=SGD(0.0))
-    result = run(with_personal(bf.algorithms.fedavg(model, **METHODS["fedavg"]), FIT, adapt=(still,)), old)
+    result = run(with_personal(bf.algorithms.fedavg(model, **METHODS["fedavg"]), FIT, adapt=(still,)), old, rounds=2)
     adapted = result.adapt(novel)
     assert_close(adapted.private["v"]["loc"], result.server["w"]["loc"].expand(2, -1), rtol=0, atol=0)
 
@@ -90,7 +88,7 @@ def test_a_model_in_parts_is_put_together(clients: FederatedData, model: nn.Modu
     parts = bf.Algorithm(
         model, {"body": Block("body.*"), "head": Block("head.*")}, (Descend(both, optimiser=SGD(0.1)),), parts=("body", "head")
     )
-    result = run(with_personal(parts, FIT, adapt=(replace(FIT, optimiser=SGD(0.0)),)), old)
+    result = run(with_personal(parts, FIT, adapt=(replace(FIT, optimiser=SGD(0.0)),)), old, rounds=2)
     leaves = result.algorithm.leaves(("body", "head"), result.server)
     assert_close(result.adapt(novel).private["v"]["loc"][0], result.algorithm.layout("v").ravel(leaves), rtol=0, atol=0)
 

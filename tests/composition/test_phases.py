@@ -1,13 +1,12 @@
 """What `Descend` may add to plain steps: priors solved, penalties, optimisers that persist; against closed forms and steps by hand."""
 
-import copy
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.testing import assert_close
 from torch.utils._pytree import tree_map
 
@@ -23,7 +22,7 @@ from bayesfl.engine import PhasePlan
 from bayesfl.likelihoods import Categorical, Gaussian
 from bayesfl.optim import SGD, Adam
 from bayesfl.posteriors import MeanField
-from tests.cases import federation
+from tests.cases import run
 
 
 def pulled(
@@ -33,11 +32,6 @@ def pulled(
     prior = Normal(centre=server_mean("w"), variance=lambda given, view: torch.full_like(view["n"], variance)[..., None])
     phase = Descend(Energy("w", ("w",), likelihood=likelihood), optimiser=optimiser, prox=prox, **steps)
     return bf.Algorithm(model, {"w": Block(prior=prior)}, (phase,), parts=("w",))
-
-
-def run(algorithm: bf.Algorithm, clients: FederatedData, kernel: Any = "auto", **options: Any):
-    options = {"rounds": 1, "dtype": torch.float64, "evaluate_every": None, "progress": False, "seed": 2, **options}
-    return bf.simulate(algorithm, clients, engine=bf.Engine(kernel), **options)
 
 
 @pytest.mark.parametrize("likelihood", ["sum", "mean"])
@@ -54,7 +48,7 @@ def test_two_steps_by_hand(model: nn.Module, clients: FederatedData, likelihood:
         loss = torch.nn.functional.cross_entropy(network(x), y, reduction=likelihood)
         for p, g, c in zip(network.parameters(), torch.autograd.grad(loss, list(network.parameters())), centres, strict=True):
             p.data = (p.data - lr * g + lr * k * c) / (1 + lr * k)
-    result = run(pulled(model, variance, optimiser=SGD(lr), likelihood=likelihood, epochs=2), one, kernel)
+    result = run(pulled(model, variance, optimiser=SGD(lr), likelihood=likelihood, epochs=2), one, kernel=kernel)
     assert_close(result.server["w"]["loc"], torch.cat([p.detach().flatten() for p in network.parameters()]), atol=1e-12, rtol=0)
 
 
@@ -68,7 +62,7 @@ def test_the_minimum_is_that_of_the_energy(clients: FederatedData, optimiser: An
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = nn.Linear(8, 3)
-    result = run(pulled(model, variance, optimiser=optimiser, steps=1500), one, kernel)
+    result = run(pulled(model, variance, optimiser=optimiser, steps=1500), one, kernel=kernel)
     w = result.server["w"]["loc"].clone().requires_grad_()
     centre = torch.cat([model.weight.flatten(), model.bias]).detach().double()
     energy = torch.nn.functional.cross_entropy(x @ w[:24].view(3, 8).T + w[24:], y) + (w - centre).square().sum() / (2 * variance * len(x))
@@ -103,87 +97,6 @@ def test_prox_needs_a_gaussian_prior_of_points(model: nn.Module):
         bf.Algorithm(model, {"w": Block(posterior=MeanField(), prior=prior)}, (step,), parts=("w",))
 
 
-def alignment(features: Tensor | None, outputs: Tensor, losses: Tensor, batch: Batch, given: Any, view: Any) -> Tensor:
-    """Reads all three: features near what the view says, small outputs, alike losses; padding counts nothing."""
-    assert features is not None
-    weight = batch["weight"] / batch["weight"].sum(-1, keepdim=True)
-    near = (features - view["target"].unsqueeze(-2)).square().mean(-1) + 0.1 * outputs.square().sum(-1)
-    mean = (losses * weight).sum(-1, keepdim=True)
-    return (weight * (0.7 * near + (losses - mean).square())).sum(-1)
-
-
-def aligned(model: nn.Module, **options: Any) -> bf.Algorithm:
-    """Body and head in turn, both with the penalty, targets from the client's private state."""
-    parts = ("body", "head")
-    target = {"target": torch.linspace(-1, 1, 16, dtype=torch.float64)}
-    rest = {"optimiser": SGD(0.1), **options}
-    phases = tuple(Descend(Energy(name, parts, likelihood="mean", penalty=alignment), **rest) for name in parts)
-    return bf.Algorithm(model, {"body": Block("body.*"), "head": Block("head.*")}, phases, parts=parts, private=target)
-
-
-@pytest.mark.parametrize("kernel", ["reference", "layers", "live", "vmap"])
-@pytest.mark.parametrize("likelihood", ["sum", "mean"])
-def test_a_penalty_by_hand(model: bf.models.SplitModel, clients: FederatedData, kernel: str, likelihood: str):
-    """One step of the body, then one of the head, on n times (or once) the mean loss plus the penalty, by autograd."""
-    one = clients.select([2])
-    x, y = (t.double() if t.is_floating_point() else t for t in one.train.client(0))
-    network = copy.deepcopy(model).double()
-    lr, scale = 0.01, len(x) if likelihood == "sum" else 1
-    view, batch = {"target": torch.linspace(-1, 1, 16, dtype=torch.float64)}, {"weight": torch.ones(len(x), dtype=torch.float64)}
-    for part in (network.body, network.head):
-        features = network.body(x)
-        outputs = network.head(features)
-        losses = torch.nn.functional.cross_entropy(outputs, y, reduction="none")
-        loss = scale * (losses.mean() + alignment(features, outputs, losses, batch, {}, view))
-        for p, g in zip(part.parameters(), torch.autograd.grad(loss, list(part.parameters())), strict=True):
-            p.data -= lr * g
-    algorithm = aligned(model)
-    phases = tuple(replace(p, energy=replace(p.energy, likelihood=likelihood), optimiser=SGD(lr)) for p in algorithm.phases)
-    result = run(replace(algorithm, phases=phases), one, kernel)
-    for name, part in (("body", network.body), ("head", network.head)):
-        assert_close(result.server[name]["loc"], torch.cat([p.detach().flatten() for p in part.parameters()]), atol=1e-12, rtol=0)
-
-
-@pytest.mark.parametrize("prox", [False, True])
-def test_a_penalty_in_every_kernel(model: nn.Module, clients: FederatedData, prox: bool):
-    """In batches, for clients of unequal size, beside a prior or one that is solved."""
-    prior = Normal(centre=server_mean("body"), variance=lambda given, view: torch.full_like(view["n"], 0.5)[..., None])
-    algorithm = aligned(model, batch_size=10, epochs=2)
-    body = replace(algorithm.phases[0], prox=prox)
-    algorithm = replace(algorithm, blocks={**algorithm.blocks, "body": Block("body.*", prior=prior)}, phases=(body, algorithm.phases[1]))
-    reference = run(algorithm, clients, "reference", rounds=2).server
-    for kernel in ("layers", "live", "vmap"):
-        found = run(algorithm, clients, kernel, rounds=2).server
-        for name in ("body", "head"):
-            assert_close(found[name]["loc"], reference[name]["loc"], atol=1e-10, rtol=0)
-
-
-def test_a_penalty_without_features():
-    """A model that is not cut in two has none, and a penalty that reads nothing trained changes nothing."""
-
-    def flat(features: Tensor | None, outputs: Tensor, losses: Tensor, batch: Batch, given: Any, view: Any) -> Tensor:
-        assert features is None
-        return torch.full_like(view["n"], 5.0)
-
-    clients, model = federation(), nn.Sequential(nn.Linear(8, 3))
-    plain = Descend(Energy("w", ("w",), likelihood="mean"), optimiser=SGD(0.1))
-    energy = replace(plain.energy, penalty=flat)
-    found = [
-        run(bf.Algorithm(model, {"w": Block()}, (replace(plain, energy=e),), parts=("w",)), clients, kernel).server["w"]["loc"]
-        for e, kernel in ((plain.energy, "layers"), (energy, "layers"), (energy, "reference"))
-    ]
-    assert_close(found[1], found[0], atol=0, rtol=0)
-    assert_close(found[2], found[0], atol=1e-12, rtol=0)
-
-
-def test_a_penalty_needs_points(model: nn.Module):
-    """Of draws there would be as many penalties as draws: refused, with the remedy."""
-    prior = Normal(centre=own_mean("w"), variance=lambda given, view: torch.ones(1))
-    step = Descend(Energy("w", ("w",), likelihood="sum", penalty=alignment))
-    with pytest.raises(ValueError, match=r"blocks \['w'\] draw or have copies; use Point blocks"):
-        bf.Algorithm(model, {"w": Block(posterior=MeanField(), prior=prior)}, (step,), parts=("w",))
-
-
 @pytest.mark.parametrize("kernel", ["reference", "layers", "live", "vmap"])
 @pytest.mark.parametrize("optimiser", [SGD(0.05), SGD(0.03, momentum=0.9), Adam(0.01, weight_decay=1e-2)], ids=str)
 def test_an_optimiser_that_persists(model: nn.Module, clients: FederatedData, optimiser: Any, kernel: str):
@@ -193,8 +106,8 @@ def test_an_optimiser_that_persists(model: nn.Module, clients: FederatedData, op
         step = Descend(Energy("w", ("w",), likelihood="mean"), optimiser=optimiser, epochs=epochs, persist=persist)
         return bf.Algorithm(model, {"w": Block(pool=None, keep=True)}, (step,), parts=("w",))
 
-    kept, anew = (run(phase(2, name), clients, kernel, rounds=3).private["w"]["loc"] for name in ("velocity", None))
-    once = run(phase(6, None), clients, kernel).private["w"]["loc"]
+    kept, anew = (run(phase(2, name), clients, kernel=kernel, rounds=3).private["w"]["loc"] for name in ("velocity", None))
+    once = run(phase(6, None), clients, kernel=kernel).private["w"]["loc"]
     assert_close(kept, once, atol=1e-12, rtol=0)
     assert torch.equal(anew, kept) == (optimiser == SGD(0.05))
 
@@ -207,11 +120,11 @@ def test_clients_that_took_different_numbers_of_steps(model: nn.Module, clients:
     step = Descend(energy, optimiser=Adam(0.01), epochs=2, batch_size=10, persist="moments", prox=prox)
     algorithm = bf.Algorithm(model, {"w": Block(prior=prior)}, (step,), parts=("w",))
     options: dict[str, Any] = {"rounds": 3, "participation": 0.5}
-    reference = run(algorithm, clients, "reference", **options)
+    reference = run(algorithm, clients, kernel="reference", **options)
     steps = reference.private["moments"]["steps"]
     assert len(set(steps.tolist())) > 2
     for kernel in ("layers", "live", "vmap"):
-        found = run(algorithm, clients, kernel, **options)
+        found = run(algorithm, clients, kernel=kernel, **options)
         assert_close(found.server["w"]["loc"], reference.server["w"]["loc"], atol=1e-10, rtol=0)
         assert torch.equal(found.private["moments"]["steps"], steps)
 
@@ -223,7 +136,7 @@ def test_repeated_phases_that_persist(model: nn.Module, clients: FederatedData):
         step = Descend(Energy("w", ("w",), likelihood="mean"), optimiser=SGD(0.05, momentum=0.9), persist="velocity")
         return bf.Algorithm(model, {"w": Block(pool=None, keep=True)}, (Repeat((step,), times=times),), parts=("w",))
 
-    found = [run(repeated(times), clients, kernel, rounds=6 // times) for times in (3, 6) for kernel in ("reference", "layers")]
+    found = [run(repeated(times), clients, kernel=kernel, rounds=6 // times) for times in (3, 6) for kernel in ("reference", "layers")]
     for other in found[1:]:
         assert_close(other.private["w"]["loc"], found[0].private["w"]["loc"], atol=1e-12, rtol=0)
         assert_close(other.private["velocity"]["w"]["loc"], found[0].private["velocity"]["w"]["loc"], atol=1e-12, rtol=0)
@@ -274,7 +187,7 @@ def test_once_gets_the_losses_it_asks_for(clients: FederatedData, kernel: Any, c
         private={"seen": torch.zeros(copies or ())},
         predictor=Mixture("head", "seen") if copies else None,
     )
-    result = run(algorithm, clients, kernel)
+    result = run(algorithm, clients, kernel=kernel)
     loc = result.server["head"]["loc"]
     for j in range(7):
         x, y = (t.double() if t.is_floating_point() else t for t in clients.train.client(j))

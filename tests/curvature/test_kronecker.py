@@ -18,10 +18,14 @@ from bayesfl.posteriors import Laplace
 from bayesfl.posteriors.prior_precision import by_validation, predictive_nll
 from tests.curvature import brute
 from tests.curvature.brute import CASES, LIKELIHOODS, PAIRS
-from tests.curvature.test_guards import Largest
+from tests.curvature.made import Largest
 
 NEAR = {"rtol": 1e-8, "atol": 1e-9}
+
+
 EXACT = {"rtol": 1e-10, "atol": 1e-11}
+
+
 TASKS = {"classification": Categorical(), "regression": Gaussian(0.5)}
 
 
@@ -262,7 +266,11 @@ class Tied(nn.Module):
 
 
 NORM = nn.Sequential(nn.Conv2d(1, 2, 3), nn.GroupNorm(1, 2), nn.Flatten(), nn.Linear(8, 2))
+
+
 AROUND = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1, padding_mode="circular"), nn.Flatten(), nn.Linear(32, 2))
+
+
 IMAGES = torch.rand(3, 1, 4, 4)
 
 

@@ -1,7 +1,6 @@
 """Images: every layout they may lie in, and what is said when they are not there."""
 
 import hashlib
-import importlib
 import importlib.util
 import pickle
 from http.client import IncompleteRead
@@ -175,19 +174,6 @@ def test_a_folder_that_is_not_whole_says_so(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"(?s)'cifar10' is not on disk as a whole: .*Looked at.*Pass download=True") as caught:
         load("cifar10", root=tmp_path)
     assert isinstance(caught.value.__cause__, RuntimeError)
-
-
-@needs_torchvision
-def test_torchvision_imports_beside_any_torch(monkeypatch):
-    assert loader.torchvision().__name__ == "torchvision"
-    assert loader.torchvision() is importlib.import_module("torchvision")
-
-    def broken(name):
-        raise RuntimeError("something else")
-
-    monkeypatch.setattr(loader.importlib, "import_module", broken)
-    with pytest.raises(RuntimeError, match="something else"):
-        loader.torchvision()
 
 
 @where_present

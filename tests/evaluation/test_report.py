@@ -1,4 +1,4 @@
-"""Tables that align, files that are whole or absent, a record of the machine."""
+"""Tables that align, tables and records in files, a record of the machine."""
 
 import csv
 import json
@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from bayesfl.base import files
 from bayesfl.evaluation import report
 from bayesfl.evaluation.report import Column, table
 
@@ -87,43 +86,6 @@ def test_columns():
         table(ROWS, style="html")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="better"):
         Column("nll", better="less")  # type: ignore[arg-type]
-
-
-def test_failed_writer_leaves_the_old_file_and_nothing_else(tmp_path: Path):
-    """The point of writing atomically."""
-    path = tmp_path / "result.json"
-    report.write_json(path, {"round": 1})
-
-    def half() -> None:
-        with files.atomic_path(path) as temporary:
-            assert (temporary.parent, temporary.suffix) == (path.parent, ".json")
-            temporary.write_text('{"rou')
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        half()
-    assert json.loads(path.read_text()) == {"round": 1}
-    assert [p.name for p in tmp_path.iterdir()] == ["result.json"]
-    with pytest.raises(TypeError):
-        report.write_json(path, {"round": object()})
-    with pytest.raises(FileNotFoundError, match="nothing was written"), files.atomic_path(path):
-        pass
-    assert [p.name for p in tmp_path.iterdir()] == ["result.json"]
-    assert json.loads(path.read_text()) == {"round": 1}
-
-
-def test_atomic_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Text and bytes, into a folder that is made; the content is on disk before the name is given."""
-    files.atomic_write(tmp_path / "new" / "a.txt", "é\n")
-    files.atomic_write(str(tmp_path / "new" / "b.bin"), b"\x00\xff")
-    assert (tmp_path / "new" / "a.txt").read_bytes() == b"\xc3\xa9\n"
-    assert (tmp_path / "new" / "b.bin").read_bytes() == b"\x00\xff"
-    calls, fsync, replace = [], os.fsync, os.replace
-    monkeypatch.setattr(os, "fsync", lambda fd: (calls.append("fsync"), fsync(fd))[1])
-    monkeypatch.setattr(os, "replace", lambda a, b: (calls.append("replace"), replace(a, b))[1])
-    files.atomic_write(tmp_path / "new" / "a.txt", "two")
-    assert calls[:2] == ["fsync", "replace"]
-    assert (tmp_path / "new" / "a.txt").read_text() == "two"
 
 
 def test_csv(tmp_path: Path):

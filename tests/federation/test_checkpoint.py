@@ -4,23 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 import bayesfl as bf
 from bayesfl.federation.checkpoint import STATE, read, write
 from bayesfl.federation.errors import CheckpointError
-
-
-@pytest.fixture(scope="module")
-def saved(clients, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("run")
-    model = bf.models.mlp(8, hidden=8, outputs=3)
-    bf.simulate(bf.algorithms.pfedvem(model, head_epochs=2, body_epochs=1), clients, rounds=2, progress=False).save(folder)
-    return folder
-
-
-def algorithm(**options):
-    return bf.algorithms.pfedvem(bf.models.mlp(8, hidden=8, outputs=3), head_epochs=2, body_epochs=1, **options)
+from tests.federation.made import algorithm
 
 
 def test_tensors_come_back_to_the_bit(tmp_path: Path):
@@ -36,38 +24,6 @@ def test_tensors_come_back_to_the_bit(tmp_path: Path):
     assert back["e"].shape == (0, 3)
     assert torch.equal(back["f"], tree["f"])
     assert [p.name for p in (tmp_path / "x").iterdir()] == [STATE]
-
-
-@pytest.mark.parametrize(
-    ("other", "words"),
-    [
-        ({"init_scale": 0.5}, "blocks"),
-        ({"draws": 3}, "phases"),
-        ({"scale_update": "after"}, "phases"),
-        ({"beta": 0.5}, "blocks"),
-        ({"scale_floor": 0.1}, "phases"),
-    ],
-)
-def test_another_algorithm_is_refused(saved: Path, clients, other, words):
-    """Also where only a number inside a closure differs."""
-    with pytest.raises(CheckpointError, match=f"differs in .*{words}"):
-        bf.load(saved, algorithm(**other), clients)
-
-
-def test_another_activation_is_refused(saved: Path, clients):
-    """All shapes are the same, and the function is another."""
-    model = bf.models.mlp(8, hidden=8, outputs=3)
-    for name, layer in model.body.named_children():
-        if isinstance(layer, nn.ReLU):
-            setattr(model.body, name, nn.Tanh())
-    with pytest.raises(CheckpointError, match=r"layers\.body\.\d: saved ReLU\(\), given Tanh\(\)"):
-        bf.load(saved, bf.algorithms.pfedvem(model, head_epochs=2, body_epochs=1), clients)
-
-
-def test_other_data_are_refused(saved: Path, clients):
-    """By the hash of the partition."""
-    with pytest.raises(CheckpointError, match="other data"):
-        bf.load(saved, algorithm(), clients.select([1, 0, 2, 3, 4, 5, 6]))
 
 
 def test_damage_is_found(saved: Path, clients, tmp_path: Path):

@@ -10,19 +10,9 @@ from torch.testing import assert_close
 import bayesfl as bf
 from bayesfl.base.protocols import Batch, Server, View
 from bayesfl.composition.phases import Once
-from bayesfl.composition.priors import Normal, server_mean
 from bayesfl.data import ClientData
 from bayesfl.federation import predict
-from bayesfl.posteriors import MeanField
 from tests.cases import SIZES, federation
-
-
-@pytest.fixture(scope="module")
-def result():
-    clients = federation()
-    model = bf.models.mlp(8, hidden=8, outputs=3)
-    algorithm = bf.algorithms.pfedvem(model, init_scale=0.5, head_epochs=4, body_epochs=1)
-    return bf.simulate(algorithm, clients, rounds=2, progress=False, evaluate_every=None)
 
 
 def test_padding(result):
@@ -89,29 +79,6 @@ def test_clients_without_test_examples_are_left_out(result):
     assert predictions.summary(part)["accuracy"] >= 0
 
 
-def test_other_clients_are_refused(result):
-    """A split of other clients needs adapt, however many they are; adapted data must be of the same problem."""
-    data = result.data
-    with pytest.raises(ValueError, match=r"2 clients, the result 7.*result.adapt"):
-        result.predict(data.test.select([0, 1]))
-    others = bf.data.from_arrays(
-        [x + 1 for x, _ in map(data.train.client, range(7))], [y.flip(0) for _, y in map(data.train.client, range(7))], outputs=3
-    )
-    for strangers in (others.test, data.test.select([1, 0, 2, 3, 4, 5, 6])):
-        with pytest.raises(ValueError, match=r"of other clients.*result.adapt"):
-            result.predict(strangers)
-    again = federation()  # the same data, made anew
-    assert_close(result.predict(again.test).probs, result.predict().probs, rtol=0, atol=0, equal_nan=True)
-    noisy = ClientData(data.test.x + 0.1, data.test.y, data.test.index, data.test.counts)
-    assert not torch.equal(result.predict(noisy).probs, result.predict().probs)
-    with pytest.raises(ValueError, match=r"draws .* must be a whole number, got 2.5"):
-        result.predict(draws=2.5)
-    with pytest.raises(ValueError, match=r"draws .* must be at least 0, got -1"):
-        result.predict(draws=-1)
-    with pytest.raises(ValueError, match="same problem"):
-        result.adapt(federation((5,)))
-
-
 def test_finetuning_predicts_from_a_copy():
     """FedAvg-FT's predictions are those of FedAvg followed by an epoch on each client; the state is FedAvg's."""
     clients, model = federation(), bf.models.mlp(8, hidden=8, outputs=3)
@@ -155,50 +122,3 @@ def test_a_split_without_examples(result):
     empty = ClientData(test.x, test.y, test.index[:0], np.zeros(test.clients, int))
     with pytest.raises(ValueError, match="the split has no examples to predict"):
         result.predict(empty)
-
-
-def test_blocks_draw_apart_for_arviz(result):
-    """Two blocks of one client, and one block of two clients, have draws of their own."""
-    pytest.importorskip("arviz")
-    prior = Normal(centre=server_mean("a"), variance=lambda given, view: torch.ones(1))
-    blocks = {name: bf.Block("head.*", posterior=MeanField(), prior=prior, pool=None, keep=True) for name in ("a", "b")}
-    made = bf.Algorithm(bf.models.mlp(8, hidden=8, outputs=3), blocks, (), parts=("a",))
-    run = bf.simulate(made, result.data, rounds=1, evaluate_every=None, progress=False)
-    a, b, other = (
-        torch.tensor(run.to_arviz(client, block, draws=50).posterior["head.weight"].values)
-        for client, block in ((1, "a"), (1, "b"), (2, "a"))
-    )
-    assert a.shape == b.shape
-    assert not torch.isclose(a, b).any()
-    assert not torch.isclose(a, other).any()
-
-
-def test_draws_of_copies_for_arviz(result):
-    """A mixture's components, each about its own mean with its own width, [chain, draw, M, ...]."""
-    pytest.importorskip("arviz")
-    plain = bf.algorithms.fedem(bf.models.mlp(8, hidden=4, outputs=3), components=2, epochs=1, lr=0.1)
-    prior = Normal(centre=server_mean("components"), variance=lambda given, view: torch.ones(1))
-    block = replace(plain.blocks["components"], posterior=MeanField(init_scale=0.1), prior=prior)
-    run = bf.simulate(replace(plain, blocks={"components": block}), result.data, rounds=1, evaluate_every=None, progress=False)
-    weight = run.to_arviz(1, "components", draws=2000).posterior["head.weight"]
-    assert weight.shape == (1, 2000, 2, 3, 4)
-    mean, variance = block.posterior.moments(run.algorithm.belief("components", run.server["components"]))
-    layout = run.algorithm.layout("components")
-    assert_close(torch.tensor(weight.values[0]).mean(0), layout.leaves(mean)["head.weight"], atol=0.02, rtol=0)
-    assert_close(torch.tensor(weight.values[0]).var(0), layout.leaves(variance)["head.weight"], atol=0, rtol=0.15)
-
-
-def test_posterior_draws_for_arviz(result):
-    """A client's block as InferenceData, whose moments are the posterior's."""
-    pytest.importorskip("arviz")
-    data = result.to_arviz(2, "head", draws=4000)
-    weight = data.posterior["head.weight"]
-    assert weight.shape == (1, 4000, 3, 8)
-    mean, variance = result.algorithm.blocks["head"].posterior.moments({k: t[2] for k, t in result.private["head"].items()})
-    leaves = result.algorithm.layout("head").leaves(mean), result.algorithm.layout("head").leaves(variance)
-    assert_close(torch.tensor(weight.values[0]).mean(0), leaves[0]["head.weight"], atol=0.05, rtol=0)
-    assert_close(torch.tensor(weight.values[0]).var(0), leaves[1]["head.weight"], atol=0.05, rtol=0.1)
-    with pytest.raises(ValueError, match=r"body.*no entropy"):
-        result.to_arviz(2, "body")
-    with pytest.raises(ValueError, match="client"):
-        result.to_arviz(7, "head")

@@ -25,7 +25,6 @@ from bayesfl.composition.server_optimiser import with_server_optimiser
 from bayesfl.data import FederatedData
 from bayesfl.federation import secure
 from bayesfl.federation.faults import KINDS, Lost
-from bayesfl.federation.replies import Unseen
 from bayesfl.federation.result import Result
 from bayesfl.federation.secure import SecureSum, agreed, masked, quantised, quotient_bound, restored, summed
 from bayesfl.optim import Adam
@@ -33,7 +32,11 @@ from bayesfl.posteriors import MeanField
 from tests.cases import CASES, Case
 
 COARSE = 2.0**-10
+
+
 simulation = importlib.import_module("bayesfl.federation.simulation")  # `bf.simulate` is the function
+
+
 SIZE = 8 * 16 + 16 + 16 * 3 + 3  # of the fixture's model
 
 
@@ -321,15 +324,6 @@ def test_a_combine_that_asks_later_is_refused_then(model: nn.Module, clients: Fe
     first = algorithm.init(7, seed=3, dtype=torch.float64)["w"]["loc"]
     with pytest.raises(ValueError, match="server sees sums only, but the method's `combine` reads 'w'"):
         run(replace(algorithm, combine=later), clients, aggregation=SecureSum())
-
-
-def test_unseen_refuses_whatever_is_asked():
-    """Entries but the number of the round, attributes, iteration, length."""
-    unseen = Unseen("it is hidden", 3, 5)
-    assert (unseen["round"], unseen["rounds"]) == (3, 5)
-    for ask in (lambda: unseen["n"], lambda: unseen.shape, lambda: list(unseen), lambda: len(unseen), lambda: "n" in unseen):
-        with pytest.raises(ValueError, match="it is hidden, but the method's `combine` reads"):
-            ask()
 
 
 @pytest.mark.parametrize(

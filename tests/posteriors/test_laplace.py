@@ -13,32 +13,9 @@ import bayesfl as bf
 from bayesfl.curvature import Curvature
 from bayesfl.likelihoods import Bernoulli, Categorical, Gaussian
 from bayesfl.posteriors import Laplace
-from bayesfl.posteriors import prior_precision as precision
-from bayesfl.posteriors.linearised import predictive
-from bayesfl.posteriors.prior_precision import ALIKE, GRID, by_evidence, by_validation, predictive_nll
 from tests.curvature import brute
 from tests.curvature.brute import PAIRS
-
-
-def numbers(*shape: int, seed: int = 0) -> Tensor:
-    """Normal draws in float64."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def network(outputs: int = 3) -> nn.Module:
-    """A small MLP in float64."""
-    return bf.models.mlp(4, hidden=6, outputs=outputs, seed=1).double()
-
-
-def linear_model() -> tuple[nn.Module, Tensor, Tensor, float]:
-    """A linear model at its MAP under precision 0.7 and noise 0.5: Laplace is exact there."""
-    x, noise, precision = numbers(20, 3), 0.5, 0.7
-    y = x @ torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64) + noise * numbers(20, seed=1)
-    model = nn.Linear(3, 1, bias=False).double()
-    hessian = x.T @ x / noise**2 + precision * torch.eye(3, dtype=torch.float64)
-    with torch.no_grad():
-        model.weight.copy_((torch.linalg.solve(hessian, x.T @ y / noise**2))[None])
-    return model, x, y, precision
+from tests.posteriors.made import linear_model, network, numbers
 
 
 def test_a_linear_model_is_its_conjugate_posterior():
@@ -196,49 +173,6 @@ def test_another_structure_is_a_fresh_fit(start, monkeypatch):
         first.with_structure(x, "kfac", indices=chosen)
 
 
-def test_a_constant_added_to_all_logits_changes_nothing():
-    """With centring; without, softmax(kappa f) reads it."""
-    model, x = network(), numbers(12, 4)
-    fitted = Laplace.fit(model, x, precision=0.3)
-    shifted = bf.models.mlp(4, hidden=6, outputs=3, seed=1).double()
-    with torch.no_grad():
-        shifted.head.bias.add_(5.0)
-    other = Laplace.fit(shifted, x, precision=0.3)
-    assert_close(other.predict(x)["probs"], fitted.predict(x)["probs"])
-    assert (other.predict(x, centre=False)["probs"] - fitted.predict(x, centre=False)["probs"]).abs().max() > 1e-3
-
-
-def test_probit_golden_values():
-    """Kappa at mean 2 and variance 1, and three classes with and without centring, whose Monte-Carlo truth is (.748, .193, .058)."""
-    two, one = torch.tensor([[2.0]], dtype=torch.float64), torch.ones(1, 1, 1, dtype=torch.float64)
-    assert_close(float(predictive(Bernoulli(), two, one)["probs"][0, 1]), 0.8448456150189875)
-    mean = torch.tensor([[2.0, 0.0, -1.0]], dtype=torch.float64)
-    covariance = torch.diag(torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64))[None]
-    probs = predictive(Categorical(), mean, covariance)["probs"][0]
-    assert_close(probs, torch.tensor([0.795, 0.146, 0.059], dtype=torch.float64), atol=6e-4, rtol=0)
-    project = torch.eye(3, dtype=torch.float64) - 1 / 3
-    centred = predictive(Categorical(), mean @ project, project @ covariance @ project)["probs"][0]
-    assert_close(centred, torch.tensor([0.805, 0.140, 0.055], dtype=torch.float64), atol=6e-4, rtol=0)
-    drawn = predictive(Categorical(), mean, covariance, numbers(200000, 1, 3))["probs"][0]
-    assert_close(drawn, torch.tensor([0.748, 0.193, 0.058], dtype=torch.float64), atol=3e-3, rtol=0)
-
-
-def test_draws_part_the_uncertainty():
-    """Entropy of the mean = epistemic + aleatoric; without variance nothing is epistemic, and centred draws are the uncentred ones."""
-    mean, factor = numbers(5, 3), numbers(5, 3, 3, seed=1)
-    covariance = factor @ factor.mT
-    found = predictive(Categorical(), mean, covariance, numbers(500, 5, 3, seed=2))
-    assert_close(found["epistemic"] + found["aleatoric"], torch.special.entr(found["probs"]).sum(-1))
-    assert (found["epistemic"] > 0).all()
-    still = predictive(Categorical(), mean, 0 * covariance, numbers(4, 5, 3, seed=2))
-    assert_close(still["epistemic"], torch.zeros(5, dtype=torch.float64))
-    assert_close(still["probs"], predictive(Categorical(), mean, 0 * covariance)["probs"])
-    project = torch.eye(3, dtype=torch.float64) - 1 / 3
-    many = numbers(40000, 5, 3, seed=3)
-    singular = predictive(Categorical(), mean @ project, project @ covariance @ project, many)
-    assert_close(singular["probs"], predictive(Categorical(), mean, covariance, many)["probs"], atol=0.02, rtol=0)
-
-
 @pytest.mark.parametrize("form", ["full", "subnetwork", "diagonal", "kfac"])
 def test_a_saved_posterior_predicts_the_same(tmp_path, form):
     """To the bit for these few rows; and it is refused for other weights and other parameters."""
@@ -270,64 +204,6 @@ def test_a_saved_posterior_is_the_same_to_rounding(tmp_path, dtype, near, struct
     again, noise = Laplace.load(tmp_path / "posterior.safetensors", model), numbers(2, fitted.noise_size)
     for call in (lambda f: f.predict(new)["probs"], lambda f: f.moments()[1], lambda f: f.sample(noise), Laplace.log_det):
         assert_close(call(again), call(fitted), rtol=near, atol=near)
-
-
-def test_precision_by_evidence(monkeypatch: pytest.MonkeyPatch):
-    """The grid's best where it has a best within; for a prior centred on the weights themselves, none: it stays, with a warning."""
-    model, x, y = network(), numbers(40, 4), torch.arange(40) % 3
-    fitted = Laplace.fit(model, x, precision=2.0)
-    best = by_evidence(fitted, x, y)
-    scores = [float(Laplace.fit(model, x, precision=p).log_marginal_likelihood(x, y)) for p in GRID]
-    assert float(best.precision[0]) == GRID[scores.index(max(scores))]
-    with pytest.warns(UserWarning, match="edge of the grid: it carries no information"):
-        assert by_evidence(fitted, x, y, centre=fitted.loc) is fitted
-    beyond = [p for p in GRID if p > float(best.precision[0])]
-    with pytest.warns(UserWarning, match=f"largest at {beyond[0]:g}, an edge of the grid"):
-        assert by_evidence(fitted, x, y, grid=beyond) is fitted
-    honest = Laplace.with_precision
-
-    def fails(self: Laplace, x: Tensor, precision: float) -> Laplace:
-        if precision == GRID[0]:
-            raise torch.linalg.LinAlgError
-        return honest(self, x, precision)
-
-    monkeypatch.setattr(Laplace, "with_precision", fails)
-    with pytest.warns(UserWarning, match=f"largest at {beyond[0]:g}, an edge of the grid"):  # of what can be computed of it
-        assert by_evidence(fitted, x, y, grid=[GRID[0], *beyond]) is fitted
-
-
-def test_precision_by_validation():
-    """The smallest NLL of the grid; overflowing ones are passed over."""
-    model, x = network(), numbers(40, 4)
-    held, labels = numbers(30, 4, seed=7), torch.arange(30) % 3
-    best = by_validation(Laplace.fit(model, x), x, held, labels)
-    scores = [predictive_nll(Laplace.fit(model, x, precision=p), held, labels) for p in GRID]
-    alike = [p for p, score in zip(GRID, scores, strict=True) if score <= min(scores) + ALIKE]
-    assert float(best.precision[0]) == max(alike)
-    probs = best.predict(held)["probs"]
-    assert_close(predictive_nll(best, held, labels), float(-probs[torch.arange(30), labels].log().mean()))
-    with pytest.raises(ValueError, match="no precision of the grid"):
-        by_validation(Laplace.fit(model, x), x, held.fill_(1e200), labels)
-
-
-@pytest.mark.parametrize(("alike", "expected"), [(0.0, 10.0), (0.011, 100.0), (0.5, 1000.0)])
-def test_precisions_that_are_alike(alike: float, expected: float, monkeypatch: pytest.MonkeyPatch):
-    """Of those within `ALIKE` of the best the largest, whatever the order of the grid."""
-    score = {1.0: 0.9, 10.0: 0.5, 100.0: 0.51, 1000.0: 0.8}
-    monkeypatch.setattr(precision, "ALIKE", alike)
-    monkeypatch.setattr(precision, "predictive_nll", lambda fitted, x, y, *, centre: score[float(fitted.precision[0])])
-    model, x = network(), numbers(10, 4)
-    best = by_validation(Laplace.fit(model, x), x, x, torch.zeros(10).long(), grid=(1000.0, 1.0, 100.0, 10.0))
-    assert float(best.precision[0]) == expected
-
-
-def test_nll_of_a_regression():
-    """Of the Gaussian predictive, noise included."""
-    model, x, y, precision = linear_model()
-    fitted = Laplace.fit(model, x, precision=precision, likelihood=Gaussian(scale=0.5))
-    found = fitted.predict(x)
-    expected = torch.distributions.Normal(found["mean"][:, 0], found["variance"][:, 0].sqrt()).log_prob(y)
-    assert_close(predictive_nll(fitted, x, y), float(-expected.mean()))
 
 
 @pytest.mark.parametrize(
@@ -403,66 +279,6 @@ def test_files_from_elsewhere(tmp_path):
             Laplace.load(path, network())
     with pytest.raises(FileNotFoundError):
         Laplace.load(tmp_path / "nothing", network())
-
-
-@pytest.mark.parametrize(
-    ("labels", "message"),
-    [
-        (torch.zeros(29).long(), r"labels must be one for each of the 30 inputs, got shape \[29\]"),
-        (torch.zeros(1).long(), r"labels must be one for each of the 30 inputs, got shape \[1\]"),
-        (torch.zeros(30, 3).long(), r"labels must be one for each of the 30 inputs, got shape \[30, 3\]"),
-        (torch.arange(30) % 4, r"labels must be classes from 0 to 2, got 3 \(7 of 30\)"),
-        (torch.arange(30) % 3 - 1, r"labels must be classes from 0 to 2, got -1 \(10 of 30\)"),
-        (torch.full((30,), 0.5), r"labels must be classes from 0 to 2, got 0.5"),
-    ],
-)
-def test_labels_fit_the_inputs_and_the_classes(labels, message):
-    """Wherever they come in."""
-    model, x = network(), numbers(30, 4)
-    fitted = Laplace.fit(model, x)
-    for call in (
-        lambda: by_validation(fitted, x, x, labels),
-        lambda: by_evidence(fitted, x, labels),
-        lambda: predictive_nll(fitted, x, labels),
-        lambda: fitted.log_marginal_likelihood(x, labels),
-    ):
-        with pytest.raises(ValueError, match=message):
-            call()
-
-
-def test_targets_fit_the_outputs():
-    """One for each output of each input; for one output an axis may be left out."""
-    model, x, y, precision = linear_model()
-    fitted = Laplace.fit(model, x, precision=precision, likelihood=Gaussian(0.5))
-    for score in (lambda y: predictive_nll(fitted, x, y), lambda y: float(fitted.log_marginal_likelihood(x, y))):
-        assert score(y) == score(y[:, None])
-        for other in (y[:-1], y[:1], y[None], y.view(10, 2)):
-            with pytest.raises(ValueError, match=r"targets must be one for each of the 20 inputs, of shape \[20, 1\], got"):
-                score(other)
-    wide = Laplace.fit(network(), numbers(6, 4), likelihood=Gaussian())
-    assert predictive_nll(wide, numbers(6, 4), numbers(6, 3)) > 0
-    for other in (numbers(6), numbers(18), numbers(3, 6)):
-        with pytest.raises(ValueError, match=r"of shape \[6, 3\], got"):
-            predictive_nll(wide, numbers(6, 4), other)
-
-
-def test_bernoulli_labels():
-    """0 and 1, as whole numbers or not."""
-    x, y = numbers(12, 4), torch.arange(12) % 2
-    fitted = Laplace.fit(network(1), x, likelihood=Bernoulli())
-    assert predictive_nll(fitted, x, y) == predictive_nll(fitted, x, y.double())
-    assert_close(fitted.log_marginal_likelihood(x, y), fitted.log_marginal_likelihood(x, y.double()))
-    with pytest.raises(ValueError, match="classes from 0 to 1, got 2"):
-        fitted.log_marginal_likelihood(x, 2 * y)
-
-
-def test_an_empty_grid():
-    x, y = numbers(12, 4), torch.arange(12) % 3
-    fitted = Laplace.fit(network(), x)
-    with pytest.raises(ValueError, match="grid is empty: pass one"):
-        by_validation(fitted, x, x, y, grid=())
-    with pytest.raises(ValueError, match="grid is empty: pass one"):
-        by_evidence(fitted, x, y, grid=())
 
 
 @pytest.mark.parametrize("structure", ["full", "diagonal", "kfac"])

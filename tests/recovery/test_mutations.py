@@ -24,7 +24,7 @@ from bayesfl.federation.errors import CheckpointError
 from bayesfl.federation.faults import KINDS, Fault
 from bayesfl.flower import load, records
 from bayesfl.flower.states import STATE as STATE_NAME
-from tests.flower.test_flower import deploy, grid_of, method, simulated
+from tests.flower.made import deploy, grid_of, method, simulated
 from tests.recovery.test_durability import joined, mutated, parts, resealed
 
 MUTATIONS = 2000 if os.environ.get("BAYESFL_DURABILITY") == "full" else 200

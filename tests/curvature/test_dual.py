@@ -1,7 +1,8 @@
 """The inverse of H in both forms: against full matrices, conjugate regression, laplace-torch, and what must not change it."""
 
+import math
+import re
 import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -9,12 +10,39 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import bayesfl as bf
-from bayesfl.curvature import Curvature, factors, ggn, invert, restore
+from bayesfl.curvature import Curvature, cholesky, ggn, invert, restore
 from bayesfl.likelihoods import Categorical, Gaussian
 from tests.curvature import brute
 from tests.curvature.brute import CASES, LIKELIHOODS, PAIRS
 
+
+@pytest.mark.parametrize("precision", [0.0, -1.0, math.inf, math.nan])
+@pytest.mark.parametrize("form", ["primal", "dual"])
+def test_a_prior_precision_is_positive(curvature, x, precision, form):
+    for value in (precision, torch.full((23,), 1.0).index_fill(0, torch.tensor([4]), precision)):
+        with pytest.raises(ValueError, match=re.escape(f"a prior precision must be > 0 and finite, got {precision}")):
+            invert(curvature, x, value, form=form)
+
+
+def test_a_precision_fits_the_weights(curvature, x):
+    with pytest.raises(ValueError, match=r"one for each of the 23 weights is needed, got shape \(5,\)"):
+        invert(curvature, x, torch.ones(5))
+
+
+def test_a_failed_cholesky_says_so():
+    bad = torch.tensor([[1.0, 2.0], [2.0, 1.0]], dtype=torch.float64)
+    with pytest.raises(torch.linalg.LinAlgError, match="of order 2, has no Cholesky factor even with 1e-6 of its mean diagonal 1"):
+        cholesky(bad)
+    with pytest.raises(torch.linalg.LinAlgError, match="not finite"):
+        cholesky(bad * math.inf)
+    singular = torch.ones(3, 3, dtype=torch.float64)
+    assert_close(cholesky(singular) @ cholesky(singular).T, singular, atol=2e-6, rtol=0)
+    assert torch.equal(singular, torch.ones_like(singular))
+
+
 EXACT = {"atol": 1e-10, "rtol": 1e-9}
+
+
 FORMS = ("primal", "dual")
 
 
@@ -295,26 +323,3 @@ def test_laplace_torch_finds_the_same(laplace, case, likelihood):
             kappa = (1 + torch.pi / 8 * covariance.diagonal(dim1=1, dim2=2)).rsqrt()
             if likelihood == "classification":
                 assert_close((kappa * mean).softmax(-1), fitted(test, link_approx="probit"), **near)
-
-
-@pytest.mark.parametrize("unit", [0, 1000])
-def test_both_ways_to_the_marginals(unit: int, monkeypatch: pytest.MonkeyPatch):
-    """Of a dual form, by the factor's inverse or by solves for all columns: the diagonal of the primal form's covariance."""
-    monkeypatch.setattr(factors, "UNIT", unit)
-    monkeypatch.setattr(factors, "COLUMNS", 7)
-    used: list[str] = []
-    for name in ("quadratic_into", "solved_into"):
-        monkeypatch.setattr(factors.Outer, name, _noting(getattr(factors.Outer, name), name, used))
-    model, x = bf.models.mlp(5, hidden=6, outputs=3, seed=1).double(), torch.rand(4, 5, generator=torch.Generator().manual_seed(0)).double()
-    curvature, precision = Curvature(model), torch.linspace(0.5, 2.0, 57, dtype=torch.float64)
-    dual = invert(curvature, x, precision, form="dual").marginals()
-    assert set(used) == {"solved_into" if unit else "quadratic_into"}
-    assert_close(dual, invert(curvature, x, precision, form="primal").marginals(), atol=1e-12, rtol=1e-9)
-
-
-def _noting(method: Any, name: str, used: list[str]) -> Any:
-    def noted(*arguments: Any) -> Any:
-        used.append(name)
-        return method(*arguments)
-
-    return noted

@@ -1,4 +1,4 @@
-"""BackPACK held against torch.func: what it would get wrong or fail on is refused, or left to `func` under `auto`."""
+"""Backends: which is chosen, and a BackPACK whose rules do not see all of a model."""
 
 import re
 
@@ -8,8 +8,42 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing import assert_close
 
+import bayesfl as bf
 from bayesfl.curvature import Curvature, backends, invert, restore
-from bayesfl.likelihoods import Bernoulli, Gaussian
+from bayesfl.likelihoods import Bernoulli, Categorical, Gaussian
+from tests.curvature import brute
+from tests.curvature.brute import CASES
+from tests.curvature.made import EXACT
+
+
+def test_backpack_agrees_on_its_own_diagonal():
+    """DiagGGNExact for classes and regression, sums over rows for the rest."""
+    for case in CASES:
+        if "backpack" in case.backends:
+            for likelihood in (Categorical(), Gaussian(0.3)):
+                model, x = case.model(), case.data(6)
+                found = Curvature(model, likelihood, backend="backpack").engine.diagonal(x, likelihood)  # type: ignore[attr-defined]
+                assert_close(found, brute.ggn(model, likelihood, x).diagonal(), **EXACT)
+
+
+def test_the_backend_says_its_name():
+    assert Curvature(brute.mlp(3)).backend == "layers"
+    assert Curvature(brute.Residual(3)).backend == "func"
+    assert Curvature(bf.models.resnet18((3, 8, 8), outputs=3, width=2)).backend == "func"
+    assert Curvature(bf.models.lenet((1, 12, 12), outputs=3)).backend == "layers"
+
+
+def test_batch_norm_that_evaluates():
+    """Through torch.func and BackPACK; its running averages are constants."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU(), nn.Flatten(), nn.Linear(8, 3)).double()
+    model(torch.randn(20, 1, 4, 4, dtype=torch.float64))
+    model.eval()
+    x = torch.randn(6, 1, 4, 4, dtype=torch.float64)
+    want = brute.ggn(model, Categorical(), x).diagonal()
+    assert Curvature(model).backend == "func"
+    for backend in ("func", "backpack"):
+        assert_close(Curvature(model, backend=backend).diagonal(x), want, **EXACT)
 
 
 class Functional(nn.Module):
@@ -96,6 +130,8 @@ SEEN = [
     (hooked(before=False, container=True), vectors(), "Sequential '0' with forward hooks"),
     (tied(), vectors(), "parameters that are used in two places"),
 ]
+
+
 PROBED = [
     (Functional(), vectors()),
     (Doubled(), vectors()),

@@ -1,0 +1,91 @@
+"""Linear federations, and what methods of invariant learning minimise, from formulas alone."""
+
+from itertools import cycle
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import bayesfl as bf
+from bayesfl.data import FederatedData
+
+COUNTS = (9, 14, 6, 11)
+
+
+DIM = 3
+
+
+def moments(data: FederatedData) -> tuple[Tensor, Tensor]:
+    """X'X [J, D, D] and X'y [J, D] of every client, in float64."""
+    parts = [data.train.client(j) for j in range(data.clients)]
+    return torch.stack([x.double().T @ x.double() for x, _ in parts]), torch.stack([x.double().T @ y.double() for x, y in parts])
+
+
+def linear_only(weight: Tensor) -> nn.Module:
+    layer = nn.Linear(DIM, 1, bias=False)
+    with torch.no_grad():
+        layer.weight.copy_(weight)
+    return nn.Sequential(layer)
+
+
+class ByHand:
+    """Clients' data, and what methods minimise on it, from formulas alone, for a linear layer of three classes."""
+
+    def __init__(self, clients: FederatedData, algorithm: bf.Algorithm, estimator: str = "biased") -> None:
+        self.layout, self.estimator = algorithm.layout("w"), estimator
+        self.data = []
+        for j in range(clients.clients):
+            x, y = clients.train.client(j)
+            environment = clients.train.environment
+            assert environment is not None
+            self.data.append((x.double(), y, environment[clients.train.rows(j)]))
+        self.n = torch.tensor([len(y) for _, y, _ in self.data]).double()
+
+    def logits(self, w: Tensor, x: Tensor) -> Tensor:
+        leaves = self.layout.leaves(w)
+        return x @ leaves["weight"].T + leaves["bias"]
+
+    def losses(self, w: Tensor, j: int) -> Tensor:
+        x, y, _ = self.data[j]
+        logits = self.logits(w, x)
+        return logits.logsumexp(1) - logits[torch.arange(len(y)), y]
+
+    def squares(self, w: Tensor, j: int) -> Tensor:
+        x, y, environment = self.data[j]
+        logits = self.logits(w, x)
+        slope = ((logits.softmax(1) - torch.eye(3, dtype=torch.float64)[y]) * logits).sum(1)
+        total = torch.tensor(0.0)
+        for e in environment.unique():
+            own = slope[environment == e]
+            if self.estimator == "biased":
+                total = total + own.mean() ** 2
+            else:
+                total = total + (torch.outer(own, own).sum() - (own * own).sum()) / (len(own) * (len(own) - 1))
+        return total
+
+    def irm(self, w: Tensor, j: int, gamma: float, l2: float) -> Tensor:
+        return (self.losses(w, j).mean() + gamma * self.squares(w, j) + l2 * w.square().sum()) / max(1.0, gamma)
+
+
+class AdamByHand:
+    """Adam as its paper has it."""
+
+    def __init__(self, rate: float) -> None:
+        self.rate, self.t = rate, 0
+        self.m: Any = 0.0
+        self.v: Any = 0.0
+
+    def __call__(self, w: Tensor, slope: Tensor) -> Tensor:
+        self.t += 1
+        self.m = 0.9 * self.m + 0.1 * slope
+        self.v = 0.999 * self.v + 0.001 * slope**2
+        return w - self.rate * (self.m / (1 - 0.9**self.t)) / ((self.v / (1 - 0.999**self.t)).sqrt() + 1e-8)
+
+
+PLAIN: dict[str, Any] = {"momentum": 0.0, "weight_decay": 0.0}
+
+
+def in_turn(starts: Tensor) -> Any:
+    """A block's start that hands out rows, one copy after another."""
+    rows = cycle(starts.float())
+    return lambda rng, size: next(rows)

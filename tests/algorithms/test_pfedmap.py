@@ -1,0 +1,58 @@
+"""pFedMAP against its fixed points on linear-Gaussian clients."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+import bayesfl as bf
+from bayesfl.data import FederatedData
+from bayesfl.likelihoods import Gaussian
+from bayesfl.models import SplitModel
+from tests.algorithms.made import COUNTS, DIM, moments
+from tests.cases import run
+
+
+def linear(head: Tensor | None = None) -> SplitModel:
+    """A head on an identity body: with a body rate of 0, a linear model."""
+    body, top = nn.Linear(DIM, DIM, bias=False), nn.Linear(DIM, 1, bias=False)
+    with torch.no_grad():
+        body.weight.copy_(torch.eye(DIM))
+        top.weight.copy_(torch.zeros(1, DIM) if head is None else head)
+    return SplitModel(body, top)
+
+
+@pytest.mark.slow
+def test_pfedmap_reaches_its_fixed_point(regressions: FederatedData):
+    """For quadratics w = [sum_j (I - lambda R_j)]^-1 sum_j R_j b_j, R_j = (A_j + lambda I)^-1: the joint MAP, sum likelihood."""
+    lam = 2.0
+    algorithm = bf.algorithms.pfedmap(
+        linear(), precision=lam, head_epochs=400, body_epochs=1, body_lr=0.0, head_lr=0.02, momentum=0.5, likelihood=Gaussian()
+    )
+    result = run(algorithm, regressions, rounds=60, sampling="fixed")
+    a, b = moments(regressions)
+    identity = torch.eye(DIM).double()
+    r = torch.linalg.inv(a + lam * identity)
+    w = torch.linalg.solve((identity - lam * r).sum(0), torch.einsum("jde,je->d", r, b))
+    assert_close(result.server["head"]["loc"], w, atol=1e-8, rtol=0)
+    assert_close(result.private["head"]["loc"], torch.einsum("jde,je->jd", r, b + lam * w), atol=1e-8, rtol=0)
+
+
+def test_pfedmap_under_a_mean_likelihood_is_tempered(regressions: FederatedData):
+    """The paper's energy has the mean loss beside the whole penalty: w_j = (A / n + lambda)^-1 (b / n + lambda w)."""
+    lam, start = 2.0, torch.full((1, DIM), 0.3)
+    algorithm = bf.algorithms.pfedmap(
+        linear(start),
+        precision=lam,
+        head_epochs=2000,
+        body_epochs=1,
+        body_lr=0.0,
+        head_lr=0.1,
+        likelihood_scale="mean",
+        likelihood=Gaussian(),
+    )
+    result = run(algorithm, regressions, rounds=1, sampling="fixed")
+    a, b = moments(regressions)
+    n = torch.tensor(COUNTS).double()[:, None]
+    expected = torch.linalg.solve(a / n[..., None] + lam * torch.eye(DIM).double(), b / n + lam * start.double())
+    assert_close(result.private["head"]["loc"], expected, atol=1e-8, rtol=0)

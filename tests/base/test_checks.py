@@ -1,0 +1,45 @@
+"""What a user passes, checked where it comes in."""
+
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bayesfl.base.checks import instance, number, whole
+
+
+def test_whole_numbers():
+    """Python's and NumPy's, as an int."""
+    assert [whole("k", value, least=0) for value in (0, 3, np.int64(7))] == [0, 3, 7]
+    assert type(whole("k", np.int32(1), least=1)) is int
+
+
+@pytest.mark.parametrize("value", [1.0, "1", None, True, Fraction(1, 2)], ids=str)
+def test_what_is_no_whole_number(value: Any):
+    """Fractions, text, nothing, truth values."""
+    with pytest.raises(ValueError, match="k must be a whole number, got "):
+        whole("k", value, least=0)
+
+
+def test_least():
+    """With the bound and what came."""
+    with pytest.raises(ValueError, match="k must be at least 2, got 1"):
+        whole("k", 1, least=2)
+
+
+def test_numbers():
+    """Of any kind, as a float; truth values and text are none."""
+    assert [number("x", value) for value in (1, 0.5, np.float32(0.25), Fraction(1, 8))] == [1.0, 0.5, 0.25, 0.125]
+    for value in (True, "1", None):
+        with pytest.raises(ValueError, match="x must be a number, got "):
+            number("x", value)
+
+
+def test_instances():
+    """The message says what came, a class too, and ends with the remedy."""
+    instance("s", "text", str, "")
+    with pytest.raises(TypeError, match=r"^s must be of type str, got int; pass text$"):
+        instance("s", 3, str, "pass text")
+    with pytest.raises(TypeError, match=r"^s must be of type str, got the class int; pass text$"):
+        instance("s", int, str, "pass text")

@@ -1,0 +1,64 @@
+"""An optimiser on the server: its limits, momentum, schedules, and what it is not for."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+import bayesfl as bf
+from bayesfl.composition.server_optimiser import with_server_optimiser
+from bayesfl.data import FederatedData
+from bayesfl.optim import SGD, Adam
+from tests.cases import close, run, weights
+
+
+@pytest.mark.parametrize("name", ["fedavg", "pfedvem", "group_dro", "fedem"])
+def test_a_step_of_length_one_is_the_method_itself(clients: FederatedData, model: nn.Module, name: str):
+    """SGD(1.0) takes what pools, and `combine`, made; what the server keeps for it is not sent."""
+    options = {"group_dro": {"environments": 2}}.get(name, {})
+    algorithm = getattr(bf.algorithms, name)(model, **options)
+    stepped = with_server_optimiser(algorithm, SGD(1.0))
+    a, b = (run(one, clients, rounds=2, participation=0.6) for one in (algorithm, stepped))
+    for block, entry in a.server.items():
+        assert_close(b.server[block], entry, atol=1e-9, rtol=0)
+    assert b.history["bytes_down"].tolist() == a.history["bytes_down"].tolist()
+    assert stepped.uplink() == algorithm.uplink()
+
+
+@pytest.mark.parametrize(("name", "block"), [("d_fedem", "components"), ("fedpac", "head"), ("clustered", "w")])
+def test_no_optimiser_steps_what_nobody_is_sent(clients: FederatedData, model: nn.Module, name: str, block: str):
+    """These have models of their own for clients or clusters."""
+    stepped = with_server_optimiser(getattr(bf.algorithms, name)(model), SGD(0.5))
+    with pytest.raises(ValueError, match=rf"steps what is sent to everyone alike, and of this method \['{block}'\] are not"):
+        run(stepped, clients, rounds=1)
+
+
+def test_one_optimiser_on_the_server_is_enough(clients: FederatedData):
+    twice = with_server_optimiser(bf.algorithms.irm(nn.Linear(8, 3), server_optimiser=Adam(0.01)), SGD(1.0))
+    with pytest.raises(ValueError, match="has an optimiser on the server already"):
+        run(twice, clients, rounds=1)
+
+
+def test_momentum_on_the_server(clients: FederatedData):
+    """v <- 0.5 v + (w - mean), w <- w - 0.8 v, from what FedAvg makes of each round."""
+    average = bf.algorithms.fedavg(nn.Linear(8, 3), epochs=2, batch_size=None, lr=0.1)
+    momentum = with_server_optimiser(average, SGD(0.8, momentum=0.5))
+    w, v = weights(average), torch.zeros(27, dtype=torch.float64)
+    for _ in range(3):
+        start = replace(average, blocks={"w": replace(average.blocks["w"], start=lambda rng, size, w=w: w)})
+        v = 0.5 * v + w - run(start, clients).server["w"]["loc"]
+        w = w - 0.8 * v
+    close(run(momentum, clients, rounds=3).server["w"]["loc"], w, 1e-6)
+
+
+def test_a_schedule_on_the_server(clients: FederatedData):
+    """The rate of a round is the schedule's, at the number that the server counts."""
+    average = bf.algorithms.fedavg(nn.Linear(8, 3), epochs=1, batch_size=None, lr=0.1)
+    stepped = with_server_optimiser(average, SGD(lambda round, rounds: [0.5, 0.0, 2.0][round] if rounds == 3 else 9.0))
+    w = weights(average)
+    for rate in (0.5, 0.0, 2.0):
+        start = replace(average, blocks={"w": replace(average.blocks["w"], start=lambda rng, size, w=w: w)})
+        w = w + rate * (run(start, clients).server["w"]["loc"] - w)
+    close(run(stepped, clients, rounds=3).server["w"]["loc"], w, 1e-6)

@@ -1,0 +1,85 @@
+"""Data in batches: any size and kind of them, what is refused, and bytes that are said first."""
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+from bayesfl.base.layout import Layout
+from bayesfl.curvature import Curvature, factors, ggn, invert, jacobians, root
+from tests.curvature import brute
+from tests.curvature.brute import PAIRS
+from tests.curvature.made import EXACT
+
+
+def test_the_bytes_are_said_first(x):
+    """Before anything is allocated, for each result."""
+    model = brute.mlp(4).double()
+    x = torch.randn(9, 7, dtype=torch.float64)
+    size = Curvature(model).size
+    tight = Curvature(model, memory=100)
+    with pytest.raises(MemoryError, match=rf"a GGN of {size} weights needs .*\({8 * size**2} bytes\) and 100 bytes may be used"):
+        tight.ggn(x)
+    with pytest.raises(MemoryError, match=r"J_S with 3 columns needs 864 bytes"):
+        tight.columns(x, torch.arange(3))
+    with pytest.raises(MemoryError, match=rf"the Gram matrix needs .*\({8 * 36**2} bytes\)"):
+        tight.gram(x)
+    with pytest.raises(MemoryError, match=rf"the dual form, of order 27, needs .*\({24 * 27**2} bytes\)"):
+        invert(tight, x, 1.0)
+    with pytest.raises(MemoryError, match="the primal form, of order 9, needs"):
+        invert(tight, x, 1.0, indices=torch.arange(20, 29))
+    huge = Curvature(nn.Sequential(nn.Linear(4000, 1000, bias=False), nn.Linear(1000, 2)))
+    with pytest.raises(MemoryError, match=r"GGN of 4002002 weights needs 116\.\d TiB \(128128160064032 bytes\)"):
+        huge.ggn(torch.zeros(1, 4000))
+
+
+def test_data(curvature, x):
+    for call in (
+        curvature.diagonal,
+        curvature.ggn,
+        lambda x: invert(curvature, x, 1.0),
+        curvature.gram,
+        lambda x: curvature.columns(x, torch.tensor([1])),
+    ):
+        with pytest.raises(ValueError, match="there are no data"):
+            call(x[:0])
+    with pytest.raises(TypeError, match="read more than once"):
+        invert(curvature, iter([x]), 1.0)
+    with pytest.raises(TypeError, match="a batch must be a tensor"):
+        curvature.diagonal(["text"])
+    with pytest.raises(ValueError, match=r"outputs \[N, O\], got shape \(6, 4, 3\)"):
+        Curvature(nn.Linear(4, 3).double()).diagonal(x[:, None].expand(-1, 4, -1))
+    with pytest.raises(ValueError, match="form must be"):
+        invert(curvature, x, 1.0, form="both")
+    with pytest.raises(ValueError, match="indices must be a vector of integers, got 'a'"):
+        curvature.columns(x, "a")
+    with pytest.raises(ValueError, match="indices are empty"):
+        curvature.columns(x, [])
+    for precision in (True, torch.tensor(True)):
+        with pytest.raises(ValueError, match=r"precision: one number or one for each of the .* got (tensor\()?True"):
+            invert(curvature, x, precision)
+    with pytest.raises(TypeError, match="pattern must be of type str, got int"):
+        Curvature(nn.Linear(2, 2), pattern=3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="the curvature of Poisson is not known"):
+        root(type("Poisson", (), {})(), torch.zeros(1, 2))
+    with pytest.raises(ValueError, match="matches no parameter"):
+        Curvature(nn.Linear(2, 2), pattern="body.*")
+    assert Curvature(nn.Linear(2, 2), pattern=Layout(nn.Linear(2, 2), "bias")).size == 2
+
+
+@pytest.mark.parametrize(("case", "backend"), PAIRS, ids=str)
+def test_streams(case, backend, monkeypatch):
+    """Batches of any size, in tensors, tuples or mappings, from a DataLoader, and blocks of one example give the same sums."""
+    model, x = case.model(), case.data(9)
+    curvature = Curvature(model, backend=backend)
+    diagonal, columns, block = (f(x) for f in (curvature.diagonal, lambda x: curvature.columns(x, torch.arange(5)), curvature.ggn))
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, torch.zeros(9)), batch_size=4)
+    for batches in ([x[:2], x[2:3], x[3:]], ({"x": b} for b in x.split(5)), loader):
+        assert_close(curvature.diagonal(batches), diagonal, **EXACT)
+    for module in (factors, jacobians, ggn):
+        monkeypatch.setattr(module, "BLOCK", 1)
+    assert_close(curvature.diagonal(x), diagonal, **EXACT)
+    assert_close(curvature.columns(x, torch.arange(5)), columns, **EXACT)
+    assert_close(curvature.ggn(loader), block, **EXACT)
+    rows = brute.jacobian(model, x).flatten(0, 1)
+    assert_close(curvature.gram(x, weight=diagonal), rows * diagonal @ rows.T, **EXACT)

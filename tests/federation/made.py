@@ -1,0 +1,84 @@
+"""Methods, runs and plans of faults that several files of tests here share."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import bayesfl as bf
+from bayesfl.base.protocols import Batch, Server, View
+from bayesfl.base.trees import flatten
+from bayesfl.composition.energy import Energy
+from bayesfl.composition.phases import Descend, Once
+from bayesfl.composition.pools import Stack
+from bayesfl.data import FederatedData
+from bayesfl.federation.faults import Fault
+from bayesfl.federation.result import Result
+from bayesfl.federation.settings import Settings
+
+METHODS: dict[str, dict[str, Any]] = {
+    "fedavg": {"epochs": 1, "batch_size": 10},
+    "ditto": {"epochs": 1, "batch_size": 10},
+    "pfedvem": {"head_epochs": 2, "body_epochs": 1, "batch_size": 10, "init_scale": 0.3},
+    "d_fedem": {"components": 2, "epochs": 1, "batch_size": 10},
+}
+
+
+def state(result: Result) -> dict[str, Tensor]:
+    return flatten({"server": result.server, "private": result.private})
+
+
+def run(algorithm: bf.Algorithm, clients: FederatedData, **options: Any) -> Result:
+    options = {"rounds": 3, "dtype": torch.float64, "seed": 3, "progress": False, "engine": bf.Engine(chunk=3), **options}
+    return bf.simulate(algorithm, clients, **options)
+
+
+def without(client: int, round: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on no cohort of that round has the client: by other means than a fault."""
+    cohort = Settings.cohort
+
+    def fewer(self: Settings, clients: int, at: int) -> np.ndarray:
+        ids = cohort(self, clients, at)
+        return ids[ids != client] if at == round else ids
+
+    monkeypatch.setattr(Settings, "cohort", fewer)
+
+
+def of_client(client: int, round: int, fault: Fault) -> Any:
+    """A plan in which one client fails once."""
+
+    def plan(at: int, attempt: int, ids: np.ndarray) -> dict[int, Fault]:
+        return {client: fault} if at == round and client in ids else {}
+
+    return plan
+
+
+def one_head_each(model: nn.Module) -> bf.Algorithm:
+    """A shared body, and a head for each client that the server holds and addresses to it, mixed by halves with the mean."""
+
+    def start(algorithm: bf.Algorithm, given: Server, view: View, batch: Batch) -> View:
+        return view | {"head": {"loc": view["head_init"]}}
+
+    def combine(server: Server, ids: Tensor, uplink: dict[str, Tensor]) -> Server:
+        heads = uplink["head"]["loc"]
+        return {"heads": server["heads"].index_copy(0, ids, 0.5 * (heads + heads.mean(0))), "done": server["done"] + 1}
+
+    both = ("body", "head")
+    step = Descend(Energy(both, both, likelihood="mean"), batch_size=10)
+    return bf.Algorithm(
+        model,
+        {"body": bf.Block("body.*"), "head": bf.Block("head.*", pool=Stack())},
+        (Once(start), step, Once(lambda algorithm, given, view, data: view | {"moved": (view["head"]["loc"] - view["head_init"]).norm()})),
+        parts=both,
+        server=lambda blocks, clients: {"heads": blocks["head"]["loc"].expand(clients, -1), "done": torch.tensor(0)},
+        address=lambda server, ids: {"head_init": server["heads"][ids]},
+        reports={"moved": 0.0},
+        combine=combine,
+        finetune=(Once(start),),
+    )
+
+
+def algorithm(**options):
+    return bf.algorithms.pfedvem(bf.models.mlp(8, hidden=8, outputs=3), head_epochs=2, body_epochs=1, **options)

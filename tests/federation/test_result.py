@@ -1,0 +1,125 @@
+"""What a result offers: predictions for its clients, for newcomers, draws."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch.testing import assert_close
+
+import bayesfl as bf
+from bayesfl.composition.priors import Normal, server_mean
+from bayesfl.data import ClientData
+from bayesfl.optim import cosine
+from bayesfl.posteriors import MeanField
+from tests.cases import SIZES, federation
+from tests.federation.made import one_head_each
+
+
+@pytest.mark.parametrize("number", [3, len(SIZES)])
+def test_newcomers_do_not_take_over_what_is_anothers(clients, model, number, tmp_path):
+    """Where the server addresses state to each client, one never seen starts from the server's own head, as all once did."""
+    made = one_head_each(model)
+    result = bf.simulate(made, clients, rounds=2, evaluate_every=None, progress=False)
+    novel = federation(sizes=tuple(20 + j for j in range(number)))
+    adapted = result.adapt(novel)
+    assert_close(adapted.server["heads"], result.server["head"]["loc"].expand(number, -1), rtol=0, atol=0)
+    assert adapted.server["done"] == 2
+    assert torch.equal(adapted.server["body"]["loc"], result.server["body"]["loc"])
+    view = {name: result.server[name] for name in ("body", "head")}
+    x, _ = novel.test.client(1)
+    assert_close(adapted.predict().probs[1], made.outputs(made.leaves(("body", "head"), view), x).softmax(-1))
+    assert not torch.isclose(result.server["heads"][1], result.server["head"]["loc"]).all()
+    # The result of adapt knows what it is, saved or not.
+    adapted.save(tmp_path / "run")
+    loaded = bf.load(tmp_path / "run", made, novel)
+    assert_close(loaded.predict().probs, adapted.predict().probs, rtol=0, atol=0, equal_nan=True)
+    for resume in (adapted, loaded, tmp_path / "run"):
+        with pytest.raises(ValueError, match="resume is a result of adapt"):
+            bf.simulate(made, novel, rounds=3, evaluate_every=None, resume=resume, progress=False)
+    assert not result.novel
+
+
+def test_what_is_shown_is_short(clients, model):
+    """Results, data and algorithms print in a line."""
+    result = bf.simulate(bf.algorithms.fedavg(model), clients, rounds=1, progress=False)
+    assert max(len(repr(thing)) for thing in (result, clients, result.algorithm)) < 600
+
+
+def test_adapting_under_a_schedule_still_learns(clients, model):
+    """After the last round a cosine schedule is at its last rate, not at zero."""
+    old, novel = clients.hold_out(2, seed=0)
+    algorithm = bf.algorithms.fedrep(model, lr=cosine(0.5), head_epochs=2, body_epochs=1)
+    result = bf.simulate(algorithm, old, rounds=2, seed=np.int64(1), evaluate_every=None, progress=False)
+    start = algorithm.rows(result.server)["head"]["loc"]
+    assert (result.adapt(novel).private["head"]["loc"] - start).abs().max() > 1e-4
+
+
+def test_other_clients_are_refused(result):
+    """A split of other clients needs adapt, however many they are; adapted data must be of the same problem."""
+    data = result.data
+    with pytest.raises(ValueError, match=r"2 clients, the result 7.*result.adapt"):
+        result.predict(data.test.select([0, 1]))
+    others = bf.data.from_arrays(
+        [x + 1 for x, _ in map(data.train.client, range(7))], [y.flip(0) for _, y in map(data.train.client, range(7))], outputs=3
+    )
+    for strangers in (others.test, data.test.select([1, 0, 2, 3, 4, 5, 6])):
+        with pytest.raises(ValueError, match=r"of other clients.*result.adapt"):
+            result.predict(strangers)
+    again = federation()  # the same data, made anew
+    assert_close(result.predict(again.test).probs, result.predict().probs, rtol=0, atol=0, equal_nan=True)
+    noisy = ClientData(data.test.x + 0.1, data.test.y, data.test.index, data.test.counts)
+    assert not torch.equal(result.predict(noisy).probs, result.predict().probs)
+    with pytest.raises(ValueError, match=r"draws .* must be a whole number, got 2.5"):
+        result.predict(draws=2.5)
+    with pytest.raises(ValueError, match=r"draws .* must be at least 0, got -1"):
+        result.predict(draws=-1)
+    with pytest.raises(ValueError, match="same problem"):
+        result.adapt(federation((5,)))
+
+
+def test_blocks_draw_apart_for_arviz(result):
+    """Two blocks of one client, and one block of two clients, have draws of their own."""
+    pytest.importorskip("arviz")
+    prior = Normal(centre=server_mean("a"), variance=lambda given, view: torch.ones(1))
+    blocks = {name: bf.Block("head.*", posterior=MeanField(), prior=prior, pool=None, keep=True) for name in ("a", "b")}
+    made = bf.Algorithm(bf.models.mlp(8, hidden=8, outputs=3), blocks, (), parts=("a",))
+    run = bf.simulate(made, result.data, rounds=1, evaluate_every=None, progress=False)
+    a, b, other = (
+        torch.tensor(run.to_arviz(client, block, draws=50).posterior["head.weight"].values)
+        for client, block in ((1, "a"), (1, "b"), (2, "a"))
+    )
+    assert a.shape == b.shape
+    assert not torch.isclose(a, b).any()
+    assert not torch.isclose(a, other).any()
+
+
+def test_draws_of_copies_for_arviz(result):
+    """A mixture's components, each about its own mean with its own width, [chain, draw, M, ...]."""
+    pytest.importorskip("arviz")
+    plain = bf.algorithms.fedem(bf.models.mlp(8, hidden=4, outputs=3), components=2, epochs=1, lr=0.1)
+    prior = Normal(centre=server_mean("components"), variance=lambda given, view: torch.ones(1))
+    block = replace(plain.blocks["components"], posterior=MeanField(init_scale=0.1), prior=prior)
+    run = bf.simulate(replace(plain, blocks={"components": block}), result.data, rounds=1, evaluate_every=None, progress=False)
+    weight = run.to_arviz(1, "components", draws=2000).posterior["head.weight"]
+    assert weight.shape == (1, 2000, 2, 3, 4)
+    mean, variance = block.posterior.moments(run.algorithm.belief("components", run.server["components"]))
+    layout = run.algorithm.layout("components")
+    assert_close(torch.tensor(weight.values[0]).mean(0), layout.leaves(mean)["head.weight"], atol=0.02, rtol=0)
+    assert_close(torch.tensor(weight.values[0]).var(0), layout.leaves(variance)["head.weight"], atol=0, rtol=0.15)
+
+
+def test_posterior_draws_for_arviz(result):
+    """A client's block as InferenceData, whose moments are the posterior's."""
+    pytest.importorskip("arviz")
+    data = result.to_arviz(2, "head", draws=4000)
+    weight = data.posterior["head.weight"]
+    assert weight.shape == (1, 4000, 3, 8)
+    mean, variance = result.algorithm.blocks["head"].posterior.moments({k: t[2] for k, t in result.private["head"].items()})
+    leaves = result.algorithm.layout("head").leaves(mean), result.algorithm.layout("head").leaves(variance)
+    assert_close(torch.tensor(weight.values[0]).mean(0), leaves[0]["head.weight"], atol=0.05, rtol=0)
+    assert_close(torch.tensor(weight.values[0]).var(0), leaves[1]["head.weight"], atol=0.05, rtol=0.1)
+    with pytest.raises(ValueError, match=r"body.*no entropy"):
+        result.to_arviz(2, "body")
+    with pytest.raises(ValueError, match="client"):
+        result.to_arviz(7, "head")

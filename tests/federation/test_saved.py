@@ -1,0 +1,42 @@
+"""A saved run is opened with its own method and its own data."""
+
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+import bayesfl as bf
+from bayesfl.federation.errors import CheckpointError
+from tests.federation.made import algorithm
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({"init_scale": 0.5}, "blocks"),
+        ({"draws": 3}, "phases"),
+        ({"scale_update": "after"}, "phases"),
+        ({"beta": 0.5}, "blocks"),
+        ({"scale_floor": 0.1}, "phases"),
+    ],
+)
+def test_another_algorithm_is_refused(saved: Path, clients, other, words):
+    """Also where only a number inside a closure differs."""
+    with pytest.raises(CheckpointError, match=f"differs in .*{words}"):
+        bf.load(saved, algorithm(**other), clients)
+
+
+def test_another_activation_is_refused(saved: Path, clients):
+    """All shapes are the same, and the function is another."""
+    model = bf.models.mlp(8, hidden=8, outputs=3)
+    for name, layer in model.body.named_children():
+        if isinstance(layer, nn.ReLU):
+            setattr(model.body, name, nn.Tanh())
+    with pytest.raises(CheckpointError, match=r"layers\.body\.\d: saved ReLU\(\), given Tanh\(\)"):
+        bf.load(saved, bf.algorithms.pfedvem(model, head_epochs=2, body_epochs=1), clients)
+
+
+def test_other_data_are_refused(saved: Path, clients):
+    """By the hash of the partition."""
+    with pytest.raises(CheckpointError, match="other data"):
+        bf.load(saved, algorithm(), clients.select([1, 0, 2, 3, 4, 5, 6]))

@@ -1,0 +1,127 @@
+"""Deployments over a grid of this process, replies gone wrong, and the simulation to compare with."""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import Message
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+import bayesfl as bf
+from bayesfl.base.trees import flatten, nest
+from bayesfl.data import FederatedData
+from bayesfl.federation import checkpoint
+from bayesfl.federation.result import Result
+from bayesfl.flower import Deployed, client_app, records, serve
+from tests.flower.grid import LocalGrid
+
+OPTIONS: dict[str, Any] = {"rounds": 3, "seed": 3, "dtype": torch.float64}
+
+
+def grid_of(algorithm: bf.Algorithm, clients: FederatedData, folder: Path, **options: Any) -> LocalGrid:
+    """A node for each client, numbered from 100."""
+
+    def data_of(context: Any) -> FederatedData:
+        return clients.select([int(context.node_config["client-id"])])
+
+    app = client_app(algorithm, data_of, engine=bf.Engine(workers=1))
+    return LocalGrid({100 + client: app for client in range(clients.clients)}, folder, **options)
+
+
+def deploy(algorithm: bf.Algorithm, clients: FederatedData, folder: Path, grid: LocalGrid | None = None, **options: Any) -> Deployed:
+    grid = grid or grid_of(algorithm, clients, folder)
+    return serve(grid, algorithm, clients=clients.clients, **{**OPTIONS, "timeout": 5.0, **options})
+
+
+def private(deployed: Deployed, folder: Path) -> dict[str, Tensor]:
+    """The states of all clients as the server knows them, [J, ...]."""
+    rows = []
+    for client, base in enumerate(deployed.base):
+        if base:
+            file = folder / f"node-{100 + client}" / deployed.experiment / f"client-{client}" / f"state-{base}.safetensors"
+            rows.append(flatten(checkpoint.read_file(file)[1]))
+        else:
+            rows.append({name: t[None] for name, t in flatten(deployed.start).items()})
+    return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+
+
+METHODS: dict[str, dict[str, Any]] = {
+    "fedavg": {"epochs": 1, "batch_size": 10},
+    "ditto": {"epochs": 1, "batch_size": 10},
+    "pfedvem": {"head_epochs": 2, "body_epochs": 1, "batch_size": 10, "init_scale": 0.3},
+}
+
+
+def method(name: str, model: nn.Module) -> bf.Algorithm:
+    return getattr(bf.algorithms, name)(model, **METHODS[name])
+
+
+def asked(message: Message, key: str) -> Any:
+    return records.config(message.content)[key]
+
+
+def simulated(algorithm: bf.Algorithm, clients: FederatedData, **options: Any) -> Result:
+    return bf.simulate(algorithm, clients, evaluate_every=None, progress=False, **{**OPTIONS, **options})
+
+
+def assert_same(found: Deployed, folder: Path, told: Result) -> None:
+    assert_close(flatten(found.server), flatten(told.server), atol=1e-6, rtol=0)
+    assert_close(private(found, folder), flatten(told.private), atol=1e-6, rtol=0)
+
+
+class Killed(BaseException):
+    """The server's process has gone."""
+
+
+def rounds_of(names: Iterable[str]) -> list[int]:
+    """The rounds in names of states."""
+    return [int(name.removeprefix("state-")[:6]) for name in names if name]
+
+
+def changed(reply: Message, **config: Any) -> Message:
+    """A reply with other settings."""
+    for key, value in config.items():
+        records.config(reply.content)[key] = value
+    return reply
+
+
+def packed(reply: Message, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Message:
+    """A reply with other tensors, honestly summed."""
+    tensors = records.unpack(reply.content, "up", asked(reply, "digest"))
+    reply.content["up"], digest = records.pack(nest(change(tensors)))
+    return changed(reply, digest=digest)
+
+
+def first(change: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    """Changes one tensor."""
+
+    def other(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        name = min(tensors)
+        return {**tensors, name: change(tensors[name])}
+
+    return other
+
+
+class Impatient(Exception):
+    """The server still waits."""
+
+
+def waits(grid: LocalGrid, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
+    """Ends a server that waits for clients."""
+
+    def enough(seconds: float) -> None:
+        raise Impatient
+
+    monkeypatch.setattr("bayesfl.flower.roster.time.sleep", enough)
+    with pytest.raises(Impatient):
+        serve(grid, **options)
+
+
+def tuned() -> tuple[bf.Algorithm, FederatedData]:
+    """A method whose predictor tunes a number, and clients with validation data."""
+    clients = bf.data.concept_drift("digits", clients=4, seed=0, validation=0.2)
+    model = bf.models.mlp(64, hidden=8, outputs=5)
+    return bf.algorithms.fedsi_full(model, steps=5, batch_size=10, finetune_steps=5), clients

@@ -1,0 +1,92 @@
+"""What a node does, and whom it refuses."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flwr.app import Message
+from torch import nn
+
+import bayesfl as bf
+from bayesfl.data import FederatedData
+from bayesfl.flower import client_app
+from bayesfl.flower.client import Refused
+from tests.flower.grid import LocalGrid
+from tests.flower.made import asked, deploy, grid_of, method, rounds_of, tuned, waits
+
+
+def test_an_acknowledgement_is_all_that_leaves(model: nn.Module, clients: FederatedData, tmp_path: Path):
+    """A client that trains outside the cohort sends no tensor."""
+    algorithm, sent = method("pfedvem", model), []
+
+    def alter(client: int, message: Message, reply: Message) -> Message:
+        if message.metadata.message_type == "train":
+            sent.append((asked(message, "sends"), sorted(reply.content), list(reply.content["metrics"])))
+        return reply
+
+    deploy(algorithm, clients, tmp_path, grid_of(algorithm, clients, tmp_path, alter=alter), participation=0.5)
+    assert {sends for sends, *_ in sent} == {True, False}
+    assert all(names == (["config", "metrics", "up"] if sends else ["config", "metrics"]) for sends, names, _ in sent)
+    assert all(measured == (["train_nll"] if sends else []) for sends, _, measured in sent)
+
+
+def test_a_node_that_became_another_client(model: nn.Module, clients: FederatedData, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """Two nodes change places in mid-run: their replies are not taken for each other's."""
+    algorithm = method("fedavg", model)
+    grid = grid_of(algorithm, clients, tmp_path)
+
+    def alter(client: int, message: Message, reply: Message) -> Message:
+        if message.metadata.message_type == "train" and asked(message, "round") == 0 and client == 6:
+            grid.ids = {100: 1, 101: 0}
+        return reply
+
+    grid.alter = alter
+    found = deploy(algorithm, clients, tmp_path, grid)
+    assert found.history["rejected"].tolist() == [0.0, 2.0, 2.0]
+    assert "the server takes this node for client 0, and it says now that it is client 1" in caplog.text
+
+
+def test_no_order_is_for_another(tmp_path: Path):
+    """Training, tuning, predicting: a node does what it is asked as the client that it is."""
+    algorithm, clients = tuned()
+    grid = grid_of(algorithm, clients, tmp_path)
+    deploy(algorithm, clients, tmp_path, grid, rounds=1)
+    orders = {message.metadata.message_type: message for message in grid.sent if message.metadata.dst_node_id == 100}
+    assert orders.pop("query")
+    assert orders.keys() == {"train", "evaluate", "evaluate.tune"}
+    for order in orders.values():
+        with pytest.raises(Refused, match=r"for client 0, and it says now that it is client 1; .* or start a new experiment"):
+            grid.apps[101](order, grid.context(101))
+
+
+def test_another_method_is_refused(model: nn.Module, clients: FederatedData, tmp_path: Path, monkeypatch: Any, caplog: Any):
+    """A client with other options than the server says so before anything is trained."""
+    grid = grid_of(bf.algorithms.fedavg(model, epochs=7), clients, tmp_path)
+    waits(grid, monkeypatch, algorithm=bf.algorithms.fedavg(model, epochs=8), clients=clients.clients, rounds=1)
+    assert "the server runs another method, or this one with other options" in caplog.text
+    assert not [message for message in grid.sent if message.metadata.message_type == "train"]
+
+
+def test_a_client_that_lost_its_state_says_so(model: nn.Module, clients: FederatedData, tmp_path: Path, caplog: Any):
+    """It cannot go on from another one; the others do."""
+    algorithm = method("ditto", model)
+
+    def alter(client: int, message: Message, reply: Message) -> Message:
+        if message.metadata.message_type == "train" and asked(message, "round") == 0 and client == 1:
+            for file in tmp_path.rglob("client-1/state-*"):
+                file.unlink()
+        return reply
+
+    found = deploy(algorithm, clients, tmp_path, grid_of(algorithm, clients, tmp_path, alter=alter))
+    assert "client 1 is left out: its node reports error 2" in caplog.text
+    assert f"the client's state 000001-{found.sessions[0]} is not in" in caplog.text
+    assert rounds_of(found.base) == [3, 1, 3, 3, 3, 3, 3]
+    assert found.history["cohort"].tolist() == [7.0, 6.0, 6.0]
+
+
+def test_load_data_returns_one_client(model: nn.Module, clients: FederatedData, tmp_path: Path, monkeypatch: Any, caplog: Any):
+    """All of them would be somebody else's data."""
+    algorithm = method("fedavg", model)
+    grid = LocalGrid({100: client_app(algorithm, lambda context: clients)}, tmp_path)
+    waits(grid, monkeypatch, algorithm=algorithm, clients=1, rounds=1)
+    assert r"load_data must return the data of one client, got 7; data.select([0]) takes one of many" in caplog.text

@@ -1,0 +1,144 @@
+"""Which node is which client."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Message
+from torch import nn
+
+from bayesfl.data import FederatedData
+from bayesfl.federation.faults import KINDS, Fault
+from bayesfl.flower import client_app
+from bayesfl.flower.roster import Roster
+from tests.flower.made import OPTIONS, asked, assert_same, changed, deploy, grid_of, method, simulated, waits
+
+
+def test_nodes_that_go_are_forgotten(model: nn.Module, clients: FederatedData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Once the time is over that they had for saying who they are."""
+    now = [0.0]
+    monkeypatch.setattr("bayesfl.flower.roster.time.monotonic", lambda: now[0])
+    grid = grid_of(method("fedavg", model), clients, tmp_path)
+    grid.alter = lambda client, message, reply: None
+    roster = Roster(clients.clients, {}, patience=10.0)
+    roster.look(grid)
+    grid.apps = {}
+    for now[0], kept in ((9.0, clients.clients), (10.0, 0)):
+        roster.look(grid)
+        assert len(roster._pending) == len(roster._again) == kept
+
+
+@pytest.mark.parametrize(
+    ("ids", "words"),
+    [
+        ({101: 0}, "client 0 is node 100 already"),
+        ({101: 9}, "it says that it is client 9, and clients are 0 to 6"),
+        ({101: "one"}, "client-id must be a whole number >= 0"),
+    ],
+)
+def test_every_node_is_one_client(
+    ids: dict[int, Any], words: str, model: nn.Module, clients: FederatedData, tmp_path: Path, monkeypatch: Any, caplog: Any
+):
+    """A node that is none of them, or one that is there already, is not taken; the server goes on waiting."""
+    algorithm = method("fedavg", model)
+    grid = grid_of(algorithm, clients, tmp_path, ids=ids)
+    if ids[101] == 9:
+        app = client_app(algorithm, lambda context: clients.select([1]))
+        grid.apps = {**grid.apps, 101: app}
+    waits(grid, monkeypatch, algorithm=algorithm, clients=clients.clients, rounds=1)
+    (line,) = [record.message for record in caplog.records if "is not taken" in record.message]
+    assert line.startswith("node 101 is not taken: ")
+    assert words in line
+
+
+def test_a_client_is_bound_to_its_key(model: nn.Module, clients: FederatedData, tmp_path: Path, monkeypatch: Any, caplog: Any):
+    """In a run that goes on, a node with another key cannot be the same client."""
+    algorithm = method("fedavg", model)
+    options: dict[str, Any] = {"checkpoint": tmp_path / "server"}
+    deploy(algorithm, clients, tmp_path, **options)
+    grid = grid_of(algorithm, clients, tmp_path, keys={103: b"somebody else's"})
+    options |= {"algorithm": algorithm, "clients": clients.clients, **OPTIONS, "rounds": 4}
+    waits(grid, monkeypatch, **options)
+    assert "node 103 is not taken: client 3 is bound to another node's key" in caplog.text
+
+
+def test_nodes_without_keys_are_named(model: nn.Module, clients: FederatedData, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """They work, as in a trial, and the log says what that means."""
+    algorithm = method("fedavg", model)
+    keys = {100 + client: b"" for client in range(clients.clients)}
+    deploy(algorithm, clients, tmp_path, grid_of(algorithm, clients, tmp_path, keys=keys), rounds=1)
+    assert "node 100 of client 0 has no key: anyone could be this client" in caplog.text
+
+
+@pytest.mark.parametrize(("key", "value"), [("validation", "x"), ("validation", -5), ("n", 0), ("n", 2.5)])
+def test_a_greeting_is_checked_before_it_counts(
+    key: str, value: Any, model: nn.Module, clients: FederatedData, tmp_path: Path, monkeypatch: Any, caplog: pytest.LogCaptureFixture
+):
+    """Of a node that is not taken nothing stays."""
+    algorithm = method("fedavg", model)
+    grid = grid_of(algorithm, clients, tmp_path)
+    grid.alter = lambda client, message, reply: changed(reply, **{key: value}) if client == 3 else reply
+    waits(grid, monkeypatch, algorithm=algorithm, clients=clients.clients, rounds=1)
+    assert "node 103 is not taken" in caplog.text
+    assert not [message for message in grid.sent if message.metadata.message_type == "train"]
+
+
+def test_a_key_is_one_client(model: nn.Module, clients: FederatedData, tmp_path: Path, monkeypatch: Any, caplog: Any):
+    """Two nodes with one key cannot be two clients."""
+    algorithm = method("fedavg", model)
+    grid = grid_of(algorithm, clients, tmp_path, keys={103: b"key 102"})
+    waits(grid, monkeypatch, algorithm=algorithm, clients=clients.clients, rounds=1)
+    assert "node 103 is not taken: its key is that of client 2" in caplog.text
+
+
+def test_a_run_that_goes_on_does_so_without_the_missing(model: nn.Module, clients: FederatedData, tmp_path: Path, caplog: Any):
+    """A client that does not come back does not hold the others for ever; it may come later."""
+    algorithm = method("ditto", model)
+    deploy(algorithm, clients, tmp_path, rounds=2, checkpoint=tmp_path / "server")
+    grid = grid_of(algorithm, clients, tmp_path)
+    whole = grid.apps
+    grid.apps = {node: app for node, app in whole.items() if node != 104}
+
+    def comes_back(client: int, message: Message, reply: Message) -> Message:
+        if message.metadata.message_type == "train" and asked(message, "round") == 2:
+            grid.apps = whole
+        return reply
+
+    grid.alter = comes_back
+    found = deploy(algorithm, clients, tmp_path, grid, rounds=4, checkpoint=tmp_path / "server", timeout=0.05)
+    assert "going on without clients [4]" in caplog.text
+    assert "client 4 is left out: its node has not come" in caplog.text
+
+    def plan(round: int, attempt: int, ids: np.ndarray) -> dict[int, Fault]:
+        return {4: KINDS["lost"]} if round == 2 else {}
+
+    assert_same(found, tmp_path, simulated(algorithm, clients, rounds=4, faults=plan))
+
+
+def test_a_newcomer_is_heard_while_another_hangs(model: nn.Module, clients: FederatedData, tmp_path: Path, monkeypatch: Any):
+    """Its answer comes when a round has begun, and that round lasts as long as the client that hangs is waited for."""
+    algorithm = method("ditto", model)
+    deploy(algorithm, clients, tmp_path, rounds=1, checkpoint=tmp_path / "server")
+    slept: list[float] = []
+    clock = SimpleNamespace(monotonic=lambda: sum(slept), sleep=slept.append)
+    monkeypatch.setattr("bayesfl.flower.post.time", clock)
+    monkeypatch.setattr("bayesfl.flower.roster.time", clock)
+    grid = grid_of(algorithm, clients, tmp_path)
+    whole, honest = grid.apps, grid.pull_messages
+    grid.apps = {node: app for node, app in whole.items() if node != 104}
+    due: dict[str, float] = {}
+
+    def comes_back(client: int, message: Message, reply: Message) -> Message | None:
+        if message.metadata.message_type == "query":
+            due[message.metadata.message_id] = clock.monotonic() + (0.05 if client == 4 else 0.0)
+            return reply
+        if asked(message, "round") == 1:
+            grid.apps = whole
+        return None if client == 2 else reply
+
+    grid.alter = comes_back
+    grid.pull_messages = lambda ids: honest(id for id in ids if due.get(id, 0.0) <= clock.monotonic())  # type: ignore[method-assign]
+    found = deploy(algorithm, clients, tmp_path, grid, rounds=4, checkpoint=tmp_path / "server")
+    assert found.history["lost"].tolist() == [0.0, 2.0, 2.0, 1.0]

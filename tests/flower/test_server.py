@@ -1,0 +1,263 @@
+"""The server's run: a deployment is the simulation, it goes on where it was stopped, and what fails on the way is left out."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Message
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+import bayesfl as bf
+from bayesfl.base.trees import flatten
+from bayesfl.data import FederatedData
+from bayesfl.federation import checkpoint
+from bayesfl.federation.faults import KINDS, Fault
+from bayesfl.federation.predict import choose as chosen
+from bayesfl.federation.settings import Settings
+from bayesfl.flower import BadClients, Deployed, load, records, serve, server_app
+from tests.cases import CASES, Case, federation
+from tests.flower.grid import LocalGrid
+from tests.flower.made import OPTIONS, Killed, asked, assert_same, changed, deploy, grid_of, method, packed, private, simulated, tuned
+
+
+def predictions(deployed: Deployed, folder: Path, client: int) -> dict[str, Tensor]:
+    """What a client predicted for its test data."""
+    file = folder / f"node-{100 + client}" / deployed.experiment / f"client-{client}" / "predictions.safetensors"
+    return checkpoint.read_file(file)[1]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    ("participation", "train"),
+    [(0.5, "all"), pytest.param(1.0, None, marks=pytest.mark.slow), pytest.param(0.5, "cohort", marks=pytest.mark.slow)],
+)
+def test_a_deployment_is_the_simulation(
+    case: Case, model: nn.Module, clients: FederatedData, tmp_path: Path, participation: float, train: Any
+):
+    """Server, private states and predictions, for every algorithm and every way of taking part."""
+    algorithm = case(model)
+    options = {"participation": participation, "train": train}
+    told = bf.simulate(algorithm, clients, evaluate_every=None, progress=False, **OPTIONS, **options)
+    found = deploy(algorithm, clients, tmp_path, **options)
+    assert_close(flatten(found.server), flatten(told.server), atol=1e-6, rtol=0)
+    if told.private:
+        assert_close(private(found, tmp_path), flatten(told.private), atol=1e-6, rtol=0)
+    expected = told.predict()
+    for client in range(clients.clients):
+        assert_close(predictions(found, tmp_path, client)["probs"], expected.client(client).probs, atol=1e-6, rtol=0)
+    row = found.history.rows[-1]
+    assert row["personal_accuracy"] == pytest.approx(expected.summary(clients.test)["accuracy"], abs=1e-12)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("name", ["ditto", "pfedvem"])
+def test_a_killed_server_goes_on(name: str, every: int, model: nn.Module, clients: FederatedData, tmp_path: Path):
+    """Killed in mid-round, when some clients have trained already, the next run ends as one that never stopped."""
+    algorithm, heard = method(name, model), []
+
+    def alter(client: int, message: Message, reply: Message) -> Message:
+        if message.metadata.message_type == "train" and asked(message, "round") == 3:
+            heard.append(client)
+            if len(heard) == 4:
+                raise Killed
+        return reply
+
+    options = {"rounds": 5, "participation": 0.7, "checkpoint": tmp_path / "server", "every": every}
+    with pytest.raises(Killed):
+        deploy(algorithm, clients, tmp_path, grid_of(algorithm, clients, tmp_path, alter=alter), **options)
+    assert load(tmp_path / "server", algorithm).round == 3 // every * every
+    found = deploy(algorithm, clients, tmp_path, **options)
+    assert_same(found, tmp_path, simulated(algorithm, clients, rounds=5, participation=0.7))
+    assert [row["round"] for row in found.history] == [1, 2, 3, 4, 5]
+    again = deploy(algorithm, clients, tmp_path, **options)
+    assert again.experiment == found.experiment
+    assert_same(again, tmp_path, simulated(algorithm, clients, rounds=5, participation=0.7))
+
+
+def test_a_bad_reply_may_stop_the_run(model: nn.Module, clients: FederatedData, tmp_path: Path):
+    """With what is wrong and whose it is; nothing was averaged."""
+    algorithm = method("fedavg", model)
+    grid = grid_of(algorithm, clients, tmp_path)
+    grid.alter = lambda client, message, reply: None if client == 4 and message.metadata.message_type == "train" else reply
+    with pytest.raises(BadClients, match=r"round 0, counted from 0: client 4: it did not reply within 0\.3 seconds"):
+        deploy(algorithm, clients, tmp_path, grid, timeout=0.3, admission=bf.Admission("stop"), checkpoint=tmp_path / "server")
+    assert load(tmp_path / "server", algorithm).round == 0
+
+
+def test_a_cohort_below_the_minimum(model: nn.Module, clients: FederatedData, tmp_path: Path):
+    """The round is skipped, or repeated from the states that were taken."""
+    algorithm, times = method("ditto", model), []
+
+    def alter(client: int, message: Message, reply: Message) -> Message | None:
+        if message.metadata.message_type == "train" and asked(message, "round") == 1 and client == 2:
+            times.append(1)
+            return None if len(times) == 1 else reply
+        return reply
+
+    everyone = bf.Admission("skip", min_clients=clients.clients)
+    again, grid = (
+        bf.Admission("skip", min_clients=clients.clients, below_minimum="repeat"),
+        grid_of(algorithm, clients, tmp_path, alter=alter),
+    )
+    found = deploy(algorithm, clients, tmp_path, grid, timeout=0.3, admission=again)
+    assert_same(found, tmp_path, simulated(algorithm, clients))
+    times.clear()
+    grid = grid_of(algorithm, clients, tmp_path / "skip", alter=alter)
+    found = deploy(algorithm, clients, tmp_path / "skip", grid, timeout=0.3, admission=everyone)
+
+    def plan(round: int, attempt: int, ids: np.ndarray) -> dict[int, Fault]:
+        return {2: KINDS["lost"]} if round == 1 else {}
+
+    assert_same(found, tmp_path / "skip", simulated(algorithm, clients, faults=plan, admission=everyone))
+    assert found.history["cohort"].tolist() == [7.0, 0.0, 7.0]
+
+
+@pytest.mark.parametrize("bad", ["skip", "stop"])
+def test_a_cohort_that_is_too_small_is_not_asked(bad: Any, model: nn.Module, clients: FederatedData, tmp_path: Path):
+    """No client trains for a round that cannot count."""
+    algorithm = method("ditto", model)
+    grid = grid_of(algorithm, clients, tmp_path)
+    options: dict[str, Any] = {"participation": 0.4, "sampling": "bernoulli", "admission": bf.Admission(bad, min_clients=3), "rounds": 6}
+    found = deploy(algorithm, clients, tmp_path, grid, **options)
+    told = simulated(algorithm, clients, **options)
+    assert_same(found, tmp_path, told)
+    small = {round for round in range(6) if len(found.settings.cohort(7, round)) < 3}
+    assert small
+    assert not [message for message in grid.sent if message.metadata.message_type == "train" and asked(message, "round") in small]
+    for name in ("cohort", "lost", "rejected"):
+        assert found.history[name].tolist() == told.history[name].tolist()
+    assert [bool(count == 0) for count in found.history["bytes_down"]] == [round in small for round in range(6)]
+
+
+def test_a_round_that_is_not_finite_is_counted(model: nn.Module, clients: FederatedData, tmp_path: Path):
+    """As in a simulation: who was lost, who was refused, what went over the wire."""
+    algorithm = method("pfedvem", model)
+
+    def alter(client: int, message: Message, reply: Message) -> Message:
+        bad = client == 4 and message.metadata.message_type == "train" and asked(message, "round") == 1
+        return packed(reply, lambda t: {**t, "rho2": torch.zeros_like(t["rho2"])}) if bad else reply
+
+    found = deploy(algorithm, clients, tmp_path, grid_of(algorithm, clients, tmp_path, alter=alter))
+    assert found.history["cohort"][1] == 0.0
+    assert found.history["lost"].tolist() == found.history["rejected"].tolist() == [0.0, 0.0, 0.0]
+    assert found.history["bytes_up"][1] == found.history["bytes_up"][0] > 0
+    assert all(bool(t.isfinite().all()) for t in flatten(found.server).values())
+
+
+@pytest.mark.slow
+def test_honest_clients_of_any_size(model: nn.Module, tmp_path: Path):
+    """Their numbers of examples are part of what is refused, as in a simulation."""
+    uneven = federation(sizes=(20, 24, 30, 18, 22, 26, 6000))
+    algorithm = bf.algorithms.fedbabu(model, epochs=2, batch_size=10)
+    assert deploy(algorithm, uneven, tmp_path, rounds=2).history["rejected"].tolist() == [0.0, 0.0]
+
+
+@pytest.mark.slow
+def test_a_tuned_number_is_the_simulations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """FedSI's predictive precision, from sums over the clients' validation data, which are the simulation's."""
+    sums: list[tuple[Tensor, int]] = []
+
+    def choose(predictor: Any, total: Tensor, examples: int) -> float:
+        sums.append((total.clone(), examples))
+        return chosen(predictor, total, examples)
+
+    monkeypatch.setattr("bayesfl.federation.predict.choose", choose)
+    monkeypatch.setattr("bayesfl.flower.server.choose", choose)
+    algorithm, clients = tuned()
+    assert len(algorithm.predictor.grid) > 1
+    told = simulated(algorithm, clients, rounds=2)
+    found = deploy(algorithm, clients, tmp_path, rounds=2)
+    expected = told.predict()
+    for client in range(4):
+        assert_close(predictions(found, tmp_path, client)["probs"], expected.client(client).probs, atol=1e-6, rtol=0)
+    assert found.history["tuned"][-1] == told.tuned
+    (over, examples), (within, known) = sums
+    assert_close(over, within, atol=1e-6, rtol=0)
+    assert examples == known == clients.validation.counts.sum()
+    assert over.std() > 0
+    bare = bf.data.concept_drift("digits", clients=4, seed=0)
+    with pytest.raises(ValueError, match="is chosen on validation data, and no client has any"):
+        deploy(algorithm, bare, tmp_path / "bare", rounds=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"clients": 0}, "clients must be at least 1"),
+        ({"timeout": 0.0}, "timeout is in seconds and must be > 0"),
+        ({"dtype": torch.int64}, "dtype must be a floating-point type"),
+        ({"every": 0}, "every must be at least 1"),
+        ({"participation": 0.0}, r"must lie in \(0, 1\]"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], words: str, model: nn.Module, tmp_path: Path):
+    """Named, with the value, before anything is waited for."""
+    with pytest.raises(ValueError, match=words):
+        serve(LocalGrid({}, tmp_path), method("fedavg", model), **{"clients": 1, "rounds": 1, **options})
+    with pytest.raises(TypeError, match="algorithm must be of type Algorithm"):
+        server_app(model, clients=1, rounds=1)  # type: ignore[arg-type]
+
+
+def test_a_lost_client_outside_the_cohort_is_not_counted(model: nn.Module, clients: FederatedData, tmp_path: Path):
+    """`lost` and `rejected` are of the cohort, as in the simulation; what an outsider did is as if it had not been."""
+    algorithm = method("pfedvem", model)
+    cohort = Settings(3, 0.5, algorithm.sampling, "all", 3, None).cohort(clients.clients, 1)
+    outside = int(np.setdiff1d(np.arange(clients.clients), cohort)[0])
+
+    def alter(client: int, message: Message, reply: Message) -> Message | None:
+        return None if message.metadata.message_type == "train" and asked(message, "round") == 1 and client == outside else reply
+
+    def plan(round: int, attempt: int, ids: np.ndarray) -> dict[int, Fault]:
+        return {outside: KINDS["lost"]} if round == 1 else {}
+
+    options: dict[str, Any] = {"participation": 0.5, "train": "all"}
+    found = deploy(algorithm, clients, tmp_path, grid_of(algorithm, clients, tmp_path, alter=alter), timeout=0.3, **options)
+    told = simulated(algorithm, clients, faults=plan, **options)
+    assert_same(found, tmp_path, told)
+    for column in ("cohort", "lost", "rejected"):
+        assert found.history[column].tolist() == told.history[column].tolist()
+
+
+def test_a_server_app_runs_what_it_was_given(model: nn.Module, clients: FederatedData, tmp_path: Path):
+    """Its main function is `serve`; an option that there is not is refused when it is built."""
+    algorithm = method("fedavg", model)
+    grid = grid_of(algorithm, clients, tmp_path)
+    app = server_app(algorithm, clients=clients.clients, checkpoint=tmp_path / "server", **{**OPTIONS, "timeout": 5.0})
+    app(grid, grid.context(0))
+    found = load(tmp_path / "server", algorithm)
+    assert_close(flatten(found.server), flatten(simulated(algorithm, clients).server), atol=1e-6, rtol=0)
+    with pytest.raises(TypeError, match="round"):
+        server_app(algorithm, clients=1, round=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "bad",
+    [lambda t: t * float("nan"), lambda t: t - float("inf"), lambda t: t + float("inf"), lambda t: t[:3], lambda t: t.float()],
+    ids=["nan", "-inf", "inf", "shape", "dtype"],
+)
+def test_scores_that_are_no_numbers(bad: Callable[[Tensor], Tensor], tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """One client cannot end the run or make the choice; where nobody scores, nothing is predicted, and the models are kept."""
+    clients = bf.data.concept_drift("digits", clients=4, seed=0, validation=0.2)
+    model = bf.models.mlp(64, hidden=8, outputs=5)
+    algorithm = bf.algorithms.fedsi_full(model, steps=5, batch_size=10, finetune_steps=5)
+    liars: list[int] = [1]
+
+    def alter(client: int, message: Message, reply: Message) -> Message:
+        if message.metadata.message_type != "evaluate.tune" or client not in liars:
+            return reply
+        scores = records.unpack(reply.content, "scores", asked(reply, "digest"))["scores"]
+        reply.content["scores"], digest = records.pack({"scores": bad(scores)})
+        return changed(reply, digest=digest)
+
+    found = deploy(algorithm, clients, tmp_path, grid_of(algorithm, clients, tmp_path, alter=alter), rounds=1)
+    assert found.history["tuned"][-1] in algorithm.predictor.grid
+    assert "client 1 has no part in tuning" in caplog.text
+    liars[:] = [0, 1, 2, 3]
+    found = deploy(algorithm, clients, tmp_path, grid_of(algorithm, clients, tmp_path, alter=alter), rounds=1)
+    assert "tuned" not in found.history.columns
+    assert "nothing is predicted: no client has scored the candidates" in caplog.text

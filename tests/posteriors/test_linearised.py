@@ -1,0 +1,115 @@
+"""Predictive distributions of linearised models, and the labels and targets that they are held against."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+import bayesfl as bf
+from bayesfl.likelihoods import Bernoulli, Categorical, Gaussian
+from bayesfl.posteriors import Laplace
+from bayesfl.posteriors.linearised import predictive
+from bayesfl.posteriors.prior_precision import by_evidence, by_validation, predictive_nll
+from tests.posteriors.made import linear_model, network, numbers
+
+
+def test_a_constant_added_to_all_logits_changes_nothing():
+    """With centring; without, softmax(kappa f) reads it."""
+    model, x = network(), numbers(12, 4)
+    fitted = Laplace.fit(model, x, precision=0.3)
+    shifted = bf.models.mlp(4, hidden=6, outputs=3, seed=1).double()
+    with torch.no_grad():
+        shifted.head.bias.add_(5.0)
+    other = Laplace.fit(shifted, x, precision=0.3)
+    assert_close(other.predict(x)["probs"], fitted.predict(x)["probs"])
+    assert (other.predict(x, centre=False)["probs"] - fitted.predict(x, centre=False)["probs"]).abs().max() > 1e-3
+
+
+def test_probit_golden_values():
+    """Kappa at mean 2 and variance 1, and three classes with and without centring, whose Monte-Carlo truth is (.748, .193, .058)."""
+    two, one = torch.tensor([[2.0]], dtype=torch.float64), torch.ones(1, 1, 1, dtype=torch.float64)
+    assert_close(float(predictive(Bernoulli(), two, one)["probs"][0, 1]), 0.8448456150189875)
+    mean = torch.tensor([[2.0, 0.0, -1.0]], dtype=torch.float64)
+    covariance = torch.diag(torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64))[None]
+    probs = predictive(Categorical(), mean, covariance)["probs"][0]
+    assert_close(probs, torch.tensor([0.795, 0.146, 0.059], dtype=torch.float64), atol=6e-4, rtol=0)
+    project = torch.eye(3, dtype=torch.float64) - 1 / 3
+    centred = predictive(Categorical(), mean @ project, project @ covariance @ project)["probs"][0]
+    assert_close(centred, torch.tensor([0.805, 0.140, 0.055], dtype=torch.float64), atol=6e-4, rtol=0)
+    drawn = predictive(Categorical(), mean, covariance, numbers(200000, 1, 3))["probs"][0]
+    assert_close(drawn, torch.tensor([0.748, 0.193, 0.058], dtype=torch.float64), atol=3e-3, rtol=0)
+
+
+def test_draws_part_the_uncertainty():
+    """Entropy of the mean = epistemic + aleatoric; without variance nothing is epistemic, and centred draws are the uncentred ones."""
+    mean, factor = numbers(5, 3), numbers(5, 3, 3, seed=1)
+    covariance = factor @ factor.mT
+    found = predictive(Categorical(), mean, covariance, numbers(500, 5, 3, seed=2))
+    assert_close(found["epistemic"] + found["aleatoric"], torch.special.entr(found["probs"]).sum(-1))
+    assert (found["epistemic"] > 0).all()
+    still = predictive(Categorical(), mean, 0 * covariance, numbers(4, 5, 3, seed=2))
+    assert_close(still["epistemic"], torch.zeros(5, dtype=torch.float64))
+    assert_close(still["probs"], predictive(Categorical(), mean, 0 * covariance)["probs"])
+    project = torch.eye(3, dtype=torch.float64) - 1 / 3
+    many = numbers(40000, 5, 3, seed=3)
+    singular = predictive(Categorical(), mean @ project, project @ covariance @ project, many)
+    assert_close(singular["probs"], predictive(Categorical(), mean, covariance, many)["probs"], atol=0.02, rtol=0)
+
+
+def test_nll_of_a_regression():
+    """Of the Gaussian predictive, noise included."""
+    model, x, y, precision = linear_model()
+    fitted = Laplace.fit(model, x, precision=precision, likelihood=Gaussian(scale=0.5))
+    found = fitted.predict(x)
+    expected = torch.distributions.Normal(found["mean"][:, 0], found["variance"][:, 0].sqrt()).log_prob(y)
+    assert_close(predictive_nll(fitted, x, y), float(-expected.mean()))
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        (torch.zeros(29).long(), r"labels must be one for each of the 30 inputs, got shape \[29\]"),
+        (torch.zeros(1).long(), r"labels must be one for each of the 30 inputs, got shape \[1\]"),
+        (torch.zeros(30, 3).long(), r"labels must be one for each of the 30 inputs, got shape \[30, 3\]"),
+        (torch.arange(30) % 4, r"labels must be classes from 0 to 2, got 3 \(7 of 30\)"),
+        (torch.arange(30) % 3 - 1, r"labels must be classes from 0 to 2, got -1 \(10 of 30\)"),
+        (torch.full((30,), 0.5), r"labels must be classes from 0 to 2, got 0.5"),
+    ],
+)
+def test_labels_fit_the_inputs_and_the_classes(labels, message):
+    """Wherever they come in."""
+    model, x = network(), numbers(30, 4)
+    fitted = Laplace.fit(model, x)
+    for call in (
+        lambda: by_validation(fitted, x, x, labels),
+        lambda: by_evidence(fitted, x, labels),
+        lambda: predictive_nll(fitted, x, labels),
+        lambda: fitted.log_marginal_likelihood(x, labels),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+def test_targets_fit_the_outputs():
+    """One for each output of each input; for one output an axis may be left out."""
+    model, x, y, precision = linear_model()
+    fitted = Laplace.fit(model, x, precision=precision, likelihood=Gaussian(0.5))
+    for score in (lambda y: predictive_nll(fitted, x, y), lambda y: float(fitted.log_marginal_likelihood(x, y))):
+        assert score(y) == score(y[:, None])
+        for other in (y[:-1], y[:1], y[None], y.view(10, 2)):
+            with pytest.raises(ValueError, match=r"targets must be one for each of the 20 inputs, of shape \[20, 1\], got"):
+                score(other)
+    wide = Laplace.fit(network(), numbers(6, 4), likelihood=Gaussian())
+    assert predictive_nll(wide, numbers(6, 4), numbers(6, 3)) > 0
+    for other in (numbers(6), numbers(18), numbers(3, 6)):
+        with pytest.raises(ValueError, match=r"of shape \[6, 3\], got"):
+            predictive_nll(wide, numbers(6, 4), other)
+
+
+def test_bernoulli_labels():
+    """0 and 1, as whole numbers or not."""
+    x, y = numbers(12, 4), torch.arange(12) % 2
+    fitted = Laplace.fit(network(1), x, likelihood=Bernoulli())
+    assert predictive_nll(fitted, x, y) == predictive_nll(fitted, x, y.double())
+    assert_close(fitted.log_marginal_likelihood(x, y), fitted.log_marginal_likelihood(x, y.double()))
+    with pytest.raises(ValueError, match="classes from 0 to 1, got 2"):
+        fitted.log_marginal_likelihood(x, 2 * y)
