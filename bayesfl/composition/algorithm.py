@@ -45,7 +45,8 @@ class Algorithm:
         likelihood: What y is.
         server: (blocks, number of clients J) -> initial server state beyond the blocks; what it holds for each client is [J, ...].
         broadcast: Names of `server`'s entries that every client receives beside the blocks; no other leaves the server.
-        address: (server, ids [C]) -> what is sent to each of these clients alone, [C, ...]; a block here is not sent to everyone.
+        address: (server, ids [C], in any order) -> what is sent to each of these clients alone, [C, ...]; a block that is in it is not
+            sent to everyone.
         private: {name: start} of what one client keeps beyond the blocks, from round to round.
         reports: {name: start} of what one client sends beyond the blocks: in its view at the start of each round, read from there at its
             end, and kept only where `private` has the name, too. Starts are tensors, numbers, nests of these, or functions (given) -> one.
@@ -257,7 +258,7 @@ class Algorithm:
         trained; it is made anew by `server` from the blocks as they are now, as for clients at their start. Of a block with a `Mixed` pool
         there is a model for none of them: they receive the mean.
         """
-        mixed = {name: block.pool for name, block in self.blocks.items() if isinstance(block.pool, Mixed)}
+        mixed = self._mixed
         blocks = {name: mixed[name].newcomers(server[name]) if name in mixed else server[name] for name in self.blocks}
         like = next(iter(blocks.values()))["loc"]
         made, one_more = (self._more("server", self.server(blocks, n), like) for n in (clients, clients + 1))
@@ -280,10 +281,13 @@ class Algorithm:
         """The belief that the server's entry of a block says, of a `Mixed` pool the mean; may alias it."""
         return self.belief(block, self._entry(block, server))
 
-    @staticmethod
-    def _entry(block: str, server: Server) -> Tensors:
+    @property
+    def _mixed(self) -> dict[str, Mixed]:
+        return {name: block.pool for name, block in self.blocks.items() if isinstance(block.pool, Mixed)}
+
+    def _entry(self, block: str, server: Server) -> Tensors:
         """The server's entry of a block without what it holds for single clients."""
-        return {key: t for key, t in server[block].items() if key not in Mixed.holds}
+        return {key: t for key, t in server[block].items() if block not in self._mixed or key not in Mixed.holds}
 
     def _refuse_taken(self, what: str, tree: Mapping[str, Any], taken: Iterable[str]) -> None:
         if clash := sorted(set(tree) & set(taken)):
@@ -295,9 +299,11 @@ class Algorithm:
 
         Everyone receives each block that is gathered or stands still, unless it is addressed, and what `broadcast` names.
         """
-        mixed = {name: {"loc": server[name]["each"][ids]} for name in self.blocks if len(server[name].get("each", ()))}
-        addressed = mixed | self.address(server, ids)
-        self._refuse_taken("address", addressed, RESERVED)
+        addressed = {name: {"loc": server[name]["each"][ids]} for name in self._mixed if len(server[name]["each"])}
+        addressed |= self.address(server, ids)
+        self._refuse_taken("address", addressed, (*RESERVED, *self.private, *self.reports))
+        if wrong := [key for key, t in flatten(addressed).items() if t.shape[:1] != (len(ids),)]:
+            raise ValueError(f"`address` returns {wrong} without a row for each of its {len(ids)} ids; index what the server holds by them")
         common = {name: self._entry(name, server) for name, block in self.blocks.items() if not block.private and name not in addressed}
         return common | {name: server[name] for name in self.broadcast}, addressed
 
@@ -315,9 +321,16 @@ class Algorithm:
         beliefs = {name: self.centre(name, server) for name in self.blocks}
         kept = {name: beliefs[name] for name, block in self.blocks.items() if block.keep}
         for phase in self.phases:
-            kept |= phase.keeps(self, beliefs)
+            more = phase.keeps(self, beliefs)
+            self._refuse_taken("what a phase keeps", more, (*self.blocks, *RESERVED, *self.private, *self.reports))
+            kept |= more
         given = self.given(self.share(server, torch.zeros(1, dtype=torch.long))[0], 0, 1)
-        return kept | self._starts("private", self.private, given, next(iter(beliefs.values()))["loc"])
+        like = next(iter(beliefs.values()))["loc"]
+        private = self._starts("private", self.private, given, like)
+        both = {name: start for name, start in self.reports.items() if name in private}
+        if (one := _shapes({name: private[name] for name in both})) != (other := _shapes(self._starts("reports", both, given, like))):
+            raise ValueError(f"`private` starts as {one} what `reports` starts as {other}; give both names one start")
+        return kept | private
 
     def views(self, given: Server, addressed: View, rows: View, counts: Tensor) -> View:
         """Views of a chunk of clients, [C, ...] throughout: what is the same for all expanded, private rows, what was addressed, "n"."""
@@ -366,6 +379,10 @@ class Algorithm:
 
 
 _LOCAL = threading.local()
+
+
+def _shapes(tree: Mapping[str, Any]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    return {name: (t.dtype, tuple(t.shape)) for name, t in flatten(tree).items()}
 
 
 def _placed(value: Any, like: Tensor) -> Tensor:

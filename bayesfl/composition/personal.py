@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from bayesfl.base.checks import instance
 from bayesfl.base.protocols import Batch, Prior, Server, View
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.block import Block
@@ -34,10 +35,19 @@ def with_personal(
         ValueError: The phases train no block that the method lacks, or several; the method's predictor covers parameters that no one
             pattern has; no single model is sent to everyone; or the method fine-tunes or predicts in its own way, which would be lost.
     """
-    names = dict.fromkeys(name for phase in (*phases, *(adapt or ())) for name in trained(phase) if name not in method.blocks)
-    if len(names) != 1:
+    instance("method", method, Algorithm, "build one on a model, as bf.algorithms.fedavg(model)")
+    instance("restart", restart, bool, "pass True or False")
+    if adapt is not None:
+        instance("adapt", adapt, tuple, "pass the phases as a tuple, as adapt=(phase,)")
+    instance("prior", prior, Prior, "build one, as Normal(centre=server_mean('w'), variance=inverse_size(lam))")
+    names, later = (
+        list(dict.fromkeys(name for phase in part for name in trained(phase) if name not in method.blocks))
+        for part in (phases, adapt or ())
+    )
+    if len(names) != 1 or set(later) - set(names):
+        found = list(dict.fromkeys(names + later)) or "none"
         raise ValueError(
-            f"phases must train one block that the method does not have, got {list(names) or 'none'} beside {list(method.blocks)}; name it "
+            f"phases must train one block that the method does not have, got {found} beside {list(method.blocks)}; name it "
             "in their energies, as Energy('v', ('v',), likelihood='mean')"
         )
     (name,) = names

@@ -253,7 +253,10 @@ class Mixed:
     the cohort both stay as they were; of one that never took part, `each` is the start and its row 0.
 
     Args:
-        weights: (server, ids [C], uplink) -> A [C, C] among the clients of a round's cohort.
+        weights: (server, ids [C], uplink) -> A [C, C] among the clients of a round's cohort; taken as they are, so rows that sum to 1 mix.
+
+    Raises:
+        ValueError: In a round, the weights are no such matrix.
     """
 
     weights: Callable[[Server, Tensor, Uplink], Tensor]
@@ -272,7 +275,11 @@ class Mixed:
     def __call__(self, server: Server, name: str, uplink: Uplink) -> Tensors:
         """See `StackedPool`."""
         entry, ids = server[name], uplink["ids"]
-        among = self.weights(server, ids, uplink).double()
+        among = self.weights(server, ids, uplink)
+        if not isinstance(among, Tensor) or among.shape != (len(ids), len(ids)):
+            got = f"a tensor {list(among.shape)}" if isinstance(among, Tensor) else repr(among)
+            raise ValueError(f"weights must give [{len(ids)}, {len(ids)}] numbers for a cohort of {len(ids)} clients, got {got}")
+        among = among.double()
         mixed = torch.einsum("jk,k...->j...", among, uplink[name]["loc"].double())
         rows = among.new_zeros(len(ids), len(entry["each"])).index_copy(1, ids, among)
         each = entry["each"].index_copy(0, ids, mixed.to(entry["each"]))

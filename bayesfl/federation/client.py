@@ -137,6 +137,8 @@ class Local:
                 raise _diverged(int(ids[int(np.argmin(finite))]), phase, stage, position, round)
             diverged |= ~finite
             views = _set_aside(views, started, torch.from_numpy(~finite).to(device))
+        if diverged.any():  # later phases went on from their start
+            views = _set_aside(views, started, torch.from_numpy(diverged).to(device))
         algorithm.check_reported(started, views)
         return Done(ids, given, views, info, seconds, self._bytes(given, received.addressed, len(ids)), diverged)
 

@@ -171,9 +171,11 @@ class Result:
             drawn = [name for name, this in self.algorithm.blocks.items() if this.stochastic]
             raise ValueError(f"block {block!r} has no entropy to draw from; the blocks that do are {drawn}")
         this, layout = self.algorithm.blocks[block], self.algorithm.layout(block)
-        belief = (
-            {key: t[client] for key, t in self.private[block].items()} if this.keep else self.algorithm.belief(block, self.server[block])
-        )
+        ids = np.array([client])
+        got = self.state.received(self.algorithm, ids)
+        given = self.algorithm.given(got.common, self.round, self.settings.rounds)
+        view = self.algorithm.views(given, got.addressed, got.rows, torch.ones(1, dtype=self.dtype, device=self.device))
+        belief = {key: t[0] for key, t in view[block].items()}
         index = list(self.algorithm.blocks).index(block)
         rng = generator(self.settings.seed, Purpose.POSTERIOR, round=self.round, client=client, index=index)
         noise = torch.from_numpy(rng.standard_normal((draws, self.algorithm.noise_size(block)), np.float32)).to(belief["loc"])

@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +11,12 @@ from torch.testing import assert_close
 
 import bayesfl as bf
 from bayesfl.composition.energy import Energy
-from bayesfl.composition.phases import Descend
+from bayesfl.composition.phases import Descend, Once
 from bayesfl.models import mlp
+from bayesfl.optim import SGD
 from tests.composition.made import algorithm, data, numbers
+
+W = Energy("w", ("w",), likelihood="mean")
 
 
 def test_overlapping_parts_are_refused():
@@ -269,3 +273,21 @@ def test_layers_without_a_shape():
     """A lazy layer is named, with the remedy, before anything is made of it."""
     with pytest.raises(ValueError, match=r"parameters \['weight', 'bias'\] of the model have no shape yet"):
         bf.algorithms.fedavg(nn.LazyLinear(3))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"private": {"c": torch.zeros(3)}, "reports": {"c": 0.0}}, "`private` starts as .* what `reports` starts as"),
+        ({"phases": (Descend(W, persist="opt", optimiser=SGD(0.1, 0.9)),), "reports": {"opt": 0.0}}, "what a phase keeps` has .'opt'."),
+        ({"phases": (Once(lambda a, g, v, d: v, kept={"k": torch.zeros(())}),), "private": {"k": 0.0}}, "what a phase keeps` has .'k'."),
+        ({"phases": (Descend(W, persist="n", optimiser=SGD(0.1, 0.9)),)}, "what a phase keeps` has .'n'."),
+        ({"address": lambda server, ids: {"c": torch.zeros(len(ids))}, "private": {"c": 0.0}}, "`address` has .'c'."),
+        ({"address": lambda server, ids: {"q": torch.zeros(4)}}, "`address` returns .'q'. without a row for each of its 1 ids"),
+    ],
+)
+def test_names_and_rows_are_held_against_each_other(options: dict[str, Any], words: str):
+    """What a client sends, keeps and is sent goes into one view: a name that stands twice is refused before the first round."""
+    made = replace(algorithm(mlp(2, hidden=3, outputs=2), {"w": bf.Block()}), **options)
+    with pytest.raises(ValueError, match=words):
+        made.rows(made.init(4))

@@ -110,3 +110,22 @@ def test_what_does_not_fit(method: Any, phases: tuple[Any, ...], words: str, mod
     """Refused where it is composed, by name."""
     with pytest.raises(ValueError, match=words):
         with_personal(method(model), *phases)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"restart": "yes"}, TypeError, "restart must be of type bool"),
+        ({"adapt": FIT}, TypeError, "adapt must be of type tuple"),
+        ({"prior": None}, TypeError, "prior must be of type Prior"),
+    ],
+)
+def test_arguments_of_another_type(options: dict[str, Any], error: type[Exception], words: str, model: nn.Module):
+    """Named where they come in; so is a model in place of a method, and phases for newcomers alone."""
+    plain = bf.algorithms.fedavg(model)
+    with pytest.raises(error, match=words):
+        with_personal(plain, FIT, **options)
+    with pytest.raises(TypeError, match="method must be of type Algorithm"):
+        with_personal(model, FIT)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="phases must train one block"):
+        with_personal(plain, adapt=(FIT,))
