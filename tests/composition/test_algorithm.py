@@ -12,7 +12,8 @@ import bayesfl as bf
 from bayesfl.composition.energy import Energy
 from bayesfl.composition.phases import Descend
 from bayesfl.models import mlp
-from tests.composition.made import algorithm, data, numbers
+from tests.cases import numbers
+from tests.composition.made import algorithm, data
 
 
 def test_overlapping_parts_are_refused():

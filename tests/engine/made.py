@@ -8,6 +8,7 @@ from torch.func import functional_call
 from bayesfl.base.layout import Layout
 from bayesfl.engine import layers, live, vmap
 from bayesfl.models import SplitModel
+from tests.cases import numbers
 
 KERNELS = {"layers": layers.kernel, "live": live.kernel, "vmap": vmap.kernel}
 
@@ -16,8 +17,6 @@ kernels = pytest.mark.parametrize("kernel", KERNELS)
 
 
 C, S, B = 3, 2, 5  # clients, draws, examples
-
-
 STACKS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
     "linear": (nn.Linear(4, 3), (4,)),
     "linear without bias": (nn.Linear(4, 3, bias=False), (4,)),
@@ -52,11 +51,6 @@ STACKS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
 }
 for stack, _ in STACKS.values():
     stack.double().requires_grad_(False)
-
-
-def numbers(*shape: int, seed: int = 0) -> Tensor:
-    """Normal draws in float64."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def owners(module: nn.Module) -> list[str]:
