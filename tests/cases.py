@@ -113,3 +113,8 @@ def close(a: Any, b: Any, tolerance: float = 1e-12) -> None:
 def weights(algorithm: bf.Algorithm, block: str = "w") -> Tensor:
     """Where seven clients start under the seed of `run`."""
     return algorithm.init(7, seed=2, dtype=torch.float64)[block]["loc"]
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    """Normal draws in float64."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)

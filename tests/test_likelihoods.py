@@ -9,11 +9,7 @@ from torch import Tensor, distributions
 from torch.testing import assert_close
 
 from bayesfl.likelihoods import Bernoulli, Categorical, Gaussian
-
-
-def numbers(*shape: int, seed: int = 0) -> Tensor:
-    """Normal draws in float64."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+from tests.cases import numbers
 
 
 def labels(classes: int, *shape: int) -> Tensor:

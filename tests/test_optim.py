@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from bayesfl.optim import SGD, Adam, cosine, multistep, rate_at
+from tests.cases import numbers
 
 RULES = {
     "plain": SGD(),
@@ -18,11 +19,6 @@ RULES = {
     "adam with decay": Adam(betas=(0.8, 0.95), eps=1e-3, weight_decay=0.2),
 }
 rules = pytest.mark.parametrize("rule", RULES.values(), ids=list(RULES))
-
-
-def numbers(*shape: int, seed: int = 0) -> Tensor:
-    """Normal draws in float64."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def theirs(rule: SGD | Adam, params: list[Tensor], rate: float) -> torch.optim.Optimizer:

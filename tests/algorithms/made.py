@@ -1,6 +1,7 @@
 """Linear federations, and what methods of invariant learning minimise, from formulas alone."""
 
-from itertools import cycle
+import importlib
+from itertools import combinations, cycle
 from typing import Any
 
 import torch
@@ -10,9 +11,10 @@ import bayesfl as bf
 from bayesfl.data import FederatedData
 
 COUNTS = (9, 14, 6, 11)
-
-
 DIM = 3
+PLAIN: dict[str, Any] = {"momentum": 0.0, "weight_decay": 0.0}
+CLASSES, WIDTH = 4, 5
+FEDPAC = importlib.import_module("bayesfl.algorithms.fedpac")
 
 
 def moments(data: FederatedData) -> tuple[Tensor, Tensor]:
@@ -22,6 +24,7 @@ def moments(data: FederatedData) -> tuple[Tensor, Tensor]:
 
 
 def linear_only(weight: Tensor) -> nn.Module:
+    """A linear model without a bias."""
     layer = nn.Linear(DIM, 1, bias=False)
     with torch.no_grad():
         layer.weight.copy_(weight)
@@ -82,10 +85,24 @@ class AdamByHand:
         return w - self.rate * (self.m / (1 - 0.9**self.t)) / ((self.v / (1 - 0.999**self.t)).sqrt() + 1e-8)
 
 
-PLAIN: dict[str, Any] = {"momentum": 0.0, "weight_decay": 0.0}
-
-
 def in_turn(starts: Tensor) -> Any:
     """A block's start that hands out rows, one copy after another."""
     rows = cycle(starts.float())
     return lambda rng, size: next(rows)
+
+
+def solved(h: Tensor, variance: Tensor, own: Tensor) -> Tensor:
+    """A program's weights [J] by trying every support: on it the minimum is linear algebra, and the best feasible one is the answer."""
+    best, found = torch.inf, torch.zeros(len(h), dtype=torch.float64)
+    for size in range(1, len(h) + 1):
+        for support in combinations(range(len(h)), size):
+            s = list(support)
+            ones = torch.ones(size, 1, dtype=torch.float64)
+            q = h[s] @ h[s].T + torch.diag(variance[s])
+            system = torch.cat([torch.cat([q, ones], 1), torch.cat([ones.T, torch.zeros(1, 1, dtype=torch.float64)], 1)])
+            a = torch.linalg.solve(system, torch.cat([h[s] @ own, torch.ones(1, dtype=torch.float64)]))[:-1]
+            value = float((a.square() * variance[s]).sum() + (own - a @ h[s]).square().sum())
+            if bool((a >= 0).all()) and value < best:
+                best, found = value, torch.zeros(len(h), dtype=torch.float64).index_copy(0, torch.tensor(s), a)
+    found = torch.where(found < 1e-3, 0.0, found)
+    return found / found.sum()

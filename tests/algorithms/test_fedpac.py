@@ -1,10 +1,7 @@
-"""FedPAC against algebra: its statistics, its programs, whole rounds as a plain loop, and the limits that are other methods."""
+"""FedPAC against algebra: its statistics, its programs, clients that join later, and what is refused."""
 
-import copy
-import importlib
 import inspect
 from dataclasses import replace
-from itertools import combinations
 from typing import Any
 
 import pytest
@@ -15,34 +12,13 @@ from torch.testing import assert_close
 
 import bayesfl as bf
 from bayesfl.algorithms.fedpac import mixing
-from bayesfl.base import simplex
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.phases import Once
 from bayesfl.data import FederatedData
 from bayesfl.likelihoods import Gaussian
 from bayesfl.models import SplitModel
+from tests.algorithms.made import CLASSES, COUNTS, FEDPAC, WIDTH, solved
 from tests.cases import keeping, run
-
-CLASSES, WIDTH = 4, 5
-SIZES = (9, 14, 6, 11)
-module = importlib.import_module("bayesfl.algorithms.fedpac")
-
-
-@pytest.fixture(scope="module")
-def few() -> FederatedData:
-    """Four clients of unequal size: class 2 is the last one's alone, class 3 nobody's."""
-    rng = torch.Generator().manual_seed(3)
-    xs = [torch.randn(n, 6, generator=rng) for n in SIZES]
-    ys = [torch.randint(0, 2, (n,), generator=rng) + (j == 3) for j, n in enumerate(SIZES)]
-    return bf.data.from_arrays(xs, ys, test=(xs, ys), outputs=CLASSES, task="classification")
-
-
-@pytest.fixture(scope="module")
-def network() -> SplitModel:
-    """Leaky, so that no feature is cut off."""
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
-        return SplitModel(nn.Sequential(nn.Linear(6, WIDTH), nn.LeakyReLU()), nn.Linear(WIDTH, CLASSES))
 
 
 def features(algorithm: Algorithm, body: Tensor, x: Tensor) -> Tensor:
@@ -53,15 +29,12 @@ def features(algorithm: Algorithm, body: Tensor, x: Tensor) -> Tensor:
     return z
 
 
-# Statistics
-
-
 def test_variance_is_the_trace_of_the_covariance(few: FederatedData, network: SplitModel):
     """With Phi = onehot(y) z' of an example: h is its mean, n V the trace of its biased covariance, at the body received."""
     algorithm = bf.algorithms.fedpac(network)
     start = algorithm.init(4, seed=2, dtype=torch.float64)["body"]["loc"]
     private = run(keeping(algorithm), few).private
-    for j, n in enumerate(SIZES):
+    for j, n in enumerate(COUNTS):
         x, y = few.train.client(j)
         z = features(algorithm, start, x)
         phi = (F.one_hot(y, CLASSES).to(z)[:, :, None] * z[:, None]).flatten(1)
@@ -96,7 +69,7 @@ def trained_body(algorithm: Algorithm, clients: FederatedData, j: int) -> Tensor
 def test_pieces_of_the_pass_add_up(few: FederatedData, network: SplitModel, monkeypatch: pytest.MonkeyPatch):
     """Statistics do not depend on how many examples are looked at together."""
     whole = run(keeping(bf.algorithms.fedpac(network)), few, 2)
-    monkeypatch.setattr(module, "ROWS", 4)
+    monkeypatch.setattr(FEDPAC, "ROWS", 4)
     pieces = run(keeping(bf.algorithms.fedpac(network)), few, 2)
     for name in ("h", "variance", "centroids"):
         assert_close(pieces.private[name], whole.private[name], atol=1e-12, rtol=0)
@@ -109,9 +82,6 @@ def test_padding_is_no_example(few: FederatedData, network: SplitModel):
     one, other = run(alone, few, 2), run(together, few, 2, engine=bf.Engine(chunk=4))
     for name in ("counts", "h", "variance", "centroids"):
         assert_close(other.private[name], one.private[name], atol=1e-12, rtol=0)
-
-
-# Programs
 
 
 def test_closed_cases():
@@ -195,201 +165,6 @@ def test_clients_of_one_example(clients: int):
     assert_close(mixing(torch.eye(clients), none, torch.eye(clients)), torch.eye(clients, dtype=torch.float64), atol=1e-9, rtol=0)
 
 
-def solved(h: Tensor, variance: Tensor, own: Tensor) -> Tensor:
-    """A program's weights [J] by trying every support: on it the minimum is linear algebra, and the best feasible one is the answer."""
-    best, found = torch.inf, torch.zeros(len(h), dtype=torch.float64)
-    for size in range(1, len(h) + 1):
-        for support in combinations(range(len(h)), size):
-            s = list(support)
-            ones = torch.ones(size, 1, dtype=torch.float64)
-            q = h[s] @ h[s].T + torch.diag(variance[s])
-            system = torch.cat([torch.cat([q, ones], 1), torch.cat([ones.T, torch.zeros(1, 1, dtype=torch.float64)], 1)])
-            a = torch.linalg.solve(system, torch.cat([h[s] @ own, torch.ones(1, dtype=torch.float64)]))[:-1]
-            value = float((a.square() * variance[s]).sum() + (own - a @ h[s]).square().sum())
-            if bool((a >= 0).all()) and value < best:
-                best, found = value, torch.zeros(len(h), dtype=torch.float64).index_copy(0, torch.tensor(s), a)
-    found = torch.where(found < 1e-3, 0.0, found)
-    return found / found.sum()
-
-
-# Whole rounds
-
-
-def reference(network: SplitModel, clients: FederatedData, cohorts: list[list[int]], lam: float) -> dict[str, Any]:
-    """The method as a plain loop with torch's own SGD: full batches, 2 head steps and 3 body steps."""
-    model = copy.deepcopy(network).double()
-    body, sizes = copy.deepcopy(model.body.state_dict()), clients.train.counts
-    heads = [copy.deepcopy(model.head.state_dict()) for _ in range(clients.clients)]
-    weights = torch.zeros(clients.clients, clients.clients, dtype=torch.float64)
-    centroids: dict[int, Tensor] = {}
-    data = [(x.double(), y) for x, y in (clients.train.client(j) for j in range(clients.clients))]
-    for t, cohort in enumerate(cohorts):
-        bodies, trained, h, v, sums, counts = [], [], [], [], torch.zeros(CLASSES, WIDTH).double(), torch.zeros(CLASSES).double()
-        for j in cohort:
-            x, y = data[j]
-            model.body.load_state_dict(body)
-            model.head.load_state_dict(heads[j])
-            with torch.no_grad():
-                z = model.body(x)
-            p = [float((y == k).double().mean()) for k in range(CLASSES)]
-            means = [z[y == k].mean(0) if p[k] else torch.zeros(WIDTH).double() for k in range(CLASSES)]
-            h.append(torch.cat([p[k] * means[k] for k in range(CLASSES)]))
-            square = sum(p[k] * z[y == k].square().sum(1).mean() - p[k] ** 2 * means[k].square().sum() for k in range(CLASSES) if p[k])
-            v.append(torch.as_tensor(square) / len(x))
-            target = torch.stack([centroids.get(int(k), means[int(k)]) for k in y])
-            sgd = torch.optim.SGD(model.head.parameters(), lr=0.2, momentum=0.5, weight_decay=0.01)
-            for _ in range(2):
-                sgd.zero_grad()
-                F.cross_entropy(model(x), y).backward()
-                sgd.step()
-            sgd = torch.optim.SGD(model.body.parameters(), lr=0.1, momentum=0.5, weight_decay=0.01)
-            for _ in range(3):
-                sgd.zero_grad()
-                loss = F.cross_entropy(model(x), y)
-                if t > 0:
-                    loss = loss + lam * F.mse_loss(model.body(x), target)
-                loss.backward()
-                sgd.step()
-            bodies.append(copy.deepcopy(model.body.state_dict()))
-            trained.append(copy.deepcopy(model.head.state_dict()))
-            with torch.no_grad():
-                z = model.body(x)
-            for k in y.tolist():
-                counts[k] += 1
-            for k, row in zip(y.tolist(), z, strict=True):
-                sums[k] += row
-        n = float(sum(sizes[j] for j in cohort))
-        body = {key: sum(sizes[j] / n * b[key] for j, b in zip(cohort, bodies, strict=True)) for key in body}
-        for i, j in enumerate(cohort):
-            a = solved(torch.stack(h), torch.stack(v), h[i])
-            heads[j] = {key: sum(w * head[key] for w, head in zip(a, trained, strict=True)) for key in heads[j]}
-            weights[j] = torch.zeros(clients.clients).double().index_copy(0, torch.tensor(cohort), a)
-        centroids |= {k: sums[k] / counts[k] for k in range(CLASSES) if counts[k]}
-    return {"body": body, "heads": heads, "weights": weights, "centroids": centroids}
-
-
-@pytest.mark.parametrize(("participation", "seed"), [(1.0, 0), (0.75, 0), (0.5, 3)])
-def test_rounds_as_a_plain_loop(few: FederatedData, network: SplitModel, participation: float, seed: int):
-    """Four rounds, clients that stay away, a class of which the server hears late and one of which it never does."""
-    options: dict[str, Any] = {"lr": 0.1, "head_lr": 0.2, "weight_decay": 0.01, "batch_size": None, "lam": 0.8}
-    algorithm = bf.algorithms.fedpac(network, head_epochs=2, body_epochs=3, **options)
-    result = run(algorithm, few, 4, participation=participation, sampling="fixed", seed=seed)
-    cohorts = [result.settings.cohort(4, t).tolist() for t in range(4)]
-    if participation == 0.5:
-        assert 3 not in cohorts[0]
-        assert any(3 in cohort for cohort in cohorts[1:])
-    expected = reference(network, few, cohorts, lam=0.8)
-
-    def flat(state: dict[str, Tensor]) -> Tensor:
-        return torch.cat([state[key].flatten() for key in state])
-
-    assert_close(result.server["body"]["loc"], flat(expected["body"]), atol=1e-10, rtol=0)
-    assert_close(result.server["head"]["each"], torch.stack([flat(head) for head in expected["heads"]]), atol=1e-10, rtol=0)
-    assert_close(result.server["head"]["weights"], expected["weights"], atol=1e-9, rtol=0)
-    for k, centroid in expected["centroids"].items():
-        assert_close(result.server["centroids"][k], centroid, atol=1e-10, rtol=0)
-    assert result.server["seen"].tolist() == [k in expected["centroids"] for k in range(CLASSES)]
-
-
-def test_the_programs_of_a_round_are_solved(clients: FederatedData, model: nn.Module):
-    """Weights of a round satisfy the optimality conditions to 1e-8, once those cut off are put back."""
-    result = run(bf.algorithms.fedpac(model), clients, 2)
-    known = result.server["trained"]
-    h, v = known["h"].double(), known["variance"].double()
-    exact = simplex.minimise(h @ h.T + torch.diag(v), h @ h.T)
-    assert float(simplex.kkt(h @ h.T + torch.diag(v), h @ h.T, exact).max()) < 1e-8
-    assert_close(mixing(h, v, h), torch.where(exact < 1e-3, 0, exact) / torch.where(exact < 1e-3, 0, exact).sum(1, keepdim=True))
-    order = [int(n) for n in torch.tensor(clients.train.counts).argsort(descending=True, stable=True)]  # as uplinks come in
-    a = result.server["head"]["weights"][order][:, order]
-    assert_close(a, mixing(h, v, h), atol=1e-12, rtol=0)
-    assert_close(result.server["head"]["each"][order], a @ known["head"], atol=1e-12, rtol=0)
-
-
-def test_without_pull_and_mixing_it_is_fedrep(clients: FederatedData, model: nn.Module, monkeypatch: pytest.MonkeyPatch):
-    """lambda = 0 and every client its own head; full batches, since phases at other places draw other ones."""
-    monkeypatch.setattr(module, "mixing", lambda h, variance, own: torch.eye(len(own), dtype=torch.float64))
-    options: dict[str, Any] = {"head_epochs": 2, "body_epochs": 3, "batch_size": None, "lr": 0.1, "weight_decay": 0.01}
-    pac = run(bf.algorithms.fedpac(model, head_lr=0.1, lam=0.0, **options), clients, 3)
-    rep = run(bf.algorithms.fedrep(model, **options), clients, 3)
-    assert_close(pac.server["body"]["loc"], rep.server["body"]["loc"], atol=1e-10, rtol=0)
-    assert_close(pac.server["head"]["each"], rep.private["head"]["loc"], atol=1e-10, rtol=0)
-    assert_close(pac.predict().probs, rep.predict().probs, atol=1e-10, rtol=0, equal_nan=True)
-
-
-def test_the_first_round_has_no_pull(clients: FederatedData, model: nn.Module):
-    """Whatever lambda is; from the second round on it matters."""
-    one, other = (bf.algorithms.fedpac(model, lam=lam) for lam in (0.0, 50.0))
-    assert torch.equal(run(one, clients).server["body"]["loc"], run(other, clients).server["body"]["loc"])
-    assert not torch.equal(run(one, clients, 2).server["body"]["loc"], run(other, clients, 2).server["body"]["loc"])
-
-
-# What the server holds
-
-
-def test_the_absent_keep_their_heads_and_rows(clients: FederatedData, model: nn.Module):
-    """A client outside the cohort has the head and the row of its last round; before its first, the start's head and a row of 0."""
-    algorithm = bf.algorithms.fedpac(model)
-    options: dict[str, Any] = {"participation": 0.5, "sampling": "fixed"}
-    first, second = (run(algorithm, clients, rounds, **options).server for rounds in (1, 2))
-    settings = run(algorithm, clients, 1, **options).settings
-    one, two = (set(settings.cohort(7, t).tolist()) for t in (0, 1))
-    start = algorithm.init(7, seed=2, dtype=torch.float64)["head"]["loc"]
-    assert one - two
-    assert set(range(7)) - one - two
-    for j in range(7):
-        row = second["head"]["weights"][j]
-        if j in two:
-            assert set(row.nonzero().flatten().tolist()) <= two
-            assert_close(row.sum(), torch.ones((), dtype=torch.float64))
-        elif j in one:
-            assert torch.equal(row, first["head"]["weights"][j])
-            assert torch.equal(second["head"]["each"][j], first["head"]["each"][j])
-        else:
-            assert not row.any()
-            assert torch.equal(second["head"]["each"][j], start)
-
-
-def test_a_class_that_the_cohort_lacks_keeps_its_centroid(network: SplitModel):
-    """Others become means by the number of examples, of those that have some."""
-    algorithm = bf.algorithms.fedpac(network)
-    size = algorithm.layout("head").size
-    before = algorithm.init(3, dtype=torch.float64) | {"seen": torch.tensor([True, True, False, False])}
-    before["centroids"] = torch.arange(4.0).double()[:, None].expand(4, WIDTH).clone()
-    sent = torch.tensor([[10.0, 0.0, 30.0, 0.0], [20.0, 0.0, 0.0, 0.0]]).double()[..., None].expand(2, 4, WIDTH)
-    uplink = {
-        "head": {"loc": torch.randn(2, size).double()},
-        "counts": torch.tensor([[1.0, 0.0, 5.0, 0.0], [3.0, 0.0, 0.0, 0.0]]).double(),
-        "centroids": sent,
-        "h": torch.randn(2, 4, WIDTH).double(),
-        "variance": torch.ones(2).double(),
-        "n": torch.tensor([6.0, 3.0]).double(),
-    }
-    after = algorithm.combine(before, torch.tensor([2, 0]), uplink)
-    assert after["centroids"][:, 0].tolist() == [17.5, 1.0, 30.0, 3.0]
-    assert after["seen"].tolist() == [True, True, True, False]
-    head = algorithm.blocks["head"].pool(before, "head", uplink | {"ids": torch.tensor([2, 0])})  # pyright: ignore
-    assert torch.equal(head["each"][1], before["head"]["each"][1])
-    assert_close(head["loc"], head["each"].mean(0))  # of the global model
-
-
-def test_the_two_evaluations_of_a_round(clients: FederatedData, model: nn.Module):
-    """`personal_` is the common body under the mixed head, `before_pool_` the client's own models after local training."""
-    algorithm = bf.algorithms.fedpac(model, batch_size=None, head_epochs=3, lr=0.2)
-    result = run(algorithm, clients, 2, evaluate_every=1)
-    x = clients.test.client(4)[0]
-    leaves = algorithm.layout("body").leaves(result.server["body"]["loc"])
-    leaves |= algorithm.layout("head").leaves(result.server["head"]["each"][4])
-    probs = algorithm.outputs(leaves, x.double()).softmax(-1)
-    assert_close(result.predict().client(4).probs, probs, atol=1e-12, rtol=0)
-    # Of one client alone pooling changes nothing, and its head is mixed with no other.
-    alone = run(algorithm, clients.select([4]), 2, evaluate_every=1).history
-    assert_close(torch.tensor(alone["before_pool_nll"]), torch.tensor(alone["personal_nll"]), atol=1e-12, rtol=0)
-    assert result.history["before_pool_nll"][-1] != result.history["personal_nll"][-1]
-
-
-# Clients that join later
-
-
 def test_a_newcomer_gets_the_mixture_of_one_like_it(clients: FederatedData, model: nn.Module):
     """With a body that stands still, one with the data of a client has that client's statistics, and gets its head."""
     result = run(bf.algorithms.fedpac(model, lr=1e-30, head_lr=0.5), clients, 2)
@@ -427,9 +202,6 @@ def test_only_newcomers_are_sent_heads_of_others(clients: FederatedData, model: 
     common, addressed = algorithm.share(result.server, torch.tensor([0, 3]))
     assert "trained" not in common
     assert torch.equal(addressed["head"]["loc"], result.server["head"]["each"][[0, 3]])
-
-
-# What is asked for
 
 
 def test_defaults_are_the_papers():

@@ -1,17 +1,12 @@
 """What several files of tests here share."""
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 import bayesfl as bf
 from bayesfl.data import FederatedData, from_arrays
+from tests.cases import numbers
 
 KERNELS = ["reference", "live", "layers", "vmap"]
-
-
-def numbers(*shape: int, seed: int = 0) -> Tensor:
-    """Normal draws in float64."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def algorithm(model: nn.Module, blocks: dict[str, bf.Block], parts: tuple[str, ...] | None = None, **rest) -> bf.Algorithm:

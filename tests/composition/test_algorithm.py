@@ -14,7 +14,8 @@ from bayesfl.composition.energy import Energy
 from bayesfl.composition.phases import Descend, Once
 from bayesfl.models import mlp
 from bayesfl.optim import SGD
-from tests.composition.made import algorithm, data, numbers
+from tests.cases import numbers
+from tests.composition.made import algorithm, data
 
 W = Energy("w", ("w",), likelihood="mean")
 

@@ -23,8 +23,8 @@ from bayesfl.likelihoods import Gaussian
 from bayesfl.models import mlp
 from bayesfl.optim import SGD
 from bayesfl.posteriors import MeanField, Point
-from tests.cases import federation, run
-from tests.composition.made import KERNELS, algorithm, data, numbers
+from tests.cases import federation, numbers, run
+from tests.composition.made import KERNELS, algorithm, data
 
 
 @pytest.mark.parametrize("word", ["average", "Sum", ""])

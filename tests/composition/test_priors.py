@@ -9,11 +9,7 @@ from torch.testing import assert_close
 from bayesfl.base.protocols import GaussianPrior, Prior
 from bayesfl.composition.energy import Energy
 from bayesfl.composition.priors import Flat, Normal, closest_variance, inverse_size, own_mean, server_mean
-
-
-def numbers(*shape: int, seed: int = 0) -> Tensor:
-    """Normal draws in float64."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+from tests.cases import numbers
 
 
 def normal(centre: Tensor, variance: Tensor) -> Normal:

@@ -3,6 +3,8 @@
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+EXACT = {"atol": 1e-10, "rtol": 1e-10}
+
 
 class Largest(TorchDispatchMode):
     """Remembers the largest tensor that any operation made."""
@@ -18,8 +20,6 @@ class Largest(TorchDispatchMode):
         return out
 
 
-EXACT = {"atol": 1e-10, "rtol": 1e-10}
-
-
 def chosen(size: int, count: int = 25) -> torch.Tensor:
+    """Some indices, in no order."""
     return torch.randperm(size, generator=torch.Generator().manual_seed(2))[:count]

@@ -16,6 +16,7 @@ from bayesfl.curvature.kronecker import Kronecker
 from bayesfl.likelihoods import Categorical, Gaussian
 from bayesfl.posteriors import Laplace
 from bayesfl.posteriors.prior_precision import by_validation, predictive_nll
+from tests.cases import numbers
 from tests.curvature import brute
 from tests.curvature.brute import CASES, LIKELIHOODS, PAIRS
 from tests.curvature.made import Largest
@@ -27,11 +28,6 @@ EXACT = {"rtol": 1e-10, "atol": 1e-11}
 
 
 TASKS = {"classification": Categorical(), "regression": Gaussian(0.5)}
-
-
-def numbers(*shape: int, seed: int = 0) -> Tensor:
-    """Normal draws in float64."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def network(outputs: int = 3) -> nn.Module:

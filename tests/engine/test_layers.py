@@ -5,86 +5,15 @@ from itertools import combinations
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.testing import assert_close
 from torch.utils._pytree import tree_map
 
-from bayesfl.base.layout import Layout
-from bayesfl.engine import layers, live, vmap
-from bayesfl.engine.network import Network, Pass, Passage
+from bayesfl.engine import layers
+from bayesfl.engine.network import Pass
 from bayesfl.models import SplitModel, cifar100_cnn, lenet, mlp, resnet18
+from tests.engine.made import KERNELS, STACKS, C, inputs, kernels, of_layers, owners, parameters, slopes_at, slow
 
-KERNELS = {"layers": layers.kernel, "live": live.kernel, "vmap": vmap.kernel}
-kernels = pytest.mark.parametrize("kernel", KERNELS)
-C, S, B = 3, 2, 5  # clients, draws, examples
-
-STACKS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
-    "linear": (nn.Linear(4, 3), (4,)),
-    "linear without bias": (nn.Linear(4, 3, bias=False), (4,)),
-    "two linears": (nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3)), (4,)),
-    "nested": (nn.Sequential(nn.Sequential(nn.Linear(4, 6), nn.Sequential(nn.Tanh())), nn.Linear(6, 3)), (4,)),
-    "flatten": (nn.Sequential(nn.Flatten(), nn.Linear(8, 3)), (2, 2, 2)),
-    "convolution": (nn.Conv2d(2, 3, 3, stride=2, padding=1), (2, 7, 6)),
-    "convolution with groups": (nn.Conv2d(4, 6, (3, 2), dilation=(1, 2), padding=(0, 1), groups=2, bias=False), (4, 6, 5)),
-    "convolution of one channel": (nn.Sequential(nn.Conv2d(1, 2, 1), nn.Conv2d(2, 1, 3)), (1, 4, 4)),
-    "two convolutions": (nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), nn.Conv2d(3, 2, 2), nn.Flatten(), nn.Linear(18, 2)), (1, 6, 6)),
-    "max pooling of pairs": (
-        nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(12, 2)),
-        (1, 6, 6),
-    ),
-    "max pooling of pairs, odd sizes": (nn.Sequential(nn.Conv2d(1, 3, 3), nn.MaxPool2d((2, 2), 2), nn.Conv2d(3, 2, 1)), (1, 7, 9)),
-    "max pooling": (nn.Sequential(nn.Conv2d(1, 3, 3), nn.MaxPool2d(2, padding=1), nn.Flatten(), nn.Linear(27, 2)), (1, 6, 6)),
-    "overlapping pooling after a ReLU": (
-        nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), nn.MaxPool2d(3, stride=2, padding=1), nn.Conv2d(3, 2, 1)),
-        (1, 7, 7),
-    ),
-    "max pooling with all options": (
-        nn.Sequential(nn.Conv2d(1, 3, 2), nn.MaxPool2d((3, 2), stride=(2, 1), padding=1, dilation=(1, 2), ceil_mode=True)),
-        (1, 7, 7),
-    ),
-    "average pooling": (nn.Sequential(nn.Conv2d(1, 3, 3), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(12, 2)), (1, 6, 6)),
-    "adaptive pooling": (nn.Sequential(nn.Conv2d(1, 3, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 2)), (1, 6, 6)),
-    "body and head": (SplitModel(nn.Sequential(nn.Linear(4, 6), nn.ReLU()), nn.Linear(6, 3)), (4,)),
-    **{
-        type(act).__name__: (nn.Sequential(act, nn.Linear(4, 6), act.__class__(), nn.Linear(6, 3)), (4,))
-        for act in (nn.ReLU(), nn.Tanh(), nn.GELU(), nn.SiLU(), nn.Sigmoid(), nn.ELU(), nn.LeakyReLU(), nn.Identity())
-    },
-}
-for stack, _ in STACKS.values():
-    stack.double().requires_grad_(False)
 stacks = pytest.mark.parametrize("stack", STACKS)
-
-
-def numbers(*shape: int, seed: int = 0) -> Tensor:
-    """Normal draws in float64."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def owners(module: nn.Module) -> list[str]:
-    """Prefixes of the layers that have parameters."""
-    return list(dict.fromkeys(name.rpartition(".")[0] for name, _ in module.named_parameters()))
-
-
-def of_layers(module: nn.Module, prefixes: list[str] | tuple[str, ...]) -> frozenset[str]:
-    """The parameters of some layers."""
-    return frozenset(name for name, _ in module.named_parameters() if name.rpartition(".")[0] in prefixes)
-
-
-def parameters(module: nn.Module, drawn: frozenset[str] = frozenset(), covered: frozenset[str] | None = None) -> dict[str, Tensor]:
-    """Leaves as an engine has them: views of vectors [C, D], or [C, S, D] of the drawn ones; only the covered ones."""
-    layout = Layout(module, "*")
-    fixed, moving = layout.leaves(0.6 * numbers(C, layout.size, seed=1)), layout.leaves(0.6 * numbers(C, S, layout.size, seed=2))
-    return {name: moving[name] if name in drawn else fixed[name] for name in layout.names if covered is None or name in covered}
-
-
-def inputs(shape: tuple[int, ...], lifted: bool) -> Tensor:
-    """Examples of every client, and of every draw where lifted."""
-    return numbers(C, S, B, *shape, seed=3) if lifted else numbers(C, B, *shape, seed=3)
-
-
-def slopes_at(outputs: Tensor) -> Tensor:
-    """A slope at the outputs that does not lie as they do."""
-    return numbers(*outputs.shape[::-1], seed=4).permute(*reversed(range(outputs.dim())))
 
 
 def channels_last(leaf: Tensor) -> Tensor:
@@ -110,24 +39,6 @@ def run(
         return torch.cat(into) if through else into[0]
 
     return Pass(torch.cat([one.outputs for one in each]), each[0].lifted, back if each[0].back else None), slopes
-
-
-def slow(module: nn.Module, leaves: dict[str, Tensor], x: Tensor, lifted: bool) -> tuple[Tensor, bool, dict[str, Tensor]]:
-    """The module itself, one client and one draw at a time: outputs, whether lifted, slopes of every leaf and, as "", of x."""
-    leaves, x = {name: leaf.clone().requires_grad_() for name, leaf in leaves.items()}, x.clone().requires_grad_()
-    own = dict(module.named_parameters())
-    drawn = {name for name, leaf in leaves.items() if leaf.dim() == own[name].dim() + 2}
-    up = lifted or bool(drawn)
-    rows = []
-    for c in range(C):
-        draws = [
-            functional_call(module, {k: v[c, s] if k in drawn else v[c] for k, v in leaves.items()}, (x[c, s] if lifted else x[c],))
-            for s in range(S if up else 1)
-        ]
-        rows.append(torch.stack(draws) if up else draws[0])
-    outputs = torch.stack(rows)
-    found = torch.autograd.grad(outputs, [*leaves.values(), x], slopes_at(outputs), allow_unused=True)
-    return outputs.detach(), up, dict(zip([*leaves, ""], found, strict=True))
 
 
 def compare(
@@ -158,9 +69,6 @@ def compare(
     for key in wanted:
         assert_close(slopes[key], expected[key], rtol=1e-10, atol=1e-11, msg=lambda text, key=key: f"{key}: {text}")
     assert_close((leaves, x), kept, rtol=0, atol=0)
-
-
-# Every rule
 
 
 @kernels
@@ -298,50 +206,6 @@ def test_what_has_none(module):
     assert not layers.supported(module)
     assert not layers.supported(nn.Sequential(nn.Linear(4, 4), nn.Sequential(module)))
     assert not layers.supported(SplitModel(nn.Identity(), module))
-
-
-# The network around a kernel
-
-
-@kernels
-@pytest.mark.parametrize("which", ["none", "body", "head"])
-@pytest.mark.parametrize("trained", ["body", "head", "both"])
-def test_network_of_body_and_head(kernel, which, trained):
-    """Outputs, and the slopes of what is trained, by their full names; a drawn head shares one pass through the body."""
-    module, shape = STACKS["body and head"]
-    drawn = frozenset(name for name, _ in module.named_parameters() if name.startswith(which))
-    wanted = frozenset(name for name, _ in module.named_parameters() if trained == "both" or name.startswith(trained))
-    leaves, x = parameters(module, drawn), inputs(shape, False)
-    outputs, up, expected = slow(module, leaves, x, False)
-    chunks = [slice(c, c + 1) for c in range(C)] if kernel == "live" else [slice(None)]
-    for part in chunks:
-        slopes = {name: torch.full_like(leaves[name][part], torch.nan) for name in wanted}
-        found = Network(module, KERNELS[kernel])({name: leaf[part] for name, leaf in leaves.items()}, x[part], slopes)
-        assert found.lifted == up
-        assert_close(found.outputs, outputs[part])
-        assert found.back(slopes_at(outputs)[part]) is None
-        for key in wanted:
-            assert_close(slopes[key], expected[key][part])
-
-
-def test_still_features_are_computed_once():
-    """While neither inputs nor body change, the body runs once; for fewer clients once again; and always where it is trained."""
-    module, shape = STACKS["body and head"]
-    leaves, x, calls = parameters(module), inputs(shape, False), []
-
-    def counting(part: nn.Module) -> Passage:
-        passage = layers.kernel(part)
-        return lambda *rest: calls.append(part) or passage(*rest)
-
-    head = of_layers(module, ["head"])
-    for wanted, still, bodies in ((head, True, 2), (head, False, 4), (of_layers(module, owners(module)), True, 4)):
-        calls.clear()
-        network, slopes = Network(module, counting, still=still), {name: torch.empty_like(leaves[name]) for name in wanted}
-        for active in (C, C, 2, 2):
-            found = network(*tree_map(lambda t, a=active: t[:a], (leaves, x, slopes)))
-            assert_close(found.outputs, slow(module, leaves, x, False)[0][:active])
-        assert sum(part is module.body for part in calls) == bodies
-        assert sum(part is module.head for part in calls) == 4
 
 
 @pytest.mark.parametrize("groups", [1, 2])

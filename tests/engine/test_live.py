@@ -10,14 +10,9 @@ import bayesfl as bf
 from bayesfl.base.layout import Layout
 from bayesfl.engine import live
 from bayesfl.models import resnet18
-from tests.cases import CASES
+from tests.cases import CASES, numbers
 
 S, B = 2, 3
-
-
-def numbers(*shape: int, seed: int = 0) -> Tensor:
-    """Normal draws in float64."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 class Reader(nn.Module):

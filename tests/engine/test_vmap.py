@@ -13,11 +13,7 @@ from bayesfl.composition.phases import Once
 from bayesfl.data import ClientData
 from bayesfl.engine import PhasePlan, vmap
 from bayesfl.models import mlp, resnet18
-
-
-def numbers(*shape: int, seed: int = 0) -> Tensor:
-    """Normal draws in float64."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+from tests.cases import numbers
 
 
 @pytest.mark.parametrize("layer", [nn.LSTM(3, 4), nn.GRU(3, 4), nn.RNN(3, 4)], ids=lambda layer: type(layer).__name__)

@@ -10,11 +10,13 @@ from torch import Tensor, nn
 import bayesfl as bf
 from bayesfl.base.protocols import Batch, Server, View
 from bayesfl.base.trees import flatten
+from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.energy import Energy
 from bayesfl.composition.phases import Descend, Once
 from bayesfl.composition.pools import Stack
 from bayesfl.data import FederatedData
 from bayesfl.federation.faults import Fault
+from bayesfl.federation.privacy import ClientPrivacy
 from bayesfl.federation.result import Result
 from bayesfl.federation.settings import Settings
 
@@ -24,13 +26,17 @@ METHODS: dict[str, dict[str, Any]] = {
     "pfedvem": {"head_epochs": 2, "body_epochs": 1, "batch_size": 10, "init_scale": 0.3},
     "d_fedem": {"components": 2, "epochs": 1, "batch_size": 10},
 }
+SECRET = bytes(range(32))
+OTHER = bytes(range(1, 33))
 
 
 def state(result: Result) -> dict[str, Tensor]:
+    """All tensors of a result."""
     return flatten({"server": result.server, "private": result.private})
 
 
 def run(algorithm: bf.Algorithm, clients: FederatedData, **options: Any) -> Result:
+    """Three rounds in float64, in chunks of three clients."""
     options = {"rounds": 3, "dtype": torch.float64, "seed": 3, "progress": False, "engine": bf.Engine(chunk=3), **options}
     return bf.simulate(algorithm, clients, **options)
 
@@ -81,4 +87,15 @@ def one_head_each(model: nn.Module) -> bf.Algorithm:
 
 
 def algorithm(**options):
+    """A small pFedVEM, that of the fixture `saved`."""
     return bf.algorithms.pfedvem(bf.models.mlp(8, hidden=8, outputs=3), head_epochs=2, body_epochs=1, **options)
+
+
+def privately(algorithm: Algorithm, clients: FederatedData, rule: ClientPrivacy, **options: Any) -> Result:
+    """`run` under differential privacy, measuring nothing on the way."""
+    return run(algorithm, clients, **{"evaluate_every": None, "aggregation": rule, **options})
+
+
+def fedavg(model: nn.Module) -> Algorithm:
+    """One pass in batches."""
+    return bf.algorithms.fedavg(model, epochs=1, batch_size=10)

@@ -174,13 +174,6 @@ def test_resume_keeps_the_experiment(clients, model):
         bf.simulate(algorithm, clients, rounds=1, evaluate_every=None, resume=bf.simulate(algorithm, clients, rounds=2, progress=False))
 
 
-def test_threads_are_given_back(clients, model):
-    """A run sets one intra-op thread for its workers and gives torch's own number back."""
-    torch.set_num_threads(2)
-    bf.simulate(bf.algorithms.fedavg(model), clients, rounds=1, evaluate_every=None, progress=False)
-    assert torch.get_num_threads() == 2
-
-
 def test_strengths_are_checked(model):
     """A negative or undefined pull is refused where the method is built."""
     for make, options in (

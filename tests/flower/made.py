@@ -19,6 +19,11 @@ from bayesfl.flower import Deployed, client_app, records, serve
 from tests.flower.grid import LocalGrid
 
 OPTIONS: dict[str, Any] = {"rounds": 3, "seed": 3, "dtype": torch.float64}
+METHODS: dict[str, dict[str, Any]] = {
+    "fedavg": {"epochs": 1, "batch_size": 10},
+    "ditto": {"epochs": 1, "batch_size": 10},
+    "pfedvem": {"head_epochs": 2, "body_epochs": 1, "batch_size": 10, "init_scale": 0.3},
+}
 
 
 def grid_of(algorithm: bf.Algorithm, clients: FederatedData, folder: Path, **options: Any) -> LocalGrid:
@@ -48,26 +53,23 @@ def private(deployed: Deployed, folder: Path) -> dict[str, Tensor]:
     return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
 
 
-METHODS: dict[str, dict[str, Any]] = {
-    "fedavg": {"epochs": 1, "batch_size": 10},
-    "ditto": {"epochs": 1, "batch_size": 10},
-    "pfedvem": {"head_epochs": 2, "body_epochs": 1, "batch_size": 10, "init_scale": 0.3},
-}
-
-
 def method(name: str, model: nn.Module) -> bf.Algorithm:
+    """One of METHODS."""
     return getattr(bf.algorithms, name)(model, **METHODS[name])
 
 
 def asked(message: Message, key: str) -> Any:
+    """A setting of a message."""
     return records.config(message.content)[key]
 
 
 def simulated(algorithm: bf.Algorithm, clients: FederatedData, **options: Any) -> Result:
+    """The simulation under the same options."""
     return bf.simulate(algorithm, clients, evaluate_every=None, progress=False, **{**OPTIONS, **options})
 
 
 def assert_same(found: Deployed, folder: Path, told: Result) -> None:
+    """Server's and clients' states are the simulation's."""
     assert_close(flatten(found.server), flatten(told.server), atol=1e-6, rtol=0)
     assert_close(private(found, folder), flatten(told.private), atol=1e-6, rtol=0)
 

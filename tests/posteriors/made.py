@@ -4,11 +4,7 @@ import torch
 from torch import Tensor, nn
 
 import bayesfl as bf
-
-
-def numbers(*shape: int, seed: int = 0) -> Tensor:
-    """Normal draws in float64."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+from tests.cases import numbers
 
 
 def network(outputs: int = 3) -> nn.Module:

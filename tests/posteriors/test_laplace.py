@@ -13,9 +13,10 @@ import bayesfl as bf
 from bayesfl.curvature import Curvature
 from bayesfl.likelihoods import Bernoulli, Categorical, Gaussian
 from bayesfl.posteriors import Laplace
+from tests.cases import numbers
 from tests.curvature import brute
 from tests.curvature.brute import PAIRS
-from tests.posteriors.made import linear_model, network, numbers
+from tests.posteriors.made import linear_model, network
 
 
 def test_a_linear_model_is_its_conjugate_posterior():

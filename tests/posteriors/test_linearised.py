@@ -9,7 +9,8 @@ from bayesfl.likelihoods import Bernoulli, Categorical, Gaussian
 from bayesfl.posteriors import Laplace
 from bayesfl.posteriors.linearised import predictive
 from bayesfl.posteriors.prior_precision import by_evidence, by_validation, predictive_nll
-from tests.posteriors.made import linear_model, network, numbers
+from tests.cases import numbers
+from tests.posteriors.made import linear_model, network
 
 
 def test_a_constant_added_to_all_logits_changes_nothing():

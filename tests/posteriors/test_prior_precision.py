@@ -8,7 +8,8 @@ from torch.testing import assert_close
 from bayesfl.posteriors import Laplace
 from bayesfl.posteriors import prior_precision as precision
 from bayesfl.posteriors.prior_precision import ALIKE, GRID, by_evidence, by_validation, predictive_nll
-from tests.posteriors.made import network, numbers
+from tests.cases import numbers
+from tests.posteriors.made import network
 
 
 def test_precision_by_evidence(monkeypatch: pytest.MonkeyPatch):

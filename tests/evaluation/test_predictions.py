@@ -1,0 +1,54 @@
+"""Predictions of many clients, padded and put together."""
+
+import math
+
+import numpy as np
+import torch
+from torch.testing import assert_close
+
+from bayesfl.data import ClientData
+from bayesfl.evaluation.predictions import Collector, Predictions
+
+
+def split(*counts: int) -> ClientData:
+    """Clients of so many examples."""
+    rows = sum(counts)
+    return ClientData(torch.zeros(rows, 2), torch.arange(rows) % 3, torch.arange(rows), np.array(counts))
+
+
+def test_chunks_are_put_together():
+    """In any order and under any padding; a client that was never added has no rows."""
+    collector = Collector(split(2, 3, 1, 2))
+    assert collector.empty
+    first, second = torch.rand(2, 4, 3), torch.rand(1, 2, 3)
+    collector.add(np.array([3, 1]), {"probs": first, "epistemic": first[..., 0]})
+    collector.add(np.array([0]), {"probs": second, "epistemic": second[..., 0]})
+    assert not collector.empty
+    found = collector.predictions()
+    assert found.mask.tolist() == [[True, True, False], [True, True, True], [False] * 3, [True, True, False]]
+    assert found.probs is not None
+    assert torch.equal(found.probs[3, :2], first[0, :2])
+    assert torch.equal(found.probs[1], first[1, :3])
+    assert torch.equal(found.probs[0, :2], second[0])
+    assert bool(found.probs[~found.mask].isnan().all())
+    assert torch.equal(found.epistemic[found.mask], found.probs[found.mask][:, 0])
+
+
+def test_a_client_alone_has_no_padding():
+    """And what is None stays None."""
+    probs, mask = torch.rand(2, 3, 4), torch.tensor([[True, False, True], [True, True, True]])
+    alone = Predictions(mask=mask, epistemic=torch.rand(2, 3), probs=probs).client(0)
+    assert torch.equal(alone.probs, probs[0, [0, 2]])
+    assert bool(alone.mask.all())
+    assert alone.mean is alone.variance is None
+
+
+def test_what_more_data_would_leave():
+    """The entropy, or the variance over all targets, less the epistemic part; NaN at the plug-in."""
+    mask = torch.tensor([[True, True]])
+    probs = torch.tensor([[[0.5, 0.5], [1.0, 0.0]]])
+    found = Predictions(mask=mask, epistemic=torch.tensor([[0.2, 0.0]]), probs=probs)
+    assert_close(found.aleatoric, torch.tensor([[math.log(2) - 0.2, 0.0]]))
+    variance = torch.tensor([[[0.5, 0.25], [1.0, 2.0]]])
+    found = Predictions(mask=mask, epistemic=torch.tensor([[0.25, math.nan]]), mean=torch.zeros(1, 2, 2), variance=variance)
+    assert_close(found.aleatoric, torch.tensor([[0.5, math.nan]]), equal_nan=True)
