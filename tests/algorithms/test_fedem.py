@@ -27,6 +27,29 @@ def losses(algorithm: bf.Algorithm, components: Tensor, x: Tensor, y: Tensor) ->
     return torch.stack([algorithm.losses(layout.leaves(c), {"x": x.to(c), "y": y}) for c in components])
 
 
+def test_two_rounds_by_hand(clients: FederatedData):
+    """E step q_im ~ pi_jm p(y_i | x_i, theta_m), pi_j its mean; M step by the gradient of mean_i q_im times the loss; the mean by size."""
+    algorithm = bf.algorithms.fedem(nn.Linear(8, 3), components=2, epochs=1, batch_size=None, lr=0.2, **PLAIN)
+    theta = algorithm.init(7, seed=2, dtype=torch.float64)["components"]["loc"]
+    pi = torch.full((7, 2), 0.5, dtype=torch.float64)
+    n = torch.from_numpy(clients.train.counts).double()
+    for rounds in (1, 2):
+        moved = []
+        for j in range(7):
+            x, y = clients.train.client(j)
+            start = theta.clone().requires_grad_()
+            table = losses(algorithm, start, x, y)
+            joint = pi[j].unsqueeze(-1) * (-table.detach()).exp()
+            q = joint / joint.sum(0)
+            pi[j] = q.mean(1)
+            (slope,) = torch.autograd.grad((q * table).mean(1).sum(), start)
+            moved.append(theta - 0.2 * slope)
+        theta = torch.einsum("j,jmd->md", n / n.sum(), torch.stack(moved))
+        result = run(algorithm, clients, rounds)
+        assert_close(result.private["pi"], pi, atol=1e-10, rtol=0)
+        assert_close(result.server["components"]["loc"], theta, atol=1e-10, rtol=0)
+
+
 def test_full_batch_steps_never_lower_the_likelihood(clients: FederatedData):
     """One gradient step a round, averaged by size, is a step on the mixture's likelihood: generalised EM."""
     algorithm = bf.algorithms.fedem(nn.Linear(8, 3), components=3, epochs=1, batch_size=None, lr=0.3, **PLAIN)
