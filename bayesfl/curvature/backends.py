@@ -127,7 +127,7 @@ class BackPack:
             p.requires_grad_(True)
         for layer in module.modules():  # it reads what went into a layer
             if getattr(layer, "inplace", False):
-                layer.inplace = False  # type: ignore[assignment]
+                layer.inplace = False  # type: ignore[assignment]  # an attribute that modules at large do not declare
         self._module = backpack.extend(_prepared(module))
 
     @torch.no_grad()

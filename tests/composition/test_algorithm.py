@@ -292,3 +292,13 @@ def test_names_and_rows_are_held_against_each_other(options: dict[str, Any], wor
     made = replace(algorithm(mlp(2, hidden=3, outputs=2), {"w": bf.Block()}), **options)
     with pytest.raises(ValueError, match=words):
         made.rows(made.init(4))
+
+
+def test_a_tensor_of_any_name_travels():
+    """Only a Mixed pool holds models for single clients, under `each`; another belief's tensor of that name is sent as any."""
+    made = algorithm(mlp(2, hidden=3, outputs=2), {"w": bf.Block()})
+    server = made.init(2)
+    server["w"] |= {"each": torch.ones(2), "weights": torch.ones(2)}
+    common, addressed = made.share(server, torch.arange(1))
+    assert set(common["w"]) == {"loc", "each", "weights"}
+    assert not addressed

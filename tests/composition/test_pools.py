@@ -364,3 +364,11 @@ def test_mixed_copies():
     start, sent = pool.start({"loc": numbers(2, 3)}, 2), numbers(2, 2, 3, seed=1)
     new = pool({"w": start}, "w", {"w": {"loc": sent}, "ids": torch.arange(2)})
     assert_close(new["each"], sent.mean(0).expand(2, 2, 3))
+
+
+@pytest.mark.parametrize("weights", [torch.ones(2, 3), torch.ones(2), 0.5])
+def test_mixed_needs_a_weight_for_each_pair(weights):
+    """Among the cohort, [C, C]."""
+    pool = Mixed(lambda server, ids, uplink: weights)
+    with pytest.raises(ValueError, match=r"weights must give \[2, 2\] numbers"):
+        pool({"w": pool.start({"loc": numbers(3)}, 4)}, "w", {"w": {"loc": numbers(2, 3)}, "ids": torch.arange(2)})

@@ -134,3 +134,22 @@ def test_train_nll(clients, model):
         seen += losses([j])
     assert_close(run.history["train_nll"][0], np.mean(seen))
     assert np.isnan(bf.simulate(replace(plain.algorithm, phases=()), clients, **options).history["train_nll"][0])
+
+
+def test_a_client_set_aside_predicts_from_its_start(clients, model):
+    """Whatever later phases make of it; the others go on from what the first one made."""
+
+    def burst(algorithm: bf.Algorithm, given: Server, view: View, batch: Batch) -> View:
+        loc = view["w"]["loc"]
+        return view | {"w": {"loc": torch.where(view["n"] == SIZES[2], torch.full_like(loc, torch.nan), loc + 1)}}
+
+    def shift(algorithm: bf.Algorithm, given: Server, view: View, batch: Batch) -> View:
+        return view | {"w": {"loc": view["w"]["loc"] + 1}}
+
+    algorithm = replace(bf.algorithms.fedavg(model, epochs=1), finetune=(Once(burst), Once(shift)))
+    result = bf.simulate(algorithm, clients, rounds=1, evaluate_every=None, progress=False)
+    ids, start = np.array([0, 2]), result.server["w"]["loc"]
+    done = result.local(clients.train, tolerant=True).finetuned(ids, result.state.received(algorithm, ids), 1)
+    assert done.diverged.tolist() == [False, True]
+    assert torch.equal(done.views["w"]["loc"][1], start)
+    torch.testing.assert_close(done.views["w"]["loc"][0], start + 2)

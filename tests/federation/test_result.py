@@ -5,11 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.testing import assert_close
 
 import bayesfl as bf
+from bayesfl import pools, priors
 from bayesfl.composition.priors import Normal, server_mean
-from bayesfl.data import ClientData
+from bayesfl.data import ClientData, FederatedData
 from bayesfl.optim import cosine
 from bayesfl.posteriors import MeanField
 from tests.cases import SIZES, federation
@@ -123,3 +125,17 @@ def test_posterior_draws_for_arviz(result):
         result.to_arviz(2, "body")
     with pytest.raises(ValueError, match="client"):
         result.to_arviz(7, "head")
+
+
+def test_draws_are_of_the_belief_that_a_client_is_sent(clients: FederatedData, model: nn.Module):
+    """Of an addressed block, as under Mixed, that is the client's own centre and not the mean of all."""
+    prior = priors.Normal(centre=lambda given, view: view["w"]["loc"], variance=lambda given, view: torch.ones_like(view["n"])[..., None])
+    block = bf.Block(posterior=MeanField(init_scale=1e-6), prior=prior, pool=pools.Mixed(lambda server, ids, uplink: torch.eye(len(ids))))
+    step = bf.Descend(bf.Energy("w", ("w",), likelihood="sum"), epochs=2)
+    method = bf.Algorithm(model, {"w": block}, (step,), parts=("w",))
+    result = bf.simulate(method, clients, rounds=1, evaluate_every=None, progress=False)
+    drawn = result.to_arviz(3, "w", draws=5).posterior
+    leaves = method.layout("w").leaves(result.server["w"]["each"][3])
+    for name, leaf in leaves.items():
+        np.testing.assert_allclose(drawn[name].to_numpy()[0, 0], leaf.numpy(), atol=1e-4)
+    assert not torch.allclose(result.server["w"]["each"][3], result.server["w"]["loc"], atol=1e-3)
