@@ -5,10 +5,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.testing import assert_close
 
 import bayesfl as bf
+from bayesfl.base.protocols import Batch, Server, View
 from bayesfl.data import FederatedData
 from bayesfl.engine.driver import KernelName
 from bayesfl.federation.result import Result
@@ -118,3 +119,13 @@ def weights(algorithm: bf.Algorithm, block: str = "w") -> Tensor:
 def numbers(*shape: int, seed: int = 0) -> Tensor:
     """Normal draws in float64."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def burst_by_fine_tuning(model: nn.Module) -> bf.Algorithm:
+    """FedAvg whose third client's fine-tuning is not finite; that of the others moves every weight by 1."""
+
+    def burst(algorithm: bf.Algorithm, given: Server, view: View, batch: Batch) -> View:
+        loc = view["w"]["loc"]
+        return view | {"w": {"loc": torch.where(view["n"] == SIZES[2], torch.full_like(loc, torch.nan), loc + 1)}}
+
+    return replace(bf.algorithms.fedavg(model, epochs=1), finetune=(bf.Once(burst),))

@@ -34,6 +34,6 @@ def instance(name: str, value: Any, wanted: type, remedy: str) -> None:
     Raises:
         TypeError: It is something else; the message ends with the remedy.
     """
-    if not isinstance(value, wanted):
+    if not isinstance(value, wanted) or isinstance(value, type):  # a class has the methods of a protocol, but is none of its values
         came = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
         raise TypeError(f"{name} must be of type {wanted.__name__}, got {came}; {remedy}")

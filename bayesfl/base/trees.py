@@ -21,6 +21,11 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return out
 
 
+def shapes(tree: Mapping[str, Any]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Dtype and shape of each of a nest's tensors, under their dotted names."""
+    return {name: (t.dtype, tuple(t.shape)) for name, t in flatten(tree).items()}
+
+
 def detached(tree: Mapping[str, Any]) -> dict[str, Tensor]:
     """A nest's tensors under their dotted names, in the order of names: copies on the CPU, contiguous, that share no memory."""
     return {name: t.detach().cpu().clone(memory_format=torch.contiguous_format) for name, t in sorted(flatten(tree).items())}

@@ -5,6 +5,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
+from numbers import Number
 from typing import Any, Literal
 
 import numpy as np
@@ -26,7 +27,7 @@ from bayesfl.base.protocols import (
     View,
 )
 from bayesfl.base.random import Purpose, generator
-from bayesfl.base.trees import flatten
+from bayesfl.base.trees import flatten, shapes
 from bayesfl.composition.block import Block
 from bayesfl.composition.pools import Mixed
 from bayesfl.likelihoods import Categorical
@@ -102,8 +103,11 @@ class Algorithm:
             if not isinstance(getattr(self, name), Mapping):
                 raise TypeError(f"{name} must be a mapping {{name: start}}, got {type(getattr(self, name)).__name__}")
             self._refuse_taken(name, getattr(self, name), (*self.blocks, *RESERVED))
-        if isinstance(self.broadcast, str) or any(name in (*self.blocks, *RESERVED) for name in self.broadcast):
-            raise ValueError(f"broadcast must be names of what `server` adds to the blocks, which are sent anyway, got {self.broadcast!r}")
+        if not isinstance(self.broadcast, tuple) or any(name in (*self.blocks, *RESERVED) for name in self.broadcast):
+            raise ValueError(f"broadcast must be a tuple of names that `server` adds, other than blocks, got {self.broadcast!r}")
+        for name in ("server", "address", "combine"):
+            if not callable(getattr(self, name)):
+                raise TypeError(f"{name} must be a function, got {getattr(self, name)!r}; see {name} in Algorithm's arguments")
         whole("draws", self.draws, least=0)
         layouts = {name: Layout(self.model, block.pattern) for name, block in self.blocks.items()}
         object.__setattr__(self, "_layouts", layouts)
@@ -268,9 +272,12 @@ class Algorithm:
     def _more(self, what: str, tree: Mapping[str, Any], like: Tensor) -> dict[str, Any]:
         """What a method adds to its state beyond the blocks, as tensors on the device of `like`; floating ones in its precision."""
         self._refuse_taken(what, tree, (*self.blocks, *RESERVED))
+        for key, leaf in flatten(tree).items():
+            if not isinstance(leaf, Tensor | np.ndarray | Number):
+                raise ValueError(f"`{what}` starts {key!r} as {leaf!r}; give it a tensor, a number, or a mapping of these")
         out: dict[str, Any] = tree_map(lambda t: _placed(t, like), dict(tree))
-        if loose := [key for key, leaf in flatten(out).items() if not isinstance(leaf, Tensor)]:
-            raise ValueError(f"`{what}` has {loose}, which must be tensors or mappings of tensors")
+        if wild := [key for key, t in flatten(out).items() if what != "reports" and not bool(t.isfinite().all())]:
+            raise ValueError(f"`{what}` starts {wild} with NaN or infinite numbers; give finite ones")
         return out
 
     def _starts(self, what: str, starts: Mapping[str, Any], given: Server, like: Tensor) -> dict[str, Any]:
@@ -328,7 +335,7 @@ class Algorithm:
         like = next(iter(beliefs.values()))["loc"]
         private = self._starts("private", self.private, given, like)
         both = {name: start for name, start in self.reports.items() if name in private}
-        if (one := _shapes({name: private[name] for name in both})) != (other := _shapes(self._starts("reports", both, given, like))):
+        if (one := shapes({name: private[name] for name in both})) != (other := shapes(self._starts("reports", both, given, like))):
             raise ValueError(f"`private` starts as {one} what `reports` starts as {other}; give both names one start")
         return kept | private
 
@@ -379,10 +386,6 @@ class Algorithm:
 
 
 _LOCAL = threading.local()
-
-
-def _shapes(tree: Mapping[str, Any]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    return {name: (t.dtype, tuple(t.shape)) for name, t in flatten(tree).items()}
 
 
 def _placed(value: Any, like: Tensor) -> Tensor:

@@ -53,8 +53,21 @@ class Normal:
 
 
 def server_mean(block: str) -> Parameter:
-    """The centre of `block` as the server sent it, [D]."""
-    return lambda given, view: given[block]["loc"]
+    """Return the centre of `block` as the server sent it to everyone, [D].
+
+    Raises:
+        ValueError: When it is read: the server sends no such block to everyone.
+    """
+
+    def centre(given: Server, view: View) -> Tensor:
+        if block not in given:
+            raise ValueError(
+                f"server_mean({block!r}): the server sends everyone {[name for name in given if name not in ('round', 'rounds')]}; what it "
+                f"addresses to a client is in that client's view, as own_mean({block!r}) reads it in the first phase"
+            )
+        return given[block]["loc"]
+
+    return centre
 
 
 def own_mean(block: str) -> Parameter:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from bayesfl.base.protocols import Server, StackedPool, Tensors, Uplink
-from bayesfl.base.trees import flatten
+from bayesfl.base.trees import flatten, shapes
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.federation.admission import Admission, distances, shares, usual
 from bayesfl.federation.client import read_rows
@@ -186,11 +186,20 @@ def closed(algorithm: Algorithm, new: Server, ids: Any, uplink: Any, round: int)
 
     Raises:
         DivergenceError: It is not finite.
-        ValueError: The method's `combine` returns something that the server does not have.
+        ValueError: The method's `combine` returns something that the server does not have, or in other shapes.
     """
     changed = algorithm.combine(new, ids, uplink)
     if unknown := sorted(changed.keys() - new.keys()):
         raise ValueError(f"`combine` returns {unknown}, which the server does not have; give them a start in `server`")
+    if loose := [name for name, leaf in flatten(changed).items() if not isinstance(leaf, Tensor)]:
+        raise ValueError(f"`combine` returns {loose}, which must be tensors, or mappings of tensors")
+    for name in changed:
+        before, after = shapes({name: new[name]}), shapes({name: changed[name]})
+        first = int(name not in algorithm.blocks)  # what a method adds may grow along its first axis, as models of clusters do
+        if {key: (dtype, shape[first:]) for key, (dtype, shape) in before.items()} != {
+            key: (dtype, shape[first:]) for key, (dtype, shape) in after.items()
+        }:
+            raise ValueError(f"`combine` returns {after} where the server has {before}; return an entry whole, in its shapes and dtypes")
     if not all(bool(t.isfinite().all()) for t in tree_leaves(new | changed)):
         raise DivergenceError(f"the server is no longer finite after round {round}, counted from 0; lower the learning rates", round=round)
     return new | changed

@@ -39,6 +39,7 @@ class Result:
         dtype: Precision of its state.
         novel: Whether its clients joined after training, by `adapt`; then it predicts, but no training goes on from it.
         chosen: `tuned` where it is known already: that of the federation that new clients joined, or a saved one.
+        tolerant: Whether a client whose fine-tuning is not finite predicts without it, as where bad clients are skipped; else it stops all.
     """
 
     algorithm: Algorithm
@@ -53,6 +54,7 @@ class Result:
     dtype: torch.dtype = torch.float32
     novel: bool = False
     chosen: float | None = None
+    tolerant: bool = False
 
     def __repr__(self) -> str:
         return (
@@ -65,7 +67,7 @@ class Result:
 
         Raises:
             ValueError: The data have no validation split.
-            DivergenceError: A client's fine-tuning is not finite.
+            DivergenceError: A client's fine-tuning is not finite, and that is not tolerated.
         """
         if self.chosen is not None:
             return self.chosen
@@ -86,9 +88,9 @@ class Result:
         """The federation's state; it shares the tensors."""
         return State(self.server, self.private, self.round)
 
-    def local(self, train: ClientData, *, tolerant: bool = False) -> Local:
+    def local(self, train: ClientData) -> Local:
         """What clients with the training data `train` work with, on the run's device and in its precision; see `Local`."""
-        return Local(self.algorithm, self.engine, train, self.settings.seed, self.settings.rounds, tolerant)
+        return Local(self.algorithm, self.engine, train, self.settings.seed, self.settings.rounds, self.tolerant)
 
     def predict(self, split: ClientData | None = None, *, draws: int | None = None) -> Predictions:
         """Every client's predictive distribution on a split of its data, after aggregation (and fine-tuning where the method has it).
@@ -100,7 +102,7 @@ class Result:
         Raises:
             TypeError: It is no split.
             ValueError: The split has other clients, or `draws` is not a whole number >= 0.
-            DivergenceError: A client's fine-tuning is not finite.
+            DivergenceError: A client's fine-tuning is not finite, and that is not tolerated.
         """
         if split is not None:
             instance("split", split, ClientData, "pass clients.test, or another split of result.data")
@@ -214,6 +216,7 @@ class Result:
             "round": self.round,
             "dtype": name_of(self.dtype),
             "novel": self.novel,
+            "tolerant": self.tolerant,
             "chosen": self.chosen if self.chosen is not None else self.__dict__.get("tuned"),
             "history": self.history.rows,
             "algorithm": identity(self.algorithm),

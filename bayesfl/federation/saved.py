@@ -52,8 +52,10 @@ def load(path: str | os.PathLike[str], algorithm: Algorithm, clients: FederatedD
             DTYPES[meta["dtype"]],
             meta["novel"],
             None if meta["chosen"] is None else number("chosen", meta["chosen"]),
+            meta["tolerant"],
         )
-        instance("novel", result.novel, bool, "save writes True or False")
+        for name in ("novel", "tolerant"):
+            instance(name, meta[name], bool, "save writes True or False")
         if result.round > result.settings.rounds or not (result.novel or len(result.history) == result.round):
             raise ValueError(f"round {result.round} of {result.settings.rounds} with a history of {len(result.history)}")
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:

@@ -140,6 +140,7 @@ def simulate(
         saved = same_run(resume, algorithm, clients) if isinstance(resume, Result) else load(resume, algorithm, clients, device=device)
         result = _resumed(saved, settings, engine, device, dtype)
         repeats = 0 if isinstance(resume, Result) else max(0, newest(resume) - saved.round)
+    result = replace(result, tolerant=admission.skips)
     admission.check(settings.largest(clients.clients))
     keep = None if checkpoint is None else Keep(checkpoint, every)
     run = aggregation.start(result, admission, every=None if keep is None else keep.every, repeats=repeats)
@@ -208,7 +209,7 @@ def _rounds(
 ) -> Result:
     from tqdm import tqdm
 
-    settings, local = result.settings, result.local(data.train, tolerant=rules.admission.skips)
+    settings, local = result.settings, result.local(data.train)
     measure = "personal_accuracy" if data.task == "classification" else "personal_rmse"
     with tqdm(total=settings.rounds, initial=result.round, unit="round", disable=None if progress is None else not progress) as bar:
         while result.round < settings.rounds:

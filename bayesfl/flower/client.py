@@ -122,6 +122,7 @@ class _Order:
         keeps: Whether clients have a private state at all.
         sends: Whether the reply is gathered.
         value: What was tuned; NaN for nothing.
+        tolerant: Whether it predicts without its fine-tuning where that is not finite; what trains is never tolerated.
         common: What all clients were sent.
         addressed: What this one was sent, [1, ...].
         start: The state of round 0, [1, ...], where it starts from that.
@@ -139,6 +140,7 @@ class _Order:
     keeps: bool
     sends: bool
     value: float
+    tolerant: bool
     common: Server
     addressed: View
     start: View
@@ -147,7 +149,7 @@ class _Order:
     def of(cls, message: Message, device: torch.device | str) -> "_Order":
         content = message.content
         asked: dict[str, Any] = {key: records.setting(content, key, str) for key in ("experiment", "base")}
-        asked |= {key: records.setting(content, key, bool) for key in ("keeps", "sends")}
+        asked |= {key: records.setting(content, key, bool) for key in ("keeps", "sends", "tolerant")}
         asked |= {key: records.setting(content, key, int) for key in ("client", "round", "rounds", "seed")}
         asked |= {key: [str(name) for name in records.setting(content, key, list)] for key in ("sessions", "named")}
         asked["value"] = records.setting(content, "value", float)
@@ -292,7 +294,7 @@ class _Client:
         return States(self.folder, experiment, self.id)
 
     def _local(self, order: _Order) -> Local:
-        return Local(self.algorithm, self.engine, self._split("train", order), order.seed, order.rounds)
+        return Local(self.algorithm, self.engine, self._split("train", order), order.seed, order.rounds, order.tolerant)
 
     def _received(self, order: _Order) -> Received:
         """What it was sent, and the state that the server names, [1, ...]."""

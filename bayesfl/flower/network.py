@@ -129,7 +129,13 @@ class Journey:
 
 
 def orders(
-    state: Deployed, ids: np.ndarray, senders: set[int], kept: Collection[tuple[str, ...]], *, value: float = float("nan")
+    state: Deployed,
+    ids: np.ndarray,
+    senders: set[int],
+    kept: Collection[tuple[str, ...]],
+    *,
+    value: float = float("nan"),
+    tolerant: bool = False,
 ) -> dict[int, RecordDict]:
     """Tell each of some clients what is asked of it; the tensors for all are the same bytes.
 
@@ -139,6 +145,7 @@ def orders(
         senders: Whose replies are gathered.
         kept: See `Journey`.
         value: What was tuned; NaN for nothing.
+        tolerant: Whether a client whose fine-tuning is not finite predicts without it.
 
     Returns:
         The message to each client, by its id.
@@ -155,6 +162,7 @@ def orders(
         "seed": state.settings.seed,
         "dtype": name_of(state.dtype),
         "value": value,
+        "tolerant": tolerant,
         "keeps": bool(state.start),
         "common_digest": digest,
     }

@@ -203,7 +203,7 @@ class _Run:
                 log.warning("nothing is predicted: %s", error)
                 return state
         found: dict[str, list[float]] = {}
-        told = orders(state, np.arange(state.clients), set(), self.kept.values(), value=value)
+        told = orders(state, np.arange(state.clients), set(), self.kept.values(), value=value, tolerant=self.admission.skips)
         for client, reply in self.network.ask("evaluate", told, group="evaluate"):
             if isinstance(reply, Failure):
                 log.warning("client %d did not predict: %s", client, reply.reason)
@@ -230,7 +230,8 @@ class _Run:
         total, examples = torch.zeros(len(predictor.grid), dtype=torch.float64), 0
         asked = np.array([client for client, n in sorted(self.network.roster.validation.items()) if n])
         wanted = {"scores": ((len(predictor.grid),), torch.float64)}
-        for client, reply in self.network.ask("evaluate.tune", orders(state, asked, set(), self.kept.values()), group="tune"):
+        told = orders(state, asked, set(), self.kept.values(), tolerant=self.admission.skips)
+        for client, reply in self.network.ask("evaluate.tune", told, group="tune"):
             try:
                 if isinstance(reply, Failure):
                     raise records.RecordError(reply.reason)

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 from bayesfl.base.checks import instance, number, whole
+from bayesfl.base.protocols import Prior
+from bayesfl.composition.priors import Flat
 
 
 def test_whole_numbers():
@@ -43,3 +45,5 @@ def test_instances():
         instance("s", 3, str, "pass text")
     with pytest.raises(TypeError, match=r"^s must be of type str, got the class int; pass text$"):
         instance("s", int, str, "pass text")
+    with pytest.raises(TypeError, match=r"^prior must be of type Prior, got the class Flat; pass Flat\(\)$"):
+        instance("prior", Flat, Prior, "pass Flat()")

@@ -1,6 +1,7 @@
 """Blocks, energies and algorithms: what is refused, what is copied, what is declared, and the two conventions of an energy."""
 
 import copy
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -67,7 +68,7 @@ def test_names_with_dots_are_refused(name):
         ("server", lambda blocks, clients: {"round": torch.zeros(1)}, r"`server` has \['round'\].*reserved"),
         ("server", lambda blocks, clients: {"a": {"b.c": torch.zeros(1)}}, r"'b\.c' must be text without dots"),
         ("server", lambda blocks, clients: {0: torch.zeros(1)}, "0 must be text"),
-        ("server", lambda blocks, clients: {"heads": [torch.zeros(1)]}, r"`server` has \['heads'\], which must be tensors"),
+        ("server", lambda blocks, clients: {"heads": [torch.zeros(1)]}, r"`server` starts 'heads' as"),
         ("private", {"w": torch.zeros(1)}, r"`private` has \['w'\]"),
         ("private", {"n": torch.zeros(1)}, r"`private` has \['n'\]"),
         ("reports", {"w": torch.zeros(1)}, r"`reports` has \['w'\]"),
@@ -184,8 +185,10 @@ def test_only_what_is_named_leaves_the_server():
     common, addressed = made.share(made.init(4) | {"by_combine": torch.tensor(3.0)}, torch.tensor([2, 0]))
     assert set(common) == {"body", "told"}
     assert {name: entry["loc"].shape for name, entry in addressed.items()} == {"head": (2, 8)}
-    for broadcast, words in ((("body",), "what `server` adds to the blocks"), ("told", "must be names"), (("n",), "must be names")):
-        with pytest.raises(ValueError, match=f"broadcast .*{words}"):
+    for broadcast in (("body",), "told", ("n",), 3):
+        with pytest.raises(
+            ValueError, match=re.escape(f"broadcast must be a tuple of names that `server` adds, other than blocks, got {broadcast!r}")
+        ):
             replace(made, broadcast=broadcast)
     with pytest.raises(ValueError, match=r"broadcast names \['more'\], which the server does not have"):
         replace(made, broadcast=("more",)).init(4)
@@ -285,6 +288,8 @@ def test_layers_without_a_shape():
         ({"phases": (Descend(W, persist="n", optimiser=SGD(0.1, 0.9)),)}, "what a phase keeps` has .'n'."),
         ({"address": lambda server, ids: {"c": torch.zeros(len(ids))}, "private": {"c": 0.0}}, "`address` has .'c'."),
         ({"address": lambda server, ids: {"q": torch.zeros(4)}}, "`address` returns .'q'. without a row for each of its 1 ids"),
+        ({"private": {"c": "text"}}, "`private` starts 'c' as 'text'"),
+        ({"private": {"c": float("inf")}}, "`private` starts .'c'. with NaN or infinite"),
     ],
 )
 def test_names_and_rows_are_held_against_each_other(options: dict[str, Any], words: str):
@@ -292,6 +297,26 @@ def test_names_and_rows_are_held_against_each_other(options: dict[str, Any], wor
     made = replace(algorithm(mlp(2, hidden=3, outputs=2), {"w": bf.Block()}), **options)
     with pytest.raises(ValueError, match=words):
         made.rows(made.init(4))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"server": {}}, "server must be a function, got {}"),
+        ({"address": {}}, "address must be a function, got {}"),
+        ({"combine": None}, "combine must be a function, got None"),
+    ],
+)
+def test_what_is_no_function_is_refused(options: dict[str, Any], words: str):
+    with pytest.raises(TypeError, match=words):
+        replace(algorithm(mlp(2, hidden=3, outputs=2), {"w": bf.Block()}), **options)
+
+
+def test_a_server_that_starts_infinite_is_refused():
+    """Else the first round would blame the learning rates."""
+    made = replace(algorithm(mlp(2, hidden=3, outputs=2), {"w": bf.Block()}), server=lambda blocks, clients: {"best": torch.inf})
+    with pytest.raises(ValueError, match=r"`server` starts .'best'. with NaN or infinite"):
+        made.init(2)
 
 
 def test_a_tensor_of_any_name_travels():

@@ -69,6 +69,12 @@ def test_centres_are_read_where_they_say():
     assert own_mean("w")(given, view) is view["w"]["loc"]
 
 
+def test_a_centre_that_nobody_was_sent():
+    """The message names the block, what is sent, and what to read instead."""
+    with pytest.raises(ValueError, match=r"server_mean\('head'\): the server sends everyone \['body'\].*own_mean\('head'\)"):
+        server_mean("head")({"body": {"loc": torch.zeros(2)}, "round": 0, "rounds": 1}, {})
+
+
 def test_protocols():
     """A Normal's pull may be added analytically; a Flat has none."""
     prior = normal(numbers(3), numbers(3).exp())

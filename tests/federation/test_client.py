@@ -13,7 +13,7 @@ import bayesfl as bf
 from bayesfl.base.protocols import Batch, Server, View
 from bayesfl.composition.phases import Once
 from bayesfl.data import FederatedData
-from tests.cases import SIZES, federation
+from tests.cases import SIZES, burst_by_fine_tuning, federation
 from tests.federation.made import one_head_each, run, without
 
 
@@ -76,14 +76,9 @@ def test_counters_and_masks_are_kept(clients, model, kernel, tmp_path):
     assert novel.server["seen"].tolist() == [0, 0, 0]
 
 
-def test_a_fine_tuning_that_leaves_the_numbers(clients, model, caplog):
-    """It stops a plain run, which gives back its last round; where bad clients are skipped its client predicts without it."""
-
-    def burst(algorithm: bf.Algorithm, given: Server, view: View, batch: Batch) -> View:
-        loc = view["w"]["loc"]
-        return view | {"w": {"loc": torch.where(view["n"] == SIZES[2], torch.full_like(loc, torch.nan), loc + 1)}}
-
-    algorithm = replace(bf.algorithms.fedavg(model, epochs=1), finetune=(Once(burst),))
+def test_a_fine_tuning_that_leaves_the_numbers(clients, model, caplog, tmp_path):
+    """It stops a plain run, which gives back its last round; where bad clients are skipped its client predicts without it, later too."""
+    algorithm = burst_by_fine_tuning(model)
     with pytest.raises(bf.DivergenceError, match=r"client 2 is no longer finite after fine-tuning phase 0 \(Once\) of round 1") as raised:
         bf.simulate(algorithm, clients, rounds=2, progress=False)
     assert (raised.value.result.round, len(raised.value.result.history)) == (1, 1)
@@ -91,6 +86,12 @@ def test_a_fine_tuning_that_leaves_the_numbers(clients, model, caplog):
     found = bf.simulate(algorithm, clients, rounds=1, progress=False, admission=bf.Admission("skip"))
     assert "the fine-tuning of client 2 is not finite; it predicts without it" in caplog.text
     assert np.isfinite(found.history["personal_nll"]).all()
+    found.save(tmp_path / "run")
+    for result in (found, bf.load(tmp_path / "run", algorithm, clients)):
+        assert result.predict().summary(clients.test)["nll"] == pytest.approx(found.history.rows[0]["personal_nll"], abs=1e-12)
+    strict = bf.simulate(algorithm, clients, rounds=2, evaluate_every=None, progress=False, resume=found)
+    with pytest.raises(bf.DivergenceError, match="client 2"):
+        strict.predict()
 
 
 def test_bytes_down(clients, model):
@@ -149,7 +150,7 @@ def test_a_client_set_aside_predicts_from_its_start(clients, model):
     algorithm = replace(bf.algorithms.fedavg(model, epochs=1), finetune=(Once(burst), Once(shift)))
     result = bf.simulate(algorithm, clients, rounds=1, evaluate_every=None, progress=False)
     ids, start = np.array([0, 2]), result.server["w"]["loc"]
-    done = result.local(clients.train, tolerant=True).finetuned(ids, result.state.received(algorithm, ids), 1)
+    done = replace(result, tolerant=True).local(clients.train).finetuned(ids, result.state.received(algorithm, ids), 1)
     assert done.diverged.tolist() == [False, True]
     assert torch.equal(done.views["w"]["loc"][1], start)
     torch.testing.assert_close(done.views["w"]["loc"][0], start + 2)

@@ -93,3 +93,24 @@ def test_unseen_refuses_whatever_is_asked():
     for ask in (lambda: unseen["n"], lambda: unseen.shape, lambda: list(unseen), lambda: len(unseen), lambda: "n" in unseen):
         with pytest.raises(ValueError, match="it is hidden, but the method's `combine` reads"):
             ask()
+
+
+@pytest.mark.parametrize(
+    ("returned", "words"),
+    [
+        ({"w": {"loc": torch.zeros(3)}}, "where the server has .*'w.loc'"),
+        ({"seen": torch.zeros(2)}, r"'seen': \(torch.float32.* where the server has .*torch.int64"),
+        ({"seen": 3.0}, r"`combine` returns \['seen'\], which must be tensors"),
+        ({"w": {"loc": None}}, r"`combine` returns \['w.loc'\], which must be tensors"),
+        ({"other": torch.zeros(2)}, r"`combine` returns \['other'\], which the server does not have"),
+    ],
+)
+def test_combine_returns_what_the_server_has(returned: Any, words: str, model: nn.Module, clients: FederatedData):
+    """Names, shapes and dtypes; else the next round, or a saved run that nobody can load, would be the first to notice."""
+    made = replace(
+        bf.algorithms.fedavg(model, epochs=1),
+        server=lambda blocks, number: {"seen": torch.zeros(2, dtype=torch.int64)},
+        combine=lambda server, ids, uplink: returned,
+    )
+    with pytest.raises(ValueError, match=words):
+        run(made, clients, rounds=1)

@@ -19,7 +19,7 @@ from bayesfl.federation.faults import KINDS, Fault
 from bayesfl.federation.predict import choose as chosen
 from bayesfl.federation.settings import Settings
 from bayesfl.flower import BadClients, Deployed, load, records, serve, server_app
-from tests.cases import CASES, Case, federation
+from tests.cases import CASES, Case, burst_by_fine_tuning, federation
 from tests.flower.grid import LocalGrid
 from tests.flower.made import OPTIONS, Killed, asked, assert_same, changed, deploy, grid_of, method, packed, private, simulated, tuned
 
@@ -261,3 +261,14 @@ def test_scores_that_are_no_numbers(bad: Callable[[Tensor], Tensor], tmp_path: P
     found = deploy(algorithm, clients, tmp_path, grid_of(algorithm, clients, tmp_path, alter=alter), rounds=1)
     assert "tuned" not in found.history.columns
     assert "nothing is predicted: no client has scored the candidates" in caplog.text
+
+
+@pytest.mark.parametrize("rule", ["skip", "stop"])
+def test_a_fine_tuning_that_leaves_the_numbers(rule: Any, model: nn.Module, clients: FederatedData, tmp_path: Path):
+    """Its client predicts without it where bad clients are skipped, as in a simulation; else it predicts nothing."""
+    algorithm, admission = burst_by_fine_tuning(model), bf.Admission(rule)
+    found = deploy(algorithm, clients, tmp_path, admission=admission).history.rows[-1]
+    told = bf.simulate(algorithm, clients, evaluate_every=None, progress=False, admission=bf.Admission("skip"), **OPTIONS)
+    expected = told.predict().summary(clients.test)["nll"]
+    assert found["evaluated"] == clients.clients - (rule == "stop")
+    assert (found["personal_nll"] == pytest.approx(expected, abs=1e-6)) == (rule == "skip")
