@@ -15,6 +15,7 @@ from bayesfl.composition.block import Block
 from bayesfl.composition.pools import equal
 from bayesfl.data import FederatedData
 from bayesfl.likelihoods import Gaussian
+from tests.cases import run
 
 RULES = torch.tensor([[3.0, 2.0, 1.0], [-3.0, 2.0, 1.0], [-3.0, -2.0, -4.0]], dtype=torch.float64)
 OWNER = (0, 2, 1, 0, 1, 2, 2, 0, 1, 0, 2)  # neighbours in number are of different rules, and so are those of like size
@@ -36,11 +37,6 @@ def planted() -> FederatedData:
 def started(**options: Any) -> bf.Algorithm:
     algorithm = bf.algorithms.clustered(nn.Linear(3, 1, bias=False), **{**OPTIONS, **options})
     return replace(algorithm, blocks={"w": replace(algorithm.blocks["w"], start=lambda rng, size: START.float())})
-
-
-def run(algorithm: bf.Algorithm, data: FederatedData, rounds: int, **options: Any):
-    options = {"dtype": torch.float64, "evaluate_every": None, "progress": False, **options}
-    return bf.simulate(algorithm, data, rounds=rounds, **options)
 
 
 def complete_linkage(updates: np.ndarray) -> list[set[int]]:

@@ -15,7 +15,7 @@ from bayesfl.models import SplitModel
 from bayesfl.optim import SGD
 from bayesfl.posteriors import Laplace
 from bayesfl.posteriors.selection import Evidence, select
-from tests.cases import keeping
+from tests.cases import keeping, run
 
 DIM, NOISE, ALPHA = 4, 0.5, 2.0
 COUNTS = (9, 14, 6)
@@ -54,11 +54,6 @@ EXACT: dict[str, Any] = {
 }
 
 
-def run(algorithm: bf.Algorithm, clients: FederatedData, rounds: int = 1, **options: Any):
-    options = {"dtype": torch.float64, "evaluate_every": None, "seed": 2, "progress": False, **options}
-    return bf.simulate(keeping(algorithm), clients, rounds=rounds, **options)
-
-
 def posterior(data: FederatedData, j: int, mean: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and precision of client j's exact posterior under N(mean, diag g); the head makes the inputs 1.5 x."""
     x, y = data.train.client(j)
@@ -74,7 +69,7 @@ def test_a_linear_client_sends_the_exact_conditional_posterior(regressions: Fede
     algorithm = bf.algorithms.fedsi(linear(), share=share, **EXACT)
     mean, g = START.double(), torch.full((DIM,), ALPHA, dtype=torch.float64)
     for rounds in (1, 2):
-        result = run(algorithm, one, rounds)
+        result = run(keeping(algorithm), one, rounds)
         mean, precision = posterior(one, 0, mean, g)
         chosen = (1 / precision.diagonal()).argsort(descending=True)[: int(share * DIM)].sort().values
         std = torch.zeros(DIM, dtype=torch.float64)
@@ -88,7 +83,7 @@ def test_a_linear_client_sends_the_exact_conditional_posterior(regressions: Fede
 @pytest.mark.slow
 def test_fac_keeps_every_weight_on_its_own(regressions: FederatedData):
     """sigma_r = H_rr^(-1/2) for all weights: FedSI with all of them where inputs are orthogonal, and larger than nothing else."""
-    result = run(bf.algorithms.fedsi_fac(linear(), **EXACT), regressions)
+    result = run(keeping(bf.algorithms.fedsi_fac(linear(), **EXACT)), regressions)
     start, g = START.double(), torch.full((DIM,), ALPHA, dtype=torch.float64)
     for j in range(len(COUNTS)):
         assert_close(result.private["std"][j], posterior(regressions, j, start, g)[1].diagonal().rsqrt(), atol=1e-9, rtol=0)
@@ -101,7 +96,7 @@ def test_fac_keeps_every_weight_on_its_own(regressions: FederatedData):
         assert_close(found.variance[:, 0], expected, atol=1e-9, rtol=0)
     orthogonal = bf.data.from_arrays([2 * torch.eye(DIM)], [torch.ones(DIM)], outputs=1, task="regression")
     fac, all_of_them = (
-        run(algorithm, orthogonal)
+        run(keeping(algorithm), orthogonal)
         for algorithm in (bf.algorithms.fedsi_fac(linear(), **EXACT), bf.algorithms.fedsi(linear(), share=1.0, **EXACT))
     )
     assert_close(fac.server["g"], all_of_them.server["g"], atol=1e-12, rtol=0)
@@ -113,7 +108,7 @@ def test_one_client_and_one_round_is_centralised_subnetwork_laplace(model: nn.Mo
     algorithm = bf.algorithms.fedsi(
         model, share=0.3, epochs=5, batch_size=10, prior_precision=0.5, predictive_precision=3.0, finetune_steps=7
     )
-    result = run(algorithm, one)
+    result = run(keeping(algorithm), one)
     x = one.train.client(0)[0].double()
     network = bf.models.mlp(8, hidden=16, outputs=3).double()
     network.load_state_dict({k: v.double() for k, v in model.state_dict().items()})
@@ -198,7 +193,7 @@ def test_the_product_weighs_means_by_precision():
 
 def test_means_count_every_client_alike(regressions: FederatedData):
     """mu is the plain mean of the clients' MAPs, whatever their numbers of examples."""
-    result = run(bf.algorithms.fedsi(linear(), share=0.5, **EXACT), regressions)
+    result = run(keeping(bf.algorithms.fedsi(linear(), share=0.5, **EXACT)), regressions)
     start, g = START.double(), torch.full((DIM,), ALPHA, dtype=torch.float64)
     means = torch.stack([posterior(regressions, j, start, g)[0] for j in range(len(COUNTS))])
     assert_close(result.server["body"]["loc"], means.mean(0), atol=1e-9, rtol=0)
@@ -207,7 +202,7 @@ def test_means_count_every_client_alike(regressions: FederatedData):
 def test_curvature_every_other_round(regressions: FederatedData):
     """Between fits g stays, whoever is in the cohort, and the means move on."""
     algorithm = bf.algorithms.fedsi(linear(), share=0.5, curvature_every=2, **{**EXACT, "steps": 3})
-    one, two, three = (run(algorithm, regressions, rounds, participation=0.67, seed=3) for rounds in (1, 2, 3))
+    one, two, three = (run(keeping(algorithm), regressions, rounds, participation=0.67, seed=3) for rounds in (1, 2, 3))
     assert set(one.settings.cohort(3, 0)) != set(one.settings.cohort(3, 1))
     assert torch.equal(one.server["g"], two.server["g"])
     assert not torch.equal(one.server["body"]["loc"], two.server["body"]["loc"])
@@ -218,7 +213,7 @@ def test_random_subnetworks_are_one_for_all(model: nn.Module, clients: Federated
     """Equal seeds choose equal weights on every client and in every round, so that indices need not travel; another seed others."""
     options: dict[str, Any] = {"share": 0.2, "selection": "random", "epochs": 1, "predictive_precision": 1.0}
     chosen = [
-        run(bf.algorithms.fedsi(model, seed=seed, **options), clients, rounds).private["std"] > 0
+        run(keeping(bf.algorithms.fedsi(model, seed=seed, **options)), clients, rounds).private["std"] > 0
         for seed, rounds in ((0, 1), (0, 2), (1, 1))
     ]
     assert bool((chosen[0] == chosen[0][0]).all())
@@ -229,7 +224,7 @@ def test_random_subnetworks_are_one_for_all(model: nn.Module, clients: Federated
 
 def test_the_whole_body_trains_under_one_variance(regressions: FederatedData):
     """Its mean is the average of ridge solutions under N(mu, alpha), its predictions those of the full Laplace approximation at it."""
-    result = run(bf.algorithms.fedsi_full(linear(), **EXACT), regressions)
+    result = run(keeping(bf.algorithms.fedsi_full(linear(), **EXACT)), regressions)
     start, g = START.double(), torch.full((DIM,), ALPHA, dtype=torch.float64)
     mean = torch.stack([posterior(regressions, j, start, g)[0] for j in range(len(COUNTS))]).mean(0)
     assert_close(result.server["body"]["loc"], mean, atol=1e-9, rtol=0)
@@ -247,7 +242,7 @@ def test_every_variant_fine_tunes_its_head(model: nn.Module, clients: FederatedD
     """Before it predicts, by the same steps."""
     options: dict[str, Any] = {"epochs": 1, "predictive_precision": 1.0, "finetune_steps": 3}
     heads = [
-        fine_tuned_head(algorithm, run(algorithm, clients), clients)
+        fine_tuned_head(algorithm, run(keeping(algorithm), clients), clients)
         for algorithm in (make(model, **options) for make in (bf.algorithms.fedsi, bf.algorithms.fedsi_fac, bf.algorithms.fedsi_full))
     ]
     start = bf.algorithms.fedsi(model).init(7, dtype=torch.float64)["head"]["loc"]
@@ -271,7 +266,7 @@ def test_the_share_without_curvature_is_told(model: nn.Module, clients: Federate
     data = replace(
         clients, splits={k: replace(s, x=torch.cat([s.x[:, :6], torch.zeros_like(s.x[:, 6:])], 1)) for k, s in clients.splits.items()}
     )
-    result = run(bf.algorithms.fedsi(model, share=0.1, epochs=1, selection="random", predictive_precision=1.0), data)
+    result = run(keeping(bf.algorithms.fedsi(model, share=0.1, epochs=1, selection="random", predictive_precision=1.0)), data)
     layout = result.algorithm.layout("body")
     dead = torch.zeros(layout.size, dtype=torch.bool)
     layout.leaves(dead)["body.0.weight"][:, 6:] = True
@@ -286,14 +281,14 @@ def test_the_share_without_curvature_is_told(model: nn.Module, clients: Federate
 def test_heads_that_train_are_private(model: nn.Module, clients: FederatedData):
     """As in the authors' code: every client has a head of its own, moved with the body; by default the common one stands still."""
     options: dict[str, Any] = {"epochs": 2, "share": 0.3, "predictive_precision": 1.0}
-    still, own = (run(bf.algorithms.fedsi(model, train_head=train, **options), clients) for train in (False, True))
+    still, own = (run(keeping(bf.algorithms.fedsi(model, train_head=train, **options)), clients) for train in (False, True))
     start = still.algorithm.init(7, dtype=torch.float64)["head"]["loc"]
     assert torch.equal(still.server["head"]["loc"], start)
     assert "head" not in still.private
     assert len(own.private["head"]["loc"].unique(dim=0)) == 7
     assert not any(key.startswith("head") for key in own.algorithm.uplink())
     for make in (bf.algorithms.fedsi_fac, bf.algorithms.fedsi_full):
-        moved = run(make(model, train_head=True, epochs=2, predictive_precision=1.0), clients).private["head"]["loc"]
+        moved = run(keeping(make(model, train_head=True, epochs=2, predictive_precision=1.0)), clients).private["head"]["loc"]
         assert len(moved.unique(dim=0)) == 7
 
 
@@ -303,7 +298,7 @@ def test_the_literal_prior_is_stable(model: nn.Module, clients: FederatedData):
     algorithm = bf.algorithms.fedsi(
         model, prior_precision=1e4, predictive_precision=1e4, optimiser=SGD(0.1), share=0.1, epochs=3, batch_size=10
     )
-    result = run(algorithm, clients, rounds=4)
+    result = run(keeping(algorithm), clients, rounds=4)
     selected = result.server["g"] < 0.99e-4
     assert bool(selected.any())
     assert float(1 / result.server["g"].min() / 43) > 1000

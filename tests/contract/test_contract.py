@@ -16,19 +16,18 @@ from bayesfl.base.protocols import RESERVED, Server, StackedPool, Uplink
 from bayesfl.base.trees import flatten
 from bayesfl.composition.phases import Once
 from bayesfl.data import FederatedData
+from bayesfl.federation.result import Result
 from tests.cases import CASES, SIZES, Case, federation
+from tests.federation import made
+from tests.federation.made import state
 
 ROUNDS = 3
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 
 
-def state(result) -> dict[str, Tensor]:
-    return flatten({"server": result.server, "private": result.private})
-
-
-def run(case: Case, model: nn.Module, clients: FederatedData, engine: bf.Engine | None = None, **options):
-    options = {"rounds": ROUNDS, "dtype": torch.float64, "evaluate_every": None, "seed": 3, **options}
-    return bf.simulate(case(model), clients, engine=engine or bf.Engine(chunk=3, workers=1), progress=False, **options)
+def run(case: Case, model: nn.Module, clients: FederatedData, **options: Any) -> Result:
+    """A run of a case on one worker that measures nothing on the way."""
+    return made.run(case(model), clients, **{"rounds": ROUNDS, "evaluate_every": None, "engine": bf.Engine(chunk=3, workers=1), **options})
 
 
 def same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
@@ -48,9 +47,9 @@ WHO += [(case, *who) for case in CASES if case.name in ("fedavg", "pfedvem", "fe
 def test_kernels_agree(case: Case, model: nn.Module, clients: FederatedData, participation: float, train: str | None):
     """Every kernel, and any chunk, gives the reference's numbers to rounding, for clients of unequal size."""
     options = {"participation": participation, "train": train}
-    reference = state(run(case, model, clients, bf.Engine("reference", workers=1), **options))
+    reference = state(run(case, model, clients, engine=bf.Engine("reference", workers=1), **options))
     for kernel, chunk in (("live", 4), ("layers", 3), ("layers", len(SIZES)), ("vmap", 4), ("auto", None)):
-        got = state(run(case, model, clients, bf.Engine(kernel, chunk=chunk), **options))
+        got = state(run(case, model, clients, engine=bf.Engine(kernel, chunk=chunk), **options))
         assert_close(got, reference, atol=1e-6, rtol=0, msg=lambda m, k=kernel, c=chunk: f"{k}, chunk {c}: {m}")
 
 
@@ -62,16 +61,16 @@ def test_kernels_agree_on_convolutions(case: Case):
     """The same for a CNN, whose auto kernel differs from phase to phase."""
     clients = federation((1, 12, 12), sizes=(23, 17, 5))
     model = bf.models.lenet((1, 12, 12), outputs=3, channels=(3, 4), hidden=(12, 8))
-    reference = state(run(case, model, clients, bf.Engine("reference", workers=1), rounds=2))
+    reference = state(run(case, model, clients, engine=bf.Engine("reference", workers=1), rounds=2))
     for kernel, chunk in (("live", 3), ("layers", 2), ("vmap", 3), ("auto", 2)):
-        got = state(run(case, model, clients, bf.Engine(kernel, chunk=chunk), rounds=2))
+        got = state(run(case, model, clients, engine=bf.Engine(kernel, chunk=chunk), rounds=2))
         assert_close(got, reference, atol=1e-6, rtol=0, msg=lambda m, k=kernel: f"{k}: {m}")
 
 
 @every_case
 def test_workers_do_not_change_the_bits(case: Case, model: nn.Module, clients: FederatedData):
     """One thread or three: equal bits, in float32, where sums in another order would show most."""
-    one, three = (state(run(case, model, clients, bf.Engine(chunk=2, workers=w), dtype=torch.float32)) for w in (1, 3))
+    one, three = (state(run(case, model, clients, engine=bf.Engine(chunk=2, workers=w), dtype=torch.float32)) for w in (1, 3))
     assert same_bits(one, three)
 
 

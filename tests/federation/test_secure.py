@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import chi2
-from torch import Tensor, nn
+from torch import nn
 from torch.testing import assert_close
 
 import bayesfl as bf
 from bayesfl.base.protocols import AdditivePool, Server, Tensors
-from bayesfl.base.trees import flatten
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.pools import Clipped, Mean, Median, MomentMatched, PrecisionWeighted, Relaxed, by_size
 from bayesfl.composition.priors import Normal, inverse_size, server_mean
@@ -25,11 +24,11 @@ from bayesfl.composition.server_optimiser import with_server_optimiser
 from bayesfl.data import FederatedData
 from bayesfl.federation import secure
 from bayesfl.federation.faults import KINDS, Lost
-from bayesfl.federation.result import Result
 from bayesfl.federation.secure import SecureSum, agreed, masked, quantised, quotient_bound, restored, summed
 from bayesfl.optim import Adam
 from bayesfl.posteriors import MeanField
 from tests.cases import CASES, Case
+from tests.federation.made import run, state
 
 COARSE = 2.0**-10
 
@@ -38,15 +37,6 @@ simulation = importlib.import_module("bayesfl.federation.simulation")  # `bf.sim
 
 
 SIZE = 8 * 16 + 16 + 16 * 3 + 3  # of the fixture's model
-
-
-def state(result: Result) -> dict[str, Tensor]:
-    return flatten({"server": result.server, "private": result.private})
-
-
-def run(algorithm: Algorithm, clients: FederatedData, **options: Any) -> Result:
-    options = {"rounds": 2, "dtype": torch.float64, "seed": 3, "evaluate_every": None, "engine": bf.Engine(chunk=3), **options}
-    return bf.simulate(algorithm, clients, progress=False, **options)
 
 
 def fedavg(model: nn.Module, pool: AdditivePool | None = None) -> Algorithm:
@@ -220,7 +210,7 @@ def test_the_result_does_not_depend_on_the_masks(model: nn.Module, clients: Fede
     sent = watch(monkeypatch)
     one, two = (run(fedavg(model), clients, aggregation=SecureSum()) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(state(one).values(), state(two).values(), strict=True))
-    assert len(sent) == 2 * 2 * 7
+    assert len(sent) == 2 * 3 * 7
     for k, (client, message) in enumerate(sent):
         assert all((message != other).mean() > 0.99 for mate, other in sent[k + 1 :] if mate == client)
     other = run(fedavg(model), clients, aggregation=SecureSum(), engine=bf.Engine(chunk=3, workers=2))
