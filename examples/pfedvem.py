@@ -83,7 +83,8 @@ TITLES = {name: title for name, (_, title, _) in bf.algorithms.PAPERS.items()}
 COLUMNS = (
     report.Column("accuracy", better="higher"),
     report.Column("nll", title="NLL (nats)", better="lower"),
-    report.Column("ece", better="lower"),
+    report.Column("ece", title="ECE, clients' mean", better="lower"),
+    report.Column("pooled_ece", title="ECE, pooled", better="lower"),
     report.Column("brier", title="Brier", better="lower"),
 )
 EXPERIMENT = ("dataset", "clients", "rounds", "participation", "algorithms", "seeds", "device", "kernel")

@@ -1,13 +1,14 @@
 """Reliability diagrams: whether a classifier is as sure as it is right."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from torch import Tensor
 
-from bayesfl.evaluation.metrics import ReliabilityBins, reliability_bins
-from bayesfl.evaluation.plots.inputs import predictions
+from bayesfl.evaluation.metrics import ReliabilityBins, ece, reliability_bins
+from bayesfl.evaluation.plots.inputs import names_of, predictions
 from bayesfl.evaluation.plots.look import BLUE, GREY, INK, clean, new_figure
 
 if TYPE_CHECKING:
@@ -17,6 +18,31 @@ if TYPE_CHECKING:
 _OVER: dict[str, Any] = {"color": "#F6CDB2", "edgecolor": "#D55E00", "hatch": "////", "label": "overconfident", "gid": "overconfident"}
 _UNDER: dict[str, Any] = {"color": "#7FB9DF", "edgecolor": "#CFE7F7", "hatch": "....", "label": "underconfident", "gid": "underconfident"}
 _CLIENTS = 12  # panels that by="client" draws unless told which
+_FEW = 20  # a bin of fewer examples is faded
+_FADED = 0.25
+
+
+@dataclass(frozen=True)
+class _Panel:
+    """One diagram: its bins, and the mean of the clients' calibration errors where several are pooled, else None."""
+
+    bins: ReliabilityBins
+    mean_ece: float | None = None
+
+    @classmethod
+    def of(cls, probs: Tensor, labels: Tensor, mask: Tensor, bins: int) -> "_Panel":
+        own = ece(probs, labels, mask, bins=bins)[mask.any(-1)]
+        return cls(reliability_bins(probs, labels, mask, bins), float(own.mean()) if len(own) > 1 else None)
+
+    @property
+    def numbers(self) -> str:
+        """The numbers in the diagram's box; errors are fractions, as in tables."""
+        if not self.bins.examples:
+            return "no examples"
+        examples = f"n = {self.bins.examples:,}".replace(",", "\u2009")
+        if self.mean_ece is None:
+            return f"ECE {self.bins.ece:.3f}\n{examples}"
+        return f"ECE, pooled {self.bins.ece:.3f}\nECE, clients' mean {self.mean_ece:.3f}\n{examples}"
 
 
 def reliability(
@@ -33,15 +59,17 @@ def reliability(
     """Draws a reliability diagram: accuracy by bins of confidence, and how many examples each bin holds.
 
     Blue bars are the accuracy of each bin. A shaded gap leads from their top to the bin's mean confidence: upwards, in vermilion, where
-    the model claims more than it achieves; downwards, in sky blue, where it claims less. The expected calibration error is the mean of
-    the gaps, weighted by the histogram beneath. Guo et al., "On calibration of modern neural networks", ICML 2017.
+    the model claims more than it achieves; downwards, in sky blue, where it claims less. Thin lines are 95 % intervals of a binomial share
+    (Wilson) for each accuracy; bins of fewer than 20 examples are faded. The expected calibration error (ECE) is the mean of the gaps,
+    weighted by the histogram beneath. Where several clients are pooled, the mean of their own errors stands beside it: it is larger, since
+    each client has fewer examples. Guo et al., "On calibration of modern neural networks", ICML 2017.
 
     Args:
         source: A simulation's result, whose personal predictions on its test data are used; or class probabilities, [J, N, O] or [N, O].
         labels: True classes, [J, N] or [N]; only where `source` is probabilities.
         mask: Which rows are examples, bool and shaped as `labels`; by default all.
         bins: Number of bins of equal width.
-        by: `pooled`, one diagram of all examples; `client`, one per client.
+        by: `pooled`, one diagram of all examples; `client`, one per client under its name.
         clients: Which clients, by number; by default all when pooled, and the first 12 that have examples by client.
         ax: Where to draw a pooled diagram; it makes room for the histogram beneath. By default a new figure.
         title: Of the diagram, or of the figure.
@@ -61,9 +89,9 @@ def reliability(
         if clients is not None:
             chosen = list(clients)
             probs, labels, mask = probs[chosen], labels[chosen], mask[chosen]
-        pooled = reliability_bins(probs, labels, mask, bins)
+        pooled = _Panel.of(probs, labels, mask, bins)
         if ax is None:
-            return _panels({title or "": pooled}, 1, size=(3.8, 4.6))[1][0]
+            return _panels([pooled], [title or ""], 1, size=(3.8, 4.6))[1][0]
         _diagram(ax, _split(ax), pooled)
         ax.legend(handles=_key(), loc="upper left", fontsize="small", handlelength=1.3, edgecolor="none", framealpha=0.9, borderaxespad=0.2)
         ax.set_title(title or "")
@@ -76,8 +104,9 @@ def reliability(
         clients = mask.any(-1).nonzero().flatten().tolist()[:_CLIENTS]
     if not clients:
         raise ValueError("there is no client with examples to draw; check mask")
-    panels = {f"client {j}": reliability_bins(probs[j : j + 1], labels[j : j + 1], mask[j : j + 1], bins) for j in clients}
-    figure, axes = _panels(panels, min(4, len(panels)))
+    names = names_of(source, total)
+    panels = [_Panel.of(probs[j : j + 1], labels[j : j + 1], mask[j : j + 1], bins) for j in clients]
+    figure, axes = _panels(panels, [names[j] for j in clients], min(4, len(panels)))
     if title:
         figure.suptitle(title)
     return axes
@@ -99,12 +128,12 @@ def reliability_compare(entries: Mapping[str, Any], *, bins: int = 15, columns: 
     """
     if not entries:
         raise ValueError("entries is empty: give at least one {method: result or (probs, labels, mask)}")
-    panels = {name: reliability_bins(*predictions(entry, None, None), bins) for name, entry in entries.items()}
-    return _panels(panels, min(4, len(panels)) if columns is None else columns, alike=True)[0]
+    panels = [_Panel.of(*predictions(entry, None, None), bins) for entry in entries.values()]
+    return _panels(panels, list(entries), min(4, len(panels)) if columns is None else columns, alike=True)[0]
 
 
 def _panels(
-    panels: Mapping[str, ReliabilityBins], columns: int, *, size: tuple[float, float] = (3.0, 3.4), alike: bool = False
+    panels: Sequence[_Panel], titles: Sequence[str], columns: int, *, size: tuple[float, float] = (3.0, 3.4), alike: bool = False
 ) -> tuple["Figure", np.ndarray]:
     """Draws a grid of diagrams, the outer ones with the words; `alike` gives their histograms one scale."""
     if columns < 1:
@@ -113,52 +142,60 @@ def _panels(
     lines = -(-len(panels) // columns)
     figure = new_figure((max(size[0] * columns, 3.6) + 0.4, size[1] * lines + 0.5))
     grid = figure.add_gridspec(2 * lines, columns, height_ratios=(4, 1) * lines)
-    tallest = max(int(bins.count.max()) for bins in panels.values()) if alike else None
+    tallest = max(int(panel.bins.count.max()) for panel in panels) if alike else None
     axes = np.empty(len(panels), dtype=object)
-    for place, (name, bins) in enumerate(panels.items()):
+    for place, (title, panel) in enumerate(zip(titles, panels, strict=True)):
         line, column = divmod(place, columns)
         axes[place] = ax = figure.add_subplot(grid[2 * line, column])
         beneath = figure.add_subplot(grid[2 * line + 1, column], sharex=ax, label="histogram")
-        _diagram(ax, beneath, bins, across=place + columns >= len(panels), up=column == 0, tallest=tallest)
-        ax.set_title(name, fontsize="medium")
-    figure.legend(handles=_key(), loc="outside lower center", ncols=3, frameon=False, fontsize="small", handlelength=1.3)
+        _diagram(ax, beneath, panel, across=place + columns >= len(panels), up=column == 0, tallest=tallest)
+        ax.set_title(title, fontsize="medium")
+    figure.legend(
+        handles=_key(), loc="outside lower center", ncols=min(5, 2 * columns + 1), frameon=False, fontsize="small", handlelength=1.3
+    )
     return figure, axes
 
 
-def _diagram(
-    ax: "Axes", beneath: "Axes", bins: ReliabilityBins, *, across: bool = True, up: bool = True, tallest: int | None = None
-) -> None:
+def _diagram(ax: "Axes", beneath: "Axes", panel: _Panel, *, across: bool = True, up: bool = True, tallest: int | None = None) -> None:
     """Draws one reliability diagram in `ax` and its histogram in `beneath`, which shares the x axis.
 
     Args:
         ax: Where the bars go.
         beneath: Where the histogram goes.
-        bins: What to draw.
+        panel: What to draw.
         across: Whether to write along the x axis.
         up: Whether to write along the y axes.
         tallest: Count that the histogram's axis reaches; by default its own largest.
     """
     from matplotlib.ticker import MaxNLocator
+    from scipy.stats import binomtest
 
+    bins = panel.bins
     left, width, filled = bins.edges[:-1], np.diff(bins.edges), bins.count > 0
     height = np.where(filled, bins.accuracy, 0.0)
-    ax.bar(left, height, width, align="edge", color=BLUE, alpha=0.85, edgecolor="white", linewidth=0.6, label="accuracy", gid="accuracy")
+    bars = ax.bar(left, height, width, align="edge", color=BLUE, edgecolor="white", linewidth=0.6, label="accuracy", gid="accuracy")
+    for bar, count in zip(bars, bins.count, strict=True):
+        bar.set_alpha(0.85 * _strength(count))
     low, high = np.fmin(bins.accuracy, bins.confidence), np.fmax(bins.accuracy, bins.confidence)
     over = filled & (bins.confidence >= bins.accuracy)
     for which, look in ((over, _OVER), (filled & ~over, _UNDER)):
-        ax.bar(left[which], (high - low)[which], width[which], bottom=low[which], align="edge", linewidth=0.6, **look)
+        gaps = ax.bar(left[which], (high - low)[which], width[which], bottom=low[which], align="edge", linewidth=0.6, **look)
+        for gap, count in zip(gaps, bins.count[which], strict=True):
+            gap.set_alpha(_strength(count))
+    for middle, count, right in zip((left + width / 2)[filled], bins.count[filled], bins.accuracy[filled], strict=True):
+        ends = binomtest(round(right * count), int(count)).proportion_ci(method="wilson")
+        ax.plot([middle] * 2, [ends.low, ends.high], color=INK, linewidth=0.9, alpha=_strength(count), gid="interval")
     ax.plot([0, 1], [0, 1], linestyle=(0, (4, 3)), color=INK, linewidth=1, gid="diagonal")
     ax.set(xlim=(0, 1), ylim=(0, 1))
     clean(ax, grid="y")
-    numbers = f"ECE {100 * bins.ece:.1f}%\nMCE {100 * bins.mce:.1f}%\nn = {bins.examples:,}" if bins.examples else "no examples"
     ax.text(
         0.97,
         0.04,
-        numbers.replace(",", "\u2009"),
+        panel.numbers,
         transform=ax.transAxes,
         ha="right",
         va="bottom",
-        fontsize="small",
+        fontsize="x-small" if panel.mean_ece is not None else "small",
         linespacing=1.4,
         bbox={"boxstyle": "round,pad=0.35", "facecolor": "white", "edgecolor": "none", "alpha": 0.9},
     )
@@ -177,14 +214,26 @@ def _diagram(
         beneath.set_ylabel("examples", fontsize="small")
 
 
+def _strength(count: int) -> float:
+    """Return how opaque a bin is drawn."""
+    return 1.0 if count >= _FEW else _FADED
+
+
 def _key() -> list[Any]:
     """Explains the colours of a diagram, for its legend."""
+    from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     gaps = [
         Patch(facecolor=k["color"], edgecolor=k["edgecolor"], hatch=k["hatch"], linewidth=0.6, label=k["label"]) for k in (_OVER, _UNDER)
     ]
-    return [Patch(facecolor=BLUE, alpha=0.85, label="accuracy"), *gaps]
+    few = Patch(facecolor=BLUE, alpha=_FADED, label=f"fewer than {_FEW} examples")
+    return [
+        Patch(facecolor=BLUE, alpha=0.85, label="accuracy"),
+        *gaps,
+        Line2D([], [], color=INK, linewidth=0.9, label="95 % interval"),
+        few,
+    ]
 
 
 def _split(ax: "Axes") -> "Axes":

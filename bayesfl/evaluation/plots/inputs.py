@@ -27,3 +27,9 @@ def predictions(source: Any, labels: Tensor | None, mask: Tensor | None) -> tupl
     probs, labels = torch.as_tensor(source), torch.as_tensor(labels)
     mask = torch.ones_like(labels, dtype=torch.bool) if mask is None else torch.as_tensor(mask)
     return (probs[None], labels[None], mask[None]) if probs.dim() == 2 else (probs, labels, mask)
+
+
+def names_of(source: Any, clients: int) -> list[str]:
+    """Return the clients' names, of a result those of its data; a name that is only a number becomes `client 3`."""
+    names = source.data.client_names if hasattr(source, "data") and hasattr(source, "predict") else range(clients)
+    return [f"client {name}" if str(name).isdigit() else str(name) for name in names]

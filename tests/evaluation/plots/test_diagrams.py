@@ -1,14 +1,19 @@
 """What a reliability diagram contains, without looking at it."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
+import bayesfl as bf
 from bayesfl.base.files import atomic_path
+from bayesfl.data import FederatedData
 from bayesfl.evaluation import plots
-from bayesfl.evaluation.metrics import reliability_bins
+from bayesfl.evaluation.metrics import ece, reliability_bins
+from tests.cases import run
 from tests.evaluation.plots.made import bars, beneath, federation
 
 pytest.importorskip("matplotlib")
@@ -39,11 +44,44 @@ def test_diagram_shows_the_bins(own):
     (diagonal,) = [line for line in ax.lines if line.get_gid() == "diagonal"]
     np.testing.assert_array_equal(diagonal.get_xydata(), [[0, 0], [1, 1]])
     (words,) = [text.get_text() for text in ax.texts]
-    assert words.startswith(f"ECE {100 * bins.ece:.1f}%\nMCE {100 * bins.mce:.1f}%\nn = {bins.examples}")
+    own = ece(*case, bins=10)
+    assert words.split("\n") == [
+        f"ECE, pooled {bins.ece:.3f}",
+        f"ECE, clients' mean {own[~own.isnan()].mean():.3f}",
+        f"n = {bins.examples}",
+    ]
     assert ax.get_title() == "here"
     legend = ax.get_legend() or ax.figure.legends[0]
-    assert [text.get_text() for text in legend.get_texts()] == ["accuracy", "overconfident", "underconfident"]
+    words = ["accuracy", "overconfident", "underconfident", "95 % interval", "fewer than 20 examples"]
+    assert [text.get_text() for text in legend.get_texts()] == words
     ax.figure.canvas.draw()
+
+
+def test_few_examples_do_not_shout():
+    """A bin of 19 examples is faded, one of 20 is not; every filled bin has the Wilson interval of its accuracy, by its closed form."""
+    confidence = torch.tensor([0.55] * 19 + [0.75] * 20 + [0.95] * 400)
+    right = torch.cat([torch.arange(19) < 3, torch.arange(20) < 15, torch.arange(400) < 396])
+    probs, labels = torch.stack([confidence, 1 - confidence], -1), (~right).long()
+    ax = plots.reliability(probs, labels, bins=10)
+    alphas = {round(bar.get_x(), 1): bar.get_alpha() for bar in bars(ax, "accuracy") if bar.get_height()}
+    assert alphas[0.5] < 0.3 < 0.8 < alphas[0.7] == alphas[0.9]
+    assert {round(gap.get_x(), 1): gap.get_alpha() for gap in bars(ax, "overconfident") + bars(ax, "underconfident")} == {
+        0.5: 0.25,
+        0.7: 1.0,
+        0.9: 1.0,
+    }
+    lines = [line for line in ax.lines if line.get_gid() == "interval"]
+    z = 1.959963984540054
+    for line, middle, k, n in zip(lines, (0.55, 0.75, 0.95), (3, 15, 396), (19, 20, 400), strict=True):
+        centre, half = (k + z**2 / 2) / (n + z**2), z / (n + z**2) * (k * (n - k) / n + z**2 / 4) ** 0.5
+        np.testing.assert_allclose(line.get_xydata(), [[middle, centre - half], [middle, centre + half]])
+
+
+def test_clients_have_their_names(clients: FederatedData, model: nn.Module):
+    """Of a result those of its data; a name that is a number says what it counts."""
+    named = replace(clients, client_names=("Basel", "2", "Genève", *map(str, range(3, 7))))
+    axes = plots.reliability(run(bf.algorithms.fedavg(model, epochs=1), named), by="client", clients=[0, 1, 2])
+    assert [ax.get_title() for ax in axes] == ["Basel", "client 2", "Genève"]
 
 
 def test_by_client():
