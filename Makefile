@@ -70,6 +70,7 @@ wheel: $(VENV)/.test
 # The README's table of what is implemented, from the compositions themselves.
 readme: $(VENV)/.plain
 	$(BIN)/python docs/tables.py
+	$(BIN)/python docs/figures.py
 
 benchmarks: $(VENV)/.plain
 	$(BIN)/python benchmarks/engines.py

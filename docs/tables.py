@@ -34,7 +34,8 @@ def demo() -> str:
     columns = [
         report.Column("accuracy", better="higher"),
         report.Column("nll", title="NLL (nats)", better="lower"),
-        report.Column("ece", title="ECE", better="lower"),
+        report.Column("ece", title="ECE, clients' mean", better="lower"),
+        report.Column("pooled_ece", title="ECE, pooled", better="lower"),
         report.Column("brier", title="Brier", better="lower"),
     ]
     return report.table(saved["rows"], columns=columns, style="markdown")

@@ -1,0 +1,92 @@
+"""Writes the figures in the prose of the README and of pages under docs from the committed results: python docs/figures.py.
+
+A figure is a number with the expression that makes it in a comment behind it, which no reader sees:
+
+    FedSI reaches 84.7 %<!-- = 100 * mean(cells(papers.fedsi, "mnist/fedsi/*", "rows", "FedSI", "accuracy")) -->
+
+Names are those of files under benchmarks/results, `papers.fedsi` that of benchmarks/results/papers/fedsi.json; square brackets read them.
+`mean`, `se` (standard error), `median`, `min`, `max`, `abs` and `len` take lists, `cells` collects from every cell whose key matches a
+pattern. As many decimals are written as stand there; a sign before the number and units behind it stay.
+"""
+
+import fnmatch
+import json
+import math
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+FIGURE = re.compile(r"(?P<number>\d[\d,]*(?:\.\d+)?|\.\d+)(?P<unit>(?:\s?%|\*\*|\s(?:s|nats|points|MiB|GiB))*)<!-- = (?P<made>.+?) -->")
+_ASIDE = re.compile(r"```.*?```|<!--.*?-->|\$\$.*?\$\$|\$[^$\n]*\$|`[^`\n]*`|\]\([^)]*\)|^\|[^\n]*$", re.DOTALL | re.MULTILINE)
+_DECIMAL = re.compile(r"(?<![\w.])(?:\d+)?\.\d+(?![\w.]*\w)")
+
+
+def cells(saved: Mapping[str, Any], pattern: str, *path: str) -> list[Any]:
+    """Collect what stands under `path` in every cell whose key matches, those of several seeds for instance."""
+    found = []
+    for key, cell in saved["cells"].items():
+        if fnmatch.fnmatchcase(key, pattern):
+            for name in path:
+                cell = cell[name]
+            found.append(cell)
+    if not found:
+        raise KeyError(f"no cell matches {pattern!r}")
+    return found
+
+
+def _names() -> dict[str, Any]:
+    def of(folder: Path) -> dict[str, Any]:
+        return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
+
+    def mean(values: Sequence[float]) -> float:
+        return math.fsum(values) / len(values)
+
+    def se(values: Sequence[float]) -> float:
+        return statistics.stdev(values) / math.sqrt(len(values))
+
+    papers = SimpleNamespace(**of(RESULTS / "papers"))
+    tools = {"cells": cells, "mean": mean, "se": se, "median": statistics.median}
+    return {**of(RESULTS), "papers": papers, **tools, "min": min, "max": max, "abs": abs, "len": len}
+
+
+def written(text: str) -> str:
+    """Return a page's text with every figure as the committed results give it.
+
+    Raises:
+        KeyError, NameError, SyntaxError: An expression names what is not there; the message has the expression.
+    """
+    names = _names()
+
+    def write(found: re.Match[str]) -> str:
+        number, made = found["number"], found["made"]
+        try:
+            value = float(eval(made, {"__builtins__": {}}, names))
+        except Exception as error:
+            raise type(error)(f"{made}: {error}") from error
+        places = len(number.partition(".")[2])
+        shown = f"{value:,.{places}f}" if "," in number or value >= 10_000 else f"{value:.{places}f}"
+        shown = shown.removeprefix("0") if number.startswith(".") else shown
+        return f"{shown}{found['unit']}<!-- = {made} -->"
+
+    return FIGURE.sub(write, text)
+
+
+def unmarked(text: str) -> list[str]:
+    """Return the decimals in a page's prose that no expression makes: those outside tables, code, formulas and figures."""
+    return _DECIMAL.findall(_ASIDE.sub(" ", FIGURE.sub(" ", text)))
+
+
+def pages() -> list[Path]:
+    """Return the README and every page of the documentation."""
+    built = ROOT / "docs" / "_build"
+    return [ROOT / "README.md", *sorted(page for page in (ROOT / "docs").rglob("*.md") if built not in page.parents)]
+
+
+if __name__ == "__main__":
+    for page in pages():
+        page.write_text(written(page.read_text()))

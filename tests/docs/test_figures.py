@@ -1,0 +1,48 @@
+"""Figures in prose are those of the committed results."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FIGURES = runpy.run_path(str(ROOT / "docs" / "figures.py"))
+UNMARKED = {
+    "README.md": 14,
+    "docs/decisions/0004-layer-rules-go-back-by-hand.md": 6,
+    "docs/decisions/0005-one-split-of-shared-tensors.md": 1,
+    "docs/decisions/0008-what-stands-between.md": 28,
+    "docs/deployment.md": 2,
+    "docs/derivations/curvature.md": 1,
+    "docs/derivations/fedpac.md": 11,
+    "docs/derivations/fedsi.md": 1,
+    "docs/gotchas.md": 1,
+    "docs/papers/fedem.md": 16,
+    "docs/papers/fedsi.md": 44,
+    "docs/papers/perinvfl.md": 21,
+    "docs/privacy.md": 3,
+    "docs/selection.md": 123,
+    "docs/speed.md": 3,
+}
+"""How many decimals of a page's prose no expression makes: numbers of sections and versions, settings, figures of other papers."""
+
+
+def test_a_figure_is_written_as_its_expression_says():
+    """With the decimals and the unit that stand there; what is no figure stays."""
+    text = "version 3.11, **1.5 %**<!-- = 100 * 0.25 -->, .05<!-- = 1 / 8 -->, 7 nats<!-- = len([1, 2]) -->, 1,000<!-- = 2e4 -->"
+    assert FIGURES["written"](text) == text.replace("1.5", "25.0").replace(".05", ".12").replace("7 ", "2 ").replace("1,000", "20,000")
+    assert FIGURES["unmarked"](text + " `0.1` and $0.2$\n| 0.3 |\n0.4 (see v1.2.3)") == ["3.11", "0.4"]
+
+
+@pytest.mark.parametrize("made", ["nothing[0]", 'demo["rows"]["FedAvgg"]', 'cells(papers.fedsi, "no/*")'])
+def test_a_figure_of_nothing_is_an_error(made: str):
+    with pytest.raises((KeyError, NameError), match=r"nothing|FedAvgg|no/"):
+        FIGURES["written"](f"1<!-- = {made} -->")
+
+
+@pytest.mark.parametrize("page", FIGURES["pages"](), ids=lambda page: str(page.relative_to(ROOT)))
+def test_pages_show_what_was_made(page: Path):
+    """Every marked figure as the results give it, and no decimal more that nothing makes."""
+    text = page.read_text()
+    assert FIGURES["written"](text) == text
+    assert len(FIGURES["unmarked"](text)) == UNMARKED.get(str(page.relative_to(ROOT)), 0), FIGURES["unmarked"](text)
