@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FIGURES = runpy.run_path(str(ROOT / "docs" / "figures.py"))
+FIGURES, TABLES = (runpy.run_path(str(ROOT / "docs" / name)) for name in ("figures.py", "tables.py"))
 UNMARKED = {
     "README.md": 14,
     "docs/decisions/0004-layer-rules-go-back-by-hand.md": 6,
@@ -46,3 +46,10 @@ def test_pages_show_what_was_made(page: Path):
     text = page.read_text()
     assert FIGURES["written"](text) == text
     assert len(FIGURES["unmarked"](text)) == UNMARKED.get(str(page.relative_to(ROOT)), 0), FIGURES["unmarked"](text)
+
+
+@pytest.mark.parametrize("page", TABLES["PAGES"], ids=lambda page: str(page.relative_to(ROOT)))
+def test_pages_show_the_tables_that_were_made(page: Path):
+    """Those that the committed results, the methods and the docstrings give."""
+    text = page.read_text()
+    assert all(make() in text for make in TABLES["PAGES"][page])
