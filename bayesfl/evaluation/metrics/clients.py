@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def pool(probs: Tensor, labels: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Pool all examples of all clients: [J, N, *] becomes [1, J * N, *], for any measure of this module.
+    """Pool all examples of all clients: [J, N, *] becomes [1, J * N, *], for any measure of `bayesfl.metrics`.
 
     Args:
         probs: Predictions, [J, N, O].

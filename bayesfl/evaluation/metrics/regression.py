@@ -24,7 +24,7 @@ def rmse(mean: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
 
 
 def gaussian_nll(mean: Tensor, variance: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
-    """Compute the mean negative log density of the targets under N(mean, variance): nats per example, summed over outputs, constants included.
+    """Compute the mean negative log density of the targets under N(mean, variance): nats per example, summed over outputs, with constants.
 
     Args:
         mean: Predictive means, [J, N, O].
