@@ -141,7 +141,7 @@ class _Run:
     network: Network = field(init=False)
     rules: Rules = field(init=False)
     kept: dict[int, tuple[str, ...]] = field(default_factory=dict)
-    """`base` of each checkpoint that is kept, by its round."""
+    """For each checkpoint that is kept, by its round, the state's `base`."""
 
     def begin(self, algorithm: Algorithm, settings: Settings, clients: int, dtype: torch.dtype) -> Deployed:
         """Return the state from which the run starts or continues, once the clients have answered."""
