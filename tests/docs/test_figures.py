@@ -8,7 +8,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FIGURES, TABLES = (runpy.run_path(str(ROOT / "docs" / name)) for name in ("figures.py", "tables.py"))
 UNMARKED = {
-    "README.md": 14,
+    "README.md": 2,
+    "docs/demo.md": 2,
+    "docs/start.md": 1,
     "docs/decisions/0004-layer-rules-go-back-by-hand.md": 6,
     "docs/decisions/0005-one-split-of-shared-tensors.md": 1,
     "docs/decisions/0008-what-stands-between.md": 28,
