@@ -18,9 +18,9 @@ def with_server_optimiser(algorithm: Algorithm, optimiser: Optimiser) -> Algorit
 
         w <- update(w, w - pooled)
 
-    is the step for every block that is gathered. `SGD(1.0)` gives the method itself. Where clients take one plain gradient step of rate 1, the gradient
-    is that of their objectives' mean under the pool's weights. With weights n_j / n, mean losses and everyone taking part, this is the mean
-    loss of all data together; a penalty is averaged in the same way, not added up, see `bayesfl.algorithms.irm`.
+    is the step for every block that is gathered. `SGD(1.0)` gives the method itself. Where clients take one plain gradient step of rate 1,
+    the gradient is that of their objectives' mean under the pool's weights. With weights n_j / n, mean losses and everyone taking part,
+    this is the mean loss of all data together; a penalty is averaged in the same way, not added up, see `bayesfl.algorithms.irm`.
 
     Args:
         algorithm: The method; its own `combine` changes the blocks first.
