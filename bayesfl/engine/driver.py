@@ -98,8 +98,8 @@ class Engine:
     def choose(self, algorithm: Algorithm, phase: Descend | None, device: torch.device) -> KernelName:
         """Choose the kernel that runs a phase, or predictions where `phase` is None.
 
-        With `auto`, a stack of known layers is run by `layers`, except that a CPU runs large convolutional networks fastest one client at a
-        time, by `live`; other modules are run by `live` on a CPU and by `vmap` on a GPU.
+        With `auto`, stacks of known layers are run by `layers`, except convolutional networks (on a CPU only large ones). Those and all
+        other modules are run by `live`, or on a GPU by `vmap` if torch.func can batch them.
 
         Raises:
             ValueError: The kernel asked for has no rule for a layer of the model, or cannot batch it.
