@@ -85,7 +85,8 @@ def fedsi(
     Args:
         model: A `bf.models.SplitModel`, or any module whose parameters are named `body.*` and `head.*`; its head is the common one.
         structure: Which part of the body is uncertain: a `subnetwork` (FedSI); every weight without covariances, `diagonal` (FedSI-Fac); or
-            all of it, `full`: training then keeps the isotropic prior and has no use for `aggregation`, `variance_floor` and `curvature_every`.
+            all of it, `full`: training then keeps the isotropic prior, and `aggregation`, `variance_floor` and `curvature_every` are not
+            used.
         share: Share of the body's weights in the subnetwork, in (0, 1]; the paper takes 0.05 for its MLP and 0.07 for its CNN.
         selection: Rule that chooses the subnetwork, one of `bayesfl.selection`; the paper's takes weights without curvature first.
         seed: Seed of rules that draw: one subnetwork for all clients and rounds, so that its indices need not be sent (the reported uplink
