@@ -58,6 +58,8 @@ class Energy:
     penalty: Penalty | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.parts, tuple):
+            raise TypeError(f"parts must be a tuple of names of blocks, as ({self.parts!r},), got {self.parts!r}")
         if self.likelihood not in ("sum", "mean"):
             raise ValueError(f"likelihood must be 'sum' or 'mean', got {self.likelihood!r}")
 

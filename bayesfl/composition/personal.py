@@ -3,8 +3,6 @@
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from bayesfl.base.checks import instance
 from bayesfl.base.protocols import Batch, Prior, Server, View
 from bayesfl.composition.algorithm import Algorithm
@@ -58,7 +56,7 @@ def with_personal(
             "without, as dataclasses.replace(method, finetune=(), predictor=None)"
         )
     shared = method.shared_parts()
-    common, _ = method.share(method.init(1), torch.zeros(1, dtype=torch.long))
+    common, _ = method.to_one(method.init(1))
     if shared is None or not all(part in common for part in shared):
         raise ValueError(f"the method {method!r} sends no single model to everyone, to which a personal one could be tied or start from")
     pattern = method.blocks[method.parts[0]].pattern if len(method.parts) == 1 else "*"

@@ -75,5 +75,5 @@ def run(
             return phase.step(algorithm, carry, given, view, batch, noise)
 
         new = vmap(step)(carried, seen, data, noise)
-        carry = new if active == len(plan.rows) else tree_map(lambda n, c, a=active: torch.cat([n, c[a:]]), new, carry)
+        carry = new if active == len(plan.ids) else tree_map(lambda n, c, a=active: torch.cat([n, c[a:]]), new, carry)
     return vmap(lambda carry, view: phase.end(algorithm, carry, given, view))(carry, views)
