@@ -46,7 +46,7 @@ class Algorithm:
         parts: Names of the blocks that make the personal predictor; together they cover each parameter at most once.
         likelihood: Distribution of y given the model's outputs.
         server: (blocks, number of clients J) -> initial server state beyond the blocks; an entry with a row for each client is [J, ...].
-        broadcast: Names of `server`'s entries that every client receives beside the blocks; no other entry is sent to everyone.
+        broadcast: Names of `server`'s entries that every client receives besides the blocks; no other entry is sent to everyone.
         address: (server, ids [C], in any order) -> what is sent to each of these clients alone, [C, ...]; a block named there is not
             sent to everyone.
         private: {name: start} of what one client keeps from round to round beyond the blocks.

@@ -1,4 +1,4 @@
-"""Personal models beside a method's own model, for any method that sends one model to everyone."""
+"""Personal models in addition to a method's own model, for any method that sends one model to everyone."""
 
 from dataclasses import replace
 from typing import Any
@@ -14,10 +14,10 @@ from bayesfl.composition.priors import Flat
 def with_personal(
     method: Algorithm, *phases: Any, prior: Prior = Flat(), restart: bool = False, adapt: tuple[Any, ...] | None = None
 ) -> Algorithm:
-    """Give every client a model of its own beside the method's, trained by `phases` after the method's; it alone predicts.
+    """Give every client a personal model in addition to the method's, trained by `phases` after the method's phases; it alone predicts.
 
     The new block has the name that the phases' energies give it, covers what the method's predictor covers, stays on the client, and is
-    kept from round to round. The method goes on as without it.
+    kept from round to round. The method itself is not affected.
 
     Args:
         method: The method that trains the model that everyone receives.

@@ -90,7 +90,7 @@ class Mean:
         return _add(total, {"weight": (weight, ones), "loc": (weight, uplink[name]["loc"])})
 
     def solve(self, server: Server, name: str, total: Tensors) -> Tensors:
-        """Return the weighted centres over the weights; a copy whose weights are all 0 stays as it is."""
+        """Return the weighted mean; a copy of a block whose weights are all 0 stays as it is."""
         weight = total["weight"]
         if not weight.dim():
             return _cast({"loc": total["loc"] / weight}, server[name])

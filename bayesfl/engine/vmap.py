@@ -58,7 +58,7 @@ def run(
     Args:
         algorithm: The algorithm that has the phase.
         phase: The phase; the state that its steps carry must be a nest of tensors.
-        given: What the server sent to everyone.
+        given: The entries that every client received this round.
         views: The clients' views, [C, ...] throughout.
         plan: Plan of the batches and the noise.
         batch: The batch that `Repeat` shares among its phases; None outside a `Repeat`.
