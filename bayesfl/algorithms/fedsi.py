@@ -122,7 +122,7 @@ def fedsi(
     rule: dict[str, Any] = {"share": share, "selection": selection, "seed": seed} if structure == "subnetwork" else {}
     alpha, train = _alpha(prior_precision), _descent(epochs, steps, batch_size, optimiser, train_head)
     fit, prior = _Fit(curvature_every, **rule), _Prior(aggregation, alpha, variance_floor)
-    pool = _Means(aggregation == "product", curvature_every) if aggregation in ("moment_match", "product") else Mean(equal)
+    pool = _Means(aggregation == "product") if aggregation in ("moment_match", "product") else Mean(equal)
 
     def combine(server: Server, ids: Tensor, uplink: Uplink) -> Server:
         if uplink["round"] % curvature_every:
@@ -275,17 +275,16 @@ class _Prior:
 
 @dataclass(frozen=True)
 class _Means:
-    """The pool of the clients' means: plain, or in a round of fits weighted by precision among the clients that selected a weight."""
+    """The pool of the clients' means: plain, or weighted by precision among the clients that selected a weight in this round."""
 
     weighted: bool
-    every: int
     sends = ("loc",)
 
     def __call__(self, server: Server, name: str, uplink: Uplink) -> Tensors:
         """Return the server's new entry, see `StackedPool`."""
         loc = uplink[name]["loc"].double()
         mean = loc.mean(0)
-        if self.weighted and uplink["round"] % self.every == 0:  # in other rounds "std" is not a new fit and is not used
+        if self.weighted:
             precision = _precision(uplink["std"].double())
             total = precision.sum(0)
             mean = torch.where(total > 0, (precision * loc).sum(0) / total, mean)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from bayesfl.base.checks import number, whole
 from bayesfl.base.protocols import Batch, Likelihood, Server, Uplink, View
-from bayesfl.composition import Algorithm, Block, Descend, Energy, Once, Stack, by_environment, evenly, reweighted, with_server_optimiser
+from bayesfl.composition import Algorithm, Block, Descend, Energy, Once, Stack, by_environment, evenly, reweighted
 from bayesfl.likelihoods import Categorical
 from bayesfl.optim import Adam, Optimiser
 
@@ -38,7 +38,6 @@ def group_dro(
     steps: int = 5,
     batch_size: int | None = 200,
     optimiser: Optimiser = Adam(5e-4),
-    server_optimiser: Optimiser | None = None,
     likelihood: Likelihood = Categorical(),
 ) -> Algorithm:
     """Federate `model` by GroupDRO over the environments of all clients; the data need environments.
@@ -56,7 +55,6 @@ def group_dro(
         steps: Number of mini-batches of a client in a round.
         batch_size: Number of examples of a step; None for all of the client's.
         optimiser: Optimiser of the clients; its state is kept from round to round.
-        server_optimiser: Optimiser of the server, which takes the mean change of a round as a gradient; None for the mean itself.
         likelihood: Distribution of y given the model's outputs.
 
     Raises:
@@ -106,7 +104,7 @@ def group_dro(
         optimiser=optimiser,
         persist="w_optimiser",
     )
-    algorithm = Algorithm(
+    return Algorithm(
         model,
         {"w": Block(pool=Stack())},
         (Once(measure, data=True), step),
@@ -117,4 +115,3 @@ def group_dro(
         reports={"risk": torch.zeros(environments), "present": torch.ones(environments)},
         combine=combine,
     )
-    return algorithm if server_optimiser is None else with_server_optimiser(algorithm, server_optimiser)

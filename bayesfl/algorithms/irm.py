@@ -41,7 +41,6 @@ from bayesfl.composition import (
     server_mean,
     tied,
     with_personal,
-    with_server_optimiser,
 )
 from bayesfl.likelihoods import Categorical
 from bayesfl.optim import Adam, Optimiser
@@ -57,7 +56,6 @@ def irm(
     steps: int = 5,
     batch_size: int | None = 200,
     optimiser: Optimiser = Adam(5e-4),
-    server_optimiser: Optimiser | None = None,
     likelihood: Likelihood = Categorical(),
 ) -> Algorithm:
     """Federate `model` by distributed IRM; the data need environments.
@@ -73,7 +71,6 @@ def irm(
         steps: Number of mini-batches of a client in a round.
         batch_size: Number of examples of a step; None for all of the client's.
         optimiser: Optimiser of the clients; its state is kept from round to round.
-        server_optimiser: Optimiser of the server, which takes the mean change of a round as a gradient; None for the mean itself.
         likelihood: Distribution of y given the model's outputs.
 
     Raises:
@@ -89,8 +86,7 @@ def irm(
         persist="w_optimiser",
     )
     phases = (*anew_at(annealed, "w_optimiser"), step)
-    algorithm = Algorithm(model, {"w": Block(prior=tied(annealed, l2=l2))}, phases, parts=("w",), likelihood=likelihood)
-    return algorithm if server_optimiser is None else with_server_optimiser(algorithm, server_optimiser)
+    return Algorithm(model, {"w": Block(prior=tied(annealed, l2=l2))}, phases, parts=("w",), likelihood=likelihood)
 
 
 def irm_l2(
@@ -106,7 +102,6 @@ def irm_l2(
     batch_size: int | None = 200,
     optimiser: Optimiser = Adam(5e-4),
     personal_optimiser: Optimiser = Adam(1e-4),
-    server_optimiser: Optimiser | None = None,
     likelihood: Likelihood = Categorical(),
 ) -> Algorithm:
     """Federate `model` by IRM-L2: IRM, and personal models theta by steps on the plain risk with a pull towards the IRM model.
@@ -128,7 +123,6 @@ def irm_l2(
         batch_size: As in `irm`, also for theta's steps.
         optimiser: As in `irm`.
         personal_optimiser: Optimiser of theta; its state starts anew each round.
-        server_optimiser: As in `irm`.
         likelihood: Distribution of y given the model's outputs.
 
     Raises:
@@ -139,7 +133,6 @@ def irm_l2(
         "steps": steps,
         "batch_size": batch_size,
         "optimiser": optimiser,
-        "server_optimiser": server_optimiser,
         "likelihood": likelihood,
     }
     lower = irm(model, gamma=gamma, anneal=anneal, estimator=estimator, l2=l2, **rest)

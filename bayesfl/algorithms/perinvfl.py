@@ -79,7 +79,6 @@ def perinvfl(
     adapt_steps: int = 100,
     optimiser: Optimiser = Adam(5e-4),
     personal_optimiser: Optimiser = Adam(1e-4),
-    server_optimiser: Optimiser | None = None,
     likelihood: Likelihood = Categorical(),
 ) -> Algorithm:
     """Federate `model` by PerInvFL; the data need environments.
@@ -104,7 +103,6 @@ def perinvfl(
             multiple of `personal_steps`.
         optimiser: Optimiser of w, and of the model that a client trains alone.
         personal_optimiser: Optimiser of theta.
-        server_optimiser: As in `irm`.
         likelihood: Distribution of y given the model's outputs.
 
     Raises:
@@ -127,7 +125,6 @@ def perinvfl(
         "steps": steps,
         "batch_size": batch_size,
         "optimiser": optimiser,
-        "server_optimiser": server_optimiser,
         "likelihood": likelihood,
     }
     below = {  # both, so that the options of either are checked

@@ -249,16 +249,21 @@ def test_every_variant_fine_tunes_its_head(model: nn.Module, clients: FederatedD
     assert not any(torch.equal(head, start) for head in heads)
 
 
-def test_in_a_round_without_fits_the_product_counts_clients_alike(model: nn.Module, clients: FederatedData):
-    """What some sent in an earlier round, and others never, weighs nothing in the mean."""
-    algorithm = bf.algorithms.fedsi(model, aggregation="product", curvature_every=3, share=0.3, epochs=1, predictive_precision=1.0)
-    uplink = {"std": torch.tensor([[1.0, 0.0], [0.5, 2.0]]), "body": {"loc": torch.tensor([[0.0, 1.0], [3.0, 5.0]])}}
+def test_the_product_weighs_clients_that_have_fitted(model: nn.Module, clients: FederatedData):
+    """By precision where somebody selected a weight; all alike where nobody did, as in a round without fits, whose reports are 0."""
+    algorithm = bf.algorithms.fedsi(model, aggregation="product", curvature_every=2, share=0.3, epochs=1, predictive_precision=1.0)
     pool: Any = algorithm.blocks["body"].pool
-    old = {"body": {"loc": torch.zeros(2)}}
-    later = pool(old, "body", uplink | {"round": 1})
-    assert_close(later["loc"], torch.tensor([1.5, 3.0]))
-    fitted = pool(old, "body", uplink | {"round": 3})
+    old, sent = {"body": {"loc": torch.zeros(2)}}, {"body": {"loc": torch.tensor([[0.0, 1.0], [3.0, 5.0]])}}
+    fitted = pool(old, "body", {"std": torch.tensor([[1.0, 0.0], [0.5, 2.0]]), **sent})
     assert_close(fitted["loc"], torch.tensor([3 * 4 / 5, 5.0]))
+    assert_close(pool(old, "body", {"std": torch.zeros(2, 2), **sent})["loc"], torch.tensor([1.5, 3.0]))
+    found: list[Tensor] = []
+    watched = replace(
+        algorithm, combine=lambda server, ids, uplink: (found.append(uplink["std"]), algorithm.combine(server, ids, uplink))[1]
+    )
+    run(watched, clients, rounds=2)
+    assert bool((found[0] > 0).any())
+    assert not bool((found[1] > 0).any())
 
 
 def test_the_share_without_curvature_is_told(model: nn.Module, clients: FederatedData):

@@ -60,7 +60,7 @@ def test_one_gradient_a_round_is_central_irm(clients: FederatedData):
     """Clients send one plain step, the server takes Adam's: the run is that of Adam on the clients' mean objective, to rounding."""
     gamma, l2, start, rate = 40.0, 0.03, 4, 0.05
     options: dict[str, Any] = {"gamma": gamma, "l2": l2, "anneal": start, "steps": 1, "batch_size": None, "optimiser": SGD(1.0)}
-    algorithm = bf.algorithms.irm(nn.Linear(8, 3), server_optimiser=Adam(rate), **options)
+    algorithm = bf.with_server_optimiser(bf.algorithms.irm(nn.Linear(8, 3), **options), Adam(rate))
     hand, w, adam = ByHand(clients, algorithm), weights(algorithm), AdamByHand(rate)
 
     def pooled(w: Tensor, now: float) -> Tensor:
@@ -87,7 +87,8 @@ def test_one_gradient_a_round_is_irm_on_all_data_with_gamma_over_clients(server:
     options: dict[str, Any] = {"l2": 0.03, "anneal": 0, "steps": 1, "batch_size": None, "optimiser": SGD(1.0)}
 
     def trained(data: FederatedData, gamma: float, rate: float) -> Tensor:
-        return run(bf.algorithms.irm(model, gamma=gamma, server_optimiser=server(rate), **options), data, rounds=8).server["w"]["loc"]
+        made = bf.with_server_optimiser(bf.algorithms.irm(model, gamma=gamma, **options), server(rate))
+        return run(made, data, rounds=8).server["w"]["loc"]
 
     # The objectives are divided by their gammas, which Adam's steps do not see.
     federated = trained(apart, gamma, rate * 4 if server is SGD else rate)
@@ -197,8 +198,6 @@ def test_data_without_environments_are_refused(clients: FederatedData, name: str
         ("irm", {"estimator": "none"}, r"estimator .*'biased'.*'unbiased'.* got 'none'"),
         ("irm", {"l2": -0.1}, "l2 must be >= 0"),
         ("irm", {"optimiser": 0.1}, r"^optimiser .*bayesfl\.optim.* got 0.1"),
-        ("irm", {"server_optimiser": "adam"}, r"server_optimiser .*bayesfl\.optim.* got 'adam'"),
-        ("group_dro", {"server_optimiser": Adam}, r"server_optimiser .*bayesfl\.optim.* got <class"),
         ("irm", {"steps": None}, r"^steps .*got None"),
         ("group_dro", {"steps": None}, r"^steps .*got None"),
         ("perinvfl", {"steps": None, "lower": "group_dro"}, r"^steps .*got None"),

@@ -36,7 +36,7 @@ def test_no_optimiser_steps_what_nobody_is_sent(clients: FederatedData, model: n
 
 
 def test_one_optimiser_on_the_server_is_enough(clients: FederatedData):
-    twice = with_server_optimiser(bf.algorithms.irm(nn.Linear(8, 3), server_optimiser=Adam(0.01)), SGD(1.0))
+    twice = with_server_optimiser(with_server_optimiser(bf.algorithms.irm(nn.Linear(8, 3)), Adam(0.01)), SGD(1.0))
     with pytest.raises(ValueError, match=r"optimiser .*already"):
         run(twice, clients, rounds=1)
 
