@@ -65,7 +65,7 @@ def written(text: str) -> str:
     def write(found: re.Match[str]) -> str:
         number, made = found["number"], found["made"]
         try:
-            value = float(eval(made, {"__builtins__": {}}, names))
+            value = float(eval(made, {**names, "__builtins__": {}}))
         except Exception as error:
             raise type(error)(f"{made}: {error}") from error
         places = len(number.partition(".")[2])
