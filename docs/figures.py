@@ -22,6 +22,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 FIGURE = re.compile(r"(?P<number>\d[\d,]*(?:\.\d+)?|\.\d+)(?P<unit>(?:\s?%|\*\*|\s(?:s|nats|points|MiB|GiB))*)<!-- = (?P<made>.+?) -->")
+_MADE = re.compile(r"<!-- (\w+): begin -->.*?<!-- \1: end -->", re.DOTALL)
 _ASIDE = re.compile(r"```.*?```|<!--.*?-->|\$\$.*?\$\$|\$[^$\n]*\$|`[^`\n]*`|\]\([^)]*\)|^\|[^\n]*$", re.DOTALL | re.MULTILINE)
 _DECIMAL = re.compile(r"(?<![\w.])(?:\d+)?\.\d+(?![\w.]*\w)")
 
@@ -77,8 +78,8 @@ def written(text: str) -> str:
 
 
 def unmarked(text: str) -> list[str]:
-    """Return the decimals in a page's prose that no expression makes: those outside tables, code, formulas and figures."""
-    return _DECIMAL.findall(_ASIDE.sub(" ", FIGURE.sub(" ", text)))
+    """Return the decimals in a page's prose that nothing makes: those outside tables, what docs/tables.py writes, code, formulas, figures."""
+    return _DECIMAL.findall(_ASIDE.sub(" ", FIGURE.sub(" ", _MADE.sub(" ", text))))
 
 
 def pages() -> list[Path]:
