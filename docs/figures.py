@@ -78,7 +78,7 @@ def written(text: str) -> str:
 
 
 def unmarked(text: str) -> list[str]:
-    """Return the decimals in a page's prose that nothing makes: those outside tables, what docs/tables.py writes, code, formulas, figures."""
+    """Return the decimals in a page's prose that nothing makes: those outside tables, code, formulas and what docs/tables.py writes."""
     return _DECIMAL.findall(_ASIDE.sub(" ", FIGURE.sub(" ", _MADE.sub(" ", text))))
 
 

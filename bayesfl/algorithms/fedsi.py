@@ -5,8 +5,9 @@ MAP        (client)  w_j = argmax log p(D_j | w) - 1/2 sum_r (w_r - mu_r)^2 / g_
 Selection  (client)  S: the share of the weights of largest s_r^2 = 1 / (GGN_rr + 1 / g_r).
 Laplace    (client)  H_S = GGN_S + diag(1 / g_S); sends w_j and sigma_j = diag(H_S^-1)^(1/2) on S, 0 elsewhere (a Dirac).
 Server               mu = mean_j w_j,  sigma = mean_j sigma_j;  g_r = sigma_r^2, or alpha where nobody selected r.
-Predict    (client)  fine-tune the head, then Laplace at mu: softmax(kappa f), kappa = (1 + pi/8 Sigma)^(-1/2), Sigma = J_S H_S^-1 J_S',
-                     with one precision for all weights in place of 1 / g_S.
+Predict    (client)  fine-tune the head, then Laplace at mu: softmax(kappa f), kappa = (1 + pi/8 Sigma)^(-1/2), Sigma = J_S H_S^-1 J_S'.
+
+To predict, H_S has one precision for all weights in place of the server's 1 / g_S: see `fedsi`.
 
 FedSI-Fac keeps every weight of the body uncertain, on its own. With the whole body uncertain, covariances and all, training needs no
 curvature: the prior stays isotropic and the Laplace approximation is made to predict only.
@@ -81,10 +82,10 @@ def fedsi(
 ) -> Algorithm:
     """Federate `model` (its parts named `body` and `head`) by FedSI.
 
-    The nearest to the paper's text is prior_precision=1e4 (its alpha = 1e-4 a variance), predictive_precision=1e4 and centre=False. One step
-    of the text is not here: its prediction takes H_S = GGN_S + diag(1 / g_S) with the variances g that the server learned. Here g is for
-    training only; predictions never read it and have one precision for all weights. With these options that is 1 / alpha, the text's own
-    number for weights that nobody selected at the last fit, and for those alone.
+    The nearest to the paper's text is prior_precision=1e4 (its alpha = 1e-4 a variance), predictive_precision=1e4 and centre=False. One
+    step of the text is not here: its prediction takes H_S = GGN_S + diag(1 / g_S) with the variances g that the server learned. Here g is
+    for training only; predictions never read it and have one precision for all weights. With these options that is 1 / alpha, the text's
+    own number for weights that nobody selected at the last fit, and for those alone.
 
     Args:
         model: A `bf.models.SplitModel`, or any module whose parameters are named `body.*` and `head.*`; its head is the common one.

@@ -5,10 +5,10 @@ Upper problem  theta_j by steps on  (R_j(theta) + gamma_t sum_e g_e(theta)^2 + l
 
 There w is the model received in the round; theta_j and its optimiser's state stay on the client from round to round.
 
-Two weights, kept apart: gamma for what is invariant in the client's own data, lam for the trust in the federation's model. Each is one number
-for all clients. The paper's Remark 1 gives every client a balancing weight of its own, the smaller the fewer environments it has. That is not
-here; which term the weight multiplies, the surviving text does not say. With one environment a client's own GroupDRO would be its plain risk,
-so PerInvFL-DRO has IRM's penalty in the upper problem, too.
+Two weights, kept apart: gamma for what is invariant in the client's own data, lam for the trust in the federation's model. Each is one
+number for all clients. The paper's Remark 1 gives every client a balancing weight of its own, the smaller the fewer environments it has;
+that is not here, and which term the weight multiplies the surviving text does not say. With one environment a client's own GroupDRO would
+be its plain risk, so PerInvFL-DRO has IRM's penalty in the upper problem, too.
 
 `variant="contrastive"` has the form of the released code in place of the distance and of the personal penalty: features of theta are drawn
 to those of w and driven from those of a model that the client trains alone,
