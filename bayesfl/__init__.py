@@ -85,7 +85,7 @@ _LATER = {
     "flower": "bayesfl.flower",
     "plots": "bayesfl.evaluation.plots",
 }
-"""Modules that are read when they are first asked for."""
+"""Modules that are imported when they are first used."""
 
 
 def __getattr__(name: str) -> Any:

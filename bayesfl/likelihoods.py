@@ -1,4 +1,7 @@
-"""Likelihoods: what the data are, given the network's outputs. Sum or mean over a client's data is the energy's word, not theirs."""
+"""Likelihoods: the distribution of the data given the network's outputs, for single examples.
+
+Whether an objective takes their sum or mean over a client's data is decided by the energy.
+"""
 
 import math
 from dataclasses import dataclass
@@ -11,7 +14,7 @@ from bayesfl.base.protocols import Tensors
 
 
 def _class_predictive(log_probs: Tensor) -> Tensors:
-    """Mean probabilities over draws [..., S, N, O] and the mutual information of label and weights [..., N], in nats."""
+    """Return mean probabilities over draws [..., S, N, O] and the mutual information of label and weights [..., N], in nats."""
     probs = log_probs.exp()
     mean = probs.mean(-3)
     total = torch.special.entr(mean).sum(-1)
@@ -21,51 +24,51 @@ def _class_predictive(log_probs: Tensor) -> Tensors:
 
 @dataclass(frozen=True)
 class Categorical:
-    """Classes 0 to O - 1 with probabilities softmax(outputs)."""
+    """The likelihood of classes 0 to O - 1 with probabilities softmax(outputs)."""
 
     task = "classification"
 
     def nll(self, outputs: Tensor, y: Tensor) -> Tensor:
-        """Cross-entropy [..., B] in nats of `outputs` [..., B, O] at labels `y` [..., B], which broadcast."""
+        """Return the cross-entropy [..., B] in nats of `outputs` [..., B, O] at labels `y` [..., B], which broadcast."""
         flat = F.cross_entropy(outputs.flatten(0, -2), y.expand(outputs.shape[:-1]).flatten(), reduction="none")
         return flat.view(outputs.shape[:-1])
 
     def nll_and_slope(self, outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """`nll` [..., B] and its derivative by `outputs`, softmax(outputs) - onehot(y) [..., B, O]."""
-        # Across a few classes torch's softmax is several times slower along the last axis than along the one before.
+        """Return `nll` [..., B] and its derivative with respect to `outputs`, softmax(outputs) - onehot(y) [..., B, O]."""
+        # For few classes torch's softmax is several times slower along the last axis than along the one before.
         log_probs = outputs.mT.contiguous().log_softmax(-2).mT
         places = y.expand(outputs.shape[:-1]).unsqueeze(-1)
         nll = -log_probs.gather(-1, places).squeeze(-1)
         return nll, log_probs.exp_().scatter_(-1, places, -1.0, reduce="add")
 
     def predictive(self, outputs: Tensor) -> Tensors:
-        """`probs` [..., N, O] and `epistemic` [..., N] (mutual information, nats) from draws `outputs` [..., S, N, O]."""
+        """Return `probs` [..., N, O] and `epistemic` [..., N] (mutual information, nats) from draws `outputs` [..., S, N, O]."""
         return _class_predictive(outputs.log_softmax(-1))
 
 
 @dataclass(frozen=True)
 class Bernoulli:
-    """Two classes, 1 with probability sigmoid(outputs[..., 0])."""
+    """The likelihood of two classes, 1 with probability sigmoid(outputs[..., 0])."""
 
     task = "classification"
 
     def nll(self, outputs: Tensor, y: Tensor) -> Tensor:
-        """Binary cross-entropy [..., B] in nats of `outputs` [..., B, 1] at labels `y` [..., B] in {0, 1}, which broadcast."""
+        """Return the binary cross-entropy [..., B] in nats of `outputs` [..., B, 1] at labels `y` [..., B] in {0, 1}, which broadcast."""
         logit = outputs.squeeze(-1)
         return F.softplus(logit) - y * logit
 
     def nll_and_slope(self, outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """`nll` [..., B] and its derivative by `outputs`, sigmoid(outputs) - y [..., B, 1]."""
+        """Return `nll` [..., B] and its derivative with respect to `outputs`, sigmoid(outputs) - y [..., B, 1]."""
         return self.nll(outputs, y), outputs.sigmoid() - y.unsqueeze(-1)
 
     def predictive(self, outputs: Tensor) -> Tensors:
-        """`probs` [..., N, 2] and `epistemic` [..., N] (mutual information, nats) from draws `outputs` [..., S, N, 1]."""
+        """Return `probs` [..., N, 2] and `epistemic` [..., N] (mutual information, nats) from draws `outputs` [..., S, N, 1]."""
         return _class_predictive(torch.cat([F.logsigmoid(-outputs), F.logsigmoid(outputs)], -1))
 
 
 @dataclass(frozen=True)
 class Gaussian:
-    """Targets [..., O] with mean `outputs` and one known standard deviation.
+    """The likelihood of targets [..., O] with mean `outputs` and one known standard deviation.
 
     Args:
         scale: Standard deviation of the noise, in the targets' unit, > 0.
@@ -79,18 +82,21 @@ class Gaussian:
             raise ValueError(f"scale is a standard deviation and must be > 0, got {self.scale}")
 
     def nll(self, outputs: Tensor, y: Tensor) -> Tensor:
-        """Negative log density [..., B] in nats, summed over the outputs; `y` [..., B] where O is 1, else [..., B, O]."""
+        """Return the negative log density [..., B] in nats, summed over the outputs; `y` is [..., B] where O is 1, else [..., B, O]."""
         squares = (self._residual(outputs, y) / self.scale).square().sum(-1)
         return 0.5 * squares + outputs.shape[-1] * (0.5 * math.log(2 * math.pi) + math.log(self.scale))
 
     def nll_and_slope(self, outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """`nll` [..., B] and its derivative by `outputs`, (outputs - y) / scale^2 [..., B, O]."""
+        """Return `nll` [..., B] and its derivative with respect to `outputs`, (outputs - y) / scale^2 [..., B, O]."""
         return self.nll(outputs, y), self._residual(outputs, y) / self.scale**2
 
     def _residual(self, outputs: Tensor, y: Tensor) -> Tensor:
         return outputs - (y.unsqueeze(-1) if y.dim() < outputs.dim() and outputs.shape[-1] == 1 else y)
 
     def predictive(self, outputs: Tensor) -> Tensors:
-        """Moments of the mixture over draws [..., S, N, O]: `mean`, `variance` [..., N, O]; `epistemic` [..., N], the means' variance."""
+        """Return moments of the mixture over draws [..., S, N, O]: `mean` and `variance` [..., N, O], and `epistemic` [..., N].
+
+        The variance includes the noise; `epistemic` is the variance of the draws' means, summed over O.
+        """
         spread = outputs.var(-3, correction=0)
         return {"mean": outputs.mean(-3), "variance": self.scale**2 + spread, "epistemic": spread.sum(-1)}

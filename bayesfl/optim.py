@@ -1,7 +1,7 @@
 """Optimisers as values: a pure step for one client, and the same step in place for a chunk of clients.
 
-`update` returns new tensors and is what the reference kernel uses. `update_` changes lists of tensors whose first axis may
-be clients; the two agree to rounding. A learning rate is a number or a schedule (round, rounds) -> number.
+`update` returns new tensors; the reference kernel uses it. `update_` changes lists of tensors in place, whose first axis may
+be clients. The two agree to rounding. A learning rate is a number or a schedule (round, rounds) -> number.
 """
 
 import math
@@ -20,53 +20,53 @@ Rate: TypeAlias = float | Schedule
 
 
 def multistep(rate: float, *, milestones: Sequence[float] = (0.5, 0.75), factor: float = 0.1) -> Schedule:
-    """`rate`, multiplied by `factor` as each share of the rounds in `milestones` has passed."""
+    """Return a schedule that starts at `rate` and multiplies by `factor` as each share of the rounds in `milestones` has passed."""
     return lambda round, rounds: rate * factor ** sum(round >= share * rounds for share in milestones)
 
 
 def cosine(rate: float, *, final: float = 0.0) -> Schedule:
-    """From `rate` in the first round to `final` at the end of the last, along half a cosine."""
+    """Return a schedule that falls from `rate` in the first round to `final` at the end of the last, along half a cosine."""
     return lambda round, rounds: final + 0.5 * (rate - final) * (1 + math.cos(math.pi * round / rounds))
 
 
 def rate_at(rate: Rate, round: int, rounds: int) -> float:
-    """The learning rate of one round."""
+    """Return the learning rate of one round."""
     return rate(round, rounds) if callable(rate) else rate
 
 
 class Optimiser(Protocol):
-    """What a phase asks of an optimiser; `state` holds nests of tensors and the number of steps taken."""
+    """The interface of an optimiser, as phases use it; `state` holds nests of tensors and the number of steps taken."""
 
     @property
     def rate(self) -> Rate:
-        """Learning rate, a number or a schedule over rounds."""
+        """Return the learning rate, a number or a schedule over rounds."""
         ...
 
     def init(self, params: Any) -> Any:
-        """The state before the first step."""
+        """Return the state before the first step."""
         ...
 
     def update(self, params: Any, grads: Any, state: Any, rate: float) -> tuple[Any, Any]:
-        """New parameters and state; nothing is changed."""
+        """Return new parameters and state; the arguments are not changed."""
         ...
 
     def update_(self, params: list[Tensor], grads: list[Tensor], state: Any, rate: float, active: int) -> None:
-        """One step in place: `params` and `grads` hold the first `active` clients, `state` all of them."""
+        """Take one step in place: `params` and `grads` hold the first `active` clients, `state` all of them."""
         ...
 
     def pace(self, params: Any, state: Any, rate: float) -> Any:
-        """How fast each parameter moves along a gradient that stays as it is: numbers, or tensors like `params`.
+        """Return how fast each parameter moves along a constant gradient: numbers, or tensors like `params`.
 
-        What is solved after a step (a proximal term) takes this as its rate, so that the two balance where the whole energy is least.
+        A proximal step after the gradient step uses this as its rate, so that the two balance at the minimum of the whole energy.
         """
         ...
 
 
 def check_optimiser(name: str, value: object) -> None:
-    """That this is one of these optimisers, or one of the same methods.
+    """Check that `value` is an optimiser of this file, or has the same methods.
 
     Raises:
-        ValueError: It is something else, such as a learning rate or a class.
+        ValueError: `value` is something else, such as a learning rate or a class.
     """
     if isinstance(value, type) or not all(hasattr(value, method) for method in ("rate", "init", "update", "update_")):
         raise ValueError(f"{name} must be one of bayesfl.optim, such as SGD(0.1), got {value!r}")
@@ -83,25 +83,25 @@ def _front(state: list[Tensor], active: int) -> list[Tensor]:
 
 
 def _aligned(number: Any, like: Tensor) -> Any:
-    """A number, or one for each client of a chunk, [C], of whom `like` holds the first, in a shape that broadcasts against it."""
+    """Reshape numbers for each client of a chunk, [C], of which `like` holds the first, to broadcast against it; a single number stays."""
     if not isinstance(number, Tensor) or not number.dim():
         return number
     return number[: len(like)].to(like).view(-1, *[1] * (like.dim() - 1))
 
 
 def _matched(params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
-    # The fused kernels read memory, not shapes: a gradient must lie as its parameter does.
+    # The fused kernels ignore strides: a gradient must have the memory layout of its parameter.
     return [g if g.stride() == p.stride() else torch.empty_like(p).copy_(g) for p, g in zip(params, grads, strict=True)]
 
 
 @dataclass(frozen=True)
 class SGD:
-    """Stochastic gradient descent, v <- momentum v + g + weight_decay w, w <- w - rate v.
+    """Stochastic gradient descent: v <- momentum v + g + weight_decay w, w <- w - rate v.
 
     Args:
         rate: Learning rate >= 0, or a schedule (round, rounds) -> rate.
         momentum: Heavy-ball coefficient, undamped, in [0, 1).
-        weight_decay: L2 coefficient, entering the gradient.
+        weight_decay: L2 coefficient; its term is added to the gradient.
     """
 
     rate: Rate = 0.01
@@ -114,18 +114,18 @@ class SGD:
             raise ValueError(f"momentum must lie in [0, 1), got {self.momentum}")
 
     def init(self, params: Any) -> Any:
-        """Zero velocities, one for each parameter; none without momentum."""
+        """Return zero velocities, one for each parameter; None without momentum."""
         return tree_map(torch.zeros_like, params) if self.momentum else None
 
     def update(self, params: Any, grads: Any, state: Any, rate: float) -> tuple[Any, Any]:
-        """See `Optimiser.update`."""
+        """Return new parameters and state, see `Optimiser.update`."""
         step = tree_map(lambda w, g: g + self.weight_decay * w, params, grads)
         if self.momentum:
             step = state = tree_map(lambda v, g: self.momentum * v + g, state, step)
         return tree_map(lambda w, s: w - rate * s, params, step), state
 
     def update_(self, params: list[Tensor], grads: list[Tensor], state: Any, rate: float, active: int) -> None:
-        """See `Optimiser.update_`."""
+        """Take one step in place, see `Optimiser.update_`."""
         velocity = _front(state, active) if self.momentum else []
         torch._fused_sgd_(
             params,
@@ -141,7 +141,7 @@ class SGD:
         )
 
     def pace(self, params: Any, state: Any, rate: float) -> Any:
-        """See `Optimiser.pace`: the velocity grows to 1 / (1 - momentum) times the gradient."""
+        """Return the pace, see `Optimiser.pace`: the velocity grows to 1 / (1 - momentum) times the gradient."""
         return tree_map(lambda w: rate / (1 - self.momentum), params)
 
 
@@ -153,7 +153,7 @@ class Adam:
         rate: Learning rate >= 0, or a schedule (round, rounds) -> rate.
         betas: Decay of the running mean and of the running square, each in [0, 1).
         eps: Added to the root of the running square.
-        weight_decay: L2 coefficient, entering the gradient.
+        weight_decay: L2 coefficient; its term is added to the gradient.
     """
 
     rate: Rate = 1e-3
@@ -167,7 +167,7 @@ class Adam:
             raise ValueError(f"betas must lie in [0, 1), got {self.betas}")
 
     def init(self, params: Any) -> Any:
-        """Zero moments and no step taken."""
+        """Return zero moments and a count of 0 steps."""
         return {"mean": tree_map(torch.zeros_like, params), "square": tree_map(torch.zeros_like, params), "steps": 0}
 
     def _corrections(self, steps: Any) -> tuple[Any, Any]:
@@ -175,7 +175,7 @@ class Adam:
         return 1 - self.betas[0] ** steps, (1 - self.betas[1] ** steps) ** 0.5
 
     def update(self, params: Any, grads: Any, state: Any, rate: float) -> tuple[Any, Any]:
-        """See `Optimiser.update`."""
+        """Return new parameters and state, see `Optimiser.update`."""
         first, second = self.betas
         grads = tree_map(lambda w, g: g + self.weight_decay * w, params, grads)
         mean = tree_map(lambda m, g: first * m + (1 - first) * g, state["mean"], grads)
@@ -186,7 +186,7 @@ class Adam:
         return params, {"mean": mean, "square": square, "steps": steps}
 
     def update_(self, params: list[Tensor], grads: list[Tensor], state: Any, rate: float, active: int) -> None:
-        """See `Optimiser.update_`; clients whose state persists may have taken different numbers of steps, [C]."""
+        """Take one step in place, see `Optimiser.update_`; clients whose state persists may have taken different numbers of steps, [C]."""
         first, second = self.betas
         grads = _matched(params, grads)
         mean, square = _front(state["mean"], active), _front(state["square"], active)
@@ -209,6 +209,6 @@ class Adam:
         torch._foreach_addcdiv_(params, mean, root, -rate if differ else -rate / a)
 
     def pace(self, params: Any, state: Any, rate: float) -> Any:
-        """See `Optimiser.pace`; `params` may hold the first clients of `state` only."""
+        """Return the pace, see `Optimiser.pace`; `params` may hold the first clients of `state` only."""
         b = self._corrections(state["steps"])[1]
         return tree_map(lambda w, v: rate / (v[: len(w)].sqrt() / _aligned(b, w) + self.eps), params, state["square"])

@@ -12,13 +12,25 @@ author = "The bayesfl developers"
 copyright = author
 version = release = bayesfl.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.mathjax"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.mathjax",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+    "sphinx_design",
+]
 exclude_patterns = ["_build"]
-html_theme = "alabaster"
-html_theme_options = {"description": "Bayesian inference for federated models", "page_width": "1100px", "sidebar_width": "240px"}
+html_theme = "furo"
+html_title = f"bayesfl {version}"
+html_static_path = ["static"]
+html_css_files = ["bayesfl.css"]
 html_show_sourcelink = False
+pygments_style, pygments_dark_style = "friendly", "github-dark"
+copybutton_exclude = ".linenos, .gp, .go"
 
-myst_enable_extensions = ["dollarmath"]
+myst_enable_extensions = ["dollarmath", "colon_fence"]
 myst_heading_anchors = 3
 
 autodoc_default_options = {"members": True}

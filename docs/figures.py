@@ -6,9 +6,11 @@ A figure is a number with the expression that makes it in a comment behind it, w
 
 Names are those of files under benchmarks/results, `papers.fedsi` that of benchmarks/results/papers/fedsi.json; square brackets read them.
 `mean`, `se` (standard error), `median`, `min`, `max`, `abs` and `len` take lists, `cells` collects from every cell whose key matches a
-pattern. As many decimals are written as stand there; a sign before the number and units behind it stay.
+pattern, `lines("ditto")` counts the lines of a method's composition. As many decimals are written as stand there; a sign before the number
+and units behind it stay.
 """
 
+import ast
 import fnmatch
 import json
 import math
@@ -40,6 +42,15 @@ def cells(saved: Mapping[str, Any], pattern: str, *path: str) -> list[Any]:
     return found
 
 
+def lines(method: str) -> int:
+    """Count the lines of a method's function below its docstring."""
+    for path in (ROOT / "bayesfl" / "algorithms").glob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef) and node.name == method:
+                return (node.body[-1].end_lineno or 0) - node.body[1].lineno + 1
+    raise KeyError(f"no method {method!r}")
+
+
 def _names() -> dict[str, Any]:
     def of(folder: Path) -> dict[str, Any]:
         return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
@@ -51,7 +62,7 @@ def _names() -> dict[str, Any]:
         return statistics.stdev(values) / math.sqrt(len(values))
 
     papers = SimpleNamespace(**of(RESULTS / "papers"))
-    tools = {"cells": cells, "mean": mean, "se": se, "median": statistics.median}
+    tools = {"cells": cells, "lines": lines, "mean": mean, "se": se, "median": statistics.median}
     return {**of(RESULTS), "papers": papers, **tools, "min": min, "max": max, "abs": abs, "len": len}
 
 

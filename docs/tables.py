@@ -6,9 +6,12 @@ benchmarks/results/selection.json (python benchmarks/selection.py), noise from b
 benchmarks/results/papers.
 """
 
+import inspect
 import json
 import math
+import re
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import bayesfl as bf
@@ -26,6 +29,31 @@ def implemented() -> str:
     ]
     lines += [f"| {e.title} | `{e.name}` | {e.paper} | {e.posterior} | {e.sent} | {e.private} |" for e in bf.algorithms.available()]
     return "\n".join(lines)
+
+
+def names() -> str:
+    """What a user imports, with the first sentence of each docstring, in Markdown."""
+
+    def row(shown: str, thing: Any) -> str:
+        first = re.split(r"\n\n|(?<=[a-z\]`)])\. ", (inspect.getdoc(thing) or "").strip())[0].replace("\n", " ").rstrip(".")
+        return f"| {{py:obj}}`{shown} <{thing.__module__}.{thing.__qualname__}>` | {first.replace('|', chr(92) + '|')} |"
+
+    def public(module: ModuleType) -> list[Any]:
+        found = [getattr(module, name) for name in getattr(module, "__all__", [name for name in vars(module) if name[0] != "_"])]
+        own = [thing for thing in found if inspect.isclass(thing) or inspect.isfunction(thing)]
+        return own if hasattr(module, "__all__") else [thing for thing in own if thing.__module__ == module.__name__]
+
+    heads = ["| name | what it does or is |", "|---|---|"]
+    top = [(name, thing) for name in bf.__all__ if not isinstance(thing := getattr(bf, name), ModuleType)]
+    parts = [
+        "## bf\n\n" + "\n".join([*heads, *(row(f"bf.{name}", thing) for name, thing in sorted(top, key=lambda entry: entry[0].lower()))])
+    ]
+    for name in sorted(bf.__all__):
+        module = getattr(bf, name)
+        if isinstance(module, ModuleType) and name != "algorithms":
+            things = sorted(public(module), key=lambda thing: thing.__name__.lower())
+            parts.append(f"## bf.{name}\n\n" + "\n".join([*heads, *(row(f"bf.{name}.{thing.__name__}", thing) for thing in things)]))
+    return "\n\n".join(parts)
 
 
 def demo() -> str:
@@ -437,7 +465,9 @@ def _claims(rows: dict[str, dict[str, list[float]]], cases: list[str]) -> str:
 
 
 PAGES = {
-    ROOT / "README.md": (implemented, demo),
+    ROOT / "README.md": (demo,),
+    ROOT / "docs" / "methods.md": (implemented,),
+    ROOT / "docs" / "api" / "names.md": (names,),
     ROOT / "docs" / "selection.md": (selection,),
     ROOT / "docs" / "privacy.md": (privacy,),
     ROOT / "docs" / "speed.md": (engines, curvature, fedsi_round, programs),

@@ -133,16 +133,3 @@ def test_available_is_read_off_the_compositions():
     assert table["pfedvem"].private == "head (rho)"
     assert table["fedper"].private == "head"
     assert table["local"].sent == "nothing"
-
-
-def test_the_readme_shows_what_was_made():
-    """Its tables are those that the committed results and the compositions give."""
-    sys.path.insert(0, str(PACKAGE.parent / "docs"))
-    try:
-        import tables
-    finally:
-        sys.path.pop(0)
-    readme = (PACKAGE.parent / "README.md").read_text()
-    assert all(table() in readme for table in (tables.implemented, tables.demo))
-    assert tables.engines() in (PACKAGE.parent / "docs" / "speed.md").read_text()
-    assert tables.privacy() in (PACKAGE.parent / "docs" / "privacy.md").read_text()

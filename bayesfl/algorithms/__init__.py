@@ -51,20 +51,20 @@ PAPERS: dict[str, tuple[Callable[..., Algorithm], str, str]] = {
     "fedsi_fac": (fedsi_fac, "FedSI-Fac", "Chen, Liu, Wu, Fan, Cao, 2024"),
     "fedsi_full": (fedsi_full, "FedSI, whole body", "after Chen, Liu, Wu, Fan, Cao, 2024"),
 }
-"""Name in code -> what builds it, its name in print, its paper."""
+"""Name in code -> (function that builds the method, its name in print, its paper)."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A line of the table of what is implemented.
+    """A row of the table of implemented methods.
 
     Args:
-        name: The function in `bayesfl.algorithms`.
+        name: Name of the function in `bayesfl.algorithms`.
         title: The method's name in print.
-        paper: Who published it.
-        posterior: What a client believes, block by block.
-        sent: What leaves a client each round.
-        private: What stays on it.
+        paper: Authors, venue and year of the paper.
+        posterior: Class of a client's belief about each block, as text.
+        sent: Names of the tensors that leave a client each round.
+        private: Names of the state that stays on the client.
     """
 
     name: str
@@ -76,7 +76,7 @@ class Entry:
 
 
 def available() -> list[Entry]:
-    """What is implemented, read off the compositions themselves."""
+    """Return the table of implemented methods, read from the compositions themselves."""
     from bayesfl.models import mlp
 
     entries = []

@@ -1,18 +1,19 @@
-"""Clustered FL: FedAvg within clusters of clients, which split in two where their clients want to go different ways.
+"""Clustered FL: FedAvg within clusters of clients; a cluster splits in two when its clients' updates point in different directions.
 
-A cluster starts with everyone.  With w its model, w_j what client j makes of it, u_j = w_j - w and n_j its number of examples:
+All clients start in one cluster.  With w its model, w_j client j's model after local training, u_j = w_j - w and n_j its number of
+examples:
 
 w <- w + u,  u = sum_j n_j u_j / sum_j n_j,  over the clients of the cluster.
-It splits where |u| < eps1 (its model stands still) while max_j |u_j| > eps2 (its clients do not), and it has more than two clients; the
-parts are the two last groups of complete-linkage clustering on 1 - cos(u_i, u_j).
+A cluster of more than two clients splits where |u| < eps1 (its model hardly moves) while max_j |u_j| > eps2 (its clients' models do); the
+parts are the last two groups of complete-linkage clustering on 1 - cos(u_i, u_j).
 
-The paper's eps are lengths of an update, which follow the learning rate and the size of the model, so that the same numbers may never
-split on other data. Here they are multiples of |u| in the first round.
+The paper's eps are lengths of an update, which depend on the learning rate and the size of the model, so that the same numbers may never
+cause a split on other data. Here they are multiples of |u| in the first round.
 
 Source: Sattler, Müller, Samek, "Clustered federated learning: model-agnostic distributed multi-task optimization under privacy
 constraints", IEEE Transactions on Neural Networks and Learning Systems 32(8), 2021, algorithm 3; complete linkage, the size and the first
-round of a split from the authors' code, github.com/felisat/clustered-federated-learning, where the places of clients within their cluster
-are taken for their numbers, which is wrong from the second split on; here they are mapped back.
+round of a split from the authors' code, github.com/felisat/clustered-federated-learning. That code takes the positions of clients within
+their cluster for their ids, which is wrong from the second split on; here positions are mapped back to ids.
 
 >>> import bayesfl as bf
 >>> clients = bf.data.swapped_labels("digits", clients=4)
@@ -33,7 +34,7 @@ from bayesfl.likelihoods import Categorical
 from bayesfl.optim import Rate
 
 log = logging.getLogger(__name__)
-SMALLEST = 2  # a cluster of so many clients, or fewer, stays whole
+SMALLEST = 2  # a cluster of at most this many clients does not split
 
 
 def clustered(
@@ -53,25 +54,26 @@ def clustered(
     """Federate `model` by clustered FL.
 
     The server holds `models` [clusters, D], each client's `cluster` [J] (-1 before the first round), the first round's `unit` |u|, and
-    `norms` [clusters, 2], |u| and max |u_j| of the last round in this unit, which say how far from a split a cluster is. It sends a client
-    its cluster's model. A cluster splits in a round in which all of its clients take part: let everyone do so. A client never seen gets
-    all models and predicts by the one that fits its training data best, as in `ifca`.
+    `norms` [clusters, 2], |u| and max |u_j| of the last round in this unit, which tell how close a cluster is to a split. It sends a client
+    its cluster's model. A cluster splits only in a round in which all of its clients take part, so let every client take part in each
+    round. A client never seen receives all models and predicts by the one that fits its training data best, as in `ifca`.
 
     Args:
         model: Any module.
-        eps1: A cluster's model stands still where |u| is less, in units of the first round's |u|.
-        eps2: Its clients do not where the largest |u_j| is more, in the same unit.
-        first_split: Rounds without a split.
-        epochs: Passes over a client's data each round.
-        batch_size: Examples of a step; None for all of the client's.
-        lr: Learning rate, or a schedule (round, rounds) -> rate; with one that falls, updates become small and splits end.
-        momentum: Of SGD; its state starts anew each round.
+        eps1: A cluster can split only where |u| is less than this, in units of the first round's |u|.
+        eps2: A cluster can split only where the largest |u_j| exceeds this, in the same unit.
+        first_split: Number of rounds without a split at the start.
+        epochs: Number of passes over a client's data each round.
+        batch_size: Number of examples of a step; None for all of the client's.
+        lr: Learning rate, or a schedule (round, rounds) -> rate; with a falling one, updates become too small for splits.
+        momentum: Momentum of SGD, in [0, 1); its velocity starts anew each round.
         weight_decay: L2 coefficient, entering the gradient.
-        weight: What clients count in their cluster's mean, [C]; the authors' code counts them alike (`bayesfl.pools.equal`).
-        likelihood: What y is.
+        weight: (server, uplink) -> weights [C] of clients in their cluster's mean, not normalised; by size by default, equal in the
+            authors' code (`bayesfl.pools.equal`).
+        likelihood: Distribution of y given the model's outputs.
 
     Raises:
-        ValueError: A number lies outside its range, or the weight is no function.
+        ValueError: A number lies outside its range, or `weight` is not a function.
     """
     if not callable(weight):
         raise ValueError(f"weight must be a function (server, uplink) -> [C], such as bayesfl.pools.by_size or equal, got {weight!r}")
@@ -109,7 +111,7 @@ def clustered(
         def mean(places: Tensor) -> Tensor:
             return counts[places] @ updates[places] / counts[places].sum()
 
-        first = bool((server["cluster"] < 0).all())  # rounds that came to nothing are counted, and have no unit
+        first = bool((server["cluster"] < 0).all())  # not round 0: failed rounds are counted, but set no unit
         unit = mean(torch.arange(len(ids))).norm() if first else server["unit"].double()
         norms = list(server["norms"].double())
         member = cluster.clone()
@@ -121,7 +123,7 @@ def clustered(
             norms[c] = torch.stack([moved, furthest]) / unit.clamp_min(torch.finfo(torch.float64).tiny)
             whole_cluster = len(places) == int((cluster == c).sum()) and len(places) > SMALLEST
             if whole_cluster and uplink["round"] >= first_split and moved < eps1 * unit and furthest > eps2 * unit:
-                new = places[bipartition(updates[places])]  # from places in the cluster to places among those who sent
+                new = places[bipartition(updates[places])]  # from positions in the cluster to positions in the cohort
                 log.info("round %d: cluster %d splits, %d of its %d clients leave", uplink["round"], c, len(new), len(places))
                 member[ids[new]] = len(models)
                 models.append(centre + mean(new))
@@ -144,9 +146,15 @@ def clustered(
 
 
 def bipartition(updates: Tensor) -> Tensor:
-    """Two groups by complete linkage on 1 - cosine similarity: which of the updates [C, D] are not in the group of the first, [C] bool.
+    """Split updates into two groups by complete linkage on 1 - cosine similarity.
 
     An update of length 0 is at distance 1 from all others. Of equal distances the first in scipy's order is taken.
+
+    Args:
+        updates: Updates of the clients, [C, D].
+
+    Returns:
+        Which updates are not in the group of the first, [C] bool.
     """
     from scipy.cluster.hierarchy import ClusterNode, linkage, to_tree
     from scipy.spatial.distance import squareform

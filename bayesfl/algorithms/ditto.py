@@ -1,6 +1,6 @@
-"""Ditto: a global model by FedAvg, and beside it a personal one that is pulled towards the global model received in the round.
+"""Ditto: a global model by FedAvg, and for each client a personal model pulled towards the global model received in the round.
 
-Personal objective of client j:  F_j(v) + lambda / 2 |v - w|^2,  F_j a mean over its data: the prior N(w, 1 / (lambda n_j)) on v.
+Personal objective of client j:  F_j(v) + lambda / 2 |v - w|^2,  F_j a mean over its data. The pull is the prior N(w, 1 / (lambda n_j)).
 
 The authors' code takes the steps of both models on the same batches; here each takes its own pass. The centre is fixed during
 the round, so neither model's steps depend on the other's.
@@ -40,13 +40,13 @@ def ditto(
     Args:
         model: Any module.
         lam: Strength of the pull towards the global model; 0 is local training. Steps need lr (curvature + lam) < 2.
-        epochs: Passes over a client's data each round, for each of the two models.
-        batch_size: Examples of a step; None for all of the client's.
+        epochs: Number of passes over a client's data each round, for each of the two models.
+        batch_size: Number of examples of a step; None for all of the client's.
         lr: Learning rate, or a schedule (round, rounds) -> rate.
-        momentum: Of SGD; the authors' code has none.
+        momentum: Momentum of SGD, in [0, 1); the authors' code has none.
         weight_decay: L2 coefficient, entering the gradient.
-        adapt_epochs: Passes of a client that joins later, from the global model.
-        likelihood: What y is.
+        adapt_epochs: Number of passes of a client that joins later, from the global model.
+        likelihood: Distribution of y given the model's outputs.
     """
     plain = fedavg(model, epochs=epochs, batch_size=batch_size, lr=lr, momentum=momentum, weight_decay=weight_decay, likelihood=likelihood)
     plain = replace(plain, blocks={"w": Block(pool=Mean(equal))})

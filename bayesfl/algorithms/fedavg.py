@@ -1,4 +1,4 @@
-"""FedAvg: one model for all, the size-weighted mean of what the clients make of it; FedAvg-FT fine-tunes it on each client.
+"""FedAvg: one model for all clients, the mean of their locally trained models by size; FedAvg-FT fine-tunes it on each client.
 
 Source: McMahan, Moore, Ramage, Hampson, Agüera y Arcas, "Communication-efficient learning of deep networks from decentralized
 data", AISTATS 2017, algorithm 1. Fine-tuning: Marfoq et al., "Federated multi-task learning under a mixture of distributions",
@@ -34,12 +34,12 @@ def fedavg(
 
     Args:
         model: Any module.
-        epochs: Passes over a client's data each round.
-        batch_size: Examples of a step; None for all of the client's.
+        epochs: Number of passes over a client's data each round.
+        batch_size: Number of examples of a step; None for all of the client's.
         lr: Learning rate, or a schedule (round, rounds) -> rate.
-        momentum: Of SGD; its state starts anew each round.
+        momentum: Momentum of SGD, in [0, 1); its velocity starts anew each round.
         weight_decay: L2 coefficient, entering the gradient.
-        likelihood: What y is.
+        likelihood: Distribution of y given the model's outputs.
     """
     step = Descend(Energy("w", ("w",), likelihood="mean"), epochs=epochs, batch_size=batch_size, optimiser=SGD(lr, momentum, weight_decay))
     return Algorithm(model, {"w": Block()}, (step,), parts=("w",), likelihood=likelihood)
@@ -57,7 +57,7 @@ def fedavg_ft(
     finetune_lr: Rate | None = None,
     likelihood: Likelihood = Categorical(),
 ) -> Algorithm:
-    """FedAvg, every client fine-tuning all of the model on a copy before it predicts.
+    """Federate `model` by FedAvg-FT: FedAvg, after which every client fine-tunes a copy of the whole model before it predicts.
 
     Args:
         model: Any module.
@@ -66,9 +66,9 @@ def fedavg_ft(
         lr: As in `fedavg`.
         momentum: As in `fedavg`.
         weight_decay: As in `fedavg`.
-        finetune_epochs: Passes over a client's data before it predicts.
-        finetune_lr: Learning rate of these; that of training where None.
-        likelihood: What y is.
+        finetune_epochs: Number of fine-tuning passes over a client's data before it predicts.
+        finetune_lr: Learning rate of fine-tuning; None for `lr`.
+        likelihood: Distribution of y given the model's outputs.
     """
     plain = fedavg(model, epochs=epochs, batch_size=batch_size, lr=lr, momentum=momentum, weight_decay=weight_decay, likelihood=likelihood)
     (step,) = plain.phases

@@ -1,4 +1,4 @@
-"""FedBABU: only the body is trained and averaged, under one random head that nobody changes; clients fine-tune to predict.
+"""FedBABU: only the body is trained and averaged, under one random head that stays fixed; clients fine-tune both to predict.
 
 Source: Oh, Kim, Yun, "FedBABU: toward enhanced representation for federated image classification", ICLR 2022, algorithm 1.
 
@@ -30,15 +30,15 @@ def fedbabu(
     """Federate `model` (its parts named `body` and `head`) by FedBABU.
 
     Args:
-        model: A `bf.models.SplitModel`, or any module whose parameters are named `body.*` and `head.*`; its head is the common one.
-        epochs: Passes over a client's data for the body each round.
-        batch_size: Examples of a step; None for all of the client's.
+        model: A `bf.models.SplitModel`, or any module whose parameters are named `body.*` and `head.*`; its head is the fixed one.
+        epochs: Number of passes over a client's data for the body each round.
+        batch_size: Number of examples of a step; None for all of the client's.
         lr: Learning rate, or a schedule; the paper's MobileNet takes `bayesfl.optim.multistep(0.1)`.
-        momentum: Of SGD; its state starts anew each round.
+        momentum: Momentum of SGD, in [0, 1); its velocity starts anew each round.
         weight_decay: L2 coefficient, entering the gradient.
-        finetune_epochs: Passes over a client's data, on all parameters, before it predicts.
-        finetune_lr: Learning rate of these; that of training where None.
-        likelihood: What y is.
+        finetune_epochs: Number of fine-tuning passes over a client's data, on all parameters, before it predicts.
+        finetune_lr: Learning rate of fine-tuning; None for `lr`.
+        likelihood: Distribution of y given the model's outputs.
     """
     both = ("body", "head")
     rate = lr if finetune_lr is None else finetune_lr

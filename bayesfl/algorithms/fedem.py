@@ -1,10 +1,10 @@
-"""FedEM: M components shared by all, every client its own mixture of them, learned by EM; D-FedEM: the same between neighbours.
+"""FedEM: M components shared by all, of which every client has its own mixture, learned by EM; D-FedEM: the same between neighbours.
 
 Model.  example i of client j comes from component z_i ~ pi_j:   p_j(y | x) = sum_m pi_jm p(y | x, theta_m).
-E step  (client)  q_im = pi_jm p(y_i | x_i, theta_m) / sum_m' ...,  at the components received;  pi_j = mean_i q_i.
+E step  (client)  q_im = pi_jm p(y_i | x_i, theta_m) / sum_m' ...,  with the components received;  pi_j = mean_i q_i.
 M step  (client)  theta_m moves by SGD on the mean over a batch of q_im times -log p(y_i | x_i, theta_m).
 M step  (server)  theta_m = sum_j (n_j / n) theta_jm.
-New client        EM on pi alone, the components as they are.
+New client        EM on pi alone, with the components fixed.
 
 Without a server  theta_jm <- sum_k W_jk theta_km  over neighbours k, W doubly stochastic.
 
@@ -51,7 +51,7 @@ from bayesfl.posteriors import MeanField, Point, mixture
 
 log = logging.getLogger(__name__)
 PARTS = ("components",)
-DEAD = 1e-3  # a component of which so small a share of the examples is made has died
+DEAD = 1e-3  # a component that makes a smaller share of the examples counts as dead
 
 
 def fedem(
@@ -72,31 +72,33 @@ def fedem(
 ) -> Algorithm:
     """Federate `model` by FedEM.
 
-    A component may die: one that explains no example anywhere is trained on none, and comes back only by chance. `result.server["usage"]`
-    [M] is the share of the examples that each component made, from the pi that clients sent last; those that fall below a thousandth, or
-    rise above it again, are named in the log. So the server learns every client's pi, which the paper's clients need not tell.
+    A component may die: if it explains no example of any client, it is trained on none, and returns only by chance.
+    `result.server["usage"]` [M] is the share of the examples that each component made, computed from the pi that clients sent last; a
+    component that falls below a thousandth, or rises above it again, is named in the log. The server therefore learns every client's pi,
+    which the paper does not need.
 
     Args:
         model: Any module, the architecture of a component; the components draw their starts anew from its layers.
-        components: M.
-        epochs: Passes over a client's data each round, for all components.
-        batch_size: Examples of a step; None for all of the client's.
+        components: Number M of components.
+        epochs: Number of passes over a client's data each round, for all components.
+        batch_size: Number of examples of a step; None for all of the client's.
         lr: Learning rate, or a schedule; the authors' code takes `multistep(lr)`, and another rate for each data set.
-        momentum: Of SGD; its state starts anew each round.
+        momentum: Momentum of SGD, in [0, 1); its velocity starts anew each round.
         weight_decay: L2 coefficient, entering the gradient.
-        by_responsibility: Whether component m is averaged by n_j pi_jm instead of n_j, so that a client to which it means nothing does not
-            hold it back: with one-hot pi that is clustered FedAvg, where n_j slows a cluster down to its share of the examples.
-        posterior: What is believed of a component: a point, as in the paper, or `MeanField(init_scale=...)`, which no paper has: then the
-            M step minimises mean_i q_im E[-log p(y_i | x_i, theta_m)] + KL / n_j to N(mean received, prior_variance), the server matches
-            the moments of the clients' beliefs by size, and E step and predictions are at the means.
-        prior_variance: Of each weight of a component around the mean received, where it is no point.
-        draws: Posterior draws of a step, likewise.
-        adapt_iterations: Of EM on pi, for a client never seen.
-        likelihood: What y is.
+        by_responsibility: Whether component m is averaged by n_j pi_jm instead of n_j, so that clients that do not use it do not slow it
+            down. With one-hot pi this is clustered FedAvg; with weights n_j, a component would move only by its cluster's share of the
+            examples.
+        posterior: Belief about a component: a point, as in the paper, or `MeanField(init_scale=...)`, an extension of this package. The
+            M step then minimises mean_i q_im E[-log p(y_i | x_i, theta_m)] + KL / n_j to N(mean received, prior_variance), the server
+            matches the moments of the clients' beliefs by size, and E step and predictions use the means.
+        prior_variance: Prior variance of each weight of a component around the mean received; used with `MeanField` only.
+        draws: Number of posterior draws of a step; used with `MeanField` only.
+        adapt_iterations: Number of EM iterations on pi for a client never seen.
+        likelihood: Distribution of y given the model's outputs.
 
     Raises:
-        TypeError: `posterior` is another one.
-        ValueError: A number lies outside its range, or beliefs are to be averaged by responsibility.
+        TypeError: `posterior` is neither `Point` nor `MeanField`.
+        ValueError: A number lies outside its range, or `by_responsibility` is combined with `MeanField`.
     """
     whole("components", components, least=1)
     whole("adapt_iterations", adapt_iterations, least=1)
@@ -179,14 +181,14 @@ def d_fedem(
 ) -> Algorithm:
     """Federate `model` by D-FedEM: no server; after its local work every client averages its components with its neighbours'.
 
-    The simulation's server holds every client's components, [J, M, D], and does the averaging; over a network it is a relay, which sees
-    what neighbours would. What a client would have got from one outside a round's cohort it takes from itself, which keeps the mean if W is
-    symmetric. A client never seen starts from the mean over clients.
+    The simulation's server holds every client's components, [J, M, D], and does the averaging; over a network the server is a relay, which
+    sees what neighbours would. In place of a neighbour outside the round's cohort a client averages its own components, which keeps the
+    mean over clients if W is symmetric. A client never seen starts from that mean.
 
     Args:
         model: As in `fedem`.
-        mixing: The averaging weights [J, J], doubly stochastic, or what makes them for J clients; by default Metropolis weights on a random
-            graph with half of the edges. See `bayesfl.topology`.
+        mixing: Averaging weights W [J, J], doubly stochastic, or a function J -> W; by default Metropolis weights on a random graph in
+            which each edge has probability 1/2. See `bayesfl.topology`.
         components: As in `fedem`.
         epochs: As in `fedem`.
         batch_size: As in `fedem`.
@@ -194,11 +196,11 @@ def d_fedem(
         momentum: As in `fedem`.
         weight_decay: As in `fedem`.
         adapt_iterations: As in `fedem`.
-        likelihood: What y is.
+        likelihood: Distribution of y given the model's outputs.
 
     Raises:
-        ValueError: A number lies outside its range; a matrix that is not doubly stochastic, not connected, or whose mixing goes round for
-            ever; in the first round, one of another number of clients; a round without everyone where the matrix is not symmetric.
+        ValueError: A number lies outside its range; the matrix is not doubly stochastic, its graph is not connected, or repeated mixing
+            oscillates for ever. In a round: the matrix is for another number of clients, or is not symmetric while a client is absent.
     """
     options = {"components": components, "epochs": epochs, "batch_size": batch_size, "lr": lr, "momentum": momentum}
     central = fedem(model, **options, weight_decay=weight_decay, adapt_iterations=adapt_iterations, likelihood=likelihood)
@@ -218,6 +220,6 @@ def d_fedem(
                 "symmetric matrix such as topology.metropolis(edges), or let everyone take part"
             )
         weights = weights[ids][:, ids]
-        return weights + torch.diag(1 - weights.sum(1))  # what would have come from the absent
+        return weights + torch.diag(1 - weights.sum(1))  # a client takes the weights of absent neighbours itself
 
     return replace(central, blocks={"components": replace(central.blocks["components"], pool=Mixed(among))})

@@ -1,15 +1,15 @@
-"""FedPAC: a shared body trained towards common class centroids, under personal heads that are mixed for each client by what helps it.
+"""FedPAC: a shared body trained towards common class centroids, and a personal head mixed for each client from the heads that help it.
 
 z = body(x) in R^d, K classes; client j has n_j examples, n_jk of them of class k, p_jk = n_jk / n_j; m_jk is the mean of z over them.
 
 A client of the cohort:
 
-1. With the body received, before training: h_j[k] = p_jk m_jk and V_j = (sum_k p_jk mean_{y=k} |z|^2 - |h_j|^2) / n_j, the mean of
-   onehot(y) z' and the trace of its covariance over n_j, which says how well that mean is known.
+1. With the body received, before training: h_j[k] = p_jk m_jk, the mean of onehot(y) z', and V_j = (sum_k p_jk mean_{y=k} |z|^2 -
+   |h_j|^2) / n_j, the trace of its covariance over n_j, which measures the uncertainty of that mean.
 2. Head: SGD on the mean loss, the body fixed.
-3. Body: SGD on the mean loss + lambda mean |z - c_y|^2 / d, the head fixed. c_k is the centroid received; where nobody has sent one
-   yet, the client's own m_jk of step 1. No pull in the first round.
-4. With the body as it is now: centroids c_jk, the means of z.
+3. Body: SGD on the mean loss + lambda mean |z - c_y|^2 / d, the head fixed. c_k is the centroid received; if no client has sent one
+   yet, the client's own m_jk of step 1. There is no pull in the first round.
+4. With the body after training: centroids c_jk, the means of z.
 
 The server: body = sum_j (n_j / n) body_j, c_k = sum_j n_jk c_jk / sum_j n_jk, and for every client i of the cohort
 head_i = sum_j a_ij head_j with a_i = argmin over the simplex of sum_j a_j^2 V_j + |h_i - sum_j a_j h_j|^2, variance plus squared bias;
@@ -17,7 +17,7 @@ weights below 1e-3 are set to 0 and the rest scaled to sum 1.
 
 Source: Xu, Tong, Huang, "Personalized federated learning with feature alignment and classifier collaboration", ICLR 2023, arXiv:2306.11867;
 order of steps, threshold and hyperparameters from the authors' code, github.com/JianXu95/FedPAC. That code drops small eigenvalues of a
-program that rounding made indefinite, and with them the variances; here programs are solved exactly, in float64.
+program that rounding made indefinite, and the variances with them; here the programs are solved exactly, in float64.
 
 >>> import bayesfl as bf
 >>> clients = bf.data.dominant_classes("digits", clients=4)
@@ -38,11 +38,11 @@ from bayesfl.models import SplitModel
 from bayesfl.optim import SGD, Rate
 
 PARTS = ("body", "head")
-LEAST = 1e-3  # weights below it are none; of more than a hundred heads a tenth of equal shares, so that most of the weight always stays
+LEAST = 1e-3  # smaller weights are set to 0; with over 100 heads the limit is a tenth of an equal share, so that most weight is kept
 ROWS = 256  # examples whose features are held at once
-# A client of one example says V = 0. V counts as the larger of these at least, so that a minimum is unique:
+# A client with one example has V = 0. V is raised to at least the larger of these, so that the minimum is unique:
 FLOOR = 1e-10  # in units of the median |h|^2 + V
-ROUNDING = 1e-13  # in units of the largest
+ROUNDING = 1e-13  # in units of the largest |h|^2 + V
 
 
 def fedpac(
@@ -60,34 +60,34 @@ def fedpac(
 ) -> Algorithm:
     """Federate `model` by FedPAC.
 
-    Besides its models a client sends counts, means of features and mean features weighted by frequency of every class, and one variance; so
-    the server knows its labels' frequencies. `result.server["head"]["weights"]` [J, J] has the weights a_ij: rows are the clients that get
-    a head, columns those whose heads are in it. Only heads of a round's cohort are mixed, among themselves. Of a client that is absent,
-    head and row stay as they were and go stale: that head knew another body. The row of a client that was never there is 0, its head the
-    start's.
+    Besides its models a client sends, for every class, counts, mean features, and mean features weighted by the class's frequency, and one
+    variance; so the server knows the frequencies of its labels. `result.server["head"]["weights"]` [J, J] has the weights a_ij: row i is
+    the client that receives a head, column j a client whose head is mixed into it. Only heads of a round's cohort are mixed, among
+    themselves. An absent client's head and row stay as they were and become outdated: that head was trained on another body. A client that
+    never took part has a row of 0 and the head of the start.
 
-    A client that joins later gets body and centroids; the program is solved for its statistics over the heads that the last cohort trained,
-    and it takes `head_epochs` passes from that mixture. (The server would solve it; the simulation hands the newcomer the heads.) The paper
-    has no rule for such clients.
+    A client that joins later receives body and centroids; the program is solved for its statistics over the heads that the last cohort
+    trained, and its head trains `head_epochs` passes from that mixture. (A server would solve it; here the newcomer is sent the heads and
+    solves it.) The paper has no rule for such clients.
 
-    A round's two accuracies, as the authors print them: at the start of local training, with the head that was mixed, is
-    `history["personal_accuracy"]` of the round before; after local training, `history["before_pool_accuracy"]`. The global model that
-    `history["global_accuracy"]` measures has the mean of all clients' heads, which nobody is sent.
+    The authors print two accuracies for each round. The one at the start of local training, with the mixed head, is
+    `history["personal_accuracy"]` of the round before; the one after local training is `history["before_pool_accuracy"]`. The global model
+    of `history["global_accuracy"]` has the mean of all clients' heads, which is sent to no client.
 
     Args:
         model: A `bf.models.SplitModel` whose head is one `nn.Linear`.
-        head_epochs: Passes over a client's data for its head each round.
-        body_epochs: Passes for the body after that.
+        head_epochs: Number of passes over a client's data for its head each round.
+        body_epochs: Number of passes for the body after that.
         lr: Learning rate of the body, or a schedule; 0.02 on CIFAR-10.
         head_lr: Learning rate of the head, or a schedule.
-        momentum: Of SGD; its state starts anew in each phase.
+        momentum: Momentum of SGD, in [0, 1); its velocity starts anew in each phase.
         weight_decay: L2 coefficient, entering the gradient.
         lam: Strength lambda of the pull of features towards centroids, >= 0.
-        batch_size: Examples of a step; None for all of the client's.
-        likelihood: What y is: classes.
+        batch_size: Number of examples of a step; None for all of the client's.
+        likelihood: Distribution of y given the model's outputs; its task must be classification.
 
     Raises:
-        ValueError: `lam` is negative, the model is no `SplitModel` with a linear head, or y is no class.
+        ValueError: `lam` is negative or not finite, `model` is not a `SplitModel` with a linear head, or `likelihood` is not for classes.
     """
     if not 0 <= number("lam", lam) < torch.inf:
         raise ValueError(f"lam is the strength of a pull and must be finite and >= 0, got {lam}")
@@ -131,7 +131,7 @@ def fedpac(
 
 
 def moments(algorithm: Algorithm, view: View, data: Batch, classes: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute of every class the examples [K], mean features [K, d] and mean squared lengths [K]; 0 where a class has no examples."""
+    """Compute for every class the count of examples [K], mean features [K, d] and mean squared lengths [K]; 0 where the count is 0."""
     leaves, hot = algorithm.leaves(PARTS, view), F.one_hot(data["y"], classes).to(data["weight"]) * data["weight"].unsqueeze(-1)
     counts, first, second = hot.sum(0), 0.0, 0.0
     for x, rows in zip(data["x"].split(ROWS), hot.split(ROWS), strict=True):
@@ -143,7 +143,7 @@ def moments(algorithm: Algorithm, view: View, data: Batch, classes: int) -> tupl
 
 
 def statistics(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
-    """Measure what the programs need, under the body received, and set the features' targets: steps 1 and 3."""
+    """Compute the statistics h, V and counts under the body received, and set the features' targets: steps 1 and 3."""
     counts, means, squares = moments(algorithm, view, data, len(given["seen"]))
     share = counts / counts.sum()
     h = share.unsqueeze(-1) * means
@@ -153,21 +153,23 @@ def statistics(algorithm: Algorithm, given: Server, view: View, data: Batch) -> 
 
 
 def centroids(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
-    """Measure the classes' mean features under the body as it is now: step 4."""
+    """Compute the classes' mean features under the body after training: step 4."""
     return view | {"centroids": moments(algorithm, view, data, len(given["seen"]))[1]}
 
 
 def mixing(h: Tensor, variance: Tensor, own: Tensor) -> Tensor:
-    """Weights [C, J] that C clients give the heads of J: argmin_a sum_j a_j^2 V_j + |own_i - sum_j a_j h_j|^2 over the simplex, in float64.
+    """Compute the weights [C, J] of J heads for C clients: argmin_a sum_j a_j^2 V_j + |own_i - sum_j a_j h_j|^2 over the simplex.
+
+    The programs are solved in float64.
 
     Args:
-        h: Feature statistics of those whose heads are mixed, [J, K d].
-        variance: V [J] >= 0.
-        own: The same statistics of those who get the mixtures, [C, K d].
+        h: Feature statistics of the clients whose heads are mixed, [J, K d].
+        variance: Variances V of these statistics, [J], >= 0.
+        own: The same statistics of the clients that receive the mixtures, [C, K d].
     """
     h, variance, own = h.double(), variance.double(), own.double()
     sizes = h.square().sum(-1) + variance
-    # Where nothing distinguishes the heads, no features and no variance, they count the same.
+    # Where all features and variances are 0, so that nothing distinguishes the heads, they get equal weights.
     floor = max(FLOOR * float(sizes.median()), ROUNDING * float(sizes.max()), torch.finfo(h.dtype).tiny ** 0.5)
     variance = variance.clamp_min(floor)
     weights = simplex.minimise(h @ h.mT + torch.diag(variance), own @ h.mT)
@@ -176,13 +178,13 @@ def mixing(h: Tensor, variance: Tensor, own: Tensor) -> Tensor:
 
 
 def among(server: Server, ids: Tensor, uplink: Uplink) -> Tensor:
-    """Solve the programs of a round's cohort, [C, C]."""
+    """Compute the mixing weights among a round's cohort, [C, C]."""
     h = uplink["h"].flatten(1)
     return mixing(h, uplink["variance"], h)
 
 
 def combine(server: Server, ids: Tensor, uplink: Uplink) -> Server:
-    """Average the centroids by the classes' counts, and keep the heads and statistics that newcomers mix."""
+    """Average the centroids by the classes' counts, and keep the heads and statistics of the cohort, which newcomers mix."""
     h, counts = uplink["h"], uplink["counts"].double()
     total = counts.sum(0).unsqueeze(-1)
     means = (counts.unsqueeze(-1) * uplink["centroids"].double()).sum(0) / total.clamp_min(1)
@@ -194,13 +196,13 @@ def combine(server: Server, ids: Tensor, uplink: Uplink) -> Server:
 
 
 def address(server: Server, ids: Tensor) -> View:
-    """Send newcomers the heads that they mix; clients of the federation get mixtures."""
+    """Send newcomers the heads that they mix; clients that trained receive mixtures."""
     newcomers = len(server["trained"]["head"]) and not len(server["head"]["each"])
     return {"trained": tree_map(lambda t: t.expand(len(ids), *t.shape), server["trained"])} if newcomers else {}
 
 
 def join(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
-    """Give a newcomer the mixture of the last cohort's heads that its own statistics ask for; where there is none, the head received."""
+    """Give a newcomer the mixture of the last cohort's heads for its own statistics; if there are no such heads, keep the head received."""
     if "trained" not in view:
         return view
     trained = view["trained"]

@@ -1,4 +1,4 @@
-"""FedPer: a shared body under personal heads, trained together.
+"""FedPer: a shared body and personal heads, trained together.
 
 Source: Arivazhagan, Aggarwal, Singh, Choudhary, "Federated learning with personalization layers", arXiv:1912.00818, 2019.
 
@@ -30,13 +30,13 @@ def fedper(
 
     Args:
         model: A `bf.models.SplitModel`, or any module whose parameters are named `body.*` and `head.*`.
-        epochs: Passes over a client's data each round.
-        batch_size: Examples of a step; None for all of the client's.
+        epochs: Number of passes over a client's data each round.
+        batch_size: Number of examples of a step; None for all of the client's.
         lr: Learning rate, or a schedule (round, rounds) -> rate.
-        momentum: Of SGD; its state starts anew each round.
+        momentum: Momentum of SGD, in [0, 1); its velocity starts anew each round.
         weight_decay: L2 coefficient, entering the gradient.
-        adapt_epochs: Passes of a client that joins later, on its head.
-        likelihood: What y is.
+        adapt_epochs: Number of passes of a client that joins later, on its head.
+        likelihood: Distribution of y given the model's outputs.
     """
     both = ("body", "head")
     rest = {"batch_size": batch_size, "optimiser": SGD(lr, momentum, weight_decay)}

@@ -1,4 +1,4 @@
-"""FedProx: FedAvg whose clients are held near the model they received, F_j(v) + mu / 2 |v - w|^2 with F_j a mean over the data.
+"""FedProx: FedAvg with clients pulled towards the model they received, F_j(v) + mu / 2 |v - w|^2 with F_j a mean over the data.
 
 The pull is a Gaussian prior N(w, 1 / (mu n_j)) on the client's weights. It is part of the gradient, so with momentum it enters the
 velocity; some public implementations add it after the velocity.
@@ -34,12 +34,12 @@ def fedprox(
     Args:
         model: Any module.
         mu: Strength of the pull towards the received model; 0 is FedAvg.
-        epochs: Passes over a client's data each round.
-        batch_size: Examples of a step; None for all of the client's.
+        epochs: Number of passes over a client's data each round.
+        batch_size: Number of examples of a step; None for all of the client's.
         lr: Learning rate, or a schedule (round, rounds) -> rate.
-        momentum: Of SGD; the paper has none.
+        momentum: Momentum of SGD, in [0, 1); the paper has none.
         weight_decay: L2 coefficient, entering the gradient.
-        likelihood: What y is.
+        likelihood: Distribution of y given the model's outputs.
     """
     prior = Normal(centre=server_mean("w"), variance=inverse_size(mu))
     step = Descend(Energy("w", ("w",), likelihood="mean"), epochs=epochs, batch_size=batch_size, optimiser=SGD(lr, momentum, weight_decay))

@@ -1,7 +1,7 @@
-"""FedRep: a shared body under personal heads; the head is fitted first, then the body takes its steps under it.
+"""FedRep: a shared body and personal heads; each round the head is trained first, then the body with the head fixed.
 
 Source: Collins, Hassani, Mokhtari, Shakkottai, "Exploiting shared representations for personalized federated learning", ICML 2021,
-algorithm 1; the values of its CIFAR-10 experiments.
+algorithm 1; defaults from its CIFAR-10 experiments.
 
 >>> import bayesfl as bf
 >>> clients = bf.data.concept_drift("digits", clients=4)
@@ -31,13 +31,13 @@ def fedrep(
 
     Args:
         model: A `bf.models.SplitModel`, or any module whose parameters are named `body.*` and `head.*`.
-        head_epochs: Passes over a client's data for its head each round; also of a client that joins later.
-        body_epochs: Passes for the body after that.
-        batch_size: Examples of a step; None for all of the client's.
+        head_epochs: Number of passes over a client's data for its head each round; also of a client that joins later.
+        body_epochs: Number of passes for the body after that.
+        batch_size: Number of examples of a step; None for all of the client's.
         lr: Learning rate, or a schedule (round, rounds) -> rate.
-        momentum: Of SGD; its state starts anew in each phase.
+        momentum: Momentum of SGD, in [0, 1); its velocity starts anew in each phase.
         weight_decay: L2 coefficient, entering the gradient.
-        likelihood: What y is.
+        likelihood: Distribution of y given the model's outputs.
     """
     both = ("body", "head")
     rest = {"batch_size": batch_size, "optimiser": SGD(lr, momentum, weight_decay)}

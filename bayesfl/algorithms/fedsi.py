@@ -1,20 +1,20 @@
-"""FedSI: a shared body of which every client keeps a subnetwork uncertain, under one frozen head that it fine-tunes to predict.
+"""FedSI: a shared body of which every client keeps a subnetwork uncertain, under one frozen head that clients fine-tune to predict.
 
-Model.  body w_j | mu, g ~ N(mu, diag g);  head: one common random one, constant in training.
+Model.  body w_j | mu, g ~ N(mu, diag g);  head: one common random head, constant in training.
 MAP        (client)  w_j = argmax log p(D_j | w) - 1/2 sum_r (w_r - mu_r)^2 / g_r, from mu.
 Selection  (client)  S: the share of the weights of largest s_r^2 = 1 / (GGN_rr + 1 / g_r).
 Laplace    (client)  H_S = GGN_S + diag(1 / g_S); sends w_j and sigma_j = diag(H_S^-1)^(1/2) on S, 0 elsewhere (a Dirac).
-Server               mu = mean_j w_j,  sigma = mean_j sigma_j;  g_r = sigma_r^2, or alpha where nobody selected r.
+Server               mu = mean_j w_j,  sigma = mean_j sigma_j;  g_r = sigma_r^2, or alpha where no client selected r.
 Predict    (client)  fine-tune the head, then Laplace at mu: softmax(kappa f), kappa = (1 + pi/8 Sigma)^(-1/2), Sigma = J_S H_S^-1 J_S'.
 
 To predict, H_S has one precision for all weights in place of the server's 1 / g_S: see `fedsi`.
 
-FedSI-Fac keeps every weight of the body uncertain, on its own. With the whole body uncertain, covariances and all, training needs no
-curvature: the prior stays isotropic and the Laplace approximation is made to predict only.
+FedSI-Fac keeps every weight of the body uncertain, without covariances. With the whole body uncertain, covariances included, training
+needs no curvature: the prior stays isotropic, and the Laplace approximation is used to predict only.
 
 Source: Chen, Liu, Wu, Fan, Cao, "FedSI: federated subnetwork inference for efficient uncertainty quantification", arXiv:2404.15657, 2024,
 equations 10 to 15 and algorithm 1. Where the text and the authors' code (github.com/hyLiu1994/BPFedMePD) differ, docs/derivations/fedsi.md
-says what is done.
+says which is followed.
 
 >>> import bayesfl as bf
 >>> clients = bf.data.label_groups("digits", clients=4, validation=0.1)
@@ -89,32 +89,36 @@ def fedsi(
 
     Args:
         model: A `bf.models.SplitModel`, or any module whose parameters are named `body.*` and `head.*`; its head is the common one.
-        structure: What stays uncertain of the body: a `subnetwork` (FedSI), every weight on its own, `diagonal` (FedSI-Fac), or the whole
-            of it, `full`: then training stays with the isotropic prior, without `aggregation`, `variance_floor` and `curvature_every`.
-        share: Of the body's weights in the subnetwork; the paper takes 0.05 for its MLP and 0.07 for its CNN.
-        selection: Which these are, a rule of `bayesfl.selection`; the paper's takes weights without curvature first.
-        seed: Of rules that draw: one subnetwork for all clients and rounds, so that its indices need not be sent (the declared uplink is a
-            vector over the whole body all the same, whatever the rule).
-        epochs: Passes over a client's data each round.
-        steps: Mini-batches a round instead; the authors' code takes 20.
+        structure: Which part of the body is uncertain: a `subnetwork` (FedSI); every weight without covariances, `diagonal` (FedSI-Fac); or
+            all of it, `full`: training then keeps the isotropic prior, and `aggregation`, `variance_floor` and `curvature_every` are not
+            used.
+        share: Share of the body's weights in the subnetwork, in (0, 1]; the paper takes 0.05 for its MLP and 0.07 for its CNN.
+        selection: Rule that chooses the subnetwork, one of `bayesfl.selection`; the paper's takes weights without curvature first.
+        seed: Seed of rules that draw: one subnetwork for all clients and rounds, so that its indices need not be sent (the reported uplink
+            is a vector over the whole body nevertheless, whatever the rule).
+        epochs: Number of passes over a client's data each round.
+        steps: Number of mini-batches of a round; if given, it replaces `epochs`. The authors' code takes 20.
         batch_size: Examples of a step, also of fine-tuning; None for all of the client's.
-        optimiser: Of the body; the authors' code takes `SGD(0.1)` on MNIST.
-        prior_precision: 1 / alpha, of weights that nobody selected, in the units of a sum over the data; for training only.
-        aggregation: How the clients' sigma make the next prior's g: `mean_std` (the paper's, zeros included), `mean_var`,
-            `mean_over_selecting` (the mean std of those that selected the weight), `moment_match` (the mean variance plus the spread of
-            the means), `product` (precisions of those that selected it add, the means weigh by them; the prior counts once for each).
-        variance_floor: Least g; the largest is alpha.
-        curvature_every: Rounds between fits; between them g stays.
-        train_head: Whether every client trains a head of its own together with the body, as in the authors' code, instead of the common one
-            that stands still.
-        predictive_precision: Of the prior that predictions take; None chooses one for all clients on their validation data.
-        centre: Whether predictions leave out what is common to all logits.
-        finetune_steps: Mini-batches on the head before a client predicts.
-        finetune_lr: Adam's learning rate in them.
-        likelihood: What y is.
+        optimiser: Optimiser of the body; the authors' code takes `SGD(0.1)` on MNIST.
+        prior_precision: Prior precision 1 / alpha of weights that no client selected, for a likelihood that is a sum over the data; in
+            training only.
+        aggregation: Rule for the next prior's g from the clients' sigma: `mean_std` (the paper's, zeros included), `mean_var`,
+            `mean_over_selecting` (the mean std of clients that selected the weight), `moment_match` (the mean variance plus the spread of
+            the means), `product` (the sum of the precisions of clients that selected the weight, by which the means are weighted too; the
+            prior is then counted once for each of these clients).
+        variance_floor: Smallest g; the largest is alpha.
+        curvature_every: Number of rounds from one Laplace approximation to the next; between them g stays.
+        train_head: Whether every client trains its own head together with the body, as in the authors' code, instead of the frozen common
+            head.
+        predictive_precision: Prior precision for predictions; None chooses one for all clients on their validation data.
+        centre: Whether predictions remove the part of the logits that is the same for all classes, see `bf.posteriors.Laplace.linearised`.
+        finetune_steps: Number of mini-batches on which the head is fine-tuned before a client predicts.
+        finetune_lr: Adam's learning rate in fine-tuning.
+        likelihood: Distribution of y given the model's outputs.
 
     Raises:
-        ValueError: A number lies outside its range, `structure` or `aggregation` is none, or an option says nothing under the structure.
+        ValueError: A number lies outside its range, `structure` or `aggregation` is unknown, or an option is given that `structure` does
+            not use.
     """
     if structure not in STRUCTURES:
         raise ValueError(f"structure must be one of {STRUCTURES}, got {structure!r}")
@@ -148,7 +152,7 @@ def fedsi(
         blocks={**isotropic.blocks, "body": _body(lambda given, view: given["g"], pool)},
         phases=(train, Once(fit, data=True, batched=False)),
         server=lambda blocks, clients: {"g": torch.full_like(blocks["body"]["loc"], alpha), "uncurved_share": torch.tensor(0.0)},
-        broadcast=("g",),  # the share is for people to look at on the server
+        broadcast=("g",),  # `uncurved_share` stays on the server, for people to read
         reports={"std": lambda given: torch.zeros_like(given["body"]["loc"]), "uncurved": 0.0},
         combine=combine,
     )
@@ -160,12 +164,12 @@ def fedsi_fac(model: nn.Module, **options: Any) -> Algorithm:
 
 
 def fedsi_full(model: nn.Module, **options: Any) -> Algorithm:
-    """Federate `model` by FedSI with the whole body uncertain: trained under an isotropic prior, all covariances where it predicts."""
+    """Federate `model` by FedSI with the whole body uncertain: isotropic prior in training, all covariances in predictions."""
     return fedsi(model, structure="full", **options)
 
 
 def _refuse_idle(structure: str, given: dict[str, Any]) -> None:
-    """Raises ValueError, naming the option, where one is given that says nothing under a structure."""
+    """Raise ValueError, naming the option, if one is given that the structure does not use."""
     idle = {
         "diagonal": ("share", "selection", "seed"),
         "full": ("share", "selection", "seed", "aggregation", "variance_floor", "curvature_every"),
@@ -188,7 +192,7 @@ def _body(variance: Parameter, pool: AdditivePool | StackedPool = Mean(equal)) -
 
 
 def _descent(epochs: int, steps: int | None, batch_size: int | None, optimiser: Optimiser, train_head: bool) -> Descend:
-    """To the MAP; the prior, which averaging may make stiff, is solved after each step."""
+    """Return the phase that trains to the MAP; the prior, which averaging may make stiff, is solved after each step."""
     instance("train_head", train_head, bool, "pass True or False")
     trained = BOTH if train_head else ("body",)
     energy = Energy(trained, BOTH, likelihood="mean")
@@ -204,13 +208,13 @@ def _finetuning(steps: int, batch_size: int | None, lr: float) -> Descend:
 
 @dataclass(frozen=True)
 class _Fit:
-    """The client's Laplace approximation around its MAP: the standard deviations that it sends.
+    """The client's Laplace approximation around its MAP, as a function that adds to the view the standard deviations to send.
 
     Args:
-        every: Rounds between fits.
-        share: Of the weights in the subnetwork; None for all, each on its own.
-        selection: Which they are.
-        seed: Of rules that draw.
+        every: Number of rounds from one fit to the next.
+        share: Share of the weights in the subnetwork; None for all weights, without covariances.
+        selection: Rule that chooses the subnetwork.
+        seed: Seed of rules that draw.
     """
 
     every: int
@@ -239,12 +243,12 @@ class _Fit:
 
 @dataclass(frozen=True)
 class _Prior:
-    """The server's next prior variances g from the clients' standard deviations.
+    """The rule for the server's next prior variances g from the clients' standard deviations.
 
     Args:
         rule: One of `AGGREGATIONS`.
-        alpha: Of weights that nobody selected, and at most.
-        floor: At least.
+        alpha: Prior variance of weights that no client selected, and the largest of all.
+        floor: Smallest prior variance.
     """
 
     rule: Aggregation
@@ -275,17 +279,17 @@ class _Prior:
 
 @dataclass(frozen=True)
 class _Means:
-    """The clients' means, all at once: plain, or in a round of fits weighted by precision among those that selected a weight."""
+    """The pool of the clients' means: plain, or in a round of fits weighted by precision among the clients that selected a weight."""
 
     weighted: bool
     every: int
     sends = ("loc",)
 
     def __call__(self, server: Server, name: str, uplink: Uplink) -> Tensors:
-        """See `StackedPool`."""
+        """Return the server's new entry, see `StackedPool`."""
         loc = uplink[name]["loc"].double()
         mean = loc.mean(0)
-        if self.weighted and uplink["round"] % self.every == 0:  # what was sent in an earlier round weighs nothing now
+        if self.weighted and uplink["round"] % self.every == 0:  # in other rounds "std" is not a new fit and is not used
             precision = _precision(uplink["std"].double())
             total = precision.sum(0)
             mean = torch.where(total > 0, (precision * loc).sum(0) / total, mean)
@@ -293,5 +297,5 @@ class _Means:
 
 
 def _precision(std: Tensor) -> Tensor:
-    """1 / std^2, 0 where nothing was selected."""
+    """Return 1 / std^2, 0 where the weight was not selected."""
     return torch.where(std > 0, std.square().reciprocal(), 0.0)

@@ -1,16 +1,16 @@
-"""Distributed GroupDRO: one model for all whose worst environment is as good as can be, by weights that grow where the loss is large.
+"""Distributed GroupDRO: one model for all whose worst environment has the smallest loss, by weights that grow where the loss is large.
 
     min_w max_q sum_e q_e R_e(w),  q on the simplex of all clients' environments.
 
-Each round a client measures its R_e at the model received, and trains on  sum_e q_e R_e  over its own environments; the server makes
-q_e <- q_e exp(eta R_e) / Z  and averages the models by it, a client counting what its environments do. With one plain local step that is
-a gradient step on sum_e q_e R_e. The weights are known when all losses are, so the server holds a round's models till then. A client with
-one environment trains on its plain risk. Beside its model a client sends two numbers for each of `environments` places: the risk, and
-whether it has any example there.
+Each round a client measures its mean losses R_e at the model received, and trains on  sum_e q_e R_e  over its own environments; the
+server updates  q_e <- q_e exp(eta R_e) / Z  and averages the models, each weighted by the sum of its client's q_e. With one plain local
+step this is a gradient step on sum_e q_e R_e. The weights are known only once all losses are, so the server holds a round's models until
+then. A client with one environment trains on its plain risk. Beside its model a client sends two numbers for each of `environments` places:
+the risk, and whether it has any example there.
 
 Source: Sagawa, Koh, Hashimoto, Liang, "Distributionally robust neural networks for group shifts", ICLR 2020, algorithm 1 (there for one
 machine); distributed as a baseline and as the lower problem of PerInvFL (see `perinvfl`). The released code of that paper keeps the first
-round's losses for ever and lets q enter twice, in the local loss and in the mean; here losses are fresh and q enters once.
+round's losses for ever and uses q twice, in the local loss and in the mean; here losses are measured anew each round and q is used once.
 
 >>> import bayesfl as bf
 >>> clients = bf.data.coloured("digits")
@@ -43,24 +43,24 @@ def group_dro(
 ) -> Algorithm:
     """Federate `model` by GroupDRO over the environments of all clients; the data need environments.
 
-    The weights of a round's cohort move among themselves, their sum kept. A client starts with weight at every one of its `environments`
-    places; when it first takes part and lacks some, their weight goes to all others in proportion. `result.server["log_q"]` has the
-    weights' logarithms, [J, environments].
+    Only the weights of a round's cohort are updated, and their sum is kept. A client starts with equal weight at each of its `environments`
+    places; when it first takes part and has fewer environments, the weight of the missing ones goes to all others in proportion.
+    `result.server["log_q"]` has the weights' logarithms, [J, environments].
 
     Args:
         model: Any module.
-        eta: Step of the weights' logarithms, per nat.
-        environments: The most that a client has.
-        loss_examples: How many of a client's training examples measure its losses, always the same, in equal shares from each of its
-            environments and evenly spaced there; at least `environments`, None for all.
-        steps: Mini-batches of a client in a round.
-        batch_size: Examples of a step; None for all of the client's.
-        optimiser: Of the clients; its state is kept from round to round.
-        server_optimiser: Takes the mean change of a round as a gradient; None for the mean itself.
-        likelihood: What y is.
+        eta: Step size of the weights' logarithms, per nat of loss, >= 0.
+        environments: Largest number of environments of a client.
+        loss_examples: Number of a client's training examples on which its losses are measured, the same examples every round, in equal
+            shares from each of its environments and evenly spaced there; at least `environments`, None for all.
+        steps: Number of mini-batches of a client in a round.
+        batch_size: Number of examples of a step; None for all of the client's.
+        optimiser: Optimiser of the clients; its state is kept from round to round.
+        server_optimiser: Optimiser of the server, which takes the mean change of a round as a gradient; None for the mean itself.
+        likelihood: Distribution of y given the model's outputs.
 
     Raises:
-        ValueError: A number lies outside its range; in the first round, a client has more environments.
+        ValueError: A number lies outside its range; in the first round, a client has more than `environments` environments.
     """
     whole("environments", environments, least=1)
     whole("steps", steps, least=1)
@@ -80,7 +80,7 @@ def group_dro(
         some = evenly(data, loss_examples)
         risk, seen = by_environment(algorithm.losses(algorithm.leaves(("w",), view), some), some)
         risk, seen, count = (torch.nn.functional.pad(t, (0, environments - found)) for t in (risk, seen, count))
-        # q_e over n_e / n: what an example of each environment counts, so that batches drawn from all examples give sum_e q_e R_e.
+        # Each example is weighted by q_e / (n_e / n), so that batches drawn from all examples give sum_e q_e R_e.
         q = torch.where(seen > 0, view["log_q"] + eta * risk, torch.full_like(risk, -torch.inf)).softmax(-1)
         return view | {"risk": risk, "present": (seen > 0).to(risk), "emphasis": q * view["n"] / count.clamp_min(1)}
 
@@ -94,9 +94,9 @@ def group_dro(
     def combine(server: Server, ids: Tensor, uplink: Uplink) -> Server:
         log_q, loc = server["log_q"], server["w"]["loc"]
         new = reweighted(log_q[ids], uplink["risk"], uplink["present"], eta)
-        share = new.logsumexp(-1).softmax(0)  # in logarithms: a cohort's weights may all be next to 0
+        share = new.logsumexp(-1).softmax(0)  # in logarithms, as a cohort's weights may all be almost 0
         known = log_q.double().index_copy(0, ids, new)
-        known = known - known.flatten().logsumexp(0)  # what was set aside for environments that turn out not to be there
+        known = known - known.flatten().logsumexp(0)  # shares out the weight of environments that do not exist
         return {"log_q": known.to(log_q), "w": {"loc": (share @ uplink["w"]["loc"].double()).to(loc)}}
 
     step = Descend(

@@ -1,4 +1,4 @@
-"""IFCA: M models, every client trains and is served by the one that fits its data best, models averaged within those clusters.
+"""IFCA: M models; every client trains, and predicts by, the one that fits its data best, and models are averaged within these clusters.
 
 Source: Ghosh, Chung, Yin, Ramchandran, "An efficient framework for clustered federated learning", NeurIPS 2020, algorithm 1 with model
 averaging.
@@ -36,13 +36,13 @@ def ifca(
 
     Args:
         model: Any module; the clusters' models draw their starts anew from its layers.
-        clusters: M. A model that no client of a round chose stays as it is.
-        epochs: Passes over a client's data each round.
-        batch_size: Examples of a step; None for all of the client's.
+        clusters: Number M of models. A model that no client of a round chose stays as it is.
+        epochs: Number of passes over a client's data each round.
+        batch_size: Number of examples of a step; None for all of the client's.
         lr: Learning rate, or a schedule.
-        momentum: Of SGD; its state starts anew each round.
+        momentum: Momentum of SGD, in [0, 1); its velocity starts anew each round.
         weight_decay: L2 coefficient, entering the gradient.
-        likelihood: What y is.
+        likelihood: Distribution of y given the model's outputs.
 
     Raises:
         ValueError: A number lies outside its range.

@@ -1,21 +1,22 @@
-"""Distributed IRM: one model for all, trained to be best in every environment at once; IRM-L2 and IRM-FT make personal models of it.
+"""Distributed IRM: one model trained to be optimal in every environment at once; IRM-L2 and IRM-FT derive personal models from it.
 
 Client j minimises  (R_j(w) + gamma_t sum_e g_e(w)^2 + l2 |w|^2) / max(1, gamma_t),  R_j the mean over its examples, g_e the derivative of
-environment e's mean loss by one scale of the outputs (IRMv1), and the server averages by size. gamma_t is 1 at first and gamma from round
-`anneal` on, when Adam's state starts anew. Together they minimise, over max(1, gamma_t),
+environment e's mean loss with respect to a scale of the outputs (IRMv1), and the server averages by size. gamma_t is min(1, gamma) before
+round `anneal` and gamma from then on, when Adam's state starts anew. Together they minimise, divided by max(1, gamma_t),
 
     R(w) + gamma_t sum_j (n_j / n) sum_e g_je(w)^2 + l2 |w|^2,  R the mean over all examples.
 
-So the penalty is a mean over clients, where IRM on all data together has a sum: with J clients of one size gamma here is gamma / J there.
-With several local steps, and with Adam on each client, the round is not a step on this. With `steps=1`, `batch_size=None`,
-`optimiser=SGD(1.0)` and the optimiser on the server it is: with J clients of one size the gradients, from round `anneal` on, are those of
-IRM with gamma / J on all data together, but for the divisors, max(1, gamma) and max(1, gamma / J), which Adam's steps do not see.
+The penalty is thus a mean over clients, where IRM on all data together has a sum: with J clients of equal size, gamma here corresponds to
+gamma / J there. With several local steps, or with Adam on each client, a round is not a gradient step on this objective. With `steps=1`,
+`batch_size=None`, `optimiser=SGD(1.0)` and the optimiser on the server it is one: with J clients of equal size the gradients, from round
+`anneal` on, are those of IRM with gamma / J on all data together, except for the divisors max(1, gamma) and max(1, gamma / J), on which
+Adam's steps do not depend.
 
-IRM-L2  theta_j  by steps on  R_j(theta) + lam/2 |theta - w|^2  from the model received;  IRM-FT  the same with lam = 0.
+IRM-L2  theta_j  by steps on  R_j(theta) + lam/2 |theta - w|^2  from the model received;  IRM-FT  has lam = 0.
 
 Source: Arjovsky, Bottou, Gulrajani, Lopez-Paz, "Invariant risk minimization", 2019, arXiv:1907.02893; distributed, and the two personal
-forms, as baselines in Tang, Guo, Zhang, arXiv:2211.11243 (see `perinvfl`). Gamma and ridge are those of IRM's published run on coloured
-MNIST, rounds and mini-batches those of PerInvFL's code.
+forms, as baselines in Tang, Guo, Zhang, arXiv:2211.11243 (see `perinvfl`). The defaults of gamma and the ridge are those of IRM's published
+run on coloured MNIST, those of rounds and mini-batches are from PerInvFL's code.
 
 >>> import bayesfl as bf
 >>> clients = bf.data.coloured("digits")
@@ -63,19 +64,20 @@ def irm(
 
     Args:
         model: Any module.
-        gamma: Weight of a client's squared slopes from round `anneal` on; 0 is FedAvg with a ridge. Among J clients of one size it
-            counts as gamma / J does with all data on one.
-        anneal: Round, counted from 0, at which the penalty's weight goes from 1 to gamma; a run of no more rounds never comes to it.
-        estimator: Of the squares from mini-batches, see `bayesfl.invariance.squared_slopes`.
-        l2: Of the ridge l2 |w|^2, divided by max(1, gamma_t) with the rest.
-        steps: Mini-batches of a client in a round.
-        batch_size: Examples of a step; None for all of the client's.
-        optimiser: Of the clients; its state is kept from round to round.
-        server_optimiser: Takes the mean change of a round as a gradient; None for the mean itself.
-        likelihood: What y is.
+        gamma: Weight of a client's squared slopes from round `anneal` on; 0 is FedAvg with a ridge. With J clients of equal size it
+            corresponds to gamma / J with all data together.
+        anneal: Round, counted from 0, at which the penalty's weight goes from min(1, gamma) to gamma; not reached in a run of at most this
+            many rounds.
+        estimator: Estimator of the squared slopes from mini-batches, see `bayesfl.invariance.squared_slopes`.
+        l2: Strength of the ridge l2 |w|^2, which is divided by max(1, gamma_t) as the other terms are.
+        steps: Number of mini-batches of a client in a round.
+        batch_size: Number of examples of a step; None for all of the client's.
+        optimiser: Optimiser of the clients; its state is kept from round to round.
+        server_optimiser: Optimiser of the server, which takes the mean change of a round as a gradient; None for the mean itself.
+        likelihood: Distribution of y given the model's outputs.
 
     Raises:
-        ValueError: A number lies outside its range, or the estimator is none.
+        ValueError: A number lies outside its range, or `estimator` is neither `biased` nor `unbiased`.
     """
     whole("steps", steps, least=1)
     annealed = Annealed(gamma, start=anneal)
@@ -107,10 +109,12 @@ def irm_l2(
     server_optimiser: Optimiser | None = None,
     likelihood: Likelihood = Categorical(),
 ) -> Algorithm:
-    """IRM, and personal models theta from it by steps on the plain risk, pulled to it; made anew in every round from the model received.
+    """Federate `model` by IRM-L2: IRM, and personal models theta by steps on the plain risk with a pull towards the IRM model.
 
-    The authors' code takes SGD with a weight decay of 1e-3 here; the default is what `perinvfl` takes, so that the two differ in what is
-    minimised alone.
+    A client's theta starts each round anew from the model received.
+
+    The authors' code takes SGD with a weight decay of 1e-3 for theta; the default here is that of `perinvfl`, so that the two methods
+    differ in their objectives alone.
 
     Args:
         model: As in `irm`.
@@ -118,17 +122,17 @@ def irm_l2(
         gamma: As in `irm`.
         anneal: As in `irm`.
         estimator: As in `irm`.
-        l2: As in `irm`, of w alone.
+        l2: As in `irm`, for w alone.
         steps: As in `irm`.
-        personal_steps: Steps on theta for each of these; also of a client that joins later.
-        batch_size: As in `irm`, of theta's steps too.
+        personal_steps: Number of steps on theta for each of the `steps`; also of a client that joins later.
+        batch_size: As in `irm`, also for theta's steps.
         optimiser: As in `irm`.
-        personal_optimiser: Of theta, starting anew each round.
+        personal_optimiser: Optimiser of theta; its state starts anew each round.
         server_optimiser: As in `irm`.
-        likelihood: What y is.
+        likelihood: Distribution of y given the model's outputs.
 
     Raises:
-        ValueError: A number lies outside its range, or the estimator is none.
+        ValueError: A number lies outside its range, or `estimator` is neither `biased` nor `unbiased`.
     """
     whole("personal_steps", personal_steps, least=1)
     rest = {
@@ -145,5 +149,5 @@ def irm_l2(
 
 
 def irm_ft(model: nn.Module, **options: Any) -> Algorithm:
-    """IRM, fine-tuned on each client's plain risk in every round: `irm_l2` without the pull, with its other options."""
+    """Federate `model` by IRM-FT: IRM, fine-tuned on each client's plain risk in every round; `irm_l2` without the pull."""
     return irm_l2(model, lam=0.0, **options)

@@ -1,6 +1,6 @@
-"""LG-FedAvg: personal bodies under a shared head, the reverse of FedPer.
+"""LG-FedAvg: personal bodies and a shared head, the reverse of FedPer.
 
-The paper starts from a model trained by FedAvg: train one, and pass the module with its weights.
+The paper starts from a model trained by FedAvg; to do so, train one and pass the module with its weights.
 
 Source: Liang, Liu, Ziyin, Allen, Auerbach, Brent, Salakhutdinov, Morency, "Think locally, act globally: federated learning with local
 and global representations", arXiv:2001.01523, 2020.
@@ -33,13 +33,13 @@ def lg_fedavg(
 
     Args:
         model: A `bf.models.SplitModel`, or any module whose parameters are named `body.*` and `head.*`.
-        epochs: Passes over a client's data each round.
-        batch_size: Examples of a step; None for all of the client's.
+        epochs: Number of passes over a client's data each round.
+        batch_size: Number of examples of a step; None for all of the client's.
         lr: Learning rate, or a schedule (round, rounds) -> rate; the paper's is 0.05 on MNIST and 0.1 on CIFAR-10.
-        momentum: Of SGD; its state starts anew each round.
+        momentum: Momentum of SGD, in [0, 1); its velocity starts anew each round.
         weight_decay: L2 coefficient, entering the gradient.
-        adapt_epochs: Passes of a client that joins later, on its body under the shared head.
-        likelihood: What y is.
+        adapt_epochs: Number of passes of a client that joins later, on its body under the shared head.
+        likelihood: Distribution of y given the model's outputs.
     """
     both = ("body", "head")
     rest = {"batch_size": batch_size, "optimiser": SGD(lr, momentum, weight_decay)}

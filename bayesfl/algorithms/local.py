@@ -1,4 +1,4 @@
-"""Local: every client trains alone, from a common start; nothing is sent. The baseline of every personalised method.
+"""Local training: every client trains alone, from a common start, and nothing is sent. It is the baseline of personalised methods.
 
 >>> import bayesfl as bf
 >>> clients = bf.data.concept_drift("digits", clients=4)
@@ -28,13 +28,13 @@ def local(
 
     Args:
         model: Any module.
-        epochs: Passes over the client's data each round; Zhu et al. (FL-NeurIPS 2022) train 100 rounds of one.
-        batch_size: Examples of a step; None for all of the client's.
+        epochs: Number of passes over the client's data each round; Zhu et al. (FL-NeurIPS 2022) train 100 rounds of one pass.
+        batch_size: Number of examples of a step; None for all of the client's.
         lr: Learning rate, or a schedule (round, rounds) -> rate.
-        momentum: Of SGD; its state starts anew each round.
+        momentum: Momentum of SGD, in [0, 1); its velocity starts anew each round.
         weight_decay: L2 coefficient, entering the gradient.
-        adapt_epochs: Passes of a client that joins later, over its own data.
-        likelihood: What y is.
+        adapt_epochs: Number of passes of a client that joins later, over its own data.
+        likelihood: Distribution of y given the model's outputs.
     """
     energy, optimiser = Energy("w", ("w",), likelihood="mean"), SGD(lr, momentum, weight_decay)
     return Algorithm(

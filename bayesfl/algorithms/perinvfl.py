@@ -1,26 +1,27 @@
-"""PerInvFL: personal models that are invariant themselves and are pulled to a global invariant one.
+"""PerInvFL: invariant personal models that are pulled towards a global invariant model.
 
 Lower problem  w by distributed IRM or GroupDRO over all clients' environments.
 Upper problem  theta_j by steps on  (R_j(theta) + gamma_t sum_e g_e(theta)^2 + l2 |theta|^2 + lam/2 |theta - w|^2) / max(1, gamma_t).
 
-There w is the model received in the round; theta_j and its optimiser's state stay on the client from round to round.
+In the upper problem w is the model received in the round; theta_j and its optimiser's state stay on the client from round to round.
 
-Two weights, kept apart: gamma for what is invariant in the client's own data, lam for the trust in the federation's model. Each is one
-number for all clients. The paper's Remark 1 gives every client a balancing weight of its own, the smaller the fewer environments it has;
-that is not here, and which term the weight multiplies the surviving text does not say. With one environment a client's own GroupDRO would
-be its plain risk, so PerInvFL-DRO has IRM's penalty in the upper problem, too.
+The two weights are separate: gamma for invariance over the client's own environments, lam for the pull to the federation's model. Each is
+one number for all clients. The paper's Remark 1 gives every client its own balancing weight, the smaller the fewer environments it has; the
+library does not have that, and the text that survives does not say which term the weight multiplies. With one environment a client's own
+GroupDRO would be its plain risk, so PerInvFL-DRO has IRM's penalty in the upper problem, too.
 
-`variant="contrastive"` has the form of the released code in place of the distance and of the personal penalty: features of theta are drawn
-to those of w and driven from those of a model that the client trains alone,
+`variant="contrastive"` has the released code's contrastive term in place of the distance and of the personal penalty: features z_i of
+theta are pulled towards those of w and pushed away from those of a model that the client trains alone,
 
     R_j(theta) + lam mean_i -log( e^cos(z_i, z_i^w) / (e^cos(z_i, z_i^w) + 0.2 e^cos(z_i, z_i^own)) ) + l2 |theta|^2.
 
-Mended in three places: that code resets theta to w before every step, where cos(z, z^w) is 1 and has no gradient; theta here goes on. The
-client's own model has an optimiser of its own, there it shares the moments of the global one. And z^w is of the model received.
+Three things are corrected. That code resets theta to w before every step, where cos(z, z^w) is 1 and has no gradient; here theta
+continues. Here the client's own model has its own optimiser; there it shares the moments of the global one. And here z^w are features of
+the model received.
 
 Source: Tang, Guo, Zhang, "Exploiting personalized invariance for better out-of-distribution generalization in federated learning", 2022,
-arXiv:2211.11243, equations 2 to 5 as far as their text survives, and the code of the same authors, github.com/Tangx-yy/Per-InvFL. What
-neither gives is as stated above.
+arXiv:2211.11243, equations 2 to 5 as far as they are legible, and the code of the same authors, github.com/Tangx-yy/Per-InvFL. Where
+neither is definite, the text above says what is done.
 
 >>> import bayesfl as bf
 >>> clients = bf.data.coloured("digits")
@@ -58,7 +59,7 @@ from bayesfl.likelihoods import Categorical
 from bayesfl.models import SplitModel
 from bayesfl.optim import Adam, Optimiser
 
-APART = 0.2  # what the released code multiplies the negatives by
+APART = 0.2  # factor of the negative pairs in the released code
 
 
 def perinvfl(
@@ -87,28 +88,30 @@ def perinvfl(
 
     Args:
         model: Any module; for `contrastive` a `bf.models.SplitModel`, whose features are compared.
-        lower: What the global model is trained by.
+        lower: Method that trains the global model.
         variant: The paper's squared `distance`, or the released code's `contrastive` form.
-        lam: Of the distance, beside the mean loss, or of the contrast. After annealing the distance is divided by gamma with the rest.
+        lam: Strength of the distance term, beside the mean loss, or of the contrastive term. The distance term is divided by max(1,
+            gamma_t) as the other terms are.
         gamma: Weight of the squared slopes from round `anneal` on, of the lower problem by IRM and of the upper one by distance.
         anneal: As in `irm`.
         estimator: As in `irm`.
-        l2: Of theta's ridge, and of w's in a lower problem by IRM.
+        l2: Strength of theta's ridge, and of w's in a lower problem by IRM.
         eta: As in `group_dro`.
         environments: As in `group_dro`.
         loss_examples: As in `group_dro`.
-        steps: Mini-batches of a client in a round, for w.
-        personal_steps: Steps on theta for each of these.
-        batch_size: Examples of a step; None for all of the client's.
-        adapt_steps: Steps on theta of a client that joins later, from the global model; contrastive up to a multiple of `personal_steps`.
-        optimiser: Of w, and of the model that a client trains alone.
-        personal_optimiser: Of theta.
+        steps: Number of mini-batches of a client in a round, for w.
+        personal_steps: Number of steps on theta for each of the `steps`.
+        batch_size: Number of examples of a step; None for all of the client's.
+        adapt_steps: Number of steps on theta of a client that joins later, from the global model; with `contrastive` rounded up to a
+            multiple of `personal_steps`.
+        optimiser: Optimiser of w, and of the model that a client trains alone.
+        personal_optimiser: Optimiser of theta.
         server_optimiser: As in `irm`.
-        likelihood: What y is.
+        likelihood: Distribution of y given the model's outputs.
 
     Raises:
-        ValueError: A number lies outside its range, whether or not `lower` and `variant` use it; a word is none of its choices;
-            `contrastive` has a model without body and head.
+        ValueError: A number lies outside its range, whether or not `lower` and `variant` use it; `lower`, `variant` or `estimator` is
+            unknown; or `variant` is `contrastive` and `model` is not a `SplitModel`.
     """
     for name, word, known in (("lower", lower, ("irm", "group_dro")), ("variant", variant, ("distance", "contrastive"))):
         if word not in known:
@@ -151,7 +154,10 @@ def perinvfl(
 
 
 def contrast(lam: float) -> Penalty:
-    """The mean of -log(e^c / (e^c + 0.2 e^d)) over a batch, times lam: c, d cosines of features to those of w and of the client's own."""
+    """Return the penalty lam times the batch mean of -log(e^c / (e^c + 0.2 e^d)).
+
+    Here c and d are the cosines of an example's features with those of w and with those of the client's own model.
+    """
 
     def penalty(features: Tensor | None, outputs: Tensor, losses: Tensor, batch: Batch, given: Server, view: View) -> Tensor:
         assert features is not None
@@ -163,12 +169,12 @@ def contrast(lam: float) -> Penalty:
 
 
 def look(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
-    """Features [B, F] of the shared batch under the model received and under the client's own."""
+    """Add to the view the features [B, F] of the shared batch under the model received and under the client's own."""
     near, _ = algorithm.features(algorithm.leaves(("w",), {"w": given["w"]}), data["x"])
     far, _ = algorithm.features(algorithm.leaves(("alone",), view), data["x"])
     return view | {"near": near, "far": far}
 
 
 def look_away(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
-    """They are of one batch, and batches of clients differ in size."""
+    """Remove these features from the view: they belong to one batch, and batches of clients differ in size."""
     return {name: entry for name, entry in view.items() if name not in ("near", "far")}

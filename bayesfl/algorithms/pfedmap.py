@@ -1,4 +1,4 @@
-"""pFedMAP: personal heads tied by a hierarchical Gaussian of one fixed scale, each at its posterior's mode.
+"""pFedMAP: personal heads under a hierarchical Gaussian of one fixed scale, each at its posterior's mode.
 
 Model.  w_j | w ~ N(w, rho^2 I) for the head of client j, flat prior on w; a body shared by all.
 Client  w_j  minimises  -log p(D_j | w_j) + |w_j - w|^2 / (2 rho^2).
@@ -7,7 +7,7 @@ Server  w = mean of the w_j.
 Unlike Ditto, the centre is the mean of the personal heads; no global model is trained beside them.
 
 Source: Zhu, Ma, Blaschko, "Tackling personalized federated learning with label concept drift via hierarchical Bayesian modeling",
-FL-NeurIPS 2022. The paper does not say its rho; tune it and report it.
+FL-NeurIPS 2022. The paper does not state its rho; tune it and report it.
 
 >>> import bayesfl as bf
 >>> clients = bf.data.concept_drift("digits", clients=4)
@@ -45,18 +45,18 @@ def pfedmap(
     Args:
         model: A `bf.models.SplitModel`, or any module whose parameters are named `body.*` and `head.*`.
         precision: 1 / rho^2 of the prior on a head.
-        head_epochs: Full-batch steps on the head each round; also of a client that joins later.
-        body_epochs: Passes over a client's data for the body after that.
-        batch_size: Examples of a step on the body; None for all of the client's.
+        head_epochs: Number of full-batch steps on the head each round; also of a client that joins later.
+        body_epochs: Number of passes over a client's data for the body after that.
+        batch_size: Number of examples of a step on the body; None for all of the client's.
         head_lr: Learning rate of the head.
         body_lr: Learning rate of the body.
-        momentum: Of SGD; its state starts anew in each phase.
-        likelihood_scale: Whether the head's likelihood is a sum over the client's data, or their mean beside the whole penalty, as in
-            the paper's energy: a likelihood tempered by 1 / n_j.
-        likelihood: What y is.
+        momentum: Momentum of SGD, in [0, 1); its velocity starts anew in each phase.
+        likelihood_scale: Whether the head's likelihood is the `sum` over the client's data, or their `mean` beside the whole penalty, as in
+            the paper's energy, which is a likelihood tempered by 1 / n_j.
+        likelihood: Distribution of y given the model's outputs.
 
     Raises:
-        ValueError: `precision` is not positive, or `likelihood_scale` is neither word.
+        ValueError: `precision` is not positive, or `likelihood_scale` is neither `sum` nor `mean`.
     """
     if not number("precision", precision) > 0:
         raise ValueError(f"precision is 1 / rho^2 and must be > 0, got {precision}; fedrep(...) has heads without a tie")

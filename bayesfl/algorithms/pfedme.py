@@ -1,10 +1,10 @@
 """pFedMe: personal models theta_j as proximal points of the client's copy w_j of the global one, which follows the Moreau envelope.
 
 theta_j(w) = argmin F_j(theta) + lambda / 2 |theta - w|^2, by K steps on one batch;  then  w_j <- w_j - lr lambda (w_j - theta_j).
-The server moves by w <- (1 - beta) w + beta mean_j w_j. Everyone trains; a part is gathered.
+The server's step is w <- (1 - beta) w + beta mean_j w_j. All clients train; only a cohort is gathered.
 
 Source: Dinh, Tran, Nguyen, "Personalized federated learning with Moreau envelopes", NeurIPS 2020, algorithm 1. As in the authors' code
-the inner steps go on from the previous theta_j within a round, which starts at w; the server's mean is uniform, as in the paper.
+the inner steps continue from the previous theta_j within a round, which starts at w; the server's mean is uniform, as in the paper.
 
 >>> import bayesfl as bf
 >>> clients = bf.data.concept_drift("digits", clients=4)
@@ -39,18 +39,18 @@ def pfedme(
     Args:
         model: Any module.
         lam: Strength of the pull of theta_j towards w_j; the mean loss makes it the prior N(w_j, 1 / (lam n_j)).
-        batches: Batches of a round, each with one inner problem and one envelope step (the paper's R).
-        inner_steps: Gradient steps on each inner problem (the paper's K).
-        batch_size: Examples of a batch; None for all of the client's.
-        lr: Step along the envelope's gradient, lam (w_j - theta_j).
+        batches: Number of batches of a round, each with one inner problem and one envelope step (the paper's R).
+        inner_steps: Number of gradient steps on each inner problem (the paper's K).
+        batch_size: Number of examples of a batch; None for all of the client's.
+        lr: Step size along the envelope's gradient, lam (w_j - theta_j).
         personal_lr: Learning rate of the inner steps.
-        beta: The server's step; 1 is the mean, the authors' tuned runs take 2.
+        beta: The server's step size, > 0; 1 is the mean, the authors' tuned runs take 2.
         weight_decay: L2 coefficient of the inner steps; the authors' code has 1e-3.
-        warm_start: Whether an inner problem starts from the last one's theta_j, as in the authors' code, or from w_j.
-        likelihood: What y is.
+        warm_start: Whether an inner problem starts from the previous one's theta_j, as in the authors' code, or from w_j.
+        likelihood: Distribution of y given the model's outputs.
 
     Raises:
-        ValueError: `lr` or `lam` is no number, `lam` is negative, or `beta` is not positive.
+        ValueError: `lr` or `lam` is no number, `lam` is negative, or `beta` is not > 0.
     """
     number("lr", lr)
     tied = Normal(centre=own_mean("w"), variance=inverse_size(lam))

@@ -1,9 +1,9 @@
-"""pFedVEM: personal heads tied by a hierarchical Gaussian, learned by variational EM.
+"""pFedVEM: personal heads under a hierarchical Gaussian, learned by variational EM.
 
 Model.  w_j | w ~ N(w, rho_j^2 I) for the head of client j, flat prior on w; a body shared by all.
 E step  (client)  q_j(w_j) = N(mu_j, diag sigma_j^2)  maximises  E_q[log p(D_j | w_j)] - KL(q_j || N(w, rho_j^2 I)).
 M step  (client)  rho_j^2 = (sum sigma_j^2 + |mu_j - w|^2) / D.
-M step  (server)  w = sum_j mu_j / rho_j^2  over  sum_j 1 / rho_j^2:  a confident client counts for more.
+M step  (server)  w = sum_j mu_j / rho_j^2  over  sum_j 1 / rho_j^2:  clients with a small rho_j have more weight.
 
 Source: Zhu, Ma, Blaschko, "Tackling personalized federated learning with label concept drift via hierarchical Bayesian
 modeling", FL-NeurIPS 2022, equations 5 to 7 and algorithm 1.
@@ -62,24 +62,25 @@ def pfedvem(
 
     Args:
         model: A `bf.models.SplitModel`, or any module whose parameters are named `body.*` and `head.*`.
-        head_epochs: Full-batch variational steps on the head each round; the authors' code calls one step an epoch.
-        body_epochs: Passes over the client's data for the body each round, the head held at its posterior.
-        batch_size: Examples of a step on the body; None for all of the client's.
+        head_epochs: Number of full-batch variational steps on the head each round; the authors' code calls one step an epoch.
+        body_epochs: Number of passes over the client's data for the body each round, while the head's posterior is fixed.
+        batch_size: Number of examples of a step on the body; None for all of the client's.
         head_lr: Learning rate of the head's means and scales.
         body_lr: Learning rate of the body.
-        momentum: Of SGD; its state starts anew in each phase.
-        draws: Posterior draws of the head per step.
+        momentum: Momentum of SGD, in [0, 1); its velocity starts anew in each phase.
+        draws: Number of posterior draws of the head per step.
         init_scale: Standard deviation of q_j at the start, and of the server's first head.
-        scale_floor: Smallest rho_j, in units of `init_scale`; keeps a client whose scale collapses from overflowing.
-        scale_prior: Shape and scale of an inverse-gamma prior on rho_j^2, which keeps such a client from dictating the centre.
+        scale_floor: Smallest rho_j, in units of `init_scale`; without it a client's 1 / rho_j^2 could overflow.
+        scale_prior: Shape and scale of an inverse-gamma prior on rho_j^2, which keeps a client with a tiny rho_j from dominating the
+            centre; None for no prior.
         scale_update: Whether rho_j is updated before the head moves, as in the authors' code, or after, as in a textbook M step.
-        beta: Share of the old body and centre that the server keeps.
-        likelihood_scale: Whether the head's likelihood is a sum over the client's data, as in the authors' code, or their mean beside
-            the whole KL, as in the paper's energy: a likelihood tempered by 1 / n_j.
-        likelihood: What y is.
+        beta: Share of the old body and centre that the server keeps, in [0, 1).
+        likelihood_scale: Whether the head's likelihood is the `sum` over the client's data, as in the authors' code, or their `mean` beside
+            the whole KL, as in the paper's energy, which is a likelihood tempered by 1 / n_j.
+        likelihood: Distribution of y given the model's outputs.
 
     Raises:
-        ValueError: A number lies outside its range, `scale_update` or `likelihood_scale` is neither word, or `beta` lies outside [0, 1).
+        ValueError: A number lies outside its range, or `scale_update` or `likelihood_scale` is neither of its two words.
     """
     if scale_update not in ("before", "after"):
         raise ValueError(f"scale_update must be 'before' or 'after', got {scale_update!r}")
@@ -112,7 +113,7 @@ def pfedvem(
         return view | {"rho2": rho2.clamp_min(floor)}
 
     def pooled_scale(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
-        # A client never seen starts from the population's scale, not from its own first guess.
+        # A client never seen starts from the geometric mean of the cohort's scales, not from `init_scale`.
         return view | {"rho2": given["log_rho2"].exp()}
 
     def combine(server: Server, ids: torch.Tensor, uplink: Uplink) -> Server:
@@ -136,7 +137,7 @@ def pfedvem(
         private={"rho2": init_scale**2},
         reports={"rho2": init_scale**2},
         server=lambda blocks, clients: {"log_rho2": torch.tensor(2 * math.log(init_scale)), "largest_share": torch.tensor(1 / clients)},
-        broadcast=("log_rho2",),  # the largest share is for people to look at on the server
+        broadcast=("log_rho2",),  # `largest_share` stays on the server, for people to read
         combine=combine,
         adapt=(Once(pooled_scale), head_step, scale_step, head_step),
         parts=both,

@@ -1,1 +1,1 @@
-"""What everything stands on: the types that parts agree on, addressed randomness, files, checks of what users pass."""
+"""The foundation of all other folders: shared types, addressed randomness, files, and checks of arguments."""

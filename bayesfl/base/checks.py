@@ -1,14 +1,14 @@
-"""What a user passes, checked where it comes in: the message names the argument and what came."""
+"""Checks of arguments that users pass; messages name the argument and the value received."""
 
 from numbers import Integral, Real
 from typing import Any
 
 
 def whole(name: str, value: Any, *, least: int) -> int:
-    """`value` as an int of at least `least`.
+    """Return `value` as an int of at least `least`.
 
     Raises:
-        ValueError: It is smaller, a fraction, a truth value, or no number.
+        ValueError: `value` is smaller than `least`, not an integer, a bool, or no number.
     """
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise ValueError(f"{name} must be a whole number, got {value!r}")
@@ -18,10 +18,10 @@ def whole(name: str, value: Any, *, least: int) -> int:
 
 
 def number(name: str, value: Any) -> float:
-    """`value` as a float; its range is the caller's to check.
+    """Return `value` as a float; the caller checks its range.
 
     Raises:
-        ValueError: It is a truth value, or no number.
+        ValueError: `value` is a bool, or no real number.
     """
     if isinstance(value, bool) or not isinstance(value, Real):
         raise ValueError(f"{name} must be a number, got {value!r}")
@@ -29,11 +29,11 @@ def number(name: str, value: Any) -> float:
 
 
 def instance(name: str, value: Any, wanted: type, remedy: str) -> None:
-    """That `value` is a `wanted`.
+    """Check that `value` is an instance of `wanted`.
 
     Raises:
-        TypeError: It is something else; the message ends with the remedy.
+        TypeError: `value` has another type, or is a class; the message ends with `remedy`.
     """
-    if not isinstance(value, wanted) or isinstance(value, type):  # a class has the methods of a protocol, but is none of its values
+    if not isinstance(value, wanted) or isinstance(value, type):  # a class has the methods of a protocol, but is not an instance
         came = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
         raise TypeError(f"{name} must be of type {wanted.__name__}, got {came}; {remedy}")

@@ -1,4 +1,4 @@
-"""SHA-256 over tensors, with which files are told from damaged ones."""
+"""SHA-256 digests of tensors, which reveal damaged files."""
 
 import hashlib
 from collections.abc import Mapping
@@ -8,12 +8,12 @@ from torch import Tensor
 
 
 def of_tensor(t: Tensor) -> str:
-    """Over the bytes of a tensor, in the order of its entries."""
+    """Compute the digest of a tensor's bytes, in the order of its entries."""
     return hashlib.sha256(_bytes(t.detach().cpu())).hexdigest()
 
 
 def of_tensors(text: str, tensors: Mapping[str, Tensor]) -> str:
-    """Over `text`, and name, dtype, shape and bytes of tensors on the CPU, in the order of their names."""
+    """Compute the digest of `text` and of the name, dtype, shape and bytes of CPU tensors, in the order of their names."""
     sums = hashlib.sha256(text.encode())
     for name, t in sorted(tensors.items()):
         sums.update(f"{name} {t.dtype} {list(t.shape)}".encode())

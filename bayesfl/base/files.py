@@ -1,4 +1,4 @@
-"""Files that are whole or absent."""
+"""Writing files so that they are complete or absent."""
 
 import contextlib
 import os
@@ -10,11 +10,11 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A temporary path to write to, which becomes `path` only when the block ends well: `path` is never half-written.
+    """Yield a temporary path to write to, which becomes `path` only if the block ends without an error: `path` is never half-written.
 
-    For writers that take a path, as in `with atomic_path("figure.png") as temporary: figure.savefig(temporary)`. The temporary file is in
-    the same folder, hidden, and has the same suffix; the folder is made if need be. If the block raises, the temporary file is removed and
-    an earlier `path` stays as it was.
+    It serves writers that take a path, as in `with atomic_path("figure.png") as temporary: figure.savefig(temporary)`. The temporary file
+    is in the same folder, hidden, and has the same suffix; the folder is made if it does not exist. If the block raises, the temporary file
+    is removed and an earlier `path` stays as it was.
 
     Yields:
         The temporary path.
@@ -43,13 +43,13 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def atomic_write(path: str | os.PathLike[str], content: str | bytes) -> None:
-    """Write `content` (text as UTF-8) to `path` whole or not at all, see `atomic_path`."""
+    """Write `content` (text as UTF-8) to `path`, completely or not at all, see `atomic_path`."""
     with atomic_path(path) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def remove_leftovers(folder: Path, suffix: str) -> None:
-    """Removes what `atomic_path` left in a folder when its process was killed: files under its temporary names, with this suffix."""
+    """Remove files under temporary names, with this suffix, that `atomic_path` left in a folder when its process was killed."""
     for file in folder.glob(f".*{suffix}"):
         if re.fullmatch(rf"\..+\.[0-9a-f]{{16}}{re.escape(suffix)}", file.name):
             file.unlink(missing_ok=True)

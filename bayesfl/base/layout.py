@@ -1,4 +1,4 @@
-"""A block's parameters as one vector: which named tensors it covers, and views of the vector in their shapes."""
+"""The layout of a block's parameters as one vector: which named tensors it covers, and views of the vector in their shapes."""
 
 import math
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ class Layout:
         self.size = sum(self.sizes)
 
     def ravel(self, leaves: Mapping[str, Tensor]) -> Tensor:
-        """One vector [..., D] of the named tensors [..., *shape]."""
+        """Join the named tensors [..., *shape] into one vector [..., D]."""
         parts = []
         for name, shape in self.shapes.items():
             leaf = leaves[name]
@@ -40,7 +40,7 @@ class Layout:
         return torch.cat(parts, -1)
 
     def leaves(self, vector: Tensor) -> dict[str, Tensor]:
-        """Views of `vector` [..., D] in the parameters' shapes [..., *shape]; nothing is copied."""
+        """Return views of `vector` [..., D] in the parameters' shapes [..., *shape]; nothing is copied."""
         out, start = {}, 0
         for (name, shape), size in zip(self.shapes.items(), self.sizes, strict=True):
             out[name] = vector.narrow(-1, start, size).unflatten(-1, shape) if shape else vector.select(-1, start)

@@ -1,4 +1,4 @@
-"""Scalar functions that stay exact at the ends of their range."""
+"""Scalar functions that stay accurate at the ends of their range."""
 
 import torch
 import torch.nn.functional as F
@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def inverse_softplus(scale: Tensor) -> Tensor:
-    """The rho with softplus(rho) = `scale`, elementwise, for scales from 1e-12 to 1e4 and beyond.
+    """Compute the rho with softplus(rho) = `scale`, elementwise, for scales from 1e-12 to 1e4 and beyond.
 
     log(expm1(s)) overflows for large s; s + log(-expm1(-s)) is the same number and does not.
     """
@@ -14,7 +14,7 @@ def inverse_softplus(scale: Tensor) -> Tensor:
 
 
 def log_softplus(rho: Tensor) -> Tensor:
-    """log(softplus(rho)), elementwise; equals rho to rounding where softplus would underflow.
+    """Compute log(softplus(rho)), elementwise; it equals rho to rounding where softplus would underflow.
 
     softplus(rho) = e^rho (1 - e^rho / 2 + ...), so below rho = -15 the logarithm is rho - e^rho / 2.
     """

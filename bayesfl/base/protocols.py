@@ -1,9 +1,12 @@
-"""The types that the parts agree on.
+"""The types and interfaces shared by all parts of the package.
 
-Index convention, everywhere in code and documentation: `J` clients, `C` cohort or chunk of clients, `N` examples, `B` batch,
-`S` posterior draws, `D` parameters of a block, `O` outputs.
+Index letters in code and documentation: `J` clients, `C` clients of a cohort or chunk, `N` examples, `B` batch, `S` posterior draws,
+`D` parameters of a block, `O` outputs.
 
-What a part says for one client holds for many: tensors carry any leading axes, written [...].
+Terms: a "view" is one client's current state of the blocks in a phase; "given" is what every client received this round; a "block" is a set
+of parameters treated alike; a "cohort" are the clients whose work is gathered in a round; a "chunk" are clients computed together.
+
+Functions for one client also serve many: tensors carry any leading axes, written [...].
 """
 
 from collections.abc import Callable
@@ -12,173 +15,182 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 from torch import Tensor
 
 Tensors: TypeAlias = dict[str, Tensor]
-"""One belief about a block, {"loc": [..., D], "rho": [..., D]}."""
+"""One belief about a block, such as {"loc": [..., D], "rho": [..., D]}."""
 
 
 Server: TypeAlias = dict[str, Any]
-"""The federation's state: nests of tensors only, so that it can be stored and sent."""
+"""The state of the federation on the server: nested mappings of tensors only, so that it can be stored and sent."""
 
 
 View: TypeAlias = dict[str, Any]
-"""What one client sees: the common blocks, its private rows, what was addressed to it, and "n", its number of examples."""
+"""The state that one client sees: the common blocks, its private rows, what was addressed to it, and "n", its number of examples."""
 
 
 Uplink: TypeAlias = dict[str, Any]
-"""What clients send: their pooled blocks, what the algorithm reports, "n", and "ids", which the server adds."""
+"""The entries that clients send: their pooled blocks, what the algorithm reports, "n", and "ids", which the server adds."""
 
 
 Batch: TypeAlias = Tensors
-"""x [..., B, *], y [..., B], weight [..., B] (0 marks padding), index [..., B] into the client's own rows; where the data have
-environments, environment [..., B, E], 1 for the one that an example is from."""
+"""Examples: x [..., B, *], y [..., B], weight [..., B] (0 marks padding), index [..., B] into the client's own rows; where the data have
+environments, environment [..., B, E], one-hot."""
 
 
 Carry: TypeAlias = Any
 
 
 Info: TypeAlias = dict[str, Tensor]
-"""What people read and the mathematics never does."""
+"""Information for people to read, which no computation uses."""
 
 
 Weight: TypeAlias = Callable[[Server, Uplink], Tensor]
-"""Weights of the clients of an uplink, [C], not normalised."""
+"""Function (server, uplink) -> weights of the clients of an uplink, [C], not normalised; [C, M] for the copies of a block."""
 
 
 RESERVED = ("n", "ids", "round", "rounds")
-"""Names of what every view or uplink holds beside what a method names."""
+"""Names of entries that every view or uplink holds beside the method's own."""
 
 
 @runtime_checkable
 class Posterior(Protocol):
-    """A belief q(w) about a block's weights; every tensor [..., D]."""
+    """The interface of a belief q(w) about a block's weights; every tensor is [..., D]."""
 
     def init(self, loc: Tensor) -> Tensors:
-        """The belief a client starts from, centred at `loc` [..., D]; may alias it."""
+        """Return the belief that a client starts from, centred at `loc` [..., D]; may alias it."""
         ...
 
     def noise_size(self, size: int) -> int:
-        """Standard normals that one draw of `size` weights takes; 0 where there is nothing to draw."""
+        """Return how many standard normals one draw of `size` weights takes; 0 if there is nothing to draw."""
         ...
 
     def sample(self, q: Tensors, noise: Tensor | None = None) -> Tensor:
-        """One reparameterised draw [..., D] from `noise` [..., noise_size]; the mean where there is none."""
+        """Return one reparameterised draw [..., D] from `noise` [..., noise_size]; the mean if `noise` is None."""
         ...
 
     def moments(self, q: Tensors) -> tuple[Tensor, Tensor]:
-        """Mean and variance of each weight, [..., D] each."""
+        """Return mean and variance of each weight, [..., D] each."""
         ...
 
     def entropy(self, q: Tensors) -> Tensor:
-        """Differential entropy [...] in nats; 0 by convention for a point."""
+        """Return the differential entropy [...] in nats; 0 by convention for a point."""
         ...
 
 
 @runtime_checkable
 class Prior(Protocol):
-    """What ties a client's belief to the federation, p(w_j | w)."""
+    """The interface of a prior p(w_j | w), which ties a client's belief to the federation."""
 
     def energy(self, loc: Tensor, var: Tensor, given: Server, view: View) -> Tensor:
-        """Expected negative log prior [...] in nats, every constant kept, for moments `loc` and `var` [..., D]."""
+        """Return the expected negative log prior [...] in nats, with all constants, for moments `loc` and `var` [..., D]."""
         ...
 
 
 @runtime_checkable
 class GaussianPrior(Prior, Protocol):
-    """A prior whose centre and variance are constant during a phase, so that a kernel adds (loc - centre) / variance in place."""
+    """The interface of a prior with constant centre and variance in a phase, so that kernels add (loc - centre) / variance in place."""
 
     def centre(self, given: Server, view: View) -> Tensor:
-        """Broadcasts against [..., D]."""
+        """Return the centre, which broadcasts against [..., D]."""
         ...
 
     def variance(self, given: Server, view: View) -> Tensor:
-        """Broadcasts against [..., D]; one scale per client comes as [..., 1]."""
+        """Return the variance, which broadcasts against [..., D]; one number per client is [..., 1]."""
         ...
 
 
 @runtime_checkable
 class AdditivePool(Protocol):
-    """A sum over clients, then a closed form; the sum streams, fits a tree of servers and works under secure aggregation."""
+    """The interface of a pool that is a sum over clients, then a closed form.
+
+    The sum can be streamed, computed by a tree of servers, and computed under secure aggregation.
+    """
 
     @property
     def sends(self) -> tuple[str, ...]:
-        """Which of the posterior's tensors travel."""
+        """Return the names of the posterior's tensors that travel."""
         ...
 
     def accumulate(self, total: Tensors | None, server: Server, name: str, uplink: Uplink) -> Tensors:
-        """Adds a chunk of clients [C, ...] to `total`, in place, in float64, one client after another."""
+        """Add a chunk of clients [C, ...] to `total`, in place, in float64, one client after another."""
         ...
 
     def solve(self, server: Server, name: str, total: Tensors) -> Tensors:
-        """The server's new entry for block `name`, in its own precision."""
+        """Return the server's new entry for block `name`, in its own precision."""
         ...
 
 
 @runtime_checkable
 class StackedPool(Protocol):
-    """A rule that needs every client at once, such as a median."""
+    """The interface of a pool that needs every client at once, such as a median."""
 
     @property
     def sends(self) -> tuple[str, ...]:
-        """Which of the posterior's tensors travel."""
+        """Return the names of the posterior's tensors that travel."""
         ...
 
     def __call__(self, server: Server, name: str, uplink: Uplink) -> Tensors:
-        """The server's new entry for block `name` from all clients' uplinks, [C, ...]."""
+        """Return the server's new entry for block `name` from all clients' uplinks, [C, ...]."""
         ...
 
 
 class Likelihood(Protocol):
-    """p(y | outputs of the network), for one example."""
+    """The interface of a likelihood p(y | outputs of the network), for one example."""
 
     @property
     def task(self) -> str:
-        """`classification` or `regression`: which measures apply."""
+        """Return `classification` or `regression`, which decides the measures that apply."""
         ...
 
     def nll(self, outputs: Tensor, y: Tensor) -> Tensor:
-        """Negative log likelihood [..., B] in nats, of `outputs` [..., B, O] at `y` [..., B] (or [..., B, O])."""
+        """Return the negative log likelihood [..., B] in nats, of `outputs` [..., B, O] at `y` [..., B] (or [..., B, O])."""
         ...
 
     def nll_and_slope(self, outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """The same [..., B], and its derivative by `outputs` [..., B, O]."""
+        """Return `nll` [..., B] and its derivative with respect to `outputs`, [..., B, O]."""
         ...
 
     def predictive(self, outputs: Tensor) -> Tensors:
-        """The predictive distribution averaged over draws `outputs` [..., S, N, O], its epistemic part kept apart."""
+        """Return the predictive distribution averaged over draws `outputs` [..., S, N, O]; its epistemic part is a separate entry."""
         ...
 
 
 class Fitted(Protocol):
-    """One client's predictor, ready to be used."""
+    """The interface of one client's predictor, ready to be used."""
 
     def __call__(self, x: Tensor, *, value: float | None = None, noise: Tensor | None = None, plain: bool = False) -> Tensors:
-        """What is predicted at `x` [N, *]: what `Likelihood.predictive` gives, without its draws' axis.
+        """Return the prediction at `x` [N, *], with the entries of `Likelihood.predictive`, without the axis of draws.
 
         Args:
-            x: Inputs.
-            value: Of the number that is tuned, if the predictor has one.
-            noise: Standard normals [S, N, O] for draws of the outputs; without them the closed form.
-            plain: At the mean of what is uncertain, which then counts as certain.
+            x: Inputs [N, *].
+            value: Value of the number that is tuned, if the predictor has one; None for its default.
+            noise: Standard normals [S, N, O] for S draws of the outputs; None for the closed form.
+            plain: Whether to predict at the means of the uncertain weights, as if these were certain.
         """
         ...
 
 
 class Predictor(Protocol):
-    """How a client predicts where draws of its blocks don't say it: from its training data, or from several models together."""
+    """The interface of a rule by which a client predicts, from its training data or from several models together.
+
+    Without one, predictions are averaged over draws of the client's blocks.
+    """
 
     @property
     def tunes(self) -> str:
-        """Name of a number that all clients share, chosen by the likelihood of all their validation data; empty where there is none."""
+        """Return the name of a number that is chosen for all clients by the likelihood of their validation data; empty if there is none."""
         ...
 
     @property
     def grid(self) -> tuple[float, ...]:
-        """Its candidates, ascending; where there is one only, nothing is chosen."""
+        """Return the candidates for this number, ascending; a single one is taken as it is."""
         ...
 
     def check(self, algorithm: Any) -> None:
-        """Raises ValueError where the predictor does not fit the algorithm."""
+        """Raise ValueError if the predictor does not fit the algorithm."""
         ...
 
     def __call__(self, algorithm: Any, given: Server, view: View, data: Batch) -> Fitted:
-        """One client's predictor, from what it received, its view (fine-tuned where the method does that), and its training data x, y."""
+        """Return one client's predictor.
+
+        It is made from what the client received, its view (after fine-tuning, if the method has any), and its training data x, y.
+        """
         ...

@@ -1,11 +1,11 @@
-"""Addressed randomness: every draw is a function of (seed; purpose, round, client, phase, index) and of nothing else.
+"""Addressed randomness: every draw is a function of (seed; purpose, round, client, stage, phase, index) and of nothing else.
 
 A run therefore uses the same draws whatever the kernel, the chunk size, the number of workers, the order of the clients
-or the machine: nothing reads a shared generator. Addresses are hashed by NumPy's `SeedSequence` with a spawn key of fixed
+or the machine: no shared generator is used. Addresses are hashed by NumPy's `SeedSequence` with a spawn key of fixed
 length (entropy lists collide: [1, 2] equals [1, 2, 0]) into the key of a counter-based Philox generator, and always drawn
 in float32 on the CPU, so that neither the device nor the precision of a run changes what is drawn.
 
-What protects clients must not be a function of a seed that others know: `keyed` reads words from a secret.
+Randomness that protects clients must not depend on a seed that others know: `keyed` derives it from a secret.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ WORD = 2**32
 
 
 class Purpose(IntEnum):
-    """What a draw is for: the first word of its address."""
+    """The purpose of a draw: the first word of its address."""
 
     PERMUTATION = 0
     NOISE = 1
@@ -36,7 +36,7 @@ class Purpose(IntEnum):
 
 
 class Stage(IntEnum):
-    """Which list of phases a draw belongs to; part of a client's address."""
+    """The list of phases that a draw belongs to; part of a client's address."""
 
     TRAIN = 0
     FINETUNE = 1
@@ -46,11 +46,11 @@ class Stage(IntEnum):
 def generator(
     seed: int, purpose: Purpose, *, round: int = 0, client: int = 0, stage: int = 0, phase: int = 0, index: int = 0
 ) -> np.random.Generator:
-    """The generator at one address.
+    """Return the generator at one address.
 
     Args:
         seed: The experiment's seed, a non-negative integer.
-        purpose: What is drawn.
+        purpose: The purpose of the draws.
         round: Round of the federation, from 0.
         client: Client id, from 0.
         stage: Training, fine-tuning or adaptation.
@@ -58,7 +58,7 @@ def generator(
         index: A further word: the epoch of a permutation, the number of a block.
 
     Raises:
-        ValueError: The seed is no whole number of at least 0, or a word of the address lies outside [0, 2^32).
+        ValueError: `seed` is no whole number >= 0, or a word of the address lies outside [0, 2^32).
     """
     key = (int(purpose), round, client, stage, phase, index)
     if not all(0 <= word < WORD for word in key):
@@ -68,6 +68,6 @@ def generator(
 
 
 def keyed(secret: bytes, *address: bytes, size: int) -> np.ndarray:
-    """Words [size], uint64, from SHAKE-256 of a secret and an address: to whoever lacks the secret they are as good as uniform."""
+    """Return words [size], uint64, of SHAKE-256 of a secret and an address: for anyone without the secret they are as good as uniform."""
     text = b"".join(len(part).to_bytes(8, "little") + part for part in (b"bayesfl", secret, *address))
     return np.frombuffer(hashlib.shake_256(text).digest(8 * size), "<u8").astype(np.uint64)

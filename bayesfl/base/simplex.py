@@ -1,27 +1,27 @@
-"""Quadratic programs over the simplex, many at once and exactly, in float64.
+"""Quadratic programs over the simplex, many at once, solved exactly in float64.
 
     minimise  a' Q a - 2 b' a   over   a >= 0,  sum a = 1.
 
-Accelerated projected gradient finds the support nearly. On a support F the equality-constrained minimum is linear algebra; block pivoting
-exchanges all weights in F that are negative there and all outside whose multiplier is (Kim and Park, "Fast nonnegative matrix
-factorization: an active-set-like method and comparisons", SIAM J. Scientific Computing 33(6), 2011, section 4). It takes a few exchanges
-where it ends, which is not certain; programs that it leaves go to an active-set method, which ends (Nocedal and Wright, "Numerical
-optimization", 2nd edition, 2006, algorithm 16.3): a step towards the minimum on F stops at the first weight that would turn negative, and
-a weight outside enters while its multiplier is negative.
+Accelerated projected gradient finds the support approximately. On a support F the equality-constrained minimum is linear algebra; block
+pivoting exchanges all weights in F that are negative there and all outside whose multiplier is negative (Kim and Park, "Fast nonnegative
+matrix factorization: an active-set-like method and comparisons", SIAM J. Scientific Computing 33(6), 2011, section 4). It usually ends
+after a few exchanges, but need not end; programs that it leaves unsolved go to an active-set method, which does (Nocedal and Wright,
+"Numerical optimization", 2nd edition, 2006, algorithm 16.3): a step towards the minimum on F stops at the first weight that would turn
+negative, and a weight outside enters while its multiplier is negative.
 """
 
 import torch
 from torch import Tensor
 
-STEPS = 80  # of projected gradient
-TOLERANCE = 1e-12  # of multipliers, in units of the mean diagonal
+STEPS = 80  # steps of projected gradient
+TOLERANCE = 1e-12  # multipliers above minus this count as >= 0, in units of Q's mean diagonal
 LEAST = 1e-6  # weights that projected gradient leaves below this start outside the support
-EXCHANGES = 30  # of block pivoting
+EXCHANGES = 30  # most exchanges of block pivoting
 BLOCK = 2**26  # bytes of the matrices that are solved at once
 
 
 def project(v: Tensor) -> Tensor:
-    """The nearest points of the simplex to the rows of `v` [..., K], by sorting (Duchi et al., ICML 2008, figure 1)."""
+    """Return the points of the simplex nearest to the rows of `v` [..., K], by sorting (Duchi et al., ICML 2008, figure 1)."""
     ordered = v.sort(-1, descending=True).values
     excess = ordered.cumsum(-1) - 1
     places = torch.arange(1, v.shape[-1] + 1, dtype=v.dtype, device=v.device)
@@ -30,15 +30,15 @@ def project(v: Tensor) -> Tensor:
 
 
 def minimise(quadratic: Tensor, linear: Tensor) -> Tensor:
-    """The minimisers a [C, K] of C programs with one Q.
+    """Return the minimisers a [C, K] of C programs with one Q.
 
     Args:
         quadratic: Q [K, K], symmetric and positive definite.
         linear: b [C, K].
 
     Raises:
-        ValueError: Shapes that don't fit, numbers that are not finite, or Q is not positive definite.
-        RuntimeError: The active set did not settle.
+        ValueError: The shapes do not fit, a number is not finite, or Q is not symmetric and positive definite.
+        RuntimeError: The active-set method did not end within its limit of steps.
     """
     quadratic, linear = quadratic.double(), linear.double()
     if linear.dim() != 2 or quadratic.shape != (linear.shape[1], linear.shape[1]):
@@ -60,9 +60,9 @@ def minimise(quadratic: Tensor, linear: Tensor) -> Tensor:
 
 
 def kkt(quadratic: Tensor, linear: Tensor, weights: Tensor) -> Tensor:
-    """How far `weights` [C, K] are from a minimum, [C], in units of Q's mean diagonal: the worst violation of its conditions.
+    """Measure how far `weights` [C, K] are from a minimum, [C]: the worst violation of its conditions, in units of Q's mean diagonal.
 
-    With g = Q a - b and nu = a' g they are g - nu >= 0, and 0 where a > 0.
+    With g = Q a - b and nu = a' g the conditions are g - nu >= 0, with equality where a > 0, and that a lies on the simplex.
     """
     slope = weights @ quadratic - linear
     multipliers = slope - (weights * slope).sum(-1, keepdim=True)
@@ -72,7 +72,7 @@ def kkt(quadratic: Tensor, linear: Tensor, weights: Tensor) -> Tensor:
 
 
 def _descended(quadratic: Tensor, linear: Tensor, steepest: float) -> Tensor:
-    """Nearly the minimisers, by accelerated projected gradient (Beck and Teboulle, SIAM J. Imaging Sciences 2(1), 2009)."""
+    """Approximate the minimisers by accelerated projected gradient (Beck and Teboulle, SIAM J. Imaging Sciences 2(1), 2009)."""
     here = point = torch.full_like(linear, 1 / linear.shape[1])
     momentum = 1.0
     for _ in range(STEPS):
@@ -84,9 +84,9 @@ def _descended(quadratic: Tensor, linear: Tensor, steepest: float) -> Tensor:
 
 
 def _on_support(quadratic: Tensor, linear: Tensor, support: Tensor) -> tuple[Tensor, Tensor]:
-    """The minimum of each program over weights that are 0 outside its `support` [C, K] and sum to 1, and its level nu [C, 1].
+    """Return each program's minimum over weights that are 0 outside its `support` [C, K] and sum to 1, and its level nu [C, 1].
 
-    Supports are gathered, so that small ones cost little; as many are solved at once as fit a block.
+    Supports are gathered, so that small ones cost little; as many programs are solved at once as fit a block of memory.
     """
     out, level = torch.zeros_like(linear), linear.new_zeros(len(linear), 1)
     sizes = support.sum(-1)
@@ -113,7 +113,7 @@ def _on_support(quadratic: Tensor, linear: Tensor, support: Tensor) -> tuple[Ten
 
 
 def _pivoted(quadratic: Tensor, linear: Tensor, support: Tensor) -> tuple[Tensor, Tensor]:
-    """Block pivoting: the minimisers [C, K], and the numbers of the programs that it leaves unsolved."""
+    """Return the minimisers [C, K] found by block pivoting, and the numbers of the programs that it leaves unsolved."""
     done, todo = torch.zeros_like(linear), torch.arange(len(linear), device=linear.device)
     fewest = torch.full_like(todo, linear.shape[1] + 1)
     for _ in range(EXCHANGES):
@@ -123,7 +123,7 @@ def _pivoted(quadratic: Tensor, linear: Tensor, support: Tensor) -> tuple[Tensor
         count = wrong.sum(-1)
         settled = count == 0
         done[todo[settled]] = target[settled]
-        # Where no exchange made the wrong ones fewer for a while, the last of them alone changes sides.
+        # Unless there are fewer wrong weights than ever before, only the last of them changes sides.
         last = (wrong * torch.arange(1, wrong.shape[1] + 1, device=wrong.device)).argmax(-1, keepdim=True)
         alone = torch.zeros_like(wrong).scatter(1, last, True)
         better = count < fewest
@@ -137,12 +137,15 @@ def _pivoted(quadratic: Tensor, linear: Tensor, support: Tensor) -> tuple[Tensor
 
 
 def _settled(quadratic: Tensor, linear: Tensor, weights: Tensor, support: Tensor) -> Tensor:
-    """The minimisers, from feasible `weights` that are 0 outside `support`, both [C, K]; programs that have arrived drop out."""
+    """Return the minimisers found by the active-set method, from feasible `weights` that are 0 outside `support`, both [C, K].
+
+    Programs that are solved drop out.
+    """
     count = linear.shape[1]
     done, todo = torch.empty_like(weights), torch.arange(len(weights), device=weights.device)
     for _ in range(20 * count + 20):
         target, level = _on_support(quadratic, linear[todo], support)
-        # As far as the first weight that would turn negative.
+        # The step stops at the first weight that would turn negative.
         share = torch.where(target < 0, weights / (weights - target).clamp_min(1e-300), torch.inf)
         step = share.amin(-1, keepdim=True).clamp(max=1.0)
         leaves = (share <= step) & (target < 0)

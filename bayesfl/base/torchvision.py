@@ -1,4 +1,4 @@
-"""Imports torchvision, also where it was built for another torch."""
+"""Importing torchvision, even if it was built for another torch."""
 
 import importlib
 import sys
@@ -10,11 +10,11 @@ _kept_alive: list[torch.library.Library] = []
 
 
 def torchvision() -> ModuleType:
-    """The module `torchvision`, imported plainly where that works.
+    """Import the module `torchvision` and return it, with a workaround where the plain import fails.
 
-    The package index has torchvision for CUDA only. Beside a CPU-only torch its compiled operators do not load, and its Python half
+    The package index has torchvision for CUDA only. With a CPU-only torch its compiled operators do not load, and its Python part
     then fails with "operator torchvision::nms does not exist", because it attaches shape rules to two of them. Declaring the two
-    first lets the import pass: data sets, transforms and models work, the detection operators themselves stay absent.
+    first lets the import succeed: data sets, transforms and models work, while the detection operators themselves are missing.
 
     Raises:
         ImportError: torchvision is not installed.

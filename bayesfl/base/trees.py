@@ -1,4 +1,4 @@
-"""Nests of tensors and their dotted names."""
+"""Nested mappings of tensors, and their dotted names."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,10 +8,10 @@ from torch import Tensor
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nest of mappings as one, its keys joined by dots; what is not a mapping is a leaf.
+    """Flatten a nest of mappings into one mapping, its keys joined by dots; anything that is not a mapping is a leaf.
 
     Raises:
-        ValueError: A key is not text, or has a dot itself, so that it could not be told from a nest.
+        ValueError: A key is not text, is empty, or contains a dot, so that it could be confused with a nest.
     """
     out: dict[str, Any] = {}
     for key, value in tree.items():
@@ -22,20 +22,20 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def shapes(tree: Mapping[str, Any]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Dtype and shape of each of a nest's tensors, under their dotted names."""
+    """Return dtype and shape of each of a nest's tensors, under their dotted names."""
     return {name: (t.dtype, tuple(t.shape)) for name, t in flatten(tree).items()}
 
 
 def detached(tree: Mapping[str, Any]) -> dict[str, Tensor]:
-    """A nest's tensors under their dotted names, in the order of names: copies on the CPU, contiguous, that share no memory."""
+    """Return a nest's tensors under their dotted names, sorted by name: contiguous copies on the CPU that share no memory."""
     return {name: t.detach().cpu().clone(memory_format=torch.contiguous_format) for name, t in sorted(flatten(tree).items())}
 
 
 def nest(flat: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Tensors under names joined by dots as the nest that `flatten` took them from.
+    """Return the nest from which `flatten` made these tensors under dotted names.
 
     Raises:
-        ValueError: One name is the beginning of another.
+        ValueError: One name is the beginning of another, such as "a" and "a.b".
     """
     out: dict[str, Any] = {}
     for name, value in flat.items():

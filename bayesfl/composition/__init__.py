@@ -1,4 +1,4 @@
-"""The language of a method: blocks, energies and phases, the priors and pools that tie blocks to a federation, and an algorithm of them."""
+"""The building blocks of methods: blocks, energies, phases, priors, pools, and the `Algorithm` that combines them."""
 
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.block import Block, standard_normal

@@ -1,4 +1,4 @@
-"""Algorithm: a published method as a value. Blocks say what is believed, tied, sent and kept; phases what is trained."""
+"""`Algorithm`: a federated method as a value, made of blocks (what is believed, sent and kept) and phases (what is trained)."""
 
 import copy
 import threading
@@ -36,36 +36,38 @@ from bayesfl.models import SplitModel, refuse_impure
 
 @dataclass(frozen=True)
 class Algorithm:
-    """A federated method: blocks x phases, and what server and clients hold, send and combine beyond the blocks.
+    """A federated method: its blocks, its phases, and what server and clients hold, send and combine beyond the blocks.
 
     Args:
         model: Architecture and initial weights; copied, never changed. Parameters that no block covers stay as they are.
         blocks: The model's parts by name; they need not partition it (Ditto has two over all of it).
         phases: Local work of a round, in order.
-        parts: The blocks that make the personal predictor, each parameter at most once.
-        likelihood: What y is.
-        server: (blocks, number of clients J) -> initial server state beyond the blocks; what it holds for each client is [J, ...].
-        broadcast: Names of `server`'s entries that every client receives beside the blocks; no other leaves the server.
-        address: (server, ids [C], in any order) -> what is sent to each of these clients alone, [C, ...]; a block that is in it is not
+        parts: Names of the blocks that make the personal predictor; together they cover each parameter at most once.
+        likelihood: Distribution of y given the model's outputs.
+        server: (blocks, number of clients J) -> initial server state beyond the blocks; an entry with a row for each client is [J, ...].
+        broadcast: Names of `server`'s entries that every client receives beside the blocks; no other entry is sent to everyone.
+        address: (server, ids [C], in any order) -> what is sent to each of these clients alone, [C, ...]; a block named there is not
             sent to everyone.
-        private: {name: start} of what one client keeps beyond the blocks, from round to round.
-        reports: {name: start} of what one client sends beyond the blocks: in its view at the start of each round, read from there at its
-            end, and kept only where `private` has the name, too. Starts are tensors, numbers, nests of these, or functions (given) -> one.
-        combine: (server, ids, uplink) -> what changed on the server; runs after the pools. `uplink` has what was reported, stacked over
-            the cohort, the blocks with a stacked pool, "n" and "ids" [C], and the numbers "round" and "rounds".
+        private: {name: start} of what one client keeps from round to round beyond the blocks.
+        reports: {name: start} of what one client sends beyond the blocks. The start is put into the client's view before each round, and
+            the view's entry after the round is sent; it is kept only where `private` has the name, too. The starts of `private` and
+            `reports` are tensors, numbers, nested mappings of these, or functions (given) -> one of these.
+        combine: (server, ids, uplink) -> the server's changed entries; runs after the pools. `uplink` has the cohort's reports and the
+            blocks with a stacked pool, each [C, ...], "n" and "ids" [C], and the numbers "round" and "rounds".
         finetune: Phases that every client runs on a copy of its view before it predicts.
-        adapt: Phases that a client never seen in training runs once.
-        predictor: What makes the personal predictions where draws of the blocks in `parts` don't; without it, these do.
-        draws: The paper's number of posterior draws for a prediction; 0 predicts at the mean, or by the predictor's closed form.
-        train: Who trains, `cohort` or `all` (then only the cohort is gathered): the paper's default.
-        sampling: How a cohort is drawn, `fixed` or `bernoulli`: the paper's default.
+        adapt: Phases that a client runs once if it was never seen in training.
+        predictor: Rule that makes the personal predictions; None averages predictions over draws of the blocks in `parts`.
+        draws: Default number of posterior draws for a prediction, the paper's; 0 predicts at the mean, or by the predictor's closed form.
+        train: Default of who trains, the paper's: `cohort`, or `all` clients, of whom only the cohort is then gathered.
+        sampling: Default of how a cohort is drawn, the paper's: `fixed` or `bernoulli`.
 
-    What these functions add has names of its own, other than those of blocks, without dots.
+    Names that `server`, `private` and `reports` add must differ from the blocks' names and contain no dot.
 
     Raises:
-        TypeError: The model is no module.
-        ValueError: A pattern matches nothing, two parts claim one parameter, a block's name is reserved or has a dot, or the model
-            draws or counts in training.
+        TypeError: `model` is not an `nn.Module`, `private` or `reports` is not a mapping, or `server`, `address` or `combine` is no
+            function.
+        ValueError: A pattern matches no parameter, two parts claim one parameter, a name is reserved or has a dot, or the model draws
+            random numbers or updates buffers in training.
     """
 
     model: nn.Module
@@ -122,10 +124,10 @@ class Algorithm:
         return f"Algorithm({type(self.model).__name__}; {blocks}; {len(self.phases)} phases)"
 
     def check_parts(self, parts: Iterable[str]) -> None:
-        """That `parts` are blocks and claim each parameter at most once.
+        """Check that `parts` are names of blocks that claim each parameter at most once.
 
         Raises:
-            ValueError: They are not, or do not.
+            ValueError: A part is not a block, two parts claim one parameter, or the parts differ in their number of copies.
         """
         owner: dict[str, str] = {}
         for part in parts:
@@ -143,26 +145,26 @@ class Algorithm:
             raise ValueError(f"parts of one predictor have {sorted(counts)} copies; give them one number")
 
     def layout(self, block: str) -> Layout:
-        """Which parameters a block covers, and how its vector is laid out."""
+        """Return which parameters a block covers, and how its vector is laid out."""
         return self.__dict__["_layouts"][block]
 
     def copies(self, parts: Iterable[str]) -> int | None:
-        """How many copies the blocks have that stand several times, None where none does."""
+        """Return the number M of copies that blocks with `copies` among `parts` have, None if no part has copies."""
         found = {block.copies for block in (self.blocks[part] for part in parts) if block.copies}
         return found.pop() if found else None
 
     def shared_parts(self) -> tuple[str, ...] | None:
-        """The blocks that make a global model: those that the server holds, if together they cover what `parts` cover, once."""
+        """Return the blocks of one global model: those the server holds if they cover once what `parts` cover, else None."""
         held = tuple(name for name, block in self.blocks.items() if not block.private)
         covered = [name for block in held for name in self.layout(block).names]
         wanted = {name for part in self.parts for name in self.layout(part).names}
         single = self.copies(held) is None
         return held if single and len(covered) == len(set(covered)) and set(covered) == wanted else None
 
-    # What the mathematics needs
+    # Parameters, outputs and losses of one client
 
     def module(self, like: Tensor) -> nn.Module:
-        """This thread's own copy of the model, in the precision and on the device of `like`; the copy may be overwritten."""
+        """Return this thread's own copy of the model, in the precision and on the device of `like`; the copy may be overwritten."""
         copies = _LOCAL.__dict__.setdefault("modules", weakref.WeakKeyDictionary()).setdefault(self.model, {})
         key = (like.dtype, like.device)
         if key not in copies:
@@ -170,7 +172,7 @@ class Algorithm:
         return copies[key]
 
     def leaves(self, parts: Iterable[str], view: View, noise: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """Parameters by name, [..., *shape]: a draw from each part's belief where there is noise [..., D], else its mean."""
+        """Return parameters by name, [..., *shape]: a draw from each part's belief where there is noise [..., D], else its mean."""
         noise = noise or {}
         return {
             name: leaf
@@ -179,18 +181,18 @@ class Algorithm:
         }
 
     def network(self, view: View) -> nn.Module:
-        """This thread's own copy of the model at one client's weights, those of `parts` at their means; the next call overwrites it."""
+        """Return this thread's copy of the model at one client's weights, `parts` at their means; the next call overwrites it."""
         network = self.module(view["n"])
         for name, leaf in self.leaves(self.parts, view).items():
             network.get_parameter(name).copy_(leaf)
         return network
 
     def outputs(self, leaves: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        """The model's outputs [B, O] for one client's `x` [B, *] under its parameters."""
+        """Compute the model's outputs [B, O] for one client's `x` [B, *] at the parameters `leaves`."""
         return functional_call(self.module(next(iter(leaves.values()))), dict(leaves), (x,))
 
     def features(self, leaves: Mapping[str, Tensor], x: Tensor) -> tuple[Tensor | None, Tensor]:
-        """What the head of a `SplitModel` gets, [B, F], None for another model, and the outputs [B, O]."""
+        """Compute the features [B, F] that the head of a `SplitModel` receives (None for another model), and the outputs [B, O]."""
         module = self.module(next(iter(leaves.values())))
         if not isinstance(module, SplitModel):
             return None, self.outputs(leaves, x)
@@ -199,11 +201,11 @@ class Algorithm:
         return features, functional_call(module.head, head, (features,))
 
     def losses(self, leaves: Mapping[str, Tensor], batch: Batch) -> Tensor:
-        """Negative log likelihoods [B] of one client's batch under its parameters, in nats."""
+        """Compute the negative log likelihoods [B] of one client's batch at the parameters `leaves`, in nats."""
         return self.likelihood.nll(self.outputs(leaves, batch["x"]), batch["y"])
 
     def losses_of_copies(self, parts: Iterable[str], view: View, batch: Batch, noise: Mapping[str, Tensor] | None = None) -> Tensor:
-        """`losses` [B] of one client at its weights, or at one draw [D]; [M, B] where a part has M copies."""
+        """Compute `losses` [B] of one client at its weights, or at one draw from noise [D]; [M, B] where a part has M copies."""
         parts, noise = tuple(parts), noise or {}
         count = self.copies(parts)
         leaves = self.leaves(parts, view, {k: self.noise_of_copies(k, e) for k, e in noise.items()})
@@ -213,25 +215,25 @@ class Algorithm:
         return torch.stack([self.losses({k: v[m] if k in many else v for k, v in leaves.items()}, batch) for m in range(count)])
 
     def noise_size(self, block: str) -> int:
-        """Standard normals that one draw of a block takes, of all its copies."""
+        """Return how many standard normals one draw of a block takes, all its copies together."""
         this = self.blocks[block]
         return (this.copies or 1) * this.posterior.noise_size(self.layout(block).size)
 
     def noise_of_copies(self, block: str, noise: Tensor) -> Tensor:
-        """Standard normals [..., `noise_size`] of a draw, [..., M, size] where the block has M copies."""
+        """Reshape the standard normals [..., `noise_size`] of a draw to [..., M, size] where the block has M copies."""
         count = self.blocks[block].copies
         return noise if count is None else noise.unflatten(-1, (count, -1))
 
     def divergence(self, block: str, belief: Tensors, given: Server, view: View) -> Tensor:
-        """KL(q || prior) [...] in nats of a block's belief, of all its copies together; for a point, its energy -log p."""
+        """Compute KL(q || prior) [...] in nats of a block's belief, summed over its copies; for a point, its energy -log p."""
         this = self.blocks[block]
         found = this.prior.energy(*this.posterior.moments(belief), given, view) - this.posterior.entropy(belief)
         return found if this.copies is None else found.sum(-1)
 
-    # What a federation needs
+    # The server's state, the clients' views, and what travels between them
 
     def init(self, clients: int, *, seed: int = 0, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Server:
-        """The server's state before the first round: for each block what travels of it (of a private one its centre), and more."""
+        """Return the server's state before the first round: blocks by the tensors that travel (private ones by their centre), and more."""
         weights = {name: p.detach().float() for name, p in self.model.named_parameters()}
         state: Server = {}
         for index, (name, block) in enumerate(self.blocks.items()):
@@ -256,11 +258,11 @@ class Algorithm:
         return loc if block.start == "module" else torch.as_tensor(block.start(rng, len(loc)))
 
     def newcomers(self, server: Server, clients: int) -> Server:
-        """The server's state as it meets `clients` never seen in training.
+        """Return the server's state as `clients` never seen in training meet it.
 
-        What it has learnt stays. An entry whose shape depends on the number of clients holds something for each of those that
-        trained; it is made anew by `server` from the blocks as they are now, as for clients at their start. Of a block with a `Mixed` pool
-        there is a model for none of them: they receive the mean.
+        What the server has learnt stays. An entry whose shape depends on the number of clients belongs to the clients that trained;
+        `server` makes it anew from the blocks as they are now, as at the start of a run. A block with a `Mixed` pool has no model for new
+        clients: they receive the mean.
         """
         mixed = self._mixed
         blocks = {name: mixed[name].newcomers(server[name]) if name in mixed else server[name] for name in self.blocks}
@@ -270,7 +272,7 @@ class Algorithm:
         return server | blocks | tree_map(lambda new, other, old: old if new.shape == other.shape else new, made, one_more, learnt)
 
     def _more(self, what: str, tree: Mapping[str, Any], like: Tensor) -> dict[str, Any]:
-        """What a method adds to its state beyond the blocks, as tensors on the device of `like`; floating ones in its precision."""
+        """Convert a method's entries beyond the blocks to tensors on the device of `like`; floating ones in its precision."""
         self._refuse_taken(what, tree, (*self.blocks, *RESERVED))
         for key, leaf in flatten(tree).items():
             if not isinstance(leaf, Tensor | np.ndarray | Number):
@@ -281,11 +283,11 @@ class Algorithm:
         return out
 
     def _starts(self, what: str, starts: Mapping[str, Any], given: Server, like: Tensor) -> dict[str, Any]:
-        """One client's `private` or `reports` at their start."""
+        """Return the starts of one client's `private` or `reports` entries."""
         return self._more(what, {name: start(given) if callable(start) else start for name, start in starts.items()}, like)
 
     def centre(self, block: str, server: Server) -> Tensors:
-        """The belief that the server's entry of a block says, of a `Mixed` pool the mean; may alias it."""
+        """Return the belief given by the server's entry of a block, for a `Mixed` pool the mean over clients; may alias it."""
         return self.belief(block, self._entry(block, server))
 
     @property
@@ -293,7 +295,7 @@ class Algorithm:
         return {name: block.pool for name, block in self.blocks.items() if isinstance(block.pool, Mixed)}
 
     def _entry(self, block: str, server: Server) -> Tensors:
-        """The server's entry of a block without what it holds for single clients."""
+        """Return the server's entry of a block without what it holds for single clients."""
         return {key: t for key, t in server[block].items() if block not in self._mixed or key not in Mixed.holds}
 
     def _refuse_taken(self, what: str, tree: Mapping[str, Any], taken: Iterable[str]) -> None:
@@ -302,9 +304,9 @@ class Algorithm:
         flatten(tree)  # refuses names with dots
 
     def share(self, server: Server, ids: Tensor) -> tuple[Server, View]:
-        """What leaves the server: what every client receives, and what is addressed to each of `ids` [C], [C, ...].
+        """Return what the server sends: the part that every client receives, and the part addressed to each of `ids` [C], [C, ...].
 
-        Everyone receives each block that is gathered or stands still, unless it is addressed, and what `broadcast` names.
+        Everyone receives each block that is not private, unless it is addressed to single clients, and the entries that `broadcast` names.
         """
         addressed = {name: {"loc": server[name]["each"][ids]} for name in self._mixed if len(server[name]["each"])}
         addressed |= self.address(server, ids)
@@ -315,16 +317,16 @@ class Algorithm:
         return common | {name: server[name] for name in self.broadcast}, addressed
 
     def given(self, common: Server, round: int, rounds: int) -> Server:
-        """What every client receives in a round, and its number."""
-        # Fine-tuning and adaptation after the last round still have a learning rate: its own.
+        """Return what every client receives in a round, with the keys "round" and "rounds"."""
+        # Fine-tuning and adaptation after the last round use the learning rate of the last round.
         return common | {"round": min(round, rounds - 1), "rounds": rounds}
 
     def belief(self, block: str, entry: Tensors) -> Tensors:
-        """A client's belief about a block as it comes from the server's entry; may alias it."""
+        """Return a client's belief about a block, made from the server's entry; may alias it."""
         return {**self.blocks[block].posterior.init(entry["loc"]), **entry}
 
     def rows(self, server: Server) -> View:
-        """One client's private state at its start, made from the server's: the blocks it keeps, and what `private` names."""
+        """Return one client's private state at its start: the blocks it keeps, what phases keep, and what `private` names."""
         beliefs = {name: self.centre(name, server) for name in self.blocks}
         kept = {name: beliefs[name] for name, block in self.blocks.items() if block.keep}
         for phase in self.phases:
@@ -340,29 +342,29 @@ class Algorithm:
         return kept | private
 
     def views(self, given: Server, addressed: View, rows: View, counts: Tensor) -> View:
-        """Views of a chunk of clients, [C, ...] throughout: what is the same for all expanded, private rows, what was addressed, "n"."""
+        """Return the views of a chunk of clients, [C, ...]: shared entries expanded, private rows, addressed entries, and "n"."""
         common = {name: self.belief(name, given[name]) for name, block in self.blocks.items() if not block.keep and name in given}
         common |= self._starts("reports", self.reports, given, counts)
         own = {name: self.belief(name, entry) if name in self.blocks else entry for name, entry in addressed.items()}
         return tree_map(lambda t: t.expand(len(counts), *t.shape), common) | rows | own | {"n": counts}
 
     def sent(self, view: View) -> dict[str, Tensors]:
-        """What pools gather from a view: of each block the tensors that travel."""
+        """Return what pools gather from a view: each block's tensors that travel."""
         return {name: {key: view[name][key] for key in block.pool.sends} for name, block in self.blocks.items() if block.pool}
 
     def reported(self, view: View) -> Uplink:
-        """What is sent beyond the blocks, from a view after a round."""
+        """Return what a client sends beyond the blocks, from its view after a round."""
         return {name: view[name] for name in self.reports if name in view}
 
     def check_reported(self, started: View, ended: View) -> None:
-        """That what is sent beyond the blocks still has the shapes that were declared.
+        """Check that the entries sent beyond the blocks still have the declared shapes and dtypes.
 
         Args:
-            started: A view at the start of a round, whose shapes these are.
-            ended: The same after it.
+            started: A view at the start of a round, which has the declared shapes and dtypes.
+            ended: The same view after the round.
 
         Raises:
-            ValueError: A phase has left something else.
+            ValueError: A phase has changed the shape or dtype of an entry.
         """
         before, after = (
             {name: (t.dtype, tuple(t.shape[1:])) for name, t in flatten(self.reported(view)).items()} for view in (started, ended)
@@ -373,10 +375,10 @@ class Algorithm:
                 raise ValueError(f"`reports` declares {name!r} as {one}, a phase leaves {other}; give `reports` a start of what is sent")
 
     def uplink(self, dtype: torch.dtype = torch.float32) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Name, shape and precision of every tensor that a client sends; "n" is known to the server from the start.
+        """Return name, shape and dtype of every tensor that a client sends; "n" is left out, which the server knows from the start.
 
         Raises:
-            ValueError: A name is taken.
+            ValueError: A name is already used by a block or is reserved.
         """
         server = self.init(1, dtype=dtype)
         beliefs = {name: self.centre(name, server) for name in self.blocks}
@@ -389,6 +391,6 @@ _LOCAL = threading.local()
 
 
 def _placed(value: Any, like: Tensor) -> Tensor:
-    """A tensor on the device of `like`, and in its precision where it is floating: counters and masks stay what they are."""
+    """Return a tensor on the device of `like`, in its precision if it is floating; counters and masks keep their dtype."""
     t = torch.as_tensor(value)
     return t.to(like) if t.is_floating_point() else t.to(like.device)

@@ -1,4 +1,4 @@
-"""Block: one part of a model, and what a client believes of it, what ties that to the federation, what is sent and kept."""
+"""`Block`: one part of a model, with the belief about it, the prior that ties it to the federation, and how it is sent and kept."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,13 +19,13 @@ Start: TypeAlias = Callable[[np.random.Generator, int], Tensor]
 
 
 def standard_normal(scale: float = 1.0) -> Start:
-    """Initial weights drawn from N(0, scale^2)."""
+    """Return a start that draws a block's initial weights from N(0, scale^2)."""
     return lambda rng, size: scale * torch.from_numpy(rng.standard_normal(size, dtype=np.float32))
 
 
 @dataclass(frozen=True)
 class Block:
-    """One part of the model and everything the federation knows about it.
+    """One part of the model, and how clients and server treat its parameters.
 
     | | `pool` is a rule (sent) | `pool=None` (never sent) |
     |---|---|---|
@@ -34,16 +34,16 @@ class Block:
 
     Args:
         pattern: Shell-style pattern over the model's parameter names.
-        posterior: What a client believes about these parameters.
-        prior: What ties that belief to the federation.
-        pool: How the federation gathers it; None if it never leaves the client.
+        posterior: Family of a client's belief about these parameters.
+        prior: Prior that ties that belief to the federation; by default none.
+        pool: Rule by which the server gathers the block; None if it never leaves the client.
         keep: Whether the client keeps its own state between rounds.
-        start: Initial weights: the module's, or drawn.
-        copies: M where the block stands M times in every client's model, as the components of a mixture do: its tensors are [..., M, D],
-            each copy with a start of its own, and an energy's weight says what an example counts for each, [..., M, B].
+        start: Initial weights: `module` for the model's own, or a function (generator, D) -> [D] that draws them.
+        copies: M if every client has M copies of the block, as the components of a mixture. Its tensors are then [..., M, D], each copy has
+            its own start, and an energy's weight gives the factor of each example for each copy, [..., M, B].
 
     Raises:
-        ValueError: A posterior with an entropy stands under a flat prior, or several copies would start alike.
+        ValueError: A posterior that draws has a flat prior, several copies would have the same start, or `copies` is no whole number >= 1.
     """
 
     pattern: str = "*"
@@ -67,10 +67,10 @@ class Block:
 
     @property
     def stochastic(self) -> bool:
-        """Whether its posterior draws."""
+        """Say whether the block's posterior draws."""
         return self.posterior.noise_size(1) > 0
 
     @property
     def private(self) -> bool:
-        """Whether it stays on the client."""
+        """Say whether the block stays on the client."""
         return self.keep and self.pool is None

@@ -1,12 +1,12 @@
-"""Invariant learning: what should hold in every environment of a client's data. Parts of IRM's objective and of GroupDRO's.
+"""Invariant learning: predictors that hold in every environment of a client's data, with the parts of IRM's and GroupDRO's objectives.
 
-An environment is a set of examples taken under the same conditions; R_e is its mean loss, and g_e = d/ds R_e(s outputs) at s = 1 says how
-it would rather have the outputs scaled. A predictor that is best in every environment, through what it looks at, has all g_e = 0.
+An environment is a set of examples taken under the same conditions; R_e is its mean loss, and g_e = d/ds R_e(s outputs) at s = 1 is the
+slope of that loss as the outputs are scaled. A predictor whose outputs are optimally scaled in every environment has all g_e = 0.
 
     IRM, for one client      (R + gamma_t sum_e g_e^2 + l2 |w|^2 + lambda/2 |w - centre|^2) / max(1, gamma_t)
     GroupDRO, on the server  q_e <- q_e exp(eta R_e) / Z
 
-Data say which environment an example is from (`environments` of `bf.data.from_arrays`, or `clients.as_environments()`).
+The data record which environment an example is from (`environments` of `bf.data.from_arrays`, or `clients.as_environments()`).
 
 Source: Arjovsky, Bottou, Gulrajani, Lopez-Paz, "Invariant risk minimization", 2019, arXiv:1907.02893, section 3 (IRMv1), annealing and the
 division by gamma from the authors' code; Sagawa, Koh, Hashimoto, Liang, "Distributionally robust neural networks for group shifts",
@@ -31,23 +31,23 @@ Estimator: TypeAlias = Literal["biased", "unbiased"]
 
 
 def scale_slopes(likelihood: Likelihood, outputs: Tensor, y: Tensor) -> Tensor:
-    """The derivative of each example's loss by one scale s of its outputs, d/ds nll(s outputs) at s = 1.
+    """Compute the derivative of each example's loss with respect to a scale s of its outputs, d/ds nll(s outputs) at s = 1.
 
     Args:
-        likelihood: What y is.
-        outputs: [..., B, O].
-        y: [..., B], or [..., B, O].
+        likelihood: Distribution of y given the outputs.
+        outputs: Outputs of the network, [..., B, O].
+        y: Labels [..., B], or targets [..., B, O].
 
     Returns:
         Slopes [..., B] in nats, through which gradients flow; (sigmoid(a) - y) a for two classes, sum_c (p_c - 1[c = y]) a_c for more.
     """
-    # Not jvp: torch's forward mode has one level for all threads. Not nll_and_slope: kernels work in place there.
+    # jvp will not do, as torch's forward mode has one level for all threads; nor will nll_and_slope, which works in place.
     slopes = torch.func.grad(lambda scaled: likelihood.nll(scaled, y).sum())(outputs)
     return (outputs * slopes).sum(-1)
 
 
 def members(batch: Batch) -> Tensor:
-    """Which environment each example counts for, [..., B, E]; padding counts nowhere.
+    """Return the environment that each example counts for, one-hot, [..., B, E]; padding is 0 everywhere.
 
     Raises:
         ValueError: The data have no environments.
@@ -61,19 +61,19 @@ def members(batch: Batch) -> Tensor:
 
 
 def by_environment(values: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Means of the examples' `values` [..., B] by environment, 0 where a batch has none of it, and the numbers of examples; [..., E]."""
+    """Return the mean of `values` [..., B] by environment, 0 where a batch has no example of it, and the counts; both [..., E]."""
     counted = members(batch)
     count = counted.sum(-2)
     return (values.unsqueeze(-1) * counted).sum(-2) / count.clamp_min(1), count
 
 
 def squared_slopes(slopes: Tensor, batch: Batch, estimator: Estimator = "biased") -> Tensor:
-    """sum_e g_e^2 [...] in nats squared, from the slopes [..., B] of a batch, environments that it lacks left out.
+    """Estimate sum_e g_e^2 [...] in nats squared from the slopes [..., B] of a batch; environments without examples are left out.
 
-    `biased` squares the batch's mean, which a batch's noise makes larger than the square of the mean over all data, by the variance of a
-    slope over the number of examples. `unbiased` is the mean product of two different examples, that is of the means of two disjoint halves
-    averaged over all ways to halve: its expectation over fresh batches is the square. It can be negative, without bound where the same
-    batch is seen again and again, and is 0 for environments with one example.
+    `biased` squares the mean over the batch. In expectation this exceeds the square of the mean over all data by the variance of one slope
+    divided by the number of examples. `unbiased` is the mean product of two different examples' slopes; its expectation over fresh batches
+    is the square. It can be negative, and minimising it over one fixed batch can be unbounded below; it is 0 for environments with one
+    example.
     """
     mean, count = by_environment(slopes, batch)
     if estimator == "biased":
@@ -85,16 +85,16 @@ def squared_slopes(slopes: Tensor, batch: Batch, estimator: Estimator = "biased"
 
 @dataclass(frozen=True)
 class Annealed:
-    """The penalty's weight gamma_t: 1, or gamma where that is less, before round `start`, gamma from then on.
+    """The penalty's weight gamma_t: min(1, gamma) before round `start`, gamma from then on.
 
     The whole objective is divided by `scale`, max(1, gamma_t), so that a large gamma leaves gradients their size.
 
     Args:
-        gamma: >= 0.
-        start: Counted from 0.
+        gamma: Weight of the penalty, >= 0.
+        start: First round with the full weight, counted from 0.
 
     Raises:
-        ValueError: A number lies outside its range.
+        ValueError: `gamma` is negative or not finite, or `start` is no whole number >= 0.
     """
 
     gamma: float
@@ -107,21 +107,23 @@ class Annealed:
         whole("anneal, the round from which the penalty counts in full,", self.start, least=0)
 
     def weight(self, round: int) -> float:
-        """gamma_t."""
+        """Return gamma_t."""
         return self.gamma if round >= self.start else min(1.0, self.gamma)
 
     def scale(self, round: int) -> float:
-        """max(1, gamma_t)."""
+        """Return max(1, gamma_t)."""
         return max(1.0, self.weight(round))
 
 
 def irm_energy(block: str, likelihood: Likelihood, annealed: Annealed, *, estimator: Estimator = "biased") -> Energy:
-    """(R + gamma_t sum_e g_e^2) / max(1, gamma_t) of one block that is a whole predictor, R the mean over a client's examples.
+    """Return the energy (R + gamma_t sum_e g_e^2) / max(1, gamma_t) of one block that is a whole predictor.
 
-    What ties the block belongs into its prior, see `tied`. The loss that a phase reports is divided, too.
+    Here R is the mean loss over a client's examples, in nats.
+
+    Terms that tie the block to others belong in its prior, see `tied`. The loss that a phase reports is divided, too.
 
     Raises:
-        ValueError: The estimator is none.
+        ValueError: `estimator` is neither `biased` nor `unbiased`.
     """
     if estimator not in ("biased", "unbiased"):
         raise ValueError(f"estimator must be 'biased' or 'unbiased', got {estimator!r}")
@@ -137,16 +139,16 @@ def irm_energy(block: str, likelihood: Likelihood, annealed: Annealed, *, estima
 
 
 def tied(annealed: Annealed, *, l2: float = 0.0, lam: float = 0.0, centre: Parameter | None = None) -> Prior:
-    """The prior that adds (l2 |w|^2 + lam/2 |w - centre|^2) / max(1, gamma_t) beside a mean loss: one Gaussian, flat where both are 0.
+    """Return the prior that adds (l2 |w|^2 + lam/2 |w - centre|^2) / max(1, gamma_t) to a mean loss: a Gaussian, or flat.
 
     Args:
-        annealed: Of the objective that is divided.
-        l2: Of the ridge.
-        lam: Of the pull.
-        centre: Where to, see `Normal`.
+        annealed: Penalty weight of the objective, whose `scale` divides both terms.
+        l2: Strength of the ridge, >= 0.
+        lam: Strength of the pull towards `centre`, >= 0.
+        centre: Centre of the pull, see `Normal`; None where `lam` is 0.
 
     Raises:
-        ValueError: A strength is negative, or a pull has no centre.
+        ValueError: `l2` or `lam` is negative or not finite, or `lam` > 0 comes without `centre`.
     """
     for name, value in {"l2": l2, "lam": lam}.items():
         if not 0 <= number(name, value) < torch.inf:
@@ -168,16 +170,16 @@ def tied(annealed: Annealed, *, l2: float = 0.0, lam: float = 0.0, centre: Param
 
 
 def anew_at(annealed: Annealed, state: str) -> tuple[Once, ...]:
-    """What forgets an optimiser's state as the objective jumps: a phase that zeroes it once, in a client's first round from `start` on.
+    """Return a phase that zeroes an optimiser's state once, in a client's first round from `start` on, because the objective jumps there.
 
-    The squares that Adam remembers are those of the old objective, and would be wrong for hundreds of steps.
+    Adam's running squares of the old objective's gradients would be wrong for hundreds of steps.
 
     Args:
-        annealed: Of the objective.
-        state: Name of the state, see `Descend.persist`.
+        annealed: Penalty weight of the objective.
+        state: Name of the optimiser's state, see `Descend.persist`.
 
     Returns:
-        The phase; none where there is no jump.
+        A tuple of this phase; empty where there is no jump.
     """
     if annealed.weight(0) == annealed.gamma:
         return ()
@@ -194,7 +196,7 @@ def anew_at(annealed: Annealed, state: str) -> tuple[Once, ...]:
 
 
 def evenly(data: Batch, most: int | None) -> Batch:
-    """At most so many of a client's examples [..., B], all for None; of more, an equal share from each of the client's environments.
+    """Choose at most `most` of a client's examples [..., B], an equal share from each of its environments; all of them for None.
 
     Within an environment they are evenly spaced in the order of the data. No environment is lost while `most` is at least their number.
 
@@ -207,7 +209,7 @@ def evenly(data: Batch, most: int | None) -> Batch:
     count = there.sum(-2, keepdim=True).long()
     n, environments = count.sum(-1, keepdim=True), (count > 0).sum(-1, keepdim=True)
     share = torch.where(n > most, most // environments.clamp_min(1), n).clamp_min(1)
-    # The r-th of c examples is among the floor(i c / share) if its first candidate is, i = ceil(r share / c).
+    # Of c examples those with ranks floor(i c / share) are taken; rank r is one of them if it is so for i = ceil(r share / c).
     rank, size = there.cumsum(-2).round().long() - 1, count.clamp_min(1)
     chosen = (rank * share + size - 1) // size * size // share == rank
     kept = (chosen & (there > 0)).any(-1)
@@ -222,14 +224,14 @@ def evenly(data: Batch, most: int | None) -> Batch:
 
 
 def reweighted(log_q: Tensor, risk: Tensor, present: Tensor, eta: float) -> Tensor:
-    """GroupDRO's step q_e <- q_e exp(eta R_e) / Z on logarithms, in float64; the sum of the weights that are there stays as it was.
+    """Apply GroupDRO's step q_e <- q_e exp(eta R_e) / Z to logarithms, in float64; the sum of the weights present stays as it was.
 
     Args:
-        log_q: Of each client's environments, [C, E].
-        risk: Their mean losses, [C, E] in nats.
-        present: Above 0 where a client has the environment, [C, E]; others get no weight: the lowest number of log_q's
-            precision, which is finite.
-        eta: Step, >= 0.
+        log_q: Logarithms of the weights of each client's environments, [C, E].
+        risk: Mean losses of the environments, [C, E] in nats.
+        present: Above 0 where a client has the environment, [C, E]; elsewhere the result is the lowest finite number of log_q's
+            precision, which stands for no weight.
+        eta: Step size, >= 0.
     """
     there = present > 0
     before = torch.where(there, log_q.double(), -torch.inf)

@@ -1,4 +1,4 @@
-"""A personal model beside a method's own, for any method that sends one model to everyone."""
+"""Personal models beside a method's own model, for any method that sends one model to everyone."""
 
 from dataclasses import replace
 from typing import Any
@@ -22,18 +22,19 @@ def with_personal(
     kept from round to round. The method goes on as without it.
 
     Args:
-        method: What makes the model that everyone receives.
-        phases: What trains the personal model, as `Descend(Energy("v", ("v",), likelihood="mean"))`.
-        prior: What ties it to the federation, as `Normal(centre=server_mean("w"), variance=inverse_size(lam))`.
-        restart: Whether it starts anew each round, from the model received in it.
-        adapt: Phases of a client that joins later, from the model that it receives; those of a round where None.
+        method: The method that trains the model that everyone receives.
+        phases: Phases that train the personal model, as `Descend(Energy("v", ("v",), likelihood="mean"))`.
+        prior: Prior of the personal model, as `Normal(centre=server_mean("w"), variance=inverse_size(lam))`; by default none.
+        restart: Whether the personal model starts each round anew from the model received in that round.
+        adapt: Phases of a client that joins later, which start from the model that it receives; `phases` where None.
 
     Returns:
-        The method with one block more.
+        The method with one more block.
 
     Raises:
-        ValueError: The phases train no block that the method lacks, or several; the method's predictor covers parameters that no one
-            pattern has; no single model is sent to everyone; or the method fine-tunes or predicts in its own way, which would be lost.
+        TypeError: An argument has the wrong type.
+        ValueError: The phases do not train exactly one new block; no single pattern covers the parameters of the method's predictor; no
+            single model is sent to everyone; or the method has fine-tuning phases or a predictor, which would be lost.
     """
     instance("method", method, Algorithm, "build one on a model, as bf.algorithms.fedavg(model)")
     instance("restart", restart, bool, "pass True or False")

@@ -1,4 +1,4 @@
-"""Phases: the local work of a round, written for ONE client and pure. Engines run them for one client or for many at once."""
+"""Phases: the local work of a round, as pure functions of ONE client. Engines run them for one client or for many at once."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
@@ -21,71 +21,75 @@ Update: TypeAlias = Callable[[Algorithm, Server, View, Batch], View]
 
 
 class Phase(Protocol):
-    """What an engine asks of a phase. A phase by hand is a class with these members; vmap, or `batched=False`, carries it."""
+    """The interface of a phase, as engines use it.
+
+    A phase of your own is a class with these members. vmap runs it for many clients at once, or, with `batched=False`, the reference
+    kernel runs it client by client.
+    """
 
     @property
     def epochs(self) -> int:
-        """Passes over the client's data; with no batch size, full-batch steps."""
+        """Return the number of passes over the client's data; with no batch size, of full-batch steps."""
         ...
 
     @property
     def steps(self) -> int | None:
-        """Steps instead of passes; wins over `epochs`."""
+        """Return the number of steps, which replaces `epochs`; None to count passes."""
         ...
 
     @property
     def batch_size(self) -> int | None:
-        """Examples of a step; None for all of the client's."""
+        """Return the number of examples of a step; None for all of the client's."""
         ...
 
     @property
     def batched(self) -> bool:
-        """False where vmap cannot carry it: it then runs client by client."""
+        """Say whether vmap can run the phase; where not, it runs client by client."""
         ...
 
     def check(self, algorithm: Algorithm) -> None:
-        """Raises ValueError where the phase does not fit the algorithm."""
+        """Raise ValueError if the phase does not fit the algorithm."""
         ...
 
     def noise(self, algorithm: Algorithm) -> dict[str, tuple[int, int]]:
-        """{block: (S, noise size)} of one step."""
+        """Return {block: (S, noise size)}: how many standard normals one step takes, S draws of each block that draws."""
         ...
 
     def keeps(self, algorithm: Algorithm, beliefs: View) -> View:
-        """What one client keeps from round to round for this phase alone, at its start, where `beliefs` are those of all blocks."""
+        """Return the start of what one client keeps from round to round for this phase alone, given the `beliefs` about all blocks."""
         ...
 
     def begin(self, algorithm: Algorithm, given: Server, view: View) -> Carry:
-        """What the steps carry."""
+        """Return the state that the steps carry from one to the next, as it is before the first step."""
         ...
 
     def step(self, algorithm: Algorithm, carry: Carry, given: Server, view: View, batch: Batch, noise: Noise) -> Carry:
-        """One step."""
+        """Take one step on a batch and return the new state."""
         ...
 
     def end(self, algorithm: Algorithm, carry: Carry, given: Server, view: View) -> tuple[View, Info]:
-        """The client's view afterwards, and what people may read."""
+        """Return the client's view after the phase, and information for people to read."""
         ...
 
 
 @dataclass(frozen=True)
 class Descend:
-    """Minimise an energy over its block, or over its several blocks together, by gradient steps.
+    """A phase that minimises an energy over one block, or over several blocks together, by gradient steps.
 
-    Priors are constant meanwhile: what they read of the view is as it was before the first step, also of the blocks trained here.
+    Priors are constant during the phase: they read the view as it was before the first step, the trained blocks included.
 
     Args:
-        energy: What is minimised, and over which blocks.
-        epochs: Passes over the client's data, the last short batch included; with `batch_size=None`, full-batch steps. Inside
-            `Repeat`, steps on the shared batch.
-        steps: Steps instead of passes; wins over `epochs`.
-        batch_size: Examples of a step; None for all of the client's.
-        optimiser: Starts anew in every phase of every round, unless `persist` names its state.
-        draws: Posterior draws of a step, shared by its examples.
+        energy: The objective, which also names the trained blocks.
+        epochs: Number of passes over the client's data, the last short batch included; with `batch_size=None`, of full-batch steps. Inside
+            `Repeat`, of steps on the shared batch.
+        steps: Number of steps; if given, it replaces `epochs`.
+        batch_size: Number of examples of a step; None for all of the client's.
+        optimiser: Optimiser, whose state starts anew in every phase of every round unless `persist` names it.
+        draws: Number S of posterior draws of a step, shared by its examples.
         prox: Whether Gaussian priors are left out of the gradient and solved exactly after each step of rate lr,
-            w <- (w + lr k centre) / (1 + lr k) with k = 1 / variance (under a mean likelihood 1 / (n variance)): stable however stiff
-            they are, where a gradient step needs lr k < 2, with the same minimum (Parikh and Boyd, "Proximal algorithms", 2014, section
-            4.2). The lr of a weight is the optimiser's `pace`: that of momentum is longer, Adam's differs from weight to weight.
+            w <- (w + lr k centre) / (1 + lr k) with k = 1 / variance (under a mean likelihood 1 / (n variance)). This is stable for priors
+            of any strength, where a gradient step needs lr k < 2, and has the same minimum (Parikh and Boyd, "Proximal algorithms", 2014,
+            section 4.2). The lr of a weight is the optimiser's `pace`: larger with momentum, and with Adam different for each weight.
         persist: A name for the optimiser's state, which the client then keeps from round to round as private state.
     """
 
@@ -110,11 +114,11 @@ class Descend:
 
     @property
     def blocks(self) -> tuple[str, ...]:
-        """The trained blocks: the energy's."""
+        """Return the names of the trained blocks, which are the energy's."""
         return self.energy.blocks
 
     def check(self, algorithm: Algorithm) -> None:
-        """See `Phase.check`."""
+        """Raise ValueError if the phase does not fit the algorithm, see `Phase.check`."""
         algorithm.check_parts(self.energy.parts)
         if missing := [name for name in self.blocks if name not in self.energy.parts]:
             raise ValueError(f"blocks {missing} are trained on an energy whose predictor {self.energy.parts} does not contain them")
@@ -128,22 +132,22 @@ class Descend:
             )
 
     def noise(self, algorithm: Algorithm) -> dict[str, tuple[int, int]]:
-        """See `Phase.noise`: every part with an entropy draws."""
+        """Return the noise of one step, see `Phase.noise`: every part whose posterior draws takes some."""
         return {name: (self.draws, algorithm.noise_size(name)) for name in self.energy.parts if algorithm.blocks[name].stochastic}
 
     def keeps(self, algorithm: Algorithm, beliefs: View) -> View:
-        """See `Phase.keeps`: the optimiser's state, where it persists and has any."""
+        """Return the optimiser's state where it persists and has any, see `Phase.keeps`."""
         state = None if self.persist is None else self.optimiser.init({name: beliefs[name] for name in self.blocks})
         return {} if state is None else {str(self.persist): tree_map(torch.as_tensor, state)}
 
     def begin(self, algorithm: Algorithm, given: Server, view: View) -> Carry:
-        """See `Phase.begin`."""
+        """Return the state before the first step, see `Phase.begin`."""
         beliefs = {name: view[name] for name in self.blocks}
         state = view[self.persist] if self.persist in view else self.optimiser.init(beliefs)
         return beliefs, state, torch.zeros_like(view["n"]), 0
 
     def step(self, algorithm: Algorithm, carry: Carry, given: Server, view: View, batch: Batch, noise: Noise) -> Carry:
-        """See `Phase.step`."""
+        """Take one step, see `Phase.step`."""
         beliefs, state, total, count = carry
 
         scale, weight = self.energy.scales(view["n"])
@@ -166,7 +170,7 @@ class Descend:
         return beliefs, state, total + nll.detach(), count + 1
 
     def end(self, algorithm: Algorithm, carry: Carry, given: Server, view: View) -> tuple[View, Info]:
-        """See `Phase.end`; the information is the batches' mean negative log likelihood, in nats."""
+        """Return the client's view and the mean over batches of their mean negative log likelihood, in nats, see `Phase.end`."""
         beliefs, state, total, count = carry
         kept = {self.persist: state} if self.persist in view else {}
         return view | beliefs | kept, {"nll": total / count}
@@ -178,18 +182,19 @@ def _solvable(block: Block) -> bool:
 
 @dataclass(frozen=True)
 class Once:
-    """One pure function of a client's view: closed forms, statistics, restarts.
+    """A phase of one step that applies a pure function to a client's view: closed forms, statistics, restarts.
 
     Args:
-        fn: (algorithm, given, view, batch) -> view. What it adds dies with the round unless `private` names it; `reports` has it sent.
-        data: Whether it reads the client's data; without, `batch` is empty (inside `Repeat` it is always the shared batch).
-        losses: Parts of a predictor whose negative log likelihoods at their means, in nats, `batch["losses"]` then has, [B], or [M, B] of
-            copies: what engines compute faster than `fn` would.
-        kept: {name: start} of what the client keeps from round to round for this phase alone.
-        batched: False where vmap cannot carry `fn`.
+        fn: (algorithm, given, view, batch) -> view. An entry that it adds to the view is dropped after the round unless the algorithm's
+            `private` names it, and is sent if the algorithm's `reports` names it.
+        data: Whether `fn` reads the client's data; if not, `batch` is empty (inside `Repeat` it is always the shared batch).
+        losses: Parts of a predictor. Their negative log likelihoods at their means, in nats, are then in `batch["losses"]`, [B], or [M, B]
+            for copies; engines compute them faster than `fn` would.
+        kept: {name: start} of tensors that the client keeps from round to round for this phase alone.
+        batched: Whether vmap can run `fn`.
 
     Raises:
-        ValueError: Losses without data.
+        ValueError: `losses` is given without `data=True`.
     """
 
     fn: Update
@@ -207,38 +212,38 @@ class Once:
             raise ValueError(f"losses of {self.losses} are those of the client's data; pass data=True")
 
     def check(self, algorithm: Algorithm) -> None:
-        """Fits any algorithm that has the parts of `losses`."""
+        """Check that the algorithm has the parts of `losses`."""
         algorithm.check_parts(self.losses)
 
     def noise(self, algorithm: Algorithm) -> dict[str, tuple[int, int]]:
-        """Draws nothing."""
+        """Return no noise, as nothing is drawn."""
         return {}
 
     def keeps(self, algorithm: Algorithm, beliefs: View) -> View:
-        """See `Phase.keeps`."""
+        """Return the starts of `kept`, see `Phase.keeps`."""
         return {name: start.clone() for name, start in self.kept.items()}
 
     def begin(self, algorithm: Algorithm, given: Server, view: View) -> Carry:
-        """See `Phase.begin`."""
+        """Return the view, see `Phase.begin`."""
         return view
 
     def step(self, algorithm: Algorithm, carry: Carry, given: Server, view: View, batch: Batch, noise: Noise) -> Carry:
-        """See `Phase.step`."""
+        """Apply `fn`, see `Phase.step`."""
         return self.fn(algorithm, given, carry, batch)
 
     def end(self, algorithm: Algorithm, carry: Carry, given: Server, view: View) -> tuple[View, Info]:
-        """See `Phase.end`."""
+        """Return the view and no information, see `Phase.end`."""
         return carry, {}
 
 
 @dataclass(frozen=True)
 class Repeat:
-    """`times` batches; on each, the inner phases one after another. A nested loop, not a phase: engines unroll it.
+    """A loop over `times` batches that runs the inner phases one after another on each. It is no phase itself: engines unroll it.
 
     Args:
-        phases: `Descend` (taking `epochs`, or `steps`, steps on the batch) and `Once`.
-        times: How many batches; passes over the data follow one another.
-        batch_size: Examples of a batch; None for all of the client's.
+        phases: Inner phases, each a `Descend` (which takes `epochs`, or `steps`, steps on the batch) or a `Once`.
+        times: Number of batches; a new pass over the data begins whenever one ends.
+        batch_size: Number of examples of a batch; None for all of the client's.
     """
 
     phases: tuple[Descend | Once, ...]
@@ -254,37 +259,37 @@ class Repeat:
 
     @property
     def steps(self) -> int:
-        """One for each batch."""
+        """Return the number of batches."""
         return self.times
 
     @property
     def batched(self) -> bool:
-        """Whether vmap carries all of its phases."""
+        """Say whether vmap can run all inner phases."""
         return all(phase.batched for phase in self.phases)
 
     def check(self, algorithm: Algorithm) -> None:
-        """As its inner phases."""
+        """Raise ValueError if an inner phase does not fit the algorithm."""
         for phase in self.phases:
             phase.check(algorithm)
 
     def keeps(self, algorithm: Algorithm, beliefs: View) -> View:
-        """What its inner phases keep."""
+        """Return what the inner phases keep."""
         return {name: state for phase in self.phases for name, state in phase.keeps(algorithm, beliefs).items()}
 
 
 def draws(phase: Any, algorithm: Algorithm) -> bool:
-    """Whether a phase's steps depend on chance: on the order of the examples, or on draws of a belief."""
+    """Say whether a phase's steps depend on chance: on the order of the examples, or on draws of a belief."""
     inner = phase.phases if isinstance(phase, Repeat) else (phase,)
     return phase.batch_size is not None or any(one.noise(algorithm) for one in inner)
 
 
 def described(phase: Any) -> str:
-    """What a phase is and which blocks it trains, as `Descend on head`."""
+    """Return a phase's class and the blocks it trains as text, such as `Descend on head`."""
     blocks = trained(phase)
     return type(phase).__name__ + (f" on {', '.join(blocks)}" if blocks else "")
 
 
 def trained(phase: Any) -> tuple[str, ...]:
-    """The blocks that a phase trains, those of a `Repeat`'s inner phases too; none where it does not say, as `Once`."""
+    """Return the blocks that a phase trains, those of a `Repeat`'s inner phases included; none for a phase that does not say, as `Once`."""
     inner = phase.phases if isinstance(phase, Repeat) else (phase,)
     return tuple(dict.fromkeys(name for one in inner for name in getattr(one, "blocks", ())))

@@ -1,11 +1,12 @@
-"""Pools: how the federation gathers a block. Most are sums over clients followed by a closed form, so that they stream.
+"""Pools: how the server gathers a block. Most are sums over clients followed by a closed form, so that clients can be streamed.
 
 Totals are float64 whatever the run's precision, and are added one client after another, so that neither the chunk size nor
 the number of workers changes them.
 
-The last three are for clients that may lie, or whose training went wrong without leaving the finite numbers. A mean follows any one
-client as far as it goes. A median and a trimmed mean stay within the range of the honest, coordinate by coordinate, while those are in
-the majority; clipping bounds how far one can pull. All have a price where clients differ honestly: what a minority knows looks like a lie.
+The last three are for clients that may send false values, or whose training went wrong while its numbers stayed finite. One client can
+move a mean arbitrarily far. A median stays within the range of the honest clients in each coordinate while those are in the majority, a
+trimmed mean while the others are no more than are taken away at each end; clipping bounds how far one client can move the result. All have
+a price where honest clients differ: the pools treat a minority's data like false values.
 """
 
 from collections.abc import Callable
@@ -22,21 +23,21 @@ from bayesfl.posteriors import MeanField
 
 
 def by_size(server: Server, uplink: Uplink) -> Tensor:
-    """A client counts by its number of examples, [C]."""
+    """Weigh each client by its number of examples, [C]."""
     return uplink["n"]
 
 
 def equal(server: Server, uplink: Uplink) -> Tensor:
-    """Every client counts the same, [C]."""
+    """Weigh all clients equally, [C]."""
     return torch.ones_like(uplink["n"])
 
 
 def counted(weight: Weight, server: Server, uplink: Uplink, name: str) -> Tensor:
-    """What the clients count, in float64: [C], or [C, M] for the copies of the block `name`.
+    """Compute the clients' weights in float64: [C], or [C, M] for the copies of the block `name`.
 
     Raises:
-        ValueError: The weight gives something else than a number for each client, or each copy. Whether it is finite depends on what
-            clients report, and is looked at when the round is done.
+        ValueError: `weight` does not give one real number for each client, or for each copy. Whether the numbers are finite depends on what
+            clients report, and is checked at the end of the round.
     """
     loc = uplink[name]["loc"]
     allowed = [loc.shape[:axes] for axes in range(1, loc.dim())]
@@ -48,7 +49,7 @@ def counted(weight: Weight, server: Server, uplink: Uplink, name: str) -> Tensor
 
 
 def _add(total: Tensors | None, summands: dict[str, tuple[Tensor, Tensor]]) -> Tensors:
-    """Adds weight * value, client after client: {name: (weight [C], or [C, M] for copies, value [C, ...])}."""
+    """Add weight * value to `total`, client after client: {name: (weight [C], or [C, M] for copies, value [C, ...])}."""
     if total is None:
         total = {k: torch.zeros(v.shape[1:], dtype=torch.float64, device=v.device) for k, (_, v) in summands.items()}
     for key, (weight, value) in summands.items():
@@ -67,23 +68,23 @@ def _cast(new: Tensors, old: Tensors) -> Tensors:
 
 @dataclass(frozen=True)
 class Mean:
-    """The weighted mean of the clients' centres; 1 / rho_j^2 as the weight makes it precision-weighted.
+    """The weighted mean of the clients' centres; weights 1 / rho_j^2 make it precision-weighted.
 
     Args:
-        weight: (server, uplink) -> [C], not normalised, or [C, M] for the copies of a block; `by_size` is FedAvg's.
+        weight: (server, uplink) -> weights [C], not normalised, or [C, M] for the copies of a block; `by_size` gives FedAvg.
     """
 
     weight: Weight = by_size
     sends = ("loc",)
 
     def accumulate(self, total: Tensors | None, server: Server, name: str, uplink: Uplink) -> Tensors:
-        """Adds the weights and the weighted centres."""
+        """Add the weights and the weighted centres to `total`."""
         weight = counted(self.weight, server, uplink, name)
         ones = torch.ones_like(weight)
         return _add(total, {"weight": (weight, ones), "loc": (weight, uplink[name]["loc"])})
 
     def solve(self, server: Server, name: str, total: Tensors) -> Tensors:
-        """Their quotient; a copy for which no client counts stays as it is."""
+        """Return the weighted centres over the weights; a copy whose weights are all 0 stays as it is."""
         weight = total["weight"]
         if not weight.dim():
             return _cast({"loc": total["loc"] / weight}, server[name])
@@ -93,11 +94,11 @@ class Mean:
 
 @dataclass(frozen=True)
 class Relaxed:
-    """Part of the way from the server's entry to another pool's: (1 - step) old + step new, on the tensors that travel.
+    """A pool that goes part of the way from the server's entry to another pool's: (1 - step) old + step new, on the tensors that travel.
 
     Args:
-        pool: The pool that says where to go.
-        step: Share of the way; pFedMe's server step beta may exceed 1.
+        pool: The inner pool, which gives `new`.
+        step: Share of the way, > 0; may exceed 1, as pFedMe's server step beta.
     """
 
     pool: AdditivePool
@@ -109,28 +110,28 @@ class Relaxed:
 
     @property
     def sends(self) -> tuple[str, ...]:
-        """What the inner pool sends."""
+        """Return the names of the tensors that the inner pool sends."""
         return self.pool.sends
 
     def accumulate(self, total: Tensors | None, server: Server, name: str, uplink: Uplink) -> Tensors:
-        """As the inner pool."""
+        """Add a chunk of clients to `total`, as the inner pool does."""
         return self.pool.accumulate(total, server, name, uplink)
 
     def solve(self, server: Server, name: str, total: Tensors) -> Tensors:
-        """The old entry moved towards the inner pool's."""
+        """Return the old entry moved towards the inner pool's."""
         old, new = server[name], self.pool.solve(server, name, total)
         return {**new, **{key: old[key].lerp(new[key], self.step) for key in self.sends}}
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Gaussian:
-    """Pools of mean-field Gaussians: both moments travel, as `loc` and `rho`."""
+    """The base of pools of mean-field Gaussians, whose `loc` and `rho` travel."""
 
     posterior: MeanField = MeanField()
     sends = ("loc", "rho")
 
     def _moments(self, name: str, uplink: Uplink) -> tuple[Tensor, Tensor]:
-        # Client by client: vectorised exponentials round by their place in memory, and a chunk would move them.
+        # Client by client: vectorised exponentials round differently by place in memory, so results would depend on the chunk size.
         rows = zip(*uplink[name].values(), strict=True)
         moments = [self.posterior.moments({key: t.double() for key, t in zip(uplink[name], row, strict=True)}) for row in rows]
         return torch.stack([loc for loc, _ in moments]), torch.stack([variance for _, variance in moments])
@@ -141,10 +142,10 @@ class _Gaussian:
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionWeighted(_Gaussian):
-    """The product of the clients' Gaussians: precisions add, means weigh by precision.
+    """The product of the clients' Gaussians: precisions are added, means are weighted by precision.
 
     Args:
-        posterior: How `loc` and `rho` give moments.
+        posterior: Posterior that converts `loc` and `rho` to moments.
         prior: (server) -> (mean, precision) [D] of a prior that every client's posterior already contains, to be counted
             once instead of once for each client; None where they contain none.
     """
@@ -152,14 +153,14 @@ class PrecisionWeighted(_Gaussian):
     prior: Any = None
 
     def accumulate(self, total: Tensors | None, server: Server, name: str, uplink: Uplink) -> Tensors:
-        """Adds precisions and precision-weighted means."""
+        """Add the precisions and the precision-weighted means to `total`."""
         loc, variance = self._moments(name, uplink)
         ones = torch.ones(len(loc), dtype=torch.float64)
         precision = 1 / variance
         return _add(total, {"count": (ones, ones.to(loc)), "precision": (ones, precision), "weighted": (ones, precision * loc)})
 
     def solve(self, server: Server, name: str, total: Tensors) -> Tensors:
-        """The product's moments.
+        """Return the product's moments.
 
         Raises:
             ValueError: Taking out the prior leaves a precision that is not positive.
@@ -179,17 +180,17 @@ class PrecisionWeighted(_Gaussian):
 
 @dataclass(frozen=True, kw_only=True)
 class MomentMatched(_Gaussian):
-    """The Gaussian with the moments of the clients' mixture.
+    """The Gaussian with the mean and variance of the clients' mixture.
 
     Args:
-        posterior: How `loc` and `rho` give moments.
-        weight: (server, uplink) -> [C], not normalised.
+        posterior: Posterior that converts `loc` and `rho` to moments.
+        weight: (server, uplink) -> mixture weights [C], not normalised.
     """
 
     weight: Weight = by_size
 
     def accumulate(self, total: Tensors | None, server: Server, name: str, uplink: Uplink) -> Tensors:
-        """Adds weighted variances, and moments of the means about the server's centre, so that small spreads survive rounding."""
+        """Add to `total` weighted variances, and moments of the means about the server's centre, so that small spreads survive rounding."""
         loc, variance = self._moments(name, uplink)
         weight = counted(self.weight, server, uplink, name)
         shift = loc - server[name]["loc"].double()
@@ -199,7 +200,7 @@ class MomentMatched(_Gaussian):
         )
 
     def solve(self, server: Server, name: str, total: Tensors) -> Tensors:
-        """Mean and variance of the mixture."""
+        """Return the mean and variance of the mixture."""
         first, second, within = (total[key] / total["weight"] for key in ("first", "second", "within"))
         between = (second - first.square()).clamp_min(0)  # rounding alone can make it negative
         return self._solved(server, name, server[name]["loc"].double() + first, within + between)
@@ -207,56 +208,57 @@ class MomentMatched(_Gaussian):
 
 @dataclass(frozen=True, kw_only=True)
 class Barycentre(_Gaussian):
-    """The diagonal Gaussian closest to the clients' in squared 2-Wasserstein distance: means average, and standard deviations.
+    """The diagonal Gaussian closest to the clients' in squared 2-Wasserstein distance: means and standard deviations are averaged.
 
     Args:
-        posterior: How `loc` and `rho` give moments.
-        weight: (server, uplink) -> [C], not normalised.
+        posterior: Posterior that converts `loc` and `rho` to moments.
+        weight: (server, uplink) -> weights [C], not normalised.
     """
 
     weight: Weight = by_size
 
     def accumulate(self, total: Tensors | None, server: Server, name: str, uplink: Uplink) -> Tensors:
-        """Adds weighted means and standard deviations."""
+        """Add the weighted means and standard deviations to `total`."""
         loc, variance = self._moments(name, uplink)
         weight = counted(self.weight, server, uplink, name)
         ones = torch.ones_like(weight)
         return _add(total, {"weight": (weight, ones), "loc": (weight, loc), "scale": (weight, variance.sqrt())})
 
     def solve(self, server: Server, name: str, total: Tensors) -> Tensors:
-        """Both quotients."""
+        """Return the weighted averages of means and standard deviations."""
         scale = total["scale"] / total["weight"]
         return self._solved(server, name, total["loc"] / total["weight"], scale.square())
 
 
 @dataclass(frozen=True)
 class Stack:
-    """Sent as it is, stacked over clients for `combine`, which decides; the server's entry is unchanged.
+    """A pool that hands the clients' tensors, stacked, to the algorithm's `combine`, which decides; the server's entry is unchanged.
 
     Args:
-        sends: Which of the posterior's tensors travel.
+        sends: Names of the posterior's tensors that travel.
     """
 
     sends: tuple[str, ...] = ("loc",)
 
     def __call__(self, server: Server, name: str, uplink: Uplink) -> Tensors:
-        """The server's entry."""
+        """Return the server's entry unchanged."""
         return server[name]
 
 
 @dataclass(frozen=True)
 class Mixed:
-    """Every client gets a mixture of its own of what the cohort sends: sum_k A_jk w_k for client j.
+    """A pool that gives every client its own mixture of what the cohort sends: sum_k A_jk w_k for client j.
 
-    The server's entry holds beside the mean over clients, `loc`, what each of them is sent next, `each` [J, ...], and in `weights` [J, J]
-    the last row of A that each was given: rows are those that get a mixture, columns those whose models are in it. Of a client outside
-    the cohort both stay as they were; of one that never took part, `each` is the start and its row 0.
+    The server's entry holds the mean over clients, `loc`; the model that each client is sent next, `each` [J, ...]; and `weights` [J, J],
+    in row j the last row of A that client j was given, with a column for each client whose model is mixed. For a client outside the cohort
+    its model and its row stay as they were; for one that never took part, the model is the start and the row is 0.
 
     Args:
-        weights: (server, ids [C], uplink) -> A [C, C] among the clients of a round's cohort; taken as they are, so rows that sum to 1 mix.
+        weights: (server, ids [C], uplink) -> A [C, C] among the clients of a round's cohort. A is not normalised: rows that sum to 1 give
+            averages.
 
     Raises:
-        ValueError: In a round, the weights are no such matrix.
+        ValueError: In a round, `weights` does not return a [C, C] tensor.
     """
 
     weights: Callable[[Server, Tensor, Uplink], Tensor]
@@ -264,16 +266,16 @@ class Mixed:
     holds = ("each", "weights")
 
     def start(self, entry: Tensors, clients: int) -> Tensors:
-        """The server's entry before the first round: the same for each client."""
+        """Return the server's entry before the first round, with the same model for each client."""
         loc = entry["loc"]
         return {**entry, "each": loc.expand(clients, *loc.shape).clone(), "weights": loc.new_zeros(clients, clients)}
 
     def newcomers(self, entry: Tensors) -> Tensors:
-        """The entry as clients never seen meet it: nothing of their own."""
+        """Return the entry for clients never seen in training, which have no models of their own."""
         return {**entry, "each": entry["each"][:0], "weights": entry["weights"][:0, :0]}
 
     def __call__(self, server: Server, name: str, uplink: Uplink) -> Tensors:
-        """See `StackedPool`."""
+        """Return the server's new entry, see `StackedPool`."""
         entry, ids = server[name], uplink["ids"]
         among = self.weights(server, ids, uplink)
         if not isinstance(among, Tensor) or among.shape != (len(ids), len(ids)):
@@ -292,10 +294,10 @@ class Mixed:
 
 @dataclass(frozen=True)
 class Median:
-    """The coordinate-wise median of what the clients send, every client counting the same; of an even number, the mean of the middle two.
+    """The coordinate-wise median of what the clients send, all clients weighing the same; for an even number, the mean of the middle two.
 
     Args:
-        sends: Which of the posterior's tensors travel.
+        sends: Names of the posterior's tensors that travel.
 
     References:
         Yin, Chen, Ramchandran, Bartlett, "Byzantine-robust distributed learning: towards optimal statistical rates", ICML 2018, option I.
@@ -304,7 +306,7 @@ class Median:
     sends: tuple[str, ...] = ("loc",)
 
     def __call__(self, server: Server, name: str, uplink: Uplink) -> Tensors:
-        """See `StackedPool`."""
+        """Return the server's new entry, see `StackedPool`."""
         found = {key: uplink[name][key].double().sort(0).values for key in self.sends}
         middle = {key: (t[(len(t) - 1) // 2] + t[len(t) // 2]) / 2 for key, t in found.items()}
         return {**server[name], **{key: t.to(server[name][key]) for key, t in middle.items()}}
@@ -312,14 +314,14 @@ class Median:
 
 @dataclass(frozen=True)
 class TrimmedMean:
-    """The coordinate-wise mean of what is left when the largest and the smallest numbers of the clients are taken away.
+    """The coordinate-wise mean of the clients' numbers without the largest and the smallest ones.
 
     Args:
-        share: Of the clients, taken away at each end, in [0, 1/2); of few clients at least one where it is not 0.
-        sends: Which of the posterior's tensors travel.
+        share: Share of the clients taken away at each end, in [0, 1/2); at least one client at each end unless it is 0.
+        sends: Names of the posterior's tensors that travel.
 
     Raises:
-        ValueError: The share lies outside its range, or in a round no client is left.
+        ValueError: `share` lies outside [0, 1/2), or in a round no client is left.
 
     References:
         Yin, Chen, Ramchandran, Bartlett, "Byzantine-robust distributed learning: towards optimal statistical rates", ICML 2018, option II.
@@ -333,7 +335,7 @@ class TrimmedMean:
             raise ValueError(f"share is taken away at each end and must lie in [0, 0.5), got {self.share}")
 
     def __call__(self, server: Server, name: str, uplink: Uplink) -> Tensors:
-        """See `StackedPool`."""
+        """Return the server's new entry, see `StackedPool`."""
         clients = len(uplink["n"])
         cut = max(1, int(self.share * clients + 1e-9)) if self.share else 0
         if 2 * cut >= clients:
@@ -346,14 +348,14 @@ class TrimmedMean:
 
 @dataclass(frozen=True)
 class Clipped:
-    """Another pool, of clients whose difference from what the server sent is shrunk to a given length where it is longer.
+    """Another pool, over clients whose difference from what the server sent is shortened to a given length where it is longer.
 
     Args:
-        pool: The pool that gathers them.
+        pool: The pool that gathers the shortened differences; one that adds up, such as `Mean`.
         norm: Largest Euclidean length of the difference over all tensors of the block that travel, > 0.
 
     Raises:
-        ValueError: The norm is not positive, or the pool needs all clients at once.
+        ValueError: `norm` is not > 0, or `pool` needs all clients at once.
 
     References:
         Sun, Kairouz, Suresh, McMahan, "Can you really backdoor federated learning?", 2019, section 4.
@@ -370,11 +372,11 @@ class Clipped:
 
     @property
     def sends(self) -> tuple[str, ...]:
-        """What the inner pool sends."""
+        """Return the names of the tensors that the inner pool sends."""
         return self.pool.sends
 
     def accumulate(self, total: Tensors | None, server: Server, name: str, uplink: Uplink) -> Tensors:
-        """As the inner pool, of what is left of the differences."""
+        """Add a chunk of clients to `total`, as the inner pool does, after their differences are shortened."""
         moved = {key: uplink[name][key].double() - server[name][key].double() for key in self.sends}
         length = torch.stack([t.flatten(1).square().sum(1) for t in moved.values()]).sum(0).sqrt()
         share = (self.norm / length).clamp(max=1.0)
@@ -382,5 +384,5 @@ class Clipped:
         return self.pool.accumulate(total, server, name, {**uplink, name: kept})
 
     def solve(self, server: Server, name: str, total: Tensors) -> Tensors:
-        """As the inner pool."""
+        """Return the inner pool's entry."""
         return self.pool.solve(server, name, total)

@@ -1,4 +1,4 @@
-"""Predictors: personal predictions that need more than a client's weights, made where a client's training data are."""
+"""Predictors: personal predictions that need more than a client's weights, such as its training data or several models."""
 
 import warnings
 from dataclasses import dataclass
@@ -17,28 +17,30 @@ from bayesfl.posteriors.linearised import kappa, predictive
 from bayesfl.posteriors.selection import Evidence, Rule, check_rule, select
 
 GRID = precision.GRID[::2]
-"""Precisions that are tried on validation data, from 1e-4 to 1e4 by decades; the largest leave the MAP's predictions."""
-SHRUNK = 0.3  # a median kappa below this says that the prior, not the data, makes the predictions
+"""Precisions that are tried on validation data, from 1e-4 to 1e4 by decades; under the largest, predictions are close to the MAP's."""
+SHRUNK = 0.3  # below this median kappa (factor by which logits shrink) the prior, not the data, determines the predictions
 
 
 @dataclass(frozen=True)
 class LinearisedLaplace:
-    """A Laplace approximation around a client's own weights, fitted to its training data, predicting through the linearised network.
+    """A predictor by a Laplace approximation around a client's own weights, fitted to its training data, with the linearised network.
 
-    Any method can take it: `replace(bf.algorithms.fedper(model), predictor=LinearisedLaplace())` is FedPer with a Laplace body.
+    Any method can have it: `replace(bf.algorithms.fedper(model), predictor=LinearisedLaplace())` is FedPer with a Laplace body.
 
     Args:
-        block: The block whose weights are uncertain, the others constants; None for the first of the method's `parts`.
+        block: Name of the block whose weights are uncertain, while the others are constants; None for the first of the method's `parts`.
         structure: `full` (the whole block, in the dual form where N O is less than its weights), `subnetwork`, or `diagonal`.
-        precision: Of the prior, in the units of a sum over the data; None to choose one for all clients on their validation data.
-        share: Of the block's weights that a subnetwork has.
-        selection: Which these are, a rule of `bayesfl.selection`, used anew for every client.
-        seed: Of rules that draw: one subnetwork for all clients.
-        centre: See `Laplace.linearised`.
+        precision: Prior precision, for a likelihood that is a sum over the data; None to choose one for all clients on their validation
+            data.
+        share: Share of the block's weights that are in a subnetwork, in (0, 1].
+        selection: Rule that chooses the subnetwork, one of `bayesfl.selection`, used anew for every client.
+        seed: Seed of rules that draw, which give all clients the same subnetwork.
+        centre: Whether logits are centred over classes, see `Laplace.linearised`.
 
     Raises:
-        TypeError: `centre` is no bool.
-        ValueError: A precision that is not > 0, a share outside (0, 1], an unknown structure or selection.
+        TypeError: `centre` is not a bool.
+        ValueError: `precision` is not > 0 and finite, `share` lies outside (0, 1], `structure` or `selection` is unknown, or `seed` is no
+            whole number >= 0.
     """
 
     block: str | None = None
@@ -62,7 +64,7 @@ class LinearisedLaplace:
         instance("centre", self.centre, bool, "pass True or False")
 
     def check(self, algorithm: Any) -> None:
-        """See `Predictor`."""
+        """Raise ValueError if the predictor does not fit the algorithm, see `Predictor`."""
         if self.block is not None and self.block not in algorithm.parts:
             raise ValueError(
                 f"block {self.block!r} is none of the predictor's parts {algorithm.parts}; name one of them, or None for the first"
@@ -70,11 +72,11 @@ class LinearisedLaplace:
 
     @property
     def grid(self) -> tuple[float, ...]:
-        """See `Predictor`."""
+        """Return the candidate precisions, see `Predictor`."""
         return GRID if self.precision is None else (float(self.precision),)
 
     def __call__(self, algorithm: Any, given: Server, view: View, data: Batch) -> Fitted:
-        """See `Predictor`."""
+        """Return one client's predictor, see `Predictor`."""
         likelihood, kept = algorithm.likelihood, {}
 
         @cache
@@ -85,7 +87,7 @@ class LinearisedLaplace:
 
         def at(value: float) -> Laplace:
             if value not in kept:
-                kept.clear()  # one factor at a time: they are what takes the memory
+                kept.clear()  # one factor at a time, as they take most of the memory
                 kept[value] = self._fit(diagonal(), data["x"], value)
             return kept[value]
 
@@ -94,7 +96,7 @@ class LinearisedLaplace:
                 found = likelihood.predictive(algorithm.outputs(algorithm.leaves(algorithm.parts, view), x).unsqueeze(0))
                 return found | {"epistemic": torch.full_like(found["epistemic"], torch.nan)}
             mean, covariance = at(self.grid[0] if value is None else value).linearised(x, centre=self.centre)
-            classes = not isinstance(likelihood, Gaussian)  # the variance of targets has their unit
+            classes = not isinstance(likelihood, Gaussian)  # kappa is defined for logits, not for the variance of targets
             if self.precision is not None and classes and float(kappa(covariance.diagonal(dim1=1, dim2=2)).median()) < SHRUNK:
                 warnings.warn(
                     f"predictive_precision={self.precision:g} leaves the predictions to the prior (the median kappa is below {SHRUNK}); "
@@ -117,17 +119,19 @@ class LinearisedLaplace:
 
 
 def size_of(share: float, weights: int) -> int:
-    """How many of so many weights a share is: whole ones, at least one."""
+    """Return the number of weights that a share of them is, rounded down, at least one."""
     return max(1, int(share * weights + 1e-9))
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """The copies of a block together: sum_m pi_m p(y | x, copy m), probabilities mixed and not logits; for targets, moments of the mixture.
+    """A predictor by the copies of a block together: sum_m pi_m p(y | x, copy m).
+
+    Probabilities are averaged, not logits; for targets, the result has the moments of the mixture.
 
     Args:
-        block: The block with copies.
-        weights: Name of pi [M] in a client's view.
+        block: Name of the block with copies.
+        weights: Name of the mixture weights pi [M] in a client's view.
     """
 
     block: str
@@ -136,12 +140,12 @@ class Mixture:
     grid = ()
 
     def check(self, algorithm: Any) -> None:
-        """See `Predictor`."""
+        """Raise ValueError if the predictor does not fit the algorithm, see `Predictor`."""
         if self.block not in algorithm.parts or algorithm.blocks[self.block].copies is None:
             raise ValueError(f"block {self.block!r} must be one of the predictor's parts {algorithm.parts} and have copies")
 
     def __call__(self, algorithm: Any, given: Server, view: View, data: Batch) -> Fitted:
-        """See `Predictor`."""
+        """Return one client's predictor, see `Predictor`."""
         leaves, pi = algorithm.leaves(algorithm.parts, view), view[self.weights]
         many = algorithm.layout(self.block).shapes
 

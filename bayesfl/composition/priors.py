@@ -1,4 +1,4 @@
-"""Priors p(w_j | w): what ties a client's belief about a block to the federation."""
+"""Priors p(w_j | w), which tie a client's belief about a block to the federation."""
 
 import math
 from collections.abc import Callable
@@ -12,26 +12,30 @@ from bayesfl.base.checks import number
 from bayesfl.base.protocols import Server, View
 
 Parameter: TypeAlias = Callable[[Server, View], Tensor]
-"""A prior's parameter, read from what was received and from the client's view as a phase begins; it broadcasts against [..., D]."""
+"""Function that reads a prior's parameter from what was received and from the client's view at the start of a phase:
+(given, view) -> tensor that broadcasts against [..., D].
+"""
 
 
 @dataclass(frozen=True)
 class Flat:
-    """No tie: an improper constant density, of energy 0. Only a point can stand under it."""
+    """No prior: an improper constant density, of energy 0. Only posteriors that draw nothing, such as `Point`, can have it."""
 
     def energy(self, loc: Tensor, var: Tensor, given: Server, view: View) -> Tensor:
-        """0 [...]."""
+        """Return 0 [...]."""
         return loc.new_zeros(loc.shape[:-1])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Normal:
-    """p(w_j | w) = N(centre, diag(variance)), constant while a phase trains: both read the view as it was when the phase began.
+    """The Gaussian prior p(w_j | w) = N(centre, diag(variance)).
+
+    It is constant while a phase trains: centre and variance read the view as it was when the phase began.
 
     Args:
         centre: (given, view) -> tensor that broadcasts against [..., D].
-        variance: Likewise; one number per client comes as [..., 1]. Where the energy's likelihood is a mean over n examples,
-            a pull of lambda / 2 |w_j - w|^2 is the variance 1 / (lambda n).
+        variance: (given, view) -> tensor that broadcasts against [..., D]; one number per client is [..., 1]. Where the energy's likelihood
+            is a mean over n examples, a pull of lambda / 2 |w_j - w|^2 is the variance 1 / (lambda n).
     """
 
     centre: Parameter
@@ -46,17 +50,17 @@ class Normal:
                 )
 
     def energy(self, loc: Tensor, var: Tensor, given: Server, view: View) -> Tensor:
-        """Expected negative log density [...] in nats under a belief with moments `loc` and `var` [..., D]."""
+        """Compute the expected negative log density [...] in nats under a belief with moments `loc` and `var` [..., D]."""
         variance = self.variance(given, view)
         squares = ((loc - self.centre(given, view)).square() + var) / variance
         return 0.5 * (squares + (2 * math.pi * variance).log()).sum(-1)
 
 
 def server_mean(block: str) -> Parameter:
-    """Return the centre of `block` as the server sent it to everyone, [D].
+    """Return a parameter that reads the centre of `block` as the server sent it to everyone, [D].
 
     Raises:
-        ValueError: When it is read: the server sends no such block to everyone.
+        ValueError: The server does not send `block` to everyone; raised when the parameter is read.
     """
 
     def centre(given: Server, view: View) -> Tensor:
@@ -71,12 +75,12 @@ def server_mean(block: str) -> Parameter:
 
 
 def own_mean(block: str) -> Parameter:
-    """The client's own centre of `block`, [..., D]."""
+    """Return a parameter that reads the client's own centre of `block`, [..., D]."""
     return lambda given, view: view[block]["loc"]
 
 
 def closest_variance(moments: tuple[Tensor, Tensor], centre: Tensor, *, shape: float = 0.0, scale: float = 0.0) -> Tensor:
-    """The variance v [...] of the isotropic prior N(centre, v I) that is closest to a belief: empirical Bayes.
+    """Compute the variance v [...] of the isotropic prior N(centre, v I) that is closest to a belief: empirical Bayes.
 
     Without a hyperprior it minimises KL(q || N(centre, v I)): v = mean_d(var_d + (loc_d - centre_d)^2). Under an
     inverse-gamma hyperprior on v it is the posterior's mode, (2 scale + D v) / (D + 2 shape + 2), which keeps a client whose
@@ -84,8 +88,8 @@ def closest_variance(moments: tuple[Tensor, Tensor], centre: Tensor, *, shape: f
 
     Args:
         moments: Mean and variance of the belief, [..., D] each.
-        centre: Broadcasts against [..., D].
-        shape: Shape a of the inverse-gamma hyperprior; with both 0 there is none.
+        centre: Centre of the prior, which broadcasts against [..., D].
+        shape: Shape a of the inverse-gamma hyperprior; with `shape` and `scale` 0 there is none.
         scale: Scale b of the inverse-gamma hyperprior, a variance.
 
     References:
@@ -100,10 +104,10 @@ def closest_variance(moments: tuple[Tensor, Tensor], centre: Tensor, *, shape: f
 
 
 def inverse_size(strength: float) -> Parameter:
-    """The variance 1 / (strength n) [..., 1]: under a mean over n examples, a pull of strength / 2 |w_j - w|^2.
+    """Return a parameter that is the variance 1 / (strength n) [..., 1]: under a mean over n examples, a pull of strength / 2 |w_j - w|^2.
 
     Raises:
-        ValueError: The strength is negative or not a number.
+        ValueError: `strength` is negative or not a number.
     """
     if not number("the strength of a pull (lam, mu)", strength) >= 0:
         raise ValueError(f"the strength of a pull (lam, mu) must be >= 0, got {strength}")

@@ -1,4 +1,4 @@
-"""An optimiser on the server: the mean change of a round as a gradient, for any method that sends everyone the same."""
+"""An optimiser on the server, which treats the mean change of a round as a gradient, for any method that sends everyone the same."""
 
 from dataclasses import replace
 
@@ -14,21 +14,21 @@ STATE = "server_optimiser"
 
 
 def with_server_optimiser(algorithm: Algorithm, optimiser: Optimiser) -> Algorithm:
-    """The same method, but the server does not take what its pools make of a round: it takes the step there as a gradient.
+    """Return the method with an optimiser on the server, which takes the change of the pooled blocks as a gradient.
 
-        w <- update(w, w - pooled),
+        w <- update(w, w - pooled)
 
-    for every block that is gathered. `SGD(1.0)` is the method itself. Where clients take one plain step of rate 1, the gradient is that of
-    their objectives' mean by the pool's weights. With weights n_j / n, mean losses and everyone taking part that is the mean loss of all
-    data together; a penalty is averaged likewise, and not added up, see `bayesfl.algorithms.irm`.
+    is the step for every block that is gathered. `SGD(1.0)` gives the method itself. Where clients take one plain gradient step of rate 1,
+    the gradient is that of their objectives' mean under the pool's weights. With weights n_j / n, mean losses and everyone taking part,
+    this is the mean loss of all data together; a penalty is averaged in the same way, not added up, see `bayesfl.algorithms.irm`.
 
     Args:
-        algorithm: The method; what its `combine` does to blocks comes first.
-        optimiser: Its state, and the blocks as they were sent out, live on the server and are not shared.
+        algorithm: The method; its own `combine` changes the blocks first.
+        optimiser: One of `bayesfl.optim`. Its state, and the blocks as they were sent out, stay on the server.
 
     Raises:
-        ValueError: It is none of `bayesfl.optim`. At the start of a run: the method has an optimiser on the server already, or models of
-            its own for each client or cluster (D-FedEM, FedPAC, clustered FL), which no step on a gathered block would reach.
+        ValueError: `optimiser` is not one of `bayesfl.optim`. At the start of a run: the method already has an optimiser on the server, or
+            sends clients or clusters different models (D-FedEM, FedPAC, clustered FL), which a step on the gathered block would not change.
 
     References:
         Reddi et al., "Adaptive federated optimization", ICLR 2021, algorithm 1. FedAdam's own step has no bias correction.

@@ -1,9 +1,9 @@
 """Graphs of clients without a server, and the weights by which neighbours average.
 
-A mixing matrix W [J, J] is doubly stochastic and 0 where no edge is: theta_j <- sum_k W_jk theta_k keeps the mean over clients. Repeated
-mixing ends there where only one eigenvalue has modulus 1 (Xiao and Boyd, "Fast linear iterations for distributed averaging", Systems and
-Control Letters 53(1), 2004): on a connected graph whose clients have weights of their own, as by `metropolis`, and not where two groups
-only swap what they have.
+A mixing matrix W [J, J] is doubly stochastic and 0 where there is no edge: theta_j <- sum_k W_jk theta_k keeps the mean over clients.
+Repeated mixing converges to that mean if only one eigenvalue has modulus 1 (Xiao and Boyd, "Fast linear iterations for distributed
+averaging", Systems and Control Letters 53(1), 2004). This holds on a connected graph whose clients also weigh their own parameters, as by
+`metropolis`; it fails where two groups only swap parameters.
 """
 
 import torch
@@ -12,12 +12,12 @@ from torch import Tensor
 from bayesfl.base.checks import number, whole
 from bayesfl.base.random import Purpose, generator
 
-TRIES = 100  # random graphs drawn until one is connected
-PERIODIC = 1e-7  # an eigenvalue whose modulus is so near 1 counts as 1
+TRIES = 100  # most random graphs drawn until one is connected
+PERIODIC = 1e-7  # an eigenvalue whose modulus exceeds 1 minus this counts as 1
 
 
 def ring(clients: int) -> Tensor:
-    """Everyone beside two neighbours, [J, J] bool; one of two clients, none of one."""
+    """Return the edges [J, J] bool of a ring: each client has two neighbours; of two clients each has one, a single client none."""
     whole("clients", clients, least=1)
     places = torch.arange(clients)
     edges = torch.zeros(clients, clients, dtype=torch.bool)
@@ -26,7 +26,7 @@ def ring(clients: int) -> Tensor:
 
 
 def grid(rows: int, columns: int) -> Tensor:
-    """A lattice of rows x columns clients, each beside up to four, [J, J] bool; client r columns + c stands in row r, column c."""
+    """Return the edges [J, J] bool of a grid of rows x columns clients; client r columns + c at (r, c) has up to four neighbours."""
     whole("rows", rows, least=1)
     whole("columns", columns, least=1)
     places = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).double()
@@ -34,12 +34,12 @@ def grid(rows: int, columns: int) -> Tensor:
 
 
 def complete(clients: int) -> Tensor:
-    """Everyone beside everyone, [J, J] bool."""
+    """Return the edges [J, J] bool of the complete graph, in which all clients are neighbours."""
     return torch.ones(whole("clients", clients, least=1), clients, dtype=torch.bool).fill_diagonal_(False)
 
 
 def erdos_renyi(clients: int, *, p: float = 0.5, seed: int = 0) -> Tensor:
-    """Each edge with probability p, given that the graph is connected, [J, J] bool.
+    """Draw edges [J, J] bool, each with probability p, given that the graph is connected.
 
     Raises:
         ValueError: p lies outside (0, 1], or is so small that no connected graph was drawn.
@@ -57,7 +57,7 @@ def erdos_renyi(clients: int, *, p: float = 0.5, seed: int = 0) -> Tensor:
 
 
 def connected(edges: Tensor) -> bool:
-    """Whether every client can be reached from every other, over edges [J, J] bool."""
+    """Say whether every client can be reached from every other, over edges [J, J] bool."""
     reached = torch.zeros(len(edges), dtype=torch.bool)
     reached[:1] = True
     while True:
@@ -68,10 +68,12 @@ def connected(edges: Tensor) -> bool:
 
 
 def metropolis(edges: Tensor) -> Tensor:
-    """Metropolis weights [J, J] in float64: 1 / (1 + the larger degree) for neighbours, the rest for oneself; on a complete graph 1 / J.
+    """Return Metropolis weights [J, J] in float64: 1 / (1 + the larger degree) for neighbours, the rest for oneself.
+
+    On a complete graph all weights are 1 / J.
 
     Raises:
-        ValueError: The edges are no symmetric matrix of bools.
+        ValueError: `edges` is not a symmetric matrix of bools, False on its diagonal.
     """
     try:
         edges = torch.as_tensor(edges)
@@ -85,11 +87,15 @@ def metropolis(edges: Tensor) -> Tensor:
 
 
 def check_mixing(weights: Tensor, clients: int | None = None) -> Tensor:
-    """The mixing matrix in float64, if it is one of so many clients, None for any number, and repeated mixing ends at the mean.
+    """Check a mixing matrix and return it in float64: repeated mixing must converge to the mean.
+
+    Args:
+        weights: The mixing matrix W, [J, J].
+        clients: Number J of clients; None for any number.
 
     Raises:
-        ValueError: It is no matrix or has another shape, is not doubly stochastic, has negative entries, its graph is not connected, or
-            repeated mixing goes round for ever.
+        ValueError: `weights` is not a [J, J] matrix, is not doubly stochastic, or has negative entries; its graph is not connected; or
+            repeated mixing oscillates for ever.
     """
     if clients is not None:
         whole("clients", clients, least=1)
@@ -112,7 +118,7 @@ def check_mixing(weights: Tensor, clients: int | None = None) -> Tensor:
         )
     if not connected((weights > 0) | (weights.T > 0)):
         raise ValueError("the mixing matrix's graph is not connected, so some clients never hear of others; add edges")
-    # A weight of one's own anywhere breaks every cycle.
+    # One client with a weight on itself is enough to prevent oscillation.
     if len(weights) > 1 and not weights.diagonal().any() and float(torch.linalg.eigvals(weights).abs().sort().values[-2]) > 1 - PERIODIC:
         raise ValueError(
             "the mixing matrix's second largest eigenvalue has modulus 1, so repeated mixing goes round and never ends at the mean: give "

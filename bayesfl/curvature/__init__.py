@@ -1,4 +1,4 @@
-"""Curvature of a network: generalised Gauss-Newton by diagonal, subnetwork and Gram (dual) form; useful alone, for any module."""
+"""Curvature of a network: the generalised Gauss-Newton matrix in diagonal, subnetwork and Gram (dual) form, for any module."""
 
 from bayesfl.curvature.dual import Inverse, cholesky, invert, restore
 from bayesfl.curvature.ggn import Curvature

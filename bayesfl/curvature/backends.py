@@ -1,4 +1,4 @@
-"""Where Jacobians come from: closed forms by layer, torch.func, or BackPACK."""
+"""Backends that compute Jacobians: closed forms by layer, torch.func, or BackPACK."""
 
 import copy
 from collections.abc import Callable
@@ -18,27 +18,27 @@ Name = Literal["auto", "layers", "func", "backpack"]
 
 
 class Backend(Protocol):
-    """What linearises a model at its parameters."""
+    """The interface of a backend, which linearises a model at its parameters."""
 
     name: str
 
     def floats(self, x: Tensor) -> tuple[int, int, int]:
-        """Numbers that one example of `x` takes while it is worked on: itself, and for each cotangent; and its outputs, O."""
+        """Return how many numbers one example of `x` needs in memory, for itself and for each cotangent, and its number O of outputs."""
         ...
 
     def linearise(self, x: Tensor, cotangents: Callable[[Tensor], Tensor]) -> tuple[Tensor, Rows]:
-        """Outputs [N, O] and the rows c' J [N, Q, D] for `cotangents(outputs)` [N, Q, O]."""
+        """Compute outputs [N, O] and the rows c' J [N, Q, D] for the cotangents c = `cotangents(outputs)` [N, Q, O]."""
         ...
 
 
 def choose(name: Name, module: nn.Module, layout: Layout) -> Backend:
-    """The backend of that name for a module, which it reads and does not change.
+    """Return the backend of that name for a module, which is read and not changed.
 
     `auto` takes `layers` where every layer has a closed form; otherwise `func`, or on a GPU `backpack` where that knows every layer.
-    What a forward does beside its layers BackPACK may miss: hold it against `func` before it is used, as `Curvature` does.
+    BackPACK may miss operations in a `forward` that are not layers: compare it with `func` before use, as `Curvature` does.
 
     Raises:
-        ValueError: An unknown name, or a model that the backend asked for does not support.
+        ValueError: `name` is unknown, or the backend of that name does not support the model.
     """
     if name not in ("auto", "layers", "func", "backpack"):
         raise ValueError(f"backend must be 'auto', 'layers', 'func' or 'backpack', got {name!r}")
@@ -53,7 +53,7 @@ def choose(name: Name, module: nn.Module, layout: Layout) -> Backend:
         if not missing:
             try:
                 return BackPack(module, layout)
-            except Exception as error:  # of its converter, which meets any forward
+            except Exception as error:  # BackPACK's converter can raise anything on a `forward` that it does not know
                 if name == "backpack":
                     raise failed(module, error) from error
         elif name == "backpack":
@@ -66,7 +66,7 @@ def _on_a_gpu(module: nn.Module) -> bool:
 
 
 def failed(module: nn.Module, what: Exception | str) -> ValueError:
-    """The error that says what BackPACK made of a module."""
+    """Return the error which says why BackPACK does not support a module."""
     if isinstance(what, Exception):
         lines = str(what).strip().splitlines()
         what = f"{type(what).__name__}: {lines[0][:100]}" if lines else type(what).__name__
@@ -74,11 +74,11 @@ def failed(module: nn.Module, what: Exception | str) -> ValueError:
 
 
 class Func:
-    """torch.func: a vector-Jacobian product for each row, vectorised over examples; any architecture.
+    """The `func` backend: torch.func's vector-Jacobian product for each row, vectorised over examples; for any architecture.
 
     Args:
         module: Any module whose operations torch.func supports.
-        layout: The parameters that count.
+        layout: The parameters with respect to which derivatives are taken.
     """
 
     name = "func"
@@ -91,12 +91,12 @@ class Func:
 
     @torch.no_grad()
     def floats(self, x: Tensor) -> tuple[int, int, int]:
-        """See `Backend`; rows are pulled back in blocks of their own."""
+        """Return the numbers that one example needs, see `Backend`; 0 for cotangents, as rows are pulled back in blocks."""
         return x[0].numel(), 0, self._module(x[:1]).shape[-1]
 
     @torch.no_grad()
     def linearise(self, x: Tensor, cotangents: Callable[[Tensor], Tensor]) -> tuple[Tensor, PulledRows]:
-        """See `Backend`."""
+        """Compute outputs and rows, see `Backend`."""
         outputs = self._module(x)
         return outputs, PulledRows(self._pull, x, cotangents(outputs), self._layout.size)
 
@@ -109,11 +109,11 @@ class Func:
 
 
 class BackPack:
-    """BackPACK: gradients of single examples, one backward pass a cotangent, and its exact GGN diagonal.
+    """The `backpack` backend: gradients of single examples, one backward pass for each cotangent, and an exact GGN diagonal.
 
     Args:
         module: A module of layers that BackPACK knows, or a network that its converter takes apart (residual ones).
-        layout: The parameters that count.
+        layout: The parameters with respect to which derivatives are taken.
     """
 
     name = "backpack"
@@ -121,18 +121,18 @@ class BackPack:
     def __init__(self, module: nn.Module, layout: Layout) -> None:
         import backpack
 
-        self._layout, module = layout, copy.deepcopy(module)  # it is extended, by hooks that stay
+        self._layout, module = layout, copy.deepcopy(module)  # BackPACK adds hooks that stay
         self._parameters = [module.get_parameter(name) for name in layout.names]
-        for p in module.parameters():  # it cannot pass over frozen layers, and what it returns for them is left alone
+        for p in module.parameters():  # BackPACK cannot skip frozen layers; results for other parameters are not used
             p.requires_grad_(True)
-        for layer in module.modules():  # it reads what went into a layer
+        for layer in module.modules():  # BackPACK reads the inputs of a layer, which must not be overwritten
             if getattr(layer, "inplace", False):
                 layer.inplace = False  # type: ignore[assignment]  # an attribute that modules at large do not declare
         self._module = backpack.extend(_prepared(module))
 
     @torch.no_grad()
     def floats(self, x: Tensor) -> tuple[int, int, int]:
-        """See `Backend`: the outputs of all layers, for each output."""
+        """Return the numbers that one example needs, see `Backend`: the outputs of all layers, for each output."""
         passed: list[int] = []
         leaves = [layer for layer in self._module.modules() if not list(layer.children())]
         hooks = [layer.register_forward_hook(lambda _, __, out: passed.append(out.numel())) for layer in leaves]
@@ -142,7 +142,7 @@ class BackPack:
         return x[0].numel() + sum(passed), sum(passed), outputs
 
     def linearise(self, x: Tensor, cotangents: Callable[[Tensor], Tensor]) -> tuple[Tensor, PulledRows]:
-        """See `Backend`."""
+        """Compute outputs and rows, see `Backend`."""
         with torch.no_grad():
             outputs = self._module(x)
         return outputs, PulledRows(self._pull, x, cotangents(outputs), self._layout.size)
@@ -157,7 +157,7 @@ class BackPack:
         return torch.stack(rows, 1)
 
     def _backward(self, extension: Any, loss: Callable[[Tensor], Tensor], x: Tensor, lead: int) -> Tensor:
-        """What `extension` writes on the parameters in a backward pass, as [..., D] with `lead` leading axes."""
+        """Run a backward pass with `extension` and return what it writes on the parameters, as [..., D] with `lead` leading axes."""
         import backpack
 
         with backpack.backpack(extension):
@@ -171,7 +171,7 @@ class BackPack:
 
     @torch.enable_grad()
     def diagonal(self, x: Tensor, likelihood: Likelihood) -> Tensor | None:
-        """The diagonal GGN [D] by BackPACK's own extension; None for a likelihood it has no loss for."""
+        """Compute the diagonal of the GGN [D] by BackPACK's own extension; return None for a likelihood that it has no loss for."""
         import backpack
         from backpack.extensions import DiagGGNExact
 
@@ -190,10 +190,10 @@ class BackPack:
 
 
 def _prepared(module: nn.Module) -> nn.Module:
-    """The same network in containers that BackPACK sees through: a flat stack, or what its converter makes of it."""
+    """Return the same network in containers that BackPACK supports: a flat stack, or the result of its converter."""
     flat: list[nn.Module] = []
     for _, layer in layers.stack(module):
-        flat.append(copy.deepcopy(layer) if any(layer is other for other in flat) else layer)  # one activation may stand in several places
+        flat.append(copy.deepcopy(layer) if any(layer is other for other in flat) else layer)  # an activation may be used twice
     if any(list(layer.children()) for layer in flat):
         from backpack.custom_module.graph_utils import convert_module_to_backpack
 
@@ -202,12 +202,12 @@ def _prepared(module: nn.Module) -> nn.Module:
 
 
 def backpack_unsupported(module: nn.Module) -> list[str]:
-    """What BackPACK has no exact GGN diagonal or no single gradients for, or would get wrong without a word."""
+    """Name the modules for which BackPACK lacks an exact GGN diagonal or single gradients, or would give wrong ones without an error."""
     try:
         from backpack.extensions import BatchGrad, DiagGGNExact
     except ImportError:
         return ["anything: it is not installed (pip install backpack-for-pytorch)"]
-    # The table from layers to rules has no public name.
+    # BackPACK's table from layers to rules has no public name.
     second, first = (vars(e)["_BackpropExtension__module_extensions"] for e in (DiagGGNExact(), BatchGrad()))
     out = []
     for name, layer in module.named_modules():

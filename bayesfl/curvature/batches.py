@@ -1,4 +1,4 @@
-"""Data in batches of a size that memory bears, and what memory there is."""
+"""Data in batches, and the memory that is available for them."""
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,10 +12,10 @@ Inputs: TypeAlias = Tensor | Iterable[Any]
 
 
 def batches(x: Inputs, like: Tensor) -> Iterator[Tensor]:
-    """The batches' inputs [B, ...] on the device of `like`, empty ones left out.
+    """Yield the batches' inputs [B, ...] on the device of `like`; empty ones are left out.
 
     Raises:
-        TypeError: Neither inputs nor batches, or something among the batches that is no inputs.
+        TypeError: `x` is neither inputs nor batches, or one of the batches has no inputs.
     """
     if not isinstance(x, Iterable):
         raise TypeError(f"x must be a tensor [N, ...] or batches of them, got {type(x).__name__}")
@@ -32,10 +32,10 @@ def batches(x: Inputs, like: Tensor) -> Iterator[Tensor]:
 
 
 def twice(x: Inputs) -> Inputs:
-    """The data, if they can be read more than once.
+    """Return the data, which must be readable more than once.
 
     Raises:
-        TypeError: An iterator, which can't.
+        TypeError: `x` is an iterator, which can be read only once.
     """
     if isinstance(x, Iterator):
         raise TypeError("the data are read more than once: pass a tensor, a list of batches or a DataLoader, not an iterator")
@@ -43,7 +43,7 @@ def twice(x: Inputs) -> Inputs:
 
 
 def available(like: Tensor) -> int:
-    """Bytes of free memory on the device of `like`."""
+    """Return the bytes of free memory on the device of `like`."""
     if like.is_cuda:
         return torch.cuda.mem_get_info(like.device)[0]
     try:
@@ -54,10 +54,10 @@ def available(like: Tensor) -> int:
 
 
 def require(needed: int, limit: int, what: str, remedy: str) -> None:
-    """Nothing where `needed` bytes are within `limit`.
+    """Check that `needed` bytes are within `limit`.
 
     Raises:
-        MemoryError: They are not; it says how many before any is taken.
+        MemoryError: `needed` exceeds `limit`; raised before any memory is taken.
     """
     if needed > limit:
         raise MemoryError(f"{what} needs {_human(needed)} and {_human(limit)} may be used; {remedy}")

@@ -1,12 +1,12 @@
-"""The inverse of H = J' Lambda J + diag(precision), by whichever of two Cholesky factors is smaller.
+"""The inverse of H = J' Lambda J + diag(precision), by the smaller of two Cholesky factors.
 
 With G = diag(1 / precision) and A the rows R' J (R R' = Lambda) of all data, stacked:
 
     primal   M = I + G^(1/2) A' A G^(1/2),  order: the weights;     H^-1 = G^(1/2) M^-1 G^(1/2)
     dual     M = I + A G A',                order: N (O - 1) rows;  H^-1 = G - G A' M^-1 A G          (Woodbury)
 
-and log |H| = log |M| + sum log precision in both. A weight without curvature (a zero column of A) leaves M alone and keeps its prior
-variance, an example whose rows are zero leaves M alone too: both are split off first.
+and log |H| = log |M| + sum log precision in both. A weight without curvature (a zero column of A) does not change M and keeps its prior
+variance; an example whose rows are zero does not change M either. Both are left out first.
 """
 
 from dataclasses import dataclass
@@ -30,20 +30,20 @@ weights left out, no weight's posterior variance changes by more than e, relativ
 
 @dataclass(frozen=True, eq=False)
 class Inverse:
-    """H_S^-1 of the weights S, ready to be used; made by `invert`.
+    """The inverse H_S^-1 for the weights S, made by `invert`.
 
     Args:
-        curvature: What it was made with.
-        form: `primal` or `dual`: the factor that there is.
-        reason: Why this one.
-        indices: S, in the order of every vector here, [S]; None means all weights.
+        curvature: The curvature that it was made with.
+        form: `primal` or `dual`: which Cholesky factor is held.
+        reason: Why this form was chosen, as text.
+        indices: Indices of the weights S, in the order of every vector here, [S]; None means all weights.
         variance: Prior variances 1 / precision, [S].
-        uncurved: How many of the weights have no curvature.
-        curved: The weights that stand in the factor, [S]; the others have no curvature and keep their prior variance. Of a whole
-            body in the dual form, where they cost nothing, none are left out.
+        uncurved: Number of the weights that have no curvature.
+        curved: Which weights enter the factor, [S] bool; the others have no curvature and keep their prior variance. In the dual form of
+            all weights, where they cost nothing, none is left out.
         chol: Lower Cholesky factor of M, [K, K].
-        data: In the dual form `x` [N', ...] and `cotangents` [N', Q, O] of the examples whose rows count; else empty.
-        rows: In the dual form these rows over the curved weights.
+        data: In the dual form `x` [N', ...] and `cotangents` [N', Q, O] of the examples whose rows are not zero; else empty.
+        rows: In the dual form the rows of these examples over the curved weights; else None.
     """
 
     curvature: Curvature
@@ -62,30 +62,30 @@ class Inverse:
 
     @property
     def backend(self) -> str:
-        """The backend that ran."""
+        """Return the name of the backend that was used."""
         return self.curvature.backend
 
     @property
     def order(self) -> int:
-        """Order of the Cholesky factor."""
+        """Return the order K of the Cholesky factor."""
         return len(self.chol)
 
     @property
     def size(self) -> int:
-        """Number of weights, S."""
+        """Return the number of weights, S."""
         return len(self.variance)
 
     @property
     def uncurved_share(self) -> float:
-        """Share of the weights S that have no curvature."""
+        """Return the share of the weights S that have no curvature."""
         return self.uncurved / self.size
 
     def log_det(self) -> Tensor:
-        """Log determinant of the posterior precision H_S, in nats."""
+        """Compute the log determinant of the posterior precision H_S, in nats."""
         return 2 * self.chol.diagonal().log().sum() - self.variance.log().sum()
 
     def marginals(self) -> Tensor:
-        """The diagonal of H_S^-1: posterior variances, [S]."""
+        """Compute the diagonal of H_S^-1: posterior variances, [S]."""
         out = self.variance.clone()
         if not self.curved.any():
             return out
@@ -93,19 +93,19 @@ class Inverse:
         if self.rows is None:
             out[self.curved] = prior * torch.cholesky_inverse(self.chol).diagonal()
             return out
-        # What is left of a well-determined weight's variance is a difference; it never comes out as nothing.
+        # The variance is a difference, in which rounding could leave 0 or less for well-determined weights; it is kept positive.
         out[self.curved] = prior * (1 - prior * self.rows.solved(self.chol)).clamp_min(torch.finfo(torch.float64).eps)
         return out
 
     @property
     def noise_size(self) -> int:
-        """Standard normals that one draw takes."""
+        """Return how many standard normals one draw takes."""
         return self.size + (self.order if self.form == "dual" else 0)
 
     def sample(self, noise: Tensor) -> Tensor:
-        """Draws of N(0, H_S^-1), [K, S], from standard normals [K, `noise_size`].
+        """Draw from N(0, H_S^-1), [K, S], by standard normals [K, `noise_size`].
 
-        Dual: a draw of the prior, corrected by the data's residuals, e - G A' M^-1 (A e + n) (Matheron's rule).
+        In the dual form a draw e of the prior is corrected by the data's residuals, e - G A' M^-1 (A e + n) (Matheron's rule).
         """
         noise = noise.to(self.variance)
         draw = noise[:, : self.size] * self.variance.sqrt()
@@ -119,21 +119,21 @@ class Inverse:
         return draw
 
     def predict(self, x: Inputs, *, centre: bool = False) -> tuple[Tensor, Tensor]:
-        """Outputs of the linearised model at `x`: mean [N, O] and covariance J_S H_S^-1 J_S' [N, O, O], without any noise of the data.
+        """Compute the linearised model's outputs at `x`: mean [N, O], covariance J_S H_S^-1 J_S' [N, O, O] without noise of the data.
 
         In the dual form the covariance is a difference and is exact to about 1e-15 of the prior's.
 
         Args:
-            x: Inputs, or batches of them.
-            centre: Subtract from outputs and Jacobians their mean over the outputs: for classes, where a constant added to all of them
-                means nothing.
+            x: Inputs [N, ...], or batches of them.
+            centre: Whether to subtract from outputs and Jacobians their mean over the outputs; for classes, where adding a constant to all
+                logits changes no probability.
         """
         formed = self.indices is not None and (self.form == "primal" or self.backend != "layers")
         extra = 3 * self.order + (self.size if formed else 0)
         return self.curvature.spread(x, self._between, centre=centre, extra=extra)
 
     def _between(self, rows: Rows) -> Tensor:
-        """J H^-1 J' for rows J over all weights, example by example, [N, Q, Q]."""
+        """Compute J H^-1 J' for rows J over all weights, example by example, [N, Q, Q]."""
         rows = rows if self.indices is None else rows.restrict(self.indices)
         if not self.order:
             return rows.within(self.variance)
@@ -149,13 +149,13 @@ class Inverse:
         return rows.within(self.variance) - half @ half.mT
 
     def tensors(self) -> Tensors:
-        """All that `restore` needs beside the model, to be saved or moved."""
+        """Return all tensors that `restore` needs beside the model, to be saved or moved."""
         out = {"variance": self.variance, "uncurved": torch.tensor(self.uncurved), "curved": self.curved, "chol": self.chol} | self.data
         return out if self.indices is None else out | {"indices": self.indices}
 
 
 def restore(curvature: Curvature, tensors: Tensors) -> Inverse:
-    """The `Inverse` whose `tensors` these are, for the same model at the same weights; equal to rounding, as rows are computed anew."""
+    """Return the `Inverse` with these `tensors`, for the same model at the same weights; equal to rounding, as rows are computed anew."""
     tensors = {name: t.to(curvature.device) for name, t in tensors.items()}
     data = {name: tensors[name] for name in ("x", "cotangents") if name in tensors}
     indices, curved, rows = tensors.get("indices"), tensors["curved"], None
@@ -170,7 +170,7 @@ def restore(curvature: Curvature, tensors: Tensors) -> Inverse:
         variance=tensors["variance"],
         uncurved=int(tensors["uncurved"]),
         curved=curved,
-        chol=tensors["chol"].mT.contiguous().mT,  # column by column, as it was factored: solves round by how it lies
+        chol=tensors["chol"].mT.contiguous().mT,  # column-major, as it was factored: the rounding of solves depends on the layout
         data=data,
         rows=rows,
     )
@@ -185,22 +185,23 @@ def invert(
     form: Form = "auto",
     diagonal: Tensor | None = None,
 ) -> Inverse:
-    """The inverse of H_S = J_S' Lambda J_S + diag(precision_S): the covariance of the weights S given the rest.
+    """Compute the inverse of H_S = J_S' Lambda J_S + diag(precision_S): the covariance of the weights S given the rest.
 
-    By a Cholesky factor of order min(curved weights, rows).
+    It is held by a Cholesky factor, by default of order min(curved weights, rows).
 
     Args:
-        curvature: Model, likelihood, backend.
-        x: Inputs, or batches of them that can be read twice.
+        curvature: Curvature of the model.
+        x: Inputs [N, ...], or batches of them that can be read twice.
         precision: Prior precision, one number or one for each of the D weights.
-        indices: S; by default every weight, which only the dual form can carry for a network of any size.
-        form: `primal`, `dual`, or the one whose factor has the smaller order.
-        diagonal: The diagonal GGN [D] where it is already known.
+        indices: Indices of the weights S; by default every weight, which is feasible for large networks in the dual form only.
+        form: `primal`, `dual`, or `auto` for the one whose factor has the smaller order.
+        diagonal: Diagonal of the GGN [D], if it is already known.
 
     Raises:
-        ValueError: A precision that is not positive and finite; bad indices; curvature that is not finite; no data.
-        MemoryError: The factor is larger than memory allows; the message says the bytes.
-        torch.linalg.LinAlgError: M has no Cholesky factor, not with jitter either.
+        ValueError: `precision` is not positive and finite; `indices` or `form` is not valid; the curvature is not finite; or there are no
+            data.
+        MemoryError: The factor needs more bytes than may be used; the message says how many.
+        torch.linalg.LinAlgError: M has no Cholesky factor, even with jitter.
     """
     if form not in ("auto", "primal", "dual"):
         raise ValueError(f"form must be 'auto', 'primal' or 'dual', got {form!r}")
@@ -246,15 +247,15 @@ def invert(
 
 
 def independent(curvature: Curvature, precision: Tensor, diagonal: Tensor) -> Inverse:
-    """The inverse of the diagonal of H alone: as if its variances were a prior, and no weight had curvature.
+    """Compute the inverse of the diagonal of H alone: its variances are held like a prior's, and no weight is curved.
 
     Args:
-        curvature: Model, likelihood, backend.
+        curvature: Curvature of the model.
         precision: Prior precision [D].
-        diagonal: Of the GGN, [D].
+        diagonal: Diagonal of the GGN, [D].
 
     Raises:
-        ValueError: A precision that is not positive and finite.
+        ValueError: An entry of `precision` is not positive and finite.
     """
     check_precision(precision)
     return Inverse(
@@ -272,10 +273,10 @@ def independent(curvature: Curvature, precision: Tensor, diagonal: Tensor) -> In
 
 
 def check_precision(precision: Tensor) -> None:
-    """Nothing where every prior precision [D] is positive and finite, and it and its inverse are far from overflow.
+    """Check that every prior precision [D] is positive and finite, and far enough from overflow, as its inverse is.
 
     Raises:
-        ValueError: One is not.
+        ValueError: An entry lies outside 1e-30 to 1e30.
     """
     for fits, what in (
         ((precision > 0) & precision.isfinite(), "> 0 and finite"),
@@ -287,7 +288,7 @@ def check_precision(precision: Tensor) -> None:
 
 
 def _restricted(rows: Rows, indices: Tensor | None, curved: Tensor) -> Rows:
-    """The rows over the curved ones of the weights `indices`."""
+    """Return the rows over those of the weights `indices` that are curved."""
     if curved.all():
         return rows if indices is None else rows.restrict(indices)
     chosen = curved.nonzero().squeeze(1)
@@ -297,7 +298,7 @@ def _restricted(rows: Rows, indices: Tensor | None, curved: Tensor) -> Rows:
 def _stacked(
     curvature: Curvature, x: Inputs, indices: Tensor | None, variance: Tensor, curved: Tensor, limit: int | None
 ) -> tuple[Rows | None, Tensors, int]:
-    """A, the rows of all data over the curved weights, without examples whose rows are zero; None once they are `limit` or more."""
+    """Return A, the rows of all data over the curved weights, without examples whose rows are zero; None if they are `limit` or more."""
     parts: list[Rows] = []
     kept_x, kept_cotangents, order = [], [], 0
     for batch in curvature.batches(x, extra=0 if indices is None else len(indices)):
@@ -316,7 +317,7 @@ def _stacked(
 
 
 def _primal(curvature: Curvature, x: Inputs, indices: Tensor | None, variance: Tensor, curved: Tensor) -> Tensor:
-    """The Cholesky factor of I + G^(1/2) A' A G^(1/2), data streamed."""
+    """Compute the Cholesky factor of I + G^(1/2) A' A G^(1/2) from streamed data."""
     scale = variance[curved].sqrt()
     matrix = torch.eye(len(scale), dtype=torch.float64, device=scale.device)
     if not len(scale):
@@ -328,16 +329,16 @@ def _primal(curvature: Curvature, x: Inputs, indices: Tensor | None, variance: T
 
 
 def _require(curvature: Curvature, order: int, form: str) -> None:
-    """Room for M, its factor, and a copy."""
+    """Check that there is memory for M, its factor, and a copy."""
     remedy = "take a smaller subnetwork or fewer examples, or keep to the diagonal"
     require(3 * 8 * order**2, curvature.memory, f"the {form} form, of order {order},", remedy)
 
 
 def cholesky(matrix: Tensor) -> Tensor:
-    """Lower Cholesky factor of a symmetric matrix [K, K], with a little jitter where it fails without.
+    """Compute the lower Cholesky factor of a symmetric matrix [K, K], with a little jitter where it fails without.
 
     Raises:
-        torch.linalg.LinAlgError: It fails with a jitter of 1e-6 of the mean diagonal too, or an entry is not finite.
+        torch.linalg.LinAlgError: The factorisation fails even with a jitter of 1e-6 of the mean diagonal, or an entry is not finite.
     """
     if not matrix.sum().isfinite():
         raise torch.linalg.LinAlgError("the posterior precision is not finite; look at the prior precision and the scale of the inputs")

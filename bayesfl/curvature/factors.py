@@ -1,8 +1,8 @@
-"""Rows of a Jacobian, layer by layer, as products of what went into the layer and what was pulled back to its outputs.
+"""Rows of a Jacobian, layer by layer, as products of the layer's inputs and the cotangents pulled back to its outputs.
 
 For a linear layer the row of example n and cotangent q is an outer product: the derivative by weight (h, i) is g[n, q, h] x[n, i].
-Of a layer used at T places (a convolution at every patch) it is a sum over places. Every quantity below comes from x and g; the
-[N, Q, D] matrix that they stand for is never formed. Positions in the flat vector stand in `slots`, -1 where a weight is left out.
+For a layer used at T places (a convolution at every patch) it is a sum over places. Every quantity below is computed from x and g; the
+[N, Q, D] matrix that they represent is never formed. `slots` has the weights' positions in the flat vector, -1 for weights left out.
 """
 
 from abc import ABC, abstractmethod
@@ -14,19 +14,19 @@ from torch import Tensor
 
 BLOCK = 2**26
 """Bytes that a temporary array of the loops below may take."""
-COLUMNS = 512  # solved at once
+COLUMNS = 512  # columns solved for at once
 UNIT = 50
-"""What the form of `quadratic_into` for a linear layer costs for each of its units, in columns solved for; measured on one core with a
-factor of order 2,250. It reads the matrix once a unit, whether the unit has one weight left or all of them."""
+"""Cost of `quadratic_into` for each unit of a linear layer, in columns solved for; measured on one core with a factor of order 2,250. The
+matrix is read once for each unit, whether one weight of the unit is left or all of them."""
 
 
 def _size(per_item: int) -> int:
-    """How many items of so many float64 numbers fit a block."""
+    """Return how many items of so many float64 numbers each fit a block."""
     return max(1, BLOCK // (8 * max(1, per_item)))
 
 
 class Factor(ABC):
-    """The rows' part that belongs to one layer; the methods here form it in pieces, those of `Outer` don't."""
+    """The part of the rows that belongs to one layer; the methods here form its columns in pieces, those of `Outer` do not."""
 
     slots: Tensor
     examples: int
@@ -34,33 +34,33 @@ class Factor(ABC):
 
     @abstractmethod
     def pieces(self, rows: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Slots [K] and columns [N, Q, K], so many at a time as suits `rows` rows."""
+        """Yield slots [K] and columns [N, Q, K], with K chosen such that `rows` rows fit a block."""
 
     @abstractmethod
     def restrict(self, lookup: Tensor) -> "Factor | None":
-        """The same for the weights with lookup[slot] >= 0, which become their slots; None where there are none."""
+        """Return the factor for the weights with lookup[slot] >= 0, which become their slots; None where there are none."""
 
     @abstractmethod
     def take(self, examples: Tensor) -> "Factor":
-        """Of the examples with these indices or this mask."""
+        """Return the factor of the examples with these indices, or under this mask."""
 
     @abstractmethod
     def join(self, others: "list[Factor]") -> "Factor":
-        """This one and others of further examples as one."""
+        """Return one factor of this one's examples and those of the others."""
 
     @property
     def rows(self) -> int:
-        """N times Q."""
+        """Return the number of rows, N times Q."""
         return self.examples * self.cotangents
 
     @property
     def columns(self) -> int:
-        """How many weights are not left out."""
+        """Return the number of weights that are not left out."""
         return int((self.slots >= 0).sum())
 
     @property
     def cost(self) -> int:
-        """What `quadratic_into` costs, in columns that `solved_into` solves for."""
+        """Return the cost of `quadratic_into`, in columns that `solved_into` solves for."""
         return 2 * self.columns
 
     def _columns(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -68,17 +68,17 @@ class Factor(ABC):
             yield slots, values.flatten(0, 1).double()
 
     def columns_into(self, out: Tensor) -> None:
-        """Writes the columns into `out` [N, Q, size]."""
+        """Write the columns into `out` [N, Q, size]."""
         for slots, values in self.pieces(self.rows):
             out[:, :, slots] = values.to(out)
 
     def squares_into(self, out: Tensor) -> None:
-        """Writes the sums of squares over rows into `out` [size]."""
+        """Write the sums of squares over rows into `out` [size]."""
         for slots, values in self.pieces(self.rows):
             out[slots] = values.square().sum((0, 1)).to(out)
 
     def gram(self, other: "Factor", weight: Tensor) -> Tensor:
-        """Sum over weights d of weight[d] J[n, q, d] J[m, p, d], [N Q, M P]; the other factor is the same layer's."""
+        """Compute the sum over weights d of weight[d] J[n, q, d] J[m, p, d], [N Q, M P]; `other` is a factor of the same layer."""
         out = weight.new_zeros(self.rows, other.rows)
         rows = self.rows + other.rows
         for (slots, mine), (_, theirs) in zip(self.pieces(rows), other.pieces(rows), strict=True):
@@ -86,7 +86,7 @@ class Factor(ABC):
         return out
 
     def within(self, weight: Tensor) -> Tensor:
-        """The blocks n = m of `gram` with itself, [N, Q, Q]."""
+        """Compute the blocks n = m of `gram` of the factor with itself, [N, Q, Q]."""
         out = weight.new_zeros(self.examples, self.cotangents, self.cotangents)
         for slots, values in self.pieces(self.rows):
             values = values.double()
@@ -94,41 +94,41 @@ class Factor(ABC):
         return out
 
     def forward(self, vectors: Tensor) -> Tensor:
-        """The rows times `vectors` [size, K], [N Q, K]."""
+        """Multiply the rows by `vectors` [size, K], [N Q, K]."""
         out = vectors.new_zeros(self.rows, vectors.shape[1])
         for slots, values in self._columns():
             out.addmm_(values, vectors[slots])
         return out
 
     def back_into(self, vectors: Tensor, out: Tensor) -> None:
-        """Writes `vectors` [N Q, K] times the rows into `out` [size, K]."""
+        """Write the transposed rows times `vectors` [N Q, K] into `out` [size, K]."""
         for slots, values in self._columns():
             out[slots] = values.T @ vectors
 
     def quadratic_into(self, matrix: Tensor, out: Tensor) -> None:
-        """Writes the diagonal of J' M J, `matrix` M [N Q, N Q] symmetric, into `out` [size]."""
+        """Write the diagonal of J' M J, `matrix` M [N Q, N Q] symmetric, into `out` [size]."""
         for slots, values in self._columns():
             out[slots] = (values * (matrix @ values)).sum(0)
 
     def solved_into(self, chol: Tensor, out: Tensor) -> None:
-        """Writes the diagonal of J' (L L')^-1 J, `chol` L [N Q, N Q] lower triangular, into `out` [size]."""
+        """Write the diagonal of J' (L L')^-1 J, `chol` L [N Q, N Q] lower triangular, into `out` [size]."""
         for slots, values in self._columns():
             for some, part in zip(slots.split(COLUMNS), values.split(COLUMNS, 1), strict=True):
                 out[some] = torch.linalg.solve_triangular(chol, part, upper=False).square().sum(0)
 
 
 def _kept(slots: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Slots [K] and columns [N, Q, K] without those that are left out."""
+    """Return slots [K] and columns [N, Q, K] without the weights that are left out."""
     chosen = (slots >= 0).nonzero().squeeze(1)
     return (slots, values) if len(chosen) == len(slots) else (slots[chosen], values.index_select(2, chosen))
 
 
 class Matrix(Factor):
-    """Columns that are simply there.
+    """A factor whose columns are held as they are.
 
     Args:
-        values: [N, Q, K].
-        slots: [K].
+        values: Columns, [N, Q, K].
+        slots: Positions of the columns' weights, [K].
     """
 
     def __init__(self, values: Tensor, slots: Tensor) -> None:
@@ -136,25 +136,25 @@ class Matrix(Factor):
         self.examples, self.cotangents = values.shape[:2]
 
     def pieces(self, rows: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """See `Factor`."""
+        """Yield the columns, see `Factor`."""
         yield self.slots, self.values
 
     def restrict(self, lookup: Tensor) -> "Factor | None":
-        """See `Factor`."""
+        """Return the factor for some of the weights, see `Factor`."""
         slots, values = _kept(lookup[self.slots], self.values)
         return Matrix(values, slots) if len(slots) else None
 
     def take(self, examples: Tensor) -> "Matrix":
-        """See `Factor`."""
+        """Return the factor of some of the examples, see `Factor`."""
         return Matrix(self.values[examples], self.slots)
 
     def join(self, others: list[Factor]) -> "Matrix":
-        """See `Factor`."""
+        """Return the factor of further examples too, see `Factor`."""
         return Matrix(torch.cat([f.values for f in (self, *others) if isinstance(f, Matrix)]), self.slots)
 
 
 def _mirrored(matrix: Tensor, block: int = 512) -> Tensor:
-    """Copies the upper triangle [K, K] to the lower, in place."""
+    """Copy the upper triangle of `matrix` [K, K] to the lower, in place."""
     for start in range(0, len(matrix), block):
         stop = start + block
         corner = matrix[start:stop, start:stop]
@@ -164,12 +164,12 @@ def _mirrored(matrix: Tensor, block: int = 512) -> Tensor:
 
 
 class Shared(Factor):
-    """A layer whose weights are used at T places: a convolution, a linear layer along further axes.
+    """A factor of a layer whose weights are used at T places: a convolution, or a linear layer along further axes.
 
     Args:
-        inputs: What the weights multiply, [N, T, I], the bias's ones among them.
+        inputs: Inputs that the weights multiply, [N, T, I], with ones for the bias.
         slopes: Cotangents pulled back to the layer's outputs, [N, Q, H, T].
-        slots: [H, I].
+        slots: Positions of the weights, [H, I].
     """
 
     def __init__(self, inputs: Tensor, slopes: Tensor, slots: Tensor) -> None:
@@ -177,7 +177,7 @@ class Shared(Factor):
         self.examples, self.cotangents = slopes.shape[:2]
 
     def pieces(self, rows: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """See `Factor`."""
+        """Yield slots and columns, see `Factor`."""
         units = (self.slots >= 0).any(1).nonzero().squeeze(1)
         for some in units.split(_size(rows * self.slots.shape[1])):
             slots = self.slots[some].flatten()
@@ -186,34 +186,34 @@ class Shared(Factor):
             yield _kept(slots, values)
 
     def formed(self) -> Factor:
-        """The columns themselves where they are fewer numbers than the slopes, a choice that doesn't read the number of examples."""
+        """Return the columns themselves if they are fewer numbers than the slopes, whatever the number of examples."""
         if int((self.slots >= 0).sum()) > self.slopes.shape[2] * self.slopes.shape[3]:
             return self
         parts = list(self.pieces(self.rows))
         return Matrix(torch.cat([values for _, values in parts], -1), torch.cat([slots for slots, _ in parts]))
 
     def restrict(self, lookup: Tensor) -> "Factor | None":
-        """See `Factor`."""
+        """Return the factor for some of the weights, see `Factor`."""
         slots = torch.where(self.slots >= 0, lookup[self.slots], -1)
         return Shared(self.inputs, self.slopes, slots).formed() if (slots >= 0).any() else None
 
     def take(self, examples: Tensor) -> "Shared":
-        """See `Factor`."""
+        """Return the factor of some of the examples, see `Factor`."""
         return Shared(self.inputs[examples], self.slopes[examples], self.slots)
 
     def join(self, others: list[Factor]) -> "Shared":
-        """See `Factor`."""
+        """Return the factor of further examples too, see `Factor`."""
         all_of_them = [f for f in (self, *others) if isinstance(f, Shared)]
         return Shared(torch.cat([f.inputs for f in all_of_them]), torch.cat([f.slopes for f in all_of_them]), self.slots)
 
 
 class Outer(Factor):
-    """A linear layer: each row is an outer product.
+    """A factor of a linear layer, whose rows are outer products.
 
     Args:
-        inputs: What the weights multiply, [N, I], the bias's ones among them.
+        inputs: Inputs that the weights multiply, [N, I], with ones for the bias.
         slopes: Cotangents pulled back to the layer's outputs, [N, Q, H].
-        slots: [H, I].
+        slots: Positions of the weights, [H, I].
         full: Whether it is known that no weight is left out.
     """
 
@@ -223,7 +223,7 @@ class Outer(Factor):
 
     @property
     def cost(self) -> int:
-        """See `Factor`."""
+        """Return the cost of `quadratic_into`, see `Factor`."""
         return UNIT * len(self.slots)
 
     @cached_property
@@ -235,13 +235,13 @@ class Outer(Factor):
         return self.slopes.double()
 
     def pieces(self, rows: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """See `Factor`."""
+        """Yield slots and columns, see `Factor`."""
         units, features = (self.slots >= 0).nonzero(as_tuple=True)
         for h, i in zip(units.split(_size(rows)), features.split(_size(rows)), strict=True):
             yield self.slots[h, i], self.slopes.index_select(2, h) * self.inputs.index_select(1, i).unsqueeze(1)
 
     def restrict(self, lookup: Tensor) -> "Factor | None":
-        """See `Factor`."""
+        """Return the factor for some of the weights, see `Factor`."""
         slots = torch.where(self.slots >= 0, lookup[self.slots], -1)
         used = (slots >= 0).any(1).nonzero().squeeze(1)
         if len(used) == len(slots):
@@ -249,23 +249,23 @@ class Outer(Factor):
         return Outer(self.inputs, self.slopes.index_select(2, used), slots[used]) if len(used) else None
 
     def take(self, examples: Tensor) -> "Outer":
-        """See `Factor`."""
+        """Return the factor of some of the examples, see `Factor`."""
         return Outer(self.inputs[examples], self.slopes[examples], self.slots, self._full)
 
     def join(self, others: list[Factor]) -> "Outer":
-        """See `Factor`."""
+        """Return the factor of further examples too, see `Factor`."""
         all_of_them = [f for f in (self, *others) if isinstance(f, Outer)]
         return Outer(torch.cat([f.inputs for f in all_of_them]), torch.cat([f.slopes for f in all_of_them]), self.slots, self._full)
 
     def _grid(self, weight: Tensor) -> Tensor:
-        """`weight` [size, ...] as [H, I, ...], 0 where a weight is left out."""
+        """Return `weight` [size, ...] as [H, I, ...], 0 where a weight is left out."""
         if self._full:
             return weight[self.slots]
         kept = (self.slots >= 0).view(*self.slots.shape, *(1,) * (weight.dim() - 1))
         return torch.where(kept, weight[self.slots.clamp_min(0)], 0.0)
 
     def _write(self, grid: Tensor, out: Tensor) -> None:
-        """The reverse: `grid` [H, I, ...] to its places in `out` [size, ...]."""
+        """Write `grid` [H, I, ...] to its places in `out` [size, ...], the reverse of `_grid`."""
         slots, values = self.slots.flatten(), grid.flatten(0, 1).to(out)
         if not self._full:
             chosen = (slots >= 0).nonzero().squeeze(1)
@@ -273,18 +273,18 @@ class Outer(Factor):
         out[slots] = values
 
     def squares_into(self, out: Tensor) -> None:
-        """See `Factor`: sum_n (sum_q g^2) x^2."""
+        """Write sum_n (sum_q g^2) x^2, see `Factor`."""
         self._write(self.slopes.square().sum(1).T @ self.inputs.square(), out)
 
     def within(self, weight: Tensor) -> Tensor:
-        """See `Factor`: sum_h g[q, h] g[p, h] (sum_i weight[h, i] x[i]^2)."""
+        """Compute sum_h g[q, h] g[p, h] (sum_i weight[h, i] x[i]^2), see `Factor`."""
         load = self._x.square() @ self._grid(weight).T
         return (self._g * load.unsqueeze(1)) @ self._g.mT
 
     def gram(self, other: Factor, weight: Tensor) -> Tensor:
-        """See `Factor`: sum_h g[n, q, h] g[m, p, h] k_h[n, m], where k_h = sum_i weight[h, i] x[n, i] x[m, i].
+        """Compute sum_h g[n, q, h] g[m, p, h] k_h[n, m] with k_h = sum_i weight[h, i] x[n, i] x[m, i], see `Factor`.
 
-        With equal weights k is the same for all units, and the whole is a product of two Gram matrices, entry by entry.
+        With equal weights k is the same for all units, and the result is the entrywise product of two Gram matrices.
         """
         assert isinstance(other, Outer)
         grid = self._grid(weight)
@@ -299,7 +299,7 @@ class Outer(Factor):
         return _mirrored(gram) if other is self else gram
 
     def _add_units(self, other: "Outer", units: Tensor, grid: Tensor, out: Tensor) -> None:
-        """Adds what some hidden units contribute to the Gram matrix `out` [N, Q, M P]; only m >= n where both are one."""
+        """Add the contribution of some hidden units to the Gram matrix `out` [N, Q, M P]; only for m >= n if `other` is this factor."""
         kernel = grid.new_empty(len(units), self.examples, other.examples)
         mine, theirs = self._x.T.contiguous(), other._x.T.contiguous()  # rows are gathered faster than columns
         for k, h in enumerate(units.tolist()):
@@ -312,16 +312,19 @@ class Outer(Factor):
             out[n][:, first * other.cotangents :].addmm_(slopes[n], right.flatten(1))
 
     def forward(self, vectors: Tensor) -> Tensor:
-        """See `Factor`."""
+        """Multiply the rows by vectors, see `Factor`."""
         return (self._g @ torch.einsum("ni,hik->nhk", self._x, self._grid(vectors))).flatten(0, 1)
 
     def back_into(self, vectors: Tensor, out: Tensor) -> None:
-        """See `Factor`."""
+        """Write the transposed rows times vectors, see `Factor`."""
         pulled = self._g.mT @ vectors.view(self.examples, self.cotangents, -1)  # [N, H, K]
         self._write(torch.einsum("nhk,ni->hik", pulled, self._x), out)
 
     def quadratic_into(self, matrix: Tensor, out: Tensor) -> None:
-        """See `Factor`: for each unit sum_nm x[n, i] x[m, i] c_h[n, m], where c_h = sum_qp g[n, q, h] M[nq, mp] g[m, p, h]."""
+        """Write the diagonal of J' M J, see `Factor`.
+
+        For each unit it is sum_nm x[n, i] x[m, i] c_h[n, m], where c_h = sum_qp g[n, q, h] M[nq, mp] g[m, p, h].
+        """
         count = self.examples
         by_column = matrix.view(self.rows, count, self.cotangents).transpose(0, 1)  # [M, N Q, P]
         for units in torch.arange(len(self.slots), device=matrix.device).split(_size(count * self.rows)):

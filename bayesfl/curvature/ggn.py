@@ -1,12 +1,12 @@
-"""The generalised Gauss-Newton matrix of a network, by parts: its diagonal, a subnetwork's block, its Gram (dual) form.
+"""The generalised Gauss-Newton matrix of a network, in parts: its diagonal, a subnetwork's block, its Gram (dual) form.
 
 For data x_1, ..., x_N, outputs f [O], J_n = df(x_n)/dw [O, D] and Lambda_n the Hessian of the negative log likelihood in f,
 
     GGN = sum_n J_n' Lambda_n J_n,    H = GGN + diag(precision),
 
-a sum over the data, in nats. No array here is [N, O, D]. Source: Schraudolph, "Fast curvature matrix-vector products for second-order
-gradient descent", Neural Computation 14(7), 2002; for Laplace: Daxberger et al., "Bayesian deep learning via subnetwork inference",
-ICML 2021.
+a sum over the data, in nats. No array of shape [N, O, D] is formed. Source: Schraudolph, "Fast curvature matrix-vector products for
+second-order gradient descent", Neural Computation 14(7), 2002; for Laplace: Daxberger et al., "Bayesian deep learning via subnetwork
+inference", ICML 2021.
 """
 
 import copy
@@ -27,24 +27,24 @@ from bayesfl.likelihoods import Bernoulli, Categorical
 
 
 class Curvature:
-    """Curvature of a model at its present weights; of a copy, so that later training doesn't reach it and nothing in `model` changes.
+    """The curvature of a model at its present weights, held by a copy: `model` is not changed, and its later training has no effect here.
 
-    Data are inputs [N, ...] or an iterable of batches (tensors, tuples that begin with one, a DataLoader's items) and stream through
+    Data are inputs [N, ...] or an iterable of batches (tensors, tuples that begin with one, a DataLoader's items) and are processed
     in pieces. Indices point into the flat vector of the covered parameters, in the order of `named_parameters()`. Results are in
-    float64; Jacobians and what is pulled back through the network have the model's precision.
+    float64; Jacobians and cotangents pulled back through the network have the model's precision.
 
     Args:
-        model: Any module from inputs [N, ...] to outputs [N, O]. Its modes are kept: `eval()` it first where they matter.
-        likelihood: What the outputs mean.
-        pattern: Which parameters count: a layout, or a pattern over their names, such as `body.*`.
-        backend: `layers` (closed forms), `func` (torch.func), `backpack`, or `auto`; `backend` says afterwards which it is. BackPACK is
-            held against `func` on the first two examples that come; where they differ `auto` takes `func`.
-        memory: Bytes that one result may take; by default what the device has free at the time.
+        model: Any module from inputs [N, ...] to outputs [N, O]. Its modes are kept: call `eval()` first where they matter.
+        likelihood: Distribution of y given the outputs; categorical by default.
+        pattern: Which parameters are covered: a layout, or a pattern over their names, such as `body.*`.
+        backend: `layers` (closed forms), `func` (torch.func), `backpack`, or `auto`; the attribute `backend` says which is used. BackPACK
+            is compared with `func` on the first two examples; where they differ, `auto` takes `func`.
+        memory: Bytes that one result may take; by default all free memory of the device at the time.
 
     Raises:
-        TypeError: The model is no module, or `pattern` neither text nor layout.
-        ValueError: No parameter fits the pattern; the backend does not support a layer; batch norm or dropout in training mode; memory
-            that is no number of bytes.
+        TypeError: `model` is not an `nn.Module`, or `pattern` is neither text nor a layout.
+        ValueError: No parameter fits `pattern`; the backend does not support a layer; batch norm or dropout is in training mode, or batch
+            norm tracks no statistics; or `memory` is no number of bytes.
     """
 
     def __init__(
@@ -72,29 +72,29 @@ class Curvature:
 
     @property
     def size(self) -> int:
-        """Number of weights, D."""
+        """Return the number of covered weights, D."""
         return self.layout.size
 
     @property
     def backend(self) -> str:
-        """The backend that runs."""
+        """Return the name of the backend that is used."""
         return self.engine.name
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """Return the device of the model."""
         return self._like.device
 
     @property
     def memory(self) -> int:
-        """Bytes that a result may take now."""
+        """Return the bytes that a result may take now."""
         return available(self._like) if self._memory is None else self._memory
 
     def diagonal(self, x: Inputs) -> Tensor:
-        """The diagonal of the GGN, [D].
+        """Compute the diagonal of the GGN, [D], a sum over the data.
 
         Raises:
-            ValueError: No data, or curvature that is not finite; it names the parameters.
+            ValueError: There are no data, or the curvature is not finite; the message names the parameters.
         """
         total = torch.zeros(self.size, dtype=torch.float64, device=self.device)
         for batch in self.batches(x):
@@ -104,11 +104,11 @@ class Curvature:
         return total
 
     def columns(self, x: Inputs, indices: Tensor) -> Tensor:
-        """Columns of the Jacobian of the outputs, [N, O, S] for `indices` [S], in the model's precision.
+        """Compute columns of the Jacobian of the outputs, [N, O, S] for `indices` [S], in the model's precision.
 
         Raises:
-            ValueError: Indices that are out of range or stand twice.
-            MemoryError: The result is larger than memory allows.
+            ValueError: An index is out of range or given twice.
+            MemoryError: The result needs more bytes than may be used.
         """
         indices = self.check_indices(indices)
         parts = []
@@ -120,11 +120,11 @@ class Curvature:
         return torch.cat(parts)
 
     def ggn(self, x: Inputs, indices: Tensor | None = None) -> Tensor:
-        """The block of the GGN for `indices` [S] (by default all), [S, S].
+        """Compute the block of the GGN for `indices` [S] (by default all weights), [S, S].
 
         Raises:
-            ValueError: Indices that are out of range or stand twice; curvature that is not finite.
-            MemoryError: The result is larger than memory allows.
+            ValueError: An index is out of range or given twice, or the curvature is not finite.
+            MemoryError: The result needs more bytes than may be used.
         """
         indices = torch.arange(self.size, device=self.device) if indices is None else self.check_indices(indices)
         count = len(indices)
@@ -137,17 +137,17 @@ class Curvature:
         return out
 
     def gram(self, x: Inputs, other: Inputs | None = None, *, weight: float | Tensor = 1.0, indices: Tensor | None = None) -> Tensor:
-        """J diag(weight) J' between the outputs at `x` and at `other` (by default `x` itself), [N O, M O].
+        """Compute J diag(weight) J' between the outputs at `x` and at `other` (by default `x` itself), [N O, M O].
 
         Args:
-            x: N examples.
-            other: M examples.
-            weight: One number, or one for each weight, [D].
-            indices: Only these weights count, [S].
+            x: Inputs [N, ...], or batches of them.
+            other: Inputs [M, ...], or batches of them.
+            weight: Factor of each weight's products: one number, or one for each weight, [D].
+            indices: The weights summed over, [S]; by default all.
 
         Raises:
-            ValueError: Indices that are out of range or stand twice.
-            MemoryError: The result is larger than memory allows.
+            ValueError: An index is out of range or given twice.
+            MemoryError: The result needs more bytes than may be used.
         """
         weight = self.vector(weight, "weight")
         if indices is not None:
@@ -160,13 +160,13 @@ class Curvature:
         return mine.gram(theirs, weight)
 
     def outputs(self, x: Inputs) -> Tensor:
-        """The model's outputs, [N, O]."""
+        """Compute the model's outputs, [N, O]."""
         return torch.cat([self.linearise(batch, lambda count: torch.zeros(count, 0))[0] for batch in self.batches(x)])
 
-    # What `dual` needs.
+    # Parts used by the other files of this folder
 
     def spread(self, x: Inputs, between: Callable[[Rows], Tensor], *, centre: bool, extra: int = 0) -> tuple[Tensor, Tensor]:
-        """Outputs [N, O], and U between(U' J) U' [N, O, O] for orthonormal directions U; see `batches` for `extra`."""
+        """Compute outputs [N, O], and U between(U' J) U' [N, O, O] for orthonormal directions U; see `batches` for `extra`."""
         means, covariances = [], []
         for batch in self.batches(x, extra=extra):
             outputs, rows = self.linearise(batch, lambda count: basis(count, centre))
@@ -176,10 +176,10 @@ class Curvature:
         return torch.cat(means), torch.cat(covariances)
 
     def batches(self, x: Inputs, *, extra: int = 0) -> Iterator[Tensor]:
-        """Pieces of the data; `extra` further numbers are needed for each row.
+        """Yield the data in pieces that fit a block of memory; each row needs `extra` further numbers.
 
         Raises:
-            ValueError: There are none.
+            ValueError: There are no data.
         """
         size, seen = 1, None
         for batch in batches(x, self._like):
@@ -193,10 +193,10 @@ class Curvature:
             raise ValueError("there are no data: at least one example is needed")
 
     def prove(self, x: Tensor) -> None:
-        """Once, before BackPACK is used: it gives torch.func's diagonal for two examples of `x`, or `auto` takes torch.func.
+        """Check once, before BackPACK is used, that it gives torch.func's diagonal for two examples; if not, `auto` takes torch.func.
 
         Raises:
-            ValueError: BackPACK was asked for by name and fails or differs.
+            ValueError: BackPACK was asked for by name and fails or gives another diagonal.
         """
         if self._proven:
             return
@@ -209,7 +209,7 @@ class Curvature:
             own = backpack.diagonal(x, self.likelihood)
             for found in (self.linearise(x)[1].squares(), want if own is None else own):
                 what = what or self._differs(found.double(), want)
-        except Exception as error:  # whatever it meets in a forward that it doesn't know
+        except Exception as error:  # BackPACK can raise anything on a `forward` that it does not know
             what = error
         if what is None:
             self._proven = True
@@ -219,17 +219,17 @@ class Curvature:
             self.engine, self._proven = func, True
 
     def _differs(self, found: Tensor, want: Tensor) -> str | None:
-        """Which parameters' diagonals [D] differ by more than rounding (that of TF32 in float32)."""
+        """Name a parameter whose diagonal [D] differs by more than rounding (that of TF32 in float32); None if there is none."""
         eps = torch.finfo(self._like.dtype).eps
         floor, pairs = eps * want.norm(), zip(self.layout.leaves(found).items(), self.layout.leaves(want).values(), strict=True)
         bad = [name for (name, mine), theirs in pairs if (mine - theirs).norm() > eps**0.25 * theirs.norm() + floor]
         return f"its curvature of {bad[0]!r} is not torch.func's" if bad else None
 
     def linearise(self, x: Tensor, directions: Callable[[int], Tensor] | None = None) -> tuple[Tensor, Rows]:
-        """Outputs [B, O] in float64 and rows: R' J with R R' = Lambda, or U' J for `directions(O)` = U [O, Q].
+        """Compute outputs [B, O] in float64 and rows: R' J with R R' = Lambda, or U' J for `directions(O)` = U [O, Q].
 
         Raises:
-            ValueError: Outputs that are not finite, or not [B, O], or not as many as the likelihood takes.
+            ValueError: The outputs are not finite, not [B, O], or not as many as the likelihood needs.
         """
 
         def cotangents(f: Tensor) -> Tensor:
@@ -252,10 +252,10 @@ class Curvature:
         return parts[0].join(parts[1:])
 
     def vector(self, value: float | Tensor, name: str = "precision") -> Tensor:
-        """One number for each weight, [D] in float64; `name` is the argument's.
+        """Expand one number, or one for each weight, to [D] in float64; `name` is the argument's, for messages.
 
         Raises:
-            ValueError: Of another shape, or no number.
+            ValueError: `value` has another shape, or is no number.
         """
         try:
             if torch.as_tensor(value).dtype == torch.bool:
@@ -270,10 +270,10 @@ class Curvature:
         return vector
 
     def check_indices(self, indices: Tensor) -> Tensor:
-        """The indices on the model's device.
+        """Check indices and return them on the model's device.
 
         Raises:
-            ValueError: They are no vector of integers, are out of range, or one stands twice.
+            ValueError: `indices` is not a vector of integers, is empty, or has an entry that is out of range or given twice.
         """
         try:
             indices = torch.as_tensor(indices, device=self.device)
@@ -292,10 +292,10 @@ class Curvature:
         return indices.long()
 
     def check_finite(self, values: Tensor, indices: Tensor) -> None:
-        """Nothing where the curvature `values` [S] of the weights `indices` [S] is finite.
+        """Check that the curvature `values` [S] of the weights `indices` [S] is finite.
 
         Raises:
-            ValueError: It is not; the parameters are named.
+            ValueError: An entry of `values` is not finite; the message names the parameters.
         """
         if values.isfinite().all():
             return
@@ -307,10 +307,10 @@ class Curvature:
 
 
 def check_outputs(likelihood: Likelihood, count: int) -> None:
-    """That a model with so many outputs has one that the likelihood can use.
+    """Check that the likelihood can use a model with `count` outputs.
 
     Raises:
-        ValueError: It has not.
+        ValueError: The likelihood needs another number of outputs.
     """
     if isinstance(likelihood, Categorical) and count < 2:
         raise ValueError("likelihood Categorical() needs two outputs or more, the model has 1: pass likelihood=Bernoulli() for one logit")

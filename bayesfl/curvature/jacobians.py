@@ -1,6 +1,6 @@
-"""Rows c' J of a Jacobian, one for each example and cotangent, that are used without being formed.
+"""Rows c' J of a Jacobian, one for each example and cotangent, that are used without being formed as a whole.
 
-`FactorRows` has them layer by layer (factors.py), `PulledRows` makes them anew, a few examples at a time, whenever they are read.
+`FactorRows` holds them layer by layer (factors.py); `PulledRows` computes them anew, a few examples at a time, whenever they are read.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,58 +13,58 @@ from bayesfl.curvature.factors import BLOCK, Factor, Matrix
 
 
 class Rows(Protocol):
-    """N Q rows over `size` weights: row (n, q) is c[n, q]' J[n], for cotangents c [N, Q, O]. Sums are in float64."""
+    """The interface of N Q rows over `size` weights: row (n, q) is c[n, q]' J[n], for cotangents c [N, Q, O]. Sums are in float64."""
 
     examples: int
     cotangents: int
     size: int
 
     def restrict(self, indices: Tensor) -> "Rows":
-        """The columns `indices` [K], in that order."""
+        """Return the columns `indices` [K], in that order."""
         ...
 
     def take(self, examples: Tensor) -> "Rows":
-        """The rows of the examples with these indices."""
+        """Return the rows of the examples with these indices."""
         ...
 
     def join(self, others: "Sequence[Rows]") -> "Rows":
-        """These and the rows of further examples, over the same weights."""
+        """Return these rows and those of further examples, over the same weights."""
         ...
 
     def dense(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The rows themselves, [N, Q, size]; in float64 unless `dtype` says otherwise."""
+        """Return the rows themselves, [N, Q, size]; in float64 unless `dtype` says otherwise."""
         ...
 
     def squares(self) -> Tensor:
-        """Each weight's sum of squares over all rows, [size]."""
+        """Compute each weight's sum of squares over all rows, [size]."""
         ...
 
     def gram(self, other: "Rows", weight: Tensor) -> Tensor:
-        """Products of rows with another's over the same weights, each weight counting `weight` [size]: [N Q, M P]."""
+        """Compute the products of these rows with another's over the same weights, weighted by `weight` [size]: [N Q, M P]."""
         ...
 
     def within(self, weight: Tensor) -> Tensor:
-        """The same for the rows of one example, [N, Q, Q]."""
+        """Compute the same products among the rows of each example, [N, Q, Q]."""
         ...
 
     def forward(self, vectors: Tensor) -> Tensor:
-        """J v for `vectors` [size, K]: [N Q, K]."""
+        """Compute J v for `vectors` v [size, K]: [N Q, K]."""
         ...
 
     def back(self, vectors: Tensor) -> Tensor:
-        """J' v for `vectors` [N Q, K]: [size, K]."""
+        """Compute J' v for `vectors` v [N Q, K]: [size, K]."""
         ...
 
     def solved(self, chol: Tensor) -> Tensor:
-        """The diagonal of J' (L L')^-1 J, `chol` L [N Q, N Q] lower triangular: [size]."""
+        """Compute the diagonal of J' (L L')^-1 J, `chol` L [N Q, N Q] lower triangular: [size]."""
         ...
 
 
 class FactorRows:
-    """Rows as a sum over layers, see `Rows`.
+    """Rows held layer by layer, as a sum over factors, see `Rows`.
 
     Args:
-        factors: One for each layer that has any of the weights.
+        factors: One factor for each layer that has any of the weights.
         shape: (examples, cotangents, size); weights that no factor covers have zero columns.
         like: A tensor on the rows' device.
     """
@@ -77,61 +77,64 @@ class FactorRows:
         return torch.zeros(shape, dtype=torch.float64, device=self._like.device)
 
     def restrict(self, indices: Tensor) -> "FactorRows":
-        """See `Rows`."""
+        """Return some of the columns, see `Rows`."""
         lookup = torch.full((self.size,), -1, device=indices.device)
         lookup[indices] = torch.arange(len(indices), device=indices.device)
         kept = [factor for factor in (f.restrict(lookup) for f in self.factors) if factor is not None]
         return FactorRows(kept, (self.examples, self.cotangents, len(indices)), self._like)
 
     def take(self, examples: Tensor) -> "FactorRows":
-        """See `Rows`."""
+        """Return the rows of some examples, see `Rows`."""
         return FactorRows([f.take(examples) for f in self.factors], (len(examples), self.cotangents, self.size), self._like)
 
     def join(self, others: Sequence[Rows]) -> "FactorRows":
-        """See `Rows`."""
+        """Return the rows of further examples too, see `Rows`."""
         rows = [r for r in others if isinstance(r, FactorRows)]
         joined = [f.join([r.factors[k] for r in rows]) if rows else f for k, f in enumerate(self.factors)]
         return FactorRows(joined, (self.examples + sum(r.examples for r in rows), self.cotangents, self.size), self._like)
 
     def dense(self, dtype: torch.dtype | None = None) -> Tensor:
-        """See `Rows`."""
+        """Return the rows themselves, see `Rows`."""
         out = self._zeros(self.examples, self.cotangents, self.size).to(dtype or torch.float64)
         for factor in self.factors:
             factor.columns_into(out)
         return out
 
     def squares(self) -> Tensor:
-        """See `Rows`."""
+        """Compute each weight's sum of squares, see `Rows`."""
         out = self._zeros(self.size)
         for factor in self.factors:
             factor.squares_into(out)
         return out
 
     def gram(self, other: Rows, weight: Tensor) -> Tensor:
-        """See `Rows`."""
+        """Compute products of rows, see `Rows`."""
         assert isinstance(other, FactorRows)
         parts = [mine.gram(theirs, weight) for mine, theirs in zip(self.factors, other.factors, strict=True)]
         return _sum(parts) if parts else self._zeros(self.examples * self.cotangents, other.examples * other.cotangents)
 
     def within(self, weight: Tensor) -> Tensor:
-        """See `Rows`."""
+        """Compute products of rows of the same example, see `Rows`."""
         parts = [factor.within(weight) for factor in self.factors]
         return _sum(parts) if parts else self._zeros(self.examples, self.cotangents, self.cotangents)
 
     def forward(self, vectors: Tensor) -> Tensor:
-        """See `Rows`."""
+        """Compute J v, see `Rows`."""
         parts = [factor.forward(vectors) for factor in self.factors]
         return _sum(parts) if parts else self._zeros(self.examples * self.cotangents, vectors.shape[1])
 
     def back(self, vectors: Tensor) -> Tensor:
-        """See `Rows`."""
+        """Compute J' v, see `Rows`."""
         out = self._zeros(self.size, vectors.shape[1])
         for factor in self.factors:
             factor.back_into(vectors, out)
         return out
 
     def solved(self, chol: Tensor) -> Tensor:
-        """See `Rows`: by solves for all columns, or by the inverse, which itself costs about as many solves as its order."""
+        """Compute the diagonal of J' (L L')^-1 J, see `Rows`.
+
+        It solves for all columns, or uses the inverse, which itself costs about as many solves as its order, whichever is cheaper.
+        """
         out = self._zeros(self.size)
         if sum(f.columns for f in self.factors) <= len(chol) + sum(f.cost for f in self.factors):
             for factor in self.factors:
@@ -144,7 +147,7 @@ class FactorRows:
 
 
 def _sum(parts: Iterable[Tensor]) -> Tensor:
-    """Of at least one; the first becomes the total."""
+    """Sum at least one tensor, in place in the first."""
     rest = iter(parts)
     total = next(rest)
     for part in rest:
@@ -153,14 +156,14 @@ def _sum(parts: Iterable[Tensor]) -> Tensor:
 
 
 class PulledRows:
-    """Rows over all weights, pulled back whenever they are read, a few examples at a time, see `Rows`.
+    """Rows over all weights that are pulled back through the network whenever they are read, a few examples at a time, see `Rows`.
 
     Restricted to some of the weights, the rows are formed and kept.
 
     Args:
         pull: (x [B, ...], cotangents [B, Q, O]) -> rows [B, Q, size].
         x: Inputs [N, ...].
-        cotangents: [N, Q, O].
+        cotangents: Cotangents of the outputs, [N, Q, O].
         size: Number of weights.
     """
 
@@ -169,14 +172,14 @@ class PulledRows:
         self.examples, self.cotangents = cotangents.shape[:2]
 
     def _blocks(self) -> Iterator[tuple[slice, Tensor]]:
-        """Examples and their rows [B, Q, size]."""
+        """Yield slices of examples and their rows [B, Q, size]."""
         step = max(1, BLOCK // (8 * self.size * max(1, self.cotangents)))
         for start in range(0, self.examples, step):
             some = slice(start, start + step)
             yield some, self._pull(self._x[some], self._with[some])
 
     def restrict(self, indices: Tensor) -> FactorRows:
-        """See `Rows`."""
+        """Return some of the columns, see `Rows`."""
         shape = (self.examples, self.cotangents, len(indices))
         if not len(indices):
             return FactorRows([], shape, indices)
@@ -184,24 +187,24 @@ class PulledRows:
         return FactorRows([Matrix(values, torch.arange(len(indices), device=indices.device))], shape, indices)
 
     def take(self, examples: Tensor) -> "PulledRows":
-        """See `Rows`."""
+        """Return the rows of some examples, see `Rows`."""
         return PulledRows(self._pull, self._x[examples], self._with[examples], self.size)
 
     def join(self, others: Sequence[Rows]) -> "PulledRows":
-        """See `Rows`."""
+        """Return the rows of further examples too, see `Rows`."""
         rows = [self, *(r for r in others if isinstance(r, PulledRows))]
         return PulledRows(self._pull, torch.cat([r._x for r in rows]), torch.cat([r._with for r in rows]), self.size)
 
     def dense(self, dtype: torch.dtype | None = None) -> Tensor:
-        """See `Rows`."""
+        """Return the rows themselves, see `Rows`."""
         return torch.cat([rows.to(dtype or torch.float64) for _, rows in self._blocks()])
 
     def squares(self) -> Tensor:
-        """See `Rows`."""
+        """Compute each weight's sum of squares, see `Rows`."""
         return _sum(rows.double().square().sum((0, 1)) for _, rows in self._blocks())
 
     def gram(self, other: Rows, weight: Tensor) -> Tensor:
-        """See `Rows`."""
+        """Compute products of rows, see `Rows`."""
         assert isinstance(other, PulledRows)
         out = weight.new_zeros(self.examples, self.cotangents, other.examples, other.cotangents)
         for mine, left in self._blocks():
@@ -211,20 +214,20 @@ class PulledRows:
         return out.flatten(2).flatten(0, 1)
 
     def within(self, weight: Tensor) -> Tensor:
-        """See `Rows`."""
+        """Compute products of rows of the same example, see `Rows`."""
         return torch.cat([(rows.double() * weight) @ rows.double().mT for _, rows in self._blocks()])
 
     def forward(self, vectors: Tensor) -> Tensor:
-        """See `Rows`."""
+        """Compute J v, see `Rows`."""
         return torch.cat([rows.flatten(0, 1).double() @ vectors for _, rows in self._blocks()])
 
     def back(self, vectors: Tensor) -> Tensor:
-        """See `Rows`."""
+        """Compute J' v, see `Rows`."""
         split = vectors.view(self.examples, self.cotangents, -1)
         return _sum(rows.flatten(0, 1).double().T @ split[some].flatten(0, 1) for some, rows in self._blocks())
 
     def solved(self, chol: Tensor) -> Tensor:
-        """See `Rows`: the sum of squares of L^-1 J, of whose rows `back` gives a few at a time."""
+        """Compute the diagonal of J' (L L')^-1 J, see `Rows`: the sums of squares of L^-1 J, computed by `back` a few rows at a time."""
         out = chol.new_zeros(self.size)
         identity = torch.eye(len(chol), dtype=chol.dtype, device=chol.device)
         inverse = torch.linalg.solve_triangular(chol, identity, upper=False)

@@ -4,13 +4,13 @@ For a linear layer with inputs x_n [I] and cotangents g_nq [H] pulled back to it
 
     GGN of the weights [H I, H I]  =  sum_nq (g_nq g_nq') (x) (x_n x_n')  ~  B (x) A,    B = sum_nq g_nq g_nq',  A = mean_n x_n x_n',
 
-exact for one example; what ties layers to each other, and weights to biases, is left out. The bias is one more input that is always 1. A
-layer used at T places (a convolution) sums B over its places and takes the mean of A over them. With eigenvectors B = U b U', A = V a V'
+exact for one example; terms between layers, and between weights and biases, are left out. The bias is one more input that is always 1.
+For a layer used at T places (a convolution) B is summed and A averaged over the places. With eigenvectors B = U b U', A = V a V'
 the layer's precision is diagonal in the basis U (x) V, where the prior's precision is one number, with b_h a_i + precision.
 
 Sources: Martens, Grosse, "Optimizing neural networks with Kronecker-factored approximate curvature", ICML 2015; Grosse, Martens, "A
 Kronecker-factored approximate Fisher matrix for convolution layers", ICML 2016; as posterior: Ritter, Botev, Barber, "A scalable Laplace
-approximation for neural networks", ICLR 2018; as written here: Daxberger et al., "Laplace Redux", NeurIPS 2021 (laplace-torch).
+approximation for neural networks", ICLR 2018; in this form: Daxberger et al., "Laplace Redux", NeurIPS 2021 (laplace-torch).
 """
 
 import copy
@@ -36,12 +36,12 @@ _OTHERS = "structure 'full', 'subnetwork' or 'diagonal' takes any"
 
 @dataclass(frozen=True, eq=False)
 class Basis:
-    """Where one layer's curvature is diagonal.
+    """The basis in which one layer's curvature is diagonal.
 
     Args:
-        slots: Positions [H, I] of its weights in the flat vector, the bias as the last input.
+        slots: Positions [H, I] of the layer's weights in the flat vector, the bias as the last input.
         left: Eigenvectors U of B, [H, H].
-        right: Eigenvectors V of A, [I, I]; the bias's input stands for itself.
+        right: Eigenvectors V of A, [I, I]; the bias's input is an eigenvector on its own.
     """
 
     slots: Tensor
@@ -49,24 +49,24 @@ class Basis:
     right: Tensor
 
     def into(self, values: Tensor) -> Tensor:
-        """Values [..., H, I] of the weights in this basis."""
+        """Transform values [..., H, I] of the weights into this basis."""
         return self.left.T @ values @ self.right
 
     def back(self, values: Tensor) -> Tensor:
-        """The reverse of `into`."""
+        """Transform values [..., H, I] back from this basis."""
         return self.left @ values @ self.right.T
 
 
 @dataclass(frozen=True, eq=False)
 class Kronecker:
-    """H^-1 of all covered weights where H is a Kronecker-factored GGN plus diag(precision); made by `invert`.
+    """The inverse H^-1 for all covered weights where H is a Kronecker-factored GGN plus diag(precision), made by `invert`.
 
     Args:
-        curvature: Of the model at its weights.
-        bases: One for each layer.
-        eigenvalues: Of the GGN, in these bases, b_h a_i at the slot of weight (h, i), [D].
+        curvature: Curvature of the model at its weights.
+        bases: One basis for each layer.
+        eigenvalues: Eigenvalues of the GGN in these bases, b_h a_i at the slot of weight (h, i), [D].
         precision: Prior precision, one number within each weight and each bias, [D].
-        uncurved: How many weights have no curvature, by the diagonal of the GGN itself.
+        uncurved: Number of weights without curvature, by the diagonal of the GGN itself.
     """
 
     curvature: Curvature
@@ -83,49 +83,51 @@ class Kronecker:
 
     @property
     def backend(self) -> str:
-        """The backend that ran."""
+        """Return the name of the backend that is used for predictions."""
         return self.curvature.backend
 
     @property
     def reason(self) -> str:
-        """Why this form."""
+        """Return why this form is used, as text."""
         return f"{len(self.bases)} layers, each a product of two factors"
 
     @property
     def order(self) -> int:
-        """Order of the largest factor."""
+        """Return the order of the largest factor."""
         return max(len(factor) for basis in self.bases for factor in (basis.left, basis.right))
 
     @property
     def size(self) -> int:
-        """Number of weights, D."""
+        """Return the number of weights, D."""
         return len(self.precision)
 
     @property
     def uncurved_share(self) -> float:
-        """Share of the weights that have no curvature."""
+        """Return the share of the weights that have no curvature."""
         return self.uncurved / self.size
 
     @property
     def _variance(self) -> Tensor:
-        """Of the weights in the bases, [D]."""
+        """Compute the variances in the bases, [D]."""
         return 1 / (self.eigenvalues + self.precision)
 
     def with_precision(self, precision: Tensor, diagonal: Tensor) -> "Kronecker":
-        """The same factors under another prior precision [D]; `diagonal` [D] of the GGN says which weights have curvature.
+        """Return the inverse with the same factors under another prior precision [D].
+
+        `diagonal` [D] of the GGN determines which weights have curvature.
 
         Raises:
-            ValueError: A precision that is not positive and finite, or not one number within a weight or bias.
+            ValueError: An entry of `precision` is not positive and finite, or entries differ within a weight or bias.
         """
         _check_prior(self.curvature, precision)
         return replace(self, precision=precision, uncurved=_uncurved(diagonal, precision))
 
     def log_det(self) -> Tensor:
-        """Log determinant of the posterior precision H, in nats."""
+        """Compute the log determinant of the posterior precision H, in nats."""
         return -self._variance.log().sum()
 
     def marginals(self) -> Tensor:
-        """The diagonal of H^-1: posterior variances, [D]."""
+        """Compute the diagonal of H^-1: posterior variances, [D]."""
         variance = self._variance
         out = torch.empty_like(variance)
         for basis in self.bases:
@@ -134,11 +136,14 @@ class Kronecker:
 
     @property
     def noise_size(self) -> int:
-        """Standard normals that one draw takes."""
+        """Return how many standard normals one draw takes."""
         return self.size
 
     def sample(self, noise: Tensor) -> Tensor:
-        """Draws of N(0, H^-1), [K, D], from standard normals [K, `noise_size`], by the symmetric root: no choice of eigenvectors shows."""
+        """Draw from N(0, H^-1), [K, D], by standard normals [K, `noise_size`].
+
+        The symmetric root is used, so that draws do not depend on the choice of eigenvectors.
+        """
         scale = self._variance.sqrt()
         noise = noise.to(scale)
         out = torch.empty_like(noise)
@@ -147,11 +152,11 @@ class Kronecker:
         return out
 
     def predict(self, x: Inputs, *, centre: bool = False) -> tuple[Tensor, Tensor]:
-        """Outputs of the linearised model at `x`: mean [N, O] and covariance J H^-1 J' [N, O, O]; see `Inverse.predict`."""
+        """Compute the linearised model's outputs at `x`: mean [N, O] and covariance J H^-1 J' [N, O, O]; see `Inverse.predict`."""
         return self.curvature.spread(x, self._between, centre=centre, extra=0 if self.backend == "layers" else self.size)
 
     def _between(self, rows: Rows) -> Tensor:
-        """J H^-1 J' for rows J over all weights, example by example, [N, Q, Q]."""
+        """Compute J H^-1 J' for rows J over all weights, example by example, [N, Q, Q]."""
         if not isinstance(rows, FactorRows):  # pulled back once for all layers
             rows = rows.restrict(torch.arange(self.size, device=self.precision.device))
         assert isinstance(rows, FactorRows)
@@ -161,7 +166,7 @@ class Kronecker:
             variance, part = every[basis.slots], rows.restrict(basis.slots.flatten())
             factor = part.factors[0]
             if isinstance(factor, Outer):
-                # An outer product stays one: turning its two halves turns the row.
+                # An outer product stays one in the new basis: each of its two vectors is transformed.
                 turned = Outer(factor.inputs.double() @ basis.right, factor.slopes.double() @ basis.left, factor.slots)
                 out += turned.within(variance.flatten())
                 continue
@@ -172,7 +177,7 @@ class Kronecker:
         return out
 
     def tensors(self) -> Tensors:
-        """All that `restore` needs beside the model, to be saved or moved."""
+        """Return all tensors that `restore` needs beside the model, to be saved or moved."""
         out = {"eigenvalues": self.eigenvalues, "precision": self.precision, "uncurved": torch.tensor(self.uncurved)}
         for number, basis in enumerate(self.bases):
             out |= {f"left.{number}": basis.left, f"right.{number}": basis.right}
@@ -180,7 +185,7 @@ class Kronecker:
 
 
 def restore(curvature: Curvature, tensors: Tensors) -> Kronecker:
-    """The `Kronecker` whose `tensors` these are, for the same model at the same weights."""
+    """Return the `Kronecker` with these `tensors`, for the same model at the same weights."""
     tensors = {name: t.to(curvature.device) for name, t in tensors.items()}
     slots = enumerate(_layers(curvature).values())
     bases = [Basis(places, tensors[f"left.{number}"], tensors[f"right.{number}"]) for number, places in slots]
@@ -188,19 +193,19 @@ def restore(curvature: Curvature, tensors: Tensors) -> Kronecker:
 
 
 def invert(curvature: Curvature, x: Inputs, precision: Tensor, *, diagonal: Tensor) -> Kronecker:
-    """The inverse of the Kronecker-factored GGN, a sum over the data, plus diag(precision).
+    """Compute the inverse of the Kronecker-factored GGN, a sum over the data, plus diag(precision).
 
     Args:
-        curvature: Model, likelihood, which parameters: whole linear layers and convolutions.
-        x: Inputs, or batches of them that can be read twice.
+        curvature: Curvature of the model, which must cover whole linear layers and convolutions.
+        x: Inputs [N, ...], or batches of them that can be read twice.
         precision: Prior precision [D], one number within each weight and each bias.
-        diagonal: Of the GGN, [D].
+        diagonal: Diagonal of the GGN, [D].
 
     Raises:
-        ValueError: A covered parameter of another kind of layer, a layer covered in part or used more than once; a precision that is not
-            positive and finite, or not constant within a weight or bias; no data.
-        TypeError: Data that can be read only once.
-        MemoryError: The factors are larger than memory allows; the message says the bytes.
+        ValueError: A covered parameter belongs to another kind of layer; a layer is covered in part or not used exactly once; `precision`
+            is not positive and finite, or not constant within a weight or bias; or there are no data.
+        TypeError: The data can be read only once.
+        MemoryError: The factors need more bytes than may be used; the message says how many.
     """
     _check_prior(curvature, precision)
     layers = _layers(curvature)
@@ -222,7 +227,7 @@ def _uncurved(diagonal: Tensor, precision: Tensor) -> int:
 
 
 def _check_prior(curvature: Curvature, precision: Tensor) -> None:
-    """Nothing where the prior's precision is a number > 0 within each weight and each bias, so that it is one in every basis."""
+    """Check that the prior's precision is one number > 0 within each weight and each bias, so that it is the same in every basis."""
     check_precision(precision)
     for name, part in curvature.layout.leaves(precision).items():
         if (part != part.flatten()[0]).any():
@@ -233,7 +238,7 @@ def _check_prior(curvature: Curvature, precision: Tensor) -> None:
 
 
 def _layers(curvature: Curvature) -> dict[str, Tensor]:
-    """The covered layers by name, with the slots [H, I] of weight and bias."""
+    """Return the slots [H, I] of weight and bias of each covered layer, by name."""
     covered, found, unknown = curvature.layout.shapes, {}, []
     places = curvature.layout.leaves(torch.arange(curvature.size, device=curvature.device))
     for name, layer in curvature.module.named_modules():
@@ -254,12 +259,12 @@ def _layers(curvature: Curvature) -> dict[str, Tensor]:
 
 
 def _factors(curvature: Curvature, names: list[str], x: Inputs) -> list[tuple[Tensor, Tensor]]:
-    """B [H, H], a sum over the data, and A [I, I], a mean over them, of each layer, by laplace-torch."""
+    """Compute B [H, H], a sum over the data, and A [I, I], a mean over them, of each layer, by laplace-torch."""
     likelihood, module = curvature.likelihood, copy.deepcopy(curvature.module)
     for name, p in module.named_parameters():
         p.requires_grad_(name in curvature.layout.shapes)
     regression = isinstance(likelihood, Gaussian)
-    # laplace-torch knows squares and softmax; one logit is two classes, of which the other's logit is 0.
+    # laplace-torch knows squared error and softmax only; one logit is turned into two classes, the first with a logit of 0.
     whole = nn.Sequential(module, nn.ConstantPad1d((1, 0), 0.0)) if isinstance(likelihood, Bernoulli) else module
     backend = _laplace_torch().CurvlinopsGGN(whole, "regression" if regression else "classification")
     scale = 1 / likelihood.scale**2 if isinstance(likelihood, Gaussian) else 1.0
@@ -268,28 +273,28 @@ def _factors(curvature: Curvature, names: list[str], x: Inputs) -> list[tuple[Te
     for batch in curvature.batches(x):
         step, outputs = _pieces(module, names, batch[:1])
         for some in batch.split(step):
-            # Some labels are asked for; the curvature does not read them.
+            # laplace-torch needs labels, but the curvature does not depend on them.
             labels = outputs.expand(len(some), -1) if regression else torch.zeros(len(some), dtype=torch.long, device=some.device)
             with torch.enable_grad():
                 found = iter(backend.kron(some, labels, N=1)[1].kfacs)  # N=1: sums over the inputs too
             for k, layer in enumerate(layers):
                 pair = next(found)
                 outer[k] += pair[0].double()
-                # Of a single weight it gives the product of both factors.
+                # For a layer with a single weight, laplace-torch gives the product of both factors.
                 inner[k] += pair[1].double() if len(pair) == 2 else pair[0].new_full((1, 1), len(some), dtype=torch.float64)
                 if layer.bias is not None:
-                    next(found)  # B again
+                    next(found)  # the bias's factor, which is B again
             count += len(some)
-    # It shares the loss's factor between the two; here B has all of it, as the bias needs.
+    # laplace-torch splits the loss's factor between A and B; here B has all of it, as the bias needs.
     root = backend.factor**0.5
     return [(scale * root * b, a / (root * count)) for b, a in zip(outer, inner, strict=True)]
 
 
 def _pieces(module: nn.Module, names: list[str], x: Tensor) -> tuple[int, Tensor]:
-    """How many examples fit a block, and the outputs [1, O] of one, `x` [1, ...].
+    """Return how many examples fit a block, and the outputs [1, O] of one example, `x` [1, ...].
 
     Raises:
-        ValueError: A covered layer that isn't used exactly once in a pass.
+        ValueError: A covered layer is not used exactly once in a pass.
     """
     owner = {id(p): name for name in names for p in module.get_submodule(name).parameters()}
     uses, numbers = Counter(), []
@@ -311,6 +316,6 @@ def _pieces(module: nn.Module, names: list[str], x: Tensor) -> tuple[int, Tensor
 
 
 def _laplace_torch() -> Any:
-    """The module `laplace.curvature`."""
-    torchvision()  # which it imports, and which may need help to load
+    """Return the module `laplace.curvature`."""
+    torchvision()  # laplace-torch imports torchvision, which may need help to load
     return importlib.import_module("laplace.curvature")

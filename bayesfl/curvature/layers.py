@@ -1,4 +1,4 @@
-"""The `layers` backend: closed forms for a stack of known layers."""
+"""The `layers` backend: closed forms of the Jacobian for a stack of known layers."""
 
 from collections.abc import Callable
 
@@ -13,11 +13,11 @@ from bayesfl.models import SplitModel
 
 ELEMENTWISE = (nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU, nn.SiLU, nn.ELU, nn.LeakyReLU, nn.Softplus, nn.Identity)
 POOLING = (nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d)
-_DROPOUT = (nn.Dropout, nn.Dropout2d)  # nothing in evaluation mode; in training mode they are refused before
+_DROPOUT = (nn.Dropout, nn.Dropout2d)  # the identity in evaluation mode; `Curvature` refuses them in training mode
 
 
 def stack(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The layers of `nn.Sequential` and `bf.models.SplitModel`, one inside the other, in the order they run, with their names."""
+    """Return the layers of nested `nn.Sequential` and `bf.models.SplitModel`, in the order they run, with their names."""
     if type(module) not in (nn.Sequential, SplitModel):
         return [("", module)]
     children = [(name, child) for name, child in module._modules.items() if child is not None]
@@ -25,13 +25,13 @@ def stack(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def unsupported(module: nn.Module) -> list[str]:
-    """What has no closed form here, such as "GroupNorm 'body.1'"; empty where all have."""
+    """Name the layers that have no closed form here, such as "GroupNorm 'body.1'"; empty if all have one."""
     layers = stack(module)
     return [f"{type(layer).__name__} {name!r}" for name, layer in layers if not _has_form(layer)] + unseen(module)
 
 
 def unseen(module: nn.Module) -> list[str]:
-    """What rules for layers don't see: forward hooks, of containers too, and parameters that are used in two places."""
+    """Name what rules for single layers miss: forward hooks, of containers too, and parameters that are used in two places."""
     hooked = [(name, m) for name, m in module.named_modules() if m._forward_hooks or m._forward_pre_hooks]
     out = [f"{type(m).__name__} {name!r} with forward hooks" for name, m in hooked]
     parameters = [id(p) for _, p in module.named_parameters(remove_duplicate=False)]
@@ -53,11 +53,11 @@ def _has_form(layer: nn.Module) -> bool:
 
 
 class Layers:
-    """Goes forward once, keeps what went into each layer, and pulls cotangents back by hand.
+    """The `layers` backend, which keeps the inputs of each layer in one forward pass and pulls cotangents back by closed forms.
 
     Args:
         module: A stack of layers with closed forms.
-        layout: The parameters that count.
+        layout: The parameters with respect to which derivatives are taken.
     """
 
     name = "layers"
@@ -73,14 +73,14 @@ class Layers:
                 self._slots[number] = (torch.cat(slots, 1), prefix + "weight" in places, prefix + "bias" in places)
 
     def floats(self, x: Tensor) -> tuple[int, int, int]:
-        """See `Backend`."""
+        """Return the numbers that one example needs, see `Backend`."""
         passed = self._forward(x[:1])
         total = sum(t.numel() for t in passed)
         return x[0].numel() + total, total, passed[-1].shape[-1]
 
     @torch.no_grad()
     def _forward(self, x: Tensor) -> list[Tensor]:
-        """The outputs of every layer."""
+        """Compute the outputs of every layer."""
         out = []
         for _, layer in self._layers:
             x = layer(x.clone() if getattr(layer, "inplace", False) else x)
@@ -89,7 +89,7 @@ class Layers:
 
     @torch.no_grad()
     def linearise(self, x: Tensor, cotangents: Callable[[Tensor], Tensor]) -> tuple[Tensor, FactorRows]:
-        """See `Backend`."""
+        """Compute outputs and rows, see `Backend`."""
         passed = [x, *self._forward(x)]
         outputs = passed[-1]
         g = cotangents(outputs)
@@ -105,12 +105,12 @@ class Layers:
 
 
 def _own(layer: nn.Module, prefix: str) -> list[str]:
-    """Names of a layer's parameters, the weight before the bias."""
+    """Return the names of a layer's parameters, the weight before the bias."""
     return [prefix + name for name in ("weight", "bias") if getattr(layer, name, None) is not None]
 
 
 def _factor(layer: nn.Module, x: Tensor, g: Tensor, slots: Tensor, weight: bool, bias: bool) -> Factor:
-    """The rows of one layer from its inputs [N, ...] and the cotangents pulled back to its outputs [N, Q, ...]."""
+    """Return the rows of one layer, from its inputs [N, ...] and the cotangents pulled back to its outputs [N, Q, ...]."""
     if isinstance(layer, nn.Conv2d):
         assert not isinstance(layer.padding, str)
         x, g = F.unfold(x, layer.kernel_size, layer.dilation, layer.padding, layer.stride), g.flatten(3)
@@ -127,7 +127,7 @@ def _factor(layer: nn.Module, x: Tensor, g: Tensor, slots: Tensor, weight: bool,
 
 
 def _pull(layer: nn.Module, x: Tensor, g: Tensor) -> Tensor:
-    """Cotangents [N, Q, ...] of a layer's outputs as cotangents of its inputs `x` [N, ...]."""
+    """Pull cotangents [N, Q, ...] of a layer's outputs back to its inputs `x` [N, ...]."""
     if isinstance(layer, nn.Linear):
         return g @ layer.weight
     if isinstance(layer, nn.Conv2d):

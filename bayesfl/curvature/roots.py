@@ -1,4 +1,4 @@
-"""The curvature of a likelihood in the network's outputs, as an exact factor: Lambda = R R'."""
+"""Exact factors R of the curvature of a likelihood in the network's outputs, Lambda = R R'."""
 
 import torch
 from torch import Tensor
@@ -8,16 +8,16 @@ from bayesfl.likelihoods import Bernoulli, Categorical, Gaussian
 
 
 def root(likelihood: Likelihood, outputs: Tensor) -> Tensor:
-    """R [N, O, Q] in float64 with R R' = Lambda [N, O, O], the Hessian of the negative log likelihood at `outputs` [N, O], in nats.
+    """Compute R [N, O, Q] in float64 with R R' = Lambda [N, O, O], the Hessian of the negative log likelihood at `outputs` [N, O], in nats.
 
-    Of classes Lambda = diag(p) - p p' has rank O - 1, and so many columns has R: with the tail sums q_j = p_{j+1} + ... + p_O,
+    For classes Lambda = diag(p) - p p' has rank O - 1, and R has as many columns: with the tail sums q_j = p_{j+1} + ... + p_O,
 
         R_jj = (p_j q_j / q_{j-1})^(1/2),    R_ij = -(p_i / q_j) R_jj  for i > j.
 
-    Nothing is subtracted in it, so it stays exact where p is nearly one-hot.
+    It contains no subtraction, so it stays exact where p is nearly one-hot.
 
     Raises:
-        TypeError: A likelihood whose curvature is not known here.
+        TypeError: The curvature of `likelihood` is not known here.
 
     References:
         Tanabe, Sagae, "An exact Cholesky decomposition and the generalized inverse of the variance-covariance matrix of the
@@ -41,9 +41,9 @@ def root(likelihood: Likelihood, outputs: Tensor) -> Tensor:
 
 
 def basis(outputs: int, centre: bool) -> Tensor:
-    """Orthonormal columns [O, Q] in float64: of all directions, or where `centre` of those whose sum over classes is zero.
+    """Return orthonormal columns [O, Q] in float64: of all directions, or if `centre` of those whose sum over classes is zero.
 
-    A constant added to all logits changes no probability; it lies along what is left out. The columns are Helmert's.
+    The direction left out, adding a constant to all logits, changes no probability. The columns are Helmert's.
     """
     if not centre:
         return torch.eye(outputs, dtype=torch.float64)

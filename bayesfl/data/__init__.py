@@ -1,4 +1,4 @@
-"""Federations of data: recipes that share a data set out, and your own arrays."""
+"""Federated data: recipes that divide a data set among clients, and federations of your own arrays."""
 
 from bayesfl.data.arrays import from_arrays, from_datasets
 from bayesfl.data.class_groups import dominant_classes, label_groups

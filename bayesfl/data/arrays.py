@@ -20,7 +20,7 @@ Array: TypeAlias = np.ndarray | Tensor | Sequence[Any]
 
 
 def _tensor(values: Any, name: str) -> Tensor:
-    """Makes a tensor of any numbers; integers and floats stay what they are, in int64 and float32."""
+    """Make a tensor of any numbers: int64 of integers, float32 of floats."""
     if values is None or isinstance(values, Dataset | DataLoader):
         raise TypeError(
             f"{name} must be an array, a tensor or nested lists of numbers, got {_kind(values)}; torch data sets go to from_datasets, one "
@@ -43,13 +43,13 @@ def _tensor(values: Any, name: str) -> Tensor:
 
 
 def _kind(value: Any) -> str:
-    """Says what a value is, in an error message."""
+    """Describe a value's type for an error message."""
     name = "None" if value is None else type(value).__name__
     return f"{name} of length {len(value)}" if isinstance(value, tuple | list) else name
 
 
 def _list(values: Any, name: str, of: str) -> list[Any]:
-    """Lists one thing per client."""
+    """Return a list with one thing per client."""
     if isinstance(values, Dataset | DataLoader):
         raise TypeError(f"{name} must be a list with one {of} per client, got one {_kind(values)}: pass a list of them to from_datasets")
     if isinstance(values, Mapping) or not isinstance(values, Iterable):
@@ -58,7 +58,7 @@ def _list(values: Any, name: str, of: str) -> list[Any]:
 
 
 def _per_client(x: Any, y: Any, part: str = "") -> tuple[list[Tensor], list[Tensor]]:
-    """Lists of one tensor per client; the first client that does not fit is named by its place. `part` is '' or 'test '."""
+    """Return lists of one tensor per client; an error names the first client that does not fit. `part` is '' or 'test '."""
     xs = [_tensor(value, f"{part}x of client {j}").float() for j, value in enumerate(_list(x, f"{part}x", "array of inputs"))]
     if not xs:
         raise ValueError(f"{part}x is empty: pass one array of inputs per client")
@@ -81,7 +81,7 @@ def _per_client(x: Any, y: Any, part: str = "") -> tuple[list[Tensor], list[Tens
 
 
 def _plain(ids: Any, name: str) -> list[Hashable]:
-    """Turns client ids into Python values that compare and print as one expects."""
+    """Convert client ids to Python values, which compare and print as expected."""
     if isinstance(ids, np.ndarray | Tensor) and ids.ndim == 1:
         return ids.tolist()
     if isinstance(ids, np.ndarray | Tensor) or not isinstance(ids, Iterable):
@@ -91,7 +91,7 @@ def _plain(ids: Any, name: str) -> list[Hashable]:
 
 
 def _by_client(x: Any, y: Any, ids: Any, known: Sequence[Hashable] | None) -> tuple[list[Tensor], list[Tensor], list[Hashable]]:
-    """Turns pooled rows into one tensor per client, clients in the order of their sorted ids (or as in `known`, for test data)."""
+    """Divide pooled rows into one tensor per client, clients in the order of their sorted ids (or as in `known`, for test data)."""
     part = "" if known is None else "test "
     xs, ys = _tensor(x, f"{part}x").float(), _tensor(y, f"{part}y")
     if xs.dim() < 1 or ys.dim() < 1 or len(xs) != len(ys):
@@ -120,7 +120,7 @@ def _by_client(x: Any, y: Any, ids: Any, known: Sequence[Hashable] | None) -> tu
 
 
 def _environments(values: Any, xs: list[Tensor], ids: Any, order: Sequence[Hashable], held: int) -> Tensor:
-    """Finds the environment of every training row, client after client, then 0 for `held` rows of test data."""
+    """Return the environment of every training row, client after client, then 0 for `held` rows of test data."""
     if ids is not None:
         pooled = _tensor(values, "environments")
         owners = _plain(ids, "client_ids")
@@ -160,7 +160,7 @@ def from_arrays(
     environments: Array | Sequence[Array] | None = None,
     seed: int = 0,
 ) -> FederatedData:
-    """Makes federated data of your own arrays or tensors.
+    """Make federated data of your own arrays or tensors.
 
     Either one array per client, `from_arrays([x_0, x_1], [y_0, y_1])`, or pooled arrays and the client of each row,
     `from_arrays(x, y, client_ids=hospital)`. Numbers are used as they are (in float32): standardise them first.
@@ -169,23 +169,23 @@ def from_arrays(
         x: Inputs [n_j, ...] of each client, or [N, ...] of all.
         y: Integer labels, [n_j] or [N], for classification; floats, also [., O], for regression.
         client_ids: The client of each row of pooled arrays; clients are numbered in the order of their sorted ids.
-        test: Test data in the same form, `(xs, ys)` or `(x, y, client_ids)`; without it, `test_share` of each client's examples.
-        test_share: Share of each client's examples, stratified by class, at least one; 0 for no test split.
-        validation: Share of each client's training examples for tuning; 0 for no such split.
-        calibration: Likewise, for temperatures and conformal thresholds.
-        outputs: Number of classes; one more than the largest label unless given.
-        task: `classification` or `regression`; read from the type of `y` unless given.
-        names: Name of each client.
-        class_names: Name of each class.
-        source: Name, terms and citation of the data.
-        environments: Which of its client's environments (instruments, days, sites) each row of the training data is from, in the form of
-            `y`: whole numbers from 0 within each client, no gaps. Environment 0 of one client has nothing to do with that of another.
-            For methods that look for what holds in all of them; where every client is one, call `as_environments()` on the data instead.
+        test: Test data in the same form, `(xs, ys)` or `(x, y, client_ids)`; None takes `test_share` of each client's examples.
+        test_share: Share of each client's examples for the test, stratified by class, at least one; 0 for no test split.
+        validation: Share of each client's training examples for tuning, at least one; 0 for no such split.
+        calibration: The same for temperatures and conformal thresholds, disjoint from `validation`.
+        outputs: Number of classes or targets; None for one more than the largest label, or the number of targets.
+        task: `classification` or `regression`; None for regression if `y` holds floats, else classification.
+        names: One name for each client; by default its id, or `client 0` and so on.
+        class_names: One name for each class; None for classes without names.
+        source: Name, licence and citation of the data.
+        environments: Environment (instrument, day, site) from which each row of the training data comes, in the form of `y`: whole numbers
+            from 0 within each client, no gaps. Environment 0 of one client is unrelated to that of another. They serve methods that
+            learn what holds in all of them; if every client is one environment, call `as_environments()` on the data instead.
         seed: Seed of the splits.
 
     Raises:
-        ValueError: Arrays that don't fit each other, or a client with too few examples for the splits asked for.
-        TypeError: Something else than arrays, such as torch data sets: those go to `from_datasets`.
+        ValueError: Arrays do not fit each other, or a client has too few examples for its splits.
+        TypeError: An argument is no array, such as a torch data set: pass those to `from_datasets`.
     """
     pooled = client_ids is not None
     if pooled:
@@ -282,7 +282,7 @@ def from_arrays(
 
 
 def _examples(dataset: Any, name: str) -> tuple[Tensor, Tensor]:
-    """Reads all examples of a map-style data set, as x [n, ...] and y [n, ...]."""
+    """Read all examples of a map-style data set, as x [n, ...] and y [n, ...]."""
     if isinstance(dataset, TensorDataset) and len(dataset.tensors) == 2:
         return dataset.tensors[0], dataset.tensors[1]
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")) or isinstance(dataset, Mapping):
@@ -317,16 +317,16 @@ def _examples(dataset: Any, name: str) -> tuple[Tensor, Tensor]:
 
 
 def from_datasets(datasets: Sequence[Dataset], *, test: Sequence[Dataset] | None = None, **options: Any) -> FederatedData:
-    """Makes federated data of one map-style torch data set per client, each giving pairs (x, y); all are read into memory once.
+    """Make federated data of one map-style torch data set per client, each giving pairs (x, y); all are read into memory once.
 
     Args:
-        datasets: One per client.
-        test: Test data sets, one per client; without them a share of each client's examples.
+        datasets: One data set for each client.
+        test: Test data sets, one for each client; None takes a share of each client's examples.
         **options: Those of `from_arrays` but `client_ids`.
 
     Raises:
-        ValueError: A data set that does not give pairs of numbers, or what `from_arrays` refuses.
-        TypeError: Something else than a list of map-style data sets.
+        ValueError: A data set does not give pairs of numbers, or `from_arrays` refuses them.
+        TypeError: `datasets` is no list of map-style data sets, or `client_ids` is given.
     """
     if "client_ids" in options:
         raise TypeError("client_ids is for the pooled arrays of from_arrays; from_datasets takes one data set per client, see names=")

@@ -1,4 +1,4 @@
-"""How federated data are put together of shared tensors and the rows of each client, shares for tuning and calibration taken out."""
+"""Assembly of federated data from shared tensors and the rows of each client, with shares taken out for tuning and calibration."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -16,15 +16,15 @@ from bayesfl.data.split import ClientData
 
 
 def _plain_numbers(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Makes a recipe's numbers Python's own, so that `seed=numpy.int64(3)` makes what `seed=3` makes."""
+    """Convert a recipe's numbers to Python's own, so that `seed=numpy.int64(3)` makes the same recipe as `seed=3`."""
     return json.loads(json.dumps(recipe, default=lambda value: value.item()))
 
 
 def check_shares(**shares: float) -> None:
-    """Refuses shares outside [0, 1) and shares that leave nothing to train on.
+    """Refuse shares outside [0, 1), and shares that leave no training examples.
 
     Raises:
-        ValueError: Names the share.
+        ValueError: A share is out of range, or the shares add up to 1 or more; the message names them.
     """
     for name, share in shares.items():
         if not 0 <= share < 1:
@@ -34,7 +34,7 @@ def check_shares(**shares: float) -> None:
 
 
 def _take(labels: np.ndarray | None, rows: np.ndarray, share: float, of: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Takes `share` of `of` examples, at least one, out of `rows`; where that leaves none, what is left comes back empty."""
+    """Draw `share` of `of` examples, at least one, from `rows`; return the remaining rows, which may be none, and those drawn."""
     number = min(max(1, round(share * of)), len(rows))
     return stratified(None if labels is None else labels[rows], rows, number, rng)
 
@@ -55,25 +55,25 @@ def assemble(
     seed: int,
     environment: Tensor | None = None,
 ) -> FederatedData:
-    """Puts shared tensors and the rows of each client together, validation and calibration taken out of its training rows.
+    """Make federated data of shared tensors and the rows of each client, with validation and calibration taken out of its training rows.
 
     Args:
         x: Inputs [N, ...].
         y: Labels or targets [N, ...].
-        rows: For `train` and, where there is one, `test`: the rows of each client.
-        outputs: Classes or targets.
+        rows: For `train` and, if there is one, `test`: the rows of each client.
+        outputs: Number of classes or targets.
         task: `classification` or `regression`.
-        names: One per client.
-        class_names: One per class.
-        source: Where the data come from.
-        recipe: What made the partition; the two shares and the seed are added to it.
+        names: One name for each client.
+        class_names: One name for each class; None for classes without names.
+        source: Name, licence and citation of the data.
+        recipe: The partition's name and options; the two shares and the seed are added to them.
         validation: Share of each client's training rows, 0 for no such split.
-        calibration: Likewise, disjoint from it.
+        calibration: The same, disjoint from `validation`.
         seed: Seed of the two draws.
-        environment: Which of its client's environments each row is from, [N] int64, from 0 within each client; None where there are none.
+        environment: Environment from which each row comes, [N] int64, from 0 within each client; None for no environments.
 
     Raises:
-        ValueError: A share out of range, or a client that would have nothing left to train on.
+        ValueError: A share is out of range, or a client would have no training rows left.
     """
     check_shares(validation=validation, calibration=calibration)
     parts = {"train": [np.asarray(r, dtype=np.int64) for r in rows["train"]]}

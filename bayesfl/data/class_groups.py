@@ -1,4 +1,4 @@
-"""Recipes with label skew in groups: clients of a group have the same classes, or the same ones most of the time."""
+"""Recipes with label skew in groups: clients of a group have the same classes, or mostly the same ones."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,32 +33,35 @@ def dominant_classes(
     root: str | Path | None = None,
     download: bool = False,
 ) -> FederatedData:
-    """Skews labels in groups that overlap: a share of a client's examples is of all classes alike, the rest of its group's dominant ones.
+    """Divide a data set among groups of clients that overlap: most of a client's examples are of its group's dominant classes.
+
+    A share `uniform` of a client's examples is of all classes alike, the rest of the dominant classes of its group.
 
     Client j is in group j mod G. Unless `groups` are given, group g has the classes 2g, 2g + 1 and 2g + 2, modulo the number of classes, so
-    that neighbours have one class in common where the number of classes is even and six or more: with ten {0, 1, 2}, {2, 3, 4}, {4, 5, 6},
+    that neighbours have one class in common if the number of classes is even and at least six: with ten {0, 1, 2}, {2, 3, 4}, {4, 5, 6},
     {6, 7, 8}, {8, 9, 0}, as in the paper.
 
-    Each class's rows, of the training and of the test part, are a shuffled queue that clients take from one after another; where it ends
-    it starts again. So CLIENTS MAY SHARE EXAMPLES, though none has one twice: `recipe["shared"]` says how many training and test rows
-    belong to several. Where training rows do, there is no validation or calibration part, which others would have trained on.
+    Each class's rows, of the training and of the test part, are a shuffled queue from which clients take one after another; it starts again
+    at its end. Clients may therefore share examples, though none has one twice: `recipe["shared"]` has the numbers of training and test
+    rows that belong to several clients. If training rows do, a validation or calibration part is refused, since other clients would train
+    on it.
 
     Sizes of the paper, as `train` and `test`, with 20 or 100 clients: CIFAR-10 and CINIC-10 600 and 300, Fashion-MNIST 600 and 600; EMNIST
-    1,000 and 600 with digits, capitals and small letters as three groups. The authors' code takes rows as they come and, on CIFAR-10,
+    1,000 and 600 with digits, capitals and small letters as three groups. The authors' code takes rows in their order and, on CIFAR-10,
     starts at the 2,000th.
 
     Args:
         clients: Number of clients.
-        train: Training rows of each client, before validation and calibration.
-        test: Test rows of each client.
-        uniform: Share of them that is of all classes alike, within [0, 1]; numbers are rounded to sum up.
-        groups: Dominant classes of each group; a class may be in several.
+        train: Number of training rows of each client, before validation and calibration.
+        test: Number of test rows of each client.
+        uniform: Share of these rows that is of all classes alike, within [0, 1]; numbers are rounded so that they add up.
+        groups: Dominant classes of each group; a class may be in several. None for the groups above.
 
     The other options are those of every recipe: `bayesfl.data.recipes.Options`.
 
     Raises:
-        ValueError: A number out of range, groups that are none, a client that wants more of a class than there is, or a validation or
-            calibration part of rows that clients share.
+        ValueError: A number is out of range, a group is empty or has an unknown class, a client is to get more rows of a class than there
+            are, or a validation or calibration part is asked for while clients share training rows.
 
     References:
         Xu, Tong, Huang, "Personalized federated learning with feature alignment and classifier collaboration", ICLR 2023,
@@ -124,36 +127,36 @@ def label_groups(
     root: str | Path | None = None,
     download: bool = False,
 ) -> FederatedData:
-    """Skews labels in groups: consecutive classes, as many examples of each for every client, training and test data POOLED.
+    """Give every client consecutive classes, with equally many examples of each, from the pooled training and test data.
 
     Client u has the classes (labels * u + k) mod O for k < labels, where O is the number of classes. With 5 of 10 classes, as in
-    the paper, that makes two groups only: classes 0 to 4 for the even clients, 5 to 9 for the odd ones. The paper says no more
-    than 5 of 10 labels per client; the groups come from the authors' code.
+    the paper, that makes two groups only: classes 0 to 4 for the even clients, 5 to 9 for the odd ones. The paper specifies only that
+    clients have 5 of 10 labels; the groups come from the authors' code.
 
     The data's own division is not kept: training and test part are pooled, and every client gets `train` and `test` examples of
-    each of its classes out of the pool, without replacement, so that no example belongs to two clients or to both splits.
-    Numbers are therefore not comparable to ones on the official test part; `recipe["pooled"]` says so. The authors' code takes
-    examples as they come and meets the numbers per class on average; here they are drawn at random and exact.
+    each of its classes from the pool, without replacement, so that no example belongs to two clients or to both splits.
+    Results are therefore not comparable to those on the official test part; `recipe["pooled"]` is True. The authors' code takes
+    examples in their order and reaches the numbers per class on average; here they are drawn at random and exact.
 
     Sizes of the paper, as `train` and `test`: MNIST and Fashion-MNIST with 10 clients, small 50 and 950, large 900 and 300;
     CIFAR-10 with 20 clients, small 25 and 475, large 450 and 150, which takes every image there is.
 
-    Inputs are `centred` as the authors do it, by mean 0.5 and standard deviation 0.5 of pixels within [0, 1]. It matters to whatever
-    asks for curvature: at [0, 1] a pixel that is always black is always 0, so that the weights on it have no curvature at all.
+    Inputs are `centred` as the authors do it, by mean 0.5 and standard deviation 0.5 of pixels within [0, 1]. It matters to methods that
+    compute curvature: at [0, 1] a pixel that is always black is always 0, so that the weights on it have no curvature at all.
 
     Args:
-        source: Name of a data set, or a source of your own, which has inputs within [0, 1] if they are to be centred.
+        source: Name of a data set, or a source of your own, whose inputs must lie within [0, 1] to be centred.
         clients: Number of clients.
-        labels: Classes of each client.
-        train: Training rows of each class and client, before validation and calibration.
-        test: Test rows of each class and client.
-        centred: Map inputs from [0, 1] to [-1, 1]. Otherwise they stay as `load` gives them: images standardised by their usual
+        labels: Number of classes of each client.
+        train: Number of training rows of each class and client, before validation and calibration.
+        test: Number of test rows of each class and client.
+        centred: Whether to map inputs from [0, 1] to [-1, 1]. Otherwise they stay as `load` gives them: images standardised by their usual
             mean and deviation, digits within [0, 1].
 
     The other options are those of every recipe: `bayesfl.data.recipes.Options`.
 
     Raises:
-        ValueError: More labels than classes, too few rows of a class, or inputs that cannot be centred.
+        ValueError: `labels` exceeds the number of classes, a class has too few rows, or inputs to be centred lie outside [0, 1].
 
     References:
         Chen, Liu, Wu, Fan, Cao, "FedSI: federated subnetwork inference for efficient uncertainty quantification", 2024,
@@ -188,10 +191,10 @@ def label_groups(
 
 
 def _centred(source: Source) -> Tensor:
-    """Maps inputs from [0, 1] to [-1, 1], the usual standardisation of known images undone first; one copy while it is in use.
+    """Map inputs from [0, 1] to [-1, 1], after undoing the usual standardisation of known images; the copy is shared while it is in use.
 
     Raises:
-        ValueError: Inputs beyond [0, 1].
+        ValueError: The inputs lie outside [0, 1].
     """
     known = _centred_inputs.get(source.x)
     if known is not None and known[0] == source.x._version and (x := known[1]()) is not None:

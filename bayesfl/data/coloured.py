@@ -1,4 +1,4 @@
-"""Coloured images: a colour that agrees with the label, differently in every environment, beside a shape that always means the same."""
+"""Coloured images: their colour agrees with the label to a different degree in every environment, their shape always in the same way."""
 
 import math
 from collections.abc import Sequence
@@ -19,11 +19,11 @@ from bayesfl.data.split import ClientData
 
 Agreement: TypeAlias = float | Sequence[float]
 _NO_IMAGES = ("heart", "diabetes", "shakespeare")
-_FLIP, _COLOUR = 1, 2  # words of the addresses under Purpose.PARTITION, beside the order of the rows
+_FLIP, _COLOUR = 1, 2  # `phase` under Purpose.PARTITION; 0 is the order of the rows
 
 
 def _shares(name: str, values: Sequence[Agreement]) -> list[list[float]]:
-    """Checks the agreements of every client's environments."""
+    """Check the agreements of every client's environments, and return them as lists."""
     values = _plain(values)
     if isinstance(values, str) or not isinstance(values, Sequence) or not len(values):
         raise ValueError(f"{name} must have one share for each client, or one tuple of them, got {values!r}")
@@ -36,19 +36,19 @@ def _shares(name: str, values: Sequence[Agreement]) -> list[list[float]]:
 
 
 def _plain(values: Any) -> Any:
-    """Takes numbers out of an array or a tensor."""
+    """Convert an array or a tensor to Python numbers."""
     return values.tolist() if isinstance(values, np.ndarray | Tensor) else values
 
 
 def _share(name: str, value: float) -> float:
-    """Checks a single share."""
+    """Check a single share, and return it as a float."""
     if not 0 <= number(name, value) <= 1:
         raise ValueError(f"{name} must hold shares within [0, 1], got {value}")
     return float(value)
 
 
 def _coloured(grey: Tensor, y: Tensor, drawn: Tensor, agreement: Tensor | float) -> Tensor:
-    """Paints two channels [N, 2, H, W], all black but that of the colour: the label's with probability `agreement`."""
+    """Paint images into two channels [N, 2, H, W], one of them black: the colour is the label's with probability `agreement`."""
     colour = torch.where(drawn < agreement, y, 1 - y)
     x = grey.new_zeros(len(grey), 2, *grey.shape[1:])
     x[torch.arange(len(grey)), colour] = grey
@@ -69,31 +69,32 @@ def coloured(
     root: str | Path | None = None,
     download: bool = False,
 ) -> FederatedData:
-    """Paints images in two colours: in training shape tells the label less often than colour does, in the test colour misleads.
+    """Paint images in two colours: in training, colour predicts the label better than shape does; in the test, colour misleads.
 
     The label is whether the class is among the first half, flipped with probability `flip`: no shape can be right more often than
     1 - `flip`. The colour agrees with that noisy label with a probability of its own in each client's training data, and with
-    `test_agreement` in everyone's test data; `recoloured` gives the same test images other colours. Client i's images, of both parts, are
-    turned by i quarter turns counter-clockwise. Inputs are [2, H, W] within [0, 1]; images of 28 x 28 are thinned to every second pixel.
+    `test_agreement` in every client's test data; `recoloured` gives the same test images other colours. Client i's images, of both parts,
+    are rotated by i quarter turns counter-clockwise. Inputs are [2, H, W] within [0, 1]; of images of 28 x 28 every second pixel is kept.
 
     * `coloured("fashion-mnist", test=10_000)`: RC-FMNIST, four clients, as the authors' generator makes it.
-    * `coloured("mnist", agreement=(0.95, 0.9, 0.85, 0.8), test_agreement=0.5, test=10_000)`: RC-MNIST, as its folder's name has it.
+    * `coloured("mnist", agreement=(0.95, 0.9, 0.85, 0.8), test_agreement=0.5, test=10_000)`: RC-MNIST, by the values in its folder's name.
     * `rotate=False`: the same without a mark by which a network could tell clients apart.
     * `coloured("mnist", agreement=((0.8, 0.9),), rotate=False, test=10_000)`: IRM's coloured MNIST, on one machine.
 
     Args:
         source: Name of a data set of grey images, or a source of your own with inputs [1, H, W] (or H H numbers) within [0, 1].
         agreement: For each client the probability that colour agrees with label in training, or several, one for each of its environments.
-        test_agreement: The same in the test data.
-        rotate: Whether clients are turned.
-        flip: Of the label noise.
-        test: How many of the last rows of the source's training part are the test data, as IRM's code has it with 10,000 of MNIST; None
-            for the source's own test part.
+        test_agreement: The same probability in the test data.
+        rotate: Whether each client's images are rotated.
+        flip: Probability of a flipped label, in [0, 1].
+        test: Number of rows, the last of the source's training part, that are the test data, as IRM's code has it with 10,000 of MNIST;
+            None for the source's own test part.
 
     The other options are those of every recipe: `bayesfl.data.recipes.Options`.
 
     Raises:
-        ValueError: Shares outside [0, 1], data that are no grey images, a single class, or fewer rows than environments.
+        ValueError: A share lies outside [0, 1], the data are no grey images or have a single class, or there are fewer rows than
+            environments.
         TypeError: `rotate` is no bool.
 
     References:
@@ -167,17 +168,17 @@ def coloured(
 
 
 def recoloured(clients: FederatedData, agreement: float) -> ClientData:
-    """Gives the test part of `coloured` data other colours: same images, noisy labels and draws, so that cases differ where they must.
+    """Give the test part of `coloured` data another agreement of colour and label; images, noisy labels and random draws stay the same.
 
-    `result.predict(split).summary(split)` scores one trained model on it.
+    `result.predict(split).summary(split)` measures one trained model on it.
 
     Args:
-        clients: What `coloured` made.
+        clients: Data made by `coloured`.
         agreement: The probability that colour agrees with label.
 
     Raises:
-        TypeError: They are no `FederatedData`.
-        ValueError: They are other data, or the share lies outside [0, 1].
+        TypeError: `clients` is no `FederatedData`.
+        ValueError: `clients` was not made by `coloured`, or `agreement` lies outside [0, 1].
     """
     instance("clients", clients, FederatedData, "pass what bf.data.coloured() made")
     if clients.recipe.get("recipe") != "coloured":
@@ -191,7 +192,7 @@ def recoloured(clients: FederatedData, agreement: float) -> ClientData:
 
 
 def _grey(source: Source) -> Tensor:
-    """Finds images [N, H, W] within [0, 1]; every second pixel of those of 28 x 28."""
+    """Return a source's images as [N, H, W] within [0, 1]; of images of 28 x 28, every second pixel."""
     shape = tuple(source.x.shape[1:])
     side = math.isqrt(shape[0])
     if len(shape) == 1 and side * side == shape[0]:

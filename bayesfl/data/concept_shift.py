@@ -1,4 +1,4 @@
-"""Recipes with concept shift: groups of clients mean different things by a label."""
+"""Recipes with concept shift: the same label has different meanings in different groups of clients."""
 
 import math
 from collections.abc import Sequence
@@ -28,25 +28,26 @@ def concept_drift(
     root: str | Path | None = None,
     download: bool = False,
 ) -> FederatedData:
-    """Makes labels drift by superclass: clients agree on the labels but mean different things by them.
+    """Divide a data set so that labels have different meanings: each client knows every superclass by one of its subclasses only.
 
-    Labels are superclasses, and each client knows every superclass by one of its subclasses only ("vehicle" is a bus to one and
-    a train to another). Clients come in groups as large as a superclass: within a group every subclass goes to one client, and
-    each class is cut at the same random places into one piece per group, so that clients of a group have equally much and groups
-    don't. Expected size: training rows over clients. A client is tested on all test rows of its subclasses.
+    Labels are superclasses ("vehicle" is a bus to one client and a train to another). Clients come in groups as large as a superclass:
+    within a group every subclass goes to one client, and each class is cut at the same random places into one piece per group, so that
+    clients of a group have equally many rows and groups do not. A client has on average the number of training rows divided by that of
+    clients. It is tested on all test rows of its subclasses.
 
     With `cifar100` (20 superclasses of 5) this is the partition of the paper, from the authors' code. Other data without
     superclasses of their own pair classes: superclass k is classes 2k and 2k + 1.
 
     Args:
         clients: Number of clients, a multiple of the size of a superclass.
-        superclasses: The classes of each superclass, groups of one size.
-        min_piece: Fewest training rows of a class in a piece.
+        superclasses: The classes of each superclass, in groups of one size; None for the source's own.
+        min_piece: Smallest number of training rows of a class in a piece.
 
     The other options are those of every recipe: `bayesfl.data.recipes.Options`.
 
     Raises:
-        ValueError: Clients or superclasses that don't work out, or a `min_piece` that is no whole number of at least 1.
+        ValueError: `clients` is no such multiple or too large, `superclasses` are not groups of one size of different classes, or
+            `min_piece` is no whole number >= 1.
 
     References:
         Zhu, Ma, Blaschko, "Tackling personalized federated learning with label concept drift via hierarchical Bayesian modeling",
@@ -100,20 +101,21 @@ def swapped_labels(
     root: str | Path | None = None,
     download: bool = False,
 ) -> FederatedData:
-    """Shifts concepts: no skew of inputs, but groups of clients give classes the names of others, in training and test data alike.
+    """Divide a data set evenly among groups of clients that exchange the labels of some classes, in training and test data alike.
 
-    Rows are dealt as by `iid`. Client j is in group j mod G. The first group names classes as they are; in each other one, `swaps` disjoint
-    pairs of classes, drawn for the group, change names, no two groups alike. `recipe["names"]` [G, K] says what class k is called.
+    Rows are divided as by `iid`, without skew of the inputs. Client j is in group j mod G. The first group keeps all labels; in each other
+    one, `swaps` disjoint pairs of classes, drawn for the group, exchange theirs, no two groups alike. `recipe["names"]` [G, K] holds the
+    label of class k in each group.
 
     Args:
         clients: Number of clients.
-        groups: G, at most as many as clients.
-        swaps: Pairs that change names.
+        groups: Number of groups G, at most that of clients.
+        swaps: Number of pairs that exchange labels.
 
     The other options are those of every recipe: `bayesfl.data.recipes.Options`.
 
     Raises:
-        ValueError: A number out of range, or so many groups that they would not all differ.
+        ValueError: A number is out of range, or there are too many groups for all to differ.
     """
     options = Options(source=source, seed=seed, validation=validation, calibration=calibration, root=root, download=download)
     opened = options.open()

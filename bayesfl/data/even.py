@@ -1,4 +1,4 @@
-"""Recipes that give clients equal parts: of all rows by chance, or in the order of a feature."""
+"""Recipes that give clients equal parts of the rows: drawn at random, or in the order of a feature."""
 
 from pathlib import Path
 from typing import Literal
@@ -13,7 +13,7 @@ from bayesfl.data.sources import Source
 
 
 def deal_evenly(source: Source, clients: int, rng: np.random.Generator) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Deals shuffled training and test rows in equal parts, to within one."""
+    """Divide shuffled training and test rows into equal parts, to within one."""
     parts = [np.array_split(rng.permutation(rows), clients) for rows in (source.train, len(source.x) - source.train)]
     return partitions.join([[part] for part in parts[0]]), partitions.join([[part] for part in parts[1]])
 
@@ -28,7 +28,7 @@ def iid(
     root: str | Path | None = None,
     download: bool = False,
 ) -> FederatedData:
-    """Deals shuffled rows in equal parts, to within one, without any skew; for classification and regression.
+    """Divide shuffled rows into equal parts, to within one, without any skew; for classification and regression.
 
     Args:
         clients: Number of clients.
@@ -36,7 +36,7 @@ def iid(
     The other options are those of every recipe: `bayesfl.data.recipes.Options`.
 
     Raises:
-        ValueError: More clients than training or test rows.
+        ValueError: There are more clients than training or test rows.
     """
     options = Options(source=source, seed=seed, validation=validation, calibration=calibration, root=root, download=download)
     opened = options.open()
@@ -53,19 +53,19 @@ def diabetes(
     validation: float = 0.0,
     calibration: float = 0.0,
 ) -> FederatedData:
-    """Shares out a regression: disease progression of 442 patients from ten features, 354 of them for training; ships with scikit-learn.
+    """Divide a regression data set: disease progression of 442 patients from ten features, 354 of them for training; part of scikit-learn.
 
-    Features and target are standardised by the training rows; `recipe["target_mean"]` and `recipe["target_scale"]` give the
-    target's units back.
+    Features and target are standardised by the training rows; `recipe["target_mean"]` and `recipe["target_scale"]` convert
+    targets back to their units.
 
     Args:
         clients: Number of clients.
-        by: Skew: clients are equal parts of the patients in the order of this feature, ties at random. None for no skew.
+        by: Feature in whose order the patients are cut into equal parts, ties at random, which skews the clients. None for no skew.
 
     The other options are those of every recipe: `bayesfl.data.recipes.Options`.
 
     Raises:
-        ValueError: Too many clients, or an unknown feature.
+        ValueError: There are more clients than test rows, or `by` is no feature.
     """
     if by is None:
         return iid("diabetes", clients=clients, seed=seed, validation=validation, calibration=calibration)
@@ -85,5 +85,5 @@ def diabetes(
 
 
 def _scale(source: Source) -> dict[str, float]:
-    """Gives what leads back to the units of a regression's targets."""
+    """Return the recipe's entries that convert a regression's targets back to their units; none for other data."""
     return {} if source.scale is None else {"target_mean": round(source.scale[0], 9), "target_scale": round(source.scale[1], 9)}

@@ -1,4 +1,4 @@
-"""A federation's data: the named splits of all clients, and what has to hold of them."""
+"""The data of a federation: the named splits of all clients, checked for consistency."""
 
 import hashlib
 import json
@@ -22,20 +22,20 @@ from bayesfl.data.tensors import digest_of, not_finite
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class FederatedData:
-    """Every client's splits, and where they come from.
+    """The data of a federation: every client's splits, and their origin.
 
     Args:
         splits: `train`, and optionally `test`, `validation`, `calibration`; each has the same clients.
-        outputs: Outputs that a network needs: the number of classes, or of targets.
+        outputs: Number of outputs that a network needs: of classes, or of targets.
         task: `classification` or `regression`.
         inputs: Shape of one example.
-        client_names: One per client.
-        source: Name, terms and citation of the data.
-        recipe: What made this partition, JSON-able: its name, every argument and the seed.
-        class_names: One per class, where classes have names.
+        client_names: One name for each client.
+        source: Name, licence and citation of the data.
+        recipe: The call that made this partition, JSON-able: its name, every argument and the seed.
+        class_names: One name for each class; None for classes without names.
 
     Raises:
-        ValueError: Labels or inputs that cannot be right, a client without training data, or splits that don't fit each other.
+        ValueError: Labels or inputs are invalid, a client has no training data, the splits do not fit each other, or they share examples.
     """
 
     splits: Mapping[str, ClientData]
@@ -85,7 +85,7 @@ class FederatedData:
         self._check_overlap()
 
     def _first_client(self, split: ClientData, places: Tensor) -> str:
-        """Names the first client one of whose entries of `index` is marked in `places` [sum n_j] bool."""
+        """Return the name of the first client that has an entry of `index` marked in `places` [sum n_j] bool."""
         entry = int(places.nonzero()[0, 0])
         return self.client_names[int(np.searchsorted(np.cumsum(split.counts), entry, side="right"))]
 
@@ -162,32 +162,44 @@ class FederatedData:
 
     @property
     def train(self) -> ClientData:
-        """What clients learn from."""
+        """Return the split on which clients are trained."""
         return self.splits["train"]
 
     @property
     def test(self) -> ClientData:
-        """What results are measured on."""
+        """Return the split on which results are measured.
+
+        Raises:
+            ValueError: The data have no such split.
+        """
         return self._split("test", "pass test= or test_share= when you make it")
 
     @property
     def validation(self) -> ClientData:
-        """What options are tuned on."""
+        """Return the split on which options are tuned.
+
+        Raises:
+            ValueError: The data have no such split.
+        """
         return self._split("validation", "pass validation=0.1 to the recipe that makes it")
 
     @property
     def calibration(self) -> ClientData:
-        """What a temperature or a conformal threshold is fitted to."""
+        """Return the split to which a temperature or a conformal threshold is fitted.
+
+        Raises:
+            ValueError: The data have no such split.
+        """
         return self._split("calibration", "pass calibration=0.1 to the recipe that makes it")
 
     @property
     def clients(self) -> int:
-        """Number of clients J."""
+        """Return the number of clients J."""
         return len(self.client_names)
 
     @property
     def classes(self) -> int:
-        """Number of classes.
+        """Return the number of classes.
 
         Raises:
             ValueError: The task is a regression.
@@ -198,12 +210,12 @@ class FederatedData:
 
     @property
     def counts(self) -> dict[str, np.ndarray]:
-        """Number of examples of each client in each split, [J] int64 each."""
+        """Return the number of examples of each client in each split, [J] int64 each."""
         return {name: split.counts for name, split in self.splits.items()}
 
     @cached_property
     def hash(self) -> str:
-        """SHA-256 over the recipe, the partition and the data, the same on every platform, device and precision."""
+        """Return the SHA-256 over the recipe, the partition and the data, the same on every platform, device and precision."""
         recipe = {"recipe": dict(self.recipe), "outputs": self.outputs, "task": self.task, "splits": sorted(self.splits)}
         digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode())
         for _, split in sorted(self.splits.items()):
@@ -216,10 +228,10 @@ class FederatedData:
         return digest.hexdigest()
 
     def select(self, ids: Iterable[int]) -> "FederatedData":
-        """Keeps only the clients `ids`, in that order, numbered from 0.
+        """Return a federation of the clients `ids` only, in that order, numbered from 0.
 
         Raises:
-            ValueError: An id that does not exist, is given twice, or no id at all.
+            ValueError: An id does not exist or is given twice, or `ids` is empty.
         """
         chosen = [int(j) for j in ids]
         if not chosen or len(set(chosen)) < len(chosen) or not all(0 <= j < self.clients for j in chosen):
@@ -232,7 +244,7 @@ class FederatedData:
         )
 
     def as_environments(self) -> "FederatedData":
-        """Takes all of a client's examples for ones of one environment, which is how invariant methods see the clients."""
+        """Mark every client's examples as one environment, which is how invariant methods treat the clients."""
         made: dict[int, Tensor] = {}
         splits = {
             name: replace(
@@ -243,17 +255,17 @@ class FederatedData:
         return replace(self, splits=splits, recipe={"recipe": "as_environments", "of": dict(self.recipe)})
 
     def hold_out(self, clients: int | float, *, seed: int = 0) -> tuple["FederatedData", "FederatedData"]:
-        """Parts the federation from some of its clients, drawn at random: novel ones, never seen in training.
+        """Split the federation into two, by clients drawn at random: those to be trained, and novel ones, not seen in training.
 
         Args:
-            clients: How many to hold out, or which share of them, within (0, 1).
+            clients: Number of clients to hold out, or their share as a float within (0, 1).
             seed: Seed of the draw.
 
         Returns:
-            Those who stay, and those held out.
+            The federation of the clients that remain, and that of those held out.
 
         Raises:
-            ValueError: Nobody would be left on one of the two sides.
+            ValueError: `clients` is out of range, or one of the two federations would be empty.
         """
         number = max(1, round(clients * self.clients)) if isinstance(clients, float) else clients
         if isinstance(clients, bool) or (isinstance(clients, float) and not 0 < clients < 1) or not 0 < number < self.clients:
@@ -262,7 +274,7 @@ class FederatedData:
         return self.select(np.sort(order[number:]).tolist()), self.select(np.sort(order[:number]).tolist())
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "FederatedData":
-        """Moves the data to `device`, floating-point inputs and targets in `dtype`; tensors that splits share stay shared."""
+        """Move the data to `device`, with floating-point inputs and targets in `dtype`; tensors that splits share stay shared."""
         moved: dict[int, Tensor] = {}
 
         def move(tensor: Tensor) -> Tensor:
@@ -279,7 +291,7 @@ class FederatedData:
         return replace(self, splits=splits)
 
     def table(self) -> str:
-        """Writes a row per client: its examples in each split, and in each class of the training data where there are at most 20."""
+        """Return a table with a row per client: its examples in each split, and in each class of the training data if it has at most 20."""
         head = ["client", *self.splits]
         columns = [list(self.client_names), *([str(n) for n in split.counts] for split in self.splits.values())]
         if self.task == "classification" and self.outputs <= 20:

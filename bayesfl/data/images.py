@@ -1,4 +1,4 @@
-"""Images: every layout in which the known sets of them lie on disk, their usual standardisation, and the way back to [0, 1]."""
+"""Image data sets: reading from every layout in which they are stored, their usual standardisation, and its inverse."""
 
 import gzip
 import logging
@@ -45,13 +45,13 @@ _NAMES = {"fashion-mnist": _FASHION, "emnist-letters": tuple(string.ascii_lowerc
 
 
 def read_idx(path: str | Path) -> np.ndarray:
-    """Reads an array of unsigned bytes in the idx format of MNIST, gzipped or not.
+    """Read an array of unsigned bytes in the idx format of MNIST, gzipped or not.
 
     Args:
-        path: The file.
+        path: The file; a name that ends in `.gz` is gzipped.
 
     Raises:
-        ValueError: The file is not such an array, or not whole.
+        ValueError: The file is no such array, or is truncated.
     """
     path = Path(path)
     with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
@@ -67,7 +67,13 @@ def read_idx(path: str | Path) -> np.ndarray:
 
 
 def read_images(name: str, root: Path, download: bool) -> Source:
-    """Reads images and labels from where they lie on disk, and standardises them by the usual means and deviations."""
+    """Read an image data set from the folder `root`, and standardise it by its usual means and deviations.
+
+    Raises:
+        FileNotFoundError: The files are absent, and could not be downloaded or `download` is False.
+        ImportError: torchvision is needed and not installed.
+        ValueError: A file is damaged, or lacks an array.
+    """
     looked = [root / f"{name}.npz", root / f"{name.replace('-', '_')}.npz"]
     for path in dict.fromkeys(looked):
         if path.is_file():
@@ -91,7 +97,7 @@ def read_images(name: str, root: Path, download: bool) -> Source:
 
 
 def _absent(name: str, root: Path, looked: list[Path], download: bool, error: Exception | None = None) -> str:
-    """Says that a data set is not there: why not, where it was looked for, and how to get it."""
+    """Return the message that a data set is absent: the reason, the places where it was looked for, and how to get it."""
     what = "is not on disk"
     if error is not None:
         reason = " ".join(str(error).split())
@@ -105,7 +111,7 @@ def _absent(name: str, root: Path, looked: list[Path], download: bool, error: Ex
 
 
 def _idx_arrays(folder: Path) -> dict[str, np.ndarray] | None:
-    """Reads the four arrays of MNIST's layout; None where not all four are there."""
+    """Read the four arrays of MNIST's layout; None if one of them is absent."""
     names = {"x_train": "train-images-idx3", "y_train": "train-labels-idx1", "x_test": "t10k-images-idx3", "y_test": "t10k-labels-idx1"}
     found = {}
     for key, stem in names.items():
@@ -117,7 +123,7 @@ def _idx_arrays(folder: Path) -> dict[str, np.ndarray] | None:
 
 
 def _torchvision_arrays(name: str, root: Path, download: bool) -> dict[str, np.ndarray]:
-    """Reads the same arrays through torchvision, which fetches them where it may."""
+    """Read the four arrays through torchvision, which downloads them if `download`."""
     try:
         torchvision()
     except ImportError:
@@ -130,14 +136,14 @@ def _torchvision_arrays(name: str, root: Path, download: bool) -> dict[str, np.n
         letters = {"split": "letters"} if name == "emnist-letters" else {}
         data = getattr(datasets, _TORCHVISION[name])(str(root), train=train, download=download, **letters)
         x = np.asarray(data.data)
-        arrays |= {f"x_{part}": x.swapaxes(1, 2) if letters else x, f"y_{part}": np.asarray(data.targets)}  # EMNIST's lie on their side
+        arrays |= {f"x_{part}": x.swapaxes(1, 2) if letters else x, f"y_{part}": np.asarray(data.targets)}  # EMNIST's images are transposed
     if name.startswith("cifar"):
         arrays["label_names"] = np.asarray(data.classes)
     return arrays
 
 
 def _standardised(name: str, arrays: dict[str, np.ndarray]) -> Source:
-    """Makes a source, float32 [N, channels, H, W], of uint8 images [N, H, W] or [N, H, W, 3] and labels."""
+    """Make a source, float32 [N, channels, H, W], of uint8 images [N, H, W] or [N, H, W, 3] and labels."""
     missing = [key for key in ("x_train", "y_train", "x_test", "y_test") if key not in arrays]
     if missing:
         raise ValueError(f"the file of {name!r} lacks {missing}: it must hold x_train, y_train, x_test and y_test")
@@ -171,20 +177,20 @@ def _standardised(name: str, arrays: dict[str, np.ndarray]) -> Source:
 
 
 def unit_range(source: Source, why: str, otherwise: str = "") -> Tensor:
-    """Copies a source's inputs within [0, 1], the usual standardisation of known images undone.
+    """Return a copy of a source's inputs within [0, 1], with the usual standardisation of known images undone.
 
     Args:
-        source: Whose inputs.
-        why: Who asks for them, the start of the error.
-        otherwise: What else the user can do, its end.
+        source: The source.
+        why: What needs them within [0, 1], the start of the error message.
+        otherwise: What else the user can do, the end of the error message.
 
     Raises:
-        ValueError: Inputs beyond [0, 1].
+        ValueError: The inputs lie outside [0, 1].
     """
     x = source.x.clone()
     if source.info.name in NORMALISATION and source.info is INFO[source.info.name]:
         mean, std = (torch.tensor(numbers)[:, None, None] for numbers in NORMALISATION[source.info.name])
-        x.mul_(std).add_(mean).mul_(255).round_().div_(255)  # rounded: the bytes on disk, to the last bit
+        x.mul_(std).add_(mean).mul_(255).round_().div_(255)  # rounding gives exactly the stored bytes
     least, most = x.aminmax()
     if not (least >= 0 and most <= 1):
         remedy = ", ".join(filter(None, ("scale them to [0, 1]", otherwise)))

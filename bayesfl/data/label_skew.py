@@ -1,4 +1,4 @@
-"""Recipes with label skew: clients have other classes, or others of them more often."""
+"""Recipes with label skew: clients have different classes, or the same classes in different proportions."""
 
 import math
 from collections.abc import Sequence
@@ -27,21 +27,21 @@ def labels_per_client(
     root: str | Path | None = None,
     download: bool = False,
 ) -> FederatedData:
-    """Skews labels: every client has a few classes only.
+    """Divide a data set so that every client has a few classes only.
 
-    Classes are given out as evenly as can be, and each class's training rows are dealt to the clients that have it. A client is
-    tested on all test rows of its classes, whatever its share of the training rows; so clients with a class in common share
-    its test rows.
+    Classes are assigned as evenly as possible, and each class's training rows are divided among the clients that have it. A client is
+    tested on all test rows of its classes, whatever its share of the training rows; so clients with a class in common share its test rows.
 
     Args:
         clients: Number of clients.
-        labels: Classes of each client.
-        sizes: Deal a class in `equal` parts, or cut it at `random` places.
+        labels: Number of classes of each client.
+        sizes: Whether a class is divided into `equal` parts, or at `random` places.
 
     The other options are those of every recipe: `bayesfl.data.recipes.Options`.
 
     Raises:
-        ValueError: Labels that are no whole number, more of them than classes, or more clients than rows.
+        ValueError: `labels` is no whole number or exceeds the number of classes, `sizes` is none of the two words, or there are more
+            clients than rows.
 
     References:
         McMahan et al., "Communication-efficient learning of deep networks from decentralized data", AISTATS 2017, section 3,
@@ -77,21 +77,21 @@ def shards(
     root: str | Path | None = None,
     download: bool = False,
 ) -> FederatedData:
-    """Makes the pathological partition: training rows sorted by label, cut into shards of one size, a few shards for every client.
+    """Sort the training rows by label, cut them into shards of one size, and give every client a few: the pathological partition.
 
-    Every training row belongs to one client, and clients have equally much (to within a row for each shard). A client has about as many
+    Every training row belongs to one client, and clients have equally many (to within a row for each shard). A client has about as many
     classes as shards: a shard where one class ends and the next begins has two, and two shards may be of one class. Its share of a class's
-    test rows is its share of that class's training rows, rounded; a client that would get none is lent one of another's. FedEM's code
-    pools training and test rows and cuts each client's 80 : 20; here the data's own division is kept.
+    test rows is its share of that class's training rows, rounded; a client that would get none receives one that another client has too.
+    FedEM's code pools training and test rows and divides each client's 80 : 20; here the data's own division is kept.
 
     Args:
         clients: Number of clients.
-        shards: Shards of each client.
+        shards: Number of shards of each client.
 
     The other options are those of every recipe: `bayesfl.data.recipes.Options`.
 
     Raises:
-        ValueError: Numbers that are not whole, or more shards than training rows.
+        ValueError: `clients` or `shards` is no whole number >= 1, or there are more shards than training rows.
 
     References:
         McMahan et al., "Communication-efficient learning of deep networks from decentralized data", AISTATS 2017, section 3.
@@ -125,27 +125,28 @@ def dirichlet(
     root: str | Path | None = None,
     download: bool = False,
 ) -> FederatedData:
-    """Skews labels and sizes: each class is dealt to all clients in proportions drawn from a symmetric Dirichlet.
+    """Divide each class among all clients in proportions drawn from a symmetric Dirichlet, which skews labels and sizes.
 
-    Where a client has too little, the proportions are drawn anew, at most 100 times; after that small clients are topped up from
-    the largest, so that the call ends for any alpha (`recipe["moved"]` says how many rows that took). A client's share of a
-    class's test rows is its share of that class's training rows, rounded; a client that would get none is lent one of another's.
+    If a client has fewer than `min_size` rows, all proportions are drawn again, up to 100 draws in all; then small clients are topped up
+    from the largest, so that the call ends for any alpha (`recipe["moved"]` is the number of rows that were moved). A client's share of a
+    class's test rows is its share of that class's training rows, rounded; a client that would get none receives one that another client has
+    too.
 
-    With `label_clusters` classes are first put into so many groups at random, as large as each other to within one, and a group's rows are
-    dealt as those of one class: FedEM's CIFAR-10 is 80 clients, alpha 0.4 and 3 groups. Its code draws the numbers from a multinomial and
-    cuts pooled rows 80 : 20; here they are the proportions, rounded, and the data's own division is kept. `recipe["label_clusters"]` has
-    the groups.
+    With `label_clusters`, classes are first put into so many groups at random, of equal size to within one, and a group's rows are divided
+    as those of one class: FedEM's CIFAR-10 is 80 clients, alpha 0.4 and 3 groups. Its code draws the numbers from a multinomial and divides
+    pooled rows 80 : 20; here they are the proportions, rounded, and the data's own division is kept. `recipe["label_clusters"]` has the
+    groups.
 
     Args:
         clients: Number of clients.
         alpha: Concentration, > 0: the smaller, the more skewed.
-        min_size: Fewest training rows of a client, before validation and calibration.
-        label_clusters: Groups of classes that are dealt together; None deals each class by itself.
+        min_size: Smallest number of training rows of a client, before validation and calibration.
+        label_clusters: Number of groups of classes that are divided together; None divides each class by itself.
 
     The other options are those of every recipe: `bayesfl.data.recipes.Options`.
 
     Raises:
-        ValueError: Numbers out of range or of another sort, or too few rows for so many clients.
+        ValueError: An argument is out of range or of the wrong type, or there are too few rows for so many clients.
 
     References:
         Yurochkin et al., "Bayesian nonparametric federated learning of neural networks", ICML 2019, section 4. Groups: Marfoq et al.,
@@ -203,25 +204,27 @@ def pachinko(
     root: str | Path | None = None,
     download: bool = False,
 ) -> FederatedData:
-    """Skews labels down a tree: a client has few superclasses, and of these most classes; clients have equally much.
+    """Divide a data set along a tree of superclasses and classes: a client has few superclasses, and most classes of these.
 
-    Pachinko allocation: every client draws weights of the superclasses from a symmetric Dirichlet of `alpha` and of the classes in each
-    from one of `beta`, and every training row of it a superclass and then a class by these weights, without replacement; what has no rows
-    left is drawn no more. Test rows follow as in `shards`. FedEM's code pools the 60,000 images, 600 for a client, and cuts each client's
-    80 : 20; here the data's own division is kept, 500 training and about 100 test images.
+    Pachinko allocation: every client draws weights of the superclasses from a symmetric Dirichlet of `alpha`, and weights of the classes in
+    each from one of `beta`. For every training row it draws a superclass and then a class by these weights, without replacement; classes
+    without rows left are no longer drawn. All clients have equally many rows. Test rows are divided as in `shards`. FedEM's code pools the
+    60,000 images, 600 for a client, and divides each client's 80 : 20; here the data's own division is kept, 500 training and about 100
+    test images.
 
     Args:
-        source: Name of a data set, or a source of your own. Without superclasses of its own, k is classes 2k and 2k + 1.
+        source: Name of a data set, or a source of your own. In data without superclasses, superclass k is classes 2k and 2k + 1.
         clients: Number of clients.
-        size: Training rows of each client, before validation and calibration; None shares all of them out, to within a remainder.
+        size: Number of training rows of each client, before validation and calibration; None divides all rows equally, but for a remainder.
         alpha: Concentration over superclasses, > 0.
-        beta: Concentration over the classes of one, > 0.
-        superclasses: The classes of each superclass, groups of one size.
+        beta: Concentration over the classes of one superclass, > 0.
+        superclasses: The classes of each superclass, in groups of one size; None for the source's own.
 
     The other options are those of every recipe: `bayesfl.data.recipes.Options`.
 
     Raises:
-        ValueError: Numbers out of range or of another sort, too few rows for so many clients, or superclasses that don't work out.
+        ValueError: An argument is out of range or of the wrong type, there are too few rows for so many clients, or the superclasses are
+            not groups of one size of different classes.
 
     References:
         Reddi et al., "Adaptive federated optimization", ICLR 2021, appendix on CIFAR-100 (after Li and McCallum, "Pachinko allocation",
@@ -257,7 +260,7 @@ def pachinko(
 
 
 def _concentration(name: str, value: float) -> float:
-    """Checks the concentration of a Dirichlet."""
+    """Check the concentration of a Dirichlet, and return it as a float."""
     value = number(name, value)
     if not (value > 0 and math.isfinite(value)):
         raise ValueError(f"{name} is a concentration and must be a finite number > 0, got {value}")

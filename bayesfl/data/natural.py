@@ -1,4 +1,4 @@
-"""Federations by nature: every example has its own client, a hospital or a speaking role, and nothing is shared out."""
+"""Natural federations: every example belongs to its own client from the start, a hospital or a speaking role."""
 
 import math
 from pathlib import Path
@@ -23,16 +23,19 @@ def heart_disease(
     calibration: float = 0.0,
     root: str | Path | None = None,
 ) -> FederatedData:
-    """Takes four hospitals as they are, heart disease yes or no: a natural federation of 740 patients, 13 inputs.
+    """Make a federation of four hospitals, heart disease yes or no: 740 patients, 13 inputs.
 
     The protocol of FLamby: three attributes that are mostly missing are dropped (slope, ca, thal), then incomplete patients;
     dummies for chest pain and resting electrocardiogram; each hospital split 66 : 34, stratified, and standardised by its
     own training patients.
 
     Args:
-        root: Folder that holds `heart_disease/heart.csv`.
+        root: Folder that holds `heart_disease/heart.csv`, or the four files `heart_disease/processed.*.data`.
 
     The other options are those of every recipe: `bayesfl.data.recipes.Options`.
+
+    Raises:
+        FileNotFoundError: The files are absent.
 
     References:
         Ogier du Terrail et al., "FLamby: datasets and benchmarks for cross-silo federated learning in realistic healthcare
@@ -59,22 +62,23 @@ def heart_disease(
 def shakespeare(
     *, min_size: int = 10, seed: int = 0, validation: float = 0.0, calibration: float = 0.0, root: str | Path | None = None
 ) -> FederatedData:
-    """Takes the speaking roles of 37 plays as they are: a natural federation whose task is the next character, for `bf.models.char_lstm`.
+    """Make a federation of the speaking roles of 37 plays, whose task is to predict the next character, for `bf.models.char_lstm`.
 
-    A client is a role of one play. All that it says, stage directions left out, is cut into chunks of 80 characters; an example is a chunk
+    A client is a role of one play. All its words, stage directions left out, are cut into chunks of 80 characters; an example is a chunk
     and the character after it, one of the 100 of `string.printable`. The first 80 % of a role's examples, in the order of its text, are
     training data, the others test data. Inputs are the characters' numbers, as floats. FedEM's code predicts every character of a chunk
-    from those before it and weighs the loss by character; here each chunk has one label, as in LEAF, whose chunks begin at every
+    from those before it and weights the loss by character; here each chunk has one label, as in LEAF, whose chunks begin at every
     character.
 
     Args:
-        min_size: Fewest examples of a role, at least 2; smaller ones are left out.
+        min_size: Smallest number of examples of a role, at least 2; roles with fewer are left out.
         root: Folder that holds `shakespeare/moby_plays.txt`.
 
     The other options are those of every recipe: `bayesfl.data.recipes.Options`.
 
     Raises:
-        ValueError: A number out of range, or no role has so many examples.
+        ValueError: A number is out of range, or no role has so many examples.
+        FileNotFoundError: The file is absent.
 
     References:
         McMahan et al., "Communication-efficient learning of deep networks from decentralized data", AISTATS 2017; Caldas et al., "LEAF: a
@@ -86,7 +90,7 @@ def shakespeare(
     source = options.load()
     assert source.owners is not None
     counts = np.bincount(source.owners.numpy(), minlength=len(source.owner_names))
-    starts = np.cumsum(counts) - counts  # a role's examples stand together, in the order of its text
+    starts = np.cumsum(counts) - counts  # a role's examples are contiguous, in the order of its text
     chosen = np.flatnonzero(counts >= min_size)
     if not len(chosen):
         raise ValueError(f"no role has min_size={min_size} examples, the largest has {counts.max()}; take fewer")

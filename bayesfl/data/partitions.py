@@ -1,30 +1,30 @@
-"""Who gets which rows: pure functions of labels and a generator. What deals rows out returns one array of them per client.
+"""Assignment of rows to clients: pure functions of labels and a generator, most of which return one array of rows per client.
 
-`labels` are [N] int64 throughout, a class of -1 stands for rows that take no part.
+`labels` are [N] int64 throughout; the rows of a class of -1 are left out.
 """
 
 from collections.abc import Sequence
 
 import numpy as np
 
-SHARES, TEST, NOVEL, OFFICIAL = range(4)  # words of the addresses under Purpose.SPLIT: every sort of draw has its own
+SHARES, TEST, NOVEL, OFFICIAL = range(4)  # `phase` under Purpose.SPLIT, one for every kind of draw
 REDRAWS = 100
-"""How often Dirichlet proportions are drawn anew before small clients are topped up."""
+"""Largest number of draws of Dirichlet proportions before small clients are topped up."""
 
 
 def rows_by_class(labels: np.ndarray, classes: int) -> list[np.ndarray]:
-    """Finds the rows of each class, in their order."""
+    """Return the rows of each class, ascending."""
     return [np.flatnonzero(labels == k) for k in range(classes)]
 
 
 def cut_points(size: int, pieces: int, smallest: int, rng: np.random.Generator) -> np.ndarray:
-    """Draws where to cut `size` things into `pieces` of at least `smallest` (>= 1) each, every such cut equally likely.
+    """Draw the points that cut `size` rows into `pieces` of at least `smallest` (>= 1) each, every such cut equally likely.
 
     Returns:
         Sorted points [pieces - 1] within [1, size - 1], all different.
 
     Raises:
-        ValueError: There are too few things.
+        ValueError: `size` is less than `pieces` times `smallest`.
     """
     slack = size - pieces * (smallest - 1)
     if pieces > slack:
@@ -34,11 +34,11 @@ def cut_points(size: int, pieces: int, smallest: int, rng: np.random.Generator) 
 
 
 def largest_remainder(total: int, weights: np.ndarray) -> np.ndarray:
-    """Finds whole numbers that add up to `total`, as close to proportional to `weights` as can be; ties go to the first.
+    """Return whole numbers that add up to `total`, as close to proportional to `weights` as possible; ties go to the first.
 
     Args:
-        total: What to share out.
-        weights: Shares [J] >= 0, not all 0.
+        total: The number to divide.
+        weights: Weights [J] >= 0, not all 0.
     """
     quota = total * weights / weights.sum()
     counts = np.floor(quota).astype(np.int64)
@@ -47,28 +47,28 @@ def largest_remainder(total: int, weights: np.ndarray) -> np.ndarray:
 
 
 def deal(rows: np.ndarray, counts: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
-    """Deals shuffled `rows`, the first counts[0] for the first client, and so on; what is left over is nobody's."""
+    """Shuffle `rows` and give the first counts[0] to the first client, and so on; rows left over go to no client."""
     return np.split(rng.permutation(rows), np.cumsum(counts))[:-1]
 
 
 def join(pieces: Sequence[Sequence[np.ndarray]]) -> list[np.ndarray]:
-    """Joins each client's pieces to one sorted array of rows."""
+    """Join each client's pieces to one sorted array of rows."""
     return [np.sort(np.concatenate([*mine, np.empty(0, np.int64)])) for mine in pieces]
 
 
 def stratified(labels: np.ndarray | None, rows: np.ndarray, number: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Takes `number` of `rows` at random, each class in proportion.
+    """Draw `number` of `rows`, each class in proportion.
 
-    A class gives its last row only where the number cannot be reached otherwise, so that it stays in what is left.
+    A class gives its last row only if the number cannot be reached otherwise, so that it remains among the other rows.
 
     Args:
-        labels: Class of each of `rows`, [n]; None takes them whatever their class.
-        rows: What to take from, [n].
-        number: How many, within [0, n].
-        rng: Source of the draws.
+        labels: Class of each of `rows`, [n]; None draws them whatever their class.
+        rows: The rows to draw from, [n].
+        number: Number of rows to draw, within [0, n].
+        rng: The generator of the draws.
 
     Returns:
-        What is left and what was taken, both in the order of `rows`.
+        The rows that remain and those that were drawn, both in the order of `rows`.
     """
     group = np.zeros(len(rows), dtype=np.int64) if labels is None else np.unique(labels, return_inverse=True)[1].reshape(-1)
     sizes = np.bincount(group)
@@ -88,7 +88,7 @@ def stratified(labels: np.ndarray | None, rows: np.ndarray, number: int, rng: np
 def drift(
     labels: np.ndarray, superclasses: Sequence[Sequence[int]], clients: int, smallest: int, rng: np.random.Generator
 ) -> tuple[list[np.ndarray], np.ndarray]:
-    """Makes labels drift: every client knows each superclass by one of its subclasses only.
+    """Divide classes so that every client has one class of each superclass only.
 
     Clients come in groups as large as a superclass; within a group, every subclass goes to one client. Every class is cut
     into one piece per group at the same places (relative to its size where classes differ in size), and a group's clients get
@@ -96,10 +96,10 @@ def drift(
 
     Args:
         labels: Subclass of each row [N].
-        superclasses: The subclasses of each superclass [K][S].
-        clients: Number of clients, a multiple of S.
-        smallest: Fewest rows in a piece.
-        rng: Source of the draws.
+        superclasses: The subclasses of each superclass, K groups of one size.
+        clients: Number of clients, a multiple of the size of a superclass.
+        smallest: Smallest number of rows in a piece.
+        rng: The generator of the draws.
 
     Returns:
         Rows of each client, and the subclasses that each client has, [J, K].
@@ -111,13 +111,13 @@ def drift(
     rows = {k: rng.permutation(np.flatnonzero(labels == k)) for k in np.sort(np.concatenate(superclasses))}
     fewest = min(map(len, rows.values()))
     points = cut_points(fewest, groups, smallest, rng)
-    # Scaled to a class of n >= fewest rows and rounded down, different points stay different and pieces no smaller.
+    # Points scaled to a class of n >= fewest rows and rounded down stay different, and pieces do not get smaller.
     pieces = {k: np.split(mine, points * len(mine) // fewest) for k, mine in rows.items()}
     return join([[pieces[k][j // size] for k in held[j]] for j in range(clients)]), held
 
 
 def spread_labels(classes: int, clients: int, labels: int, rng: np.random.Generator) -> np.ndarray:
-    """Draws which classes each client has: `labels` different ones, every class as often as any other, to within one.
+    """Draw the classes of each client: `labels` different ones, every class as often as any other, to within one.
 
     Returns:
         Classes [J, labels], sorted for each client.
@@ -133,17 +133,17 @@ def spread_labels(classes: int, clients: int, labels: int, rng: np.random.Genera
 
 
 def deal_labels(labels: np.ndarray, held: np.ndarray, classes: int, equal: bool, rng: np.random.Generator) -> list[np.ndarray]:
-    """Deals each class to the clients that have it, in equal parts (to within one) or in parts of random size.
+    """Divide each class among the clients that have it, in equal parts (to within one) or in parts of random size.
 
     Args:
         labels: Class of each row [N].
         held: Classes of each client [J, L].
         classes: Number of classes.
-        equal: Equal parts.
-        rng: Source of the draws.
+        equal: Whether parts are equal.
+        rng: The generator of the draws.
 
     Raises:
-        ValueError: A class has fewer rows than clients that want some.
+        ValueError: A class has fewer rows than clients that have the class.
     """
     pieces: list[list[np.ndarray]] = [[] for _ in held]
     for k, rows in enumerate(rows_by_class(labels, classes)):
@@ -164,17 +164,17 @@ def deal_labels(labels: np.ndarray, held: np.ndarray, classes: int, equal: bool,
 def deal_exactly(
     labels: np.ndarray, held: np.ndarray, classes: int, amounts: Sequence[int], rng: np.random.Generator
 ) -> list[list[np.ndarray]]:
-    """Deals every client exactly so many rows of each of its classes, for several parts at once; no row is dealt twice.
+    """Give every client exactly so many rows of each of its classes, for several parts at once; no row is given twice.
 
     Args:
         labels: Class of each row [N].
         held: Classes of each client [J, L].
         classes: Number of classes.
-        amounts: Rows of a class that a client gets, for each part.
-        rng: Source of the draws.
+        amounts: Number of rows of a class that a client gets, for each part.
+        rng: The generator of the draws.
 
     Returns:
-        Rows of each client, for each part.
+        For each part, the rows of each client.
 
     Raises:
         ValueError: A class has too few rows.
@@ -198,17 +198,17 @@ def deal_exactly(
 
 
 def deal_around(labels: np.ndarray, wanted: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
-    """Deals every client exactly so many rows of each class, from one shuffled queue per class that starts again where it ends.
+    """Give every client exactly so many rows of each class, from one shuffled queue per class that starts again at its end.
 
-    A row is dealt a second time only after all others of its class were dealt once.
+    A row is given a second time only after all others of its class were given once.
 
     Args:
         labels: Class of each row [N].
-        wanted: Rows of each class and client, [J, K].
-        rng: Source of the draws.
+        wanted: Number of rows of each client and class, [J, K].
+        rng: The generator of the draws.
 
     Raises:
-        ValueError: A client wants more rows of a class than there are, so that it would have one twice.
+        ValueError: A client is to get more rows of a class than there are, so that it would have one twice.
     """
     by_class = rows_by_class(labels, wanted.shape[1])
     most, have = wanted.max(0, initial=0), np.array([len(rows) for rows in by_class])
@@ -223,13 +223,13 @@ def deal_around(labels: np.ndarray, wanted: np.ndarray, rng: np.random.Generator
 
 
 def shards(labels: np.ndarray, clients: int, each: int, rng: np.random.Generator) -> list[np.ndarray]:
-    """Rows sorted by class, ties at random, cut into clients * each shards of one size (to within one), `each` of them to every client.
+    """Sort rows by class, ties at random, cut them into clients * each shards of one size (to within one), and give `each` to every client.
 
     Args:
         labels: Class of each row [N], N >= clients * each.
         clients: Number of clients.
-        each: Shards of a client.
-        rng: Source of the draws.
+        each: Number of shards of a client.
+        rng: The generator of the draws.
     """
     shuffled = rng.permutation(len(labels))
     pieces = np.array_split(shuffled[np.argsort(labels[shuffled], kind="stable")], clients * each)
@@ -239,20 +239,20 @@ def shards(labels: np.ndarray, clients: int, each: int, rng: np.random.Generator
 def pachinko_counts(
     sizes: np.ndarray, superclasses: Sequence[Sequence[int]], clients: int, size: int, alpha: float, beta: float, rng: np.random.Generator
 ) -> np.ndarray:
-    """Draws how many rows of each class each client gets by Pachinko allocation, [K, J]: down a tree of superclasses and their classes.
+    """Draw how many rows of each class each client gets, [K, J], by Pachinko allocation: down a tree of superclasses and their classes.
 
     Every client draws weights of the superclasses from a symmetric Dirichlet of `alpha`, and of the classes in each from one of `beta`;
-    each of its rows is of a superclass and then a class drawn by these weights among what has rows left. Clients come one after another,
-    so that the last take what the others leave.
+    for each of its rows it draws a superclass and then a class by these weights, among those with rows left. Clients draw one after
+    another, so that the last ones take what the others leave.
 
     Args:
-        sizes: Rows of each class [K].
-        superclasses: The classes of each superclass; each class stands in one at most.
+        sizes: Number of rows of each class [K].
+        superclasses: The classes of each superclass; a class is in at most one.
         clients: Number of clients J, with J * size <= the rows of all superclasses.
-        size: Rows of each client.
+        size: Number of rows of each client.
         alpha: Concentration over superclasses, > 0.
-        beta: Concentration over the classes of one, > 0.
-        rng: Source of the draws.
+        beta: Concentration over the classes of one superclass, > 0.
+        rng: The generator of the draws.
     """
     groups, left = [np.asarray(group) for group in superclasses], sizes.copy()
     room = np.array([left[group].sum() for group in groups])
@@ -270,7 +270,7 @@ def pachinko_counts(
 
 
 def _draw(weights: np.ndarray, there: np.ndarray, rng: np.random.Generator) -> int:
-    """Draws a place with a chance in proportion to its weight, among those that are there; alike where all of these weights are 0."""
+    """Draw a place with probability in proportion to its weight, among those that are `there`; uniformly if all of these weights are 0."""
     weights = np.where(there, weights, 0.0)
     if not weights.sum() > 0:
         weights = there.astype(float)
@@ -279,20 +279,20 @@ def _draw(weights: np.ndarray, there: np.ndarray, rng: np.random.Generator) -> i
 
 
 def dirichlet_counts(sizes: np.ndarray, clients: int, alpha: float, min_size: int, rng: np.random.Generator) -> tuple[np.ndarray, int]:
-    """Draws how many rows of each class each client gets, proportions of every class drawn from a symmetric Dirichlet.
+    """Draw how many rows of each class each client gets, with the proportions of every class from a symmetric Dirichlet.
 
-    Proportions are drawn anew while a client has too little, at most `REDRAWS` times; after that the smallest clients are topped
-    up with rows of the largest clients' commonest classes, so that the time is bounded for any alpha.
+    Proportions are drawn again while a client has fewer than `min_size` rows, up to `REDRAWS` draws in all; then the smallest clients are
+    topped up with rows of the largest clients' commonest classes, so that the time is bounded for any alpha.
 
     Args:
-        sizes: Rows of each class [K].
+        sizes: Number of rows of each class [K].
         clients: Number of clients J, with J * min_size <= the sum of `sizes`.
         alpha: Concentration, > 0.
-        min_size: Fewest rows of a client.
-        rng: Source of the draws.
+        min_size: Smallest number of rows of a client.
+        rng: The generator of the draws.
 
     Returns:
-        Counts [K, J], and how many rows the topping up moved.
+        Counts [K, J], and the number of rows that topping up moved.
     """
     counts = np.empty((len(sizes), clients), dtype=np.int64)
     for _ in range(REDRAWS):
@@ -315,20 +315,20 @@ def dirichlet_counts(sizes: np.ndarray, clients: int, alpha: float, min_size: in
 
 
 def deal_counts(labels: np.ndarray, counts: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
-    """Deals the rows of each class as `counts` [K, J] says."""
+    """Give each client `counts` [K, J] rows of each class, drawn at random."""
     dealt = [deal(rows, counts[k], rng) for k, rows in enumerate(rows_by_class(labels, len(counts)))]
     return join(list(zip(*dealt, strict=True)))
 
 
 def follow_counts(labels: np.ndarray, counts: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
-    """Deals test rows of each class in proportion to the training `counts` [K, J].
+    """Divide the test rows of each class in proportion to the training `counts` [K, J].
 
-    A client that would get none is lent one row of its commonest class, which another client has too.
+    A client that would get none receives one row of its commonest class, which another client has too.
 
     Args:
-        labels: Class of each test row.
-        counts: Training rows of each class and client.
-        rng: Source of the draws.
+        labels: Class of each test row, [N].
+        counts: Number of training rows of each class and client, [K, J].
+        rng: The generator of the draws.
     """
     by_class = rows_by_class(labels, len(counts))
     shares = [

@@ -1,4 +1,4 @@
-"""Readers: where the files of a data set lie, and the tables and texts among them; images have a module of their own."""
+"""Reading of data sets from disk: the folder of their files, and the tables and texts among them; images have a module of their own."""
 
 import csv
 import os
@@ -19,22 +19,22 @@ from bayesfl.data.sources import INFO, Source
 
 
 def load(name: str, *, root: str | Path | None = None, download: bool = False) -> Source:
-    """Reads one of the `available()` data sets, from disk once per process.
+    """Read one of the `available()` data sets, from disk once per process.
 
     `digits` and `diabetes` come with scikit-learn. The others are looked for in `root`, else in the folder that the environment
     variable BAYESFL_DATA names, else in the user's cache (`~/.cache/bayesfl/datasets` on Linux): as `<name>.npz` (`x_train`,
     `x_test` uint8 images, `y_train`, `y_test`), as the original idx files (`MNIST/raw`, `FashionMNIST/raw`, gzipped or not), as
-    `heart_disease/heart.csv` or the repository's `heart_disease/processed.*.data`, as `shakespeare/moby_plays.txt`, or as torchvision keeps
-    them. `emnist-letters` stands in for EMNIST by class: 26 letters, the files' labels 1 to 26 as 0 to 25, images upright.
+    `heart_disease/heart.csv` or the repository's `heart_disease/processed.*.data`, as `shakespeare/moby_plays.txt`, or as torchvision
+    stores them. `emnist-letters` is used in place of EMNIST by class: 26 letters, the files' labels 1 to 26 as 0 to 25, images upright.
 
     Args:
-        name: Its name.
-        root: Folder to look in.
-        download: Let torchvision fetch images that are not there.
+        name: The data set's name.
+        root: Folder of the data's files; None for the default above.
+        download: Whether torchvision may download images that are absent.
 
     Raises:
         ValueError: No data set has that name.
-        FileNotFoundError: Its files are not there; the message lists the places.
+        FileNotFoundError: Its files are absent; the message lists where they were looked for.
     """
     if name not in INFO:
         raise ValueError(f"there is no data set {name!r}; known are {', '.join(INFO)}. Your own data: bf.data.from_arrays(x, y)")
@@ -42,7 +42,7 @@ def load(name: str, *, root: str | Path | None = None, download: bool = False) -
 
 
 def default_root() -> Path:
-    """Gives the folder that BAYESFL_DATA names, else `bayesfl/datasets` in the user's cache."""
+    """Return the folder that BAYESFL_DATA names, else `bayesfl/datasets` in the user's cache."""
     if named := os.environ.get("BAYESFL_DATA"):
         return Path(named)
     if sys.platform == "win32":
@@ -68,13 +68,13 @@ def _load(name: str, root: Path, download: bool) -> Source:
 
 
 def _official_split(labels: np.ndarray | None, rows: int) -> np.ndarray:
-    """Puts rows into a fixed order, the first 80% for training: data sets without an official split get this one."""
+    """Return an order of the rows whose first 80% are for training, for data sets without an official split."""
     rng = generator(0, Purpose.SPLIT, phase=OFFICIAL)
     return np.concatenate(stratified(labels, np.arange(rows), round(0.2 * rows), rng))
 
 
 def _digits() -> Source:
-    """Reads 8x8 digits as 64 numbers within [0, 1]."""
+    """Read 8x8 digits as 64 numbers within [0, 1]."""
     from sklearn.datasets import load_digits
 
     data, target = map(np.asarray, load_digits(return_X_y=True))
@@ -91,7 +91,7 @@ def _digits() -> Source:
 
 
 def _diabetes() -> Source:
-    """Reads ten features and disease progression, standardised by the training rows."""
+    """Read ten features and disease progression, standardised by the training rows."""
     from sklearn.datasets import load_diabetes
 
     data, target = map(np.asarray, load_diabetes(return_X_y=True, scaled=False))
@@ -117,7 +117,7 @@ _DUMMIES = (("cp", (2, 3, 4)), ("restecg", (1, 2)))  # the first level is the re
 
 
 def _heart_rows(root: Path) -> list[dict[str, str]]:
-    """Reads every patient's attributes as text: one table with the hospital in column `centre`, or the repository's four files."""
+    """Read every patient's attributes as text: from one table with the hospital in column `centre`, or from the repository's four files."""
     folder = root / "heart_disease"
     table, files = folder / "heart.csv", {name: folder / f"processed.{name}.data" for name in HOSPITALS}
     if table.is_file():
@@ -137,7 +137,7 @@ def _heart_rows(root: Path) -> list[dict[str, str]]:
 
 
 def _heart(root: Path) -> Source:
-    """Reads the complete rows of four hospitals, not yet split or standardised: 8 numbers and 5 dummies."""
+    """Read the complete rows of four hospitals, neither split nor standardised: 8 numbers and 5 dummies."""
     x, y, owners = [], [], []
     for row in _heart_rows(root):
         if any(row[key] in ("", "?") for key in (*_NUMBERS, "cp", "restecg", "num")):
@@ -160,15 +160,15 @@ def _heart(root: Path) -> Source:
 
 
 CHUNK = 80  # characters of an example
-_OPENING = re.compile(r"^(ACT|PROLOGUE|INDUCTION)", re.MULTILINE)  # what stands before lists who is in the play
+_OPENING = re.compile(r"^(ACT|PROLOGUE|INDUCTION)", re.MULTILINE)  # the text before it lists the characters of the play
 
 
 def speeches(text: str) -> dict[str, str]:
-    """Finds what each role says, {"play, speaker": text}, roles in the order in which they first speak.
+    """Return the words of each role, {"play, speaker": text}, roles in the order in which they first speak.
 
     Args:
-        text: Plays, each begun by a line `@@PLAY name`; a speech begins with its speaker and a tab and goes on to the next blank line.
-            What is in square brackets is left out, runs of blanks are one, and so are line ends.
+        text: Plays, each begun by a line `@@PLAY name`; a speech begins with its speaker and a tab and ends at the next blank line.
+            Text in square brackets is left out; runs of blanks become one blank, and runs of line ends one line end.
     """
     said: dict[str, list[str]] = {}
     for play in text.split("@@PLAY ")[1:]:
@@ -183,7 +183,7 @@ def speeches(text: str) -> dict[str, str]:
 
 
 def _shakespeare(root: Path) -> Source:
-    """Cuts what a role says into chunks and the character after each, roles one after another; not yet split."""
+    """Read each role's words as chunks, each with the character after it, role after role; they are not split."""
     path = root / "shakespeare" / "moby_plays.txt"
     if not path.is_file():
         raise FileNotFoundError(

@@ -1,8 +1,9 @@
-"""Recipes: one call from the name of a data set to a federation, as papers make them.
+"""Recipes: one call makes a federation from the name of a data set, as papers do.
 
-Here is what they have in common: `Options`, which all of them take, and the steps that several take. Recipes of equal parts, of label skew
-and of concept shift keep the data's own division into training and test rows, all but `label_groups`; all recipes share one copy of the
-data between clients. The same arguments give the same partition on every machine; `FederatedData.hash` tells whether two are the same.
+This module holds what they have in common: `Options`, which all of them take, and the steps that several need. Recipes of equal parts, of
+label skew and of concept shift keep the data's own division into training and test rows, all but `label_groups`; all recipes share one
+copy of the data between clients. The same arguments give the same partition on every machine; two federations are the same if their
+`FederatedData.hash` is.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,10 +30,10 @@ class Options:
     Args:
         source: Name of a data set, or a source of your own.
         seed: Seed of all that is drawn: the partition, and the two shares below.
-        validation: Share of each client's training rows for tuning, at least one; 0 for no such split.
-        calibration: Likewise, disjoint from it, for temperatures and conformal thresholds.
-        root: Folder of the data's files; by default the one that `bayesfl.data.load` looks in.
-        download: Let torchvision fetch images that are not there.
+        validation: Share of each client's training rows for tuning, at least one row; 0 for no such split.
+        calibration: The same for temperatures and conformal thresholds, disjoint from `validation`.
+        root: Folder of the data's files; None for the one in which `bayesfl.data.load` looks.
+        download: Whether torchvision may download images that are absent.
     """
 
     source: str | Source = "digits"
@@ -43,14 +44,14 @@ class Options:
     download: bool = False
 
     def load(self) -> Source:
-        """Reads the data set that is named, or takes the one that is given."""
+        """Return the source that was given, or read the data set that was named."""
         return self.source if isinstance(self.source, Source) else load(self.source, root=self.root, download=self.download)
 
     def open(self) -> Source:
-        """Reads or takes a data set that is to be shared out.
+        """Return a data set that is to be divided among clients.
 
         Raises:
-            ValueError: It belongs to clients already.
+            ValueError: The rows of the data set belong to clients already.
         """
         opened = self.load()
         if opened.owners is not None:
@@ -73,23 +74,23 @@ class Options:
         class_names: Sequence[str] | None = None,
         environment: Tensor | None = None,
     ) -> FederatedData:
-        """Gives each client its rows of a data set, the shares for tuning and calibration taken out of the training rows.
+        """Give each client its rows of a data set, and take the validation and calibration shares out of its training rows.
 
         Args:
             source: The data set.
             train: Training rows of each client.
             test: Test rows of each client, numbered from 0 within the source's test part.
-            recipe: What made the partition: its name and its own options, to which these are added.
-            pooled: Whether test rows are numbered as training rows are, through all of the source, whose own division is not kept.
-            x: Inputs in place of the source's.
-            y: Labels in place of the source's.
-            outputs: Number of classes in place of the source's.
-            names: One per client; by default `client 0` and so on.
-            class_names: One per class, in place of the source's.
-            environment: Which of its client's environments each row is from, [N] int64.
+            recipe: The partition's name and options; the shares and the seed are added to them.
+            pooled: Whether test rows are numbered through all of the source, as training rows are, so that its own division is not kept.
+            x: Inputs in place of the source's; None for the source's.
+            y: Labels in place of the source's; None for the source's.
+            outputs: Number of classes in place of the source's; None for the source's.
+            names: One name for each client; by default `client 0` and so on.
+            class_names: One name for each class; None for the source's.
+            environment: Environment from which each row comes, [N] int64, from 0 within each client; None for no environments.
 
         Raises:
-            ValueError: A share out of range, or a client that would have nothing left to train on.
+            ValueError: A share is out of range, or a client would have no training rows left.
         """
         return assemble(
             source.x if x is None else x,
@@ -109,10 +110,10 @@ class Options:
 
 
 def classes(source: Source, recipe: str) -> tuple[np.ndarray, np.ndarray]:
-    """Gives the class of each training row and of each test row.
+    """Return the class of each training row, and that of each test row.
 
     Raises:
-        ValueError: It is a regression.
+        ValueError: The data set is for regression.
     """
     if source.task != "classification":
         raise ValueError(f"{recipe} shares data out by class, {source.info.name!r} is a regression: use iid, or diabetes(by=...)")
@@ -120,20 +121,20 @@ def classes(source: Source, recipe: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def check_clients(clients: int, most: int, what: str) -> None:
-    """Checks that `clients` is a whole number of at least 1 and at most `most`.
+    """Check that `clients` is a whole number of at least 1 and at most `most`.
 
     Raises:
-        ValueError: It is not; the message says that there are so many of `what`.
+        ValueError: `clients` is out of range; the message says that there are `most` of `what`.
     """
     if whole("clients", clients, least=1) > most:
         raise ValueError(f"clients must be at most {most}, as many as there are {what}, got {clients}")
 
 
 def check_labels(labels: int, source: Source) -> int:
-    """Checks the number of classes of each client.
+    """Check the number of classes of each client, and return it.
 
     Raises:
-        ValueError: It is no whole number of at least 1, or there are not so many classes.
+        ValueError: `labels` is no whole number >= 1, or exceeds the number of classes.
     """
     labels = whole("labels", labels, least=1)
     if labels > source.outputs:
@@ -142,10 +143,10 @@ def check_labels(labels: int, source: Source) -> int:
 
 
 def superclass_groups(opened: Source, given: Sequence[Sequence[int]] | None) -> list[list[int]]:
-    """Finds the classes of each superclass: those given, else the source's own, else classes in pairs.
+    """Return the classes of each superclass: those given, else the source's own, else classes in pairs.
 
     Raises:
-        ValueError: There are no groups of one size of different classes.
+        ValueError: The groups are not of one size or not of different classes, or the number of classes is odd and none are given.
     """
     given = given if given is not None else opened.superclasses
     if given is None:

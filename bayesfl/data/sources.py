@@ -1,4 +1,4 @@
-"""The data sets that recipes share out: what one is, which there are, and on what terms."""
+"""The data sets that recipes divide: the type `Source`, and a list of those known, with their licences."""
 
 import math
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ Task: TypeAlias = Literal["classification", "regression"]
 
 @dataclass(frozen=True, kw_only=True)
 class SourceInfo:
-    """Where data come from, and on what terms.
+    """The origin of a data set, and its terms.
 
     Args:
-        name: What the data are called.
-        licence: The terms as the origin states them.
-        citation: What its authors ask to be cited.
-        url: Where it is published.
+        name: The data set's name.
+        licence: The licence as the origin states it.
+        citation: The publication that its authors ask users to cite.
+        url: Address where it is published.
     """
 
     name: str
@@ -29,24 +29,24 @@ class SourceInfo:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Source:
-    """One data set: the training rows first, then the test rows, in tensors that every partition of it shares.
+    """A data set: the training rows first, then the test rows, in tensors that every partition of it shares.
 
     Args:
         x: Inputs [N, ...] float32.
         y: Class labels [N] int64, or targets [N] or [N, O] float32.
-        train: How many of the rows, from the first, are training data.
+        train: Number of training rows, which come first.
         outputs: Number of classes or targets.
         task: `classification` or `regression`.
-        info: Name, terms and citation.
-        class_names: One per class.
-        superclasses: Classes grouped by meaning, each group of one size.
-        superclass_names: One per group.
-        owners: Who holds each row, [N] int64 into `owner_names`, where data come from several places.
-        owner_names: One per place.
-        scale: Mean and standard deviation by which regression targets were standardised.
+        info: Name, licence and citation.
+        class_names: One name for each class; None for classes without names.
+        superclasses: Classes grouped by meaning, in groups of one size; None for no groups.
+        superclass_names: One name for each group.
+        owners: Place from which each row comes, [N] int64, an index into `owner_names`; None for data of one place.
+        owner_names: One name for each place.
+        scale: Mean and standard deviation by which regression targets were standardised; None for others.
 
     Raises:
-        ValueError: Parts that don't fit each other, or labels that are no classes.
+        ValueError: `x` and `y` have different numbers of rows, `train` is out of range, or a label is outside [0, `outputs`).
     """
 
     x: Tensor
@@ -89,18 +89,21 @@ class Source:
         class_names: tuple[str, ...] | None = None,
         superclasses: tuple[tuple[int, ...], ...] | None = None,
     ) -> "Source":
-        """Makes a source of your own tensors, to be shared out by any recipe.
+        """Make a source of your own tensors, which any recipe can divide.
 
         Args:
-            x_train: Inputs [N, ...].
-            y_train: Integer labels [N], or float targets [N] or [N, O].
+            x_train: Inputs [N, ...] of the training part.
+            y_train: Integer labels [N], or float targets [N] or [N, O], of the training part.
             x_test: Inputs of the test part.
             y_test: Labels or targets of the test part.
-            name: What to call it.
-            outputs: Number of classes or targets; read from the labels unless given.
-            task: Read from the type of the labels unless given.
-            class_names: One per class.
-            superclasses: Classes grouped by meaning, each group of one size.
+            name: The data set's name.
+            outputs: Number of classes or targets; None for one more than the largest label, or the number of targets.
+            task: `classification` or `regression`; None for regression if the labels are floats, else classification.
+            class_names: One name for each class.
+            superclasses: Classes grouped by meaning, in groups of one size.
+
+        Raises:
+            ValueError: The parts do not fit each other, or a label is outside [0, `outputs`).
         """
         y = torch.cat([y_train, y_test])
         task = task or ("regression" if y.is_floating_point() else "classification")
@@ -120,22 +123,22 @@ class Source:
 
     @property
     def x_train(self) -> Tensor:
-        """Training inputs [n, ...]."""
+        """Return the training inputs [n, ...]."""
         return self.x[: self.train]
 
     @property
     def y_train(self) -> Tensor:
-        """Training labels or targets [n, ...]."""
+        """Return the training labels or targets [n, ...]."""
         return self.y[: self.train]
 
     @property
     def x_test(self) -> Tensor:
-        """Test inputs [n, ...]."""
+        """Return the test inputs [n, ...]."""
         return self.x[self.train :]
 
     @property
     def y_test(self) -> Tensor:
-        """Test labels or targets [n, ...]."""
+        """Return the test labels or targets [n, ...]."""
         return self.y[self.train :]
 
 
@@ -190,12 +193,12 @@ INFO = {
 
 
 def available() -> dict[str, SourceInfo]:
-    """Lists every data set that `load` and the recipes know, with its terms and citation."""
+    """Return every data set that `load` and the recipes know, by name, with its licence and citation."""
     return dict(INFO)
 
 
 def label_remedy(y: Tensor) -> str:
-    """Says what to do about class labels [N] some of which are no classes."""
+    """Return the advice of an error message about labels [N] of which some are no classes."""
     if (y < 0).any():
         return "give every class a number from 0 up, and leave out examples without a label, which no number stands for"
     return f"number the classes from 0, or pass outputs={int(y.max()) + 1}"

@@ -1,4 +1,4 @@
-"""One named part of every client's data, as places in tensors that all clients share."""
+"""One named part (train, test, ...) of every client's data, as indices into tensors that all clients share."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -11,18 +11,18 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class ClientData:
-    """One named part (train, test, ...) of every client's data, as places in shared tensors: nothing is copied per client.
+    """One named part (train, test, ...) of every client's data, as indices into shared tensors: nothing is copied per client.
 
     Args:
         x: Inputs [N, ...], floating point; shared between splits and clients.
         y: Class labels [N] int64, or targets [N] or [N, O], floating point.
         index: Rows of `x` and `y`, client after client, [sum of counts] int64.
         counts: Number of examples of each client, [J] int64.
-        environment: Which of its client's environments each row is from, [N] int64, numbered from 0 within each client; None where the
-            data have none.
+        environment: Environment from which each row comes, [N] int64, numbered from 0 within each client; None for data without
+            environments.
 
     Raises:
-        ValueError: They don't fit each other.
+        ValueError: The tensors have wrong types or shapes, or do not fit each other.
     """
 
     x: Tensor
@@ -56,36 +56,36 @@ class ClientData:
 
     @property
     def clients(self) -> int:
-        """Number of clients J."""
+        """Return the number of clients J."""
         return len(self.counts)
 
     @cached_property
     def offsets(self) -> np.ndarray:
-        """Where each client starts in `index`, [J] int64."""
+        """Return where each client starts in `index`, [J] int64."""
         return np.cumsum(self.counts) - self.counts
 
     @cached_property
     def environments(self) -> int:
-        """The largest number of environments that a client has; 0 where the data have none."""
+        """Return the largest number of environments that a client has; 0 for data without environments."""
         return 0 if self.environment is None or not len(self.index) else int(self.environment[self.index].max()) + 1
 
     def rows(self, j: int) -> Tensor:
-        """Finds client j's places in `x` and `y`, [n_j] int64."""
+        """Return client j's rows in `x` and `y`, [n_j] int64."""
         return self.index.narrow(0, int(self.offsets[j]), int(self.counts[j]))
 
     def client(self, j: int) -> tuple[Tensor, Tensor]:
-        """Copies client j's inputs [n_j, ...] and labels or targets [n_j, ...] out of the shared tensors."""
+        """Copy client j's inputs [n_j, ...] and labels or targets [n_j, ...] out of the shared tensors."""
         rows = self.rows(j)
         return self.x[rows], self.y[rows]
 
     def select(self, ids: Iterable[int]) -> "ClientData":
-        """Keeps only the clients `ids`, in that order, numbered from 0."""
+        """Return a split of the clients `ids` only, in that order, numbered from 0."""
         chosen = list(ids)
         index = torch.cat([self.rows(j) for j in chosen]) if chosen else self.index[:0]
         return replace(self, index=index, counts=self.counts[chosen])
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "ClientData":
-        """Moves the split to `device`, floating-point `x` and `y` in `dtype`; gives itself when nothing changes."""
+        """Move the split to `device`, with floating-point `x` and `y` in `dtype`; return the split itself if nothing changes."""
         x = self.x.to(device=device, dtype=dtype)
         y = self.y.to(device=device, dtype=dtype if self.y.is_floating_point() else None)
         index = self.index.to(device=device)
@@ -94,7 +94,7 @@ class ClientData:
         return replace(self, x=x, y=y, index=index, environment=None if self.environment is None else self.environment.to(device=device))
 
     def padded_labels(self) -> tuple[Tensor, Tensor]:
-        """Pads labels or targets to [J, max n] (or [J, max n, O]), with their mask [J, max n] bool; padded rows are 0."""
+        """Pad labels or targets to [J, max n] (or [J, max n, O]), and return them with their mask [J, max n] bool; padded rows are 0."""
         width = int(self.counts.max(initial=0))
         mask = torch.arange(width) < torch.from_numpy(self.counts)[:, None]
         mask = mask.to(self.y.device)

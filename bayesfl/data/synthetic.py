@@ -1,4 +1,4 @@
-"""Made-up federations whose truth is known."""
+"""Synthetic federations, whose true model is known."""
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ def linear_mixture(
     validation: float = 0.0,
     calibration: float = 0.0,
 ) -> FederatedData:
-    """Makes two classes by one of M linear rules, drawn for each example; every client draws rules with weights of its own.
+    """Draw two classes by M linear rules, one for each example; every client draws the rules with its own probabilities.
 
         pi_j ~ Dirichlet(alpha 1_M),  theta_m ~ U[-1, 1]^d,  n_j = min(int(LogNormal(4, 2)) + 50, 1000),
         x ~ U[-1, 1]^d,  z ~ pi_j,  y = round(sigmoid(theta_z' x + e)),  e ~ N(0, noise^2):
@@ -36,13 +36,14 @@ def linear_mixture(
     [M, d].
 
     Args:
-        clients: J.
-        components: M.
-        inputs: d.
+        clients: Number of clients J.
+        components: Number of rules M.
+        inputs: Number of inputs d.
         alpha: Concentration of the weights, > 0: the smaller, the more alike are a client's examples.
         noise: Standard deviation of the score's noise, >= 0.
-        test: Test examples of each client; the authors take 5,000, which is 900 MB.
-        seed: Of all draws, by NumPy's legacy generator, which the authors' sizes need; and of the shares below.
+        test: Number of test examples of each client; the authors take 5,000, which need 900 MB.
+        seed: Seed of all draws, below 2^32. They come from NumPy's legacy generator, which gives the authors' sizes; the validation and
+            calibration shares use the seed too.
 
     The other options are those of every recipe: `bayesfl.data.recipes.Options`.
 

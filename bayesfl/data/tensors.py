@@ -1,4 +1,4 @@
-"""What is asked of a whole tensor again and again, found once and kept while it lives: its digest, and which rows are not finite."""
+"""Properties of whole tensors that are computed once and kept while the tensor exists: its digest, and which rows are not finite."""
 
 import hashlib
 
@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-_CHUNK = 1024  # rows looked at together, so that a check or a hash of images needs little memory
+_CHUNK = 1024  # rows read at once, so that a check or a hash of images needs little memory
 
 _digests = WeakTensorKeyDictionary()
 _finite = WeakTensorKeyDictionary()
 
 
 def digest_of(tensor: Tensor) -> str:
-    """Digests a tensor's shape and numbers, as int64 or float32 whatever its device and precision, by SHA-256."""
+    """Return the SHA-256 digest of a tensor's shape and numbers, as int64 or float32 whatever its device and precision."""
     known = _digests.get(tensor)
     if known is None or known[0] != tensor._version:
         digest = hashlib.sha256(repr(tuple(tensor.shape)).encode())
@@ -25,7 +25,7 @@ def digest_of(tensor: Tensor) -> str:
 
 
 def not_finite(tensor: Tensor) -> Tensor | None:
-    """Marks the rows [N] bool that hold a NaN or an infinity; None where no row does."""
+    """Return which rows hold a NaN or an infinity, [N] bool; None if no row does."""
     if not tensor.is_floating_point() or not len(tensor):
         return None
     known = _finite.get(tensor)

@@ -1,4 +1,4 @@
-"""How a phase runs for a chunk of clients: one driver, four kernels that give the same numbers."""
+"""Running phases for chunks of clients: one driver and four kernels, which give the same numbers."""
 
 from bayesfl.engine.crew import Crew
 from bayesfl.engine.driver import Engine

@@ -1,7 +1,7 @@
 """Worker threads that run the chunks of a round, each with one intra-op thread.
 
-Torch's own threads spin at barriers and stall beside any other busy process; chunks in workers lose little there, are as fast
-when the machine is quiet, and give the same bits for any number of them.
+Torch's own threads wait actively at barriers and stall when another process is busy. Chunks in workers lose little then, are as fast on
+a quiet machine, and give the same bits for any number of workers.
 """
 
 from collections import deque
@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 
 
 class Crew:
-    """A pool of `workers` threads; as a context it gives torch's own number of threads back at the end."""
+    """A pool of `workers` threads; leaving its context restores torch's own number of threads."""
 
     def __init__(self, workers: int) -> None:
         self._workers = workers
@@ -32,7 +32,10 @@ class Crew:
         torch.set_num_threads(self._threads)
 
     def over(self, items: Sequence[Item], work: Callable[[Item], Result]) -> Iterator[Result]:
-        """`work` of every item, in order; at most workers + 1 results wait. What an item raises is raised here, and the rest dropped."""
+        """Yield `work` of every item, in order, with at most workers + 1 results waiting.
+
+        An exception raised by one item is raised here, and the remaining items are dropped.
+        """
         waiting: deque[Future[Result]] = deque()
         try:
             for item in items:

@@ -1,8 +1,8 @@
-"""Gradient steps for a chunk of clients at once, in place: what the batched kernels share. They differ in the way through the model.
+"""Gradient steps for a chunk of clients at once, in place, as the batched kernels share them; those differ in how the model is computed.
 
-Nothing here is mapped: draws, priors and the optimiser are algebra on [C, ...]. Point blocks are sliced into leaves once a
-phase; their Gaussian prior is added to the gradient analytically. Blocks with an entropy stay vectors, and their draws and their
-KL go through autograd. Clients come longest first, so those still at work are a prefix, updated through views.
+Nothing here uses vmap: draws, priors and the optimiser are algebra on [C, ...]. Point blocks are sliced into leaves once in a
+phase, and the gradient of their Gaussian prior is added analytically. Blocks that draw stay vectors, and autograd differentiates their
+draws and KL. Clients are ordered by decreasing number of steps, so those still training are a prefix, updated through views.
 """
 
 from time import perf_counter
@@ -23,17 +23,17 @@ from bayesfl.optim import rate_at
 
 
 class Descent:
-    """Holds a `Descend` of a chunk of clients: the parts of the predictor, the energy of the data, and the optimiser's state.
+    """A `Descend` in progress for a chunk of clients: the parts of the predictor, the energy of the data, and the optimiser's state.
 
-    What is trained is copied once and then moved in place, always for the first of the chunk, who are still at work.
+    Trained blocks are copied once and then updated in place, always for the first clients of the chunk, which are still training.
 
     Args:
-        algorithm: Whose phase it is.
+        algorithm: The algorithm that has the phase.
         phase: The phase.
         given: What the server sent to everyone.
-        views: [C, ...] throughout, as the phase begins.
-        kernel: How a chunk goes through the model.
-        still: Whether every step sees the same examples.
+        views: The clients' views at the start of the phase, [C, ...] throughout.
+        kernel: Kernel that computes the model for a chunk.
+        still: Whether every step uses the same examples.
     """
 
     def __init__(self, algorithm: Algorithm, phase: Descend, given: Server, views: View, kernel: Kernel, *, still: bool) -> None:
@@ -51,7 +51,7 @@ class Descent:
         self._state = phase.optimiser.init(self._now) if self._persist is None else _listed(views[self._persist], self._beliefs)
 
     def step(self, active: int, data: Batch, noise: Tensors) -> None:
-        """Takes one step of the first c = `active` clients on examples [c, B, ...], with noise {block: [c, S, size]}."""
+        """Take one step of the first c = `active` clients on examples [c, B, ...], with noise {block: [c, S, size]}."""
         if active != self._active:
             self._narrow(active)
         through = self._forward(data["x"], noise)
@@ -59,19 +59,19 @@ class Descent:
         self._move()
 
     def end(self, steps: Tensor | int) -> tuple[View, Info]:
-        """Returns the views afterwards and the clients' mean losses, after `steps` [C], or one number for all."""
+        """Return the views afterwards and the clients' mean losses in nats, after `steps` [C], or one number for all."""
         kept = {} if self._persist is None else {self._persist: _nested(self._state, self._beliefs)}
         return self._views | self._beliefs | kept, {"nll": self._losses.total / steps}
 
     def _narrow(self, active: int) -> None:
-        """Goes on with the first `active` clients: views of what is theirs are made once, not in every step."""
+        """Continue with the first `active` clients: views of their tensors are made once, not in every step."""
         front = tree_map(lambda t: t[:active], self._views)
         for part in (*self._parts, self._losses):
             part.narrow(front)
         self._active, self._now = active, [p for block in self._trained for p in block.now]
 
     def _forward(self, x: Tensor, noise: Tensors) -> Through:
-        """Goes through the model; the way back writes slopes where the blocks in training want them."""
+        """Compute the model; the way back writes slopes for the trained blocks."""
         leaves: Tensors = {}
         slopes: Tensors = {}
         for part in self._parts:
@@ -81,7 +81,7 @@ class Descent:
         return self._network(leaves, x, slopes)
 
     def _move(self) -> None:
-        """Moves what is trained: the optimiser's pass, then the proximal steps of priors that the slopes leave out."""
+        """Update the trained blocks: the optimiser's step, then the proximal steps of priors that the slopes leave out."""
         optimiser = self._phase.optimiser
         slopes = [slope for block in self._trained for slope in block.slopes()]
         optimiser.update_(self._now, slopes, self._state, self._rate, self._active)
@@ -93,16 +93,16 @@ class Descent:
 def descend(
     algorithm: Algorithm, phase: Descend, given: Server, views: View, plan: PhasePlan, kernel: Kernel, *, batch: Batch | None = None
 ) -> tuple[View, Info]:
-    """Takes all steps of a `Descend` for a chunk of clients.
+    """Take all steps of a `Descend` for a chunk of clients, and return their views and the mean losses.
 
     Args:
-        algorithm: Whose phase it is.
+        algorithm: The algorithm that has the phase.
         phase: The phase.
         given: What the server sent to everyone.
-        views: [C, ...] throughout.
-        plan: Batches and noise.
-        kernel: How a chunk goes through the model.
-        batch: The batch that `Repeat` shares among its phases, if any.
+        views: The clients' views, [C, ...] throughout.
+        plan: Plan of the batches and the noise.
+        kernel: Kernel that computes the model for a chunk.
+        batch: The batch that `Repeat` shares among its phases; None outside a `Repeat`.
     """
     descent = Descent(algorithm, phase, given, views, kernel, still=batch is None and phase.batch_size is None)
     for active, data, noise in plan.walk(phase, phase.noise(algorithm), batch):
@@ -113,7 +113,7 @@ def descend(
 
 
 class _Losses:
-    """Holds the data's part of an energy for a chunk of clients, and the sum of their batches' mean losses so far, [C]."""
+    """The data's part of an energy for a chunk of clients, and the sum of their batches' mean losses so far, [C]."""
 
     def __init__(self, algorithm: Algorithm, energy: Energy, given: Server, views: View) -> None:
         self._likelihood, self._energy, self._given = algorithm.likelihood, energy, given
@@ -122,12 +122,12 @@ class _Losses:
         self.total = torch.zeros_like(views["n"])
 
     def narrow(self, front: View) -> None:
-        """Goes on with the clients of `front` [c, ...], the first of the chunk."""
+        """Continue with the clients of `front` [c, ...], the first of the chunk."""
         active = len(front["n"])
         self._front, self._factor, self._sum = front, self._scale[:active].unsqueeze(-1), self.total[:active]
 
     def slopes(self, through: Through, data: Batch) -> tuple[Tensor, Tensor | None]:
-        """Returns the slopes of a batch at the outputs and, where a penalty reads them, at the features; its losses are added up."""
+        """Return the slopes of a batch at the outputs and, where a penalty reads them, at the features; add its losses to the sum."""
         y = data["y"].unsqueeze(1) if through.lifted else data["y"]
         losses, slope = self._likelihood.nll_and_slope(through.outputs, y)
         at_outputs, at_features = self._penalty(through, losses, slope, data)
@@ -138,12 +138,12 @@ class _Losses:
         return slope, None if at_features is None else at_features * factor
 
     def _weigh(self, losses: Tensor, slope: Tensor, data: Batch, *, lifted: bool) -> None:
-        """Adds up the weighted mean of `losses`, and multiplies the `slope` of each by what it counts in the energy, in place.
+        """Add the weighted mean of `losses` to the sum, and multiply each example's `slope` by its factor in the energy, in place.
 
-        They are [c, B] and [c, B, O], or [c, S, B] and [c, S, B, O] where lifted; of M copies there are S M draws.
+        They are [c, B] and [c, B, O], or [c, S, B] and [c, S, B, O] where lifted; M copies have S M draws.
         """
         share, factor = self._energy.shares(self._given, self._front, data), self._factor
-        if self._copies:  # each has draws of its own, over which alone its losses are a mean
+        if self._copies:  # each copy has draws of its own, and its losses are averaged over these alone
             losses, slope = losses.unflatten(1, (-1, self._copies)), slope.unflatten(1, (-1, self._copies))
             share, factor = share if share.dim() > 2 else share.unsqueeze(1), factor.unsqueeze(-1)
         weight = share * factor
@@ -153,9 +153,9 @@ class _Losses:
         self._sum.add_((losses * share).flatten(1).sum(-1))
 
     def _penalty(self, through: Through, losses: Tensor, slope: Tensor, data: Batch) -> tuple[Tensor | None, Tensor | None]:
-        """Returns the slopes of the energy's penalty at the outputs and at the features, None where it does not read them.
+        """Return the slopes of the energy's penalty at the outputs and at the features, None where it does not read them.
 
-        The losses come in as numbers: what the penalty's slope at them is worth at the outputs is `slope` [..., B, O], that of each loss.
+        The losses enter as constants; the penalty's slope at them is carried to the outputs by `slope` [..., B, O], the slope of each loss.
         """
         if self._energy.penalty is None:
             return None, None
@@ -174,47 +174,47 @@ class _Losses:
 
 
 class _Held:
-    """Holds a part of the predictor that is not trained: it stays as it is, or is drawn anew for every step."""
+    """A part of the predictor that is not trained: it stays as it is, or is drawn anew for every step."""
 
     def __init__(self, algorithm: Algorithm, name: str) -> None:
         self._algorithm, self._name, self._layout = algorithm, name, algorithm.layout(name)
         self._drawn = algorithm.blocks[name].stochastic
 
     def draws_from(self, prefix: str) -> bool:
-        """Tells whether parameters whose names begin with `prefix` differ from step to step."""
+        """Say whether parameters whose names begin with `prefix` differ from step to step."""
         return self._drawn and any(key.startswith(prefix) for key in self._layout.names)
 
     def narrow(self, front: View) -> None:
-        """Goes on with the clients of `front` [c, ...]."""
+        """Continue with the clients of `front` [c, ...]."""
         self._belief = front[self._name]
         self._leaves = {} if self._drawn else self._layout.leaves(self._belief["loc"])
 
     def leaves(self, noise: Tensors) -> tuple[Tensors, Tensors]:
-        """Returns the leaves of a step, none of which wants a slope."""
+        """Return the leaves of a step, and no slopes, as nothing is trained."""
         if self._drawn:
             return self._layout.leaves(draw(self._algorithm, self._name, self._belief, noise)), {}
         return self._leaves, {}
 
 
 class _Vectors:
-    """Holds a block's tensors [C, ...], copied, for an optimiser to move."""
+    """A block's tensors [C, ...], copied, for an optimiser to update."""
 
     def __init__(self, algorithm: Algorithm, name: str, tensors: Tensors) -> None:
         self._layout = algorithm.layout(name)
         self.belief = {key: t.clone(memory_format=torch.contiguous_format) for key, t in tensors.items()}
 
     def narrow(self, front: View) -> None:
-        """Goes on with the clients of `front` [c, ...], the first of the chunk."""
+        """Continue with the clients of `front` [c, ...], the first of the chunk."""
         self.now = [p[: len(front["n"])] for p in self.belief.values()]
 
     def solve(self, pace: Tensor | float) -> None:
-        """Does nothing where the slopes leave nothing out."""
+        """Do nothing, as no prior is left out of the slopes."""
 
 
 class _Points(_Vectors):
-    """Holds a point block, whose leaves and their slopes are views that stay, and its prior where it has one, a Gaussian.
+    """A trained point block with its Gaussian prior, if it has one; its leaves and their slopes are views made once.
 
-    The prior is part of the slopes or, with `prox`, left to be solved after the optimiser's pass.
+    The prior is part of the slopes or, with `prox`, solved after the optimiser's step.
     """
 
     def __init__(self, algorithm: Algorithm, name: str, belief: Tensors, prior: "_Gaussian | None", *, prox: bool) -> None:
@@ -230,23 +230,23 @@ class _Points(_Vectors):
             self._prior.narrow(len(front["n"]))
 
     def leaves(self, noise: Tensors) -> tuple[Tensors, Tensors]:
-        """Returns the leaves, and where their slopes go."""
+        """Return the leaves, and the buffers for their slopes."""
         return self._leaves, self._to
 
     def slopes(self) -> list[Tensor]:
-        """Returns the energy's slope at the vector, the prior's pull added."""
+        """Return the energy's slope at the vector, the prior's included."""
         if self._prior is not None and not self._prox:
             self._prior.pull(self._loc, self._slope)
         return [self._slope]
 
     def solve(self, pace: Tensor | float) -> None:
-        """Takes the proximal step of the prior at the optimiser's pace."""
+        """Take the proximal step of the prior at the optimiser's pace."""
         if self._prior is not None:
             self._prior.solve(self._loc, pace)
 
 
 class _Gaussian:
-    """Holds a Gaussian prior of points like `loc` [C, ...]: its centre, and its strength, weight / variance. Both are constant."""
+    """A Gaussian prior of points like `loc` [C, ...]: its centre, and its strength, weight / variance. Both are constant."""
 
     def __init__(self, prior: GaussianPrior, given: Server, views: View, loc: Tensor, weight: Tensor) -> None:
         strength = weight.view(-1, *[1] * (loc.dim() - 1)) / prior.variance(given, views)
@@ -254,16 +254,16 @@ class _Gaussian:
         self._whole = prior.centre(given, views).expand_as(loc), strength, room
 
     def narrow(self, active: int) -> None:
-        """Goes on with the first `active` clients."""
+        """Continue with the first `active` clients."""
         self._centre, self._strength, self._room = (t[:active] for t in self._whole)
         self._share: Tensor | None = None
 
     def pull(self, loc: Tensor, slope: Tensor) -> None:
-        """Adds the prior's slope at `loc` to `slope`."""
+        """Add the prior's slope at `loc` to `slope`."""
         slope.addcmul_(torch.sub(loc, self._centre, out=self._room), self._strength)
 
     def solve(self, loc: Tensor, pace: Tensor | float) -> None:
-        """Moves `loc` part of the way to the centre: the share pace k / (1 + pace k) under a strength k."""
+        """Move `loc` part of the way to the centre: the share pace k / (1 + pace k) under a strength k."""
         if isinstance(pace, Tensor):
             pull = torch.mul(pace, self._strength, out=self._room)
             loc.lerp_(self._centre, pace.copy_(pull).add_(1).reciprocal_().mul_(pull))
@@ -274,7 +274,7 @@ class _Gaussian:
 
 
 class _Beliefs(_Vectors):
-    """Holds a block with an entropy, or under a prior of another kind: its KL and its draws go through autograd."""
+    """A trained block that draws, or under a prior that is not Gaussian: autograd differentiates its KL and its draws."""
 
     def __init__(self, algorithm: Algorithm, name: str, belief: Tensors, given: Server, weight: Tensor) -> None:
         super().__init__(algorithm, name, belief)
@@ -285,21 +285,21 @@ class _Beliefs(_Vectors):
         self._front, self._weight = front, self._whole[: len(front["n"])]
 
     def leaves(self, noise: Tensors) -> tuple[Tensors, Tensors]:
-        """Returns the leaves of a draw, and where their slopes go."""
+        """Return the leaves of a draw, and the buffers for their slopes."""
         self._live = {key: p.detach().requires_grad_() for key, p in zip(self.belief, self.now, strict=True)}
         self._drawn = draw(self._algorithm, self._name, self._live, noise)
         self._slope = torch.zeros_like(self._drawn)
         return self._layout.leaves(self._drawn.detach()), self._layout.leaves(self._slope)
 
     def slopes(self) -> list[Tensor]:
-        """Returns the energy's slopes at the belief's tensors, through the draw and through the KL."""
+        """Return the energy's slopes at the belief's tensors, through the draw and through the KL."""
         divergence = self._weight * self._algorithm.divergence(self._name, self._live, self._given, self._front)
         ends = [self._slope, torch.ones_like(divergence)]
         return list(torch.autograd.grad([self._drawn, divergence], list(self._live.values()), ends))
 
 
 def _trained(algorithm: Algorithm, phase: Descend, name: str, given: Server, views: View) -> _Points | _Beliefs:
-    """Returns a block of the phase, ready to be trained."""
+    """Return a block of the phase, ready to be trained."""
     block, belief, (_, weight) = algorithm.blocks[name], views[name], phase.energy.scales(views["n"])
     if block.stochastic or not isinstance(block.prior, Flat | GaussianPrior):
         return _Beliefs(algorithm, name, belief, given, weight)
@@ -308,9 +308,9 @@ def _trained(algorithm: Algorithm, phase: Descend, name: str, given: Server, vie
 
 
 def draw(algorithm: Algorithm, name: str, belief: Tensors, noise: dict[str, Tensor]) -> Tensor:
-    """Draws a block, [C, S, D], where there is noise for it [C, S, noise size], else returns its mean [C, D].
+    """Draw a block, [C, S, D], if there is noise for it [C, S, noise size], else return its mean [C, D].
 
-    Of M copies the draws of all [C, S M, D], or their means [C, M, D].
+    For M copies, the draws of all are [C, S M, D], or their means [C, M, D].
     """
     block = algorithm.blocks[name]
     if name not in noise:
@@ -321,7 +321,7 @@ def draw(algorithm: Algorithm, name: str, belief: Tensors, noise: dict[str, Tens
 
 
 def _listed(state: Any, beliefs: dict[str, Tensors]) -> Any:
-    """Copies an optimiser's state for a nest of tensors such as `beliefs` into that for a list of them."""
+    """Convert an optimiser's state for a nest of tensors such as `beliefs` to the state for a list of them; tensors are copied."""
     if not isinstance(state, dict):
         return state.clone()
     if state.keys() == beliefs.keys():
@@ -330,7 +330,7 @@ def _listed(state: Any, beliefs: dict[str, Tensors]) -> Any:
 
 
 def _nested(state: Any, beliefs: dict[str, Tensors]) -> Any:
-    """Turns the state for a list of tensors back into that for the nest."""
+    """Convert the state for a list of tensors back to the state for the nest."""
     if isinstance(state, list):
         rest = iter(state)
         return {name: {key: next(rest) for key in belief} for name, belief in beliefs.items()}

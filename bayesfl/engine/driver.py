@@ -1,4 +1,4 @@
-"""The driver of phases: which kernel runs a phase, and how large a chunk of clients it gets."""
+"""The driver of phases, which chooses the kernel that runs a phase and the number of clients in a chunk."""
 
 import os
 from collections.abc import Callable
@@ -22,31 +22,31 @@ T = TypeVar("T")
 KernelName: TypeAlias = Literal["auto", "reference", "live", "layers", "vmap"]
 KERNELS = ("auto", "reference", "live", "layers", "vmap")
 
-# docs/decisions/0008: with larger chunks the weights of an MLP leave the cache, smaller ones pay more calls for each product.
+# docs/decisions/0008: larger chunks push the weights of an MLP out of the cache; smaller ones need more calls for the same products.
 CPU_CHUNK = 5
-# Small models take more clients, whose calls cost more than their products, while the chunk's weights fit into this many bytes and so many
-# chunks are left that workers get equal shares.
+# Small models, whose calls cost more than their products, run more clients in a chunk, while the chunk's weights fit into this many bytes
+# and at least CPU_CHUNKS chunks remain, so that workers get equal shares.
 CPU_BYTES, CPU_SMALL_CHUNK, CPU_CHUNKS = 12 * 2**20, 20, 8
-# docs/decisions/0008: small networks of convolutions gain from chunks as others do, larger ones are faster client by client.
+# docs/decisions/0008: convolutional networks of at most this many weights gain from chunks; larger ones are faster client by client.
 CPU_CONVOLUTIONS = 100_000
-# A client in training holds its weights about eight times: state, leaves, gradients, momentum, pull and temporaries.
+# A client in training needs about eight times the memory of its weights: state, leaves, gradients, momentum, pull and temporaries.
 COPIES = 8
 
 
 @dataclass(frozen=True)
 class Engine:
-    """How the local work of a round is run; none of it changes what is computed.
+    """The way in which the local work of a round is run; it does not change what is computed.
 
     Args:
         kernel: `reference` (pure steps, one client after another), `live` (the module itself, client by client), `layers` (layer
             rules for a whole chunk), `vmap` (any module that torch.func can batch), or `auto`, which decides for each phase.
-        chunk: Clients at once; None decides on a CPU from the cohort and the size of the weights, on a GPU from the weights alone and
-            the free memory: where activations are large, which it does not know, it is yours to set.
-        workers: Threads that run chunks, each with one intra-op thread; None for the cores this process may use (1 on a GPU, and
-            under `vmap`, whose Python holds the lock).
+        chunk: Number C of clients computed together. None chooses it, on a CPU from the cohort and the size of the weights, on a GPU from
+            the size of the weights and the free memory; as it ignores the size of activations, set it where these are large.
+        workers: Number of threads that run chunks, each with one intra-op thread; None for the number of cores that this process may use (1
+            on a GPU, and with the kernel `vmap`, whose Python code holds the interpreter's lock).
 
     Raises:
-        ValueError: An unknown kernel, or a chunk or number of workers below 1.
+        ValueError: `kernel` is unknown, or `chunk` or `workers` is no whole number >= 1.
     """
 
     kernel: KernelName = "auto"
@@ -61,7 +61,10 @@ class Engine:
                 object.__setattr__(self, name, whole(name, value, least=1))
 
     def chunk_size(self, clients: int, algorithm: Algorithm, device: torch.device) -> int:
-        """Clients at once, of a cohort of `clients`; never a function of the workers, so that they don't change the bits."""
+        """Return the number of clients in a chunk, for a cohort of `clients`.
+
+        It does not depend on the number of workers, so that they do not change the bits of the result.
+        """
         if self.chunk is not None:
             return self.chunk
         if device.type != "cuda":
@@ -74,7 +77,7 @@ class Engine:
         return max(1, min(clients, int(0.5 * torch.cuda.mem_get_info(device)[0] / size)))
 
     def worker_count(self, device: torch.device) -> int:
-        """Threads that run chunks."""
+        """Return the number of threads that run chunks."""
         if self.workers is not None:
             return self.workers
         if device.type == "cuda" or self.kernel == "vmap":
@@ -82,21 +85,21 @@ class Engine:
         return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
     def crew(self, device: torch.device) -> Crew:
-        """Worker threads for the chunks of a run."""
+        """Return the worker threads for the chunks of a run."""
         return Crew(self.worker_count(device))
 
     def map(self, fn: Callable[[View], T], views: View) -> T:
-        """A pure function of one client, over a chunk."""
+        """Apply a pure function of one client to every client of a chunk."""
         if self.kernel == "reference":
             chunk = len(views["n"])
             return tree_map(lambda *rows: torch.stack(rows), *[fn(tree_map(lambda t, c=c: t[c], views)) for c in range(chunk)])
         return torch.func.vmap(fn)(views)
 
     def choose(self, algorithm: Algorithm, phase: Descend | None, device: torch.device) -> KernelName:
-        """The kernel that runs a phase, or predictions where there is none.
+        """Choose the kernel that runs a phase, or predictions where `phase` is None.
 
-        Known layers go by rules, but a CPU trains and applies large networks of convolutions fastest one client at a time, and
-        runs a module without rules fastest as it is; a GPU maps them.
+        With `auto`, stacks of known layers are run by `layers`, except convolutional networks (on a CPU only large ones). Those and all
+        other modules are run by `live`, or on a GPU by `vmap` if torch.func can batch them.
 
         Raises:
             ValueError: The kernel asked for has no rule for a layer of the model, or cannot batch it.
@@ -119,7 +122,7 @@ class Engine:
         return "vmap" if device.type == "cuda" and vmap.batches(model) else "live"
 
     def run(self, algorithm: Algorithm, phase: Phase | Repeat, given: Server, views: View, plan: PhasePlan) -> tuple[View, Info]:
-        """One phase for one chunk of clients, stacked [C, ...]: their views afterwards, and what people may read."""
+        """Run one phase for a chunk of clients, stacked [C, ...], and return their views afterwards and information for people."""
         device = views["n"].device
         algorithm.module(views["n"])  # made here, since no copy can be made inside torch.func
         kernel = self.choose(algorithm, phase if isinstance(phase, Descend) else None, device)
@@ -147,15 +150,15 @@ class Engine:
         return views, info
 
     def _losses(self, algorithm: Algorithm, parts: tuple[str, ...], views: View, batch: Batch) -> Tensor:
-        """`Algorithm.losses_of_copies` of a chunk of clients, [C, B] or [C, M, B]: by the kernel, many clients and copies at once."""
+        """Compute `Algorithm.losses_of_copies` of a chunk of clients, [C, B] or [C, M, B], by the kernel."""
         outputs = self.outputs(algorithm, parts, views, batch["x"], {})
         losses = algorithm.likelihood.nll(outputs, batch["y"].unsqueeze(1))
         return losses if algorithm.copies(parts) else losses.squeeze(1)
 
     def outputs(self, algorithm: Algorithm, parts: tuple[str, ...], views: View, x: Tensor, noise: dict[str, Tensor]) -> Tensor:
-        """Outputs [C, S, N, O] of a chunk of clients at `x` [C, N, *].
+        """Compute the outputs [C, S, N, O] of a chunk of clients at `x` [C, N, *].
 
-        At draws where there is noise {block: [C, S, D]}, else at the mean, with S = 1.
+        They are computed at draws if there is noise {block: [C, S, D]}, else at the mean, with S = 1.
         """
         kernel = self.choose(algorithm, None, x.device)
         if kernel == "reference":

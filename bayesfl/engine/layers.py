@@ -1,7 +1,8 @@
-"""The layers kernel: a stack of known layers, run for a whole chunk of clients by rules of a few lines each.
+"""The layers kernel, which runs a stack of known layers for a whole chunk of clients by short rules, one for each kind of layer.
 
-A rule takes a layer forward and returns the way back, so that no graph is built: on small layers autograd costs as much as the
-products (docs/decisions/0004-layer-rules-go-back-by-hand.md). Layers without a way back of their own go back by autograd, alone.
+A rule computes a layer's outputs and returns a function for the backward pass, so that no graph is built: on small layers autograd costs
+as much as the products (docs/decisions/0004-layer-rules-go-back-by-hand.md). For layers whose rule has no backward pass of its own,
+autograd is used for that layer alone.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from bayesfl.engine.network import Pass, Passage, by_autograd
 from bayesfl.models import SplitModel
 
 Rule: TypeAlias = Callable[[Any, dict[str, Tensor], dict[str, Tensor], Tensor, bool, bool], Pass]
-"""(layer, its weights, where the wanted slopes of these go, x, lifted, whether the slope at x is wanted) -> what went through."""
+"""Function (layer, its weights, buffers for the wanted slopes of these, x, lifted, whether the slope at x is wanted) -> `Pass`."""
 
 
 def _affine(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -25,8 +26,8 @@ def _affine(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def _linear(layer: nn.Linear, weights: dict[str, Tensor], slopes: dict[str, Tensor], x: Tensor, lifted: bool, through: bool) -> Pass:
     weight, bias = weights["weight"], weights.get("bias")
     drawn, lead = weight.dim() == 4, x.shape[:-1]
-    # In every case one product of stacks: S draws of one layer are S * o outputs, lifted inputs are S times the rows, and where
-    # both have draws the stack holds C * S products.
+    # Every case is one batched matrix product. If only the weights have S draws, these count as S * o outputs; if only the inputs have
+    # draws, as S times the rows; if both have draws, the batch holds C * S products.
     both, wide, shape = drawn and lifted, drawn and not lifted, weight.shape
     if both:
         x, weight, bias = x.flatten(0, 1), weight.flatten(0, 1), None if bias is None else bias.flatten(0, 1)
@@ -43,7 +44,7 @@ def _linear(layer: nn.Linear, weights: dict[str, Tensor], slopes: dict[str, Tens
         if slope.shape != flat.shape or wide:
             slope = slope.reshape(flat.shape)
         for name, to in slopes.items():
-            out = None if drawn else to  # written in place, but for draws, whose stack is not the buffer's shape
+            out = None if drawn else to  # written in place, except for draws, whose product differs in shape
             found = torch.bmm(slope.mT, x, out=out) if name == "weight" else torch.sum(slope, 1, out=out)
             if drawn:
                 to.copy_(found.view(to.shape))
@@ -62,12 +63,12 @@ def _flatten(layer: nn.Module, weights: dict[str, Tensor], slopes: dict[str, Ten
 
 
 def _spread(t: Tensor, has: bool, draws: int) -> Tensor:
-    """[C, S, ...] as a chunk of C * S, repeated over draws where it has none."""
+    """Return [C, S, ...] as a chunk of C * S clients; a tensor without an axis of draws is repeated first."""
     return (t if has else t.unsqueeze(1).expand(-1, draws, *t.shape[1:])).flatten(0, 1)
 
 
 def _gathered(t: Tensor, has: bool, draws: int) -> Tensor:
-    """The reverse for slopes: what was repeated gets their sum."""
+    """Return slopes of a chunk of C * S clients as [C, S, ...]; for tensors that were repeated, the sum over draws."""
     t = t.unflatten(0, (-1, draws))
     return t if has else t.sum(1)
 
@@ -99,7 +100,7 @@ def _conv(layer: nn.Conv2d, weights: dict[str, Tensor], slopes: dict[str, Tensor
 def _conv_chunk(
     layer: nn.Conv2d, weight: Tensor, bias: Tensor | None, slopes: dict[str, Tensor], x: Tensor, through: bool, *, grouped: bool
 ) -> Pass:
-    """A convolution for every client of a chunk: one after another, which a CPU does faster, or all in one, grouped."""
+    """Run a convolution for every client of a chunk: one after another, which is faster on a CPU, or all at once, grouped."""
     clients, batch = x.shape[:2]
     if grouped:
         rows = [x.transpose(0, 1).flatten(1, 2)], [weight.flatten(0, 1)], [None if bias is None else bias.flatten()]
@@ -107,7 +108,7 @@ def _conv_chunk(
         rows = list(x), list(weight), [None] * clients if bias is None else list(bias)
     groups = clients * layer.groups if grouped else layer.groups
     options = (layer.stride, layer.padding, layer.dilation)
-    convolve: Any = torch.conv2d  # its overloads tell padding by name from padding by size, layers do not
+    convolve: Any = torch.conv2d  # its overloads separate padding given as text from padding in pixels, the type of `layer` does not
 
     def by_client(parts: Sequence[Tensor]) -> Tensor:  # [B, C * o, ...] once, or [B, o, ...] for each
         return parts[0].unflatten(1, (clients, -1)).transpose(0, 1) if grouped else _joined(parts).unflatten(0, (clients, batch))
@@ -146,9 +147,9 @@ def _max_pool(layer: nn.MaxPool2d, weights: dict[str, Tensor], slopes: dict[str,
 
 
 def _halved(x: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
-    """Windows of 2 x 2 that don't overlap, first along rows, then along columns: on a CPU many times as fast as torch's.
+    """Take maxima over windows of 2 x 2 that do not overlap, first along rows, then along columns: on a CPU much faster than torch's.
 
-    Their maxima, and what says where in [H, W] they were; of equal values the first in reading order wins, as in torch.
+    Returns the maxima and a function that gives their places in [H, W]; of equal values the first in reading order is taken, as in torch.
     """
     height, width = x.shape[-2:]
     left, right = x[..., : height // 2 * 2, 0 : width // 2 * 2 : 2], x[..., : height // 2 * 2, 1::2]
@@ -158,7 +159,7 @@ def _halved(x: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
     def places() -> Tensor:
         second, lower = left < right, top < bottom
         above, below = second[..., 0::2, :], second[..., 1::2, :]
-        across = above ^ ((above ^ below) & lower)  # `where`, which is slow for bools
+        across = above ^ ((above ^ below) & lower)  # as torch.where, which is slow for bools
         corner = torch.arange(0, height - 1, 2, device=x.device).unsqueeze(-1) * width + torch.arange(0, width - 1, 2, device=x.device)
         return torch.add(corner + across, lower, alpha=width)
 
@@ -178,7 +179,7 @@ def _folded(layer: nn.Module, weights: dict[str, Tensor], x: Tensor, lifted: boo
 
 
 def _graph(call: Callable[..., tuple[Tensor, bool]]) -> Rule:
-    """A layer without parameters, back by autograd for it alone."""
+    """Return the rule of a layer without parameters, whose backward pass uses autograd for this layer alone."""
     kernel = by_autograd(call)
     return lambda layer, weights, slopes, x, lifted, through: kernel(layer)(weights, slopes, x, lifted, through)
 
@@ -195,12 +196,12 @@ RULES: dict[type, Rule] = {
 
 
 def supported(module: nn.Module) -> bool:
-    """Whether every layer has a rule, and none that has parameters is used twice."""
+    """Say whether every layer has a rule, and none with parameters is used twice."""
     return _objection(module) is None
 
 
 def refuse(module: nn.Module) -> None:
-    """Raises ValueError, naming the layer, where there is no rule for it."""
+    """Raise ValueError, naming the layer, if there is no rule for one."""
     if reason := _objection(module):
         raise ValueError(f"the layers kernel {reason}; use kernel='auto', 'live' or 'vmap'")
 
@@ -228,13 +229,13 @@ def _has_rule(layer: nn.Module) -> bool:
 
 
 Stack: TypeAlias = tuple[tuple[str, nn.Module, tuple[str, ...]], ...]
-"""Prefix, layer, names of its parameters."""
+"""Tuples of prefix, layer, and names of the layer's parameters."""
 
 
 def _stack(module: nn.Module) -> Stack:
-    """The layers of a stack in the order they run.
+    """Return the layers of a stack in the order they run.
 
-    One module may stand in several places, which `named_children` would leave out.
+    One module may be used in several places, which `named_children` would leave out.
     """
     if type(module) not in (nn.Sequential, SplitModel):
         return (("", module, tuple(name for name, _ in module.named_parameters())),)
@@ -243,7 +244,7 @@ def _stack(module: nn.Module) -> Stack:
 
 
 def _order(stack: Stack) -> Stack:
-    """The same function with less work: of a ReLU and a max pooling, which commute, the one that leaves fewer values goes first."""
+    """Reorder layers to do less work for the same function: a max pooling goes before a ReLU, with which it commutes."""
     layers = list(stack)
     for i in range(len(layers) - 1):
         if isinstance(layers[i][1], nn.ReLU) and isinstance(layers[i + 1][1], nn.MaxPool2d):
@@ -252,7 +253,7 @@ def _order(stack: Stack) -> Stack:
 
 
 def kernel(module: nn.Module) -> Passage:
-    """See `network.Kernel`."""
+    """Return the passage of a stack of layers, see `network.Kernel`."""
     stack = _order(_stack(module))
 
     def passage(leaves: dict[str, Tensor], slopes: dict[str, Tensor], x: Tensor, lifted: bool, through: bool) -> Pass:
@@ -291,12 +292,12 @@ def kernel(module: nn.Module) -> Passage:
 def _weights(
     prefix: str, layer: nn.Module, names: tuple[str, ...], leaves: dict[str, Tensor], clients: int
 ) -> tuple[dict[str, Tensor], frozenset[str]]:
-    """A layer's parameters, all with an axis of draws or none, and which had to be repeated over draws."""
+    """Return a layer's parameters, all with an axis of draws or none, and the names of those that were repeated over draws."""
     weights, draws, own = {}, None, {}
     for name in names:
         leaf = leaves.get(prefix + name)
         own[name] = layer.get_parameter(name)
-        if leaf is None:  # no block covers it: the same for everyone
+        if leaf is None:  # no block covers it, so it is the same for all clients
             leaf = own[name].expand(clients, *own[name].shape)
         elif leaf.dim() == own[name].dim() + 2:
             draws = leaf.shape[1]

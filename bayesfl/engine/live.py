@@ -1,6 +1,6 @@
-"""The live kernel: one client after another, best for larger CNNs on a CPU, where a second client's activations leave the cache.
+"""The live kernel, which runs one client after another, for larger CNNs on a CPU, where the activations of two clients exceed the cache.
 
-Stacks of known layers go by the layer rules, other modules through themselves, convolutions in channels-last memory.
+Stacks of known layers are run by the layer rules; other modules are called themselves, with convolutions in channels-last memory.
 """
 
 import torch
@@ -12,7 +12,7 @@ from bayesfl.engine.network import Passage, by_autograd
 
 
 def has_convolutions(module: nn.Module) -> bool:
-    """Whether channels-last memory matters to it."""
+    """Say whether the module has convolutions, for which the memory layout matters."""
     return any(isinstance(part, nn.Conv2d) for part in module.modules())
 
 
@@ -35,7 +35,7 @@ def _forward(module: nn.Module, leaves: dict[str, Tensor], x: Tensor, lifted: bo
 
 
 def _channels_last(t: Tensor) -> Tensor:
-    # Strides decide which layout a convolution works in, and `contiguous` leaves those of a single channel as they are.
+    # A convolution chooses its memory layout by strides, which `contiguous` leaves as they are for a single channel.
     return t.to(memory_format=torch.channels_last, copy=True) if t.dim() == 4 else t
 
 
@@ -43,5 +43,8 @@ _module_itself = by_autograd(_forward)
 
 
 def kernel(module: nn.Module) -> Passage:
-    """See `network.Kernel`, for a chunk of one client: by the layer rules where there are any, else the module itself."""
+    """Return the passage of a module for a chunk of one client, see `network.Kernel`.
+
+    It uses the layer rules if every layer has one, else the module itself.
+    """
     return layers.kernel(module) if layers.supported(module) else _module_itself(module)

@@ -1,4 +1,4 @@
-"""The model of a chunk of clients: its outputs, and the way back from a slope at the outputs to the parameters."""
+"""The model of a chunk of clients: its outputs, and the backward pass from slopes at the outputs to slopes at the parameters."""
 
 from collections.abc import Callable
 from typing import NamedTuple, Protocol, TypeAlias
@@ -9,16 +9,16 @@ from torch import Tensor, nn
 from bayesfl.models import SplitModel
 
 Back: TypeAlias = Callable[[Tensor], Tensor | None]
-"""From a slope at the outputs to the slope at the inputs, None where it was not asked for; those of leaves are written on the way."""
+"""Function from a slope at the outputs to the slope at the inputs, None if that was not wanted; it also writes the leaves' slopes."""
 
 
 class Pass(NamedTuple):
-    """What went through a module.
+    """The result of running a module for a chunk of clients.
 
     Args:
-        outputs: [C, B, ...], or [C, S, B, ...] where lifted.
+        outputs: Outputs [C, B, ...], or [C, S, B, ...] where lifted.
         lifted: Whether weights were drawn, so that outputs have an axis of draws.
-        back: The way back; None where nothing was asked for.
+        back: The backward pass; None if no slope was wanted.
     """
 
     outputs: Tensor
@@ -27,13 +27,13 @@ class Pass(NamedTuple):
 
 
 class Through(NamedTuple):
-    """What went through a whole model.
+    """The result of running a whole model for a chunk of clients.
 
     Args:
-        outputs: [C, B, O], or [C, S, B, O] where lifted.
+        outputs: Outputs [C, B, O], or [C, S, B, O] where lifted.
         lifted: Whether weights were drawn, so that outputs have an axis of draws.
-        features: What the head got; None where the model is not cut in two.
-        back: The way back from slopes at the outputs, and at the features where something else reads them.
+        features: Inputs of the head; None if the model is not a `SplitModel`.
+        back: The backward pass from slopes at the outputs and, if a penalty reads them, slopes at the features.
     """
 
     outputs: Tensor
@@ -43,27 +43,27 @@ class Through(NamedTuple):
 
 
 class Passage(Protocol):
-    """A module, ready for a chunk of clients to go through."""
+    """The interface of a module that is ready to be run for a chunk of clients."""
 
     def __call__(self, leaves: dict[str, Tensor], slopes: dict[str, Tensor], x: Tensor, lifted: bool, through: bool) -> Pass:
-        """Outputs and the way back.
+        """Return the outputs and the backward pass.
 
         Args:
             leaves: Parameters by name, [C, *shape], or [C, S, *shape] where drawn.
-            slopes: Where the way back writes the slopes of the leaves that are wanted, in their shapes.
+            slopes: Buffers, in the leaves' shapes, into which the backward pass writes the wanted slopes.
             x: Inputs [C, B, ...], or [C, S, B, ...] where lifted.
-            lifted: Whether they have an axis of draws.
+            lifted: Whether the inputs have an axis of draws.
             through: Whether the slope at the inputs is wanted.
         """
         ...
 
 
 Kernel: TypeAlias = Callable[[nn.Module], Passage]
-"""How a chunk of clients goes through a module."""
+"""Function from a module to its `Passage` for a chunk of clients."""
 
 
 def by_autograd(call: Callable[[nn.Module, dict[str, Tensor], Tensor, bool], tuple[Tensor, bool]]) -> Kernel:
-    """A kernel from a function that only goes forward."""
+    """Make a kernel of a function that computes outputs only; the backward pass is autograd's."""
 
     def kernel(module: nn.Module) -> Passage:
         def passage(leaves: dict[str, Tensor], slopes: dict[str, Tensor], x: Tensor, lifted: bool, through: bool) -> Pass:
@@ -90,13 +90,13 @@ def by_autograd(call: Callable[[nn.Module, dict[str, Tensor], Tensor, bool], tup
 
 
 class Network:
-    """A model under a kernel; body and head apart where it has them, so that draws of a head share one pass through the body.
+    """A model under a kernel, with body and head run separately if it has them, so that draws of a head share one pass through the body.
 
     Args:
         module: The model.
-        kernel: How a chunk goes through it.
-        still: Whether inputs and the body's leaves are the same in every call; then its features are computed once, where no
-            slopes of it are wanted.
+        kernel: Kernel that computes it for a chunk.
+        still: Whether inputs and the body's leaves are the same in every call; the features are then computed once, if no
+            slopes of the body are wanted.
     """
 
     def __init__(self, module: nn.Module, kernel: Kernel, *, still: bool = False) -> None:
@@ -106,7 +106,7 @@ class Network:
         self._features: Pass | None = None
 
     def __call__(self, leaves: dict[str, Tensor], x: Tensor, slopes: dict[str, Tensor] | None = None) -> Through:
-        """What goes through the model; the way back writes into `slopes`."""
+        """Compute the model for a chunk of clients; the backward pass writes into `slopes`."""
         slopes = slopes or {}
         if "" in self._passages:
             whole = self._passages[""](leaves, slopes, x, False, False)

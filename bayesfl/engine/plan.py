@@ -1,7 +1,7 @@
-"""The plan of one phase for a chunk of clients: who is at work in which step, on which examples, with which noise.
+"""The plan of one phase for a chunk of clients: which clients train in which step, on which examples, with which noise.
 
-Everything random is drawn here, from addresses; kernels only compute. Clients come longest first, so those still at work in
-step t are a prefix of the chunk.
+Everything random is drawn here, from addresses; kernels only compute. Clients are ordered by decreasing number of steps, so those still
+training in step t are a prefix of the chunk.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,22 +21,22 @@ from bayesfl.data import ClientData
 
 
 class PhasePlan:
-    """Batches and noise of one phase for a chunk of C clients.
+    """The batches and the noise of one phase for a chunk of C clients.
 
     Args:
-        phase: Its epochs, steps and batch size.
+        phase: The phase, whose epochs, steps and batch size are used.
         split: The clients' training data.
-        rows: Places of the clients in `split`, [C], longest first.
-        ids: Addresses of their randomness, [C]; the rows unless told otherwise.
+        rows: Places of the clients in `split`, [C], by decreasing number of examples.
+        ids: Client ids in the addresses of their randomness, [C]; `rows` by default.
         seed: The experiment's seed.
-        round: Round of the federation.
-        stage: Training, fine-tuning or adaptation.
+        round: Round of the federation, from 0.
+        stage: Training (the default), fine-tuning or adaptation.
         position: Place of the phase among those in its list that shuffle or draw.
-        dtype: Precision of weights and noise.
+        dtype: Precision of example weights and noise.
 
     Attributes:
-        steps: Steps of each client, [C], not increasing.
-        seconds: Time spent on `batches`, `noise` and `steps`; the kernels add the last.
+        steps: Number of steps of each client, [C], not increasing.
+        seconds: Seconds spent on `batches`, `noise` and `steps`; the kernels add the last.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class PhasePlan:
         self.seconds = {"steps": 0.0, "batches": 0.0, "noise": 0.0}
 
     def client(self, place: int) -> "PhasePlan":
-        """The same plan for the client at `place` alone; it shares the clock, and goes on reading the same noise."""
+        """Return the same plan for the client at `place` alone; it shares the clock, and continues to read the same noise."""
         one = PhasePlan.__new__(PhasePlan)
         one.__dict__.update({k: v for k, v in self.__dict__.items() if k not in ("_everything", "_orders", "_active")})
         for name in ("rows", "ids", "_counts", "_per_epoch", "steps"):
@@ -71,11 +71,11 @@ class PhasePlan:
         return one
 
     def active(self, step: int) -> int:
-        """How many clients are still at work: a prefix."""
+        """Return how many clients are still training in `step`; they are a prefix of the chunk."""
         return self._active[step]
 
     def batch(self, step: int, active: int) -> Batch:
-        """The examples of the first `active` clients in `step`, [active, B, ...]; padding has weight 0."""
+        """Return the examples of the first `active` clients in `step`, [active, B, ...]; padding has weight 0."""
         start = perf_counter()
         if self._phase.batch_size is None:
             batch = {key: value[:active] for key, value in self._everything.items()}
@@ -88,7 +88,7 @@ class PhasePlan:
         return batch
 
     def noise(self, shapes: Mapping[str, tuple[int, int]], active: int) -> dict[str, Tensor]:
-        """Standard normals {block: [active, S, size]}; every client's generator is read block after block."""
+        """Draw standard normals {block: [active, S, size]}; every client's generator is read block after block."""
         if not shapes:
             return {}
         start = perf_counter()
@@ -102,7 +102,7 @@ class PhasePlan:
         return out
 
     def turns(self, phase: Phase | Repeat) -> Iterator[tuple[Phase, Batch | None]]:
-        """Yields the plan's own `phase` and no batch; of a `Repeat` the inner phases of every turn, with the batch that they share."""
+        """Yield the plan's own `phase` and no batch; for a `Repeat`, the inner phases of every turn, with the batch that they share."""
         if not isinstance(phase, Repeat):
             yield phase, None
             return
@@ -114,12 +114,12 @@ class PhasePlan:
     def walk(
         self, phase: Any, shapes: Mapping[str, tuple[int, int]], batch: Batch | None = None
     ) -> Iterator[tuple[int, Batch, dict[str, Tensor]]]:
-        """Yields for every step of a phase how many clients are at work, their examples and their noise.
+        """Yield, for every step of a phase, how many clients are training, their examples and their noise.
 
         Args:
-            phase: The plan's own, or one inside the `Repeat` that this is the plan of.
+            phase: The plan's own phase, or one inside the `Repeat` that this is the plan of.
             shapes: {block: (S, size)} of the noise.
-            batch: What all steps of a phase inside a `Repeat` are on.
+            batch: The batch of all steps of a phase inside a `Repeat`; None outside one.
         """
         if batch is not None:
             for _ in range(phase.steps or phase.epochs):
@@ -146,13 +146,13 @@ class PhasePlan:
             "y": y.index_select(0, flat).unflatten(0, index.shape),
         }
         if environment is not None:
-            # One-hot: how many there are is then a shape, which functions under vmap could not read off numbers.
+            # One-hot, so that the number of environments is a shape: under vmap, functions cannot read it from values.
             batch["environment"] = F.one_hot(environment[index], self._split.environments).to(self._dtype)
         return batch
 
     @cached_property
     def _everything(self) -> Batch:
-        """All examples of every client, padded to the longest."""
+        """Return all examples of every client, padded to the longest."""
         places = np.arange(self._counts.max())[None]
         inside = places < self._counts[:, None]
         index = self._split.offsets[self.rows][:, None] + np.where(inside, places, 0)
@@ -162,7 +162,7 @@ class PhasePlan:
 
     @cached_property
     def _orders(self) -> list[tuple[Tensor, Tensor, Tensor, int]]:
-        """Of every step: places in the shared tensors and in the client's own rows [C, B], weights, and the widest batch."""
+        """Return for every step: places in the shared tensors and in the client's own rows [C, B], weights, and the widest batch."""
         total, chunk = int(self.steps.max()), len(self.rows)
         size = int(min(self._phase.batch_size, self._counts.max()))
         places = np.zeros((total, chunk, size), np.int64)
@@ -187,6 +187,6 @@ class PhasePlan:
 
 
 def chunks(ids: np.ndarray, counts: np.ndarray, size: int) -> list[np.ndarray]:
-    """The clients `ids` in chunks of at most `size`, longest first by their `counts` [J] of examples, ties in the order given."""
+    """Split the clients `ids` into chunks of at most `size`, by decreasing `counts` [J] of examples, ties in the order given."""
     order = ids[np.argsort(-counts[ids], kind="stable")]
     return [order[start : start + size] for start in range(0, len(order), size)]

@@ -1,4 +1,4 @@
-"""The reference kernel: pure steps, one client after another, nothing padded. Slow and obviously right."""
+"""The reference kernel, which runs pure steps, one client after another, without padding. It is slow, and simple enough to check by eye."""
 
 import torch
 from torch import Tensor
@@ -11,13 +11,13 @@ from bayesfl.engine.plan import PhasePlan
 
 
 def run(algorithm: Algorithm, phase: Phase | Repeat, given: Server, views: View, plan: PhasePlan) -> tuple[View, Info]:
-    """Runs `phase` for every client of a chunk, stacked [C, ...]."""
+    """Run `phase` for every client of a chunk, stacked [C, ...]."""
     done = [_client(algorithm, phase, given, tree_map(lambda t, c=c: t[c], views), plan.client(c)) for c in range(len(plan.rows))]
     return tree_map(lambda *rows: _stacked(rows), *done)
 
 
 def _stacked(rows: tuple[Tensor, ...]) -> Tensor:
-    """Clients' tensors as one, [C, ...]; what a phase says of each example is filled up with zeros to the longest client."""
+    """Stack clients' tensors, [C, ...]; tensors with an entry for each example are padded with zeros to the longest client."""
     if len({t.shape for t in rows}) == 1:
         return torch.stack(rows)
     longest = max(len(t) for t in rows)

@@ -1,4 +1,4 @@
-"""The vmap kernel: torch.func carries any module, and any pure phase, over a chunk of clients."""
+"""The vmap kernel, which runs any module, and any pure phase, for a chunk of clients by torch.func."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,12 +16,12 @@ from bayesfl.engine.plan import PhasePlan
 
 
 def batches(module: nn.Module) -> bool:
-    """Whether torch.func can batch it."""
+    """Say whether torch.func can batch the module."""
     return not any(isinstance(part, nn.RNNBase) for part in module.modules())
 
 
 def refuse(module: nn.Module) -> None:
-    """Raises ValueError, naming the submodule, where torch.func cannot batch the module."""
+    """Raise ValueError, naming the submodule, if torch.func cannot batch the module."""
     for name, part in module.named_modules():
         if not batches(part) and not any(True for _ in part.children()):
             raise ValueError(f"torch.func cannot batch module {name!r} ({type(part).__name__}); use kernel='live' or 'auto'")
@@ -53,16 +53,16 @@ def run(
     *,
     losses: Callable[[Algorithm, tuple[str, ...], View, Batch], Tensor] | None = None,
 ) -> tuple[View, Info]:
-    """Runs any pure phase for a chunk of clients, step by step over those still at work.
+    """Run any pure phase for a chunk of clients, step by step over those still training.
 
     Args:
-        algorithm: Whose phase it is.
-        phase: Its carry must be a nest of tensors.
+        algorithm: The algorithm that has the phase.
+        phase: The phase; the state that its steps carry must be a nest of tensors.
         given: What the server sent to everyone.
-        views: [C, ...] throughout.
-        plan: Batches and noise.
-        batch: The batch that `Repeat` shares among its phases, if any.
-        losses: (algorithm, parts, views, batch) -> what a `Once` with `losses` asks for, of the chunk.
+        views: The clients' views, [C, ...] throughout.
+        plan: Plan of the batches and the noise.
+        batch: The batch that `Repeat` shares among its phases; None outside a `Repeat`.
+        losses: (algorithm, parts, views, batch) -> the losses of the chunk that a `Once` with `losses` reads.
     """
     carry = vmap(lambda view: phase.begin(algorithm, given, view))(views)
     for active, data, noise in plan.walk(phase, phase.noise(algorithm), batch):

@@ -1,1 +1,1 @@
-"""How good predictions are, and how sure: measures, calibration, detection of outsiders, histories, tables, plots."""
+"""Evaluation of predictions: measures, calibration, detection of unfamiliar inputs, histories, tables and plots."""

@@ -1,8 +1,8 @@
-"""Calibration after training, on examples held back: temperatures, and conformal sets of classes; pooled or client by client.
+"""Calibration after training, on held-out examples: temperatures, and conformal sets of classes; pooled or client by client.
 
-Both read a calibration split that no weight was fitted to, and predictions made as those they will serve: at the same number of draws,
-tempered before both or neither. Neither changes the order of classes. Predictions come padded as in
-`bayesfl.metrics`: `probs` [J, N, O], `labels` [J, N], `mask` [J, N]; what stands in rows outside the mask is never read. Everything is
+Both need a calibration split to which no weight was fitted, and predictions made like those to which they will be applied: at the same
+number of draws, and either both tempered or neither. Neither changes the order of classes. Predictions come padded as in
+`bayesfl.metrics`: `probs` [J, N, O], `labels` [J, N], `mask` [J, N]; rows outside the mask are never read. Everything is
 computed in float64.
 
 >>> temperature = fit_temperature(held_out.probs, labels, held_out.mask)  # doctest: +SKIP
@@ -23,21 +23,21 @@ from bayesfl.base.checks import number
 from bayesfl.evaluation import metrics
 
 BOUNDS = (0.05, 20.0)
-"""Temperatures that are considered. Where every point is right the likelihood alone has no optimum: it wants 0."""
+"""Smallest and largest temperature considered. If every prediction is right, the likelihood alone has no optimum: it is best at 0."""
 By: TypeAlias = Literal["pooled", "client", "mixture"]
-"""Whose scores set a conformal threshold: everybody's as if from one source, the client's own, or everybody's from different sources."""
+"""Scores that set a conformal threshold: all clients' as if from one source, the client's own, or all clients' from different sources."""
 _GRID = 61  # temperatures tried before the best is refined; each is 10 % above the one before
 _HALVINGS = 32
-_ROUNDING = 1e-9  # so that (n + 1) alpha counts as the integer that it would be without rounding
+_ROUNDING = 1e-9  # tolerance, so that (n + 1) alpha is not rounded down where it would be an integer but for floating-point error
 
 
 @dataclass(frozen=True)
 class Temperature:
-    """What `fit_temperature` found.
+    """The temperatures that `fit_temperature` found.
 
     Args:
-        pooled: One temperature for everybody, also for clients that come later.
-        clients: One for each client, [J] in float64; of a client without calibration examples the pooled one.
+        pooled: One temperature for all clients, also for clients that come later.
+        clients: One for each client, [J] in float64; the pooled one for a client without calibration examples.
     """
 
     pooled: float
@@ -47,30 +47,30 @@ class Temperature:
 def fit_temperature(
     probs: Tensor, labels: Tensor, mask: Tensor, *, strength: float = 10.0, bounds: tuple[float, float] = BOUNDS, logs: bool = False
 ) -> Temperature:
-    """Temperatures that minimise the negative log likelihood of held-out labels under softmax(logits / T).
+    """Find the temperatures that minimise the negative log likelihood of held-out labels under softmax(logits / T).
 
     Guo et al., "On calibration of modern neural networks", ICML 2017, section 4.2. The pooled temperature T_0 serves all examples of all
     clients. That of client j minimises
 
         sum_i nll_i(T) + 1/2 strength h (log T - log T_0)^2,
 
-    a Gaussian prior on log T around the pooled one, whose precision is what `strength` average calibration examples know: h, the Fisher
+    a Gaussian prior on log T around the pooled one, as precise as the information in `strength` average calibration examples: h, the Fisher
     information of one example about log T at T_0, is the variance of (logits / T_0) under softmax(logits / T_0), averaged over all
-    examples (a unit-information prior: Kass and Wasserman, JASA 90, 1995). A client whose n examples are like everybody's is
-    thus moved n / (n + strength) of the way to its own optimum, and one whose every example is right stays finite.
+    examples (a unit-information prior: Kass and Wasserman, JASA 90, 1995). A client whose n examples are like all others is
+    thus moved n / (n + strength) of the way to its own optimum, and the temperature of one whose every example is right stays away from 0.
 
     Args:
         probs: Class probabilities, [J, N, O]; their logarithms serve as logits, so this is exact. Those below the smallest normal number
-            of their type count as that.
+            of their type count as that number.
         labels: True classes, [J, N], integers in [0, O).
         mask: Which rows are examples, [J, N] bool.
         strength: Weight of the pooled temperature in a client's, in examples, >= 0; `math.inf` gives every client the pooled one. Clients
-            that differ more want less; from 9 to 100 examples and a spread of log T between 0.1 and 0.6, 10 is never far from the best.
-        bounds: Least and largest temperature considered; an optimum at one of them says that the data do not bound it.
+            that differ more need less; from 9 to 100 examples and a spread of log T between 0.1 and 0.6, 10 is never far from the best.
+        bounds: Smallest and largest temperature considered; an optimum at one of them means that the data do not bound it.
         logs: Whether `probs` are logits or log probabilities.
 
     Raises:
-        ValueError: Input that does not fit, a prediction that is not finite, no example at all, or an impossible option.
+        ValueError: The shapes or types do not fit, a prediction is not finite, there is no example, or an option is out of range.
     """
     strength, (low, high) = number("strength", strength), (number("bounds", b) for b in bounds)
     if not strength >= 0:
@@ -82,7 +82,7 @@ def fit_temperature(
     if not mask.any():
         raise ValueError("there is no example to calibrate on; make the data with calibration=0.2, or check mask")
     grid = torch.linspace(math.log(low), math.log(high), _GRID, dtype=torch.float64)
-    logits = (logits - logits.amax(-1, keepdim=True)).masked_fill(~mask[..., None], 0)  # 0 at every T where classes are equal
+    logits = (logits - logits.amax(-1, keepdim=True)).masked_fill(~mask[..., None], 0)  # 0 at every T if all logits are equal
     scored = _Tempered(logits.mT.contiguous(), labels, grid)
     pooled = scored.minimise(grid.new_zeros(1).clamp(grid[0], grid[-1]), grid.new_zeros(1), pot=True)
     own = pooled.expand(len(mask))
@@ -93,18 +93,18 @@ def fit_temperature(
 
 
 def temper(probs: Tensor, temperature: float | Tensor, *, logs: bool = False) -> Tensor:
-    """Probabilities at another temperature, softmax(log(probs) / T); 1 changes nothing, more is less certain.
+    """Return probabilities at another temperature, softmax(log(probs) / T); 1 changes nothing, higher values are less certain.
 
     Args:
-        probs: Class probabilities, [J, N, O]. Those below the smallest normal number of their type count as that.
-        temperature: One for all, or one for each client, [J]; > 0.
+        probs: Class probabilities, [J, N, O]. Those below the smallest normal number of their type count as that number.
+        temperature: One temperature for all, or one for each client, [J]; > 0.
         logs: Whether `probs` are logits or log probabilities.
 
     Returns:
         Probabilities [J, N, O], of the type and on the device of `probs`; NaN stays NaN.
 
     Raises:
-        ValueError: A temperature that is not > 0 and finite, or not one for each client; logits where probabilities are expected.
+        ValueError: A temperature is not > 0 and finite, there is not one for each client, or `probs` are logits while `logs` is False.
     """
     probs = torch.as_tensor(probs)
     t = torch.as_tensor(temperature, dtype=torch.float64).detach().cpu()
@@ -121,14 +121,16 @@ def temper(probs: Tensor, temperature: float | Tensor, *, logs: bool = False) ->
 
 @dataclass(frozen=True)
 class Conformal:
-    """Thresholds of conformal sets; made by `conformal`. Those of one pot serve any client, known or new.
+    """The thresholds of conformal sets, made by `conformal`; thresholds of pooled scores serve any client, known or new.
 
     Args:
         alpha: Share of labels that the sets may miss.
-        by: Whose scores they come from.
-        threshold: Least probability of a class in the set (1 - the quantile of the scores), [J] or of one pot [1]; 0 admits every class.
-        rank: Which score it is, counted from the smallest, k of n, integers of the same shape; k > n where the set is everything.
-        examples: n, the number of calibration scores, of the same shape.
+        by: The scores from which the thresholds come.
+        threshold: Smallest probability of a class in the set (1 - the quantile of the scores), [J], or [1] of pooled scores; 0 admits every
+            class.
+        rank: Rank k of the threshold among n scores, counted from the smallest, integers of the same shape; k > n if the set has every
+            class.
+        examples: Number n of calibration scores, of the same shape.
     """
 
     alpha: float
@@ -138,9 +140,9 @@ class Conformal:
     examples: Tensor
 
     def sets(self, probs: Tensor) -> Tensor:
-        """Marks which classes are in each set, [J, N, O] bool, from probabilities [J, N, O]; of padded rows (NaN) none.
+        """Return which classes are in each set, [J, N, O] bool, for probabilities [J, N, O]; sets of padded rows (NaN) are empty.
 
-        A set may be empty: no class is as probable there as true classes are elsewhere.
+        A set of an example may be empty too: then no class is as probable there as true classes were in the calibration.
 
         Raises:
             ValueError: The clients are not those of the calibration split.
@@ -154,10 +156,10 @@ class Conformal:
         return probs.double() >= self.threshold[:, None, None]
 
     def evaluate(self, probs: Tensor, labels: Tensor, mask: Tensor) -> "Coverage":
-        """Measures how the sets fare on test examples: probabilities [J, N, O], labels [J, N], mask [J, N] bool.
+        """Measure the coverage and size of the sets on test examples: probabilities [J, N, O], labels [J, N], mask [J, N] bool.
 
         Raises:
-            ValueError: Input that does not fit, or a prediction that is not finite.
+            ValueError: The shapes or types do not fit, or a prediction is not finite.
         """
         probs = torch.as_tensor(probs).detach().cpu()
         sets = self.sets(probs)
@@ -174,12 +176,12 @@ class Coverage:
 
     Args:
         alpha: Share of labels that the sets may miss.
-        by: Whose scores the thresholds come from.
+        by: The scores from which the thresholds come.
         share: Share of labels inside their set, [J]; NaN for a client without test examples.
         size: Mean number of classes in a set, [J].
-        tested: Test examples, [J].
+        tested: Number of test examples, [J].
         rank: Rank k of the threshold among the calibration scores, [J].
-        examples: Number n of calibration scores that it comes from, [J].
+        examples: Number n of calibration scores from which the threshold comes, [J].
     """
 
     alpha: float
@@ -191,12 +193,18 @@ class Coverage:
     examples: Tensor
 
     def chance(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
-        """Finds the central interval of a client's coverage if its calibration and test scores came from one continuous source, [J] each.
+        """Return the central interval of a client's coverage if its calibration and test scores came from one continuous source, [J] each.
 
         Given the calibration scores, the probability that a set holds its label is then distributed as Beta(k, n + 1 - k), which makes
         the number of m test labels inside beta-binomial (Vovk, "Conditional validity of inductive conformal predictors", ACML 2012;
         Angelopoulos and Bates, "Conformal prediction: a gentle introduction", 2023, section 3.2 and appendix C). A client outside its
-        interval differs from whom the threshold was made for; with ties among the scores coverage only rises.
+        interval differs from the data for which the threshold was made; with ties among the scores coverage only rises.
+
+        Args:
+            level: Probability of the interval, in (0, 1).
+
+        Returns:
+            Lower and upper bound of the share of labels inside their set.
 
         Raises:
             ValueError: `level` is not in (0, 1).
@@ -215,7 +223,12 @@ class Coverage:
         return bounds[0], bounds[1]
 
     def summary(self) -> dict[str, float]:
-        """Gives `coverage` and `set_size`, means over clients; `coverage_decile`, of the worst-served tenth; `pooled_`, of all examples."""
+        """Return the coverage of all clients as a few numbers.
+
+        Returns:
+            `coverage` and `set_size`, means over clients; `coverage_decile`, of the worst-served tenth of the clients; `pooled_coverage`
+            and `pooled_set_size`, means over all clients' examples.
+        """
         some = self.tested > 0
         weight = (self.tested / self.tested.sum())[some]
         return {
@@ -227,23 +240,23 @@ class Coverage:
         }
 
     def table(self) -> dict[str, np.ndarray]:
-        """Columns [J]: `client`, `examples`, `calibrated` (scores behind the threshold), `coverage`, `set_size`."""
+        """Return columns [J]: `client`, `examples`, `calibrated` (scores behind the threshold), `coverage`, `set_size`."""
         index = {"client": np.arange(len(self.share)), "examples": self.tested.numpy(), "calibrated": self.examples.numpy()}
         return index | {"coverage": self.share.numpy(), "set_size": self.size.numpy()}
 
 
 def conformal(probs: Tensor, labels: Tensor, mask: Tensor, *, alpha: float = 0.1, by: By = "pooled") -> Conformal:
-    """Thresholds of sets of classes that miss the label with probability at most `alpha`, whatever the model.
+    """Find thresholds of sets of classes that miss the label with probability at most `alpha`, whatever the model.
 
     Split conformal prediction (Vovk, Gammerman and Shafer, "Algorithmic learning in a random world", 2005; Angelopoulos and Bates,
     "Conformal prediction: a gentle introduction", Foundations and Trends in Machine Learning 16(4), 2023, section 1). The score of an
-    example is 1 - p_y; the set holds the classes with a score up to the k-th smallest of n, k = ceil((n + 1)(1 - alpha)). Where
-    alpha < 1 / (n + 1), k exceeds n and the set is everything. By whose scores it is promised to whom:
+    example is 1 - p_y; the set holds the classes with a score up to the k-th smallest of n, k = ceil((n + 1)(1 - alpha)). If
+    alpha < 1 / (n + 1), k exceeds n and the set holds every class. `by` says which scores are used, and for whom the promise holds:
 
     | `by` | n | promise |
     |---|---|---|
-    | `pooled` | all examples | an example drawn as they were; nothing for a client that differs |
-    | `client` | the client's own | each client; one with fewer than 1 / alpha - 1 gets every class |
+    | `pooled` | all examples | an example drawn from the same source as these; nothing for a client that differs |
+    | `client` | the client's own | each client; one with fewer than 1 / alpha - 1 examples gets every class |
     | `mixture` | all examples, k = ceil((n + J)(1 - alpha)) | the mean over clients that differ, client j counting n_j + 1 |
 
     The last is Lu et al., "Federated conformal predictors for distributed uncertainty quantification", ICML 2023.
@@ -253,10 +266,10 @@ def conformal(probs: Tensor, labels: Tensor, mask: Tensor, *, alpha: float = 0.1
         labels: True classes, [J, N], integers in [0, O).
         mask: Which rows are examples, [J, N] bool.
         alpha: Share of labels that may be missed, in (0, 1).
-        by: Whose scores set the threshold.
+        by: Which scores set the threshold, `pooled`, `client` or `mixture`.
 
     Raises:
-        ValueError: Input that does not fit, a prediction that is not finite, or an impossible option.
+        ValueError: The shapes or types do not fit, a prediction is not finite, or an option is out of range.
     """
     if not 0 < number("alpha", alpha) < 1:
         raise ValueError(f"alpha is the share of labels that a set may miss and must lie in (0, 1), got {alpha}; 10% is 0.1")
@@ -272,17 +285,17 @@ def conformal(probs: Tensor, labels: Tensor, mask: Tensor, *, alpha: float = 0.1
     most = n + sources
     rank = most - (most.double() * alpha + _ROUNDING).floor().long().clamp(max=most - 1)
     ordered = torch.cat([true, true.new_full((len(true), 1), -math.inf)], -1).sort(-1, descending=True).values
-    place = torch.minimum(rank, n + 1) - 1  # the score 1 - p ascends as p descends; after the last example nothing is left out
+    place = torch.minimum(rank, n + 1) - 1  # scores 1 - p ascend as p descends; beyond the last example the set has every class
     threshold = ordered.gather(-1, place[:, None])[:, 0].clamp_min(0)
     return Conformal(float(alpha), by, threshold, rank, n)
 
 
 @dataclass(frozen=True)
 class _Tempered:
-    """Logits [J, O, N] and labels [J, N] as functions of log T [J], and values of it to try.
+    """Logits [J, O, N] and labels [J, N] as functions of log T [J], and a grid of values to try.
 
-    Logits are 0 in padded rows, which so add a constant to `nll` and nothing to the others. Classes come before examples because across
-    a few of them torch's softmax is several times slower along the last axis.
+    Logits are 0 in padded rows, which therefore add a constant to `nll` and 0 to the others. Classes come before examples because torch's
+    softmax over a few classes is several times slower along the last axis.
     """
 
     logits: Tensor
@@ -290,36 +303,36 @@ class _Tempered:
     grid: Tensor
 
     def _at(self, log_t: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits / T, called u, of all classes [J, O, N] and of the true one [J, N]."""
+        """Return logits / T, called u, of all classes [J, O, N] and of the true one [J, N]."""
         u = self.logits * (-log_t).exp()[:, None, None]
         return u, u.gather(1, self.labels[:, None])[:, 0]
 
     def nll(self, log_t: Tensor) -> Tensor:
-        """Sums over examples [J], in nats."""
+        """Compute the negative log likelihood of each client, summed over examples [J], in nats."""
         u, true = self._at(log_t)
         return (u.logsumexp(1) - true).sum(-1)
 
     def slope(self, log_t: Tensor) -> Tensor:
-        """Computes the derivative of `nll` by log T [J]: u_y - E u, summed over examples."""
+        """Compute the derivative of `nll` by log T [J]: u_y - E u, summed over examples."""
         u, true = self._at(log_t)
         return (true - (u.softmax(1) * u).sum(1)).sum(-1)
 
     def information(self, log_t: Tensor) -> Tensor:
-        """Computes the Fisher information about log T [J]: the variance of u, summed over examples."""
+        """Compute the Fisher information about log T [J]: the variance of u, summed over examples."""
         u, _ = self._at(log_t)
         p = u.softmax(1)
         return (p * (u - (p * u).sum(1, keepdim=True)).square()).sum((1, 2))
 
     @cached_property
     def tried(self) -> Tensor:
-        """`nll` at every value of the grid, [J, K]."""
+        """Return `nll` at every value of the grid, [J, K]."""
         return torch.stack([self.nll(g.expand(len(self.labels))) for g in self.grid], -1)
 
     def minimise(self, centre: Tensor, pull: Tensor, *, pot: bool = False) -> Tensor:
-        """Finds the log T with the least nll + 1/2 pull (log T - centre)^2 within the grid, by search and bisection; of each client [J].
+        """Return each client's log T [J] with the smallest nll + 1/2 pull (log T - centre)^2 within the grid, by search and bisection.
 
-        With `pot` the one [1] for all clients' nll together. The likelihood alone has one optimum (it is convex in 1 / T), the sum
-        need not have: hence the search. Where nothing depends on T it is `centre`.
+        With `pot`, return one [1] for the sum of all clients' nll. The likelihood alone has one optimum (it is convex in 1 / T), but with
+        the quadratic term there may be several: hence the search. If the nll does not depend on T, the result is `centre`.
         """
 
         def total(sums: Tensor) -> Tensor:
@@ -336,7 +349,7 @@ class _Tempered:
 
 
 def _logits(probs: Tensor, logs: bool) -> Tensor:
-    """Takes log probabilities [J, N, O] in float64 on the CPU; finite where `probs` are."""
+    """Return log probabilities [J, N, O] in float64 on the CPU; they are finite where `probs` are."""
     probs = torch.as_tensor(probs).detach().cpu()
     if not logs:
         least = torch.finfo(probs.dtype if probs.is_floating_point() else torch.float32).tiny
@@ -345,9 +358,9 @@ def _logits(probs: Tensor, logs: bool) -> Tensor:
 
 
 def _checked(probs: Tensor, labels: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Labels and mask on the CPU, padded labels 0, once they fit the probabilities and these are finite."""
+    """Check labels and mask against the probabilities, which must be finite; return both on the CPU, with padded labels 0."""
     labels, mask = (torch.as_tensor(t).detach().cpu() for t in (labels, mask))
-    seen = metrics.accuracy(probs, labels, mask)  # says what does not fit
+    seen = metrics.accuracy(probs, labels, mask)  # raises if the input does not fit
     broken = (seen.isnan() & mask.any(-1)).nonzero().flatten().tolist()
     if broken:
         raise ValueError(

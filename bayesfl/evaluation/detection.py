@@ -1,9 +1,9 @@
-"""What a score of doubt is good for: telling inputs from elsewhere, and declining to answer where an error is likely.
+"""Uses of a score of doubt: detecting inputs from elsewhere, and declining to answer where an error is likely.
 
-A score is one number an example, [J, N], larger where the model should be trusted less: `doubt`, `entropy`, or the epistemic part of
-`Predictions`. Rows come padded with a `mask` [J, N] as in `bayesfl.metrics`; what stands in the others is never read. A function of one
-measure returns [J]: NaN for a client that lacks what it needs or has a score that is NaN. Ties are counted exactly, as the average over
-the orders in which they could stand.
+A score is one number for each example, [J, N], larger where the model should be trusted less: `doubt`, `entropy`, or the epistemic part of
+`Predictions`. Rows come padded with a `mask` [J, N] as in `bayesfl.metrics`; rows outside the mask are never read. A function of one
+measure returns [J]: NaN for a client that lacks the data for it or has a score that is NaN. Ties are counted exactly, as the average over
+their possible orders.
 
 >>> inside, outside = result.predict(clients.test), result.predict(strangers)  # doctest: +SKIP
 >>> auroc(entropy(inside.probs), entropy(outside.probs), inside.mask, outside.mask)  # doctest: +SKIP
@@ -21,11 +21,11 @@ from bayesfl.base.checks import number
 from bayesfl.evaluation import metrics
 from bayesfl.evaluation.predictions import Predictions
 
-_ROUNDING = 1e-9  # so that 0.95 n counts as the integer that it would be without rounding
+_ROUNDING = 1e-9  # tolerance, so that 0.95 n is not rounded up where it would be an integer but for floating-point error
 
 
 def doubt(probs: Tensor) -> Tensor:
-    """Takes one minus the largest probability, [..., N] of [..., N, O].
+    """Compute one minus the largest probability, [..., N] of [..., N, O].
 
     Hendrycks and Gimpel, "A baseline for detecting misclassified and out-of-distribution examples", ICLR 2017. It is the sum of the other
     probabilities, so that certain examples keep their order where 1 - p would round to 0.
@@ -35,15 +35,15 @@ def doubt(probs: Tensor) -> Tensor:
 
 
 def entropy(probs: Tensor) -> Tensor:
-    """Computes the entropy of the predictive distribution in nats, [..., N] of [..., N, O]; epistemic and aleatoric together."""
+    """Compute the entropy of the predictive distribution in nats, [..., N] of [..., N, O]; epistemic and aleatoric together."""
     return torch.special.entr(torch.as_tensor(probs).detach().cpu().double()).sum(-1)
 
 
 def scores(predictions: Predictions) -> dict[str, Tensor]:
-    """Computes every score that these predictions of classes have, [J, N] each.
+    """Compute every score that these predictions of classes have, [J, N] each.
 
     Returns:
-        `doubt`, `entropy`, and `epistemic` where the predictions are more than the plug-in.
+        `doubt`, `entropy`, and `epistemic` unless the predictions were made at the mean, without draws.
 
     Raises:
         ValueError: The predictions are of regression.
@@ -57,13 +57,13 @@ def scores(predictions: Predictions) -> dict[str, Tensor]:
 
 
 def unseen(labels: Tensor, mask: Tensor, train_labels: Tensor, train_mask: Tensor) -> Tensor:
-    """Marks which examples are of a class that their client has no training example of, [J, N] bool: the mask of near outsiders.
+    """Mark the examples of a class of which their client has no training example, [J, N] bool.
 
     Args:
         labels: Classes [J, N].
         mask: Which rows are examples, [J, N] bool.
         train_labels: Classes of the same clients' training examples [J, M].
-        train_mask: Which rows are examples, [J, M] bool.
+        train_mask: Which rows are training examples, [J, M] bool.
 
     Raises:
         ValueError: The shapes do not fit.
@@ -78,16 +78,16 @@ def unseen(labels: Tensor, mask: Tensor, train_labels: Tensor, train_mask: Tenso
 
 
 def auroc(inside: Tensor, outside: Tensor, inside_mask: Tensor, outside_mask: Tensor) -> Tensor:
-    """Computes the area under the ROC curve: the probability that an outsider scores above one of the client's own examples, ties half.
+    """Compute the area under the ROC curve: the probability that an outsider scores above one of the client's own examples, ties half.
 
     Args:
         inside: Scores of each client's own examples, [J, N].
-        outside: Scores that the same clients give to examples from elsewhere, [J, M]: another dataset, or classes they never saw.
-        inside_mask: Which rows are examples, [J, N] bool.
-        outside_mask: Likewise, [J, M] bool.
+        outside: Scores that the same clients give to outsiders, [J, M]: examples of another data set, or of classes they never saw.
+        inside_mask: Which rows are own examples, [J, N] bool.
+        outside_mask: Which rows are outsiders, [J, M] bool.
 
     Returns:
-        Shape [J], in [0, 1]; 0.5 is a coin.
+        Shape [J], in [0, 1]; 0.5 is the value of a random score.
 
     Raises:
         ValueError: The shapes do not fit.
@@ -101,24 +101,24 @@ def auroc(inside: Tensor, outside: Tensor, inside_mask: Tensor, outside_mask: Te
 
 
 def fpr(inside: Tensor, outside: Tensor, inside_mask: Tensor, outside_mask: Tensor, *, tpr: float = 0.95) -> Tensor:
-    """Counts the share of outsiders that pass for the client's own where a share `tpr` of its own does.
+    """Compute the share of outsiders that are accepted at the threshold at which a share `tpr` of a client's own examples is accepted.
 
-    Everything up to a threshold passes: the least one that lets a share of at least `tpr` of the own examples pass. Liang, Li and
-    Srikant, "Enhancing the reliability of out-of-distribution image detection in neural networks", ICLR 2018, section 4.2 (FPR at 95 %
-    TPR, the client's own being the positives).
+    Examples with a score up to the threshold are accepted. It is the smallest one that accepts a share of at least `tpr` of the own
+    examples. Liang, Li and Srikant, "Enhancing the reliability of out-of-distribution image detection in neural networks", ICLR 2018,
+    section 4.2 (FPR at 95 % TPR, the client's own being the positives).
 
     Args:
         inside: Scores of each client's own examples, [J, N].
-        outside: Scores that the same clients give to examples from elsewhere, [J, M].
-        inside_mask: Which rows are examples, [J, N] bool.
-        outside_mask: Likewise, [J, M] bool.
-        tpr: Share of the own examples that pass, in (0, 1].
+        outside: Scores that the same clients give to outsiders, [J, M].
+        inside_mask: Which rows are own examples, [J, N] bool.
+        outside_mask: Which rows are outsiders, [J, M] bool.
+        tpr: Share of the own examples that are accepted, in (0, 1].
 
     Returns:
         Shape [J], in [0, 1]; less is better.
 
     Raises:
-        ValueError: The shapes do not fit, or `tpr` is no such share.
+        ValueError: The shapes do not fit, or `tpr` lies outside (0, 1].
     """
     if not 0 < number("tpr", tpr) <= 1:
         raise ValueError(f"tpr is a share of the client's own examples and must lie in (0, 1], got {tpr}; 95% is 0.95")
@@ -132,16 +132,16 @@ def fpr(inside: Tensor, outside: Tensor, inside_mask: Tensor, outside_mask: Tens
 def detection_summary(
     inside: Mapping[str, Tensor], outside: Mapping[str, Tensor], inside_mask: Tensor, outside_mask: Tensor
 ) -> dict[str, float]:
-    """Sums up how well each score tells outsiders, averaged over the clients that have both kinds.
+    """Summarise how well each score detects outsiders, averaged over the clients that have both own examples and outsiders.
 
     Args:
-        inside: {name: scores of each client's own examples, [J, N]}, as `scores` gives them.
-        outside: {name: scores of examples from elsewhere, [J, M]}; names that both have are compared.
-        inside_mask: Which rows are examples, [J, N] bool.
-        outside_mask: Likewise, [J, M] bool.
+        inside: Scores of each client's own examples, {name: [J, N]}, as `scores` gives them.
+        outside: Scores of outsiders, {name: [J, M]}; names that both have are compared.
+        inside_mask: Which rows are own examples, [J, N] bool.
+        outside_mask: Which rows are outsiders, [J, M] bool.
 
     Returns:
-        `{name}_auroc` and `{name}_fpr95`. NaN where a client has a score that is NaN.
+        For each name `{name}_auroc` and `{name}_fpr95`, NaN if one of these clients has a score that is NaN.
 
     Raises:
         ValueError: The shapes do not fit, or no name is in both.
@@ -159,7 +159,7 @@ def detection_summary(
 
 @dataclass(frozen=True)
 class RiskCoverage:
-    """Share of errors among the answers, answering the least doubtful examples first; made by `risk_coverage`.
+    """The share of errors among the answers as a function of the share of examples answered, least doubtful first; see `risk_coverage`.
 
     Args:
         coverage: Share of examples answered, [n]: 1 / n to 1.
@@ -171,12 +171,15 @@ class RiskCoverage:
 
     @property
     def aurc(self) -> float:
-        """Area under the curve, the mean of the risks; NaN without examples."""
+        """Return the area under the curve, the mean of the risks; NaN without examples."""
         return float(self.risk.mean()) if len(self.risk) else math.nan
 
     @property
     def best(self) -> float:
-        """The area if every error were more doubtful than every right answer; no score does better at this accuracy."""
+        """Return the smallest possible area at this accuracy; NaN without examples.
+
+        It is reached if every error is more doubtful than every right answer.
+        """
         n = len(self.risk)
         if not n:
             return math.nan
@@ -185,18 +188,18 @@ class RiskCoverage:
 
 
 def risk_coverage(score: Tensor, right: Tensor, mask: Tensor) -> RiskCoverage:
-    """Makes the risk-coverage curve of all examples of all clients in one pot; for one client, pass its rows.
+    """Compute the risk-coverage curve of all clients' examples pooled; for one client, pass its rows.
 
     El-Yaniv and Wiener, "On the foundations of noise-free selective classification", JMLR 11, 2010; Geifman, Uziel and El-Yaniv,
     "Bias-reduced uncertainty estimation for deep neural classifiers", ICLR 2019, equation 2.
 
     Args:
-        score: Doubt in each prediction, [J, N]; the largest are declined first.
+        score: Doubt in each prediction, [J, N]; examples with the largest are declined first.
         right: Whether the prediction is right, [J, N] bool: `probs.argmax(-1) == labels`.
         mask: Which rows are examples, [J, N] bool.
 
     Raises:
-        ValueError: The shapes do not fit, or a score that counts is NaN.
+        ValueError: The shapes do not fit, or the score of an example is NaN.
     """
     score, right, mask = _selective(score, right, mask)
     if bool((score.isnan() & mask).any()):
@@ -206,7 +209,7 @@ def risk_coverage(score: Tensor, right: Tensor, mask: Tensor) -> RiskCoverage:
 
 
 def aurc(score: Tensor, right: Tensor, mask: Tensor) -> Tensor:
-    """Computes the area under each client's risk-coverage curve, as in `risk_coverage`; a constant score gives the client's error rate.
+    """Compute the area under each client's risk-coverage curve, as in `risk_coverage`; a constant score gives the client's error rate.
 
     Args:
         score: Doubt in each prediction, [J, N].
@@ -223,7 +226,7 @@ def aurc(score: Tensor, right: Tensor, mask: Tensor) -> Tensor:
 
 
 def selective_accuracy(score: Tensor, right: Tensor, mask: Tensor, *, coverage: float = 0.8) -> Tensor:
-    """Computes each client's accuracy on the share `coverage` of its examples, rounded up, that it doubts least.
+    """Compute each client's accuracy on the share `coverage` of its examples, rounded up, that it doubts least.
 
     Args:
         score: Doubt in each prediction, [J, N].
@@ -235,7 +238,7 @@ def selective_accuracy(score: Tensor, right: Tensor, mask: Tensor, *, coverage: 
         Shape [J], in [0, 1].
 
     Raises:
-        ValueError: The shapes do not fit, or `coverage` is no such share.
+        ValueError: The shapes do not fit, or `coverage` lies outside (0, 1].
     """
     if not 0 < number("coverage", coverage) <= 1:
         raise ValueError(f"coverage is a share of the examples and must lie in (0, 1], got {coverage}; 80% is 0.8")
@@ -243,23 +246,23 @@ def selective_accuracy(score: Tensor, right: Tensor, mask: Tensor, *, coverage: 
 
 
 def selective_summary(probs: Tensor, labels: Tensor, mask: Tensor, *, score: Tensor | None = None) -> dict[str, float]:
-    """Sums up what declining the doubtful gains a federation of classifiers.
+    """Summarise how much a federation of classifiers gains by declining its doubtful examples.
 
     Args:
         probs: Class probabilities, [J, N, O].
         labels: True classes, [J, N], integers in [0, O).
         mask: Which rows are examples, [J, N] bool.
-        score: Doubt in each prediction, [J, N]; by default `doubt(probs)`.
+        score: Doubt in each prediction, [J, N]; None for `doubt(probs)`.
 
     Returns:
-        `aurc`, `accuracy_at_80`, `accuracy_at_90`: means over the clients that have examples. `pooled_aurc`, `pooled_aurc_excess`: of all
-        examples in one pot, and what it is above the best possible at this accuracy. NaN where a prediction or score is not finite.
+        `aurc`, `accuracy_at_80`, `accuracy_at_90`: means over the clients that have examples. `pooled_aurc`: of all clients' examples
+        pooled. `pooled_aurc_excess`: its difference to the best possible at this accuracy. NaN if a prediction or score is not finite.
 
     Raises:
-        ValueError: Input that does not fit.
+        ValueError: The shapes or types do not fit, or a label or probability is out of range.
     """
     probs, labels, mask = (torch.as_tensor(t).detach().cpu() for t in (probs, labels, mask))
-    broken = bool((metrics.accuracy(probs, labels, mask).isnan() & mask.any(-1)).any())  # says what does not fit
+    broken = bool((metrics.accuracy(probs, labels, mask).isnan() & mask.any(-1)).any())  # raises if the input does not fit
     score = doubt(probs) if score is None else torch.as_tensor(score).detach().cpu()
     case = score, probs.argmax(-1) == labels, mask
     if broken or bool((score.isnan() & mask).any()):
@@ -275,7 +278,7 @@ def selective_summary(probs: Tensor, labels: Tensor, mask: Tensor, *, score: Ten
 
 
 def _risks(score: Tensor, right: Tensor) -> Tensor:
-    """Computes the expected share of errors among the i least doubtful of n examples, [n], those that tie in random order."""
+    """Compute the expected share of errors among the i least doubtful of n examples, [n], with ties in random order."""
     _, group, count = score.unique(return_inverse=True, return_counts=True)
     errors = torch.zeros(len(count), dtype=torch.float64).index_add_(0, group, (~right).double())
     before, start = (total.cumsum(0) - total for total in (errors, count))
@@ -287,7 +290,7 @@ def _risks(score: Tensor, right: Tensor) -> Tensor:
 def _each(
     measure: Callable[[Tensor, Tensor], Tensor], inside: Tensor, outside: Tensor, inside_mask: Tensor, outside_mask: Tensor
 ) -> Tensor:
-    """Applies `measure` to each client's own scores, in ascending order, and to those of the others, [J]."""
+    """Apply `measure` to each client's own scores, in ascending order, and to those of its outsiders, [J]."""
     inside, outside, inside_mask, outside_mask = (torch.as_tensor(t).detach().cpu() for t in (inside, outside, inside_mask, outside_mask))
     _check(inside=inside, inside_mask=inside_mask)
     _check(outside=outside, outside_mask=outside_mask)
@@ -304,7 +307,7 @@ def _each(
 
 
 def _curves(measure: Callable[[Tensor], Tensor], score: Tensor, right: Tensor, mask: Tensor) -> Tensor:
-    """Applies `measure` to each client's risks [n], [J]."""
+    """Apply `measure` to each client's risks [n], [J]."""
     score, right, mask = _selective(score, right, mask)
     out = torch.full((len(score),), math.nan, dtype=torch.float64)
     for j, inside in enumerate(mask):
@@ -322,7 +325,7 @@ def _selective(score: Tensor, right: Tensor, mask: Tensor) -> tuple[Tensor, Tens
 
 
 def _check(**rows: Tensor) -> None:
-    """Checks that all have one entry for each row, and the last is a mask."""
+    """Check that all have one entry for each row, and that the last is a mask."""
     (first, values), *others = rows.items()
     if values.dim() != 2:
         raise ValueError(f"{first} must be [J, N], one number for each example; got shape {list(values.shape)}")

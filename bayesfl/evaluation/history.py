@@ -1,4 +1,4 @@
-"""What happened, one row a round."""
+"""The history of a run: measurements, one row for each round."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -6,17 +6,16 @@ from typing import Any
 import numpy as np
 
 HEADLINES = ("personal_accuracy", "personal_rmse")
-"""What sums a run up: the one of a classification, the other of a regression."""
+"""Columns that summarise a run: the first for classification, the second for regression."""
 
 
 class History:
-    """Rows of a run, one a round, as columns.
+    """The rows of a run, one for each round, which can be read by columns.
 
-    A column's prefix says whose model was measured on the test split: `personal_` each client's own predictor after aggregation
-    (and fine-tuning, where the method has it); `before_pool_` the models as their own training left them, of the clients that
-    trained in this round; `global_` the server's model; `validation_` as `personal_`, on the validation split. Without a further
-    word a measure is the mean over clients; `pooled_` puts all examples in one pot. `report.write_csv(path, history)` writes it to a
-    file.
+    A column's prefix names the models that were measured on the test split: `personal_` each client's own predictor after aggregation
+    (and fine-tuning, where the method has it); `before_pool_` the models before aggregation, of the clients that trained in this round;
+    `global_` the server's model; `validation_` as `personal_`, on the validation split. Without a further word a measure is the mean over
+    clients; `pooled_` means that all clients' examples are measured together. `report.write_csv(path, history)` writes the rows to a file.
 
     Args:
         rows: Mappings from column to number.
@@ -27,10 +26,10 @@ class History:
 
     @classmethod
     def read(cls, rows: Any) -> "History":
-        """Reads a history that was saved.
+        """Make a history of rows that were saved.
 
         Raises:
-            ValueError: It is no list of mappings from text to numbers.
+            ValueError: `rows` is no list of mappings from text to numbers.
         """
         if not isinstance(rows, list) or not all(isinstance(row, Mapping) for row in rows):
             raise ValueError("a history is a list of rows")
@@ -41,12 +40,12 @@ class History:
         return cls(rows)
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Adds a round."""
+        """Add the row of a round."""
         self.rows.append(dict(row))
 
     @property
     def columns(self) -> list[str]:
-        """All columns, in order of their first appearance."""
+        """Return all columns, in order of their first appearance."""
         return list(dict.fromkeys(key for row in self.rows for key in row))
 
     def __len__(self) -> int:
@@ -56,13 +55,22 @@ class History:
         return iter(self.rows)
 
     def __getitem__(self, column: str) -> np.ndarray:
-        """Gives one column [rounds], NaN where a round has no value."""
+        """Return one column [rounds], NaN for rounds without a value.
+
+        Raises:
+            KeyError: No row has such a column.
+        """
         if column not in self.columns:
             raise KeyError(f"no column {column!r}; there are {self.columns}")
         return np.array([row.get(column, np.nan) for row in self.rows], dtype=np.float64)
 
     def best(self, column: str, *, lowest: bool = False) -> dict[str, Any]:
-        """Finds the row where a column is best; to be asked of validation columns, never of test ones."""
+        """Return the row in which a column is best; use it with validation columns, never with test columns.
+
+        Args:
+            column: The column.
+            lowest: Whether the smallest value is best; by default the largest is.
+        """
         values = self[column]
         return self.rows[int(np.nanargmin(values) if lowest else np.nanargmax(values))]
 

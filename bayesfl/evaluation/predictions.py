@@ -19,7 +19,7 @@ class Predictions:
     Args:
         mask: Which rows are examples, [J, N] bool.
         epistemic: The part of the uncertainty that more data would remove, [J, N]: mutual information in nats for classes, the
-            variance of the means for regression; NaN at the plug-in, which has none.
+            variance of the means for regression; NaN for predictions at the mean, which have no such part.
         probs: Class probabilities [J, N, O]; None for regression.
         mean: Predictive means [J, N, O]; None for classes.
         variance: Predictive variances [J, N, O], noise included; None for classes.
@@ -33,7 +33,7 @@ class Predictions:
 
     @property
     def aleatoric(self) -> Tensor:
-        """What more data would leave of the uncertainty, [J, N]; NaN where `epistemic` is.
+        """Return the part of the uncertainty that more data would not remove, [J, N]; NaN where `epistemic` is.
 
         For classes the entropy less `epistemic`, in nats; for regression the noise's variance, summed over targets.
         """
@@ -41,13 +41,13 @@ class Predictions:
         return total - self.epistemic
 
     def client(self, j: int) -> "Predictions":
-        """Takes client j's alone, without padding: tensors [n_j, ...]."""
+        """Return client j's predictions alone, without padding: tensors [n_j, ...]."""
         inside = self.mask[j]
         cut: dict[str, Any] = {k: None if v is None else v[j][inside] for k, v in vars(self).items()}
         return Predictions(**cut)
 
     def summary(self, split: ClientData) -> dict[str, float]:
-        """Computes the measures of `bayesfl.metrics` that apply, against the labels or targets of `split`, over clients that have rows."""
+        """Compute the measures of `bayesfl.metrics` that apply, with the labels or targets of `split`, over clients that have rows."""
         labels, _ = split.padded_labels()
         labels = labels[:, : self.mask.shape[1]]
         if self.probs is not None:
@@ -61,7 +61,7 @@ def _present(t: Tensor | None) -> Tensor:
 
 
 class Collector:
-    """Predictions of clients as they come, chunk by chunk, into padded tensors on the CPU."""
+    """A collector that puts clients' predictions, as they come chunk by chunk, into padded tensors on the CPU."""
 
     def __init__(self, split: ClientData) -> None:
         self._counts = split.counts
@@ -70,7 +70,7 @@ class Collector:
         self._tensors: Tensors = {}
 
     def add(self, rows: np.ndarray, chunk: Tensors) -> None:
-        """Predictions of the clients `rows`, {name: [C, N', ...]}; padding beyond a client's examples is ignored."""
+        """Add the predictions of the clients `rows`, {name: [C, N', ...]}; padding beyond a client's examples is ignored."""
         self._seen[rows] = True
         for name, values in chunk.items():
             if name not in self._tensors:
@@ -82,10 +82,10 @@ class Collector:
 
     @property
     def empty(self) -> bool:
-        """Whether nobody was added."""
+        """Say whether no predictions were added."""
         return not self._tensors
 
     def predictions(self) -> Predictions:
-        """Gives all of them; clients never added have no rows."""
+        """Return the predictions of all clients; clients that were not added have no rows."""
         counts = torch.from_numpy(np.where(self._seen, self._counts, 0))
         return Predictions(mask=torch.arange(self._width) < counts[:, None], **self._tensors)

@@ -1,4 +1,4 @@
-"""Tables for people, written whole or not at all, and a record of the machine.
+"""Tables of results, files written atomically, and a record of the machine.
 
 >>> rows = {"FedAvg": {"accuracy": [0.811, 0.807]}, "FedEM": {"accuracy": [0.835, 0.841]}}
 >>> print(table(rows, columns=[Column("accuracy", better="higher")]))
@@ -34,14 +34,17 @@ _ACRONYMS = ("auroc", "ece", "f1", "mce", "nll", "rmse")
 
 @dataclass(frozen=True)
 class Column:
-    """How a table shows one quantity.
+    """A column of a table: one quantity and the way it is shown.
 
     Args:
-        key: Its name in the rows.
-        title: What stands above it; by default made from `key`.
-        scale: What multiplies the values; by default 100 (percent) for accuracies and coverages, else 1.
-        digits: Decimals; by default 1 for accuracies and coverages, else 3.
-        better: Which end is best, `higher` or `lower`, so that the best is marked; None marks nothing.
+        key: The quantity's name in the rows.
+        title: The column's title; None derives it from `key`.
+        scale: Factor by which values are multiplied; None for 100 (percent) for accuracies and coverages, else 1.
+        digits: Number of decimals; None for 1 for accuracies and coverages in percent, else 3.
+        better: Which values are best, `higher` or `lower`, so that the best is marked; None marks nothing.
+
+    Raises:
+        ValueError: `better` is none of these.
     """
 
     key: str
@@ -64,23 +67,23 @@ class Column:
 
 
 def is_share(key: str) -> bool:
-    """Says whether a quantity of this name is shown in percent, as accuracies and coverages are."""
+    """Say whether a quantity of this name is shown in percent, as accuracies and coverages are."""
     return "accuracy" in key or "coverage" in key
 
 
 def words(key: str) -> str:
-    """Writes a quantity's name as people write it: `personal_nll` is personal NLL."""
+    """Return a quantity's name in words: `personal_nll` becomes personal NLL."""
     return " ".join(word.upper() if word in _ACRONYMS else word for word in key.split("_"))
 
 
 def mean_and_error(values: Sequence[float] | np.ndarray | Tensor) -> tuple[float, float]:
-    """Computes the mean over seeds and its standard error, std(ddof=1) / sqrt(number of seeds).
+    """Compute the mean over seeds and its standard error, std(ddof=1) / sqrt(number of seeds).
 
     Args:
-        values: One value a seed.
+        values: One value for each seed.
 
     Returns:
-        The error is NaN for a single seed; both are for none, or where a value is NaN.
+        The mean and the error. The error is NaN for a single seed; both are NaN for no seed, or if a value is NaN.
     """
     array = np.asarray(values.detach().cpu() if isinstance(values, Tensor) else values, dtype=np.float64).reshape(-1)
     mean = float(array.mean()) if len(array) else math.nan
@@ -94,19 +97,20 @@ def table(
     style: Literal["text", "markdown"] = "text",
     corner: str = "method",
 ) -> str:
-    """Methods by quantities, each cell `mean ± standard error` over seeds.
+    """Return a table of methods by quantities, each cell `mean ± standard error` over seeds.
 
     Args:
-        rows: {method: {key: one value a seed}}; a single number is one seed, which has no error. What a method lacks is shown as `-`.
-        columns: What to show and how; a plain key is shown as `Column(key)`. By default every key, in order of appearance.
+        rows: Values for each method, {method: {key: one value a seed}}; a single number is one seed, which has no error. A quantity that a
+            method lacks is shown as `-`.
+        columns: The quantities to show, and how; a plain key is shown as `Column(key)`. None for every key, in order of appearance.
         style: `text` for a terminal, the best marked `*`; `markdown`, the best in bold.
         corner: Title of the column of methods.
 
     Returns:
-        Lines without a newline at the end. Methods whose means are printed alike are best together.
+        Lines without a newline at the end. Methods whose means are printed alike share the mark of the best.
 
     Raises:
-        ValueError: A column's key is in no row.
+        ValueError: A column's key is in no row, or `style` is none of these.
     """
     if style not in ("text", "markdown"):
         raise ValueError(f"style must be 'text' or 'markdown', got {style!r}")
@@ -131,7 +135,7 @@ def table(
 
 
 def _cells(spec: Column, rows: Sequence[Mapping[str, Any]], style: str) -> list[str]:
-    """Writes one column, its numbers aligned at the point and at the sign."""
+    """Return the cells of one column, with numbers aligned at the decimal point and at the sign ±."""
     scale, digits = spec.scale or 1.0, spec.digits or 0
     stats = [mean_and_error(np.asarray(row[spec.key], dtype=np.float64) * scale) if spec.key in row else None for row in rows]
     means = ["-" if s is None else f"{s[0]:.{digits}f}" for s in stats]
@@ -152,12 +156,12 @@ def _cells(spec: Column, rows: Sequence[Mapping[str, Any]], style: str) -> list[
 
 
 def write_csv(path: str | os.PathLike[str], rows: Iterable[Mapping[str, float | int | str]]) -> None:
-    """Writes rows as a CSV file, atomically.
+    """Write rows as a CSV file, atomically.
 
     Args:
-        path: Where.
-        rows: One mapping a line, such as a run's history; the header is all their keys in order of appearance, and what a row lacks stays
-            empty. Floats keep all their digits.
+        path: The file.
+        rows: One mapping for each line, such as a run's history. The header has all their keys in order of appearance; keys that a row
+            lacks are left empty. Floats keep all their digits.
     """
     rows = list(rows)
     header = list(dict.fromkeys(key for row in rows for key in row))
@@ -170,28 +174,28 @@ def write_csv(path: str | os.PathLike[str], rows: Iterable[Mapping[str, float | 
 
 
 def write_json(path: str | os.PathLike[str], obj: Any) -> None:
-    """Writes `obj` as an indented JSON file, atomically.
+    """Write `obj` as an indented JSON file, atomically.
 
     Args:
-        path: Where.
+        path: The file.
         obj: Mappings, sequences, numbers, strings, tensors, arrays, paths and dataclasses, nested. JSON has no NaN and no infinity: both
             become null.
 
     Raises:
-        TypeError: Something in `obj` is none of these.
+        TypeError: A part of `obj` is none of these.
     """
     atomic_write(path, json.dumps(_jsonable(obj), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def one_experiment(folder: str | os.PathLike[str], arguments: Mapping[str, Any]) -> None:
-    """Refuses to write into a folder that holds another experiment's files; one that is absent or empty is fine, and stays so.
+    """Refuse a folder that holds another experiment's files; an absent or empty folder is accepted, and left as it is.
 
     Args:
-        folder: Where `table.json` is written by `write_json`, with all that was asked for under `arguments`.
-        arguments: Of the command line, by name: those that make it another experiment, not where files lie or how many threads run.
+        folder: The folder, in which `write_json` wrote `table.json` with the experiment's arguments under `arguments`.
+        arguments: The arguments that define the experiment, by name, without those for files or the number of threads.
 
     Raises:
-        ValueError: The folder has files but no such table, or one of other arguments; the message names the first that differs.
+        ValueError: The folder has files but no such table, or a table of other arguments; the message names the first that differs.
     """
     folder = Path(folder)
     if not folder.exists() or not any(folder.iterdir()):
@@ -208,12 +212,12 @@ def one_experiment(folder: str | os.PathLike[str], arguments: Mapping[str, Any])
 
 
 def environment() -> dict[str, Any]:
-    """Lists the machine and the versions that a run or a benchmark was made with, ready for `write_json`.
+    """Return the machine and the versions with which a run or a benchmark is made, ready for `write_json`.
 
     Returns:
         `date` (UTC), `bayesfl`, `python`, `torch` and `numpy` versions, `platform` (system, processor family, C library), `cpu` (its
         model), `cores` that this process may use, `threads` of torch, `accelerator` (its name), and `commit` of bayesfl's own repository,
-        ending in `-dirty` where tracked files were changed; what cannot be found out is None.
+        ending in `-dirty` if tracked files were changed; entries that cannot be determined are None.
     """
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -251,19 +255,19 @@ def _commit() -> str | None:
     here = Path(__file__).resolve()
 
     def git(*words: str) -> str | None:
-        try:  # without optional locks: a look must not write to the repository
+        try:  # without optional locks: reading must not write to the repository
             done = subprocess.run(["git", "--no-optional-locks", *words], cwd=here.parent, capture_output=True, text=True, timeout=10)
         except (OSError, subprocess.TimeoutExpired):
             return None
         return done.stdout.strip() if done.returncode == 0 else None
 
-    # An installed copy may lie inside somebody else's repository, which does not track it.
+    # An installed copy may lie inside another project's repository, which does not track it.
     tracked = git("ls-files", "--error-unmatch", here.name) is not None
     return git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*") if tracked else None
 
 
 def _plain(value: Any) -> Any:
-    """Turns a tensor or array of one element into a Python number; anything else as it is."""
+    """Convert a tensor or array of one element to a Python number; return anything else as it is."""
     if isinstance(value, Tensor):
         value = value.detach().cpu().numpy()
     return value.item() if isinstance(value, (np.ndarray, np.generic)) and value.size == 1 else value

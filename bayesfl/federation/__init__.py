@@ -1,1 +1,1 @@
-"""A federation at work: what is sent, which replies are taken, what the server makes of them, and what is kept."""
+"""The federation: what is sent, which replies are admitted, how the server combines them, and how runs are stored."""

@@ -1,7 +1,7 @@
-"""Which of a round's replies the server takes: whole, as declared, finite, and not absurdly far from what it sent.
+"""Admission of replies: the server takes those that are complete, as declared, finite, and not absurdly far from what it sent.
 
-These checks catch machines that break and code of another version. They are no defence against clients that lie consistently; for those
-there are the pools of `bayesfl.pools`.
+These checks catch machines that fail and code of another version. They are no defence against clients that lie consistently; the pools of
+`bayesfl.pools` are for those.
 """
 
 import logging
@@ -24,33 +24,33 @@ T = TypeVar("T")
 
 
 Declared: TypeAlias = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-"""Shape and precision of every tensor that a client sends, by its dotted name."""
+"""Shape and dtype of every tensor that a client sends, by its dotted name."""
 
 
 PROTOCOL = 1
-"""Version of what a client and a server say to each other."""
+"""Version of the messages between client and server."""
 
 
 ATTEMPTS = 3
-"""How often a round is tried before the run stops for want of clients."""
+"""Number of attempts at a round before the run stops for lack of clients."""
 
 
 ENOUGH = 3
-"""Replies of a round from which its own median says how far clients go."""
+"""Least number of replies from which a round's own median tells how far clients usually go."""
 
 
 LARGEST = 100.0
-"""How far a client's data count beyond the median client's: what a node says of these is believed."""
+"""Largest factor by which a client's stated number of examples, which nobody verifies, can exceed the median client's."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """What a client replies in a round.
+    """A client's reply in a round.
 
     Args:
-        tensors: By their declared names.
-        round: That it was trained in.
-        protocol: Of the client's code.
+        tensors: The tensors, by their declared names.
+        round: The round in which the client was trained, counted from 0.
+        protocol: The version of the messages in the client's code.
     """
 
     tensors: Mapping[str, Any]
@@ -59,12 +59,12 @@ class Message:
 
 
 def objection(message: Message, declared: Declared, round: int) -> str | None:
-    """Why a message is not taken, in words; None where nothing is wrong with it on its own.
+    """Return the reason, in words, why a message is not taken; None if it has no fault that shows without comparison to other messages.
 
     Args:
-        message: What came.
-        declared: Shape and precision of every tensor, as `Algorithm.uplink` has them.
-        round: The round that is on.
+        message: The client's reply.
+        declared: Shape and dtype of every tensor, from `Algorithm.uplink`.
+        round: The current round, counted from 0.
     """
     if message.protocol != PROTOCOL:
         return f"it speaks protocol {message.protocol}, the server {PROTOCOL}"
@@ -86,11 +86,11 @@ def objection(message: Message, declared: Declared, round: int) -> str | None:
 
 
 def distances(sent: Mapping[str, Tensors], start: Mapping[str, Tensors]) -> Tensor:
-    """How far each client has gone from what the server sent it, [C], Euclidean over all pooled blocks together.
+    """Return each client's Euclidean distance from what the server sent it, [C], over all pooled blocks together.
 
     Args:
-        sent: {block: {tensor: [C, ...]}}, not empty.
-        start: The same as the server sent it, [...] or [C, ...]; tensors that it did not send don't count.
+        sent: What the clients send, {block: {tensor: [C, ...]}}, not empty.
+        start: What the server sent for the same blocks, [...] or [C, ...]; tensors that are absent there do not count.
     """
     total = torch.zeros(len(next(iter(next(iter(sent.values())).values()))), dtype=torch.float64)
     for name, tensors in sent.items():
@@ -101,7 +101,7 @@ def distances(sent: Mapping[str, Tensors], start: Mapping[str, Tensors]) -> Tens
 
 
 def shares(counts: np.ndarray) -> np.ndarray:
-    """Each client's examples in units of the median client's, [J], within 1/100 and 100; 1 where they are not known.
+    """Return each client's number of examples divided by the median client's, [J], clipped to [1/100, 100]; 1 where it is not known.
 
     Args:
         counts: Examples of all clients, [J]; 0 where that is not known.
@@ -113,33 +113,34 @@ def shares(counts: np.ndarray) -> np.ndarray:
 
 
 def usual(sizes: Sequence[float], share: Sequence[float] | np.ndarray) -> float:
-    """What clients usually say, whether or not it grows with their data: the larger of the medians of size and of size / share.
+    """Return the usual size of what clients say: the larger of the median of size and the median of size / share.
 
-    Distances grow with the steps of an epoch, counts with the examples; a method with a fixed number of steps has neither.
+    Sizes may grow with a client's data or not: distances grow with the number of steps in an epoch and counts with the number of examples;
+    under a fixed number of steps neither does.
 
     Args:
-        sizes: Of some clients, one at least.
-        share: Their data, as `shares` has them.
+        sizes: The sizes of some clients, at least one.
+        share: Their numbers of examples relative to the median client's, from `shares`.
     """
     return float(max(np.median(sizes), np.median(np.divide(sizes, share))))
 
 
 @dataclass(frozen=True)
 class Admission:
-    """The rules of a run.
+    """The rules by which a run takes replies, and what becomes of rounds with too few.
 
     Args:
-        on_bad_client: `stop` the run, or `skip` the client: its reply and its new state are dropped, it starts its next round from the
-            last state that was taken, and the round is as without it.
-        min_clients: Replies that a round needs.
+        on_bad_client: `stop` the run, or `skip` the client: its reply and its new state are dropped, it starts its next round from the last
+            state that was taken, and the round proceeds as without it.
+        min_clients: Number of replies that a round needs, >= 1.
         below_minimum: What becomes of a round with fewer: `skip` leaves everything as it was, `repeat` tries again, three times in all.
-        max_norm: A reply is dropped that went so many times as far from what was sent as is `usual` in the round, or, where fewer than
-            three replied, as in the median of earlier rounds; clients with more data than the median client may go further, by their
-            `shares`. None for no such check.
-        norm_floor: A distance that is always allowed.
+        max_norm: Largest distance of a reply from what the server sent, as a multiple of the round's `usual` distance, or, where fewer than
+            three replied, of the median of those in earlier rounds; > 1. The limit of clients with more data than the median client is
+            multiplied by their `shares`. The same multiple bounds the entries that a method reports. None for no such check.
+        norm_floor: A distance that is always allowed, >= 0.
 
     Raises:
-        ValueError: A word or a number outside its range.
+        ValueError: An argument is none of the allowed words, or lies outside its range.
     """
 
     on_bad_client: Literal["stop", "skip"] = "stop"
@@ -160,26 +161,26 @@ class Admission:
             raise ValueError(f"norm_floor must be >= 0, got {self.norm_floor}")
 
     def check(self, cohort: int) -> None:
-        """That a cohort of at most so many clients can make a round.
+        """Check that a cohort of at most `cohort` clients can make a round.
 
         Raises:
-            ValueError: It is smaller than a round needs.
+            ValueError: `cohort` is smaller than `min_clients`.
         """
         if self.min_clients > cohort:
             raise ValueError(f"min_clients must be at most the size of a cohort, {cohort}, got {self.min_clients}; or raise participation")
 
     @property
     def skips(self) -> bool:
-        """Whether bad clients are left out."""
+        """Say whether bad clients are left out instead of stopping the run."""
         return self.on_bad_client == "skip"
 
     def limit(self, norms: Sequence[float], share: Sequence[float] | np.ndarray, earlier: Sequence[float]) -> float:
-        """The largest distance that is taken from the median client.
+        """Return the largest distance that is allowed for a client with as many examples as the median client; infinity for no limit.
 
         Args:
-            norms: Of this round's replies.
-            share: Their clients' data, as `shares` has them.
-            earlier: What was usual in earlier rounds.
+            norms: The distances of this round's replies.
+            share: Their clients' numbers of examples relative to the median client's, from `shares`.
+            earlier: The `usual` distances of earlier rounds.
         """
         enough = len(norms) >= ENOUGH
         if self.max_norm is None or not (enough or len(earlier)):
@@ -187,13 +188,14 @@ class Admission:
         return max(self.norm_floor, self.max_norm * (usual(norms, share) if enough else float(np.median(earlier))))
 
     def report_limit(self, sizes: Sequence[float], share: Sequence[float] | np.ndarray) -> float:
-        """The largest entry that is taken of what a method reports, where nothing was sent that it could be compared with.
+        """Return the largest absolute entry that is allowed in what a method reports; infinity for no limit.
 
-        It counts from `norm_floor` up, since a report may well be near 0 for most clients: losses are.
+        The server has sent nothing to which a report could be compared. The usual size counts as at least `norm_floor`, since a report,
+        such as a loss, may be near 0 for most clients.
 
         Args:
             sizes: The largest absolute entry of each of this round's replies.
-            share: Their clients' data, as `shares` has them.
+            share: Their clients' numbers of examples relative to the median client's, from `shares`.
         """
         if self.max_norm is None or len(sizes) < ENOUGH:
             return np.inf
@@ -201,10 +203,10 @@ class Admission:
 
 
 def check_cohort(drawn: int, round: int, least: int) -> None:
-    """That enough clients were drawn for a round.
+    """Check that enough clients were drawn for a round.
 
     Raises:
-        SmallCohort: There are not.
+        SmallCohort: `drawn` is less than `least`.
     """
     if drawn < least:
         nothing = {"lost": 0, "rejected": 0, "bytes_up": 0, "bytes_down": 0}
@@ -212,24 +214,27 @@ def check_cohort(drawn: int, round: int, least: int) -> None:
 
 
 def check_replies(taken: int, round: int, least: int) -> None:
-    """That enough replies were taken in a round.
+    """Check that enough replies were taken in a round.
 
     Raises:
-        TooFewClients: There are not.
+        TooFewClients: `taken` is less than `least`.
     """
     if taken < least:
         raise TooFewClients(f"round {round}, counted from 0, comes to {taken} replies and needs {least} (min_clients)")
 
 
 def attempts(admission: Admission, once: Callable[[int], T]) -> T | FailedRound:
-    """A round, tried again where it comes to nothing and might not the next time; the last failure where it is to be skipped.
+    """Run a round, and try again if it fails, where the rules say so and another attempt might succeed.
 
     Args:
-        admission: What becomes of such a round.
-        once: Tries the round, given how often it was tried before.
+        admission: Whether a failed round is skipped or repeated.
+        once: Runs the round, given the number of earlier attempts.
+
+    Returns:
+        What `once` returned, or the last failure if the round is to be skipped.
 
     Raises:
-        FailedRound: It came to nothing every time.
+        FailedRound: The round failed in every attempt.
     """
     for attempt in range(ATTEMPTS):
         try:

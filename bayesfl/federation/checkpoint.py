@@ -1,13 +1,13 @@
-"""Saved runs: one safetensors file whose metadata holds everything that is not a tensor, and one digest over all of it.
+"""Files of saved runs: safetensors whose metadata hold everything that is not a tensor, and one digest over the whole.
 
-Format 3. A file holds the server's and the clients' tensors under dotted names, as `server.body.loc`, `private.head.loc`. Its metadata has
+Format 3. A file holds the server's and the clients' tensors under dotted names, as `server.body.loc`, `private.head.loc`. Its metadata have
 two entries: `bayesfl`, JSON whose keys keep their order (that of the history's columns), and `digest`, the SHA-256 over that JSON and over
-name, dtype, shape and bytes of every tensor in the order of names. A saved result is the file `state.safetensors` in a folder of its own,
-a run in progress has `round-000012.safetensors` and the one before it: the two newest are kept, so that there is one to go back to.
+name, dtype, shape and bytes of every tensor in the order of names. A saved result is the file `state.safetensors` in a folder of its own.
+A run in progress has checkpoints such as `round-000012.safetensors`: the two newest are kept, so that one remains if the other is damaged.
 
-Every file is written under a temporary name, flushed, renamed, and the folder is flushed: there is never half of one, whatever is killed
-when. What a killed process left behind under a temporary name is removed when its folder is used again.
-No pickle: loading a run executes nothing.
+Every file is written under a temporary name, flushed and renamed, and then the folder is flushed, so that a process killed at any time
+leaves no partly written checkpoint. Temporary files that a killed process has left are removed when its folder is used again.
+Nothing is pickled: loading a run executes no code.
 """
 
 import json
@@ -38,10 +38,10 @@ KEPT = 2
 
 
 def write(path: str | os.PathLike[str], meta: Mapping[str, Any], tensors: Mapping[str, Any], *, name: str = STATE) -> None:
-    """Writes a nest of tensors and JSON-able `meta` into the folder `path`, all or nothing.
+    """Write a nest of tensors and JSON-able `meta` into one file of the folder `path`, completely or not at all.
 
     Raises:
-        ValueError: A file is where the folder should be.
+        ValueError: `path` is a file, or lies under one.
     """
     from safetensors.torch import save_file
 
@@ -53,27 +53,27 @@ def write(path: str | os.PathLike[str], meta: Mapping[str, Any], tensors: Mappin
 
 
 def write_round(path: str | os.PathLike[str], round: int, meta: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
-    """`write` of a run in progress after `round` rounds; then all others go but the one before.
+    """Write a checkpoint after `round` rounds, and remove all others except the one before it.
 
     Raises:
-        ValueError: A file is where the folder should be.
+        ValueError: `path` is a file, or lies under one.
     """
     write(path, meta, tensors, name=f"round-{round:06d}.safetensors")
     files = _rounds(Path(path))
     later = [file for file in files if round_of(file) > round]
-    for file in later + [file for file in files if file not in later][KEPT:]:  # later ones are damaged: the run went on from before them
+    for file in later + [file for file in files if file not in later][KEPT:]:  # later ones were damaged: the run resumed before them
         file.unlink(missing_ok=True)
 
 
 def claim(path: str | os.PathLike[str], *, resumed: bool) -> None:
-    """Makes the folder `path` ready for the checkpoints of one run; leftovers of a killed one are removed.
+    """Prepare the folder `path` for the checkpoints of one run, and remove temporary files that a killed process has left.
 
     Args:
-        path: The folder.
-        resumed: Whether the run goes on from the checkpoints in it.
+        path: The folder, made if it does not exist.
+        resumed: Whether the run continues from the checkpoints in it.
 
     Raises:
-        ValueError: A file is where the folder should be, or the folder holds another run.
+        ValueError: `path` is a file or lies under one, or the folder holds a saved result or another run.
     """
     folder = _folder(path)
     remove_leftovers(folder, ".safetensors")
@@ -86,16 +86,16 @@ def claim(path: str | os.PathLike[str], *, resumed: bool) -> None:
 
 
 def held(path: str | os.PathLike[str]) -> list[Path]:
-    """The files of saved runs in the folder `path`, first the one to be read."""
+    """Return the files of saved runs in the folder `path`, the one to be read first."""
     state = Path(path) / STATE
     return [state] if state.is_file() else _rounds(Path(path))
 
 
 def round_of(file: Path) -> int:
-    """The round in a checkpoint's name.
+    """Return the round in a checkpoint's file name.
 
     Raises:
-        ValueError: It is no checkpoint's.
+        ValueError: The file's name is not that of a checkpoint.
     """
     if (match := ROUND.fullmatch(file.name)) is None:
         raise ValueError(f"{file.name!r} is no checkpoint's name")
@@ -103,19 +103,19 @@ def round_of(file: Path) -> int:
 
 
 def newest(path: str | os.PathLike[str]) -> int:
-    """The round of the newest checkpoint in a folder, whole or not; 0 where there is none."""
+    """Return the round of the newest checkpoint in a folder, damaged or not; 0 where there is none."""
     found = _rounds(Path(path))
     match = ROUND.fullmatch(found[0].name) if found else None
     return int(match[1]) if match else 0
 
 
 def read(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> tuple[dict[str, Any], dict[str, Any]]:
-    """The meta data and the nest of tensors that `write` put into the folder `path`: of its newest file that is whole.
+    """Return the metadata and the nest of tensors that `write` put into the folder `path`, from its newest undamaged file.
 
-    Where a newer one is damaged, a warning says so.
+    A warning is issued where a newer file is damaged.
 
     Raises:
-        CheckpointError: There is no run, all of it is damaged, or its format is not this one.
+        CheckpointError: The folder holds no run, or every file is damaged or of another format.
     """
     files, damage = held(path), []
     if not files:
@@ -133,10 +133,10 @@ def read(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> tu
 
 
 def read_file(file: Path, device: torch.device | str = "cpu") -> tuple[dict[str, Any], dict[str, Any]]:
-    """The meta data and the nest of tensors of one file, checked against its digest.
+    """Return the metadata and the nest of tensors of one file, checked against its digest.
 
     Raises:
-        CheckpointError: It is damaged, or of another format.
+        CheckpointError: The file is damaged, or of another format.
     """
     from safetensors import safe_open
 
@@ -146,7 +146,7 @@ def read_file(file: Path, device: torch.device | str = "cpu") -> tuple[dict[str,
             flat = {name: opened.get_tensor(name) for name in list(opened.keys())}
         text = header.get("bayesfl", "")
         whole = header.get("digest") == digest.of_tensors(text, flat)
-    except Exception as error:  # whatever a reader makes of bytes that are not what was written
+    except Exception as error:  # a damaged file may raise anything
         raise CheckpointError(f"{str(file)!r} is damaged: {error}") from error
     if not whole:
         raise CheckpointError(f"{str(file)!r} is damaged, or not a saved run: its digest does not match")
@@ -173,6 +173,6 @@ def _folder(path: str | os.PathLike[str]) -> Path:
 
 
 def _rounds(folder: Path) -> list[Path]:
-    """Checkpoints, the newest first."""
+    """Return the checkpoints in a folder, the newest first."""
     found = {int(match[1]): file for file in folder.glob("round-*") if (match := ROUND.fullmatch(file.name))}
     return [found[round] for round in sorted(found, reverse=True)]

@@ -1,4 +1,4 @@
-"""The local work of clients: phases in order, for a chunk of clients, checked after each."""
+"""The local work of clients: a method's phases in order, for a chunk of clients, with a check for finite numbers after each phase."""
 
 import logging
 from dataclasses import dataclass
@@ -24,12 +24,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Received:
-    """What a chunk of clients starts from.
+    """The state from which a chunk of clients starts a round.
 
     Args:
-        common: What the server sent to everyone.
-        addressed: What it sent to each of them, [C, ...].
-        rows: Their own private state, [C, ...].
+        common: What the server sent to every client.
+        addressed: What the server sent to each client of the chunk alone, [C, ...].
+        rows: The private state of the chunk's clients, [C, ...].
     """
 
     common: Server
@@ -39,12 +39,12 @@ class Received:
 
 @dataclass(frozen=True)
 class State:
-    """A federation between two rounds.
+    """A federation's state between two rounds.
 
     Args:
         server: The server's state.
-        private: The clients' own states, [J, ...] each.
-        round: Rounds done.
+        private: The clients' private states, [J, ...] each.
+        round: Number of rounds done.
     """
 
     server: Server
@@ -52,23 +52,23 @@ class State:
     round: int
 
     def received(self, algorithm: Algorithm, ids: np.ndarray) -> Received:
-        """What the clients `ids` start from."""
+        """Return the state from which the clients `ids` start a round."""
         like = next(t for t in tree_leaves(self.server) if isinstance(t, Tensor))
         return Received(*algorithm.share(self.server, torch.from_numpy(ids).to(like.device)), read_rows(self.private, ids))
 
 
 @dataclass(frozen=True)
 class Done:
-    """What a chunk of clients has done.
+    """The outcome of a chunk's local work.
 
     Args:
-        ids: Its clients [C], longest first.
-        given: What every client received.
-        views: Their views afterwards, [C, ...].
-        info: What people may read, [C] each.
-        seconds: Time of steps, batches and noise.
-        received: Bytes that the chunk received.
-        diverged: Whose training left the finite numbers, [C] bool; their views are those at their start.
+        ids: The chunk's clients [C], those with most examples first.
+        given: What every client received this round.
+        views: The clients' views after the work, [C, ...].
+        info: Diagnostics such as losses, [C] each.
+        seconds: Time spent in steps, batches and noise, in seconds.
+        received: Number of bytes that the chunk received.
+        diverged: True for clients whose training is no longer finite, [C] bool; their views are those at their start.
     """
 
     ids: np.ndarray
@@ -82,15 +82,15 @@ class Done:
 
 @dataclass(frozen=True)
 class Local:
-    """What clients work with: the method's phases, and their training data.
+    """The clients' local work: a method's phases, the engine that runs them, and the training data.
 
     Args:
-        algorithm: Whose phases they are.
-        engine: How they are run.
+        algorithm: The method.
+        engine: How the phases are computed.
         train: The clients' training data, on the run's device and in its precision.
-        seed: Of everything random.
-        rounds: Of the run.
-        tolerant: Whether a client that leaves the finite numbers is set aside instead of stopping all.
+        seed: Seed of all random draws.
+        rounds: Number of rounds of the run.
+        tolerant: Whether a client whose training is no longer finite is set aside instead of stopping the run.
     """
 
     algorithm: Algorithm
@@ -101,18 +101,18 @@ class Local:
     tolerant: bool = False
 
     def run(self, stage: Stage, ids: np.ndarray, received: Received, round: int, *, phases: int | None = None) -> Done:
-        """Run the phases of a stage for the clients `ids`, longest first.
+        """Run the phases of a stage for the clients `ids`.
 
         Args:
             stage: Training, fine-tuning or adaptation.
-            ids: The clients [C].
-            received: What they start from.
-            round: Rounds done before; an address.
-            phases: How many of the phases, from the first; None for all.
+            ids: The clients [C], those with most examples first.
+            received: The state from which they start.
+            round: Number of rounds done before; it selects the random draws.
+            phases: Number of phases to run, from the first; None for all.
 
         Raises:
-            DivergenceError: A client's state is no longer finite, and that is not tolerated.
-            ValueError: What a client would send has another shape than the method declares.
+            DivergenceError: A client's state is no longer finite, and `tolerant` is False.
+            ValueError: A client's reports have other shapes than the method declares.
         """
         algorithm, dtype, device = self.algorithm, self.train.x.dtype, self.train.x.device
         given = algorithm.given(received.common, round, self.rounds)
@@ -122,7 +122,7 @@ class Local:
         seconds: dict[str, float] = {}
         diverged = np.zeros(len(ids), bool)
         todo = {Stage.TRAIN: algorithm.phases, Stage.FINETUNE: algorithm.finetune, Stage.ADAPT: algorithm.adapt}[stage]
-        place = 0  # of a phase among those that shuffle or draw, so that one which does neither moves nobody's draws
+        place = 0  # counts the phases that shuffle or draw, so that one which does neither changes no draws
         for position, phase in enumerate(todo[:phases]):
             plan = PhasePlan(phase, self.train, ids, seed=self.seed, round=round, stage=stage, position=place, dtype=dtype)
             place += draws(phase, algorithm)
@@ -137,38 +137,38 @@ class Local:
                 raise _diverged(int(ids[int(np.argmin(finite))]), phase, stage, position, round)
             diverged |= ~finite
             views = _set_aside(views, started, torch.from_numpy(~finite).to(device))
-        if diverged.any():  # later phases went on from their start
+        if diverged.any():  # later phases changed the views that were set back
             views = _set_aside(views, started, torch.from_numpy(diverged).to(device))
         algorithm.check_reported(started, views)
         return Done(ids, given, views, info, seconds, self._bytes(given, received.addressed, len(ids)), diverged)
 
     def _bytes(self, given: Server, addressed: View, clients: int) -> int:
-        """What the clients receive each round: frozen blocks they have had from the start."""
+        """Return how many bytes the clients receive in a round; frozen blocks do not count, since clients have them from the start."""
         frozen = [name for name, block in self.algorithm.blocks.items() if block.pool is None]
         sent = [t for key, t in flatten(given).items() if isinstance(t, Tensor) and key.split(".")[0] not in frozen]
         return clients * sum(t.nbytes for t in sent) + sum(t.nbytes for t in tree_leaves(addressed))
 
     def everyone(self) -> list[np.ndarray]:
-        """All clients in chunks."""
+        """Return the ids of all clients, split into chunks."""
         size = self.engine.chunk_size(self.train.clients, self.algorithm, self.train.x.device)
         return chunks(np.arange(self.train.clients), self.train.counts, size)
 
     def adapt(self, state: State, crew: Crew) -> None:
-        """Run the phases of clients never seen in training, which write their state into `state.private`.
+        """Run the adaptation phases of clients never seen in training, and write their new state into `state.private`.
 
         Raises:
-            DivergenceError: A client's state is no longer finite.
+            DivergenceError: A client's state is no longer finite, and `tolerant` is False.
         """
         for done in crew.over(self.everyone(), lambda ids: self.run(Stage.ADAPT, ids, state.received(self.algorithm, ids), state.round)):
             write_rows(state.private, done.ids, done.views)
 
     def finetuned(self, ids: np.ndarray, received: Received, round: int) -> Done:
-        """Run the phases that every client runs on a copy of its view before it predicts.
+        """Run the fine-tuning phases, on a copy of each client's view, before it predicts.
 
-        A client whose fine-tuning leaves the finite numbers predicts without it where that is tolerated, and the log says so.
+        If `tolerant`, a client whose fine-tuning is no longer finite predicts without it, and a warning is logged.
 
         Raises:
-            DivergenceError: A client's state is no longer finite, and that is not tolerated.
+            DivergenceError: A client's state is no longer finite, and `tolerant` is False.
         """
         done = self.run(Stage.FINETUNE, ids, received, round)
         for client in ids[done.diverged].tolist():
@@ -177,10 +177,10 @@ class Local:
 
 
 def _finite(changed: list[Tensor], clients: int) -> np.ndarray:
-    """Which clients' rows are finite throughout, [C] bool, in tensors [C, ...]."""
+    """Return which clients have finite entries only, [C] bool, in tensors [C, ...]."""
     if not changed:
         return np.ones(clients, bool)
-    # A sum takes one pass and is finite only where all of its terms are; large terms may overflow, so what it finds is looked at.
+    # A sum takes one pass and is finite only if all its terms are. Large finite terms may overflow, so other sums are checked by entry.
     finite = torch.stack([t.reshape(clients, -1).sum(1).isfinite() for t in changed]).all(0)
     if not bool(finite.all()):
         finite = torch.stack([t.reshape(clients, -1).isfinite().all(1) for t in changed]).all(0)
@@ -199,7 +199,7 @@ def _diverged(client: int, phase: Any, stage: Stage, position: int, round: int) 
 
 
 def _set_aside(views: View, started: View, diverged: Tensor) -> View:
-    """The views [C, ...], of clients that have diverged [C] those at their start, and zeros of what was not there then."""
+    """Return the views [C, ...] with those of `diverged` clients [C] set back to their start; entries absent at the start become zeros."""
 
     def back(now: Tensor, then: Tensor) -> Tensor:
         return torch.where(diverged.view(-1, *[1] * (now.dim() - 1)), then, now)
@@ -210,7 +210,10 @@ def _set_aside(views: View, started: View, diverged: Tensor) -> View:
 
 
 def kept_phases(algorithm: Algorithm) -> int:
-    """How many phases a client outside the cohort runs: those at the end are left out that train only what it neither keeps nor sends."""
+    """Return the number of phases that a client outside the cohort has to run.
+
+    Phases at the end are left out if they only train blocks that the client does not keep: outside the cohort it does not send them either.
+    """
     count = len(algorithm.phases)
     for phase in reversed(algorithm.phases):
         blocks = getattr(phase, "blocks", None)
@@ -221,16 +224,16 @@ def kept_phases(algorithm: Algorithm) -> int:
 
 
 def private_rows(algorithm: Algorithm, server: Server, clients: int) -> View:
-    """The private state of all clients at their start, [J, ...] each."""
+    """Return the private state of all clients at their start, [J, ...] each."""
     return tree_map(lambda t: t.expand(clients, *t.shape).clone(), algorithm.rows(server))
 
 
 def read_rows(tree: Any, ids: np.ndarray) -> Any:
-    """Copies of the rows `ids` of a tensor, or of every tensor of a nest, [C, ...] each."""
+    """Return copies of the rows `ids` of a tensor, or of every tensor of a nest, [C, ...] each."""
     return tree_map(lambda t: t.index_select(0, torch.from_numpy(ids).to(t.device)), tree)
 
 
 def write_rows(private: View, ids: np.ndarray, views: View) -> None:
-    """Writes the clients' rows into `private`, in place."""
+    """Write the clients' rows into `private`, in place."""
     for key in private:
         tree_map(lambda kept, new: kept.index_copy_(0, torch.from_numpy(ids).to(kept.device), new), private[key], views[key])

@@ -1,16 +1,16 @@
-"""What stops a run, or a round of it."""
+"""Errors that stop a run or a round."""
 
 from typing import Any
 
 
 class DivergenceError(RuntimeError):
-    """Training left the finite numbers.
+    """An error raised when training, or the server's state, is no longer finite.
 
     Attributes:
-        client: Whose training; None for the server.
-        round: In which round, from 0.
-        phase: In which of the method's phases, from 0; None for the server.
-        result: The run up to its last finite round; None while adapting new clients.
+        client: The client whose training diverged; None for the server.
+        round: The round in which it diverged, counted from 0.
+        phase: The phase of the method in which it diverged, counted from 0; None for the server.
+        result: The run up to its last finite round; None while new clients are adapted.
     """
 
     def __init__(self, message: str, *, round: int, client: int | None = None, phase: int | None = None) -> None:
@@ -20,15 +20,15 @@ class DivergenceError(RuntimeError):
 
 
 class BadClients(RuntimeError):
-    """Clients whose replies are missing or bad, where that stops the run."""
+    """An error raised when clients' replies are missing or bad and the admission rules stop the run for that."""
 
 
 class FailedRound(RuntimeError):
-    """A round that came to nothing.
+    """An error raised when a round gives no new state of the server.
 
     Args:
-        message: Why.
-        row: What the history says of it beyond its number.
+        message: The reason.
+        row: Columns of the history for this round, beyond its number.
     """
 
     def __init__(self, message: str, **row: float) -> None:
@@ -37,12 +37,12 @@ class FailedRound(RuntimeError):
 
 
 class TooFewClients(FailedRound):
-    """Fewer clients replied than a round needs."""
+    """An error raised when fewer clients replied than a round needs."""
 
 
 class SmallCohort(TooFewClients):
-    """Fewer clients were drawn than a round needs, so nobody is asked; another attempt would draw the same."""
+    """An error raised when fewer clients were drawn than a round needs; nobody is asked, and another attempt would draw the same cohort."""
 
 
 class CheckpointError(RuntimeError):
-    """A saved run that is damaged, of another format, or of something else than it is loaded for."""
+    """An error raised when a saved run is absent, damaged, of another format, or of another method or other data than given."""

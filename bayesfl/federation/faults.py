@@ -1,9 +1,9 @@
-"""What goes wrong in a federation, on purpose: plans of faults for `simulate`, in which a run can be tried before it is deployed.
+"""Simulated faults: plans for `simulate(faults=)`, with which a federation's tolerance is tested before it is deployed.
 
-A plan is a function (round, attempt, ids) -> {id: fault} of the clients that train in a round. `Lost` is whatever leaves the server
-without a reply: a client that times out, dies in mid-round, or whose answer does not arrive. The others reply with something that the
-server must refuse. Either way the client starts its next round from the last state that the server acknowledged, so that the round is as
-without it.
+A plan is a function (round, attempt, ids) -> {id: fault} of the clients that train in a round. `Lost` stands for every fault that leaves
+the server without a reply: a client that times out, stops in mid-round, or whose answer does not arrive. The other faults alter the reply
+so that the server must reject it. In both cases the client starts its next round from the last state that the server acknowledged, so
+that the round proceeds as without that client.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,15 +20,15 @@ from bayesfl.federation.admission import Message
 
 @dataclass(frozen=True)
 class Lost:
-    """No reply."""
+    """A fault that leaves the server without the client's reply."""
 
 
 @dataclass(frozen=True)
 class Altered:
-    """Another reply than the client made.
+    """A fault that replaces the client's reply by another one.
 
     Args:
-        change: Message -> message.
+        change: Function from the client's `Message` to the one that the server receives.
     """
 
     change: Callable[[Message], Message]
@@ -39,7 +39,7 @@ FaultPlan: TypeAlias = Callable[[int, int, np.ndarray], Mapping[int, Fault]]
 
 
 def _tensor(change: Callable[[Any], Any]) -> Altered:
-    """Changes the first tensor of a message, where it has one."""
+    """Return a fault that changes the first tensor of a message; messages without tensors stay as they are."""
 
     def altered(message: Message) -> Message:
         name = next(iter(message.tensors), None)
@@ -72,19 +72,19 @@ KINDS: dict[str, Fault] = {
     "infinite": _poisoned(float("inf")),
     "far": _tensor(lambda tensor: 1e6 + 1e6 * tensor),
 }
-"""One fault of each kind, by name."""
+"""One example of each kind of fault, by name."""
 
 
 def at_random(share: float, *, kinds: tuple[str, ...] = tuple(KINDS), seed: int = 0) -> FaultPlan:
-    """Every client fails in a round with the same probability, in a way drawn from `kinds`; again in every attempt.
+    """Return a plan in which every client fails with the same probability, independently in every round and every attempt.
 
     Args:
         share: The probability, in [0, 1].
-        kinds: Names among `KINDS`.
-        seed: Of the draws.
+        kinds: Names of `KINDS`, from which each fault is drawn uniformly; all of them by default.
+        seed: Seed of the draws.
 
     Raises:
-        ValueError: The share lies outside its range, or there is no such kind.
+        ValueError: `share` lies outside [0, 1], `kinds` is empty or has an unknown name, or `seed` is not a whole number >= 0.
     """
     if not 0 <= number("share", share) <= 1:
         raise ValueError(f"share is a probability and must lie in [0, 1], got {share}")

@@ -1,4 +1,4 @@
-"""What makes two methods the same as far as a saved state can tell."""
+"""The identity of a method: a description by which a saved state, or another machine, recognises the method it belongs to."""
 
 import functools
 import hashlib
@@ -18,15 +18,16 @@ from bayesfl.base import digest
 from bayesfl.composition.algorithm import Algorithm
 
 ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
-DEPTH = 40  # how far into nested values an identity looks
+DEPTH = 40  # deepest level of nested values that an identity describes
 
 
 def identity(algorithm: Algorithm) -> dict[str, Any]:
-    """What makes two algorithms the same as far as a saved state can tell: JSON-able, stable across processes.
+    """Return a description of an algorithm that is equal for two algorithms whose saved states are interchangeable.
 
-    Numbers, names and types of all options, of what functions close over, have as defaults or are partially applied to; the model's
-    layers, the shapes of its parameters, and the values of its buffers and of the parameters that no block covers. Not the code of
-    functions: two lambdas of one function differ only where they close over something else.
+    It can be written as JSON and is the same in every process. It holds numbers, names and types of all options, also of what functions
+    close over, have as defaults or are partially applied to; the model's layers, the shapes of its parameters, and the values of its
+    buffers and of the parameters that no block covers. It does not hold the code of functions: two lambdas of one function differ only
+    where they close over something else.
     """
     covered = {name for block in algorithm.blocks for name in algorithm.layout(block).names}
     parameters = dict(algorithm.model.named_parameters())
@@ -39,12 +40,12 @@ def identity(algorithm: Algorithm) -> dict[str, Any]:
 
 
 def fingerprint(algorithm: Algorithm) -> str:
-    """A digest of a method's identity, by which two machines know that they run the same."""
+    """Return a digest of a method's identity, by which two machines recognise that they run the same method."""
     return hashlib.sha256(json.dumps(identity(algorithm), sort_keys=True).encode()).hexdigest()
 
 
 def differences(saved: Any, given: Any, path: str = "") -> list[str]:
-    """Where two identities differ, as `path: saved this, given that`."""
+    """Return the places where two identities differ, each as `path: saved this, given that`."""
     if isinstance(saved, Mapping) and isinstance(given, Mapping):
         keys = sorted(saved.keys() | given.keys())
         return [line for key in keys for line in differences(saved.get(key), given.get(key), f"{path}.{key}" if path else key)]
@@ -55,7 +56,7 @@ def differences(saved: Any, given: Any, path: str = "") -> list[str]:
 
 
 def _plain(value: Any, path: tuple[int, ...] = ()) -> Any:
-    """A picture of any value that JSON can hold, without addresses of memory; a value inside itself is cut off."""
+    """Return a JSON-able description of any value, without memory addresses; values inside themselves or nested too deeply are cut off."""
     if isinstance(value, np.generic):
         value = value.item()
     if value is None or isinstance(value, bool | int | str):
@@ -93,14 +94,14 @@ def _plain(value: Any, path: tuple[int, ...] = ()) -> Any:
         return getattr(value, "__qualname__", name)
     if not hasattr(value, "__qualname__"):
         return _attributes(value, inner)
-    # What a closure holds is part of what it computes: a prior's strength, a schedule's rate.
+    # The values in a closure are part of what a function computes: a prior's strength, a schedule's rate.
     cells = [_contents(cell) for cell in getattr(value, "__closure__", None) or ()]
     more = [getattr(value, key, None) for key in ("__defaults__", "__kwdefaults__", "__wrapped__")]
     return [value.__qualname__, *(inner(part) for part in (*cells, *more) if part is not None)]
 
 
 def _attributes(value: Any, inner: Callable[[Any], Any]) -> Any:
-    """An object whose method is called: by its type and attributes, where it is of no kind that has a picture of its own."""
+    """Describe an object by its type and attributes, unless it is of a kind that `_plain` describes."""
     if isinstance(value, type | nn.Module) or is_dataclass(value):
         return inner(value)
     return {"type": type(value).__qualname__, **inner(getattr(value, "__dict__", {}))}
@@ -114,14 +115,14 @@ def _contents(cell: types.CellType) -> Any:
 
 
 def _layers(model: nn.Module) -> dict[str, str]:
-    """Every layer's type and what it says of itself, by name."""
+    """Return every layer's type and options, by name."""
     return {name: f"{type(layer).__qualname__}({_options(layer)})" for name, layer in model.named_modules()}
 
 
 def _options(layer: nn.Module) -> str:
     try:
         return ADDRESS.sub("", layer.extra_repr())
-    except Exception:  # anyone's code, and no reason not to save a run
+    except Exception:  # extra_repr is user code; its failure must not stop a run from being saved
         return ""
 
 

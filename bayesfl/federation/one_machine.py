@@ -1,4 +1,4 @@
-"""A round's transport on one machine: clients are chunks for a crew of threads, and what goes wrong is planned."""
+"""The transport of rounds on one machine: threads compute chunks of clients, and a plan may simulate faults."""
 
 import math
 from collections.abc import Collection, Generator, Iterator, Mapping
@@ -26,16 +26,16 @@ from bayesfl.federation.round import Absence, Round
 
 
 class OneMachine:
-    """See `Transport`; of one attempt.
+    """A `Transport` of one attempt at a round on one machine.
 
-    Private rows are changed in place, as chunks finish; those of a round that comes to nothing are put back.
+    Private rows are changed in place as chunks finish; those of a failed round are restored.
 
     Args:
-        local: What clients work with.
+        local: The clients' local work.
         state: The federation before the round.
-        crew: Who computes.
-        test: Where predictions of the clients' own models are wanted, as their training left them; None where they are not.
-        faults: What goes wrong on purpose.
+        crew: The threads that compute.
+        test: The split on which the clients' own models predict before aggregation, as their training left them; None for no predictions.
+        faults: The plan of simulated faults; None for none.
     """
 
     trusted = True
@@ -43,7 +43,7 @@ class OneMachine:
     def __init__(self, local: Local, state: State, crew: Crew, test: ClientData | None, faults: FaultPlan | None) -> None:
         self._local, self._state, self._crew, self._test, self._faults = local, state, crew, test, faults
         self.before = None if test is None else Collector(test)
-        """Those predictions, of the clients that were taken."""
+        """Predictions on `test`, before aggregation, of the clients that were taken; None without `test`."""
         self.counts = local.train.counts
         self.apart = 0.0
         self.seconds: dict[str, float] = {}
@@ -53,7 +53,7 @@ class OneMachine:
 
     @contextmanager
     def asked(self, round: Round) -> Iterator[Iterator[Replies | Absence]]:
-        """See `Transport`."""
+        """Ask the clients of a round; see `Transport.asked`."""
         answers = self._answers(round)
         try:
             yield answers
@@ -64,7 +64,7 @@ class OneMachine:
             raise
 
     def commit(self, dropped: Collection[int]) -> None:
-        """See `Transport`."""
+        """Keep the new rows of the clients that were taken, restore those of `dropped`, and collect predictions; see `Transport.commit`."""
         out = list(dropped)
         for ids, old in self._undo:
             if (back := np.isin(ids, out)).any():
@@ -80,8 +80,8 @@ class OneMachine:
         lost = [client for client, fault in wrong.items() if isinstance(fault, Lost)]
         yield from (Absence(client, "it did not reply", lost=True) for client in lost)
         cohort, rest = (np.setdiff1d(group, lost) for group in (round.cohort, round.rest))
-        # The rest come in chunks of their own, so that whether they are measured does not change who shares a chunk; unmeasured,
-        # they leave out the phases whose result would be thrown away.
+        # Clients outside the cohort have chunks of their own, so that measuring them does not change the chunks. If they are not measured,
+        # phases whose result would be discarded are left out.
         device = local.train.x.device
         size = engine.chunk_size(local.train.clients, local.algorithm, device)
         todo = [(ids, sends) for group, sends in ((cohort, True), (rest, False)) for ids in chunks(group, local.train.counts, size)]
@@ -109,11 +109,11 @@ class OneMachine:
         sent = sum(math.prod(shape) * dtype.itemsize for shape, dtype in round.declared.values())
         self.traffic = {"bytes_up": sent * len(cohort), "bytes_down": received}
         self.seconds = {f"seconds_{part}": value for part, value in spent.items()}
-        # Predictions ran in the workers, beside training; their share of the time is taken out.
+        # Predictions ran in the workers beside training: the time that they took is not the round's.
         self.apart = measuring / max(1, min(len(todo), engine.worker_count(device)))
 
     def _of(self, done: Done, sends: bool, round: Round, wrong: Mapping[int, Fault]) -> Iterator[Replies | Absence]:
-        """What a chunk answers; where bad clients are skipped, each reply is looked at on its own."""
+        """Yield the answers of a chunk; if bad clients are skipped, each reply is checked on its own."""
         algorithm, ids = self._local.algorithm, done.ids
         good = ~done.diverged
         yield from (Absence(client, "its training is not finite") for client in ids[done.diverged].tolist())

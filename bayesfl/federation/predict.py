@@ -1,4 +1,4 @@
-"""Predictions of every client: personal, after aggregation, fine-tuned where the method says so; and those of the shared model."""
+"""Predictions of every client: by its own model after aggregation, fine-tuned where the method does so, or by the shared model."""
 
 import warnings
 from collections.abc import Iterator, Sequence
@@ -21,27 +21,28 @@ from bayesfl.posteriors.linearised import nll
 from bayesfl.posteriors.prior_precision import ALIKE
 
 Part: TypeAlias = tuple[np.ndarray, Tensors]
-"""Clients [C], and what is predicted for them, {name: [C, N, ...]}."""
+"""Clients [C], and their predictions, {name: [C, N, ...]}."""
 
-# Inputs gathered at once for predictions, in bytes: activations are many times larger, and should stay in the cache.
+# Bytes of inputs that are predicted at once: activations are many times larger, and should stay in the processor's cache.
 GATHER = 2**21
 
 
 def personal(
     local: Local, state: State, splits: Sequence[ClientData], crew: Crew, *, draws: int | None = None, value: float | None = None
 ) -> list[Predictions]:
-    """Predict with every client's own model, on each of some splits of its data.
+    """Predict with every client's own model, on several splits of its data.
 
     Args:
-        local: What clients work with; the fine-tuning phases run first, once for all splits, on a copy of each view.
-        state: The federation.
-        splits: What is predicted; their clients are those of `local`.
-        crew: Who computes it.
-        draws: Posterior draws; 0 predicts at the mean, None as the method's paper does (by the closed form, where its predictor has one).
-        value: Of the number that the method's predictor tunes, see `tune`.
+        local: The clients' local work; the fine-tuning phases run first, once for all splits, on a copy of each view.
+        state: The federation's state.
+        splits: The splits to predict; their clients are those of `local`.
+        crew: The threads that compute.
+        draws: Number of posterior draws S; 0 predicts at the mean, None uses the number of the method's paper (or the closed form, where
+            its predictor has one).
+        value: The number that the method's predictor tunes, see `tune`; None for the predictor's default.
 
     Raises:
-        DivergenceError: A client's fine-tuning is not finite, and that is not tolerated.
+        DivergenceError: A client's fine-tuning is not finite, and `local.tolerant` is False.
     """
 
     def work(ids: np.ndarray) -> list[list[Part]]:
@@ -59,15 +60,18 @@ def personal(
 def of_chunk(
     local: Local, done: Done, splits: Sequence[ClientData], *, round: int, draws: int | None, value: float | None = None
 ) -> list[list[Part]]:
-    """Predict for a chunk of clients, on each of some splits: by the method's own predictor where it has one, client by client.
+    """Predict for a chunk of clients, on several splits: by the method's own predictor, client by client, where it has one.
 
     Args:
-        local: What clients work with.
-        done: Where their views come from.
-        splits: What is predicted.
-        round: An address.
-        draws: See `personal`.
-        value: See `personal`.
+        local: The clients' local work.
+        done: The outcome of local work, with whose views the clients predict.
+        splits: The splits to predict.
+        round: Number of rounds done; it selects the random draws.
+        draws: As for `personal`.
+        value: As for `personal`.
+
+    Returns:
+        For each split, the chunk's clients with their predictions, in one or more parts.
     """
     algorithm = local.algorithm
     count = algorithm.draws if draws is None else draws
@@ -84,7 +88,7 @@ def of_chunk(
 
 
 def _noise(local: Local, done: Done, round: int, draws: int) -> dict[str, Tensor]:
-    """Standard normals {block: [C, S, size]} of the blocks that draw, from each client's own address."""
+    """Draw standard normals {block: [C, S, size]} for the blocks with random weights, from each client's own generator."""
     algorithm, out = local.algorithm, {}
     for index, name in enumerate(algorithm.blocks):
         if draws and name in algorithm.parts and algorithm.blocks[name].stochastic:
@@ -95,9 +99,9 @@ def _noise(local: Local, done: Done, round: int, draws: int) -> dict[str, Tensor
 
 
 def _of_views(local: Local, parts: tuple[str, ...], views: View, split: ClientData, ids: np.ndarray, noise: dict[str, Tensor]) -> Tensors:
-    """Predictions of a chunk of clients from their views, {name: [C, N, ...]}.
+    """Return the predictions of a chunk of clients from their views, {name: [C, N, ...]}.
 
-    Rows go through the model a piece at a time (`GATHER`); of a piece, the outputs at all draws are held at once.
+    Rows pass through the model in pieces of `GATHER` bytes; the outputs at all draws of a piece are held at once.
     """
     pieces = []
     for x in _inputs(split, ids):
@@ -110,7 +114,7 @@ def _of_views(local: Local, parts: tuple[str, ...], views: View, split: ClientDa
 
 
 def _inputs(split: ClientData, ids: np.ndarray) -> Iterator[Tensor]:
-    """The inputs of a chunk of clients [C, N, *], a piece of rows at a time; short clients repeat their first row."""
+    """Yield the inputs of a chunk of clients [C, N, *] in pieces of rows; clients with fewer rows repeat their first one."""
     counts, width = split.counts[ids], int(split.counts[ids].max())
     size = max(1, GATHER // max(1, len(ids) * split.x[:1].nbytes))
     for start in range(0, max(width, 1), size):
@@ -121,7 +125,7 @@ def _inputs(split: ClientData, ids: np.ndarray) -> Iterator[Tensor]:
 
 
 def _fitted(local: Local, done: Done) -> Iterator[tuple[np.ndarray, Fitted]]:
-    """Each client of a chunk, [1], and its predictor."""
+    """Yield each client of a chunk, [1], with its predictor."""
     assert local.algorithm.predictor is not None
     for c in range(len(done.ids)):
         x, y = local.train.client(int(done.ids[c]))
@@ -132,7 +136,7 @@ def _fitted(local: Local, done: Done) -> Iterator[tuple[np.ndarray, Fitted]]:
 def _of_fitted(
     algorithm: Algorithm, fitted: Fitted, x: Tensor, rng: np.random.Generator, value: float | None, draws: int, *, plain: bool
 ) -> Tensors:
-    """What one client's predictor says at its inputs, {name: [1, N, ...]}, a piece of rows at a time; nothing where there are none."""
+    """Predict with one client's predictor at its inputs, {name: [1, N, ...]}, in pieces of rows; empty where the client has no inputs."""
     pieces: list[Tensors] = []
     for piece in x.split(max(1, GATHER // max(1, x[:1].nbytes))) if len(x) else ():
         noise = None
@@ -145,9 +149,9 @@ def _of_fitted(
 
 
 def shared(local: Local, state: State, split: ClientData) -> Predictions | None:
-    """Predict with the server's model, at its mean, on every client's split; None where the server holds no whole model.
+    """Predict with the mean of the server's model on every client's split; None where the server holds no whole model.
 
-    One model serves all clients, so their rows go through it together.
+    One model serves all clients, so their rows are computed together.
     """
     algorithm = local.algorithm
     if (parts := algorithm.shared_parts()) is None:
@@ -163,14 +167,14 @@ def shared(local: Local, state: State, split: ClientData) -> Predictions | None:
 
 
 def tune(local: Local, state: State, data: FederatedData, crew: Crew) -> float | None:
-    """Choose the number that the method's predictor tunes: of its grid, what makes the validation data of all clients most likely.
+    """Choose the number that the method's predictor tunes: of its grid, the candidate that best fits the validation data of all clients.
 
-    Every client scores the whole grid and sends one sum for each candidate. Of candidates that are as good as the best, to `ALIKE` nats an
-    example, the largest is taken, for a precision the one that does least. None where the method has no such number.
+    Every client scores the whole grid and sends one sum of negative log likelihoods for each. Of candidates that are as good as the best,
+    to `ALIKE` nats an example, the largest is chosen. None where the method has no such number.
 
     Raises:
-        DivergenceError: A client's fine-tuning is not finite, and that is not tolerated.
-        ValueError: There are no validation data, or no candidate gives finite predictions.
+        DivergenceError: A client's fine-tuning is not finite, and `local.tolerant` is False.
+        ValueError: The data have no validation split, or no candidate gives finite predictions.
     """
     predictor = local.algorithm.predictor
     if predictor is None or not predictor.grid:
@@ -188,7 +192,7 @@ def tune(local: Local, state: State, data: FederatedData, crew: Crew) -> float |
 
 
 def scores(local: Local, done: Done, validation: ClientData) -> Tensor:
-    """Negative log likelihood of a chunk's validation data under each candidate of the method's predictor, summed, in nats [candidates]."""
+    """Return the negative log likelihood of a chunk's validation data under each candidate of the grid, [candidates], summed, in nats."""
     assert local.algorithm.predictor is not None
     grid = local.algorithm.predictor.grid
     total = torch.zeros(len(grid), dtype=torch.float64)
@@ -203,12 +207,12 @@ def scores(local: Local, done: Done, validation: ClientData) -> Tensor:
 
 
 def choose(predictor: Predictor, total: Tensor, examples: int) -> float:
-    """The candidate with the least `total` [candidates], the largest of those that are as good.
+    """Return the candidate with the smallest `total`; of those that are as good to `ALIKE` nats an example, the largest.
 
     Args:
-        predictor: Whose candidates they are.
-        total: `scores`, summed over clients.
-        examples: How many examples were scored.
+        predictor: The method's predictor, whose grid holds the candidates.
+        total: `scores`, summed over clients, [candidates], in nats.
+        examples: Number of examples that were scored.
 
     Raises:
         ValueError: No candidate gives finite predictions.
@@ -231,10 +235,10 @@ def choose(predictor: Predictor, total: Tensor, examples: int) -> float:
 
 
 def check_tunable(algorithm: Algorithm, data: FederatedData) -> None:
-    """That there are data to tune the method's predictor on, where it has a number to tune.
+    """Check that there are validation data if the method's predictor has a number to tune.
 
     Raises:
-        ValueError: There are none.
+        ValueError: The predictor's grid has several candidates, and the data have no validation examples.
     """
     predictor = algorithm.predictor
     if predictor is not None and len(predictor.grid) > 1 and not ("validation" in data.splits and data.validation.counts.any()):

@@ -1,16 +1,16 @@
-"""Differential privacy for clients, in simulation: what the server makes of a round hardly depends on whether a client was in it.
+"""Differential privacy for clients, in simulation: the server's state after a round hardly depends on whether any one client took part.
 
-The server is trusted: it sees every client's uplink, and nobody else does. It clips the difference between what a client sends and what it
-was sent, of all gathered blocks together, to a length; adds up the clipped differences, each times a weight fixed beforehand; adds Gaussian
-noise; and divides by a constant, the expected sum of weights:
+The server is trusted: it sees every client's uplink, and nobody else does. For each client it takes the difference between what the client
+sends and what it was sent, over all gathered blocks together, and clips it to a length; adds up the clipped differences, each times a
+weight fixed beforehand; adds Gaussian noise; and divides by a constant, the expected sum of weights:
 
     w <- w + (sum_{j in cohort} w_j min(1, clip / |d_j|) d_j + sigma clip max_j w_j N(0, I)) / (p sum_j w_j).
 
-A round's cohort has each client with probability p, independently, whoever that leaves; a round without a client is a round of noise.
+A round's cohort contains each client with probability p, independently, and may be empty; a round without clients adds noise alone.
 Cohort and noise come from a secret of the server, never from the run's seed, which clients know.
 
-What is protected: the sequence of the server's states, and whatever is computed from it, by (epsilon, delta)-differential privacy under
-adding or removing one client's contributions to all rounds. Public are the number of clients, their weights, and the initial state.
+The sequence of the server's states, and whatever is computed from it, is (epsilon, delta)-differentially private under adding or removing
+one client's contributions to all rounds. The number of clients, their weights and the initial state are public.
 
 Source: McMahan, Ramage, Talwar, Zhang, "Learning differentially private recurrent language models", ICLR 2018, algorithm 1 with the
 fixed-denominator estimator; accounting: Koskela, Jälkö, Honkela, "Computing tight differential privacy guarantees using FFT", AISTATS 2020,
@@ -41,26 +41,27 @@ from bayesfl.federation.replies import AggregationRun, Replies, RoundSum, Unseen
 from bayesfl.federation.result import Result
 
 SECRET = 16
-"""Fewest bytes of a secret."""
+"""Least number of bytes of a secret."""
 GRID = 1e-3
-"""Widest spacing of the privacy losses' grid; the accountant rounds up, so it costs tightness and never safety."""
+"""Widest spacing of the grid of privacy losses. The accountant rounds losses up: a coarser grid loosens the bound, but never breaks it."""
 UNSEEN = "with ClientPrivacy nothing of single clients may be used but their clipped differences"
 
 
 def epsilon(*, noise_multiplier: float, participation: float, releases: int, delta: float) -> float:
-    """The epsilon of so many rounds together at `delta`, for adding or removing one client; an upper bound.
+    """Return an upper bound of epsilon for `releases` rounds together at `delta`, under adding or removing one client.
 
     Computed from the distribution of the privacy loss of the Poisson-sampled Gaussian mechanism, composed by FFT on a grid.
 
     Args:
-        noise_multiplier: Standard deviation of the noise on the sum over the most that one client moves it, >= 0; infinity's epsilon at 0.
+        noise_multiplier: Standard deviation of the noise on the sum, divided by the most that one client can change the sum, >= 0; at 0,
+            epsilon is infinite.
         participation: Probability that a client is in a cohort, in (0, 1].
-        releases: Rounds, those that were done twice counted twice.
-        delta: In (0, 1).
+        releases: Number of rounds; a round that was repeated counts twice.
+        delta: The delta of (epsilon, delta)-differential privacy, in (0, 1).
 
     Raises:
         ImportError: dp-accounting is not installed.
-        ValueError: A number lies outside its range.
+        ValueError: An argument lies outside its range.
     """
     sigma, p, delta = (
         number(*pair) for pair in (("noise_multiplier", noise_multiplier), ("participation", participation), ("delta", delta))
@@ -78,16 +79,18 @@ def epsilon(*, noise_multiplier: float, participation: float, releases: int, del
 
 
 def epsilon_own(*, noise_multiplier: float, releases: int, delta: float) -> float:
-    """The same towards a client, or whoever sees its traffic, that knows in which rounds it took part: nothing is gained from the draw.
+    """Return an upper bound of epsilon towards somebody who knows in which rounds a client took part, such as the client itself.
+
+    The random draw of the cohort then hides nothing, so every one of these rounds counts as with `participation=1`.
 
     Args:
         noise_multiplier: As for `epsilon`.
-        releases: Rounds that it took part in.
-        delta: In (0, 1).
+        releases: Number of rounds in which the client took part.
+        delta: As for `epsilon`, in (0, 1).
 
     Raises:
         ImportError: dp-accounting is not installed.
-        ValueError: A number lies outside its range.
+        ValueError: An argument lies outside its range.
     """
     return epsilon(noise_multiplier=noise_multiplier, participation=1.0, releases=releases, delta=delta)
 
@@ -95,8 +98,8 @@ def epsilon_own(*, noise_multiplier: float, releases: int, delta: float) -> floa
 @lru_cache(maxsize=4096)
 def _composed(sigma: float, p: float, releases: int, delta: float) -> float:
     dp, pld = _accounting()
-    spread = p * math.sqrt(math.expm1(min(50.0, sigma**-2)))  # of a release's loss; a tenth of it is fine enough to add up
-    most = 10 / sigma + 1 / (2 * sigma**2)  # that a loss can be, but for delta: little noise must not fill the memory
+    spread = p * math.sqrt(math.expm1(min(50.0, sigma**-2)))  # of one release's privacy loss; a grid of a tenth of it is fine enough
+    most = 10 / sigma + 1 / (2 * sigma**2)  # privacy loss that matters at delta: bounds the grid's memory
     grid = max(min(GRID, spread / 10), 3e-6 * most)
     accountant = pld.PLDAccountant(dp.NeighboringRelation.ADD_OR_REMOVE_ONE, value_discretization_interval=grid)
     accountant.compose(dp.PoissonSampledDpEvent(p, dp.GaussianDpEvent(sigma)), releases)
@@ -113,12 +116,12 @@ def _accounting() -> tuple[Any, Any]:
 
 
 def uniforms(secret: bytes, *address: bytes, size: int) -> np.ndarray:
-    """Draws [size], float64, from the uniform distribution on the multiples of 2^-53 in [0, 1)."""
+    """Draw [size] numbers, float64, from the uniform distribution on the multiples of 2^-53 in [0, 1)."""
     return (keyed(secret, *address, size=size) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def normals(secret: bytes, *address: bytes, size: int) -> np.ndarray:
-    """Standard normals [size], float64, by Box and Muller's transform."""
+    """Draw [size] standard normals, float64, by Box and Muller's transform."""
     half = (size + 1) // 2
     first, second = uniforms(secret, *address, size=2 * half).reshape(2, half)
     radius = np.sqrt(-2 * np.log1p(-first))
@@ -127,24 +130,26 @@ def normals(secret: bytes, *address: bytes, size: int) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class ClientPrivacy:
-    """Rounds whose outcome is differentially private for clients; for `simulate(aggregation=)`.
+    """An aggregation whose rounds are differentially private for clients, for `simulate(aggregation=)`.
 
-    `participation` is the probability p; `sampling` is not chosen. The pools of the method must be `Mean`s, and lose their weights to those
-    here. The history has the columns `releases`, all rounds so far, repeated ones included; `epsilon`, theirs, at `delta`; `epsilon_own`,
-    that towards a client which took part in every one of them, where nothing is gained from the draw of the cohort (with k rounds of its
-    own a client computes `epsilon_own(releases=k)`); and no `train_nll`. Columns of evaluations, and `cohort`, bytes and seconds, are what
-    the simulator sees: no epsilon covers them, and a deployment would not publish them.
+    `participation` is the probability p that a client is in a cohort; `sampling` must be left out. The method's pools must be `Mean`s,
+    whose weights are replaced by `weights`.
+
+    The history gains these columns: `releases`, the number of rounds so far, repeated ones included; `epsilon`, the privacy of these rounds
+    at `delta`; and `epsilon_own`, the same towards a client that took part in every one of them (a client with k rounds of its own computes
+    `epsilon_own(releases=k)`). `train_nll` is NaN. Columns of evaluations, and `cohort`, bytes and seconds, are what the simulator sees: no
+    epsilon covers them, and a deployment would not publish them.
 
     Args:
         clip: Largest length of a client's difference, over all gathered blocks together, > 0.
         noise_multiplier: Standard deviation of the noise on the sum in units of clip max_j w_j, >= 0; 0 is no noise and no privacy.
-        delta: At which epsilon is told, in (0, 1); below one over the number of clients.
-        secret: At least 16 bytes that only the server knows, as of `secrets.token_bytes(32)`; of one run alone. None: a fresh one whenever
-            a run starts or goes on, which is kept nowhere.
-        weights: One number >= 0 for each client, fixed without a look at the data; None: 1 for each.
+        delta: The delta at which epsilon is reported, in (0, 1); choose it below one over the number of clients.
+        secret: At least 16 bytes that only the server knows, as of `secrets.token_bytes(32)`, used for one run alone. None: a fresh secret
+            whenever a run starts or continues, which is not stored.
+        weights: One number >= 0 for each client, [J], chosen without looking at the data; None: 1 for each.
 
     Raises:
-        ValueError: A number lies outside its range; at the start of a run, the method or its settings don't fit: the message names it.
+        ValueError: A number lies outside its range; at the start of a run, the method or its settings do not fit: the message names it.
     """
 
     clip: float
@@ -157,7 +162,7 @@ class ClientPrivacy:
     def __post_init__(self) -> None:
         if not (number("clip", self.clip) > 0 and math.isfinite(self.clip)):
             raise ValueError(f"clip must be > 0 and finite, got {self.clip}")
-        epsilon(noise_multiplier=self.noise_multiplier, participation=1, releases=0, delta=self.delta)  # refuses what is out of range
+        epsilon(noise_multiplier=self.noise_multiplier, participation=1, releases=0, delta=self.delta)  # raises if out of range
         if self.secret is not None and not (isinstance(self.secret, bytes) and len(self.secret) >= SECRET):
             raise ValueError(
                 f"secret must be at least {SECRET} bytes that nobody can guess, as secrets.token_bytes(32) makes them, or None"
@@ -170,14 +175,20 @@ class ClientPrivacy:
 
     @property
     def name(self) -> str:
-        """See `Aggregation`."""
+        """Return the settings in words, without the secret; see `Aggregation.name`."""
         if self.weights is None:
             return repr(self)
         weights = hashlib.sha256(np.array(self.weights).tobytes()).hexdigest()
         return f"{repr(self)[:-1]}, weights of SHA-256 {weights})"
 
     def start(self, result: Result, admission: Admission, *, every: int | None, repeats: int) -> AggregationRun:
-        """See `Aggregation`."""
+        """Start a run that continues from `result`; see `Aggregation.start`.
+
+        Raises:
+            ValueError: The method, the settings or the admission rules do not fit.
+            CheckpointError: The history of `result` does not count its releases.
+            ImportError: dp-accounting is not installed.
+        """
         algorithm, clients = result.algorithm, result.data.clients
         if self.weights is not None and len(self.weights) != clients:
             raise ValueError(f"weights must be one number for each of {clients} clients, got {len(self.weights)}")
@@ -211,7 +222,15 @@ class ClientPrivacy:
 
 
 def _check(algorithm: Algorithm, *, free: bool) -> None:
-    """That every block that is sent is gathered by a mean, with no data in its weight where those are `free`, and nothing else is sent."""
+    """Check that every block that is sent is gathered by a `Mean`, and that nothing else is sent.
+
+    Args:
+        algorithm: The method.
+        free: Whether the pools' own weights would be used; they must then be `by_size` or `equal`.
+
+    Raises:
+        ValueError: A pool is of another type or weighs clients by their data, nothing is sent, or `reports` sends more.
+    """
     pools = {name: block.pool for name, block in algorithm.blocks.items() if block.pool}
     if not pools:
         raise ValueError("no block of the method is sent, so there is nothing to protect; leave aggregation out")
@@ -234,7 +253,7 @@ def _check(algorithm: Algorithm, *, free: bool) -> None:
 
 
 class _Run:
-    """See `AggregationRun`."""
+    """The `AggregationRun` of `ClientPrivacy`."""
 
     least = 0
 
@@ -261,19 +280,19 @@ class _Round:
         self._total = torch.cat([torch.zeros(t.numel(), dtype=torch.float64, device=t.device) for t in self._flat.values()])
 
     def add(self, replies: Replies) -> None:
-        """See `RoundSum`: the clipped differences of a chunk; the clients' numbers of examples are not looked at."""
+        """Add the clipped differences of a chunk; the clients' numbers of examples are not used."""
         ids, sent = replies.ids, replies.sent
         began, came = flatten(was_sent(self._run.algorithm, self._server, ids, replies.n.device, sent)), flatten(sent)
         moved = [(came[name].double() - began.get(name, old).double()).flatten(1) for name, old in self._flat.items()]
         for client, *rows in zip(ids.tolist(), *moved, strict=True):
             difference = torch.cat(rows)
             length = float(difference.norm())
-            if math.isfinite(length):  # else it has no direction, and adds nothing
+            if math.isfinite(length):  # a difference that is not finite adds nothing
                 share = min(1.0, self._run.rule.clip / length) if length else 1.0
                 self._total.add_(difference, alpha=float(self._run.weights[client]) * share)
 
     def server(self) -> Server:
-        """See `RoundSum`.
+        """Return the server's next state, with noise; see `RoundSum.server`.
 
         Raises:
             DivergenceError: The next state is not finite.
@@ -290,11 +309,11 @@ class _Round:
         return closed(run.algorithm, new, unseen, unseen, self._round)
 
     def _noise(self) -> Tensor:
-        """Noise on the sum: a function of the secret, the round and the sum itself.
+        """Return the noise on the sum, a function of the secret, the round and the sum itself.
 
-        A round that is done again by the same kernel and chunk gives the same release, which tells nothing new; from any other data, or
-        with another seed under the same secret, the noise is as good as independent, so that no difference of two releases is free of it.
-        It is so where a kernel only rounds the sum otherwise.
+        A round repeated with the same kernel and chunk gives the same release, which reveals nothing new. For other data, or another seed
+        under the same secret, the noise is practically independent, so that the difference of two releases always contains noise. The same
+        holds where another kernel merely rounds the sum differently.
         """
         run = self._run
         seen = hashlib.sha256(self._total.cpu().numpy().tobytes()).digest()
@@ -302,7 +321,7 @@ class _Round:
         return torch.from_numpy(run.rule.noise_multiplier * run.rule.clip * run.weights.max() * drawn).to(self._total)
 
     def row(self) -> dict[str, float]:
-        """See `RoundSum`."""
+        """Return the privacy columns of the history; see `RoundSum.row`."""
         run = self._run
         known = {"noise_multiplier": run.rule.noise_multiplier, "releases": run.releases, "delta": run.rule.delta}
         return {

@@ -1,4 +1,4 @@
-"""What the server makes of a round's replies: how they are added up, and which are left out of the sum."""
+"""Replies of a round: how the server adds them up, and which it leaves out of the sum."""
 
 import logging
 import math
@@ -25,14 +25,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Replies:
-    """What a chunk of clients replied, in the shapes that were declared.
+    """The replies of a chunk of clients, in the shapes that were declared.
 
     Args:
-        ids: Its clients [C].
+        ids: The chunk's clients [C].
         n: Their numbers of training examples [C], in the run's precision.
-        sent: What pools gather, {block: {tensor: [C, ...]}}; empty of clients outside the cohort, who only say that they have trained.
-        reported: What they send beyond the blocks, [C, ...] each.
-        losses: Mean negative log likelihood of their training, [C] in nats, NaN where it is not known.
+        sent: Tensors that pools gather, {block: {tensor: [C, ...]}}; empty for clients outside the cohort, which only report that they have
+            trained.
+        reported: Tensors that the clients send beyond the blocks, [C, ...] each.
+        losses: Mean negative log likelihood of each client's training, [C] in nats, NaN where it is not known.
     """
 
     ids: np.ndarray
@@ -42,115 +43,117 @@ class Replies:
     losses: np.ndarray
 
     def of(self, inside: np.ndarray) -> "Replies":
-        """Those of some of the clients, [C] bool."""
+        """Return the replies of the clients at which `inside` [C], bool, is True."""
         places = np.flatnonzero(inside)
         n, sent, reported = (read_rows(tree, places) for tree in (self.n, self.sent, self.reported))
         return Replies(self.ids[inside], n, sent, reported, self.losses[inside])
 
 
 class RoundSum(Protocol):
-    """How the replies of one round are added up."""
+    """A sum of one round's replies, from which the server's next state is computed."""
 
     def add(self, replies: Replies) -> None:
-        """Add a chunk of replies that are taken; what a server would learn of each is the sum's business."""
+        """Add a chunk of replies that were taken; the sum decides what the server learns of each of them."""
         ...
 
     def server(self) -> Server:
-        """The server's next state, after the last chunk."""
+        """Return the server's next state, after the last chunk."""
         ...
 
     def row(self) -> dict[str, float]:
-        """What the history says of it, once the next state is known; replaces columns of the same name."""
+        """Return the columns that the sum adds to the history, once the next state is known; they replace columns of the same name."""
         ...
 
 
 class AggregationRun(Protocol):
-    """How one run draws its cohorts and adds up their replies."""
+    """A rule by which one run draws its cohorts and adds up their replies."""
 
     @property
     def least(self) -> int:
-        """Replies that a round needs."""
+        """Return the number of replies that a round needs."""
         ...
 
     def cohort(self, round: int) -> np.ndarray:
-        """The ids of one round's cohort, ascending."""
+        """Return the ids of one round's cohort, ascending."""
         ...
 
     def begin(self, server: Server, round: int, cohort: np.ndarray) -> RoundSum:
-        """The sum of a round that starts from the state `server`, with all of its cohort, of whom some may not reply."""
+        """Begin the sum of a round that starts from the state `server`, with all ids of its cohort, some of which may not reply."""
         ...
 
 
 @runtime_checkable
 class Aggregation(Protocol):
-    """What `simulate` is given as `aggregation`."""
+    """A way to add up the clients' uplinks, for `simulate(aggregation=)`."""
 
     @property
     def name(self) -> str:
-        """What a resumed run must share; holds no secret."""
+        """Return the settings in words, without secrets; a resumed run must have the same name."""
         ...
 
     @property
     def sampling(self) -> Literal["poisson"] | None:
-        """How cohorts are drawn, where that is not free."""
+        """Return how cohorts are drawn, or None where the run may choose."""
         ...
 
     def start(self, result: Result, admission: Admission, *, every: int | None, repeats: int) -> AggregationRun:
-        """Start a run that goes on from `result`.
+        """Start a run that continues from `result`.
 
         Args:
-            result: Where it begins.
+            result: The state from which the run starts.
             admission: Which replies are taken.
-            every: Rounds between checkpoints; None where there are none.
-            repeats: Rounds that a run before has done after `result`, and that are done again.
+            every: Rounds between checkpoints; None for no checkpoints.
+            repeats: Number of rounds that an earlier run has done after `result`, and that are done again.
 
         Raises:
-            ValueError: The method or the settings don't fit.
+            ValueError: The method or the settings do not fit.
         """
         ...
 
 
 @dataclass(frozen=True)
 class OpenAggregation:
-    """The server sees every client's reply."""
+    """The aggregation in which the server sees every client's reply."""
 
     name = OPEN
     sampling = None
 
     def start(self, result: Result, admission: Admission, *, every: int | None, repeats: int) -> AggregationRun:
-        """See `Aggregation`."""
+        """Start a run that continues from `result`; see `Aggregation.start`."""
         return OpenRun(result.algorithm, result.settings, result.data.clients, admission.min_clients)
 
 
 class OpenRun:
-    """See `AggregationRun`.
+    """The `AggregationRun` of a run whose server sees every client's reply.
 
     Args:
         algorithm: The method.
-        settings: How the run is made.
-        clients: How many there are.
-        least: Replies that a round needs.
+        settings: The run's settings.
+        clients: Number of clients.
+        least: Number of replies that a round needs.
     """
 
     def __init__(self, algorithm: Algorithm, settings: Settings, clients: int, least: int) -> None:
         self._algorithm, self._settings, self._clients, self.least = algorithm, settings, clients, least
 
     def cohort(self, round: int) -> np.ndarray:
-        """See `AggregationRun`."""
+        """Return the ids of one round's cohort, ascending, drawn by the settings."""
         return self._settings.cohort(self._clients, round)
 
     def begin(self, server: Server, round: int, cohort: np.ndarray) -> RoundSum:
-        """See `AggregationRun`."""
+        """Begin the sum of a round; see `AggregationRun.begin`."""
         return OpenSum(self._algorithm, server, round, self._settings.rounds)
 
 
 class Unseen:
-    """Stands where `combine` expects what single clients sent and the server has not seen: it says the round's number and nothing else.
+    """A placeholder for uplinks that the server has not seen; it tells `combine` the round's number, the number of rounds and nothing else.
+
+    Any other use of it raises ValueError.
 
     Args:
-        why: Why it is not there, a sentence's beginning.
-        round: The round that is on.
-        rounds: Of the run.
+        why: Why the uplinks are missing, the beginning of the error message.
+        round: The current round, counted from 0.
+        rounds: Number of rounds of the run.
     """
 
     def __init__(self, why: str, round: int, rounds: int) -> None:
@@ -169,10 +172,15 @@ class Unseen:
 
 
 def check_combine(result: Result, ids: Any, why: str) -> None:
-    """That the method's `combine` does without what single clients sent.
+    """Check that the method's `combine` works without what single clients sent.
+
+    Args:
+        result: The state from which the run starts.
+        ids: The cohort's ids as `combine` receives them, or an `Unseen`.
+        why: Why `combine` must do without, the beginning of the error message.
 
     Raises:
-        ValueError: It does not; `why` begins the sentence that says so.
+        ValueError: `combine` reads what single clients sent, or fails without it.
     """
     unseen = Unseen(why, result.round, result.settings.rounds)
     try:
@@ -182,11 +190,11 @@ def check_combine(result: Result, ids: Any, why: str) -> None:
 
 
 def closed(algorithm: Algorithm, new: Server, ids: Any, uplink: Any, round: int) -> Server:
-    """The server's next state from what its pools made, `new`: changed by the method's `combine`, and checked.
+    """Return the server's next state: what its pools computed, `new`, changed by the method's `combine` and checked.
 
     Raises:
-        DivergenceError: It is not finite.
-        ValueError: The method's `combine` returns something that the server does not have, or in other shapes.
+        DivergenceError: The next state is not finite.
+        ValueError: The method's `combine` returns entries that the server does not have, no tensors, or tensors of other shapes or dtypes.
     """
     changed = algorithm.combine(new, ids, uplink)
     if unknown := sorted(changed.keys() - new.keys()):
@@ -195,7 +203,7 @@ def closed(algorithm: Algorithm, new: Server, ids: Any, uplink: Any, round: int)
         raise ValueError(f"`combine` returns {loose}, which must be tensors, or mappings of tensors")
     for name in changed:
         before, after = shapes({name: new[name]}), shapes({name: changed[name]})
-        first = int(name not in algorithm.blocks)  # what a method adds may grow along its first axis, as models of clusters do
+        first = int(name not in algorithm.blocks)  # entries beyond the blocks may grow along their first axis, as models of clusters do
         if {key: (dtype, shape[first:]) for key, (dtype, shape) in before.items()} != {
             key: (dtype, shape[first:]) for key, (dtype, shape) in after.items()
         }:
@@ -206,13 +214,13 @@ def closed(algorithm: Algorithm, new: Server, ids: Any, uplink: Any, round: int)
 
 
 class OpenSum:
-    """See `RoundSum`: pools add up as replies come, and what `combine` wants of single clients is kept for it.
+    """A `RoundSum` of replies that the server sees: pools add them up as they arrive, and what `combine` reads of single clients is kept.
 
     Args:
-        algorithm: Whose pools they are.
-        server: The state that clients were sent.
-        round: The round that is on.
-        rounds: Of the run.
+        algorithm: The method.
+        server: The state that was sent to the clients.
+        round: The current round, counted from 0.
+        rounds: Number of rounds of the run.
     """
 
     def __init__(self, algorithm: Algorithm, server: Server, round: int, rounds: int) -> None:
@@ -222,7 +230,7 @@ class OpenSum:
         self._pools = {name: block.pool for name, block in algorithm.blocks.items() if block.pool}
 
     def add(self, replies: Replies) -> None:
-        """See `RoundSum`: client after client."""
+        """Add a chunk of replies, client by client."""
         extra = replies.reported | {"n": replies.n, "ids": torch.from_numpy(replies.ids).to(replies.n.device)}
         for name, pool in self._pools.items():
             if not isinstance(pool, StackedPool):
@@ -231,11 +239,12 @@ class OpenSum:
         self._stacked.append(extra | {name: replies.sent[name] for name, pool in self._pools.items() if isinstance(pool, StackedPool)})
 
     def server(self) -> Server:
-        """See `RoundSum`.
+        """Return the server's next state, after the last chunk.
 
         Raises:
-            DivergenceError: It is not finite.
-            ValueError: The method's `combine` returns something that the server does not have.
+            DivergenceError: The next state is not finite.
+            ValueError: The method's `combine` returns entries that the server does not have, no tensors, or tensors of other shapes or
+                dtypes.
         """
         uplink = tree_map(lambda *rows: torch.cat(rows), *self._stacked) | self._round
         new = dict(self._server)
@@ -247,20 +256,22 @@ class OpenSum:
         return closed(self._algorithm, new, uplink["ids"], uplink, self._round["round"])
 
     def row(self) -> dict[str, float]:
-        """See `RoundSum`: nothing."""
+        """Return no columns: the history needs nothing more."""
         return {}
 
 
 class ReplyFilter:
-    """Lets replies through to a round's sum: at once, or, where single ones are looked at, when all are there and compared.
+    """A filter between the replies and a round's sum.
+
+    It passes replies on at once or, with `admission`, when all have arrived and have been compared.
 
     Args:
         algorithm: The method.
-        server: The state that clients were sent.
-        sum: Where replies go that are taken.
-        admission: Which are; None takes all at once.
-        round: The round that is on.
-        history: Rows of the rounds before.
+        server: The state that was sent to the clients.
+        sum: The sum to which replies that are taken are added.
+        admission: Which replies are taken; None takes all at once.
+        round: The current round, counted from 0.
+        history: The rows of the rounds before.
         counts: Examples of all clients, [J], 0 where that is not known.
     """
 
@@ -282,18 +293,18 @@ class ReplyFilter:
         self._shares = shares(counts)
         self._losses: list[np.ndarray] = []
         self.dropped: dict[int, str] = {}
-        """Why a client is left out."""
+        """The clients that are left out, each with the reason."""
         self.taken = 0
-        """Clients of the cohort whose replies are in the sum."""
+        """Number of clients of the cohort whose replies are in the sum."""
         self.usual = math.nan
-        """What is `usual` of the distances of the replies that were taken, where these are looked at; known when closed."""
+        """The `usual` distance of the replies that were taken, known after `close`; NaN where distances are not checked."""
 
     def drop(self, client: int, reason: str) -> None:
-        """Leave a client out."""
+        """Leave a client out; the first reason given for it is kept."""
         self.dropped.setdefault(client, reason)
 
     def add(self, replies: Replies) -> None:
-        """Take, or hold, the replies of a chunk of the cohort."""
+        """Add the replies of a chunk of the cohort, or hold them until all have arrived."""
         if self._admission is None:
             self._pass(replies)
             return
@@ -313,7 +324,7 @@ class ReplyFilter:
         self._losses.append(replies.losses)
 
     def close(self) -> list[int]:
-        """Hand on the replies that are taken, in the order of a simulation whatever the order in which they came.
+        """Add the replies that are taken to the sum, in the order of a simulation whatever the order in which they arrived.
 
         Returns:
             The ids of clients whose reply, or training, was not taken.
@@ -322,13 +333,13 @@ class ReplyFilter:
             self._compare(self._admission)
         for client, reason in self.dropped.items():
             log.warning("round %d: client %d is left out: %s", self._round, client, reason)
-        for replies in sorted(self._held, key=lambda held: (-float(held.n[0]), int(held.ids[0]))):  # longest first, as in a simulation
+        for replies in sorted(self._held, key=lambda held: (-float(held.n[0]), int(held.ids[0]))):  # in a simulation's order
             if (kept := ~np.isin(replies.ids, list(self.dropped))).any():
                 self._pass(replies if kept.all() else replies.of(kept))
         return list(self.dropped)
 
     def _compare(self, admission: Admission) -> None:
-        """Leave out what went absurdly far, and whoever reports absurdly large numbers."""
+        """Leave out clients that went absurdly far, or that report absurdly large numbers."""
         norms = {client: norm for client, norm in self._norms.items() if client not in self.dropped}
         limit = admission.limit(list(norms.values()), self._shares[list(norms)], self._earlier)
         for client, norm in norms.items():
@@ -344,17 +355,17 @@ class ReplyFilter:
             self.usual = usual(list(inside.values()), self._shares[list(inside)])
 
     def loss(self) -> float:
-        """Mean negative log likelihood of the training of the clients that were taken, in nats; NaN where nobody said it."""
+        """Return the mean negative log likelihood of training, in nats, over the clients that were taken; NaN if none reports it."""
         losses = np.concatenate(self._losses) if self._losses else np.empty(0)
         known = losses[~np.isnan(losses)]
         return float(torch.from_numpy(known).mean()) if len(known) else math.nan
 
     def server(self) -> Server:
-        """The server's next state from the replies that were taken.
+        """Return the server's next state from the replies that were taken.
 
         Raises:
-            DivergenceError: It is not finite.
-            FailedRound: The same, where bad clients are left out and each reply was finite.
+            DivergenceError: The next state is not finite, and bad clients stop the run.
+            FailedRound: The next state is not finite although each reply was, and bad clients are skipped.
         """
         try:
             return self._sum.server()
@@ -365,6 +376,6 @@ class ReplyFilter:
 
 
 def was_sent(algorithm: Algorithm, server: Server, ids: np.ndarray, device: torch.device, blocks: Iterable[str]) -> dict[str, Tensors]:
-    """Of each block what the server sent to the clients `ids`: the same to all [...], or to each its own [C, ...]."""
+    """Return, for each of `blocks`, what the server sent to the clients `ids`: the same to all [...], or to each its own [C, ...]."""
     common, addressed = algorithm.share(server, torch.from_numpy(ids).to(device))
     return {name: addressed.get(name, common.get(name, {})) for name in blocks}

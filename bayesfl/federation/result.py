@@ -1,4 +1,4 @@
-"""What a federation has learnt: predictions, adaptation to new clients, saving and loading."""
+"""The result of a federation: predictions, adaptation to new clients, and saving."""
 
 import os
 from dataclasses import asdict, dataclass, field, replace
@@ -24,22 +24,24 @@ from bayesfl.federation.settings import FEDERATION, Settings, name_of
 
 @dataclass(frozen=True)
 class Result:
-    """What a federation has learnt.
+    """The state of a federation after some rounds, with all that its predictions need.
 
     Args:
         algorithm: The method.
-        data: The clients.
-        settings: How the run was made.
-        engine: How it was computed, its chunk decided.
-        round: Rounds done.
+        data: The clients' data.
+        settings: The run's settings.
+        engine: How the run was computed, with its chunk size fixed.
+        round: Number of rounds done.
         server: The server's state.
-        private: The clients' own states, [J, ...] each.
-        history: One row a round.
-        device: Where it was computed, and where its predictions are.
-        dtype: Precision of its state.
-        novel: Whether its clients joined after training, by `adapt`; then it predicts, but no training goes on from it.
-        chosen: `tuned` where it is known already: that of the federation that new clients joined, or a saved one.
-        tolerant: Whether a client whose fine-tuning is not finite predicts without it, as where bad clients are skipped; else it stops all.
+        private: The clients' private states, [J, ...] each.
+        history: One row for each round.
+        device: The device that holds the state, and computes and holds predictions.
+        dtype: The precision of the state.
+        novel: Whether the clients joined after training, by `adapt`; then the result predicts, but training cannot continue from it.
+        chosen: The value of `tuned` where it is known already, because new clients joined a federation that has one, or because it was
+            saved; None where it is not.
+        tolerant: Whether a client whose fine-tuning is no longer finite predicts without it, as where bad clients are skipped; otherwise
+            it raises `DivergenceError`.
     """
 
     algorithm: Algorithm
@@ -63,11 +65,13 @@ class Result:
 
     @cached_property
     def tuned(self) -> float | None:
-        """The number of the method's predictor that suits the validation data of all clients: FedSI's predictive precision; else None.
+        """Return the number of the method's predictor that best fits the validation data of all clients, as FedSI's predictive precision.
+
+        None where the method's predictor has no such number.
 
         Raises:
-            ValueError: The data have no validation split.
-            DivergenceError: A client's fine-tuning is not finite, and that is not tolerated.
+            ValueError: The data have no validation split, or no candidate gives finite predictions.
+            DivergenceError: A client's fine-tuning is not finite, and `tolerant` is False.
         """
         if self.chosen is not None:
             return self.chosen
@@ -76,7 +80,7 @@ class Result:
             return predict.tune(self.local(data.train), self.state, data, crew)
 
     def _known(self) -> float | None:
-        """`tuned`, where there are data to tune on."""
+        """Return `tuned` where there are data to tune on, otherwise `chosen`."""
         try:
             predict.check_tunable(self.algorithm, self.data)
         except ValueError:
@@ -85,24 +89,25 @@ class Result:
 
     @property
     def state(self) -> State:
-        """The federation's state; it shares the tensors."""
+        """Return the federation's state; it shares this result's tensors."""
         return State(self.server, self.private, self.round)
 
     def local(self, train: ClientData) -> Local:
-        """What clients with the training data `train` work with, on the run's device and in its precision; see `Local`."""
+        """Return the local work of clients whose training data are `train`, which must be on the run's device and in its precision."""
         return Local(self.algorithm, self.engine, train, self.settings.seed, self.settings.rounds, self.tolerant)
 
     def predict(self, split: ClientData | None = None, *, draws: int | None = None) -> Predictions:
-        """Every client's predictive distribution on a split of its data, after aggregation (and fine-tuning where the method has it).
+        """Predict with every client's own model on a split of its data, after aggregation (and fine-tuning, where the method has it).
 
         Args:
-            split: `test` unless given; one of `data`'s, or a part of one, its inputs changed or not.
-            draws: Posterior draws to average over; 0 predicts at the mean, None as the method's paper does.
+            split: One of the splits of `data`, or a part of one, whose inputs may have been changed; None for the test split.
+            draws: Number of posterior draws S to average over; 0 predicts at the mean, None uses the number of the method's paper.
 
         Raises:
-            TypeError: It is no split.
-            ValueError: The split has other clients, or `draws` is not a whole number >= 0.
-            DivergenceError: A client's fine-tuning is not finite, and that is not tolerated.
+            TypeError: `split` is no `ClientData`.
+            ValueError: The split has no examples or is of other clients, `draws` is not a whole number >= 0, or the method's predictor has
+                to be tuned and the data have no validation split.
+            DivergenceError: A client's fine-tuning is not finite, and `tolerant` is False.
         """
         if split is not None:
             instance("split", split, ClientData, "pass clients.test, or another split of result.data")
@@ -125,18 +130,18 @@ class Result:
         return found
 
     def adapt(self, novel: FederatedData) -> "Result":
-        """The same federation for clients never seen in training: their state made from the server's, and adapted once.
+        """Return the federation with clients never seen in training: their state starts from the server's and is adapted once.
 
-        What the server holds for each client it makes anew for them (`Algorithm.newcomers`). The result predicts, and can be saved;
-        training does not go on from it.
+        The server's entries for single clients are made anew for them (`Algorithm.newcomers`). The new result predicts, and can be saved;
+        training cannot continue from it.
 
         Args:
-            novel: The new clients; the method's `adapt` phases read their training data.
+            novel: The new clients' data; the method's `adapt` phases use their training data.
 
         Raises:
-            TypeError: They are no federation.
-            ValueError: Their inputs or outputs differ from the federation's.
-            DivergenceError: Their training is not finite.
+            TypeError: `novel` is no `FederatedData`.
+            ValueError: Their inputs, outputs or task differ from the federation's.
+            DivergenceError: A new client's training is not finite, and `tolerant` is False.
         """
         instance("novel", novel, FederatedData, FEDERATION)
         if (novel.inputs, novel.outputs, novel.task) != (self.data.inputs, self.data.outputs, self.data.task):
@@ -151,17 +156,18 @@ class Result:
         return replace(self, data=novel, server=server, private=private, history=History(), novel=True, chosen=self._known())
 
     def to_arviz(self, client: int, block: str, *, draws: int = 1000) -> Any:
-        """Draws from a client's posterior of a block, as ArviZ's InferenceData, one variable for each parameter, [chain, draw, ...].
+        """Draw from a client's posterior of a block, as ArviZ's InferenceData with one variable for each parameter, [chain, draw, ...].
 
-        Of a block that stands M times the copies come first, [chain, draw, M, ...].
+        A block with M copies has them as the third axis, [chain, draw, M, ...].
 
         Args:
-            client: Its id.
+            client: The client's id.
             block: A block whose posterior has an entropy.
-            draws: How many; independent, so they make one chain.
+            draws: Number of draws S; they are independent, so they make one chain.
 
         Raises:
-            ValueError: There is no such client, or nothing to draw.
+            ValueError: There is no such client or block, the block has nothing to draw, or `draws` is not a whole number >= 0.
+            ImportError: ArviZ is not installed.
         """
         import arviz
 
@@ -189,20 +195,20 @@ class Result:
         return arviz.from_dict(posterior=posterior)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the state, the settings and the history into the folder `path`; `bf.load` reads them.
+        """Write the state, the settings and the history into the folder `path`, from which `bf.load` reads them.
 
-        What is not in it: the model's code and the data, which `bf.load` is given and checks.
+        The model's code and the data are not written; `bf.load` is given them and checks that they are the same.
 
         Raises:
-            ValueError: A file is where the folder should be.
+            ValueError: `path` is a file, or lies under one.
         """
         checkpoint.write(path, self._meta(), self._tensors())
 
     def save_round(self, path: str | os.PathLike[str]) -> None:
-        """The same as a checkpoint of a run in progress, beside the one before it, which stays; older ones go.
+        """Write a checkpoint of a run in progress into the folder `path`; the checkpoint before it is kept, older ones are removed.
 
         Raises:
-            ValueError: A file is where the folder should be.
+            ValueError: `path` is a file, or lies under one.
         """
         checkpoint.write_round(path, self.round, self._meta(), self._tensors())
 
@@ -225,7 +231,7 @@ class Result:
 
 
 def _is_part(split: ClientData, known: ClientData) -> bool:
-    """Whether every client's examples in `split` are among its own in `known`, by labels and places; inputs may have changed."""
+    """Say whether every client's examples in `split` are among its own in `known`, by labels and places; inputs may differ."""
     if split.y is not known.y and not (split.y.dtype == known.y.dtype and torch.equal(split.y, known.y)):
         return False
 

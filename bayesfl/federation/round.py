@@ -1,4 +1,7 @@
-"""One round: who is asked, which replies are taken, and what the server makes of them; a transport carries it, on one machine or many."""
+"""One round of a federation: which clients are asked, which replies are taken, and how the server combines them.
+
+A `Transport` carries the messages, on one machine or between many.
+"""
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -19,13 +22,13 @@ from bayesfl.federation.settings import Settings
 
 @dataclass(frozen=True)
 class Rules:
-    """What all rounds of a run have in common.
+    """The rules that all rounds of a run share.
 
     Args:
         algorithm: The method.
-        settings: How the run is made.
-        clients: How many there are.
-        declared: What a client sends, as `Algorithm.uplink` says it.
+        settings: The run's settings.
+        clients: Number of clients.
+        declared: Shape and dtype of every tensor that a client sends, from `Algorithm.uplink`.
         admission: Which replies are taken.
         aggregation: Who is in a cohort, and how their replies are added up.
     """
@@ -40,15 +43,15 @@ class Rules:
 
 @dataclass(frozen=True)
 class Round:
-    """What a transport is asked to carry.
+    """A request to the clients for one attempt at a round.
 
     Args:
-        number: Rounds done before.
-        attempt: How often it was tried before.
+        number: Number of rounds done before.
+        attempt: Number of earlier attempts at this round.
         server: The server's state.
-        cohort: Clients that train and send, ascending.
-        rest: Clients that only train, ascending.
-        declared: What a client of the cohort sends.
+        cohort: Ids of the clients that train and send, ascending.
+        rest: Ids of the clients that only train, ascending.
+        declared: Shape and dtype of every tensor that a client of the cohort sends.
     """
 
     number: int
@@ -61,12 +64,12 @@ class Round:
 
 @dataclass(frozen=True)
 class Absence:
-    """A client that has no part in a round.
+    """A record that a client has no part in a round.
 
     Args:
-        client: Which.
-        reason: Why, in words.
-        lost: Whether nothing was heard of it; else what it replied is no good.
+        client: The client's id.
+        reason: The reason, in words.
+        lost: True if the client did not answer; False if it answered, but not as it should.
     """
 
     client: int
@@ -75,42 +78,43 @@ class Absence:
 
 
 class Transport(Protocol):
-    """What carries one attempt at a round to the clients and their replies back."""
+    """A carrier of one attempt at a round: it takes the server's state to the clients and brings their replies back."""
 
     @property
     def trusted(self) -> bool:
-        """Whether replies need not be looked at where bad clients would stop the run: the server has made them itself."""
+        """Say whether replies need no checks when a bad client would stop the run, because this process has computed them itself."""
         ...
 
     @property
     def counts(self) -> np.ndarray:
-        """Training examples of all clients, [J], 0 where that is not known; once the clients are asked."""
+        """Return the numbers of training examples of all clients, [J], 0 where unknown; available once the clients are asked."""
         ...
 
     @property
     def apart(self) -> float:
-        """Seconds of the round that went into something else, such as measuring, once all answers are there."""
+        """Return the seconds of the round spent on other work, such as measuring; available once all answers have arrived."""
         ...
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Columns of the history on where the time went, once all answers are there."""
+        """Return the history's columns on where the time was spent, in seconds; available once all answers have arrived."""
         ...
 
     @property
     def traffic(self) -> dict[str, float]:
-        """The columns `bytes_up` and `bytes_down`, once all answers are there."""
+        """Return the columns `bytes_up` and `bytes_down`; available once all answers have arrived."""
         ...
 
     def asked(self, round: Round) -> AbstractContextManager[Iterator[Replies | Absence]]:
-        """Ask the clients of a round; left by an exception, clients have the states that they had before.
+        """Ask the clients of a round, and give an iterator over their answers, which come in any order.
 
-        Answers come in any order. A client of the cohort answers once; of the rest only absences are said.
+        A client of the cohort answers once; of the other clients only absences are reported. If the context is left by an exception,
+        clients return to the states that they had before the round.
         """
         ...
 
     def commit(self, dropped: Collection[int]) -> None:
-        """Let the clients that were taken go on from what they have made, and those that were dropped from where they started."""
+        """Make the new state of the clients that were taken permanent; clients in `dropped` return to the state before the round."""
         ...
 
 
@@ -120,20 +124,20 @@ def run_round(
     """Run one round.
 
     Args:
-        rules: Of the run.
+        rules: The run's rules.
         server: The server's state.
-        number: Rounds done before.
-        history: Their rows.
-        transport: Carries the round; of this attempt alone.
-        attempt: How often this round was tried before.
+        number: Number of rounds done before.
+        history: The rows of the rounds before.
+        transport: Carries this attempt alone.
+        attempt: Number of earlier attempts at this round.
 
     Returns:
-        The server's next state, and what the history says of the round.
+        The server's next state, and the history's row of this round.
 
     Raises:
-        DivergenceError: A client's training is not finite and bad clients stop the run, or the server is not.
-        BadClients: A reply is missing or bad, and that stops the run.
-        FailedRound: Fewer replies were taken than a round needs, or, where bad clients are skipped, what they make is not finite.
+        DivergenceError: A client's training is not finite and bad clients stop the run, or the server's next state is not finite.
+        BadClients: A reply is missing or bad, and bad clients stop the run.
+        FailedRound: Fewer replies were taken than a round needs, or, where bad clients are skipped, the server's next state is not finite.
     """
     start = perf_counter()
     algorithm, admission, aggregation = rules.algorithm, rules.admission, rules.aggregation
@@ -161,7 +165,7 @@ def run_round(
             check_replies(filter.taken, number, aggregation.least)
             server = filter.server()
         except FailedRound as error:
-            error.row |= counted if isinstance(total, OpenSum) else counted | {"bytes_up": math.nan}  # what others send is theirs to say
+            error.row |= counted if isinstance(total, OpenSum) else counted | {"bytes_up": math.nan}  # other sums count their own bytes
             raise
     row = {"round": number + 1, "cohort": filter.taken, "seconds": perf_counter() - start - transport.apart, **transport.seconds}
     row |= {"train_nll": filter.loss(), **counted} | ({"uplink_norm": filter.usual} if looks else {})

@@ -1,4 +1,4 @@
-"""Reads saved runs, and holds them against the method and the data that they are read for."""
+"""Loading of saved runs, with checks against the method and the data for which they are loaded."""
 
 import os
 from typing import Any
@@ -21,18 +21,18 @@ from bayesfl.federation.settings import DTYPES, Settings, of_a_run, present
 
 
 def load(path: str | os.PathLike[str], algorithm: Algorithm, clients: FederatedData, *, device: torch.device | str = "cpu") -> Result:
-    """A saved run.
+    """Load a saved run.
 
     Args:
-        path: The folder that `Result.save` wrote, or that of `simulate`'s checkpoints, of which the newest whole one is taken.
-        algorithm: The method it was made with.
-        clients: The data it was made on.
-        device: Where its state goes.
+        path: The folder that `Result.save` wrote, or the folder of `simulate`'s checkpoints, of which the newest undamaged one is loaded.
+        algorithm: The method that made the run.
+        clients: The data on which the run was made.
+        device: The device for its state.
 
     Raises:
-        TypeError: The method or the data are something else.
+        TypeError: `algorithm` is no `Algorithm`, or `clients` is no `FederatedData`.
         ValueError: The device is absent.
-        CheckpointError: There is no run, it is damaged, or it was made with another method or on other data.
+        CheckpointError: The folder holds no run, or one that is damaged or was made with another method or on other data.
     """
     of_a_run(algorithm, clients)
     device = present(device)
@@ -68,10 +68,10 @@ def load(path: str | os.PathLike[str], algorithm: Algorithm, clients: FederatedD
 
 
 def same_run(result: Result, algorithm: Algorithm, clients: FederatedData) -> Result:
-    """The result, if it was made with this method on these data.
+    """Return `result` if it was made with this method on these data.
 
     Raises:
-        CheckpointError: It was not.
+        CheckpointError: `result` was made with another method or on other data.
     """
     _check_same("the result", identity(result.algorithm), result.data.hash, algorithm, clients)
     return result
@@ -80,22 +80,23 @@ def same_run(result: Result, algorithm: Algorithm, clients: FederatedData) -> Re
 def check_state(
     path: str, algorithm: Algorithm, server: Server, private: View, *, clients: int, dtype: torch.dtype, stacked: bool, novel: bool = False
 ) -> None:
-    """That a state has the tensors that the method keeps, in their types and shapes.
+    """Check that a state has the tensors that the method keeps, with their dtypes and shapes.
 
-    What a method holds on the server beyond its blocks may grow along its first axis, as models of clusters do, unless that is of clients.
+    What a method holds on the server beyond its blocks may grow along its first axis, as models of clusters do, unless that axis is the
+    clients'.
 
     Args:
-        path: Where it comes from.
+        path: The folder or file that held the state, for the error message.
         algorithm: The method.
         server: The server's state.
-        private: Private state.
-        clients: How many clients there are.
-        dtype: Precision of the run.
-        stacked: Whether the private state is that of all clients, [J, ...], or of one, [...].
+        private: The private state.
+        clients: Number of clients.
+        dtype: The run's precision.
+        stacked: Whether `private` has the rows of all clients, [J, ...], or is the state of one, [...].
         novel: Whether these clients joined after training.
 
     Raises:
-        CheckpointError: It has not.
+        CheckpointError: A tensor is missing or unknown, or has another dtype or shape.
     """
     start, one_more = (algorithm.init(n, dtype=dtype) for n in (clients, clients + 1))
     start = algorithm.newcomers(start, clients) if novel else start
@@ -123,10 +124,15 @@ def check_state(
 
 
 def check_method(what: str, made_with: dict[str, Any], algorithm: Algorithm) -> None:
-    """That something was made with this method, by its identity.
+    """Check by its identity that a saved run was made with this method.
+
+    Args:
+        what: The saved run's name, which begins the error message.
+        made_with: Identity of the method that made it, see `identity`.
+        algorithm: The method for which it is loaded.
 
     Raises:
-        CheckpointError: It was not.
+        CheckpointError: The two methods differ.
     """
     if different := differences(made_with, identity(algorithm)):
         raise CheckpointError(f"{what} was made with another algorithm, which differs in {'; '.join(different)}")

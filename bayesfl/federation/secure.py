@@ -1,20 +1,22 @@
-"""Secure aggregation in simulation: the server learns the sum of what its clients send, and of no client its own part.
+"""Secure aggregation in simulation: the server learns the sum of what its clients send, but not what any single client sends.
 
-Every pair of clients of a round shares a secret; both stretch it to a mask, which one adds to what it sends and the other takes away. What
-the server receives of one client is uniform over the integers modulo 2^64, whatever the client has to say; in the sum the masks cancel.
+Every pair of clients of a round shares a secret, which both stretch to the same mask; one client adds it to what it sends and the other
+subtracts it. What the server receives from one client is uniform over the integers modulo 2^64, whatever the client's values; in the sum
+the masks cancel.
 
-Integers cancel exactly, floating-point numbers would not, so a client first writes its summands as integers: clipped to a range that is
-declared beforehand, in units of a step. The sum is then that of an open run to J / 2 steps, for J clients that reply, and to rounding; see
-`quotient_bound` for a mean. A client looks at its own numbers first: a NaN or 1e20 would turn silently into some integer.
+Integers cancel exactly and floating-point numbers would not, so a client first writes its summands as integers: clipped to a range that is
+declared beforehand, in units of a step. For J clients that reply, the sum then differs by at most J / 2 steps, and rounding, from that of a
+run without secure aggregation; see `quotient_bound` for a mean. Each client checks its own numbers first, because a NaN would silently
+become some integer.
 
 A client that drops out leaves masks that nothing cancels. The others then send again, under fresh secrets, among themselves; what was sent
-before is of no use without the secrets of the one that is missing. There are no shares of secrets from which others could recover it, and
-no second mask: should the missing reply arrive late, a server that kept the first sum could take the second from it. A server is trusted to
-throw both away.
+before is useless without the secrets of the missing client. There are no shares of secrets from which others could recover it, and no
+second mask: should the missing reply arrive late, a server that kept the first sum could subtract the second from it. The server is
+trusted to discard both.
 
-What is not simulated: how two clients agree on a secret (by a Diffie-Hellman exchange of keys that a third party vouches for, without which
-the server could sit between them), its traffic, and a client that drops out again while the others repeat. Flower's message API has no
-secure aggregation; its SecAgg+ needs the older workflow API, and quantises too.
+Not simulated are: how two clients agree on a secret (by a Diffie-Hellman exchange of keys that a third party vouches for, without which
+the server could impersonate clients), its traffic, and a client that drops out while the others repeat. Flower's message API has no secure
+aggregation; its SecAgg+ needs the older workflow API, and quantises too.
 
 Source: Bonawitz, Ivanov, Kreuter, Marcedone, McMahan, Patel, Ramage, Segal, Seth, "Practical secure aggregation for privacy-preserving
 machine learning", CCS 2017, section 4 (masks by pairs; no double mask, no recovery).
@@ -44,17 +46,17 @@ from bayesfl.federation.result import Result
 
 log = logging.getLogger(__name__)
 ROOM = 2.0**62
-"""What clients x range / step must stay below, so that no sum of rounded numbers leaves int64."""
+"""Bound below which clients x range / step must stay, so that no sum of rounded numbers overflows int64."""
 LEAST = 2
-"""Clients of a sum: that of one is the client's own."""
+"""Least number of clients in a sum: the sum of one client is that client's own uplink."""
 UNSEEN = "under secure aggregation the server sees sums only"
 
 
 def quantised(values: np.ndarray, range: float, step: float) -> tuple[np.ndarray, int]:
-    """Numbers as integers modulo 2^64, uint64, in units of `step`, and how many of them had to be clipped to +-`range`.
+    """Return numbers as integers modulo 2^64, uint64, in units of `step`, and how many of them were clipped to +-`range`.
 
     Raises:
-        ValueError: Some are not finite.
+        ValueError: `values` are not all finite.
     """
     if not np.isfinite(values).all():
         raise ValueError("the numbers are not finite")
@@ -63,12 +65,12 @@ def quantised(values: np.ndarray, range: float, step: float) -> tuple[np.ndarray
 
 
 def restored(total: np.ndarray, step: float) -> np.ndarray:
-    """A sum of `quantised` numbers, uint64, as float64."""
+    """Return a sum of `quantised` numbers, uint64, as float64."""
     return total.view(np.int64).astype(np.float64) * step
 
 
 def agreed(ids: Iterable[int]) -> dict[int, dict[int, bytes]]:
-    """For each client the secrets that it shares with each other one: fresh from the operating system, whatever the run's seed."""
+    """Return, for each client, the secrets that it shares with each other one, drawn from the operating system whatever the run's seed."""
     ids = sorted(ids)
     found: dict[int, dict[int, bytes]] = {client: {} for client in ids}
     for place, first in enumerate(ids):
@@ -78,7 +80,7 @@ def agreed(ids: Iterable[int]) -> dict[int, dict[int, bytes]]:
 
 
 def masked(values: np.ndarray, client: int, shared: Mapping[int, bytes]) -> np.ndarray:
-    """What a client sends [D], uint64: its integers, plus the masks that it shares with later clients, less those with earlier ones."""
+    """Return what a client sends [D], uint64: its integers, plus the masks shared with larger ids, less those shared with smaller ids."""
     out = values.copy()
     for other, secret in shared.items():
         mask = keyed(secret, b"mask", size=len(values))
@@ -87,22 +89,22 @@ def masked(values: np.ndarray, client: int, shared: Mapping[int, bytes]) -> np.n
 
 
 def summed(messages: Iterable[np.ndarray]) -> np.ndarray:
-    """What the server makes of what clients sent, modulo 2^64: all that it does before it knows the sum."""
+    """Return the sum of the clients' messages modulo 2^64, all that the server computes before it knows the sum of their values."""
     return np.add.reduce(np.stack(list(messages)), axis=0, dtype=np.uint64)
 
 
 def quotient_bound(quotient: Tensor, weight: Tensor, *, clients: int, step: float) -> Tensor:
-    """How far a mean under secure aggregation is from that of an open run at most, [...], if nothing was clipped; but for rounding.
+    """Bound how far a mean under secure aggregation is from that of a run without it, [...], if nothing is clipped, but for rounding.
 
     Sum s and weight w are off by at most e = J step / 2 each, so (s + a) / (w + b) - s / w = (a - b s / w) / (w + b) is at most
     e (1 + |s / w|) / (w - e). Where the weights are counts of examples it is tiny; where a sum of weights is not far above e, take a
     smaller step.
 
     Args:
-        quotient: Of the open run, s / w.
-        weight: Of the open run, w > 0; broadcasts against the quotient.
-        clients: That replied, J.
-        step: Of the quantisation.
+        quotient: The mean without secure aggregation, s / w.
+        weight: The sum of weights without secure aggregation, w > 0; broadcasts against the quotient.
+        clients: Number of clients that replied, J.
+        step: The unit in which summands are rounded.
     """
     off = clients * step / 2
     return torch.where(weight > off, off * (1 + quotient.abs()) / (weight - off), torch.inf)
@@ -110,21 +112,21 @@ def quotient_bound(quotient: Tensor, weight: Tensor, *, clients: int, step: floa
 
 @dataclass(frozen=True, kw_only=True)
 class SecureSum:
-    """The server sees the sum of the clients' uplinks and nothing else of them; for `simulate(aggregation=)`.
+    """An aggregation in which the server sees only the sum of the clients' uplinks, for `simulate(aggregation=)`.
 
-    A client computes what it adds to the pools' sums, weights multiplied, and masks that. The history says how many numbers were
-    `clipped` in a round (the clients' counts travel in the sum) and its `repeats`, how often the clients sent again because one was
-    missing; `bytes_up` counts all that is sent by those whose reply is taken, eight bytes a number.
+    A client computes what it adds to the pools' sums, already multiplied by its weight, and masks that. The history gains two columns:
+    `clipped`, how many numbers were clipped in a round (the clients' counts travel in the sum), and `repeats`, how often the clients sent
+    again because one was missing. `bytes_up` counts all that is sent by the clients whose reply is taken, eight bytes a number.
 
-    Masks take a client time and traffic in proportion to the cohort's size times the model's.
+    Masks cost a client time in proportion to the cohort's size times the model's.
 
     Args:
-        range: Largest absolute value of a summand, such as n_j w_j: beyond it, it is clipped.
-        step: The unit in which summands are rounded; a power of two rounds nothing else.
+        range: Largest absolute value of a summand, such as n_j w_j; larger ones are clipped to it.
+        step: The unit in which summands are rounded; a power of two adds no other rounding.
 
     Raises:
-        ValueError: A number is not positive; at the start of a run, J range / step leaves less than 2 bits of an int64 free, a pool, the
-            method's `combine` or a rule of admission needs single clients, or a cohort has one client.
+        ValueError: `range` or `step` is not positive and finite, or `step` exceeds `range`. At the start of a run: J range / step is not
+            below 2^62; a pool, the method's `combine` or an admission rule needs single clients; or a cohort may have one client.
     """
 
     range: float = 2.0**20
@@ -140,11 +142,15 @@ class SecureSum:
 
     @property
     def name(self) -> str:
-        """See `Aggregation`."""
+        """Return the settings in words; see `Aggregation.name`."""
         return repr(self)
 
     def start(self, result: Result, admission: Admission, *, every: int | None, repeats: int) -> AggregationRun:
-        """See `Aggregation`."""
+        """Start a run that continues from `result`; see `Aggregation.start`.
+
+        Raises:
+            ValueError: The method, the settings or the admission rules do not fit.
+        """
         algorithm, clients, settings = result.algorithm, result.data.clients, result.settings
         if not clients * self.range / self.step < ROOM:
             raise ValueError(
@@ -179,7 +185,7 @@ class SecureSum:
 
 
 def _clips(pool: object) -> bool:
-    """Whether a pool, or one inside it, clips."""
+    """Say whether a pool, or one inside it, clips."""
     return isinstance(pool, Clipped) or (hasattr(pool, "pool") and _clips(pool.pool))  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -193,7 +199,7 @@ class _Run(OpenRun):
 
 
 class _Round:
-    """One round's clients, each with what it alone knows, and the server's sum."""
+    """A `RoundSum` that holds the integers of each client, which the client alone knows, and adds up their masked forms."""
 
     def __init__(self, rule: SecureSum, algorithm: Algorithm, server: Server, round: int, rounds: int, cohort: np.ndarray) -> None:
         self._rule, self._algorithm, self._server, self._cohort = rule, algorithm, server, cohort.tolist()
@@ -207,7 +213,7 @@ class _Round:
         self._row: dict[str, float] = {}
 
     def add(self, replies: Replies) -> None:
-        """See `RoundSum`: what every client makes ready to be sent; none of it has left the client yet."""
+        """Prepare what each client of a chunk will send; the server learns none of it yet."""
         self._device = replies.n.device
         uplink = {**replies.sent, **replies.reported, "n": replies.n, "ids": torch.from_numpy(replies.ids).to(self._device)}
         for place, client in enumerate(replies.ids.tolist()):
@@ -227,7 +233,7 @@ class _Round:
             self._own[client] = np.append(units, np.uint64(clipped))
 
     def server(self) -> Server:
-        """See `RoundSum`.
+        """Return the server's next state from the sum; see `RoundSum.server`.
 
         Raises:
             DivergenceError: The next state is not finite.
@@ -245,7 +251,7 @@ class _Round:
         return closed(self._algorithm, new, ids, Unseen(UNSEEN, self._round, self._rounds), self._round)
 
     def _sum(self) -> np.ndarray:
-        """The sum of those that reply, and of nobody else: sent once more where one of the cohort is missing."""
+        """Return the sum of the clients that replied; they send once more if a client of the cohort is missing."""
         group, sends, volume = self._cohort, 0, 0
         while True:
             shared = agreed(group)
@@ -257,5 +263,5 @@ class _Round:
             group = sorted(self._own)
 
     def row(self) -> dict[str, float]:
-        """See `RoundSum`."""
+        """Return the columns `clipped`, `repeats` and `bytes_up` of the history; see `RoundSum.row`."""
         return self._row

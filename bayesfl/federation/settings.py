@@ -1,4 +1,4 @@
-"""How a run is made: its settings, and the words of its precisions."""
+"""The settings of a run, and the names of its floating-point types."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -15,12 +15,12 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float16, 
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """A precision's name, as `float32`, by which `DTYPES` has it."""
+    """Return the name of a dtype, such as `float32`, which is its key in `DTYPES`."""
     return str(dtype).removeprefix("torch.")
 
 
 OPEN = "plain"
-"""What a run says of its aggregation where the server sees every uplink."""
+"""The name of the aggregation in which the server sees every uplink."""
 METHOD = "build one on a model, as bf.algorithms.fedavg(model)"
 
 
@@ -29,17 +29,21 @@ FEDERATION = "make one by bf.data.from_arrays(x, y), or by a recipe such as bf.d
 
 @dataclass(frozen=True)
 class Settings:
-    """How a run is made; a resumed run shares all but `rounds` and `evaluate_every` with the one it goes on from.
+    """The settings of a run; a resumed run shares all but `rounds` and `evaluate_every` with the run that it continues.
 
     Args:
-        rounds: Rounds in all; schedules read it.
+        rounds: Number of rounds in all; learning-rate schedules depend on it.
         participation: Expected share of the clients in a cohort, in (0, 1].
-        sampling: `fixed` takes max(1, floor(J participation)) clients; `bernoulli` each with that probability, given that at least
-            min(2, J) are in; `poisson` each with that probability, whoever that leaves, drawn from a secret by `ClientPrivacy` alone.
-        train: Who trains: the `cohort`, or `all`, of whom only the cohort is gathered.
-        seed: Of everything random.
+        sampling: How cohorts are drawn. `fixed`: max(1, floor(J participation)) clients. `bernoulli`: each client with that probability,
+            given that at least min(2, J) are drawn. `poisson`: each client with that probability, unconditionally, which only
+            `ClientPrivacy` does, from its secret.
+        train: Which clients train: the `cohort`, or `all`, of whom only the cohort is gathered.
+        seed: Seed of all random draws.
         evaluate_every: Rounds between evaluations; the last round is always evaluated. None: never.
-        aggregation: How uplinks are added up, in words.
+        aggregation: How uplinks are added up, in words; by default the server sees every uplink.
+
+    Raises:
+        ValueError: A setting lies outside its range.
     """
 
     rounds: int
@@ -67,18 +71,18 @@ class Settings:
         instance("aggregation", self.aggregation, str, "it says in words how uplinks are added up")
 
     def fixed_size(self, clients: int) -> int:
-        """How many clients a cohort of fixed size has."""
+        """Return the number of clients in a cohort of fixed size, of `clients` clients."""
         return max(1, int(clients * self.participation + 1e-9))  # 0.29 * 100 is 28.999...
 
     def largest(self, clients: int) -> int:
-        """How many clients a cohort can have."""
+        """Return the largest possible number of clients in a cohort, of `clients` clients."""
         return self.fixed_size(clients) if self.sampling == "fixed" else clients
 
     def cohort(self, clients: int, round: int) -> np.ndarray:
-        """The ids of one round's cohort, ascending.
+        """Draw the ids of one round's cohort, ascending.
 
         Raises:
-            ValueError: It is drawn from a secret, which is not here.
+            ValueError: `sampling` is `poisson`: only `ClientPrivacy` knows the secret from which such cohorts are drawn.
         """
         if self.sampling == "poisson":
             raise ValueError("poisson cohorts are drawn by ClientPrivacy from its secret; pass it as aggregation, or another sampling")
@@ -87,15 +91,15 @@ class Settings:
         return np.sort(rng.permutation(clients)[:size])
 
     def evaluates(self, round: int) -> bool:
-        """Whether the measures are taken after this round."""
+        """Say whether the models are evaluated after this round, counted from 0."""
         every = self.evaluate_every
         return every is not None and ((round + 1) % every == 0 or round + 1 == self.rounds)
 
 
 def _successes(trials: int, p: float, least: int, rng: np.random.Generator) -> int:
-    """A draw from Binomial(trials, p) given that it is at least `least`: its size by the inverse of the distribution function.
+    """Draw from Binomial(trials, p) given that the result is at least `least`, by inversion of the distribution function.
 
-    Given its size, every cohort of independent coins is as likely as any other, so nothing need be redrawn however small p is.
+    All cohorts of one size are equally likely under independent draws, so drawing the size first needs no rejection, however small p is.
     """
     if p == 1:
         return trials
@@ -107,20 +111,20 @@ def _successes(trials: int, p: float, least: int, rng: np.random.Generator) -> i
 
 
 def of_a_run(algorithm: Algorithm, clients: FederatedData) -> None:
-    """That these are a method and its data.
+    """Check that the arguments are a method and a federation's data.
 
     Raises:
-        TypeError: They are something else.
+        TypeError: `algorithm` is no `Algorithm`, or `clients` is no `FederatedData`.
     """
     instance("algorithm", algorithm, Algorithm, METHOD)
     instance("clients", clients, FederatedData, FEDERATION)
 
 
 def present(device: torch.device | str) -> torch.device:
-    """The device, with its number.
+    """Return the device, with its index.
 
     Raises:
-        ValueError: This machine has none such.
+        ValueError: This machine has no such device.
     """
     try:
         return torch.empty(0, device=device).device

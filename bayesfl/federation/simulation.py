@@ -1,4 +1,4 @@
-"""Federated training on one machine: rounds of local work, in chunks of clients, and what the server makes of it."""
+"""Federated training on one machine: rounds of local work in chunks of clients, each followed by the server's update."""
 
 import os
 from dataclasses import dataclass, replace
@@ -29,7 +29,7 @@ from bayesfl.federation.saved import load, same_run
 from bayesfl.federation.settings import Settings, of_a_run, present
 from bayesfl.likelihoods import Bernoulli
 
-PROBE = 32  # examples on which the model's outputs are looked at before training
+PROBE = 32  # examples on which the model's outputs are checked before training
 
 
 def simulate(
@@ -53,38 +53,39 @@ def simulate(
     faults: FaultPlan | None = None,
     progress: bool | None = None,
 ) -> Result:
-    """Trains a federation on this machine.
+    """Train a federation on this machine.
 
     Args:
         algorithm: A method, from `bf.algorithms` or composed.
-        clients: Their data.
-        rounds: Rounds in all, those of a resumed run included; schedules read it.
+        clients: The clients' data.
+        rounds: Number of rounds in all, including those of a resumed run; learning-rate schedules depend on it.
         participation: Expected share of the clients whose work is gathered in a round, in (0, 1].
-        sampling: `fixed` number of clients, or `bernoulli`; None for the method's own.
-        train: `cohort`, or `all` (then only the cohort is gathered); None for the method's own.
+        sampling: How a cohort is drawn: `fixed` number of clients, or `bernoulli`; None for the method's default.
+        train: Which clients train: the `cohort`, or `all`, of whom only the cohort is gathered; None for the method's default.
         seed: The same seed gives the same draws, whatever the engine.
         evaluate_every: Rounds between evaluations; the last round is always evaluated. None: never.
-        engine: How it is computed; changes nothing but speed and rounding, and under `ClientPrivacy` the noise.
-        device: Where.
-        dtype: In which precision.
-        resume: A result, or the folder of a saved one or of checkpoints, to go on from, bit for bit; not one of `adapt`. True: the newest
-            checkpoint in `checkpoint` that is whole, or from the start where there is none, so that one command can be repeated.
-        checkpoint: A folder for checkpoints of this run; the two newest are kept, whole whatever happens.
-        every: Rounds between checkpoints; the last round always makes one.
-        admission: Which replies are taken, and what becomes of a round with too few; None for `Admission("skip")` where there are `faults`,
-            else for `Admission("stop")`, which stops where a client's training leaves the finite numbers.
-        aggregation: How the cohort's uplinks are added up: `bayesfl.SecureSum` or `bayesfl.ClientPrivacy`; None where the
-            server may see each of them.
-        faults: What goes wrong on purpose, see `bayesfl.faults`.
-        progress: Whether to show a bar; None where standard error is a terminal.
+        engine: How the run is computed. It changes only speed and rounding, and under `ClientPrivacy` the noise. None for `Engine()`.
+        device: The device that computes.
+        dtype: The floating-point type of data and state.
+        resume: A result, or the folder of a saved one or of checkpoints, from which the run continues bit for bit; a result of `adapt`
+            cannot be resumed. True: continue from the newest undamaged checkpoint in `checkpoint`, or start anew if there is none, so that
+            one command can be repeated. None or False: start anew.
+        checkpoint: A folder for checkpoints of this run. The two newest are kept; an interruption never leaves a partly written one.
+        every: Rounds between checkpoints; a checkpoint is always written after the last round.
+        admission: Which replies are taken, and what happens to a round with too few. None for `Admission("skip")` if there are `faults`,
+            otherwise for `Admission("stop")`, which stops the run when a client's training is no longer finite.
+        aggregation: How the cohort's uplinks are added up: `bayesfl.SecureSum` or `bayesfl.ClientPrivacy`; None if the server may see every
+            uplink.
+        faults: A plan of simulated faults, see `bayesfl.faults`; None for none.
+        progress: Whether to show a progress bar; None shows one if standard error is a terminal.
 
     Raises:
-        TypeError: The method, its likelihood, the data, the aggregation or what is resumed are something else.
-        ValueError: Something does not fit: the message names it and the remedy.
+        TypeError: The method, its likelihood, the data, the aggregation, the admission rules, the faults or `resume` have the wrong type.
+        ValueError: An argument is out of range, or does not fit the method or the data; the message names it and the remedy.
         ImportError: `ClientPrivacy` needs dp-accounting, which is not installed.
-        CheckpointError: What is resumed was made with another method or on other data, or is damaged.
-        DivergenceError: Training left the finite numbers; it carries the result up to the last finite round.
-        FailedRound: A round that is to be repeated came to nothing three times.
+        CheckpointError: The run to resume is damaged, or was made with another method or on other data.
+        DivergenceError: Training is no longer finite; the error carries the result up to the last finite round.
+        FailedRound: With `below_minimum="repeat"`, a round failed three times.
     """
     of_a_run(algorithm, clients)
     aggregation = OpenAggregation() if aggregation is None else aggregation
@@ -151,13 +152,13 @@ def simulate(
 
 @dataclass(frozen=True)
 class Keep:
-    """When and where checkpoints are written."""
+    """A rule that writes a checkpoint of a run after every `every` rounds, and after the last one."""
 
     folder: str | os.PathLike[str]
     every: int
 
     def __call__(self, result: Result) -> None:
-        """Writes one where it is due."""
+        """Write a checkpoint of `result` if one is due after its round."""
         if result.round % self.every == 0 or result.round == result.settings.rounds:
             result.save_round(self.folder)
 
@@ -165,10 +166,10 @@ class Keep:
 def _from_where(
     resume: "Result | str | os.PathLike[str] | bool | None", checkpoint: str | os.PathLike[str] | None
 ) -> "Result | str | os.PathLike[str] | None":
-    """What is resumed, if anything; the folder for checkpoints is ready afterwards.
+    """Return the result or folder to resume from, None for a new run; prepare the folder for checkpoints.
 
     Raises:
-        ValueError: There is no such folder, or it holds another run.
+        ValueError: `resume` is True without a checkpoint folder, or the folder is a file, or it holds a run that is not the resumed one.
     """
     if isinstance(resume, bool):
         if resume and checkpoint is None:
@@ -180,7 +181,10 @@ def _from_where(
 
 
 def _resumed(saved: Result, settings: Settings, engine: Engine | None, device: torch.device, dtype: torch.dtype) -> Result:
-    """A copy of a saved run under new settings: more rounds and other workers are fine, the rest would be another experiment."""
+    """Return a copy of a saved run under new settings.
+
+    `rounds`, `evaluate_every` and the number of workers may change; any other change would make it another experiment.
+    """
     if saved.novel:
         raise ValueError(
             "resume is a result of adapt: its clients joined after training, and the server holds nothing of theirs to go on from; "
@@ -247,7 +251,7 @@ def _rounds(
 
 
 def _measure(local: Local, state: State, data: FederatedData, crew: Crew) -> dict[str, float]:
-    """Columns of the models after aggregation."""
+    """Return the history's columns that measure the models after aggregation."""
     prefixes = {"test": "personal", "validation": "validation"}
     splits = {name: data.splits[name] for name in prefixes if name in data.splits}
     value, row = predict.tune(local, state, data, crew), {}
@@ -262,11 +266,12 @@ def _measure(local: Local, state: State, data: FederatedData, crew: Crew) -> dic
 
 
 def check(algorithm: Algorithm, data: FederatedData) -> None:
-    """That the method's likelihood and the model's outputs fit the data, and outputs repeat, before training starts.
+    """Check, before training, that the likelihood and the model's outputs fit the data, and that the model's outputs are reproducible.
 
     Raises:
-        TypeError: The likelihood is none.
-        ValueError: Something does not fit: the message names it and the remedy.
+        TypeError: The algorithm's likelihood is no `Likelihood`.
+        ValueError: The likelihood, the model's inputs or its outputs do not fit the data, or the same inputs give other outputs when
+            repeated; the message names the remedy.
     """
     likelihood = algorithm.likelihood
     if isinstance(likelihood, type) or not all(hasattr(likelihood, name) for name in ("task", "nll", "nll_and_slope", "predictive")):
@@ -300,7 +305,7 @@ def check(algorithm: Algorithm, data: FederatedData) -> None:
 
 
 def _twice(module: torch.nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Outputs of the same examples twice, in the mode that training uses; torch's generator is left as it was."""
+    """Return the outputs of the same examples computed twice, in the mode that training uses; torch's generator is left as it was."""
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         return module(x), module(x)

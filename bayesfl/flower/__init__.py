@@ -1,4 +1,4 @@
-"""The same algorithms over a real network: Flower carries the messages, `bayesfl[flower]` brings it."""
+"""Federations over a network: the same algorithms, with messages carried by Flower, which `bayesfl[flower]` installs."""
 
 from bayesfl.federation.errors import BadClients
 from bayesfl.flower.client import client_app

@@ -1,4 +1,4 @@
-"""The client's side: an algorithm's local work in answer to messages, on data that never leave."""
+"""The client's side of a federation over Flower: an algorithm's local work in answer to messages, on data that stay with the client."""
 
 import os
 from collections.abc import Callable
@@ -30,7 +30,7 @@ from bayesfl.flower.states import States
 
 
 class Refused(RuntimeError):
-    """What a client does not do; the server gets the reason."""
+    """An error raised when a client refuses a request; the server receives the reason."""
 
 
 def client_app(
@@ -41,20 +41,20 @@ def client_app(
     engine: Engine | None = None,
     device: torch.device | str = "cpu",
 ) -> ClientApp:
-    """A Flower ClientApp that does an algorithm's local work.
+    """Make a Flower ClientApp that does an algorithm's local work.
 
-    A node says which client it is in its configuration, `flower-supernode --node-config 'client-id=0 state-dir="/var/lib/bayesfl"'`.
+    A node's configuration says which client it is, `flower-supernode --node-config 'client-id=0 state-dir="/var/lib/bayesfl"'`.
 
     Args:
-        algorithm: The method, the same as the server's to the last option.
-        load_data: (context) -> the data of this one client. Its splits must be the same each time.
-        state_dir: Where the client keeps its private state, one small file a round, and the predictions on its test data; None for the
-            node's `state-dir`. Only this client should be able to read it.
-        engine: How it is computed; changes nothing but speed and rounding.
-        device: Where.
+        algorithm: The method, with the same options as the server's.
+        load_data: Function from the context to the data of this one client, whose splits must be the same each time.
+        state_dir: Folder in which the client keeps its private state, one small file for each round, and the predictions on its test data;
+            None for the node's `state-dir`. Only this client should be able to read it.
+        engine: How the client computes; it changes only speed and rounding. None for `Engine()`.
+        device: The device that computes.
 
     Raises:
-        TypeError: `algorithm` is no Algorithm.
+        TypeError: `algorithm` is no `Algorithm`.
     """
     instance("algorithm", algorithm, Algorithm, METHOD)
     app, engine = ClientApp(), engine or Engine()
@@ -93,10 +93,10 @@ def client_app(
 
 
 def _same_code(message: Message, algorithm: Algorithm) -> None:
-    """That the server speaks of the same method.
+    """Check that the server uses the same protocol and runs the same method.
 
     Raises:
-        Refused: It does not.
+        Refused: The protocol or the method differs.
     """
     protocol = records.setting(message.content, "protocol", int)
     if protocol != PROTOCOL:
@@ -107,25 +107,25 @@ def _same_code(message: Message, algorithm: Algorithm) -> None:
 
 @dataclass(frozen=True)
 class _Order:
-    """What the server asks for.
+    """A request of the server to one client.
 
     Args:
-        client: Whom.
-        experiment: Its name.
-        round: Rounds done before.
-        rounds: Of the run.
-        seed: Of the run.
-        dtype: Precision of the run.
-        sessions: Of the servers that have run it, the present one last.
-        base: The name of the state to start from; empty for the initial one.
-        named: The states that may be asked for again.
-        keeps: Whether clients have a private state at all.
+        client: The client's id.
+        experiment: The experiment's name.
+        round: Number of rounds done before.
+        rounds: Number of rounds of the run.
+        seed: The run's seed.
+        dtype: The run's precision.
+        sessions: Sessions of the servers that have run the experiment, the present one last.
+        base: The name of the state from which the client starts; empty for the initial one.
+        named: Names of the states that may be asked for again.
+        keeps: Whether the method's clients have a private state.
         sends: Whether the reply is gathered.
-        value: What was tuned; NaN for nothing.
-        tolerant: Whether it predicts without its fine-tuning where that is not finite; what trains is never tolerated.
-        common: What all clients were sent.
-        addressed: What this one was sent, [1, ...].
-        start: The state of round 0, [1, ...], where it starts from that.
+        value: The number that was tuned; NaN for none.
+        tolerant: Whether the client predicts without its fine-tuning if that is not finite; always False for training.
+        common: What the server sends to every client.
+        addressed: What the server sends to this client alone, [1, ...].
+        start: The initial state, [1, ...], if the client starts from it; empty otherwise.
     """
 
     client: int
@@ -166,12 +166,12 @@ class _Client:
     """One client on its node.
 
     Args:
-        id: Its number, from 0.
+        id: The client's id, from 0.
         algorithm: The method.
-        data: Its data, of one client.
-        folder: Where its states are.
+        data: The data of this one client.
+        folder: The folder of its states.
         engine: How it computes.
-        device: Where.
+        device: The device that computes.
     """
 
     id: int
@@ -191,10 +191,11 @@ class _Client:
         engine: Engine,
         device: torch.device,
     ) -> "_Client":
-        """The client that a node is.
+        """Make the client that a node's configuration names.
 
         Raises:
-            Refused: Its configuration or its data don't say.
+            Refused: The configuration has no valid `client-id` or no folder for states, or the data are not those of one client.
+            TypeError: `load_data` returns no `FederatedData`.
         """
         node = context.node_config
         id = node.get("client-id")
@@ -213,14 +214,14 @@ class _Client:
         return cls(id, algorithm, data, folder, engine, device)
 
     def examples(self, split: str) -> int:
-        """How many examples a split has."""
+        """Return the number of examples in a split, 0 if there is no such split."""
         return int(self.data.splits[split].counts.sum()) if split in self.data.splits else 0
 
     def order(self, message: Message) -> _Order:
-        """What the server asks of this client.
+        """Return the server's request to this client.
 
         Raises:
-            Refused: It is meant for another: this node was started again as somebody else.
+            Refused: The request is for another client: this node was restarted with another id.
         """
         order = _Order.of(message, self.device)
         if order.client != self.id:
@@ -231,7 +232,7 @@ class _Client:
         return order
 
     def train(self, order: _Order) -> RecordDict:
-        """A round's local work; the new state is on disk before the reply leaves."""
+        """Do a round's local work, and return the reply; the new state is on disk before the reply is sent."""
         received, local = self._received(order), self._local(order)
         phases = None if order.sends else kept_phases(self.algorithm)
         with self.engine.crew(self.device) as crew:
@@ -252,7 +253,7 @@ class _Client:
         return RecordDict({**out, "config": ConfigRecord(config)})
 
     def tune(self, order: _Order) -> RecordDict:
-        """How likely its validation data are under each candidate of the method's predictor."""
+        """Return the negative log likelihood of the validation data under each candidate of the method's predictor."""
         local = self._local(order)
         done = local.finetuned(self._ids, self._received(order), order.round)
         total = scores(local, done, self._split("validation", order))
@@ -260,7 +261,7 @@ class _Client:
         return RecordDict({"scores": record, "config": ConfigRecord({"digest": digest})})
 
     def evaluate(self, order: _Order) -> RecordDict:
-        """Predicts its test data, which stay in its folder; the measures go to the server."""
+        """Predict the client's test data, and store the predictions in its folder; the reply has the measures alone."""
         measures: dict[str, float] = {}
         if self.examples("test"):
             local, value = self._local(order), None if np.isnan(order.value) else order.value
@@ -282,12 +283,12 @@ class _Client:
         return self.data.splits[name].to(self.device, order.dtype)
 
     def _split(self, name: str, order: _Order) -> ClientData:
-        """A split in which this client has its number, which addresses its draws, and all others have nothing."""
+        """Return a split in which this client has its own id, which selects its random draws, and all other clients have no examples."""
         split = self._of_one(name, order)
         return ClientData(split.x, split.y, split.index, np.append(np.zeros(self.id, np.int64), split.counts), split.environment)
 
     def clean(self, experiment: str) -> None:
-        """Removes what a killed process of this client has left half-written."""
+        """Remove temporary files that a killed process of this client has left."""
         self._states(experiment).clean()
 
     def _states(self, experiment: str) -> States:
@@ -297,6 +298,6 @@ class _Client:
         return Local(self.algorithm, self.engine, self._split("train", order), order.seed, order.rounds, order.tolerant)
 
     def _received(self, order: _Order) -> Received:
-        """What it was sent, and the state that the server names, [1, ...]."""
+        """Return what the server sent, with the private state that it names, [1, ...]."""
         own = self._states(order.experiment).read(order.base) if order.base and order.keeps else order.start
         return Received(order.common, order.addressed, tree_map(lambda t: t.to(self.device), own))

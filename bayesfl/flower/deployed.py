@@ -1,4 +1,4 @@
-"""What a server keeps of a deployed federation, and its folder of checkpoints."""
+"""The state of a deployed federation that the server keeps, and its folder of checkpoints."""
 
 import contextlib
 import os
@@ -22,19 +22,19 @@ from bayesfl.flower.states import EXPERIMENT, SESSION, STATE
 
 @dataclass(frozen=True)
 class Deployed:
-    """What the server of a deployed federation has learnt; the clients keep the rest.
+    """The state of a deployed federation on the server; the clients keep their private states.
 
     Args:
         algorithm: The method.
-        settings: How the run is made.
-        experiment: Its name, by which clients keep their states.
-        sessions: Of the servers that have run it, one after another; the present one last.
-        round: Rounds done.
+        settings: The run's settings.
+        experiment: The experiment's name, under which clients keep their states.
+        sessions: Sessions of the servers that have run the experiment, in their order, the present one last.
+        round: Number of rounds done.
         server: The server's state.
         start: A client's private state at its start.
-        base: Of each client the name of its last state that was taken, as `000004-1f6f0c9a`; empty for the initial one.
-        history: One row a round; the last one has the measures of the final evaluation, too.
-        dtype: Precision of its state.
+        base: For each client the name of its last state that was taken, such as `000004-1f6f0c9a`; empty for the initial one.
+        history: One row for each round; the last one has the measures of the final evaluation, too.
+        dtype: The precision of the state.
     """
 
     algorithm: Algorithm
@@ -50,20 +50,20 @@ class Deployed:
 
     @property
     def clients(self) -> int:
-        """How many clients there are."""
+        """Return the number of clients J."""
         return len(self.base)
 
 
 def load(folder: str | os.PathLike[str], algorithm: Algorithm) -> Deployed:
-    """The newest checkpoint of a deployed federation.
+    """Load the newest checkpoint of a deployed federation.
 
     Args:
         folder: The server's folder of checkpoints.
-        algorithm: The method it was made with.
+        algorithm: The method that made them.
 
     Raises:
-        TypeError: `algorithm` is no Algorithm.
-        CheckpointError: There is none, it is damaged, or it was made with another method.
+        TypeError: `algorithm` is no `Algorithm`.
+        CheckpointError: The folder has no checkpoint, or its checkpoints are damaged or were made with another method.
     """
     instance("algorithm", algorithm, Algorithm, METHOD)
     return read(folder, algorithm)[0]
@@ -71,15 +71,15 @@ def load(folder: str | os.PathLike[str], algorithm: Algorithm) -> Deployed:
 
 @contextlib.contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Keeps other servers out of a folder of checkpoints; the system lifts the lock when the process ends, however it ends.
+    """Lock a folder of checkpoints against other servers; the system releases the lock when the process ends, however it ends.
 
     Raises:
-        ValueError: There is one, or a file is where the folder should be.
+        ValueError: Another server holds the lock, the folder holds a saved result, or `folder` is a file or lies under one.
     """
     checkpoint.claim(folder, resumed=True)
     try:
         import fcntl
-    except ImportError:  # where files have no such locks
+    except ImportError:  # on systems without such locks
         yield
         return
     with (folder / "lock").open("a") as file:
@@ -93,7 +93,7 @@ def alone(folder: Path) -> Iterator[None]:
 
 
 def write(folder: str | os.PathLike[str], state: Deployed, keys: Mapping[int, str], counts: Mapping[int, int]) -> None:
-    """A checkpoint of a state, of the keys of its clients' nodes, and of how many examples they have."""
+    """Write a checkpoint of a state, with the keys of its clients' nodes and their numbers of examples."""
     meta = {
         "settings": asdict(state.settings),
         "experiment": state.experiment,
@@ -110,10 +110,10 @@ def write(folder: str | os.PathLike[str], state: Deployed, keys: Mapping[int, st
 
 
 def read(folder: str | os.PathLike[str], algorithm: Algorithm) -> tuple[Deployed, dict[int, str], dict[int, int]]:
-    """The newest checkpoint of a deployed federation, and of its clients the keys of their nodes and the numbers of examples.
+    """Return the state in the newest checkpoint, the keys of its clients' nodes, and their numbers of examples.
 
     Raises:
-        CheckpointError: There is none, it is damaged, or it was made with another method.
+        CheckpointError: The folder has no checkpoint, or its checkpoints are damaged or were made with another method.
     """
     meta, tensors = checkpoint.read(folder)
     try:
@@ -148,10 +148,10 @@ def read(folder: str | os.PathLike[str], algorithm: Algorithm) -> tuple[Deployed
 
 
 def resumed(saved: Deployed, settings: Settings, clients: int, dtype: torch.dtype) -> Deployed:
-    """A saved state under new settings: more rounds are fine, the rest would be another experiment.
+    """Return a saved state under new settings; only `rounds` may change, any other change would make it another experiment.
 
     Raises:
-        ValueError: It is another.
+        ValueError: Another setting has changed, or `rounds` is less than the number of rounds done.
     """
     if settings.rounds < saved.round:
         raise ValueError(f"rounds counts all rounds, and {saved.round} are already done; got {settings.rounds}")
@@ -164,7 +164,7 @@ def resumed(saved: Deployed, settings: Settings, clients: int, dtype: torch.dtyp
 
 
 def bases(folder: str | os.PathLike[str], clients: int) -> dict[int, tuple[str, ...]]:
-    """`base` of every checkpoint in a folder that can be read, by its round."""
+    """Return `Deployed.base` of every readable checkpoint in a folder, by its round."""
     found: dict[int, tuple[str, ...]] = {}
     for file in checkpoint.held(folder):
         with contextlib.suppress(checkpoint.CheckpointError, KeyError, TypeError, ValueError):
@@ -175,10 +175,10 @@ def bases(folder: str | os.PathLike[str], clients: int) -> dict[int, tuple[str, 
 
 
 def _names(base: Any) -> tuple[str, ...]:
-    """The names of states in a checkpoint.
+    """Return the names of states in a checkpoint.
 
     Raises:
-        ValueError: They are none.
+        ValueError: `base` is no list of such names.
     """
     if not isinstance(base, list) or not base or not all(isinstance(name, str) and (not name or STATE.fullmatch(name)) for name in base):
         raise ValueError("base must name a state of each client")

@@ -1,4 +1,4 @@
-"""A round's transport over Flower's grid, and what the server tells its clients."""
+"""The transport of rounds over Flower's grid, and the server's requests to its clients."""
 
 import logging
 from collections.abc import Collection, Iterator, Mapping
@@ -27,10 +27,10 @@ log = logging.getLogger(__name__)
 
 
 class Network:
-    """Speaks with the clients of a federation.
+    """The connection of a server to the clients of a federation.
 
     Args:
-        grid: Flower's.
+        grid: Flower's grid.
         roster: Which node is which client.
         timeout: Seconds that a client has for its reply.
     """
@@ -40,7 +40,7 @@ class Network:
         self._named: set[int] = set()
 
     def counts(self) -> np.ndarray:
-        """Training examples of all clients, [J], 0 where they are not known; the log names who says that it has very many."""
+        """Return the numbers of training examples of all clients, [J], 0 where unknown; log clients that claim very many."""
         counts = self.roster.sizes()
         for client in np.flatnonzero(shares(counts) >= LARGEST).tolist():
             if client not in self._named:
@@ -50,7 +50,7 @@ class Network:
         return counts
 
     def ask(self, kind: str, orders: Mapping[int, RecordDict], *, group: str) -> Iterator[tuple[int, RecordDict | Failure]]:
-        """Send each client its order; every client and its reply as they come, or why there is none."""
+        """Send each client its request, and yield each client with its reply, or a `Failure`, as they arrive."""
         nodes = {client: node for client in orders if (node := self.roster.nodes.get(client, 0))}
         there = {client: (nodes[client], orders[client]) for client in nodes}
         yield from ask(self.grid, kind, there, timeout=self.timeout, group=group)
@@ -59,15 +59,15 @@ class Network:
 
 
 class Journey:
-    """See `Transport`; of one attempt, over a network.
+    """A `Transport` of one attempt at a round over a network.
 
-    Clients keep the states that they made under other names than those they started from, so there is nothing to put back: what the
-    server names next decides.
+    Clients store a round's new state under another name than the one they started from, so nothing needs to be restored: the server decides
+    which state counts by the name that it sends next.
 
     Args:
-        network: The clients.
+        network: The connection to the clients.
         state: The federation before the round.
-        kept: Names of states that checkpoints may ask for again, a tuple of J for each.
+        kept: For each checkpoint that is kept, its `base`: the names of states that may be asked for again, a tuple of J.
     """
 
     trusted = False
@@ -76,7 +76,7 @@ class Journey:
     def __init__(self, network: Network, state: Deployed, kept: Collection[tuple[str, ...]]) -> None:
         self._network, self._state, self._kept = network, state, kept
         self.base = state.base
-        """Of each client the name of its last state that was taken; after `commit` those of this round."""
+        """For each client the name of its last state that was taken; those of this round after `commit`."""
         self.counts = np.zeros(state.clients, np.int64)
         self.seconds: dict[str, float] = {}
         self.traffic: dict[str, float] = {"bytes_up": 0, "bytes_down": 0}
@@ -84,13 +84,13 @@ class Journey:
 
     @contextmanager
     def asked(self, round: Round) -> Iterator[Iterator[Replies | Absence]]:
-        """See `Transport`."""
+        """Ask the clients of a round; see `Transport.asked`."""
         self._network.roster.look(self._network.grid)
         self.counts = self._network.counts()
         yield self._answers(round)
 
     def commit(self, dropped: Collection[int]) -> None:
-        """See `Transport`."""
+        """Name the new states of the clients that were taken; see `Transport.commit`."""
         made, known = state_name(self._state.round + 1, self._state.sessions[-1]), self._acknowledged.difference(dropped)
         self.base = tuple(made if client in known else name for client, name in enumerate(self._state.base))
 
@@ -137,14 +137,14 @@ def orders(
     value: float = float("nan"),
     tolerant: bool = False,
 ) -> dict[int, RecordDict]:
-    """Tell each of some clients what is asked of it; the tensors for all are the same bytes.
+    """Make the server's request to each of some clients; the tensors that all receive are the same bytes.
 
     Args:
         state: The federation.
-        ids: Whom.
-        senders: Whose replies are gathered.
-        kept: See `Journey`.
-        value: What was tuned; NaN for nothing.
+        ids: The clients [C].
+        senders: The clients whose replies are gathered.
+        kept: As for `Journey`.
+        value: The number that was tuned; NaN for none.
         tolerant: Whether a client whose fine-tuning is not finite predicts without it.
 
     Returns:
@@ -178,22 +178,22 @@ def orders(
 
 
 def measure(reply: RecordDict, name: str) -> float | None:
-    """A number that a client measured, where it is there and finite."""
+    """Return a number that a client measured; None if it is absent or not finite."""
     found = reply.get("metrics")
     value = found.get(name) if isinstance(found, MetricRecord) else None
     return float(value) if isinstance(value, float) and np.isfinite(value) else None
 
 
 def _message(reply: RecordDict, most: int | None) -> Message:
-    """What a client replied; of one outside the cohort, for None, nothing but that it trained.
+    """Return a client's reply as a `Message`; `most` is None for a client outside the cohort, which only reports that it trained.
 
     Raises:
-        RecordError: It is no such message.
+        RecordError: The reply is malformed, or has more than `most` bytes.
     """
     tensors = {} if most is None else records.unpack(reply, "up", records.setting(reply, "digest", str), most=most)
     return Message(tensors, records.setting(reply, "round", int), records.setting(reply, "protocol", int))
 
 
 def _size(content: RecordDict) -> int:
-    """Bytes of a message's tensors."""
+    """Return the number of bytes of a message's tensors."""
     return sum(len(array.data) for record in content.values() if isinstance(record, ArrayRecord) for array in record.values())

@@ -1,4 +1,4 @@
-"""Messages to clients and their replies, within a time limit."""
+"""Messages to clients over Flower, and their replies, within a time limit."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -9,7 +9,7 @@ from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
 FIRST, LONGEST = 0.1, 1.0
-"""Seconds between two looks for replies."""
+"""Shortest and longest pause between two attempts to fetch replies, in seconds."""
 
 
 RAISED, GONE = 2, 3
@@ -18,12 +18,12 @@ RAISED, GONE = 2, 3
 
 @dataclass(frozen=True)
 class Failure:
-    """Why there is no reply.
+    """The reason why there is no reply.
 
     Args:
-        reason: In words.
-        lost: Whether nothing was heard of the client; else it answered, but not with a reply.
-        code: Of Flower's error, where there is one.
+        reason: The reason, in words.
+        lost: True if the client did not answer; False if it answered, but not with a valid reply.
+        code: Code of Flower's error; None if there is none.
     """
 
     reason: str
@@ -32,24 +32,25 @@ class Failure:
 
 
 def push(grid: Grid, kind: str, node: int, content: RecordDict, *, timeout: float, group: str) -> str | None:
-    """Sends one message; its id, by which the reply is pulled, or None where the node cannot be reached.
+    """Send one message, and return its id, with which the reply is fetched, or None if the node cannot be reached.
 
     Args:
-        grid: Flower's.
-        kind: Of message, as `train`.
-        node: Whose it is.
-        content: What is sent.
+        grid: Flower's grid.
+        kind: Type of the message, such as `train`.
+        node: The node to which it is sent.
+        content: The message's records.
         timeout: Seconds after which the node drops it.
-        group: What Flower's own records call these messages.
+        group: Name of these messages in Flower's own records.
     """
     message = Message(content, dst_node_id=node, message_type=kind, group_id=group, ttl=timeout)
     return next(iter(grid.push_messages([message])), None)
 
 
 def pull(grid: Grid, id: str) -> RecordDict | Failure | None:
-    """The reply to a message, why there is none, or None where there is none yet.
+    """Fetch the reply to a message: its records, a `Failure`, or None if there is no reply yet.
 
-    One at a time: Flower hands a reply out once, and one that cannot be read would take with it those that come in the same answer.
+    Replies are fetched one at a time: Flower hands a reply out once, and one that cannot be read would take with it the others of the same
+    answer.
 
     Raises:
         httpx.HTTPError, OSError: The SuperLink cannot be reached.
@@ -62,7 +63,7 @@ def pull(grid: Grid, id: str) -> RecordDict | Failure | None:
             return reply.content
     except (httpx.HTTPError, OSError):
         raise
-    except Exception as error:  # whatever a stranger's bytes raise in a reader
+    except Exception as error:  # malformed bytes may raise anything
         return Failure(f"its reply cannot be read: {type(error).__name__} {_short(error)}", lost=False)
     return None
 
@@ -70,14 +71,14 @@ def pull(grid: Grid, id: str) -> RecordDict | Failure | None:
 def ask(
     grid: Grid, kind: str, contents: Mapping[int, tuple[int, RecordDict]], *, timeout: float, group: str
 ) -> Iterator[tuple[int, RecordDict | Failure]]:
-    """Sends a message to each of some clients; each client and its reply as they come, or why there is none.
+    """Send a message to each of some clients, and yield each client with its reply, or a `Failure`, as they arrive.
 
     Args:
-        grid: Flower's.
-        kind: Of message, as `train`.
-        contents: {client: (node, what is sent)}.
+        grid: Flower's grid.
+        kind: Type of the messages, such as `train`.
+        contents: For each client its node and the message's records, {client: (node, content)}.
         timeout: Seconds until a client that has not replied is given up; its node drops the message then, too.
-        group: What Flower's own records call these messages.
+        group: Name of these messages in Flower's own records.
 
     Raises:
         httpx.HTTPError, OSError: The SuperLink cannot be reached.
@@ -108,6 +109,6 @@ def ask(
 
 
 def _short(reason: object) -> str:
-    """The end of a reason on one line, where it may be long."""
+    """Return a reason on one line; of a long one its end."""
     text = " ".join(str(reason).split())
     return text if len(text) <= 400 else "... " + text[-400:]

@@ -1,7 +1,7 @@
-"""Tensors and settings as Flower's records, and back again from a stranger's.
+"""Conversion of tensors and settings to Flower's records, and back from records that others have sent.
 
-All tensors of a message are one safetensors blob, whose SHA-256 stands beside it. Flower's own arrays are never parsed: their headers can
-ask for any amount of memory. What arrives is looked at in the order of what it costs: how many bytes, their digest, names and shapes.
+All tensors of a message are one safetensors blob, sent with its SHA-256. Flower's own arrays are never parsed: their headers can ask for
+any amount of memory. A record is checked in the order of cost: number of bytes, digest, names and shapes.
 """
 
 import hashlib
@@ -17,18 +17,18 @@ from bayesfl.federation.admission import Declared
 
 BLOB, STYPE = "tensors", "bayesfl.safetensors"
 HEADER = 2**16
-"""Bytes that a blob may have beyond its tensors, at least; twice what names and shapes take where that is more."""
+"""Least number of bytes that a blob may have beyond its tensors; it may have twice those of names and shapes if that is more."""
 MEASURES = ("accuracy", "nll", "ece", "mce", "brier", "macro_f1", "auroc", "rmse", "coverage_50", "coverage_90")
-"""What clients report of their predictions, by the names of `bayesfl.metrics`; of other numbers the server takes no notice."""
+"""Measures of their predictions that clients report, by the names of `bayesfl.metrics`; the server ignores other numbers."""
 T = TypeVar("T", bool, int, float, str, list)
 
 
 class RecordError(ValueError):
-    """A record that is not what it says, or not what was declared."""
+    """An error raised when a received record is malformed, or not as declared."""
 
 
 def pack(tensors: Mapping[str, Any]) -> tuple[ArrayRecord, str]:
-    """A nest of tensors as one record, and its digest."""
+    """Return a nest of tensors as one record, and its digest."""
     from safetensors.torch import save
 
     blob = save(detached(tensors))
@@ -37,16 +37,16 @@ def pack(tensors: Mapping[str, Any]) -> tuple[ArrayRecord, str]:
 
 
 def unpack(content: RecordDict, name: str, digest: str, *, most: int | None = None) -> dict[str, Tensor]:
-    """The tensors of the record `name` by their dotted names.
+    """Return the tensors of the record `name` by their dotted names.
 
     Args:
-        content: What came.
-        name: The record's.
-        digest: That was sent with it.
-        most: Bytes that it may have; None for any number.
+        content: The received message's records.
+        name: The record's name.
+        digest: The digest that was sent with it.
+        most: Largest number of bytes that it may have; None for any number.
 
     Raises:
-        RecordError: There is no such record, it has more bytes, they are not those of the digest, or no tensors.
+        RecordError: The record is absent, has too many bytes, does not match its digest, or holds no tensors.
     """
     from safetensors.torch import load
 
@@ -60,21 +60,21 @@ def unpack(content: RecordDict, name: str, digest: str, *, most: int | None = No
         raise RecordError(f"record {name!r} was damaged on its way: its digest does not match")
     try:
         return load(blob)
-    except Exception as error:  # whatever a reader makes of bytes that are no tensors
+    except Exception as error:  # bytes that are no tensors may raise anything
         raise RecordError(f"record {name!r} holds no tensors: {error}") from error
 
 
 def most_bytes(declared: Declared) -> int:
-    """Bytes that a record of declared tensors may have."""
+    """Return how many bytes a record of declared tensors may have."""
     tensors = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in declared.values())
     return tensors + max(HEADER, 2 * sum(len(name) + 8 * (len(shape) + 8) for name, (shape, _) in declared.items()))
 
 
 def config(content: RecordDict) -> ConfigRecord:
-    """A message's settings.
+    """Return a message's settings.
 
     Raises:
-        RecordError: It has none.
+        RecordError: The message has no settings.
     """
     found = content.get("config")
     if not isinstance(found, ConfigRecord):
@@ -83,10 +83,10 @@ def config(content: RecordDict) -> ConfigRecord:
 
 
 def setting(content: RecordDict, key: str, kind: type[T]) -> T:
-    """One setting of a message, of a certain type.
+    """Return one setting of a message, of type `kind`.
 
     Raises:
-        RecordError: It is not there, or is something else.
+        RecordError: The message has no such setting, or one of another type.
     """
     found: Any = config(content).get(key)
     if type(found) is not kind:

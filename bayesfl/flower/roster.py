@@ -1,4 +1,4 @@
-"""Which node is which client."""
+"""The roster of a federation over Flower: which node is which client."""
 
 import logging
 import time
@@ -16,24 +16,24 @@ from bayesfl.flower.post import Failure, pull, push
 
 log = logging.getLogger(__name__)
 REMIND = 30.0
-"""Seconds between two lines that say who is missing, and after which a node that failed is asked again."""
+"""Seconds between two log lines on missing clients, and after which a node that failed is asked again."""
 
 
 @dataclass
 class Roster:
     """The clients of an experiment and their nodes.
 
-    A client is bound to the public key with which its node first proved who it is; the binding is in the server's checkpoint. Where nodes
-    have no keys, anyone who reaches the SuperLink can be any client.
+    A client is bound to the public key of the node that was first taken for it; the binding is in the server's checkpoint. If nodes have no
+    keys, anyone who reaches the SuperLink can act as any client.
 
     Args:
-        clients: How many there are.
-        hello: What a node is asked with.
-        patience: Seconds that a node has to say who it is, before it is asked again; it loads its data for that.
-        keys: {client: public key in hexadecimal digits}, of those that are bound.
-        nodes: {client: node}.
-        counts: {client: training examples}.
-        validation: {client: validation examples}.
+        clients: Number of clients J.
+        hello: Settings of the message that asks a node which client it is.
+        patience: Seconds that a node has to answer before it is asked again; it loads its data in this time.
+        keys: Public keys of the clients that are bound, {client: hexadecimal digits}.
+        nodes: Nodes of the clients, {client: node}.
+        counts: Numbers of training examples, {client: n}.
+        validation: Numbers of validation examples, {client: n}.
     """
 
     clients: int
@@ -47,12 +47,12 @@ class Roster:
     _pending: dict[int, str] = field(default_factory=dict)
 
     def wait(self, grid: Grid, *, least: int, patience: float | None) -> None:
-        """Until every client's node has said who it is.
+        """Wait until every client's node has answered.
 
         Args:
-            grid: Flower's.
-            least: How many clients must be there.
-            patience: Seconds after which it goes on with those; None for no end.
+            grid: Flower's grid.
+            least: Number of clients that must have answered in any case.
+            patience: Seconds after which the other clients are no longer waited for; None to wait for all.
         """
         start, said = time.monotonic(), -REMIND
         while missing := [client for client in range(self.clients) if client not in self.nodes]:
@@ -67,14 +67,14 @@ class Roster:
                 time.sleep(1.0)
 
     def sizes(self) -> np.ndarray:
-        """Training examples of all clients, [J]; 0 of those who have not come."""
+        """Return the numbers of training examples of all clients, [J]; 0 for clients that have not answered."""
         return np.array([self.counts.get(client, 0) for client in range(self.clients)])
 
     def look(self, grid: Grid) -> bool:
-        """Asks nodes that are new who they are, and hears those that were asked; whether one of them is a client now. Waits for nobody."""
+        """Ask new nodes which client they are, take answers that have arrived, and return whether the roster changed; do not wait."""
         now, before = time.monotonic(), dict(self.nodes)
         there = {node.node_id: bytes(node.public_key).hex() for node in grid.get_nodes()}
-        self._hear(grid, there)  # before anybody is asked again, or what came meanwhile would never be heard
+        self._hear(grid, there)  # before nodes are asked again: a new question replaces the old one, whose answer would be lost
         for node in [node for node, again in self._again.items() if node not in there and now >= again]:
             del self._again[node]
             self._pending.pop(node, None)
@@ -88,7 +88,7 @@ class Roster:
         return self.nodes != before
 
     def _hear(self, grid: Grid, there: Mapping[int, str]) -> None:
-        """Takes the answers that have come."""
+        """Take the answers that have arrived."""
         for node, id in list(self._pending.items()):
             if node not in there or (reply := pull(grid, id)) is None:
                 continue
@@ -100,10 +100,10 @@ class Roster:
                 log.warning("node %d is not taken: %s", node, error)
 
     def _bind(self, node: int, key: str, reply: RecordDict | Failure, there: Mapping[int, str]) -> None:
-        """Takes a node as the client that it says it is.
+        """Bind a node to the client that it says it is.
 
         Raises:
-            RecordError: It is none, or another node is that client.
+            RecordError: The answer is no valid one, or another node or key is bound to that client.
         """
         if isinstance(reply, Failure):
             raise records.RecordError(reply.reason)

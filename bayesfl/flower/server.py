@@ -1,4 +1,4 @@
-"""The server's side: rounds over a network, with the simulation's cohorts, draws and sums."""
+"""The server's side of a federation over Flower: rounds with the simulation's cohorts, draws and sums."""
 
 import contextlib
 import inspect
@@ -34,12 +34,12 @@ log = logging.getLogger(__name__)
 
 
 def server_app(algorithm: Algorithm, **options: Any) -> ServerApp:
-    """A Flower ServerApp that runs `serve` with these options.
+    """Make a Flower ServerApp that runs `serve` with these options.
 
-    Where they depend on the run's configuration, call `serve` in a main function of your own.
+    If options depend on the run's configuration, call `serve` in a main function of your own.
 
     Raises:
-        TypeError: `algorithm` is no Algorithm, or `serve` has no such option.
+        TypeError: `algorithm` is no `Algorithm`, or `serve` has no such option.
     """
     instance("algorithm", algorithm, Algorithm, METHOD)
     inspect.signature(serve).bind(None, algorithm, **options)
@@ -68,34 +68,35 @@ def serve(
     checkpoint: str | os.PathLike[str] | None = None,
     every: int = 1,
 ) -> Deployed:
-    """Trains a federation over Flower's grid: the same numbers as `simulate` with the same seed, to rounding.
+    """Train a federation over Flower's grid; the results equal those of `simulate` with the same seed, up to rounding.
 
-    It waits until all clients are there, runs the rounds, and at last has every client predict its test data with the final model. Where
-    the folder of checkpoints holds this experiment, it goes on from the newest one, after `timeout` seconds without those who are missing.
+    The server waits until all clients have answered, runs the rounds, and finally has every client predict its test data with the final
+    model. If the folder of checkpoints holds this experiment, it continues from the newest checkpoint; it then waits for missing clients
+    for `timeout` seconds at most, provided that `admission.min_clients` have answered.
 
     Args:
-        grid: Flower's, as a ServerApp gets it.
-        algorithm: The method, the same as the clients' to the last option.
-        clients: How many there are; their ids are 0 to J - 1.
-        rounds: Rounds in all, those done before included.
-        participation: See `simulate`; so are `sampling`, `train`, `seed` and `dtype`.
-        sampling: `fixed` or `bernoulli`; None for the method's own.
-        train: `cohort` or `all`; None for the method's own.
-        seed: Of everything random, on the clients, too.
-        dtype: In which precision.
-        timeout: Seconds that a client has for its reply.
+        grid: Flower's grid, as a ServerApp receives it.
+        algorithm: The method, with the same options as the clients'.
+        clients: Number of clients J; their ids are 0 to J - 1.
+        rounds: Number of rounds in all, including those done before.
+        participation: Expected share of the clients whose work is gathered in a round, in (0, 1].
+        sampling: How a cohort is drawn, `fixed` or `bernoulli`; None for the method's default.
+        train: Which clients train, the `cohort` or `all`; None for the method's default.
+        seed: Seed of all random draws, also of the clients', below 2^63.
+        dtype: The floating-point type of data and state.
+        timeout: Seconds that a client has for its reply, > 0.
         admission: Which replies are taken, and what becomes of a round with too few. A client that is skipped starts its next round from
             its last state that was taken.
         checkpoint: A folder for checkpoints of the server; without one a server that was killed starts anew.
-        every: Rounds between checkpoints; the last round always makes one.
+        every: Rounds between checkpoints; a checkpoint is always written after the last round.
 
     Raises:
-        TypeError: `algorithm` is no Algorithm.
-        ValueError: An option is outside its range, another server is at work on the folder, or the method tunes a number and no client has
-            validation data.
-        CheckpointError: The folder holds another run.
-        BadClients: A reply is missing or bad and that stops the run.
-        FailedRound: A round that is to be repeated came to nothing three times.
+        TypeError: `algorithm` is no `Algorithm`, or `admission` no `Admission`.
+        ValueError: An option is outside its range, another server uses the folder, it holds a run of other settings, or the method tunes
+            a number and no client has validation data.
+        CheckpointError: The folder's checkpoints are damaged, or were made with another method.
+        BadClients: A reply is missing or bad, and bad clients stop the run.
+        FailedRound: With `below_minimum="repeat"`, a round failed three times.
         DivergenceError: The server's state is no longer finite.
         httpx.HTTPError, OSError: The SuperLink cannot be reached.
     """
@@ -125,11 +126,11 @@ class _Run:
     """One run of a server.
 
     Args:
-        grid: Flower's.
+        grid: Flower's grid.
         admission: Which replies are taken.
-        timeout: Seconds that a client has.
-        folder: For checkpoints.
-        every: Rounds between them.
+        timeout: Seconds that a client has for its reply.
+        folder: The folder for checkpoints; None for no checkpoints.
+        every: Rounds between checkpoints.
     """
 
     grid: Grid
@@ -140,10 +141,10 @@ class _Run:
     network: Network = field(init=False)
     rules: Rules = field(init=False)
     kept: dict[int, tuple[str, ...]] = field(default_factory=dict)
-    """`base` of each checkpoint that is kept, by its round."""
+    """For each checkpoint that is kept, by its round, the state's `base`."""
 
     def begin(self, algorithm: Algorithm, settings: Settings, clients: int, dtype: torch.dtype) -> Deployed:
-        """The state to go on from, and the clients there."""
+        """Return the state from which the run starts or continues, once the clients have answered."""
         keys: dict[int, str] = {}
         counts: dict[int, int] = {}
         goes_on = self.folder is not None and bool(held(self.folder))
@@ -159,7 +160,7 @@ class _Run:
             start, base = algorithm.rows(server), ("",) * clients
             state = Deployed(algorithm, settings, secrets.token_hex(8), (session,), 0, server, start, base, dtype=dtype)
         hello = {"protocol": PROTOCOL, "algorithm": fingerprint(algorithm), "experiment": state.experiment}
-        patience = 2 * self.timeout + REMIND  # a round may last as long as its slowest client is waited for
+        patience = 2 * self.timeout + REMIND  # answers are read between rounds, and a round may last `timeout` seconds
         roster = Roster(clients, hello, patience, keys, counts=counts)
         self.network = Network(self.grid, roster, self.timeout)
         roster.wait(self.grid, least=self.admission.min_clients, patience=self.timeout if goes_on else None)
@@ -171,11 +172,11 @@ class _Run:
                 f"{predictor.tunes} is chosen on validation data, and no client has any: give them some, or give the method a number, as "
                 f"{predictor.tunes}=1.0"
             )
-        self._save(state)  # experiment, session and keys, before anything depends on them
+        self._save(state)  # experiment, session and keys are stored before anything depends on them
         return state
 
     def round(self, state: Deployed) -> Deployed:
-        """A round later, checkpointed where that is due."""
+        """Run a round, and return the next state, written to a checkpoint if one is due."""
 
         def once(attempt: int) -> tuple[Deployed, dict[str, Any]]:
             journey = Journey(self.network, state, self.kept.values())
@@ -193,7 +194,7 @@ class _Run:
         return made
 
     def evaluate(self, state: Deployed) -> Deployed:
-        """The final model down, every client's predictions made where its data are, and the mean of what they measured."""
+        """Send the final model to every client, which predicts its test data, and add the mean of their measures to the history."""
         predictor, value = state.algorithm.predictor, float("nan")
         self.network.roster.look(self.grid)
         if predictor is not None and predictor.grid:
@@ -220,10 +221,10 @@ class _Run:
         return state
 
     def _tuned(self, state: Deployed) -> float:
-        """The number that the method's predictor tunes, from sums over the clients' validation data.
+        """Choose the number that the method's predictor tunes, by sums over the clients' validation data.
 
         Raises:
-            ValueError: No client has said how good the candidates are, or none is any good.
+            ValueError: No client has scored the candidates, or no candidate gives finite predictions.
         """
         predictor = state.algorithm.predictor
         assert predictor is not None

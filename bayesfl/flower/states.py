@@ -1,11 +1,11 @@
-"""A client's own state on its disk, one file a round.
+"""A client's private states on its own disk, one file for each round.
 
 The server names the state from which a client starts a round: that of its last reply that was taken, or the initial one. The client
-writes what the round made of it under another name. So a repeated message, a lost reply, a refused one or a server that goes on from a
-checkpoint all find the state that they mean, and never one that ran ahead.
+writes its new state under another name. So after a repeated message, a lost or rejected reply, or a restart of the server from a
+checkpoint, the client finds the state that the server names, and never a later one.
 
-A name is the number of rounds and the server's session, `000004-1f6f0c9a`: a server that was started again has another session, so what a
-client still does for the one before is never mistaken for what it does for this one.
+A name is the number of rounds and the server's session, `000004-1f6f0c9a`. A server that was restarted has another session, so that work
+which a client still does for the session before is never mistaken for work of the present one.
 """
 
 import os
@@ -25,10 +25,10 @@ STATE = re.compile(r"\d{6,}-[0-9a-f]{8}")
 
 
 def name_of(round: int, session: str) -> str:
-    """A state's name.
+    """Return a state's name.
 
     Raises:
-        ValueError: The session could lead out of the folder.
+        ValueError: `session` is not eight hexadecimal digits, so that the name could lead out of the folder.
     """
     if not STATE.fullmatch(name := f"{round:06d}-{session}"):
         raise ValueError(f"a state's name must be a round and eight hexadecimal digits, as 000004-1f6f0c9a, got {name!r}")
@@ -36,15 +36,15 @@ def name_of(round: int, session: str) -> str:
 
 
 class States:
-    """The states of one client in one experiment.
+    """The stored states of one client in one experiment.
 
     Args:
-        folder: Where a client keeps its states.
+        folder: The folder in which clients keep their states.
         experiment: The experiment's name, as the server sent it.
         client: The client's id.
 
     Raises:
-        ValueError: The name could lead out of the folder.
+        ValueError: `experiment` has other characters than a name may have, so that it could lead out of the folder.
     """
 
     def __init__(self, folder: str | os.PathLike[str], experiment: str, client: int) -> None:
@@ -52,22 +52,22 @@ class States:
             raise ValueError(f"the experiment's name must be letters, digits, _ and -, at most 64, got {experiment!r}")
         self.folder = Path(folder) / experiment / f"client-{client}"
         self.folder.parent.mkdir(parents=True, exist_ok=True)
-        self.folder.mkdir(mode=0o700, exist_ok=True)  # personal models
+        self.folder.mkdir(mode=0o700, exist_ok=True)  # readable by its owner alone: personal models
 
     def clean(self) -> None:
-        """Removes what a killed process has left under temporary names."""
+        """Remove temporary files that a killed process has left."""
         remove_leftovers(self.folder, ".safetensors")
 
     def write(self, round: int, session: str, rows: Mapping[str, Any]) -> None:
-        """Keeps the state after `round` rounds, whole or not at all."""
+        """Store the state after `round` rounds, completely or not at all."""
         checkpoint.write(self.folder, {"round": round}, rows, name=f"state-{name_of(round, session)}.safetensors")
 
     def read(self, name: str) -> dict[str, Any]:
-        """The state of that name.
+        """Return the state of that name.
 
         Raises:
-            CheckpointError: It is absent or damaged.
-            ValueError: It is no state's name.
+            CheckpointError: The state is absent or damaged.
+            ValueError: `name` is not the name of a state.
         """
         round, _, session = name.partition("-")
         file = self.folder / f"state-{name_of(int(round), session)}.safetensors"
@@ -79,13 +79,13 @@ class States:
         return tensors
 
     def forget(self, round: int, *, named: Collection[str], sessions: Collection[str]) -> None:
-        """Deletes the states that nobody will ask for again.
+        """Delete the states that will not be asked for again.
 
         Args:
-            round: That is on; what is written in it stays.
-            named: States that the server or a checkpoint of it names.
-            sessions: The server's, the present one last; states of others are left alone, since a message that comes late knows less than
-                one that came before it.
+            round: The current round; states written in it are kept.
+            named: States that the server or one of its checkpoints names, which are kept.
+            sessions: The server's sessions, the present one last. States of other sessions are kept, since a message that arrives late does
+                not know of later sessions.
         """
         *ended, present = sessions
         for file in self.folder.glob("state-*.safetensors"):
@@ -97,5 +97,5 @@ class States:
                 file.unlink(missing_ok=True)
 
     def write_predictions(self, round: int, tensors: Mapping[str, Tensor]) -> None:
-        """Keeps the predictions of the personal model after `round` rounds."""
+        """Store the predictions of the personal model after `round` rounds."""
         checkpoint.write(self.folder, {"round": round}, tensors, name="predictions.safetensors")

@@ -1,7 +1,7 @@
-"""Networks as a body and a head, which is how personal federated learning cuts them.
+"""Networks with a body and a head, which personal federated learning treats differently.
 
-Every network here has parameters named `body.*` and `head.*`, draws its start from its own seed and leaves torch's global
-generator alone. `split` gives any other module the same two names.
+Every network here has parameters named `body.*` and `head.*`, draws its start from its own seed and does not use torch's global
+generator. `split` gives any other module the same two names.
 """
 
 from bayesfl.models.cutting import SplitModel, split

@@ -1,4 +1,4 @@
-"""A network as a body and a head, which is how personal federated learning cuts them."""
+"""Cutting a network into a body and a head, which personal federated learning treats differently."""
 
 import copy
 
@@ -10,8 +10,8 @@ class SplitModel(nn.Module):
     """A network cut in two: `head(body(x))`.
 
     Args:
-        body: What clients usually share.
-        head: What they usually keep.
+        body: First part, which clients usually share.
+        head: Second part, which clients usually keep.
     """
 
     def __init__(self, body: nn.Module, head: nn.Module) -> None:
@@ -20,12 +20,12 @@ class SplitModel(nn.Module):
         self.head = head
 
     def forward(self, x: Tensor) -> Tensor:
-        """Computes outputs [B, O] of inputs [B, ...]."""
+        """Compute outputs [B, O] of inputs [B, ...]."""
         return self.head(self.body(x))
 
 
 def split(module: nn.Module, *, head: str = "fc", example: Tensor | None = None) -> SplitModel:
-    """Cuts any module whose last step is the submodule `head` into a body and that head; the module itself is not changed.
+    """Cut any module whose last step is the submodule `head` into a body and that head; the module itself is not changed.
 
     Args:
         module: Any module.
@@ -33,7 +33,7 @@ def split(module: nn.Module, *, head: str = "fc", example: Tensor | None = None)
         example: Inputs [B, ...] on which to check that the cut network computes what the module did.
 
     Raises:
-        ValueError: There is no such submodule, it has no parameters of its own, or it is not the last step.
+        ValueError: There is no submodule `head`, it has no parameters or shares them with the rest, or it is not the last step.
     """
     names = [name for name, _ in module.named_modules() if name]
     if head not in names:
@@ -59,6 +59,6 @@ def split(module: nn.Module, *, head: str = "fc", example: Tensor | None = None)
 
 
 def _outputs(module: nn.Module, example: Tensor) -> Tensor:
-    """Computes the outputs of a copy in evaluation mode."""
+    """Compute the outputs of a copy in evaluation mode."""
     with torch.no_grad():
         return copy.deepcopy(module).eval()(example)

@@ -1,4 +1,4 @@
-"""Networks in two parts, body and head, by published architecture; sizes are checked, weights drawn from a seed."""
+"""Networks of published architectures with a body and a head; sizes are checked, weights are drawn from a seed."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -13,10 +13,10 @@ from bayesfl.models.starts import seeded
 
 
 def _sizes(name: str, value: Any, what: str, count: int | None = None) -> tuple[int, ...]:
-    """Checks one size or several, `count` of them where that is given.
+    """Check one size or several, `count` of them if it is given.
 
     Raises:
-        ValueError: There are none or another number of them, or one is no whole number of at least 1; they must be `what`.
+        ValueError: There are none or another number of sizes, or one is no whole number >= 1; the message says that they must be `what`.
     """
     try:
         sizes = tuple(whole(name, n, least=1) for n in (value if isinstance(value, Iterable) else (value,)))
@@ -28,14 +28,14 @@ def _sizes(name: str, value: Any, what: str, count: int | None = None) -> tuple[
 
 
 def _shape(inputs: int | Sequence[int], outputs: int) -> tuple[int, ...]:
-    """Checks the shape of an example and the number of outputs."""
+    """Check the shape of an example and the number of outputs."""
     shape = _sizes("inputs", inputs, "a number of features or the shape of one example, such as data.inputs")
     whole("outputs (such as data.outputs)", outputs, least=1)
     return shape
 
 
 def _image(inputs: Sequence[int] | int, outputs: int, smallest: int) -> tuple[int, int, int]:
-    """Checks the shape of an image, which has to be of some size."""
+    """Check the shape of an image, whose sides must be at least `smallest`."""
     shape = _shape(inputs, outputs)
     if len(shape) != 3 or min(shape[1:]) < smallest:
         raise ValueError(
@@ -53,18 +53,19 @@ def mlp(
     head_scale: float | None = None,
     seed: int = 0,
 ) -> SplitModel:
-    """Builds a fully connected network with ReLUs: hidden layers | output layer.
+    """Build a fully connected network with ReLUs: hidden layers | output layer.
 
     Args:
         inputs: Number of features, or the shape of one example, which is flattened.
         outputs: Number of outputs.
-        hidden: Width of the hidden layer, or of each.
-        start: How weights are drawn: torch's default, or `xavier`, uniformly by Glorot and Bengio's rule with biases of 0.
-        head_scale: Draw the head's weights and biases from N(0, head_scale^2) instead.
+        hidden: Width of the hidden layer, or of each of several.
+        start: Rule by which weights are drawn: `torch` for torch's default, or `xavier`, uniformly by Glorot and Bengio's rule with biases
+            of 0.
+        head_scale: Draw the head's weights and biases from N(0, head_scale^2) instead; None not to.
         seed: Seed of the start.
 
     Raises:
-        ValueError: A size that is no whole number of at least 1, or an unknown start.
+        ValueError: A size is no whole number >= 1, `start` is unknown, or `head_scale` is not > 0.
     """
     shape = _shape(inputs, outputs)
     if start not in ("torch", "xavier"):
@@ -94,7 +95,7 @@ def lenet(
     head_scale: float | None = None,
     seed: int = 0,
 ) -> SplitModel:
-    """Builds LeNet-5 with ReLUs and max-pooling: conv 5x5, pool, conv 5x5, pool, 120, 84 | outputs.
+    """Build LeNet-5 with ReLUs and max-pooling: conv 5x5, pool, conv 5x5, pool, 120, 84 | outputs.
 
     Images smaller than 32 x 32 are padded by 2 in the first convolution, as LeCun et al. pad MNIST.
 
@@ -107,7 +108,7 @@ def lenet(
         seed: Seed of the start.
 
     Raises:
-        ValueError: Inputs that are no images, or too small; channels or widths that are not two whole numbers of at least 1.
+        ValueError: `inputs` is not the shape of an image, or too small; or `channels` or `hidden` are not two whole numbers >= 1.
 
     References:
         LeCun et al., "Gradient-based learning applied to document recognition", Proceedings of the IEEE 86(11), 1998.
@@ -138,10 +139,10 @@ def lenet(
 
 
 def leaky_cnn(inputs: Sequence[int], *, outputs: int, head_scale: float | None = None, seed: int = 0) -> SplitModel:
-    """Builds the networks of FedPAC, with leaky ReLUs of slope 0.01 and max-pooling: conv 5x5, pool, conv 5x5, pool, 128 | outputs.
+    """Build the networks of FedPAC, with leaky ReLUs of slope 0.01 and max-pooling: conv 5x5, pool, conv 5x5, pool, 128 | outputs.
 
-    16 and 32 channels, the second convolution padded by 1. Images of several channels take one more convolution after that, 3x3 of 64
-    channels, padded by 1, and a pooling, as on CIFAR-10.
+    The convolutions have 16 and 32 channels, the second is padded by 1. For images of several channels, as CIFAR-10's, one more convolution
+    follows, 3x3 of 64 channels, padded by 1, and a pooling.
 
     Args:
         inputs: (channels, height, width) of an image.
@@ -150,7 +151,7 @@ def leaky_cnn(inputs: Sequence[int], *, outputs: int, head_scale: float | None =
         seed: Seed of the start.
 
     Raises:
-        ValueError: Inputs that are no images, or too small.
+        ValueError: `inputs` is not the shape of an image, or too small.
 
     References:
         Xu, Tong, Huang, "Personalized federated learning with feature alignment and classifier collaboration", ICLR 2023,
@@ -172,10 +173,10 @@ def leaky_cnn(inputs: Sequence[int], *, outputs: int, head_scale: float | None =
 
 
 def cifar100_cnn(inputs: Sequence[int] = (3, 32, 32), *, outputs: int = 20, head_scale: float | None = None, seed: int = 0) -> SplitModel:
-    """Builds the network of pFedVEM for CIFAR-100: five 3x3 convolutions, averaged | outputs.
+    """Build the network of pFedVEM for CIFAR-100: five 3x3 convolutions, averaged | outputs.
 
-    Widths 32, 64, 128, 256, 100, each with a ReLU; a 2x2 max-pooling with padding 1 after the first four; then the average over
-    all places.
+    The convolutions have 32, 64, 128, 256 and 100 channels, each with a ReLU; a 2x2 max-pooling with padding 1 follows each of the first
+    four, and the average over all places the last.
 
     Args:
         inputs: (channels, height, width) of an image.
@@ -184,7 +185,7 @@ def cifar100_cnn(inputs: Sequence[int] = (3, 32, 32), *, outputs: int = 20, head
         seed: Seed of the start.
 
     Raises:
-        ValueError: Inputs that are no images.
+        ValueError: `inputs` is not the shape of an image.
 
     References:
         Zhu, Ma, Blaschko, "Tackling personalized federated learning with label concept drift via hierarchical Bayesian modeling",
@@ -204,7 +205,7 @@ def cifar100_cnn(inputs: Sequence[int] = (3, 32, 32), *, outputs: int = 20, head
 
 
 class _Residual(nn.Module):
-    """Two 3x3 convolutions with group norm, added to their input."""
+    """A block of two 3x3 convolutions with group norm, added to its input."""
 
     def __init__(self, before: int, after: int, stride: int, groups: int) -> None:
         super().__init__()
@@ -227,20 +228,20 @@ class _Residual(nn.Module):
 def resnet18(
     inputs: Sequence[int], *, outputs: int, groups: int = 2, width: int = 64, head_scale: float | None = None, seed: int = 0
 ) -> SplitModel:
-    """Builds ResNet-18 for small images, with group norm instead of batch norm: 3x3 stem, four stages, averaged | outputs.
+    """Build ResNet-18 for small images, with group norm instead of batch norm: 3x3 stem, four stages, averaged | outputs.
 
-    Batch norm's running averages have no meaning in a federation with label skew, and vmap refuses them.
+    Batch norm's running averages are misleading in a federation with label skew, and vmap does not support them.
 
     Args:
         inputs: (channels, height, width) of an image.
         outputs: Number of outputs.
-        groups: Groups of each norm.
-        width: Channels of the first stage, a multiple of `groups`.
+        groups: Number of groups of each norm.
+        width: Number of channels of the first stage, a multiple of `groups`.
         head_scale: Draw the head's weights and biases from N(0, head_scale^2) instead of torch's default.
         seed: Seed of the start.
 
     Raises:
-        ValueError: Inputs that are no images, or groups that don't divide the width.
+        ValueError: `inputs` is not the shape of an image, or too small, or `groups` does not divide `width`.
 
     References:
         He et al., "Deep residual learning for image recognition", CVPR 2016. Group norm in federated learning: Hsieh et al., "The
@@ -264,7 +265,7 @@ def resnet18(
 
 
 class _Reader(nn.Module):
-    """What an LSTM knows after a text: characters [B, L] by number -> its last layer's state [B, H]."""
+    """A reader of text: characters [B, L] by number -> the state [B, H] of its last LSTM layer after the last character."""
 
     def __init__(self, characters: int, embedding: int, hidden: int, layers: int) -> None:
         super().__init__()
@@ -285,22 +286,22 @@ def char_lstm(
     head_scale: float | None = None,
     seed: int = 0,
 ) -> SplitModel:
-    """Builds a next-character network: embedding, LSTM, its state after the last character | outputs.
+    """Build a next-character network: embedding, LSTM, its state after the last character | outputs.
 
-    Inputs are characters by number, [B, L], as floats, each within [0, outputs). `torch.func` cannot batch an LSTM, so that the vmap kernel
-    refuses it and clients go one after another; the published size is slow on a CPU.
+    Inputs are characters by number, [B, L], as floats, each within [0, outputs). `torch.func` cannot batch an LSTM, so the vmap kernel
+    refuses it, and clients are run one after another; the published size is slow on a CPU.
 
     Args:
-        inputs: Characters of one example, or their shape (L,); the weights don't depend on it.
-        outputs: Number of characters, of inputs and of outputs.
+        inputs: Number L of characters of one example, or its shape (L,); the weights do not depend on it.
+        outputs: Number of different characters, in inputs and in outputs.
         embedding: Width of a character's embedding.
         hidden: Width of each LSTM layer.
-        layers: LSTM layers.
+        layers: Number of LSTM layers.
         head_scale: Draw the head's weights and biases from N(0, head_scale^2) instead of torch's default.
         seed: Seed of the start.
 
     Raises:
-        ValueError: A size that is no whole number of at least 1, or inputs that are no texts.
+        ValueError: A size is no whole number >= 1, or `inputs` is not the shape of a text.
 
     References:
         McMahan et al., "Communication-efficient learning of deep networks from decentralized data", AISTATS 2017, section 3; 100 characters

@@ -1,10 +1,10 @@
-"""What a model may not do in training: draw randomness of its own, or update its buffers."""
+"""Refusing models that draw random numbers or update their buffers in training."""
 
 from torch import nn
 
 
 def refuse_impure(model: nn.Module) -> None:
-    """Raises ValueError, naming the module, where one draws its own randomness in training or updates its buffers."""
+    """Raise ValueError, naming the module, if one draws its own randomness in training or updates its buffers."""
     for name, module in model.named_modules():
         if not module.training:
             continue
@@ -14,7 +14,7 @@ def refuse_impure(model: nn.Module) -> None:
                 f"module {name!r} ({type(module).__name__}) draws its own randomness in training, which no address could repeat; "
                 "remove it, set its probability to 0, or put it in eval mode"
             )
-        batch = isinstance(module, nn.modules.batchnorm._BatchNorm)  # even without running statistics it would see padded rows
+        batch = isinstance(module, nn.modules.batchnorm._BatchNorm)  # even without running statistics it would use padded rows
         if batch or (isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats):
             raise ValueError(
                 f"module {name!r} ({type(module).__name__}) updates its buffers in training, and buffers are constants here; "

@@ -1,4 +1,4 @@
-"""Where weights start: drawn from a seed of their own, torch's global generator left alone."""
+"""Initial weights, drawn from a seed of their own without torch's global generator."""
 
 import copy
 from collections.abc import Callable
@@ -16,7 +16,7 @@ _BODY, _HEAD = 0, 1  # words of the addresses under Purpose.MODEL
 
 
 def seeded(make: Callable[[], SplitModel], seed: int, head_scale: float | None) -> SplitModel:
-    """Builds what `make` makes, on the CPU and from `seed` alone; the head drawn from N(0, head_scale^2) where that is given."""
+    """Build the model that `make` makes, on the CPU and from `seed` alone; its head is drawn from N(0, head_scale^2) if that is given."""
     if head_scale is not None and not number("head_scale", head_scale) > 0:
         raise ValueError(f"head_scale is a standard deviation and must be > 0, got {head_scale}")
     word = int(generator(seed, Purpose.MODEL, index=_BODY).integers(2**63))
@@ -33,15 +33,15 @@ def seeded(make: Callable[[], SplitModel], seed: int, head_scale: float | None) 
 
 
 def anew(module: nn.Module, *, pattern: str = "*") -> Callable[[np.random.Generator, int], Tensor]:
-    """Makes a start for a block: weights as the module's layers draw them when they are made, drawn anew, (generator, D) -> [D] in float32.
+    """Return a start for a block that draws weights as the module's layers do when they are made: (generator, D) -> [D], float32.
 
     Args:
         module: The model; it is not changed.
         pattern: The block's parameters, as in `Block.pattern`.
 
     Raises:
-        TypeError: It is no module.
-        ValueError: A layer has parameters and no `reset_parameters`.
+        TypeError: `module` is not an `nn.Module`.
+        ValueError: A layer has parameters but no method `reset_parameters`, or no parameter fits `pattern`.
     """
     instance("model", module, nn.Module, "build one, as bf.models.mlp(clients.inputs, outputs=clients.outputs)")
     stuck = [

@@ -1,4 +1,4 @@
-"""Beliefs about weights; useful on their own, they know nothing of clients or servers."""
+"""Beliefs about weights, which can be used without a federation."""
 
 from bayesfl.posteriors.laplace import Laplace
 from bayesfl.posteriors.mean_field import MeanField

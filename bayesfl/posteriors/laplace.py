@@ -2,9 +2,9 @@
 
     q(w_S) = N(loc_S, H_S^-1),    H = GGN(x) + diag(precision),    the weights outside S stay at loc (a Dirac),
 
-where S is all weights (`full`), some (`subnetwork`), or all while part of what ties them is left out: every weight on its own
-(`diagonal`), or a product of two factors for each layer (`kfac`). H_S^-1 is the covariance of w_S *given* the other weights. Predictions
-go through the linearised network f(x) + J(x) (w - loc).
+where S is all weights (`full`), some of them (`subnetwork`), or all of them with simpler covariances: none (`diagonal`), or a product of
+two factors for each layer (`kfac`). H_S^-1 is the covariance of w_S *given* the other weights. Predictions use the linearised network
+f(x) + J(x) (w - loc).
 
 The last-layer approximation is any of these over the last layer's parameters alone: `Laplace.fit(model, x, pattern="head.*")`.
 
@@ -39,16 +39,16 @@ Structure = Literal["full", "subnetwork", "diagonal", "kfac"]
 
 @dataclass(frozen=True, eq=False)
 class Laplace:
-    """A fitted Laplace approximation; made by `Laplace.fit`.
+    """A fitted Laplace approximation, made by `Laplace.fit`.
 
     Args:
-        curvature: Of the model at its weights.
-        loc: These weights, all that are covered, [D] in float64.
-        precision: Prior precision of each, [D].
-        diagonal: Of the GGN, [D].
-        structure: What ties the weights.
-        examples: How many it was fitted to.
-        inverse: H_S^-1; says which form was chosen and why.
+        curvature: Curvature of the model at its weights.
+        loc: All covered weights, [D] in float64.
+        precision: Prior precision of each weight, [D].
+        diagonal: Diagonal of the GGN, a sum over the data in nats, [D].
+        structure: Which covariances between weights are kept, see `fit`.
+        examples: Number N of examples that it was fitted to.
+        inverse: H_S^-1; its `form` and `reason` say which form was chosen and why.
     """
 
     curvature: Curvature
@@ -73,30 +73,30 @@ class Laplace:
         backend: Name = "auto",
         memory: int | None = None,
     ) -> "Laplace":
-        """Laplace's approximation around the present weights of `model`, which is not changed.
+        """Fit Laplace's approximation around the present weights of `model`, which is not changed.
 
         Args:
-            model: Any module, trained.
-            x: Its training inputs [N, ...], or batches of them that can be read twice.
-            precision: Of the prior, in the units of a sum over the data: one number, or one for each covered weight [D], under `kfac` the
-                same within each weight matrix and each bias.
-            structure: `full`: all weights and what ties them, by whichever of primal and dual form is smaller, never a D x D matrix where
-                N O < D; `subnetwork`: those of `indices`; `diagonal`; `kfac`: a Kronecker-factored GGN, of whole linear layers and
-                convolutions, which laplace-torch computes.
-            indices: Of the subnetwork, into the flat vector of covered weights, [S]; see `bayesfl.selection`.
-            likelihood: What the outputs mean; categorical by default.
+            model: Any trained module.
+            x: Training inputs [N, ...], or batches of them that can be read twice.
+            precision: Prior precision, for a likelihood that is a sum over the data: one number, or one for each covered weight [D]; for
+                `kfac` the same within each weight matrix and each bias.
+            structure: `full`: all weights with all covariances, by the smaller of primal and dual form, never a D x D matrix where
+                N O < D; `subnetwork`: the weights of `indices` with all covariances; `diagonal`: all weights without covariances; `kfac`: a
+                Kronecker-factored GGN of whole linear layers and convolutions, which laplace-torch computes.
+            indices: Indices of the subnetwork into the flat vector of covered weights, [S]; see `bayesfl.selection`.
+            likelihood: Distribution of y given the outputs; categorical by default.
             pattern: Which parameters are covered, a pattern over names such as `body.*`; the others are constants. `head.*`, the last
                 layer's, gives the last-layer approximation.
             backend: See `bayesfl.curvature.Curvature`.
-            memory: Bytes that one matrix may take; by default what is free.
+            memory: Bytes that one matrix may take; by default all free memory.
 
         Raises:
-            TypeError: The model is no module, `x` neither inputs nor batches, or the likelihood's curvature is not known.
-            ValueError: A precision that is not in 1e-30 to 1e30, indices that don't fit the structure, curvature that is not finite, a
-                likelihood that takes another number of outputs, memory that is no number of bytes; under `kfac` other layers, or a layer
-                in part.
-            MemoryError: A factor is larger than memory allows; the message says the bytes.
-            torch.linalg.LinAlgError: A covariance without Cholesky factor.
+            TypeError: `model` is not an `nn.Module`, `x` is neither inputs nor batches, or the likelihood's curvature is not known.
+            ValueError: `precision` lies outside 1e-30 to 1e30, `indices` do not fit the structure, the curvature is not finite, the
+                likelihood needs another number of outputs, or `memory` is no number of bytes; for `kfac`, `pattern` covers other layers, or
+                a layer in part.
+            MemoryError: A factor needs more bytes than `memory`; the message says how many.
+            torch.linalg.LinAlgError: A matrix has no Cholesky factor.
         """
         _check_structure(structure, indices)
         curvature = Curvature(model, likelihood, pattern=pattern, backend=backend, memory=memory)
@@ -114,19 +114,19 @@ class Laplace:
         pattern: str = "*",
         backend: Name = "auto",
     ) -> "Laplace":
-        """A posterior that `Laplace.save` wrote, for the model at the weights it was fitted at, on that model's device.
+        """Load a posterior that `Laplace.save` wrote, for the model at the weights it was fitted at, on that model's device.
 
-        What it gives is what the saved one gave, to rounding: rows of the dual form are computed anew, in other batches.
+        Its results equal those of the saved posterior to rounding: rows of the dual form are computed anew, in other batches.
 
         Args:
-            path: Of the file.
-            model: The model that it was fitted to.
-            likelihood: By default the one that it was fitted with; only one of another class than those here has to be given.
-            pattern: Which parameters it covers.
+            path: Path of the file.
+            model: The model that the posterior was fitted to.
+            likelihood: Likelihood that it was fitted with; needed only if its class is none of `bayesfl.likelihoods`.
+            pattern: Which parameters the posterior covers, as in `fit`.
             backend: See `bayesfl.curvature.Curvature`.
 
         Raises:
-            ValueError: The file is no such posterior, or of another likelihood; the model has other parameters, or other weights.
+            ValueError: The file is no such posterior or has another likelihood, or the model has other parameters or other weights.
         """
         from safetensors import SafetensorError, safe_open
 
@@ -177,23 +177,23 @@ class Laplace:
 
     @property
     def indices(self) -> Tensor | None:
-        """The subnetwork S, or None for all weights."""
+        """Return the indices S of the subnetwork, or None for all weights."""
         return self.inverse.indices
 
     def moments(self) -> tuple[Tensor, Tensor]:
-        """Mean and variance of each weight, [D] each; outside a subnetwork the variance is 0."""
+        """Return mean and variance of each weight, [D] each; outside a subnetwork the variance is 0."""
         return self.loc, self._everywhere(self.inverse.marginals())
 
     @property
     def noise_size(self) -> int:
-        """Standard normals that one draw takes."""
+        """Return how many standard normals one draw takes."""
         return self.inverse.noise_size
 
     def sample(self, noise: Tensor) -> Tensor:
-        """Draws of all weights [K, D] from standard normals [K, `noise_size`].
+        """Draw all weights [K, D] from standard normals [K, `noise_size`].
 
         Raises:
-            ValueError: The noise is no tensor of that shape.
+            ValueError: `noise` is not a tensor [K, `noise_size`].
         """
         if not isinstance(noise, Tensor) or noise.dim() != 2 or noise.shape[1] != self.noise_size:
             got = list(noise.shape) if isinstance(noise, Tensor) else repr(noise)
@@ -201,31 +201,32 @@ class Laplace:
         return self.loc + self._everywhere(self.inverse.sample(noise))
 
     def _everywhere(self, values: Tensor) -> Tensor:
-        """Values of the weights S [..., S] among all [..., D]; 0 for the others."""
+        """Place values of the weights S [..., S] among all weights [..., D], with 0 for the others."""
         if self.indices is None:
             return values
         return values.new_zeros(*values.shape[:-1], len(self.loc)).index_copy_(-1, self.indices, values)
 
     def log_det(self) -> Tensor:
-        """Log determinant of the posterior precision H_S, in nats."""
+        """Compute the log determinant of the posterior precision H_S, in nats."""
         return self.inverse.log_det()
 
     def entropy(self) -> Tensor:
-        """Differential entropy of the weights S, in nats; the others have none."""
+        """Compute the differential entropy of the weights S, in nats; the other weights are constants and add nothing."""
         return 0.5 * (self.inverse.size * (1 + math.log(2 * math.pi)) - self.log_det())
 
     def log_marginal_likelihood(self, x: Tensor, y: Tensor, *, centre: float | Tensor = 0.0) -> Tensor:
-        """Log evidence of the data by Laplace's method, in nats, a sum over the data.
+        """Compute the log evidence of the data by Laplace's method, in nats, a sum over the data.
 
             log p(y | x) = log p(y | x, loc) - 1/2 sum_S precision (loc - centre)^2 - 1/2 (log |H_S| - sum_S log precision).
 
         Args:
-            x: The inputs it was fitted on, [N, ...].
-            y: Their labels or targets.
-            centre: Of the prior, one number or one for each weight [D]. Around loc itself the evidence has no maximum in the precision.
+            x: The inputs that the posterior was fitted to, [N, ...].
+            y: Labels or targets of `x`.
+            centre: Mean of the prior, one number or one for each weight [D]. With loc itself as centre, the evidence has no maximum in the
+                precision.
 
         Raises:
-            ValueError: Inputs, labels, targets or a centre that don't fit.
+            ValueError: `x`, `y` or `centre` does not fit the posterior.
         """
         self._check_fitted_to(x)
         chosen = slice(None) if self.indices is None else self.indices
@@ -238,34 +239,34 @@ class Laplace:
         return -nll - 0.5 * (precision * away.square()).sum() - 0.5 * (self.log_det() - precision.log().sum())
 
     def linearised(self, x: Inputs, *, centre: bool = True) -> tuple[Tensor, Tensor]:
-        """The outputs of the linearised network: mean [N, O] and covariance [N, O, O], without noise of the data.
+        """Compute the outputs of the linearised network: mean [N, O] and covariance [N, O, O], without noise of the data.
 
         Args:
-            x: Inputs, or batches of them.
-            centre: For classes, leave out what is the same for all of them, a constant added to the logits: it means nothing, and
-                softmax(kappa f) would still read it. Daxberger et al. and laplace-torch keep it.
+            x: Inputs [N, ...], or batches of them.
+            centre: Whether to remove, for classes, the part of the logits that is the same for all classes. It changes no probability, but
+                softmax(kappa f) would depend on it. Daxberger et al. and laplace-torch keep it.
         """
         centre = centre and isinstance(self.curvature.likelihood, Categorical)
         return self.inverse.predict(x, centre=centre)
 
     def predict(self, x: Inputs, *, centre: bool = True, noise: Tensor | None = None) -> Tensors:
-        """Predictive distribution at `x`; what is in it says `bayesfl.posteriors.linearised.predictive`.
+        """Compute the predictive distribution at `x`; for its entries see `bayesfl.posteriors.linearised.predictive`.
 
         Args:
-            x: Inputs, or batches of them.
+            x: Inputs [N, ...], or batches of them.
             centre: See `linearised`.
-            noise: Standard normals [S, N, O] for draws of the outputs; without them the closed form.
+            noise: Standard normals [S, N, O] for S draws of the outputs; None for the closed form.
 
         Raises:
-            ValueError: The noise has another shape, or there are no draws.
+            ValueError: `noise` has another shape, or S is 0.
         """
         return predictive(self.curvature.likelihood, *self.linearised(x, centre=centre), noise)
 
     def with_precision(self, x: Inputs, precision: float | Tensor) -> "Laplace":
-        """The same under another prior precision, fitted to the same `x`; the GGN's diagonal and its Kronecker factors are kept.
+        """Return the approximation under another prior precision, for the same `x`; the GGN's diagonal and Kronecker factors are reused.
 
         Raises:
-            ValueError: As in `fit`, or `x` is a tensor of other than the `examples` that it was fitted to.
+            ValueError: As in `fit`, or `x` is a tensor of another number of examples than the posterior was fitted to.
             MemoryError: As in `fit`.
             torch.linalg.LinAlgError: As in `fit`.
         """
@@ -276,12 +277,12 @@ class Laplace:
         return self._of(self.curvature, x, self.loc, precision, self.structure, self.indices, self.diagonal, self.examples)
 
     def with_structure(self, x: Inputs, structure: Structure, *, indices: Tensor | None = None) -> "Laplace":
-        """The same weights and precision under another structure, fitted to the same `x`; the diagonal of the GGN is not computed anew.
+        """Return the approximation under another structure, for the same `x`, weights and precision; the GGN's diagonal is reused.
 
-        So a subnetwork is chosen from a diagonal fit, see `bayesfl.selection`, and then fitted.
+        A subnetwork is thus fitted after it was chosen from a diagonal fit, see `bayesfl.selection`.
 
         Args:
-            x: What it was fitted to.
+            x: The inputs that the posterior was fitted to.
             structure: See `fit`.
             indices: See `fit`.
 
@@ -300,9 +301,9 @@ class Laplace:
             )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the posterior, whole or not at all, as one safetensors file; `Laplace.load` reads it on any device.
+        """Write the posterior, whole or not at all, as one safetensors file; `Laplace.load` reads it on any device.
 
-        A dual form keeps the inputs it was fitted to, which its predictions need: such a file contains training data.
+        A dual form keeps the inputs that it was fitted to, which its predictions need: such a file contains training data.
         """
         from safetensors.torch import save_file
 
@@ -315,16 +316,16 @@ class Laplace:
 
 
 def _described(likelihood: Likelihood) -> str:
-    """Its class and options as JSON."""
+    """Return a likelihood's class and options as JSON."""
     options = asdict(likelihood) if is_dataclass(likelihood) and not isinstance(likelihood, type) else {}
     return json.dumps({"class": type(likelihood).__name__, **options}, default=float)
 
 
 def _likelihood(path: str | os.PathLike[str], stored: str, given: Likelihood | None) -> Likelihood:
-    """The likelihood that a file describes.
+    """Return the likelihood that a file describes.
 
     Raises:
-        ValueError: Another one is given, or none and it is of a class that is not known here.
+        ValueError: `given` is another likelihood, or is None while the stored class is not known here.
     """
     if given is not None:
         if _described(given) != stored:
@@ -339,7 +340,7 @@ def _likelihood(path: str | os.PathLike[str], stored: str, given: Likelihood | N
 
 
 def _counted(x: Inputs, counts: list[int], device: torch.device) -> Iterator[Tensor]:
-    """The inputs of each batch, while their numbers are noted."""
+    """Yield the inputs of each batch and append their number to `counts`."""
     for batch in batches(x, torch.empty(0, device=device)):
         counts.append(len(batch))
         yield batch

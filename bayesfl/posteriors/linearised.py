@@ -1,4 +1,4 @@
-"""Predictions of a linearised network: from a Gaussian over its outputs to what is predicted, in closed form or by draws."""
+"""Predictions of a linearised network: from a Gaussian over its outputs to the predictive distribution, in closed form or by draws."""
 
 import math
 
@@ -11,32 +11,37 @@ from bayesfl.likelihoods import Bernoulli, Gaussian
 
 
 def kappa(variance: Tensor) -> Tensor:
-    """By how much a logit of this variance shrinks, (1 + pi variance / 8)^(-1/2); MacKay (1992), "The evidence framework", eq. 10."""
+    """Return the factor by which a logit of this variance shrinks, (1 + pi variance / 8)^(-1/2).
+
+    It is the probit approximation of MacKay (1992), "The evidence framework", eq. 10.
+    """
     return (1 + math.pi / 8 * variance).rsqrt()
 
 
 def root(covariance: Tensor) -> Tensor:
-    """A factor R [..., O, O] with R R' the nearest covariance; singular ones (centred logits) are fine, rounding below 0 is cut."""
+    """Return a factor R [..., O, O] of a covariance, R R'; eigenvalues that rounding made negative count as 0, as of centred logits."""
     values, vectors = torch.linalg.eigh(covariance)
     return vectors * values.clamp_min(0).sqrt().unsqueeze(-2)
 
 
 def draws(mean: Tensor, covariance: Tensor, noise: Tensor) -> Tensor:
-    """Outputs [S, N, O] of N(mean [N, O], covariance [N, O, O]) from standard normals [S, N, O]."""
+    """Draw outputs [S, N, O] of N(mean [N, O], covariance [N, O, O]) from standard normals [S, N, O]."""
     return mean + torch.einsum("nop,snp->sno", root(covariance), noise.to(mean))
 
 
 def predictive(likelihood: Likelihood, mean: Tensor, covariance: Tensor, noise: Tensor | None = None) -> Tensors:
-    """What is predicted where the outputs are N(mean [N, O], covariance [N, O, O]).
+    """Compute the predictive distribution where the outputs are N(mean [N, O], covariance [N, O, O]).
 
-    Classes, without noise: `probs` [N, O], softmax(kappa f), each logit shrunk by its own variance (no parts of uncertainty: the closed
-    form has the mean only, so `epistemic` is NaN). With standard normals [S, N, O]: the mean of the probabilities over draws of the
-    outputs, `epistemic` [N] the mutual information of label and weights in nats, and `aleatoric` [N] the mean entropy that is left.
+    For classes, without noise: `probs` [N, O], softmax(kappa f), each logit shrunk by its own variance; `epistemic` is NaN, as the closed
+    form does not split the uncertainty. With standard normals `noise` [S, N, O]: `probs`, the mean of the probabilities over draws of the
+    outputs; `epistemic` [N], the mutual information of label and weights in nats; and `aleatoric` [N], the mean entropy of the draws in
+    nats.
 
-    Targets, exactly: `mean` and `variance` [N, O], noise of the data included, `epistemic` [N] the variance of the means.
+    For targets, exactly: `mean` and `variance` [N, O], noise of the data included, and `epistemic` [N], the variance of the outputs summed
+    over O.
 
     Raises:
-        ValueError: The noise has another shape, or there are no draws.
+        ValueError: `noise` has another shape, or S is 0.
     """
     if noise is not None and (noise.dim() != 3 or not len(noise) or noise.shape[1:] != mean.shape):
         wanted = ", ".join(map(str, mean.shape))
@@ -53,10 +58,10 @@ def predictive(likelihood: Likelihood, mean: Tensor, covariance: Tensor, noise: 
 
 
 def nll(found: Tensors, y: Tensor) -> Tensor:
-    """Negative log density [N] in nats of labels or targets `y` [N] (or [N, O]) under what `predictive` gives.
+    """Compute the negative log density [N] in nats of labels or targets `y` [N] (or [N, O]) under the result of `predictive`.
 
     Raises:
-        ValueError: There are fewer or more of them than predictions, or a label is no class.
+        ValueError: `y` has another length than the predictions, or a label is no class.
     """
     if "mean" in found:
         residual = as_targets(y, found["mean"]) - found["mean"]
@@ -67,10 +72,10 @@ def nll(found: Tensors, y: Tensor) -> Tensor:
 
 
 def as_targets(y: Tensor, like: Tensor) -> Tensor:
-    """Targets [N] (where O is 1) or [N, O] in the shape [N, O], type and place of `like`.
+    """Convert targets [N] (where O is 1) or [N, O] to the shape [N, O], dtype and device of `like`.
 
     Raises:
-        ValueError: Their shape is another.
+        ValueError: `y` has another shape.
     """
     if y.shape != like.shape and y.shape != like.shape[:1] + (() if like.shape[1] == 1 else like.shape[1:]):
         raise ValueError(f"targets must be one for each of the {len(like)} inputs, of shape {list(like.shape)}, got {list(y.shape)}")
@@ -78,10 +83,10 @@ def as_targets(y: Tensor, like: Tensor) -> Tensor:
 
 
 def as_labels(y: Tensor, count: int, classes: int) -> Tensor:
-    """Labels [N], or [N, 1], as whole numbers [N].
+    """Convert labels [N], or [N, 1], to whole numbers [N].
 
     Raises:
-        ValueError: There are not `count`, or one is not a class from 0 to `classes` - 1.
+        ValueError: `y` does not have `count` labels, or one is not a class from 0 to `classes` - 1.
     """
     if y.shape not in ((count,), (count, 1)):
         raise ValueError(f"labels must be one for each of the {count} inputs, got shape {list(y.shape)}")

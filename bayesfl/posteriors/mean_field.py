@@ -1,4 +1,4 @@
-"""Mean-field Gaussian posterior: every weight its own mean and standard deviation."""
+"""The mean-field Gaussian posterior, in which every weight has its own mean and standard deviation."""
 
 import math
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from bayesfl.base.protocols import Tensors
 
 @dataclass(frozen=True, kw_only=True)
 class MeanField:
-    """q(w) = N(loc, diag(softplus(rho)^2)).
+    """The mean-field Gaussian q(w) = N(loc, diag(softplus(rho)^2)).
 
     The parametrisation of Blundell et al., "Weight uncertainty in neural networks", ICML 2015, section 3.2.
 
@@ -28,24 +28,24 @@ class MeanField:
             raise ValueError(f"init_scale is a standard deviation and must be > 0 and finite, got {self.init_scale}")
 
     def init(self, loc: Tensor) -> Tensors:
-        """Start at `loc` [..., D], which it aliases, with the same standard deviation everywhere."""
+        """Return the belief with centre `loc` [..., D], which it aliases, and standard deviation `init_scale` everywhere."""
         rho = inverse_softplus(torch.tensor(self.init_scale, dtype=torch.float64)).to(loc)
         return {"loc": loc, "rho": rho.expand_as(loc).clone()}
 
     def noise_size(self, size: int) -> int:
-        """Standard normals that one draw of `size` weights takes."""
+        """Return how many standard normals one draw of `size` weights takes."""
         return size
 
     def sample(self, q: Tensors, noise: Tensor | None = None) -> Tensor:
-        """One reparameterised draw [..., D] from standard normal `noise` [..., D]; the mean where there is none."""
+        """Return one reparameterised draw [..., D] from standard normal `noise` [..., D]; the mean if `noise` is None."""
         if noise is None:
             return q["loc"]
         return q["loc"] + F.softplus(q["rho"]) * noise
 
     def moments(self, q: Tensors) -> tuple[Tensor, Tensor]:
-        """Mean and variance of each weight, [..., D] each."""
+        """Return mean and variance of each weight, [..., D] each."""
         return q["loc"], F.softplus(q["rho"]).square()
 
     def entropy(self, q: Tensors) -> Tensor:
-        """Differential entropy [...] in nats."""
+        """Compute the differential entropy [...] in nats."""
         return (log_softplus(q["rho"]) + 0.5 * math.log(2 * math.pi * math.e)).sum(-1)

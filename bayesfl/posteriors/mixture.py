@@ -1,4 +1,4 @@
-"""A mixture of M components with latent membership: responsibilities, weights, the bound that EM raises.
+"""Mixtures of M components with latent membership: responsibilities, mixture weights, and the bound that EM maximises.
 
     p(y | x) = sum_m pi_m p_m(y | x),    log p(y | x) >= sum_m q_m (log pi_m + log p_m(y | x) - log q_m),
 
@@ -14,18 +14,18 @@ from torch import Tensor
 from bayesfl.base.checks import whole
 
 LEAST = 1e-12
-"""Least mixture weight: one that is exactly 0 could never come back."""
+"""Smallest mixture weight: a weight that is exactly 0 would stay 0 for ever."""
 
 
 def responsibilities(weights: Tensor, losses: Tensor) -> tuple[Tensor, Tensor]:
-    """The posterior of each example's component, q [..., N, M], and the log evidence of each example [..., N] in nats.
+    """Compute the posterior of each example's component, q [..., N, M], and the log evidence of each example [..., N] in nats.
 
     Args:
-        weights: pi [..., M], on the simplex.
+        weights: Mixture weights pi [..., M], on the simplex.
         losses: Negative log densities of each component, [..., M, N], in nats.
 
     Raises:
-        ValueError: There are not as many weights as components.
+        ValueError: `weights` and `losses` differ in their number of components.
     """
     joint = _joint(weights, losses)
     evidence = joint.logsumexp(-1)
@@ -33,10 +33,10 @@ def responsibilities(weights: Tensor, losses: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def mean_weights(q: Tensor, counts: Tensor) -> Tensor:
-    """The weights pi [..., M] that maximise the bound: the mean of the responsibilities q [..., N, M] over examples that count.
+    """Compute the weights pi [..., M] that maximise the bound: the mean of the responsibilities over examples that count.
 
     Args:
-        q: Responsibilities.
+        q: Responsibilities, [..., N, M].
         counts: 1 for an example, 0 for padding, [..., N].
     """
     pi = (q * counts.unsqueeze(-1)).sum(-2) / counts.sum(-1, keepdim=True)
@@ -45,29 +45,29 @@ def mean_weights(q: Tensor, counts: Tensor) -> Tensor:
 
 
 def bound(weights: Tensor, losses: Tensor, q: Tensor) -> Tensor:
-    """The EM bound of each example's log density, [..., N] in nats: the log density itself where q are the responsibilities.
+    """Compute the EM bound of each example's log density, [..., N] in nats: the log density itself where q are the responsibilities.
 
     Args:
-        weights: pi [..., M].
-        losses: [..., M, N], as in `responsibilities`.
+        weights: Mixture weights pi [..., M].
+        losses: Negative log densities of each component, [..., M, N], in nats.
         q: Any distributions over components, [..., N, M].
 
     Raises:
-        ValueError: As `responsibilities`.
+        ValueError: `weights` and `losses` differ in their number of components.
     """
     return (q * _joint(weights, losses) + torch.special.entr(q)).sum(-1)
 
 
 def fit_weights(losses: Tensor, counts: Tensor, *, iterations: int = 20) -> Tensor:
-    """EM on the weights alone, from equal ones: a concave problem, whose likelihood never falls.
+    """Fit the mixture weights pi [..., M] alone by EM, from equal ones: a concave problem, in which the likelihood never falls.
 
     Args:
-        losses: [..., M, N].
-        counts: [..., N].
-        iterations: How many.
+        losses: Negative log densities of each component, [..., M, N], in nats.
+        counts: 1 for an example, 0 for padding, [..., N].
+        iterations: Number of EM iterations.
 
     Raises:
-        ValueError: `iterations` is no whole number of at least 1.
+        ValueError: `iterations` is no whole number >= 1.
     """
     whole("iterations", iterations, least=1)
     pi = torch.full_like(losses[..., 0], 1 / losses.shape[-2])
@@ -77,7 +77,7 @@ def fit_weights(losses: Tensor, counts: Tensor, *, iterations: int = 20) -> Tens
 
 
 def _joint(weights: Tensor, losses: Tensor) -> Tensor:
-    """Of each example and component log pi_m + log p_m(y | x), [..., N, M] in nats."""
+    """Compute log pi_m + log p_m(y | x) of each example and component, [..., N, M] in nats."""
     if losses.dim() < 2 or losses.shape[-2] != weights.shape[-1]:
         raise ValueError(f"losses must be [..., M, N] for weights [..., M], got {list(losses.shape)} for {list(weights.shape)}")
     return (weights.clamp_min(LEAST).log().unsqueeze(-1) - losses).mT

@@ -1,4 +1,4 @@
-"""Draws from the exact posterior of a small model, by the No-U-Turn sampler: what any approximation can be held against."""
+"""Draws from the exact posterior of a small model by the No-U-Turn sampler, as a reference for approximations."""
 
 import logging
 import math
@@ -20,21 +20,21 @@ from bayesfl.likelihoods import Bernoulli, Categorical, Gaussian
 from bayesfl.posteriors.linearised import as_labels, as_targets
 
 LIMIT = 5000
-"""Weights that can be sampled; a trajectory takes up to 1023 gradients of the whole data."""
+"""Largest number of weights that can be sampled; one trajectory takes up to 1023 gradients of the whole data."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Draws from a posterior; made by `nuts`.
+    """Draws from a posterior, made by `nuts`.
 
     Args:
         draws: Weights [K, S, D] in float64: K chains of S draws.
-        diverging: Which transitions diverged, [K, S] bool; more than a few, and the draws miss part of the posterior.
+        diverging: Which transitions diverged, [K, S] bool; if more than a few did, the draws miss part of the posterior.
         layout: Which parameter each weight belongs to.
         model: A copy of the model, in float64 on the CPU.
-        likelihood: What the data are, given its outputs.
+        likelihood: Distribution of y given the model's outputs.
     """
 
     draws: Tensor
@@ -44,44 +44,45 @@ class Samples:
     likelihood: Likelihood
 
     def moments(self) -> tuple[Tensor, Tensor]:
-        """Mean and variance of each weight over all draws, [D] each."""
+        """Return mean and variance of each weight over all draws, [D] each."""
         flat = self.draws.flatten(0, 1)
         return flat.mean(0), flat.var(0)
 
     def covariance(self) -> Tensor:
-        """Covariance of the weights over all draws, [D, D]."""
+        """Return the covariance of the weights over all draws, [D, D]."""
         return self.draws.flatten(0, 1).T.cov().reshape(self.layout.size, self.layout.size)
 
     def outputs(self, x: Tensor) -> Tensor:
-        """The network's outputs at every draw, [K S, N, O], for inputs [N, *]."""
+        """Compute the network's outputs at every draw, [K S, N, O], for inputs [N, *]."""
         x = x.detach().to("cpu", torch.float64)
         with torch.no_grad():
             return torch.stack([_outputs(self.model, self.layout, w, x) for w in self.draws.flatten(0, 1)])
 
     def predict(self, x: Tensor) -> Tensors:
-        """The predictive distribution over all draws for inputs [N, *], as the likelihood gives it.
+        """Compute the predictive distribution over all draws for inputs [N, *], as the likelihood gives it.
 
-        Of classes `probs` [N, O] and `epistemic` [N] (mutual information, nats); of regression `mean`, `variance` [N, O] and `epistemic`.
+        For classes it has `probs` [N, O] and `epistemic` [N] (mutual information of label and weights, nats); for targets `mean` and
+        `variance` [N, O] and `epistemic` [N], the variance of the draws' means summed over O.
         """
         return self.likelihood.predictive(self.outputs(x))
 
     def to_arviz(self) -> Any:
-        """The draws as ArviZ's InferenceData: one variable for each parameter, `diverging` among the sample statistics."""
+        """Return the draws as ArviZ's InferenceData: one variable for each parameter, `diverging` among the sample statistics."""
         import arviz
 
         posterior = {name: leaf.numpy() for name, leaf in self.layout.leaves(self.draws).items()}
         groups: dict[str, Any] = {"posterior": posterior, "sample_stats": {"diverging": self.diverging.numpy()}}
-        if int(arviz.__version__.split(".")[0]) > 0:  # from version 1 the groups are one mapping
+        if int(arviz.__version__.split(".")[0]) > 0:  # from version 1 on, it takes the groups as one mapping
             return arviz.from_dict(groups)
         return arviz.from_dict(**groups)
 
     def diagnostics(self) -> dict[str, Tensor]:
-        """ArviZ's diagnostics of each weight, [D] each.
+        """Compute ArviZ's convergence diagnostics of each weight, [D] each.
 
         Vehtari et al., "Rank-normalization, folding, and localization: an improved R-hat", Bayesian Analysis 16(2), 2021.
 
         Returns:
-            `r_hat`: near 1 where the chains agree; above 1.01, run longer. NaN with one chain, which has none to agree with.
+            `r_hat`: near 1 where the chains agree; above 1.01, run longer. NaN with a single chain.
             `ess`: effective number of draws for the mean. `ess_tail`: for the 5 and 95 % quantiles. All NaN with fewer than 4 draws.
         """
         import arviz
@@ -109,35 +110,35 @@ def nuts(
     target_accept: float = 0.8,
     progress: bool = False,
 ) -> Samples:
-    """Draws from p(w | x, y), proportional to p(y | x, w) N(w; centre, 1 / precision), by Pyro's No-U-Turn sampler.
+    """Draw from p(w | x, y), proportional to p(y | x, w) N(w; centre, 1 / precision), by Pyro's No-U-Turn sampler.
 
     Hoffman and Gelman, "The No-U-Turn sampler: adaptively setting path lengths in Hamiltonian Monte Carlo", JMLR 15, 2014. The
     likelihood is the sum over the data. Everything is computed in float64 on the CPU, on a copy of the model in evaluation mode; chains
     run one after another, each from the model's own weights plus a standard normal (times the prior's standard deviation where that is
-    below 1), so that `r_hat` compares starts that differ. Equal seeds give equal draws, and no shared generator of random numbers is
-    touched. Weights of a network have modes by the thousand (hidden units can change places): hold predictions against each other there,
-    not weights.
+    below 1), so that `r_hat` compares starts that differ. Equal seeds give equal draws, and no shared random generator is used. The
+    posterior of a network's weights has thousands of equivalent modes (hidden units can be permuted): compare predictions there, not
+    weights.
 
     Args:
         model: Any module; parameters that `pattern` does not match stay as they are.
-        likelihood: What y is, given the outputs.
+        likelihood: Distribution of y given the outputs.
         x: Inputs [N, *].
         y: Labels or targets, as the likelihood takes them.
-        precision: Of the Gaussian prior, 1 / variance, > 0: one number or one for each weight, [D].
+        precision: Precision of the Gaussian prior, 1 / variance, > 0: one number or one for each weight, [D].
         centre: Mean of the prior: one number or one for each weight, [D].
         pattern: A shell-style pattern over the names of the parameters that are sampled, such as `head.*`.
-        draws: Draws of each chain that are kept.
-        warmup: Draws of each chain before, in which step size and mass are adapted.
+        draws: Number of draws of each chain that are kept.
+        warmup: Number of draws of each chain before these, in which step size and mass matrix are adapted; they are dropped.
         chains: Number of chains.
-        seed: Of the starts and the draws, >= 0.
-        full_mass: Whether the mass is adapted as a matrix [D, D], for posteriors with strong correlations, rather than its diagonal.
+        seed: Seed of the starts and the draws, >= 0.
+        full_mass: Whether the mass matrix is full, [D, D], for posteriors with strong correlations, rather than diagonal.
         target_accept: Acceptance probability that the step size is adapted to, in (0, 1); closer to 1 where transitions diverge.
         progress: Whether to show Pyro's progress bar.
 
     Raises:
-        TypeError: The model is no module, the likelihood none, or the data are no tensors.
-        ValueError: There are more than a few thousand weights, the pattern matches none, there are no data, sizes, labels or outputs do not
-            fit, an option is impossible, or the posterior's density at the start is not finite.
+        TypeError: `model` is not an `nn.Module`, `likelihood` is no likelihood, or `x` or `y` is not a tensor.
+        ValueError: There are more than `LIMIT` weights, `pattern` matches no parameter, there are no data, sizes, labels or outputs do not
+            fit, an option lies outside its range, or the posterior's density at a start is not finite.
     """
     from pyro.infer import mcmc
 
@@ -180,7 +181,7 @@ def nuts(
             if not math.isfinite(potential({"w": start})):
                 raise ValueError("the posterior's density is not finite at the start; check that x and y are finite, and the likelihood")
             kernel = mcmc.NUTS(potential_fn=potential, full_mass=full_mass, target_accept_prob=target_accept)
-            # Pyro's own summary takes four draws or more, and the kernel forgets when the run ends: look after each draw.
+            # Divergences are read after each draw: Pyro's summary needs four draws, and the kernel drops them when the run ends.
             places: list[int] = []
 
             def note(kernel: Any, _: Any, stage: str, __: int, places: list[int] = places) -> None:
@@ -210,10 +211,10 @@ def nuts(
 
 
 def _checked(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
-    """Labels or targets as the likelihood takes them beside outputs [N, O]; of a likelihood that is not ours as they are.
+    """Convert labels or targets to the form that the likelihood takes beside outputs [N, O]; keep them for a user's own likelihood.
 
     Raises:
-        ValueError: The outputs or `y` don't fit the likelihood.
+        ValueError: The outputs `f` or `y` do not fit the likelihood.
     """
     if not isinstance(likelihood, Categorical | Bernoulli | Gaussian):
         return y
@@ -226,7 +227,7 @@ def _checked(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
 def _potential(
     model: nn.Module, likelihood: Likelihood, layout: Layout, x: Tensor, y: Tensor, precision: Tensor, centre: Tensor
 ) -> Callable[[Tensors], Tensor]:
-    """-log p(y | x, w) - log N(w; centre, 1 / precision) in nats, up to a constant, as a function of {"w": [D]}."""
+    """Return -log p(y | x, w) - log N(w; centre, 1 / precision) in nats, up to a constant, as a function of {"w": [D]}."""
 
     def potential(z: Tensors) -> Tensor:
         nll = likelihood.nll(_outputs(model, layout, z["w"], x), y).sum()
@@ -236,12 +237,12 @@ def _potential(
 
 
 def _outputs(model: nn.Module, layout: Layout, w: Tensor, x: Tensor) -> Tensor:
-    """Outputs [N, O] at weights `w` [D]."""
+    """Compute outputs [N, O] at weights `w` [D]."""
     return functional_call(model, layout.leaves(w), (x,))
 
 
 def _weights(name: str, value: float | Tensor, size: int) -> Tensor:
-    """One number, or one for each weight, as [D]."""
+    """Expand one number, or one for each weight, to [D]."""
     try:
         tensor = torch.as_tensor(value).detach().cpu()
     except (TypeError, ValueError, RuntimeError) as error:

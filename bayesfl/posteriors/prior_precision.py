@@ -1,4 +1,4 @@
-"""Choosing the prior precision of a Laplace approximation after training: by the evidence of the training data, or on validation data."""
+"""The choice of a Laplace approximation's prior precision after training, by the evidence of the training data or on validation data."""
 
 import math
 import warnings
@@ -12,26 +12,26 @@ from bayesfl.posteriors.laplace import Laplace
 from bayesfl.posteriors.linearised import nll
 
 GRID = tuple(10.0 ** (k / 2) for k in range(-8, 9))
-"""From 1e-4 to 1e4, by half decades."""
+"""Prior precisions from 1e-4 to 1e4, by half decades."""
 ALIKE = 1e-3
-"""Mean negative log likelihoods this near, in nats, say nothing about which candidate is better."""
+"""Difference of mean negative log likelihoods, in nats, below which candidates count as equally good."""
 
 
 def by_evidence(fitted: Laplace, x: Tensor, y: Tensor, *, centre: float | Tensor = 0.0, grid: Sequence[float] = GRID) -> Laplace:
-    """The approximation under the precision of largest log marginal likelihood.
+    """Return the approximation under the precision of largest log marginal likelihood.
 
     An optimum at an edge of the grid means that the data say nothing about the precision (for the whole network the evidence often
-    rises without bound): then `fitted` comes back as it is, with a warning.
+    rises without bound): then `fitted` is returned unchanged, with a warning.
 
     Args:
         fitted: The approximation, under any precision.
-        x: What it was fitted to, [N, ...].
-        y: The labels or targets of `x`.
-        centre: Of the prior.
+        x: The inputs that it was fitted to, [N, ...].
+        y: Labels or targets of `x`.
+        centre: Mean of the prior, one number or one for each weight, [D].
         grid: Precisions to try.
 
     Raises:
-        ValueError: An empty grid, one of which no precision works, or labels or targets that don't fit.
+        ValueError: `grid` is empty, no precision of it works, or labels or targets do not fit.
 
     References:
         MacKay, "A practical Bayesian framework for backpropagation networks", Neural Computation 4(3), 1992; Immer et al., "Scalable
@@ -52,39 +52,39 @@ def by_evidence(fitted: Laplace, x: Tensor, y: Tensor, *, centre: float | Tensor
 def by_validation(
     fitted: Laplace, x: Inputs, held: Tensor, labels: Tensor, *, centre: bool = True, grid: Sequence[float] = GRID
 ) -> Laplace:
-    """The approximation under the precision whose predictions have the smallest mean negative log likelihood on held-out data.
+    """Return the approximation under the precision whose predictions have the smallest mean negative log likelihood on held-out data.
 
-    Of precisions that are as good as the best, to `ALIKE` nats an example, the largest, which does least.
+    Among precisions within `ALIKE` nats per example of the best, the largest is taken, which changes the predictions least.
 
     Args:
         fitted: The approximation, under any precision.
-        x: What it was fitted to.
+        x: The inputs that it was fitted to.
         held: Validation inputs [M, ...].
-        labels: Their labels or targets.
+        labels: Labels or targets of `held`.
         centre: Whether predictions are centred, see `Laplace.linearised`.
         grid: Precisions to try.
 
     Raises:
-        ValueError: An empty grid, one of which no precision works, or labels or targets that don't fit.
+        ValueError: `grid` is empty, no precision of it works, or labels or targets do not fit.
     """
     scores = _scores(fitted, x, grid, lambda candidate: -predictive_nll(candidate, held, labels, centre=centre))
     return fitted.with_precision(x, max(precision for precision, value in scores.items() if value >= max(scores.values()) - ALIKE))
 
 
 def predictive_nll(fitted: Laplace, x: Inputs, y: Tensor, *, centre: bool = True) -> float:
-    """Mean negative log density of `y` under the predictive distribution in closed form, in nats.
+    """Compute the mean negative log density of `y` under the predictive distribution in closed form, in nats.
 
     Raises:
-        ValueError: Labels or targets that don't fit the inputs or the classes.
+        ValueError: Labels or targets do not fit the inputs or the classes.
     """
     return float(nll(fitted.predict(x, centre=centre), y).mean())
 
 
 def _scores(fitted: Laplace, x: Inputs, grid: Sequence[float], score: Callable[[Laplace], float]) -> dict[float, float]:
-    """The score of each precision; those without Cholesky factor or finite score are passed over.
+    """Compute the score of each precision; those without Cholesky factor or finite score are left out.
 
     Raises:
-        ValueError: An empty grid, or one of which no precision works.
+        ValueError: `grid` is empty, or no precision of it works.
     """
     if not len(grid):
         raise ValueError("grid is empty: pass one prior precision or more")

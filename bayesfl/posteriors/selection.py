@@ -1,4 +1,4 @@
-"""Which weights of a network stay uncertain: rules that choose a subnetwork S for a Laplace approximation.
+"""Rules that choose the subnetwork S, the weights that stay uncertain under a Laplace approximation.
 
 A rule scores every weight; the highest scores are taken, exact ties by the smaller index.
 
@@ -23,17 +23,17 @@ from bayesfl.curvature.dual import NO_CURVATURE
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a rule may look at.
+    """The facts about weights that a rule may use.
 
     Args:
-        loc: The weights, [D].
+        loc: Weights, [D].
         curvature: Diagonal of the GGN, summed over the data, in nats, [D].
         variance: Prior variances, [D].
-        seed: Of rules that draw.
+        seed: Seed of rules that draw.
         layout: Which parameters the weights belong to, for rules that go by name.
 
     Raises:
-        ValueError: The three are not of one length, a curvature is below 0, or a variance not above.
+        ValueError: `loc`, `curvature` and `variance` differ in length, an entry of `curvature` is < 0, or one of `variance` is not > 0.
     """
 
     loc: Tensor
@@ -54,21 +54,23 @@ class Evidence:
 
     @property
     def posterior_variance(self) -> Tensor:
-        """1 / (GGN_rr + 1 / g_r) of each weight on its own, [D]."""
+        """Compute the posterior variance of each weight on its own, 1 / (GGN_rr + 1 / variance_r), [D]."""
         return self.variance / (1 + self.curvature * self.variance)
 
     @property
     def curved(self) -> Tensor:
-        """Which weights the data say anything about, [D] bool; the posterior of the others is the prior."""
+        """Return which weights the data determine at all, [D] bool; the posterior of the others is the prior."""
         return self.curvature * self.variance >= NO_CURVATURE
 
 
 Rule: TypeAlias = Callable[[Evidence], Tensor]
-"""Scores [D]; -inf for what must never be taken."""
+"""Function (evidence) -> scores [D], -inf for weights that must never be chosen."""
 
 
 def wasserstein(evidence: Evidence) -> Tensor:
-    """The largest posterior variances: what is left out adds up to the squared 2-Wasserstein distance to the full diagonal posterior.
+    """Score weights by posterior variance.
+
+    Those left out then add least to the squared 2-Wasserstein distance to the full diagonal posterior, which is the sum of their variances.
 
     Weights without curvature have the largest variances of all, so they come first; their posterior is the prior, and on inputs like
     the training data they change no prediction.
@@ -77,41 +79,41 @@ def wasserstein(evidence: Evidence) -> Tensor:
 
 
 def curved_wasserstein(evidence: Evidence) -> Tensor:
-    """`wasserstein` among the weights that have curvature; S is smaller where there are too few."""
+    """Score by `wasserstein` among the weights that have curvature; S is smaller if too few have any."""
     return wasserstein(evidence).masked_fill(~evidence.curved, -torch.inf)
 
 
 def magnitude(evidence: Evidence) -> Tensor:
-    """The largest weights, whatever their sign."""
+    """Score weights by their absolute value."""
     return evidence.loc.abs()
 
 
 def random(evidence: Evidence) -> Tensor:
-    """All subnetworks alike; equal seeds choose equal ones, so that the indices need not be sent."""
+    """Score at random, so that all subnetworks are equally likely; equal seeds choose equal ones, so the indices need not be sent."""
     scores = generator(evidence.seed, Purpose.SELECTION).standard_normal(len(evidence.loc))
     return torch.as_tensor(scores).to(evidence.loc)
 
 
 def predictive_variance(evidence: Evidence) -> Tensor:
-    """The largest share in the predictions' variance on the training data: GGN_rr times the posterior variance, each weight alone."""
+    """Score by each weight's share in the predictions' variance on the training data: GGN_rr times its posterior variance on its own."""
     return evidence.curvature * evidence.posterior_variance
 
 
 @dataclass(frozen=True)
 class ByName:
-    """The weights of the parameters whose names fit a pattern, such as `body.0.*`; the first ones where they are too many.
+    """A rule that takes the weights of parameters whose names fit a pattern, such as `body.0.*`; the first ones if there are too many.
 
     Args:
-        pattern: Shell-style.
+        pattern: Shell-style pattern over parameter names.
     """
 
     pattern: str
 
     def __call__(self, evidence: Evidence) -> Tensor:
-        """Scores [D].
+        """Return scores [D].
 
         Raises:
-            ValueError: The evidence has no layout, or no parameter fits.
+            ValueError: The evidence has no layout, or no parameter fits the pattern.
         """
         if evidence.layout is None:
             raise ValueError("a rule that goes by name needs the evidence's layout, as Evidence(..., layout=curvature.layout)")
@@ -126,12 +128,13 @@ RULES: dict[str, Rule] = {rule.__name__: rule for rule in (wasserstein, curved_w
 
 
 def select(rule: str | Rule, evidence: Evidence, count: int) -> Tensor:
-    """The subnetwork of `count` weights that a rule chooses, as increasing indices [count]; fewer where the rule allows no more.
+    """Choose the subnetwork of `count` weights by a rule, as increasing indices [count]; fewer where the rule allows no more.
 
-    Warns where most of it has no curvature: then the posterior there is the prior, and the predictions are the MAP's, or worse.
+    Warns where most of the chosen weights have no curvature: their posterior is then the prior, and the predictions are close to the MAP's,
+    or worse.
 
     Raises:
-        ValueError: An unknown rule, a count that is not between 1 and D, or scores that are NaN.
+        ValueError: `rule` is unknown, `count` lies outside 1 to D, or the scores have another shape, are NaN, or are all -inf.
     """
     size = len(evidence.loc)
     check_rule(rule)
@@ -151,7 +154,7 @@ def select(rule: str | Rule, evidence: Evidence, count: int) -> Tensor:
     if not len(chosen):
         raise ValueError("the selection allows no weight at all: every score is -inf")
     if uncurved_share(evidence, chosen) > 0.5:
-        # The same words each time, so that a federation's many rounds and clients say it once.
+        # The text is always the same, so that Python shows it once for all rounds and clients of a federation.
         warnings.warn(
             "most of the selected weights have no curvature (constant inputs, dead units; `uncurved_share` says how many): the data say "
             "nothing about them and the predictions will be near the MAP's; selection='random' or 'predictive_variance' take others",
@@ -161,15 +164,15 @@ def select(rule: str | Rule, evidence: Evidence, count: int) -> Tensor:
 
 
 def check_rule(rule: object) -> None:
-    """That this is a rule or the name of one.
+    """Check that `rule` is a rule or the name of one.
 
     Raises:
-        ValueError: It is neither.
+        ValueError: `rule` is neither.
     """
     if not (callable(rule) or (isinstance(rule, str) and rule in RULES)):
         raise ValueError(f"selection must be one of {sorted(RULES)} or a function of the evidence, got {rule!r}")
 
 
 def uncurved_share(evidence: Evidence, indices: Tensor) -> float:
-    """The share of the weights `indices` that have no curvature."""
+    """Return the share of the weights `indices` that have no curvature."""
     return float((~evidence.curved[indices]).double().mean()) if len(indices) else 0.0

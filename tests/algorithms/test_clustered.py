@@ -224,17 +224,17 @@ def test_two_groups_by_complete_linkage():
 
 
 def test_weights_that_do_not_fit(planted: FederatedData):
-    with pytest.raises(ValueError, match=r"weight must give \[11\] numbers for block 'w', got a tensor \[11, 1\]"):
+    with pytest.raises(ValueError, match=r"weight .*\[11\].*'w'.* got .*\[11, 1\]"):
         run(started(weight=lambda server, uplink: uplink["n"].unsqueeze(-1)), planted, 1)
 
 
 def test_bad_thresholds_are_refused():
     """By name."""
-    with pytest.raises(ValueError, match=r"eps1 is a length in units .* got -1"):
+    with pytest.raises(ValueError, match=r"eps1 .*got -1"):
         bf.algorithms.clustered(nn.Linear(3, 1), eps1=-1)
-    with pytest.raises(ValueError, match="eps2 must be a number"):
+    with pytest.raises(ValueError, match=r"eps2 .*got True"):
         bf.algorithms.clustered(nn.Linear(3, 1), eps2=True)
-    with pytest.raises(ValueError, match="first_split must be at least 0"):
+    with pytest.raises(ValueError, match=r"first_split .*0.* got -1"):
         bf.algorithms.clustered(nn.Linear(3, 1), first_split=-1)
-    with pytest.raises(ValueError, match=r"weight must be a function .* such as bayesfl.pools.by_size or equal, got 3"):
+    with pytest.raises(ValueError, match=r"weight .*bayesfl\.pools\.by_size.* got 3"):
         bf.algorithms.clustered(nn.Linear(3, 1), weight=3)  # pyright: ignore[reportArgumentType]

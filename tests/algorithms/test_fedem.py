@@ -160,11 +160,11 @@ def test_a_gaussian_prior_holds_every_copy(clients: FederatedData, model: nn.Mod
 
 def test_copies_that_start_alike_are_refused(model: nn.Module):
     """They would stay alike; and a predictor must say how they predict together."""
-    with pytest.raises(ValueError, match="copies that start alike stay alike"):
+    with pytest.raises(ValueError, match=r"block '\*'.*start=bf\.models\.anew"):
         Block(copies=2)
-    with pytest.raises(ValueError, match="a predictor must say how they predict together"):
+    with pytest.raises(ValueError, match=r"\('components',\).*predictors\.Mixture"):
         replace(bf.algorithms.fedem(model), predictor=None)
-    with pytest.raises(ValueError, match="components must be at least 1"):
+    with pytest.raises(ValueError, match=r"components .*1.* got 0"):
         bf.algorithms.fedem(model, components=0)
 
 
@@ -223,10 +223,10 @@ def test_a_matrix_for_others_is_refused(clients: FederatedData, model: nn.Module
     """In the first round, with the number of clients; one that does not mix, as it is given."""
     with pytest.raises(ValueError, match="graph is not connected"):
         bf.algorithms.d_fedem(model, mixing=torch.eye(7))
-    with pytest.raises(ValueError, match=r"the mixing matrix must be \[7, 7\]"):
+    with pytest.raises(ValueError, match=r"mixing .*\[7, 7\].* got \[3, 3\]"):
         run(bf.algorithms.d_fedem(model, mixing=torch.full((3, 3), 1 / 3)), clients)
     for none in ("ring", 3, [[1.0], [0.5, 0.5]]):
-        with pytest.raises(ValueError, match=r"the mixing matrix must be .*\[J, J\].*; topology.metropolis\(edges\) makes one"):
+        with pytest.raises(ValueError, match=r"mixing .*\[J, J\].*topology\.metropolis\(edges\)"):
             bf.algorithms.d_fedem(model, mixing=none)  # pyright: ignore[reportArgumentType]
 
 
@@ -235,7 +235,7 @@ def test_one_way_mixing_needs_everyone(clients: FederatedData, model: nn.Module)
     w = (torch.eye(7) + torch.eye(7).roll(1, 0)) / 2
     algorithm = bf.algorithms.d_fedem(model, mixing=w, components=2, batch_size=None)
     run(algorithm, clients)
-    with pytest.raises(ValueError, match=r"mixing is not symmetric and 3 of 7 clients took part.*pass a symmetric matrix"):
+    with pytest.raises(ValueError, match=r"mixing .*3 of 7 clients.*topology\.metropolis"):
         run(algorithm, clients, participation=0.5)
     run(bf.algorithms.d_fedem(model, mixing=metropolis(ring(7)).float(), components=2, batch_size=None), clients, participation=0.5)
 
@@ -254,7 +254,7 @@ def test_a_component_that_dies_is_named(method: str, clients: FederatedData, cap
     with caplog.at_level("WARNING", logger="bayesfl"):
         result = run(algorithm, clients, 3)
     (said,) = (record.getMessage() for record in caplog.records)
-    assert said.startswith("component 2 of 3 has died: it makes a share of ")
+    assert said.startswith("component 2 of 3 has died")
     n = torch.from_numpy(clients.train.counts).double()
     assert_close(result.server["usage"], n @ result.private["pi"] / n.sum())
     assert float(result.server["usage"][2]) < 1e-3
@@ -315,16 +315,16 @@ def test_beliefs_of_one_component_by_hand():
     ("options", "error", "message"),
     [
         ({"prior_variance": 0.0}, ValueError, "prior_variance must be > 0"),
-        ({"posterior": MeanField(), "by_responsibility": True}, ValueError, "by_responsibility is an average of points"),
-        ({"posterior": "mean-field"}, TypeError, r"posterior must be Point\(\) or MeanField\(init_scale=0.01\) .*, got 'mean-field'"),
-        ({"posterior": MeanField}, TypeError, "posterior must be Point"),
-        ({"by_responsibility": "yes"}, TypeError, "by_responsibility must be of type bool"),
-        ({"components": 0}, ValueError, "components must be at least 1"),
+        ({"posterior": MeanField(), "by_responsibility": True}, ValueError, r"by_responsibility .*MeanField.*by_responsibility=False"),
+        ({"posterior": "mean-field"}, TypeError, r"posterior .*Point\(\).*MeanField\(.* got 'mean-field'"),
+        ({"posterior": MeanField}, TypeError, r"posterior .*Point\(\).*MeanField\(.* got <class"),
+        ({"by_responsibility": "yes"}, TypeError, r"by_responsibility .*bool.* got str"),
+        ({"components": 0}, ValueError, r"components .*1.* got 0"),
     ],
 )
 def test_options_that_do_not_work(options: dict[str, Any], error: type[Exception], message: str):
     """Refused as the method is made."""
     with pytest.raises(error, match=message):
         bf.algorithms.fedem(nn.Linear(2, 2), **options)
-    with pytest.raises(TypeError, match="model must be of type Module, got NoneType; build one"):
+    with pytest.raises(TypeError, match=r"model .*Module.* got NoneType"):
         bf.algorithms.fedem(None)  # pyright: ignore[reportArgumentType]

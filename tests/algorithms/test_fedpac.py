@@ -214,10 +214,10 @@ def test_defaults_are_the_papers():
 @pytest.mark.parametrize(
     ("model", "options", "message"),
     [
-        (bf.models.mlp(3, outputs=2), {"lam": -0.1}, "lam is the strength of a pull and must be finite and >= 0, got -0.1"),
-        (bf.models.mlp(3, outputs=2), {"lam": float("nan")}, "lam is the strength"),
-        (bf.models.mlp(3, outputs=1), {"likelihood": Gaussian(1.0)}, "likelihood Gaussian is for regression; use fedrep"),
-        (nn.Linear(3, 2), {}, "model must be a bf.models.SplitModel whose head is one nn.Linear, got Linear"),
+        (bf.models.mlp(3, outputs=2), {"lam": -0.1}, r"lam .*got -0.1"),
+        (bf.models.mlp(3, outputs=2), {"lam": float("nan")}, r"lam .*got nan"),
+        (bf.models.mlp(3, outputs=1), {"likelihood": Gaussian(1.0)}, r"likelihood Gaussian .*regression.*fedrep"),
+        (nn.Linear(3, 2), {}, r"model .*SplitModel.*nn\.Linear.* got Linear"),
         (SplitModel(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 2))), {}, "one nn.Linear"),
     ],
 )

@@ -28,7 +28,7 @@ def test_a_rare_environment_keeps_its_weight(name: str):
     log_q = run(algorithm, clients, rounds=3).server["log_q"]
     assert bool((log_q.exp() > 0.3).all())
     close(log_q.exp().sum(), 1.0)
-    with pytest.raises(ValueError, match=r"loss_examples must be at least environments=2.* got 1: pass more, or None"):
+    with pytest.raises(ValueError, match=r"loss_examples .*environments=2.* got 1"):
         getattr(bf.algorithms, name)(nn.Linear(8, 3), environments=2, loss_examples=1, **options)
 
 
@@ -194,5 +194,5 @@ def test_losses_on_some_examples(clients: FederatedData):
 
 
 def test_more_environments_than_weights_are_refused(clients: FederatedData):
-    with pytest.raises(ValueError, match="clients have up to 2 environments, the method was made for 1: pass environments=2"):
+    with pytest.raises(ValueError, match=r"2 environments.* 1: .*environments=2"):
         run(bf.algorithms.group_dro(nn.Linear(8, 3)), clients)

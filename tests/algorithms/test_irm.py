@@ -183,7 +183,7 @@ def test_data_without_environments_are_refused(clients: FederatedData, name: str
     xs, ys = zip(*[clients.train.client(j) for j in range(7)], strict=True)
     plain = bf.data.from_arrays(list(xs), list(ys), outputs=3)
     algorithm = getattr(bf.algorithms, name)(nn.Linear(8, 3), **METHODS[name])
-    with pytest.raises(ValueError, match=r"the data have no environments.*clients.as_environments\(\)"):
+    with pytest.raises(ValueError, match=r"environments=.*clients\.as_environments\(\)"):
         run(algorithm, plain)
     assert torch.isfinite(run(algorithm, plain.as_environments()).server["w"]["loc"]).all()
 
@@ -191,27 +191,27 @@ def test_data_without_environments_are_refused(clients: FederatedData, name: str
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("irm", {"gamma": -1.0}, "gamma is the weight of a penalty and must be >= 0"),
-        ("irm", {"gamma": float("inf")}, "gamma is the weight of a penalty and must be >= 0"),
-        ("irm", {"anneal": -1}, "anneal, the round from which the penalty counts in full, must be at least 0"),
-        ("irm", {"estimator": "none"}, "estimator must be 'biased' or 'unbiased'"),
+        ("irm", {"gamma": -1.0}, r"gamma .*got -1.0"),
+        ("irm", {"gamma": float("inf")}, r"gamma .*got inf"),
+        ("irm", {"anneal": -1}, r"anneal.* 0.* got -1"),
+        ("irm", {"estimator": "none"}, r"estimator .*'biased'.*'unbiased'.* got 'none'"),
         ("irm", {"l2": -0.1}, "l2 must be >= 0"),
-        ("irm", {"optimiser": 0.1}, r"optimiser must be one of bayesfl.optim, such as SGD\(0.1\), got 0.1"),
-        ("irm", {"server_optimiser": "adam"}, r"server_optimiser must be one of bayesfl.optim, such as SGD\(0.1\), got 'adam'"),
-        ("group_dro", {"server_optimiser": Adam}, r"server_optimiser must be one of bayesfl.optim, such as SGD\(0.1\), got <class"),
-        ("irm", {"steps": None}, "steps must be a whole number, got None"),
-        ("group_dro", {"steps": None}, "steps must be a whole number, got None"),
-        ("perinvfl", {"steps": None, "lower": "group_dro"}, "steps must be a whole number, got None"),
+        ("irm", {"optimiser": 0.1}, r"^optimiser .*bayesfl\.optim.* got 0.1"),
+        ("irm", {"server_optimiser": "adam"}, r"server_optimiser .*bayesfl\.optim.* got 'adam'"),
+        ("group_dro", {"server_optimiser": Adam}, r"server_optimiser .*bayesfl\.optim.* got <class"),
+        ("irm", {"steps": None}, r"^steps .*got None"),
+        ("group_dro", {"steps": None}, r"^steps .*got None"),
+        ("perinvfl", {"steps": None, "lower": "group_dro"}, r"^steps .*got None"),
         ("irm_l2", {"lam": -0.1}, "lam must be >= 0"),
-        ("irm_ft", {"personal_steps": 0}, "personal_steps must be at least 1"),
-        ("group_dro", {"eta": -0.1}, "eta is the step of the weights and must be >= 0"),
-        ("group_dro", {"environments": 0}, "environments must be at least 1"),
-        ("group_dro", {"loss_examples": 0}, "loss_examples must be at least 1"),
-        ("perinvfl", {"lower": "erm"}, "lower must be 'irm' or 'group_dro'"),
-        ("perinvfl", {"variant": "cosine"}, "variant must be 'distance' or 'contrastive'"),
+        ("irm_ft", {"personal_steps": 0}, r"personal_steps .*1.* got 0"),
+        ("group_dro", {"eta": -0.1}, r"^eta .*got -0.1"),
+        ("group_dro", {"environments": 0}, r"environments .*1.* got 0"),
+        ("group_dro", {"loss_examples": 0}, r"loss_examples .*1.* got 0"),
+        ("perinvfl", {"lower": "erm"}, r"lower .*'irm'.*'group_dro'.* got 'erm'"),
+        ("perinvfl", {"variant": "cosine"}, r"variant .*'distance'.*'contrastive'.* got 'cosine'"),
         ("perinvfl", {"variant": "contrastive"}, "variant 'contrastive' compares features"),
         ("perinvfl", {"lam": -1.0}, "lam must be >= 0"),
-        ("perinvfl", {"adapt_steps": 0}, "adapt_steps must be at least 1"),
+        ("perinvfl", {"adapt_steps": 0}, r"adapt_steps .*1.* got 0"),
     ],
 )
 def test_mistakes_are_named(name: str, options: dict[str, Any], message: str):

@@ -182,17 +182,17 @@ def test_a_novel_client_starts_from_the_global_model(clients: FederatedData, mod
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ({"gamma": -1.0}, "gamma is the weight of a penalty"),
-        ({"gamma": float("nan")}, "gamma is the weight of a penalty"),
-        ({"anneal": -3}, "anneal, the round from which the penalty counts in full, must be at least 0, got -3"),
-        ({"estimator": "zzz"}, "estimator must be 'biased' or 'unbiased', got 'zzz'"),
-        ({"l2": -1.0}, "l2 must be >= 0 and finite, got -1"),
-        ({"lam": -1.0}, "lam must be >= 0 and finite, got -1"),
-        ({"eta": -1.0}, "eta is the step of the weights and must be >= 0 and finite, got -1"),
-        ({"eta": float("nan")}, "eta is the step of the weights and must be >= 0 and finite, got nan"),
-        ({"environments": -3}, "environments must be at least 1, got -3"),
-        ({"loss_examples": -2}, "loss_examples must be at least 1, got -2"),
-        ({"optimiser": 0.1}, r"optimiser must be one of bayesfl.optim, such as SGD\(0.1\), got 0.1"),
+        ({"gamma": -1.0}, r"gamma .*got -1.0"),
+        ({"gamma": float("nan")}, r"gamma .*got nan"),
+        ({"anneal": -3}, r"anneal.* 0.* got -3"),
+        ({"estimator": "zzz"}, r"estimator .*'biased'.*'unbiased'.* got 'zzz'"),
+        ({"l2": -1.0}, r"l2 .*0.* got -1"),
+        ({"lam": -1.0}, r"lam .*0.* got -1"),
+        ({"eta": -1.0}, r"^eta .*0.* got -1"),
+        ({"eta": float("nan")}, r"^eta .*got nan"),
+        ({"environments": -3}, r"environments .*1.* got -3"),
+        ({"loss_examples": -2}, r"loss_examples .*1.* got -2"),
+        ({"optimiser": 0.1}, r"optimiser .*bayesfl\.optim.* got 0.1"),
     ],
 )
 def test_options_of_other_branches_are_checked(lower: Any, variant: Any, option: dict[str, Any], message: str):

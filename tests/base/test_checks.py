@@ -20,13 +20,13 @@ def test_whole_numbers():
 @pytest.mark.parametrize("value", [1.0, "1", None, True, Fraction(1, 2)], ids=str)
 def test_what_is_no_whole_number(value: Any):
     """Fractions, text, nothing, truth values."""
-    with pytest.raises(ValueError, match="k must be a whole number, got "):
+    with pytest.raises(ValueError, match=r"^k .*whole number.* got "):
         whole("k", value, least=0)
 
 
 def test_least():
     """With the bound and what came."""
-    with pytest.raises(ValueError, match="k must be at least 2, got 1"):
+    with pytest.raises(ValueError, match=r"^k .*2.* got 1$"):
         whole("k", 1, least=2)
 
 
@@ -34,16 +34,16 @@ def test_numbers():
     """Of any kind, as a float; truth values and text are none."""
     assert [number("x", value) for value in (1, 0.5, np.float32(0.25), Fraction(1, 8))] == [1.0, 0.5, 0.25, 0.125]
     for value in (True, "1", None):
-        with pytest.raises(ValueError, match="x must be a number, got "):
+        with pytest.raises(ValueError, match=r"^x .*number.* got "):
             number("x", value)
 
 
 def test_instances():
     """The message says what came, a class too, and ends with the remedy."""
     instance("s", "text", str, "")
-    with pytest.raises(TypeError, match=r"^s must be of type str, got int; pass text$"):
+    with pytest.raises(TypeError, match=r"^s .*str.* got int; pass text$"):
         instance("s", 3, str, "pass text")
-    with pytest.raises(TypeError, match=r"^s must be of type str, got the class int; pass text$"):
+    with pytest.raises(TypeError, match=r"^s .*str.* got the class int; pass text$"):
         instance("s", int, str, "pass text")
-    with pytest.raises(TypeError, match=r"^prior must be of type Prior, got the class Flat; pass Flat\(\)$"):
+    with pytest.raises(TypeError, match=r"^prior .*Prior.* got the class Flat; pass Flat\(\)$"):
         instance("prior", Flat, Prior, "pass Flat()")

@@ -24,14 +24,14 @@ W = Energy("w", ("w",), likelihood="mean")
 def test_overlapping_parts_are_refused():
     """One predictor takes each parameter from one block: the message names both blocks and the parameter."""
     model = mlp(2, hidden=3, outputs=2)
-    with pytest.raises(ValueError, match=r"'all' and 'last' both claim parameter 'head\.weight'"):
+    with pytest.raises(ValueError, match=r"'all' and 'last' .*'head\.weight'"):
         algorithm(model, {"all": bf.Block(), "last": bf.Block("head.*")})
     assert algorithm(model, {"all": bf.Block(), "last": bf.Block("head.*")}, parts=("all",)).parts == ("all",)
 
 
 def test_unknown_parts_are_refused():
     """The message names the part and the blocks there are."""
-    with pytest.raises(ValueError, match=r"'tail' is not a block; the blocks are \['w'\]"):
+    with pytest.raises(ValueError, match=r"'tail' .*blocks .*\['w'\]"):
         algorithm(mlp(2, hidden=3, outputs=2), {"w": bf.Block()}, parts=("w", "tail"))
 
 
@@ -41,7 +41,7 @@ def test_phases_are_checked():
     blocks = {"body": bf.Block("body.*"), "head": bf.Block("head.*")}
     wrong = Descend(Energy("head", ("body",), likelihood="mean"))
     for where in ({"finetune": (wrong,)}, {"adapt": (wrong,)}):
-        with pytest.raises(ValueError, match=r"\['head'\] are trained on an energy whose predictor \('body',\)"):
+        with pytest.raises(ValueError, match=r"\['head'\] .*energy .*\('body',\)"):
             algorithm(model, blocks, **where)
     with pytest.raises(ValueError, match=r"\['head'\]"):
         bf.Algorithm(model, blocks, (wrong,), parts=("body", "head"))
@@ -57,7 +57,7 @@ def test_reserved_names_are_refused(name):
 @pytest.mark.parametrize("name", ["head.mean", ""])
 def test_names_with_dots_are_refused(name):
     """State is saved under names joined by dots."""
-    with pytest.raises(ValueError, match=f"{name!r} must be text without dots"):
+    with pytest.raises(ValueError, match=rf"{name!r} .*dots"):
         algorithm(mlp(2, hidden=3, outputs=2), {name: bf.Block()})
 
 
@@ -66,14 +66,14 @@ def test_names_with_dots_are_refused(name):
     [
         ("server", lambda blocks, clients: {"w": torch.zeros(1)}, r"`server` has \['w'\]"),
         ("server", lambda blocks, clients: {"round": torch.zeros(1)}, r"`server` has \['round'\].*reserved"),
-        ("server", lambda blocks, clients: {"a": {"b.c": torch.zeros(1)}}, r"'b\.c' must be text without dots"),
+        ("server", lambda blocks, clients: {"a": {"b.c": torch.zeros(1)}}, r"'b\.c' .*dots"),
         ("server", lambda blocks, clients: {0: torch.zeros(1)}, "0 must be text"),
         ("server", lambda blocks, clients: {"heads": [torch.zeros(1)]}, r"`server` starts 'heads' as"),
         ("private", {"w": torch.zeros(1)}, r"`private` has \['w'\]"),
         ("private", {"n": torch.zeros(1)}, r"`private` has \['n'\]"),
         ("reports", {"w": torch.zeros(1)}, r"`reports` has \['w'\]"),
         ("reports", {"ids": 0.0}, r"`reports` has \['ids'\]"),
-        ("reports", {"a.b": 0.0}, r"'a\.b' must be text without dots"),
+        ("reports", {"a.b": 0.0}, r"'a\.b' .*dots"),
         ("address", lambda server, ids: {"n": torch.zeros(len(ids))}, r"`address` has \['n'\]"),
     ],
 )
@@ -91,7 +91,7 @@ def test_names_that_are_taken_are_refused(where, what, words):
 
 def test_a_pattern_that_matches_nothing_is_refused():
     """With the names there are."""
-    with pytest.raises(ValueError, match=r"'fc\.\*' matches no parameter.*head\.weight"):
+    with pytest.raises(ValueError, match=r"'fc\.\*' .*head\.weight"):
         algorithm(mlp(2, hidden=3, outputs=2), {"w": bf.Block("fc.*")})
 
 
@@ -111,7 +111,7 @@ def test_layers_that_draw_are_refused(layer):
     """By name and type, with the remedy; in eval mode they draw nothing and are fine."""
     layer = copy.deepcopy(layer)
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(), layer))
-    with pytest.raises(ValueError, match=rf"'1\.1' \({type(layer).__name__}\) draws its own randomness.*eval mode"):
+    with pytest.raises(ValueError, match=rf"'1\.1' \({type(layer).__name__}\) .*randomness .*eval mode"):
         algorithm(model, {"w": bf.Block()})
     layer.eval()
     assert algorithm(model, {"w": bf.Block()}).layout("w").size >= 20
@@ -122,7 +122,7 @@ def test_layers_that_count_are_refused(layer):
     """Batch norm by name, with group norm as the remedy; in eval mode its statistics are constants and it is fine."""
     layer = copy.deepcopy(layer)
     model = nn.Sequential(nn.Linear(4, 4), layer)
-    with pytest.raises(ValueError, match=rf"'1' \({type(layer).__name__}\) updates its buffers.*nn\.GroupNorm.*eval mode"):
+    with pytest.raises(ValueError, match=rf"'1' \({type(layer).__name__}\) .*buffers .*nn\.GroupNorm.*eval mode"):
         algorithm(model, {"w": bf.Block()})
     layer.eval()
     algorithm(model, {"w": bf.Block()})
@@ -186,11 +186,9 @@ def test_only_what_is_named_leaves_the_server():
     assert set(common) == {"body", "told"}
     assert {name: entry["loc"].shape for name, entry in addressed.items()} == {"head": (2, 8)}
     for broadcast in (("body",), "told", ("n",), 3):
-        with pytest.raises(
-            ValueError, match=re.escape(f"broadcast must be a tuple of names that `server` adds, other than blocks, got {broadcast!r}")
-        ):
+        with pytest.raises(ValueError, match=rf"broadcast .*`server` .*got {re.escape(repr(broadcast))}"):
             replace(made, broadcast=broadcast)
-    with pytest.raises(ValueError, match=r"broadcast names \['more'\], which the server does not have"):
+    with pytest.raises(ValueError, match=r"broadcast names \['more'\].*`server`"):
         replace(made, broadcast=("more",)).init(4)
 
 
@@ -212,11 +210,11 @@ def test_reports_are_declared_by_their_start():
     assert view["drift"].shape == (2, 17)
     assert view["tau"].tolist() == [0.25, 0.5]
     made.check_reported(view, view)
-    with pytest.raises(ValueError, match=r"`reports` declares 'drift' as .*\(17,\).*leaves .*\(16,\)"):
+    with pytest.raises(ValueError, match=r"`reports` .*'drift' .*\(17,\).*\(16,\)"):
         made.check_reported(view, view | {"drift": torch.zeros(2, 16).double()})
-    with pytest.raises(ValueError, match=r"`reports` declares 'count' as .*leaves nothing"):
+    with pytest.raises(ValueError, match=r"`reports` .*'count' .*nothing"):
         made.check_reported(view, {name: entry for name, entry in view.items() if name != "count"})
-    with pytest.raises(TypeError, match="private must be a mapping"):
+    with pytest.raises(TypeError, match=r"private .*mapping.* got function"):
         replace(made, private=lambda given: {"tau": 1.0})
 
 
@@ -275,21 +273,21 @@ def test_shared_parts(name, parts):
 
 def test_layers_without_a_shape():
     """A lazy layer is named, with the remedy, before anything is made of it."""
-    with pytest.raises(ValueError, match=r"parameters \['weight', 'bias'\] of the model have no shape yet"):
+    with pytest.raises(ValueError, match=r"\['weight', 'bias'\] .*shape"):
         bf.algorithms.fedavg(nn.LazyLinear(3))
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"private": {"c": torch.zeros(3)}, "reports": {"c": 0.0}}, "`private` starts as .* what `reports` starts as"),
-        ({"phases": (Descend(W, persist="opt", optimiser=SGD(0.1, 0.9)),), "reports": {"opt": 0.0}}, "what a phase keeps` has .'opt'."),
-        ({"phases": (Once(lambda a, g, v, d: v, kept={"k": torch.zeros(())}),), "private": {"k": 0.0}}, "what a phase keeps` has .'k'."),
-        ({"phases": (Descend(W, persist="n", optimiser=SGD(0.1, 0.9)),)}, "what a phase keeps` has .'n'."),
+        ({"private": {"c": torch.zeros(3)}, "reports": {"c": 0.0}}, r"`private` .*'c'.*\(3,\).*`reports` .*'c'"),
+        ({"phases": (Descend(W, persist="opt", optimiser=SGD(0.1, 0.9)),), "reports": {"opt": 0.0}}, r"phase .*\['opt'\]"),
+        ({"phases": (Once(lambda a, g, v, d: v, kept={"k": torch.zeros(())}),), "private": {"k": 0.0}}, r"phase .*\['k'\]"),
+        ({"phases": (Descend(W, persist="n", optimiser=SGD(0.1, 0.9)),)}, r"phase .*\['n'\]"),
         ({"address": lambda server, ids: {"c": torch.zeros(len(ids))}, "private": {"c": 0.0}}, "`address` has .'c'."),
-        ({"address": lambda server, ids: {"q": torch.zeros(4)}}, "`address` returns .'q'. without a row for each of its 1 ids"),
+        ({"address": lambda server, ids: {"q": torch.zeros(4)}}, r"`address` .*\['q'\].* 1 ids"),
         ({"private": {"c": "text"}}, "`private` starts 'c' as 'text'"),
-        ({"private": {"c": float("inf")}}, "`private` starts .'c'. with NaN or infinite"),
+        ({"private": {"c": float("inf")}}, r"`private` .*\['c'\].*NaN"),
     ],
 )
 def test_names_and_rows_are_held_against_each_other(options: dict[str, Any], words: str):
@@ -302,9 +300,9 @@ def test_names_and_rows_are_held_against_each_other(options: dict[str, Any], wor
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"server": {}}, "server must be a function, got {}"),
-        ({"address": {}}, "address must be a function, got {}"),
-        ({"combine": None}, "combine must be a function, got None"),
+        ({"server": {}}, r"server .*function.* got \{\}"),
+        ({"address": {}}, r"address .*function.* got \{\}"),
+        ({"combine": None}, r"combine .*function.* got None"),
     ],
 )
 def test_what_is_no_function_is_refused(options: dict[str, Any], words: str):
@@ -315,7 +313,7 @@ def test_what_is_no_function_is_refused(options: dict[str, Any], words: str):
 def test_a_server_that_starts_infinite_is_refused():
     """Else the first round would blame the learning rates."""
     made = replace(algorithm(mlp(2, hidden=3, outputs=2), {"w": bf.Block()}), server=lambda blocks, clients: {"best": torch.inf})
-    with pytest.raises(ValueError, match=r"`server` starts .'best'. with NaN or infinite"):
+    with pytest.raises(ValueError, match=r"`server` .*\['best'\].*NaN"):
         made.init(2)
 
 

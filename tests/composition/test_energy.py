@@ -217,5 +217,5 @@ def test_a_penalty_needs_points(model: nn.Module):
     """Of draws there would be as many penalties as draws: refused, with the remedy."""
     prior = Normal(centre=own_mean("w"), variance=lambda given, view: torch.ones(1))
     step = Descend(Energy("w", ("w",), likelihood="sum", penalty=alignment))
-    with pytest.raises(ValueError, match=r"blocks \['w'\] draw or have copies; use Point blocks"):
+    with pytest.raises(ValueError, match=r"blocks \['w'\] .*Point"):
         bf.Algorithm(model, {"w": Block(posterior=MeanField(), prior=prior)}, (step,), parts=("w",))

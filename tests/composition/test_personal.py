@@ -96,13 +96,13 @@ def test_a_model_in_parts_is_put_together(clients: FederatedData, model: nn.Modu
 @pytest.mark.parametrize(
     ("method", "phases", "words"),
     [
-        (lambda model: bf.algorithms.fedavg(model), (), "phases must train one block .*, got none"),
+        (lambda model: bf.algorithms.fedavg(model), (), r"phases .*got none .*\['w'\]"),
         (lambda model: bf.algorithms.fedavg(model), (FIT, replace(FIT, energy=Energy("u", ("u",), likelihood="mean"))), "got .'v', 'u'."),
         (lambda model: bf.algorithms.fedavg_ft(model), (FIT,), "fine-tunes its model"),
         (lambda model: bf.algorithms.fedsi(model), (FIT,), "predicts by a predictor"),
-        (lambda model: bf.algorithms.fedper(model), (FIT,), "sends no single model to everyone"),
-        (lambda model: bf.algorithms.fedpac(model), (FIT,), "sends no single model to everyone"),
-        (lambda model: bf.algorithms.local(model), (FIT,), "sends no single model to everyone"),
+        (lambda model: bf.algorithms.fedper(model), (FIT,), r"Algorithm\(SplitModel.* no single model"),
+        (lambda model: bf.algorithms.fedpac(model), (FIT,), r"Algorithm\(SplitModel.* no single model"),
+        (lambda model: bf.algorithms.local(model), (FIT,), r"Algorithm\(SplitModel.* no single model"),
         (lambda model: bf.algorithms.clustered(model), (FIT,), "fine-tunes its model"),
     ],
 )
@@ -115,9 +115,9 @@ def test_what_does_not_fit(method: Any, phases: tuple[Any, ...], words: str, mod
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"restart": "yes"}, TypeError, "restart must be of type bool"),
-        ({"adapt": FIT}, TypeError, "adapt must be of type tuple"),
-        ({"prior": None}, TypeError, "prior must be of type Prior"),
+        ({"restart": "yes"}, TypeError, r"restart .*bool.* got str"),
+        ({"adapt": FIT}, TypeError, r"adapt .*tuple.* got Descend"),
+        ({"prior": None}, TypeError, r"prior .*Prior.* got NoneType"),
     ],
 )
 def test_arguments_of_another_type(options: dict[str, Any], error: type[Exception], words: str, model: nn.Module):
@@ -125,7 +125,7 @@ def test_arguments_of_another_type(options: dict[str, Any], error: type[Exceptio
     plain = bf.algorithms.fedavg(model)
     with pytest.raises(error, match=words):
         with_personal(plain, FIT, **options)
-    with pytest.raises(TypeError, match="method must be of type Algorithm"):
+    with pytest.raises(TypeError, match=r"method .*Algorithm.* got SplitModel"):
         with_personal(model, FIT)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="phases must train one block"):
+    with pytest.raises(ValueError, match=r"phases .*got \['v'\] .*\['w'\]"):
         with_personal(plain, adapt=(FIT,))

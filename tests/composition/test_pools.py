@@ -220,7 +220,7 @@ def test_product_refuses_precisions_that_are_not_positive():
     """Clients wider than their prior: the message says which block and how many weights."""
     server, uplink = federation()
     wide = (torch.zeros(3).double(), torch.tensor([1e6, 1e-6, 1e6]).double())
-    with pytest.raises(ValueError, match="'w': 2 weights have no positive precision"):
+    with pytest.raises(ValueError, match=r"'w': 2 weights .*precision"):
         pooled(PrecisionWeighted(prior=lambda server: wide), server, uplink)
 
 
@@ -300,10 +300,10 @@ def test_barycentre_golden():
 @pytest.mark.parametrize(
     ("weight", "message"),
     [
-        (lambda server, uplink: torch.ones(2), r"weight must give \[5\] numbers for block 'w', got a tensor \[2\] of torch.float32"),
-        (lambda server, uplink: torch.ones(5, 1), r"weight must give \[5\] numbers for block 'w', got a tensor \[5, 1\]"),
+        (lambda server, uplink: torch.ones(2), r"weight .*\[5\].*'w'.* got .*\[2\].*torch\.float32"),
+        (lambda server, uplink: torch.ones(5, 1), r"weight .*\[5\].*'w'.* got .*\[5, 1\]"),
         (lambda server, uplink: torch.tensor(1.0), r"got a tensor \[\]"),
-        (lambda server, uplink: torch.ones(5) * 1j, "got a tensor .* of torch.complex64"),
+        (lambda server, uplink: torch.ones(5) * 1j, r"weight .*got .*\[5\].*torch\.complex64"),
         (lambda server, uplink: 1.0, "got 1.0"),
     ],
 )
@@ -321,7 +321,7 @@ def test_copies_are_weighed_together_or_each():
     each = torch.rand(5, 2, generator=torch.Generator().manual_seed(2), dtype=DOUBLE)
     assert_close(pooled(Mean(lambda s, u: each), server, uplink)["loc"], torch.einsum("cm,cmd->md", each / each.sum(0), loc))
     assert_close(pooled(Mean(equal), server, uplink)["loc"], loc.mean(0))
-    with pytest.raises(ValueError, match=r"weight must give \[5\] or \[5, 2\] numbers for block 'w', got a tensor \[5, 3\]"):
+    with pytest.raises(ValueError, match=r"weight .*\[5\] or \[5, 2\].*'w'.* got .*\[5, 3\]"):
         pooled(Mean(lambda s, u: torch.ones(5, 3)), server, uplink)
 
 

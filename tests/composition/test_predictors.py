@@ -201,14 +201,14 @@ def test_every_method_takes_one(clients: FederatedData, model: nn.Module):
         algorithm = replace(case(model), predictor=LinearisedLaplace(precision=3.0))
         result = bf.simulate(algorithm, clients, rounds=1, evaluate_every=None, progress=False, engine=bf.Engine(workers=1))
         assert bool(probs(result.predict())[result.predict().mask].isfinite().all()), case.name
-    with pytest.raises(ValueError, match=r"block 'body' is none of the predictor's parts \('w',\)"):
+    with pytest.raises(ValueError, match=r"block 'body' .*\('w',\)"):
         replace(bf.algorithms.fedavg(model), predictor=LinearisedLaplace("body"))
 
 
 def test_of_candidates_alike_the_largest_is_taken(two: FederatedData, model: nn.Module):
     """Less than a thousandth of a nat apart they say nothing; a choice at the lower edge is told."""
     assert trained(two, model, Scripted({30: (0.9, 0.8999), 6: (0.9, 0.8999)})).tuned == 2.0
-    with pytest.warns(UserWarning, match="strength is at the lower edge of its grid, 0.5"):
+    with pytest.warns(UserWarning, match=r"strength .*lower edge.* 0\.5"):
         assert trained(two, model, Scripted({30: (0.001, 0.001), 6: (0.001, 0.001)})).tuned == 0.5
 
 
@@ -231,23 +231,23 @@ def test_what_is_not_finite_is_passed_over(two: FederatedData, model: nn.Module)
     predictor.broken, predictor.nan = {2.0}, {0.5}
     assert trained(two, model, predictor).tuned == 1.0
     predictor.broken = {0.5, 1.0, 2.0}
-    with pytest.raises(ValueError, match="no strength of the grid"):
+    with pytest.raises(ValueError, match=r"strength .*\(0\.5, 1\.0, 2\.0\)"):
         _ = trained(two, model, predictor).tuned
 
 
 def test_without_validation_data(clients: FederatedData, model: nn.Module):
     """Refused before training where it will be measured, and as it predicts; a number, or no closed form, needs none."""
-    with pytest.raises(ValueError, match=r"predictive_precision is chosen on validation data.*validation=0.1"):
+    with pytest.raises(ValueError, match=r"predictive_precision .*validation=0.1"):
         trained(clients, model, LinearisedLaplace(), evaluate_every=1)
     result = trained(clients, model, LinearisedLaplace())
-    with pytest.raises(ValueError, match="predictive_precision is chosen on validation data"):
+    with pytest.raises(ValueError, match=r"predictive_precision .*validation=0.1"):
         result.predict()
     assert probs(result.predict(draws=0)).shape[0] == 7
 
 
 def test_a_precision_that_ruins_predictions_is_named(held: FederatedData, model: nn.Module):
     """The paper's training precision in a prediction: the median kappa is far below .3; a good one is silent."""
-    with pytest.warns(UserWarning, match="predictive_precision=0.0001 leaves the predictions to the prior"):
+    with pytest.warns(UserWarning, match=r"predictive_precision=0\.0001 .*predictive_precision=None"):
         trained(held, model, LinearisedLaplace(precision=1e-4)).predict()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -71,7 +71,7 @@ def test_centres_are_read_where_they_say():
 
 def test_a_centre_that_nobody_was_sent():
     """The message names the block, what is sent, and what to read instead."""
-    with pytest.raises(ValueError, match=r"server_mean\('head'\): the server sends everyone \['body'\].*own_mean\('head'\)"):
+    with pytest.raises(ValueError, match=r"server_mean\('head'\).*\['body'\].*own_mean\('head'\)"):
         server_mean("head")({"body": {"loc": torch.zeros(2)}, "round": 0, "rounds": 1}, {})
 
 

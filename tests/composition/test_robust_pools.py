@@ -92,10 +92,10 @@ def test_in_a_federation(model, clients):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: TrimmedMean(0.5), r"share is taken away at each end and must lie in \[0, 0.5\), got 0.5"),
+        (lambda: TrimmedMean(0.5), r"share .*\[0, 0\.5\).* got 0\.5"),
         (lambda: TrimmedMean(-0.1), "share"),
         (lambda: Clipped(Mean(), 0.0), "norm must be > 0, got 0.0"),
-        (lambda: TrimmedMean(0.1)(*of_two()), "a trimmed mean of 2 clients leaves none when 1 go at each end"),
+        (lambda: TrimmedMean(0.1)(*of_two()), r"trimmed mean of 2 clients .* 1 "),
     ],
 )
 def test_arguments_that_do_not_work(make: Any, message: str):

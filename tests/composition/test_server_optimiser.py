@@ -31,13 +31,13 @@ def test_a_step_of_length_one_is_the_method_itself(clients: FederatedData, model
 def test_no_optimiser_steps_what_nobody_is_sent(clients: FederatedData, model: nn.Module, name: str, block: str):
     """These have models of their own for clients or clusters."""
     stepped = with_server_optimiser(getattr(bf.algorithms, name)(model), SGD(0.5))
-    with pytest.raises(ValueError, match=rf"steps what is sent to everyone alike, and of this method \['{block}'\] are not"):
+    with pytest.raises(ValueError, match=rf"optimiser .*\['{block}'\]"):
         run(stepped, clients, rounds=1)
 
 
 def test_one_optimiser_on_the_server_is_enough(clients: FederatedData):
     twice = with_server_optimiser(bf.algorithms.irm(nn.Linear(8, 3), server_optimiser=Adam(0.01)), SGD(1.0))
-    with pytest.raises(ValueError, match="has an optimiser on the server already"):
+    with pytest.raises(ValueError, match=r"optimiser .*already"):
         run(twice, clients, rounds=1)
 
 

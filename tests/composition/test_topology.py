@@ -55,7 +55,7 @@ def test_random_graphs():
     assert not torch.equal(topology.erdos_renyi(9, seed=3), topology.erdos_renyi(9, seed=4))
     share = float(topology.erdos_renyi(100, p=0.3).double().sum() / (100 * 99))
     assert abs(share - 0.3) < 4 * (0.3 * 0.7 / 4950) ** 0.5
-    with pytest.raises(ValueError, match="none of 100 graphs of 50 clients"):
+    with pytest.raises(ValueError, match=r"100 graphs .*50 clients .*p=0\.001"):
         topology.erdos_renyi(50, p=0.001)
 
 
@@ -75,10 +75,10 @@ def test_two_islands_are_not_connected():
         (torch.tensor([[1.5, -0.5, 0.0], [-0.5, 1.0, 0.5], [0.0, 0.5, 0.5]]), "must be doubly stochastic"),
         (torch.tensor([[0.5, 0.5, 0.0], [0.5, 0.0, 0.5], [0.5, 0.0, 0.5]]), "must be doubly stochastic"),
         (torch.full((3, 3), float("nan")), "must be doubly stochastic"),
-        (torch.eye(3).roll(1, 0), "modulus 1, so repeated mixing goes round .* give every client a weight of its own"),
-        (3, r"must be \[3, 3\], one row for each client, got \[\]; topology.metropolis"),
-        ("ring", r"must be a \[J, J\] tensor of numbers, got 'ring'; topology.metropolis"),
-        ([[1.0], [0.5, 0.5]], r"must be a \[J, J\] tensor of numbers, got \[\[1.0\], \[0.5, 0.5\]\]; topology.metropolis"),
+        (torch.eye(3).roll(1, 0), r"modulus 1\b.*topology\.metropolis"),
+        (3, r"\[3, 3\].* got \[\].*topology\.metropolis"),
+        ("ring", r"\[J, J\].* got 'ring'.*topology\.metropolis"),
+        ([[1.0], [0.5, 0.5]], r"\[J, J\].* got \[\[1.0\], \[0.5, 0.5\]\].*topology\.metropolis"),
     ],
 )
 def test_mixing_matrices_that_are_none(weights: Any, message: str):
@@ -107,11 +107,11 @@ def test_mixing_that_goes_round():
 @pytest.mark.parametrize(
     ("weights", "clients", "message"),
     [
-        (torch.empty(0, 0), 0, "clients must be at least 1, got 0"),
-        (torch.empty(0, 0), None, r"must be \[J, J\], one row for each client, got \[0, 0\]"),
-        (torch.ones(2, 3) / 3, None, r"must be \[J, J\], one row for each client, got \[2, 3\]"),
-        (3, None, r"must be \[J, J\], one row for each client, got \[\]"),
-        (torch.full((2, 2), 0.5 + 0j), None, "must be a .* tensor of numbers"),
+        (torch.empty(0, 0), 0, r"^clients .*1.* got 0"),
+        (torch.empty(0, 0), None, r"\[J, J\].* got \[0, 0\]"),
+        (torch.ones(2, 3) / 3, None, r"\[J, J\].* got \[2, 3\]"),
+        (3, None, r"\[J, J\].* got \[\]"),
+        (torch.full((2, 2), 0.5 + 0j), None, r"\[J, J\].* got tensor\(.*j"),
     ],
 )
 def test_matrices_of_nobody(weights: Any, clients: int | None, message: str):

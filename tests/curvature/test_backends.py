@@ -151,9 +151,9 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("model", "x", "named"), SEEN, ids=[case[2] for case in SEEN])
 def test_what_its_rules_do_not_see_is_refused(on_a_gpu, model, x, named):
     """By BackPACK and by closed forms, before there are data; `auto` takes `func`."""
-    with pytest.raises(ValueError, match=re.escape(f"BackPACK does not support {named}; backend='func'")):
+    with pytest.raises(ValueError, match=rf"BackPACK .*{re.escape(named)}; backend='func'"):
         Curvature(model, backend="backpack")
-    with pytest.raises(ValueError, match=re.escape(f"no closed form for {named.split(' with padding')[0]}")):
+    with pytest.raises(ValueError, match=rf"'layers' .*{re.escape(named.split(' with padding')[0])}"):
         Curvature(model, backend="layers")
     curvature = Curvature(model)
     assert curvature.backend == "func"
@@ -163,7 +163,7 @@ def test_what_its_rules_do_not_see_is_refused(on_a_gpu, model, x, named):
 @pytest.mark.parametrize(("model", "x"), PROBED, ids=[type(case[0]).__name__ for case in PROBED])
 def test_a_forward_that_it_does_not_know(on_a_gpu, model, x):
     """An error that names the model, what happened and the remedy, by any way the data come; `auto` takes `func`."""
-    message = rf"BackPACK does not support this {type(model).__name__} \(\w+Error: .+\); backend='func' takes any"
+    message = rf"BackPACK .*{type(model).__name__} \(\w+Error: .+\); backend='func'"
     for call in (Curvature.diagonal, Curvature.outputs, lambda c, x: invert(c, x, 1.0), lambda c, x: c.columns(x, torch.arange(2))):
         with pytest.raises(ValueError, match=message):
             call(Curvature(model, backend="backpack"), x)
@@ -193,7 +193,7 @@ def test_other_numbers_than_those_of_torch_func(on_a_gpu, monkeypatch, broken, l
     monkeypatch.setattr(backends.BackPack, broken, wrong)
     asked = Curvature(model, likelihood, backend="backpack")
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"this Sequential \(its curvature of '0.weight' is not torch.func's\); backend='func'"):
+        with pytest.raises(ValueError, match=r"Sequential \(.*'0.weight' .*torch\.func.*\).*backend='func'"):
             asked.diagonal(x)
     for use in (lambda c: c.diagonal(x), lambda c: restore(c, saved)):
         curvature = Curvature(model, likelihood)
@@ -238,5 +238,5 @@ def test_outputs_that_are_not_finite():
     model = nn.Sequential(nn.Linear(5, 3))
     with torch.no_grad():
         model[0].weight.fill_(torch.inf)
-    with pytest.raises(ValueError, match="the model's outputs are not finite"):
+    with pytest.raises(ValueError, match=r"outputs .*not finite .*2 of 2"):
         Curvature(model, backend="backpack").diagonal(vectors())

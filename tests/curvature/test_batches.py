@@ -18,18 +18,18 @@ def test_the_bytes_are_said_first(x):
     x = torch.randn(9, 7, dtype=torch.float64)
     size = Curvature(model).size
     tight = Curvature(model, memory=100)
-    with pytest.raises(MemoryError, match=rf"a GGN of {size} weights needs .*\({8 * size**2} bytes\) and 100 bytes may be used"):
+    with pytest.raises(MemoryError, match=rf"GGN .*{size} weights .*\({8 * size**2} bytes\) .*100 bytes"):
         tight.ggn(x)
-    with pytest.raises(MemoryError, match=r"J_S with 3 columns needs 864 bytes"):
+    with pytest.raises(MemoryError, match=r"J_S .*3 columns .*864 bytes"):
         tight.columns(x, torch.arange(3))
-    with pytest.raises(MemoryError, match=rf"the Gram matrix needs .*\({8 * 36**2} bytes\)"):
+    with pytest.raises(MemoryError, match=rf"Gram matrix .*\({8 * 36**2} bytes\)"):
         tight.gram(x)
-    with pytest.raises(MemoryError, match=rf"the dual form, of order 27, needs .*\({24 * 27**2} bytes\)"):
+    with pytest.raises(MemoryError, match=rf"dual form.* 27\b.*\({24 * 27**2} bytes\)"):
         invert(tight, x, 1.0)
-    with pytest.raises(MemoryError, match="the primal form, of order 9, needs"):
+    with pytest.raises(MemoryError, match=r"primal form.* 9\b.*\(1944 bytes\)"):
         invert(tight, x, 1.0, indices=torch.arange(20, 29))
     huge = Curvature(nn.Sequential(nn.Linear(4000, 1000, bias=False), nn.Linear(1000, 2)))
-    with pytest.raises(MemoryError, match=r"GGN of 4002002 weights needs 116\.\d TiB \(128128160064032 bytes\)"):
+    with pytest.raises(MemoryError, match=r"GGN .*4002002 weights .*116\.\d TiB \(128128160064032 bytes\)"):
         huge.ggn(torch.zeros(1, 4000))
 
 
@@ -45,22 +45,22 @@ def test_data(curvature, x):
             call(x[:0])
     with pytest.raises(TypeError, match="read more than once"):
         invert(curvature, iter([x]), 1.0)
-    with pytest.raises(TypeError, match="a batch must be a tensor"):
+    with pytest.raises(TypeError, match=r"batch .*\[N, \.\.\.\].* got str"):
         curvature.diagonal(["text"])
     with pytest.raises(ValueError, match=r"outputs \[N, O\], got shape \(6, 4, 3\)"):
         Curvature(nn.Linear(4, 3).double()).diagonal(x[:, None].expand(-1, 4, -1))
     with pytest.raises(ValueError, match="form must be"):
         invert(curvature, x, 1.0, form="both")
-    with pytest.raises(ValueError, match="indices must be a vector of integers, got 'a'"):
+    with pytest.raises(ValueError, match=r"indices .*got 'a'"):
         curvature.columns(x, "a")
     with pytest.raises(ValueError, match="indices are empty"):
         curvature.columns(x, [])
     for precision in (True, torch.tensor(True)):
-        with pytest.raises(ValueError, match=r"precision: one number or one for each of the .* got (tensor\()?True"):
+        with pytest.raises(ValueError, match=r"precision.*23 weights .*got (tensor\()?True"):
             invert(curvature, x, precision)
-    with pytest.raises(TypeError, match="pattern must be of type str, got int"):
+    with pytest.raises(TypeError, match=r"pattern .*str.* got int"):
         Curvature(nn.Linear(2, 2), pattern=3)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="the curvature of Poisson is not known"):
+    with pytest.raises(TypeError, match=r"curvature .*Poisson .*Categorical, Bernoulli and Gaussian"):
         root(type("Poisson", (), {})(), torch.zeros(1, 2))
     with pytest.raises(ValueError, match="matches no parameter"):
         Curvature(nn.Linear(2, 2), pattern="body.*")

@@ -20,18 +20,18 @@ from tests.curvature.brute import CASES, LIKELIHOODS, PAIRS
 @pytest.mark.parametrize("form", ["primal", "dual"])
 def test_a_prior_precision_is_positive(curvature, x, precision, form):
     for value in (precision, torch.full((23,), 1.0).index_fill(0, torch.tensor([4]), precision)):
-        with pytest.raises(ValueError, match=re.escape(f"a prior precision must be > 0 and finite, got {precision}")):
+        with pytest.raises(ValueError, match=rf"prior precision .*got {re.escape(str(precision))}"):
             invert(curvature, x, value, form=form)
 
 
 def test_a_precision_fits_the_weights(curvature, x):
-    with pytest.raises(ValueError, match=r"one for each of the 23 weights is needed, got shape \(5,\)"):
+    with pytest.raises(ValueError, match=r"precision.*23 weights .*got shape \(5,\)"):
         invert(curvature, x, torch.ones(5))
 
 
 def test_a_failed_cholesky_says_so():
     bad = torch.tensor([[1.0, 2.0], [2.0, 1.0]], dtype=torch.float64)
-    with pytest.raises(torch.linalg.LinAlgError, match="of order 2, has no Cholesky factor even with 1e-6 of its mean diagonal 1"):
+    with pytest.raises(torch.linalg.LinAlgError, match=r"order 2\b.*Cholesky .*1e-6 .* 1 "):
         cholesky(bad)
     with pytest.raises(torch.linalg.LinAlgError, match="not finite"):
         cholesky(bad * math.inf)

@@ -18,14 +18,14 @@ from tests.curvature.made import EXACT, chosen
 @pytest.mark.parametrize(
     ("indices", "message"),
     [
-        (range(0), "indices are empty: a subnetwork has at least one weight"),
-        ([0, 23], "indices must lie in 0 to 22, got 0 to 23"),
-        ([-1, 3], "indices must lie in 0 to 22, got -1 to 3"),
-        ([3, 4, 3], "each index may stand once; 1 stand again"),
-        (list(range(24)), "a subnetwork of 24 weights is larger than the 23 weights that are covered"),
-        ([[1, 2]], "must be a vector of integers"),
-        ([0.5], "must be a vector of integers"),
-        ([True, False], "must be a vector of integers"),
+        (range(0), r"indices .*empty"),
+        ([0, 23], r"indices .*0 to 22.* got 0 to 23"),
+        ([-1, 3], r"indices .*0 to 22.* got -1 to 3"),
+        ([3, 4, 3], r"index .*once.* 1 "),
+        (list(range(24)), r"24 weights .*23 weights"),
+        ([[1, 2]], r"indices .*integers.* got torch\.int64 .*\(1, 2\)"),
+        ([0.5], r"indices .*integers.* got torch\.float"),
+        ([True, False], r"indices .*integers.* got torch\.bool"),
     ],
 )
 def test_indices(curvature, x, indices, message):
@@ -44,7 +44,7 @@ def test_curvature_that_is_not_finite_is_named():
     model = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 2))
     with torch.no_grad():
         model[0].weight[1, 0] = math.nan
-    with pytest.raises(ValueError, match="outputs are not finite for 5 of 5 examples"):
+    with pytest.raises(ValueError, match=r"outputs .*not finite .*5 of 5"):
         Curvature(model).diagonal(torch.ones(5, 3))
     model = nn.Sequential(nn.Linear(3, 2, bias=False), nn.Tanh(), nn.Linear(2, 2))
     x = torch.full((4, 3), 1e30) * torch.tensor([1.0, 0.0, 0.0])  # its square is beyond float32, the outputs are not
@@ -53,19 +53,19 @@ def test_curvature_that_is_not_finite_is_named():
             model[0].weight.zero_()
         curvature = Curvature(model, backend=backend)
         if backend == "layers":
-            with pytest.raises(ValueError, match=r"the curvature is not finite for '0.weight' \(2 of 6\)"):
+            with pytest.raises(ValueError, match=r"curvature .*'0.weight' \(2 of 6\)"):
                 curvature.diagonal(x)
         for value in (math.nan, math.inf):
-            with pytest.raises(ValueError, match=r"the curvature is not finite for '2.bias' \(1 of 2\)"):
+            with pytest.raises(ValueError, match=r"curvature .*'2.bias' \(1 of 2\)"):
                 invert(curvature, x[:, [1, 1, 1]], 1.0, diagonal=torch.ones(curvature.size).index_fill(0, torch.tensor([11]), value))
 
 
 def test_training_modes_are_refused():
-    with pytest.raises(ValueError, match=r"batch norm '1' in training mode .* model.eval\(\), or use group norm"):
+    with pytest.raises(ValueError, match=r"batch norm '1' .*model\.eval\(\).*group norm"):
         Curvature(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
-    with pytest.raises(ValueError, match=r"batch norm '1' that tracks no statistics .*: let it track them, or use group norm"):
+    with pytest.raises(ValueError, match=r"batch norm '1' .*statistics .*group norm"):
         Curvature(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, track_running_stats=False)).eval())
-    with pytest.raises(ValueError, match=r"dropout '1' in training mode .* model.eval\(\)"):
+    with pytest.raises(ValueError, match=r"dropout '1' .*model\.eval\(\)"):
         Curvature(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)))
 
 

@@ -9,9 +9,9 @@ from tests.curvature import brute
 
 def test_layers_that_are_not_supported_are_named():
     norm = nn.Sequential(nn.Conv2d(1, 2, 3), nn.GroupNorm(1, 2), nn.Flatten(), nn.Linear(8, 2))
-    with pytest.raises(ValueError, match="'layers' has no closed form for GroupNorm '1'; backend='func' takes any architecture"):
+    with pytest.raises(ValueError, match=r"'layers' .*GroupNorm '1'.*backend='func'"):
         Curvature(norm, backend="layers")
-    with pytest.raises(ValueError, match="BackPACK does not support GroupNorm '1'; backend='func' takes any architecture"):
+    with pytest.raises(ValueError, match=r"BackPACK .*GroupNorm '1'.*backend='func'"):
         Curvature(norm, backend="backpack")
     assert Curvature(norm).backend == "func"
     with pytest.raises(ValueError, match="Residual ''"):
@@ -23,5 +23,5 @@ def test_layers_that_are_not_supported_are_named():
     with pytest.raises(ValueError, match="used in two places"):
         Curvature(nn.Sequential(twice, nn.Tanh(), twice), backend="layers")
     assert Curvature(nn.Sequential(twice, nn.Tanh(), twice)).backend == "func"
-    with pytest.raises(ValueError, match="must be 'auto', 'layers', 'func' or 'backpack', got 'asdl'"):
+    with pytest.raises(ValueError, match=r"backend .*'layers'.* got 'asdl'"):
         Curvature(norm, backend="asdl")  # type: ignore[arg-type]

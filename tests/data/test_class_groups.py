@@ -65,9 +65,9 @@ def test_label_groups_takes_every_row_there_is():
     used = torch.cat([data.train.index, data.test.index])
     eights = (source.y == 8).nonzero()[:, 0]
     assert torch.isin(eights, used).all()
-    with pytest.raises(ValueError, match=r"class 8 has 174 examples, too few for 174 \+ 1 for each client with it \(1\): at most 174 fit"):
+    with pytest.raises(ValueError, match=r"class 8 .*174 examples.* 174 \+ 1 .*\(1\).* 174 "):
         label_groups(clients=2, labels=5, train=smallest, test=1)
-    with pytest.raises(ValueError, match=r"class 2 has 177 examples, .* for each client with it \(2\): at most 88 fit"):  # 8 goes to one
+    with pytest.raises(ValueError, match=r"class 2 .*177 examples.*\(2\).* 88 "):  # 8 goes to one
         label_groups(clients=3, labels=5, train=80, test=9)
 
 
@@ -148,7 +148,7 @@ def test_centring_of_a_source_of_your_own(name):
     data = label_groups(own(x, name), clients=2, labels=1, train=5, test=5)
     assert_close(data.train.x, 2 * x - 1)
     for wrong, low, high in ((x - 0.1, "-0.1", "0.9"), (x * 255, "0", "255"), (x + float("nan"), "nan", "nan")):
-        with pytest.raises(ValueError, match=rf"those of '{name}' lie within \[{low}, {high}\]: scale them to \[0, 1\], or pass cent"):
+        with pytest.raises(ValueError, match=rf"centred .*'{name}' .*\[{low}, {high}\].*\[0, 1\].*centred=False"):
             label_groups(own(wrong, name), clients=2, labels=1, train=5, test=5)
     data = label_groups(own(x * 255, name), clients=2, labels=1, train=5, test=5, centred=False)
     assert data.train.x.max() == 255
@@ -187,7 +187,7 @@ def test_label_groups_of_the_paper(name, clients, train, test):
     assert tuple(data.train.x.aminmax()) == (-1, 1)
     if (name, train) == ("cifar10", 450):
         assert torch.equal(torch.cat([data.train.index, data.test.index]).sort()[0], torch.arange(60_000))
-        with pytest.raises(ValueError, match=r"class 0 has 6000 examples, .* 451 \+ 150 for each client with it \(10\): at most 600 fit"):
+        with pytest.raises(ValueError, match=r"class 0 .*6000 examples.* 451 \+ 150 .*\(10\).* 600 "):
             label_groups(name, clients=clients, train=train + 1, test=test)
 
 

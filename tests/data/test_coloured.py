@@ -135,19 +135,19 @@ def test_agreements_as_an_array():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"agreement": (0.9, 1.2)}, "agreement must hold shares within"),
-        ({"agreement": ()}, "agreement must have one share for each client"),
-        ({"agreement": ((), 0.5)}, "agreement must have at least one environment for each client"),
-        ({"test_agreement": -0.1}, "test_agreement must hold shares within"),
-        ({"flip": 2.0}, "flip must hold shares within"),
-        ({"test": 0}, "test must be at least 1"),
-        ({"test": 1435}, "test must leave a row for each of 4 environments of the 1438 in the training part of 'digits', got 1435"),
-        ({"test": 10**6}, "test must leave a row .* got 1000000: take less"),
-        ({"test": 3}, "4 environments need as many rows in each part, 'digits' leaves 1435 for training and 3 for the test"),
-        ({"source": "diabetes"}, "coloured needs grey images, and the data 'diabetes' are no images: take 'digits'"),
-        ({"source": "heart"}, "coloured needs grey images, and the data 'heart' are no images: take 'digits'"),
-        ({"source": Source.from_parts(*[torch.rand(9, 1, 4, 4), torch.rand(9)] * 2, name="dose")}, "images of two classes or more, 'dose'"),
-        ({"source": Source.from_parts(*[torch.rand(9, 3, 4, 4), torch.arange(9) % 2] * 2, name="rgb")}, "coloured needs grey images"),
+        ({"agreement": (0.9, 1.2)}, r"^agreement .*\[0, 1\], got 1\.2"),
+        ({"agreement": ()}, r"^agreement .*share .*got \(\)"),
+        ({"agreement": ((), 0.5)}, r"^agreement .*environment .*got \(\(\), 0\.5\)"),
+        ({"test_agreement": -0.1}, r"test_agreement .*\[0, 1\], got -0\.1"),
+        ({"flip": 2.0}, r"flip .*\[0, 1\], got 2\.0"),
+        ({"test": 0}, r"^test .*1.* got 0"),
+        ({"test": 1435}, r"^test .*4 environments .*1438 .*'digits', got 1435"),
+        ({"test": 10**6}, r"^test .*'digits', got 1000000"),
+        ({"test": 3}, r"4 environments .*'digits' .*1435 .* 3 "),
+        ({"source": "diabetes"}, r"coloured .*'diabetes' .*no images.*'digits'"),
+        ({"source": "heart"}, r"coloured .*'heart' .*no images.*'digits'"),
+        ({"source": Source.from_parts(*[torch.rand(9, 1, 4, 4), torch.rand(9)] * 2, name="dose")}, r"coloured .*classes .*'dose'"),
+        ({"source": Source.from_parts(*[torch.rand(9, 3, 4, 4), torch.arange(9) % 2] * 2, name="rgb")}, r"coloured .*'rgb' .*\[3, 4, 4\]"),
     ],
 )
 def test_mistakes_are_named(options, message):
@@ -156,14 +156,14 @@ def test_mistakes_are_named(options, message):
 
 
 def test_whether_clients_are_turned_is_yes_or_no():
-    with pytest.raises(TypeError, match="rotate must be of type bool, got str"):
+    with pytest.raises(TypeError, match=r"rotate .*bool.* got str"):
         coloured(rotate="no")  # pyright: ignore[reportArgumentType]
 
 
 def test_only_coloured_data_are_recoloured(made):
-    with pytest.raises(ValueError, match="recoloured needs data made by coloured"):
+    with pytest.raises(ValueError, match=r"recoloured .*coloured\(\).*'select'"):
         recoloured(made[1].select([0]), 0.5)
     with pytest.raises(ValueError, match="agreement must hold shares"):
         recoloured(made[1], 1.5)
-    with pytest.raises(TypeError, match=r"clients must be of type FederatedData, got int; pass what bf.data.coloured\(\) made"):
+    with pytest.raises(TypeError, match=r"clients .*FederatedData, got int; .*bf\.data\.coloured\(\)"):
         recoloured(3, 0.5)  # pyright: ignore[reportArgumentType]

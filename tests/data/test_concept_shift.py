@@ -114,5 +114,5 @@ def test_swapped_labels_change_names_by_group():
 
 def test_odd_classes_have_no_pairs(hundred):
     source = Source.from_parts(torch.zeros(6, 1), torch.tensor([0, 1, 2] * 2), torch.zeros(3, 1), torch.tensor([0, 1, 2]), name="three")
-    with pytest.raises(ValueError, match="don't make pairs: pass superclasses="):
+    with pytest.raises(ValueError, match=r"'three' .*3 classes.*superclasses="):
         concept_drift(source, clients=2)

@@ -2,7 +2,6 @@
 
 import json
 import pickle
-import re
 from dataclasses import replace
 
 import numpy as np
@@ -26,29 +25,29 @@ def test_absent_splits_name_the_remedy():
 def test_the_first_client_with_bad_numbers_is_named(value):
     xs, ys = arrays()
     xs[1][2, 3] = value
-    with pytest.raises(ValueError, match="x holds NaN or infinite numbers: first in client 'client 1'"):
+    with pytest.raises(ValueError, match=r"^x .*NaN .*'client 1'"):
         from_arrays(xs, ys)
     targets = [x[:, 0].copy() for x in arrays()[0]]
     targets[2][:] = value
-    with pytest.raises(ValueError, match="y holds NaN or infinite numbers: first in client 'client 2'"):
+    with pytest.raises(ValueError, match=r"^y .*NaN .*'client 2'"):
         from_arrays(arrays()[0], targets)
 
 
 def test_overlap_of_training_and_test_is_refused(data):
-    with pytest.raises(ValueError, match="splits 'train' and 'test' share 42 examples, first in client 'client 0'"):
+    with pytest.raises(ValueError, match=r"'train' and 'test' .*42 examples.*'client 0'"):
         replace(data, splits={"train": data.train, "test": data.train})
 
 
 def test_federated_data_refuses_parts_that_do_not_fit(data):
     with pytest.raises(ValueError, match="must hold 'train'"):
         replace(data, splits={"test": data.test})
-    with pytest.raises(ValueError, match="split 'test' has 2 clients, client_names has 3"):
+    with pytest.raises(ValueError, match=r"'test' .*2 clients, client_names .*3"):
         replace(data, splits={"train": data.train, "test": data.test.select([0, 1])})
-    with pytest.raises(ValueError, match=re.escape("examples of shape (5,), inputs says (4,)")):
+    with pytest.raises(ValueError, match=r"'train' .*\(5,\), inputs .*\(4,\)"):
         replace(data, inputs=(4,))
-    with pytest.raises(ValueError, match="only what JSON can write"):
+    with pytest.raises(ValueError, match=r"recipe .*JSON .*int64"):
         replace(data, recipe={"seed": np.int64(3)})
-    with pytest.raises(ValueError, match="'regression' needs floating-point targets"):
+    with pytest.raises(ValueError, match=r"'regression' .*'train' .*torch\.int64"):
         replace(data, task="regression")
     with pytest.raises(ValueError, match="'classification' needs integer labels"):
         replace(data, splits={"train": replace(data.train, y=data.train.y.float())})
@@ -125,23 +124,23 @@ def test_environments_go_with_their_rows():
 @pytest.mark.parametrize(
     ("given", "options", "message"),
     [
-        ([np.zeros(20, int), np.zeros(30, int)], {}, "environments must be one array for each of the 3 clients, got 2"),
+        ([np.zeros(20, int), np.zeros(30, int)], {}, r"environments .*3 clients, got 2"),
         (
             [np.zeros(20, int), np.zeros(9, int), np.zeros(25, int)],
             {},
-            "environments of client 1 must be whole numbers, one for each of its 30",
+            r"environments of client 1 .*30 .*\[9\]",
         ),
-        ([np.zeros(20), np.zeros(30), np.zeros(25)], {}, "environments of client 0 must be whole numbers"),
-        ([np.zeros(20, int), np.zeros(30, int) - 1, np.zeros(25, int)], {}, "environment must hold whole numbers from 0 up, got -1"),
+        ([np.zeros(20), np.zeros(30), np.zeros(25)], {}, r"environments of client 0 .*got torch\.float"),
+        ([np.zeros(20, int), np.zeros(30, int) - 1, np.zeros(25, int)], {}, r"environment .*0.* got -1"),
         (
             [np.zeros(20, int), np.ones(30, int), np.zeros(25, int)],
             {},
-            "client 'client 1' has no training example of its environment 0, of 2",
+            r"'client 1' .*environment 0, of 2",
         ),
         (
             [np.zeros(20, int), np.arange(30) % 2 * 2, np.zeros(25, int)],
             {},
-            "'client 1' has no training example of its environment 1, of 3",
+            r"'client 1' .*environment 1, of 3",
         ),
         ([np.zeros(20, int), np.eye(30)[0].astype(int), np.zeros(25, int)], {"validation": 0.9, "test_share": 0}, "use smaller shares"),
     ],
@@ -152,11 +151,11 @@ def test_environments_that_cannot_be_right(given, options, message):
 
 
 def test_splits_have_environments_alike(split):
-    with pytest.raises(ValueError, match=r"environment must be int64 of shape \[10\]"):
+    with pytest.raises(ValueError, match=r"environment .*int64 .*\[10\], got .*\[9\]"):
         replace(split, environment=torch.zeros(9, dtype=torch.int64))
     data = from_arrays(*arrays(), seed=1)
     splits = {**data.splits, "test": data.as_environments().test}
-    with pytest.raises(ValueError, match="splits have environments but 'train' has none"):
+    with pytest.raises(ValueError, match=r"environments .*'train'"):
         replace(data, splits=splits)
 
 

@@ -32,7 +32,7 @@ def test_idx_round_trip(tmp_path, shape, zipped):
 def test_idx_refuses_other_files_and_cut_ones(tmp_path):
     path = tmp_path / "a-ubyte"
     path.write_bytes(b"PK\x03\x04")
-    with pytest.raises(ValueError, match="not an idx file of unsigned bytes: it begins with 504b0304"):
+    with pytest.raises(ValueError, match=r"idx file .*504b0304"):
         read_idx(path)
     write_idx(path, images(3, 4))
     path.write_bytes(path.read_bytes()[:-1])
@@ -159,19 +159,19 @@ def test_a_download_that_fails_says_where_it_was_looked_for(tmp_path, monkeypatc
         raise error
 
     monkeypatch.setattr(datasets, cls, offline)
-    with pytest.raises(FileNotFoundError, match=rf"'{name}' is not on disk, and torchvision could not fetch it: ") as caught:
+    with pytest.raises(FileNotFoundError, match=rf"'{name}' is not on disk.*torchvision") as caught:
         load(name, root=tmp_path, download=True)
     assert caught.value.__cause__ is error
     message = str(caught.value)
     assert " ".join(str(error).split()) in message
-    for part in (str(tmp_path / f"{name}.npz"), "Try again with a network connection", "root=", "BAYESFL_DATA"):
+    for part in (str(tmp_path / f"{name}.npz"), "network connection", "root=", "BAYESFL_DATA"):
         assert part in message
 
 
 @needs_torchvision
 def test_a_folder_that_is_not_whole_says_so(tmp_path):
     (tmp_path / "cifar-10-batches-py").mkdir()
-    with pytest.raises(FileNotFoundError, match=r"(?s)'cifar10' is not on disk as a whole: .*Looked at.*Pass download=True") as caught:
+    with pytest.raises(FileNotFoundError, match=r"(?s)'cifar10' .*as a whole.*Looked at.*download=True") as caught:
         load("cifar10", root=tmp_path)
     assert isinstance(caught.value.__cause__, RuntimeError)
 

@@ -70,11 +70,11 @@ def test_roles_speak_for_themselves(tmp_path):
         assert len(chunks) == (len(said[role]) - 1) // 80
         assert data.train.counts[j] == int(0.8 * len(chunks))
     assert shakespeare(min_size=4, root=tmp_path).client_names == ("second, KING",)
-    with pytest.raises(ValueError, match="no role has min_size=9 examples, the largest has 6"):
+    with pytest.raises(ValueError, match=r"min_size=9 .* 6"):
         shakespeare(min_size=9, root=tmp_path)
-    with pytest.raises(ValueError, match="min_size must be at least 2"):
+    with pytest.raises(ValueError, match=r"min_size .*2.* got 1"):
         shakespeare(min_size=1, root=tmp_path)
-    with pytest.raises(ValueError, match=r"belongs to its own clients .* use shakespeare\(\)"):
+    with pytest.raises(ValueError, match=r"'shakespeare' .*shakespeare\(\)"):
         iid(load("shakespeare", root=tmp_path))
 
 

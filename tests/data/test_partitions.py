@@ -28,7 +28,7 @@ def test_pieces_are_at_least_the_smallest(rng, size, pieces, smallest):
 
 
 def test_too_many_pieces(rng):
-    with pytest.raises(ValueError, match="59 examples cannot make 6 pieces of at least 10"):
+    with pytest.raises(ValueError, match=r"59 examples .*6 pieces .*10"):
         partitions.cut_points(59, 6, 10, rng)
 
 

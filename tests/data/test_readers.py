@@ -15,7 +15,7 @@ def test_plays_that_are_none_say_so(tmp_path):
     """No file, no play in it, or letters that have no number."""
     (tmp_path / "shakespeare").mkdir()
     path = tmp_path / "shakespeare" / "moby_plays.txt"
-    for text, message in (("ROMEO\t" + 100 * "a", "has no speech of more than 80"), ("@@PLAY a\nROMEO\t" + 100 * "\x01", "not printable")):
+    for text, message in (("ROMEO\t" + 100 * "a", r"80 .*@@PLAY"), ("@@PLAY a\nROMEO\t" + 100 * "\x01", "not printable")):
         path.write_text(text)
         with pytest.raises(ValueError, match=message):
             load("shakespeare", root=tmp_path)
@@ -46,7 +46,7 @@ def test_what_is_not_there_says_where_it_was_looked_for(tmp_path, name):
 
 
 def test_unknown_names_list_the_known():
-    with pytest.raises(ValueError, match="no data set 'minst'; known are digits, mnist"):
+    with pytest.raises(ValueError, match=r"'minst'.*digits, mnist"):
         load("minst")
 
 

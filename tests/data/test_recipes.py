@@ -101,90 +101,90 @@ def test_every_recipe_is_determined_by_its_arguments(make):
     ("call", "message"),
     [
         (lambda: concept_drift(clients=5), "multiple of 2"),
-        (lambda: concept_drift(clients=0), "clients must be at least 1, got 0"),
-        (lambda: concept_drift(clients=20.0), "clients must be a whole number, got 20.0"),  # pyright: ignore[reportArgumentType]
+        (lambda: concept_drift(clients=0), r"^clients .*1.* got 0"),
+        (lambda: concept_drift(clients=20.0), r"^clients .*got 20\.0"),  # pyright: ignore[reportArgumentType]
         (lambda: concept_drift(clients=2000), "at most 278"),
         (lambda: concept_drift(clients=60, min_piece=10), "at most 26"),
-        (lambda: concept_drift(min_piece=0), "min_piece must be at least 1"),
-        (lambda: concept_drift(min_piece=1.5), "min_piece must be a whole number, got 1.5"),  # pyright: ignore[reportArgumentType]
-        (lambda: concept_drift(min_piece="2"), "min_piece must be a whole number, got '2'"),  # pyright: ignore[reportArgumentType]
+        (lambda: concept_drift(min_piece=0), r"min_piece .*1.* got 0"),
+        (lambda: concept_drift(min_piece=1.5), r"min_piece .*got 1\.5"),  # pyright: ignore[reportArgumentType]
+        (lambda: concept_drift(min_piece="2"), r"min_piece .*got '2'"),  # pyright: ignore[reportArgumentType]
         (lambda: concept_drift(superclasses=[[0, 1], [2]]), "groups of one size"),
         (lambda: concept_drift(superclasses=[[0, 1], [1, 2]]), "different classes"),
         (lambda: concept_drift(superclasses=[[0, 10]]), "different classes within"),
         (lambda: concept_drift("diabetes"), "is a regression"),
-        (lambda: concept_drift(seed=-1), "^seed must be at least 0, got -1$"),
-        (lambda: labels_per_client(seed=-1), "^seed must be at least 0, got -1$"),
-        (lambda: dirichlet(seed=-1), "^seed must be at least 0, got -1$"),
-        (lambda: iid(seed=-1), "^seed must be at least 0, got -1$"),
-        (lambda: diabetes(seed=0.5), "^seed must be a whole number, got 0.5$"),  # pyright: ignore[reportArgumentType]
-        (lambda: labels_per_client(labels=11), r"labels must lie within \[1, 10\]"),
-        (lambda: labels_per_client(labels=0), "labels must be at least 1, got 0"),
-        (lambda: labels_per_client(labels=2.5), "labels must be a whole number, got 2.5"),  # pyright: ignore[reportArgumentType]
-        (lambda: label_groups(seed=-1), "^seed must be at least 0, got -1$"),
-        (lambda: label_groups(labels=11), r"labels must lie within \[1, 10\], the number of classes of 'digits', got 11"),
-        (lambda: label_groups(labels=0), "labels must be at least 1, got 0"),
-        (lambda: label_groups(labels=2.5), "labels must be a whole number, got 2.5"),  # pyright: ignore[reportArgumentType]
-        (lambda: label_groups(train=0), "train must be at least 1, got 0"),
-        (lambda: label_groups(train=1.5), "train must be a whole number, got 1.5"),  # pyright: ignore[reportArgumentType]
-        (lambda: label_groups(test=0), "test must be at least 1, got 0"),
-        (lambda: label_groups(test=True), "test must be a whole number, got True"),
-        (lambda: label_groups(clients=0), "clients must be at least 1, got 0"),
-        (lambda: label_groups(clients=2.5), "clients must be a whole number"),  # pyright: ignore[reportArgumentType]
+        (lambda: concept_drift(seed=-1), r"^seed .*0.* got -1$"),
+        (lambda: labels_per_client(seed=-1), r"^seed .*0.* got -1$"),
+        (lambda: dirichlet(seed=-1), r"^seed .*0.* got -1$"),
+        (lambda: iid(seed=-1), r"^seed .*0.* got -1$"),
+        (lambda: diabetes(seed=0.5), r"^seed .*got 0.5$"),  # pyright: ignore[reportArgumentType]
+        (lambda: labels_per_client(labels=11), r"labels .*\[1, 10\].* got 11"),
+        (lambda: labels_per_client(labels=0), r"^labels .*1.* got 0"),
+        (lambda: labels_per_client(labels=2.5), r"^labels .*got 2\.5"),  # pyright: ignore[reportArgumentType]
+        (lambda: label_groups(seed=-1), r"^seed .*0.* got -1$"),
+        (lambda: label_groups(labels=11), r"labels .*\[1, 10\].*'digits'.* got 11"),
+        (lambda: label_groups(labels=0), r"^labels .*1.* got 0"),
+        (lambda: label_groups(labels=2.5), r"^labels .*got 2\.5"),  # pyright: ignore[reportArgumentType]
+        (lambda: label_groups(train=0), r"^train .*1.* got 0"),
+        (lambda: label_groups(train=1.5), r"^train .*got 1\.5"),  # pyright: ignore[reportArgumentType]
+        (lambda: label_groups(test=0), r"^test .*1.* got 0"),
+        (lambda: label_groups(test=True), r"^test .*got True"),
+        (lambda: label_groups(clients=0), r"^clients .*1.* got 0"),
+        (lambda: label_groups(clients=2.5), r"^clients .*got 2\.5"),  # pyright: ignore[reportArgumentType]
         (
             lambda: label_groups(test=21),
-            r"^class 8 has 174 examples, too few for 14 \+ 21 for each client with it \(5\): at most 34 fit, so take less per class or",
+            r"^class 8 .*174 examples.* 14 \+ 21 .*\(5\).* 34 .*per class",
         ),
-        (lambda: label_groups(clients=1000), r"^class 8 has 174 examples, .* for each client with it \(500\): use fewer clients$"),
-        (lambda: label_groups("diabetes"), "label_groups shares data out by class, 'diabetes' is a regression"),
+        (lambda: label_groups(clients=1000), r"^class 8 .*174 examples.*\(500\): use fewer clients$"),
+        (lambda: label_groups("diabetes"), r"label_groups .*'diabetes' .*regression"),
         (lambda: label_groups(validation=1.0), "validation is a share"),
         (lambda: labels_per_client(sizes="some"), "sizes must be"),  # pyright: ignore[reportArgumentType]
-        (lambda: labels_per_client(clients=1400, labels=9), "use fewer clients or fewer labels"),
-        (lambda: dominant_classes(uniform=1.5), r"uniform is a share .* within \[0, 1\], got 1.5"),
+        (lambda: labels_per_client(clients=1400, labels=9), r"class 0 .*142 .*1260 clients.*labels"),
+        (lambda: dominant_classes(uniform=1.5), r"uniform .*\[0, 1\].* got 1.5"),
         (lambda: dominant_classes(uniform=float("nan")), "uniform is a share"),
-        (lambda: dominant_classes(train=0), "train must be at least 1, got 0"),
-        (lambda: dominant_classes(test=1.5), "test must be a whole number, got 1.5"),  # pyright: ignore[reportArgumentType]
-        (lambda: dominant_classes(train=60, validation=0.2), "training examples belong to several clients, .*: take a smaller `train`"),
-        (lambda: dominant_classes(train=60, calibration=0.2), "training examples belong to several clients"),
-        (lambda: dominant_classes(train=600), "class 8 has 139 examples, and a client wants 172: take fewer per client"),
-        (lambda: dominant_classes(groups=[[0, 10]]), r"groups must each hold classes within \[0, 10\)"),
-        (lambda: dominant_classes(groups=[[0], []]), "groups must each hold classes"),
-        (lambda: dominant_classes(groups=[]), "groups must each hold classes"),
+        (lambda: dominant_classes(train=0), r"^train .*1.* got 0"),
+        (lambda: dominant_classes(test=1.5), r"^test .*got 1\.5"),  # pyright: ignore[reportArgumentType]
+        (lambda: dominant_classes(train=60, validation=0.2), r"47 training examples .*several clients.*`train`"),
+        (lambda: dominant_classes(train=60, calibration=0.2), r"47 training examples .*several clients.*`train`"),
+        (lambda: dominant_classes(train=600), r"class 8 .*139 examples.* 172.*`uniform`"),
+        (lambda: dominant_classes(groups=[[0, 10]]), r"^groups .*\[0, 10\).* got \[\[0, 10\]\]"),
+        (lambda: dominant_classes(groups=[[0], []]), r"^groups .*\[0, 10\).* got \[\[0\], \[\]\]"),
+        (lambda: dominant_classes(groups=[]), r"^groups .*\[0, 10\).* got \[\]"),
         (lambda: dominant_classes("diabetes"), "is a regression"),
         (
             lambda: dominant_classes(small(3), clients=2),
-            "3 classes, too few for groups of three: pass groups=",
+            r"'small' .*3 classes.*groups=",
         ),
-        (lambda: dominant_classes(clients=0), "clients must be at least 1, got 0"),
-        (lambda: swapped_labels(groups=21), r"groups must lie within \[1, 20\], the number of clients, got 21"),
-        (lambda: swapped_labels(groups=0), "groups must be at least 1"),
+        (lambda: dominant_classes(clients=0), r"^clients .*1.* got 0"),
+        (lambda: swapped_labels(groups=21), r"groups .*\[1, 20\].* got 21"),
+        (lambda: swapped_labels(groups=0), r"^groups .*1.* got 0"),
         (lambda: swapped_labels(swaps=6), r"swaps must lie within \[1, 5\]"),
-        (lambda: swapped_labels(swaps=0), "swaps must be at least 1"),
+        (lambda: swapped_labels(swaps=0), r"swaps .*1.* got 0"),
         (
             lambda: swapped_labels(small(3), clients=5, groups=5, swaps=1),
-            "in 3 ways: use at most 4 groups",
+            r"in 3 ways.*4 groups.* got 5",
         ),
-        (lambda: swapped_labels(small(4), clients=5, groups=5, swaps=2), "in 3 ways: use at most 4 groups"),
+        (lambda: swapped_labels(small(4), clients=5, groups=5, swaps=2), r"in 3 ways.*4 groups.* got 5"),
         (lambda: swapped_labels("diabetes"), "is a regression"),
         (lambda: dirichlet(alpha=0), "alpha is a concentration"),
         (lambda: dirichlet(alpha=float("inf")), "alpha is a concentration"),
-        (lambda: dirichlet(alpha="a"), "alpha must be a number, got 'a'"),  # pyright: ignore[reportArgumentType]
-        (lambda: dirichlet(min_size=0), "min_size must be at least 1"),
-        (lambda: dirichlet(min_size=10.5), "min_size must be a whole number, got 10.5"),  # pyright: ignore[reportArgumentType]
-        (lambda: dirichlet(clients=500), "500 clients of at least 10 examples need 5000, 'digits' has 1438"),
-        (lambda: dirichlet(label_clusters=0), "label_clusters must be at least 1, got 0"),
-        (lambda: dirichlet(label_clusters=11), r"label_clusters must lie within \[1, 10\], the number of classes, got 11"),
-        (lambda: shards(shards=0), "shards must be at least 1, got 0"),
-        (lambda: shards(clients=720), "clients must be at most 719, as many as there are sets of 2 training examples"),
-        (lambda: shards("diabetes"), "shards shares data out by class, 'diabetes' is a regression"),
-        (lambda: pachinko("digits", alpha=0), "alpha is a concentration and must be a finite number > 0, got 0"),
-        (lambda: pachinko("digits", beta=-1.0), "beta is a concentration and must be a finite number > 0, got -1"),
-        (lambda: pachinko("digits", clients=10, size=144), "10 clients of 144 training examples need 1440, there are 1438"),
+        (lambda: dirichlet(alpha="a"), r"alpha .*got 'a'"),  # pyright: ignore[reportArgumentType]
+        (lambda: dirichlet(min_size=0), r"min_size .*1.* got 0"),
+        (lambda: dirichlet(min_size=10.5), r"min_size .*got 10\.5"),  # pyright: ignore[reportArgumentType]
+        (lambda: dirichlet(clients=500), r"500 clients .*10 examples .*5000, 'digits' .*1438"),
+        (lambda: dirichlet(label_clusters=0), r"label_clusters .*1.* got 0"),
+        (lambda: dirichlet(label_clusters=11), r"label_clusters .*\[1, 10\].* got 11"),
+        (lambda: shards(shards=0), r"shards .*1.* got 0"),
+        (lambda: shards(clients=720), r"clients .*719.* 2 training examples.* got 720"),
+        (lambda: shards("diabetes"), r"shards .*'diabetes' .*regression"),
+        (lambda: pachinko("digits", alpha=0), r"alpha .*got 0"),
+        (lambda: pachinko("digits", beta=-1.0), r"beta .*got -1"),
+        (lambda: pachinko("digits", clients=10, size=144), r"10 clients of 144 .*1440, .*1438.*size=None"),
         (lambda: pachinko("digits", superclasses=[[0, 1], [1, 2]]), "different classes"),
-        (lambda: pachinko("diabetes"), "pachinko shares data out by class"),
-        (lambda: iid(clients=0), "clients must be at least 1, got 0"),
-        (lambda: iid(clients=2.5), "clients must be a whole number"),  # pyright: ignore[reportArgumentType]
-        (lambda: iid(clients=360), "clients must be at most 359, as many as there are test examples"),
-        (lambda: diabetes(by="height"), "by must be one of age"),  # pyright: ignore[reportArgumentType]
+        (lambda: pachinko("diabetes"), r"pachinko .*'diabetes' .*regression"),
+        (lambda: iid(clients=0), r"^clients .*1.* got 0"),
+        (lambda: iid(clients=2.5), r"^clients .*got 2\.5"),  # pyright: ignore[reportArgumentType]
+        (lambda: iid(clients=360), r"clients .*359.*test examples.* got 360"),
+        (lambda: diabetes(by="height"), r"^by .*age.* got 'height'"),  # pyright: ignore[reportArgumentType]
         (lambda: dirichlet(min_size=1, alpha=0.01, validation=0.5, calibration=0.4), "a larger min_size"),
     ],
 )

@@ -21,9 +21,9 @@ def test_source_of_your_own_tensors():
     assert source.x_test.sum() == 4
     line = Source.from_parts(torch.zeros(4, 2), torch.zeros(4, 3), torch.ones(2, 2), torch.zeros(2, 3), name="line")
     assert (line.outputs, line.task) == (3, "regression")
-    with pytest.raises(ValueError, match=r"y has -1 in row 5: .*leave out examples without a label"):
+    with pytest.raises(ValueError, match=r"labels .*y .*-1 .*row 5: .*leave out"):
         Source.from_parts(torch.zeros(4, 2), torch.tensor([0, 1, 2, 1]), torch.ones(2, 2), torch.tensor([2, -1]), name="mine")
-    with pytest.raises(ValueError, match=r"labels must lie within \[0, 2\), y has 2 in row 2: .*outputs=3"):
+    with pytest.raises(ValueError, match=r"labels .*\[0, 2\), y .*2 .*row 2: .*outputs=3"):
         Source.from_parts(torch.zeros(3, 2), torch.tensor([0, 1, 2]), torch.ones(1, 2), torch.tensor([0]), name="mine", outputs=2)
     with pytest.raises(ValueError, match="as many rows"):
         Source(x=torch.zeros(3, 1), y=torch.zeros(2), train=1, outputs=1, task="regression", info=source.info)

@@ -45,11 +45,11 @@ def test_dtype_applies_to_what_floats(split):
     [
         ({"x": torch.zeros(10, 2, dtype=torch.int64)}, "x must hold floating-point"),
         ({"y": torch.zeros(10, dtype=torch.int32)}, "y must hold int64"),
-        ({"y": torch.zeros(9, dtype=torch.int64)}, "as many rows, got 10 and 9"),
+        ({"y": torch.zeros(9, dtype=torch.int64)}, r"x and y .*10 and 9"),
         ({"y": torch.zeros(10, 2, dtype=torch.int64)}, "y must be class labels"),
-        ({"index": torch.zeros(6)}, "index must be a vector of int64"),
+        ({"index": torch.zeros(6)}, r"index .*int64, got torch\.float32"),
         ({"index": torch.tensor([0, 1, 2, 3, 4, 10])}, r"index must lie within \[0, 10\)"),
-        ({"counts": np.array([3, 4])}, "counts must be >= 0 and add up to the 6"),
+        ({"counts": np.array([3, 4])}, r"counts .*6 .*index.* 7"),
     ],
 )
 def test_split_refuses_parts_that_do_not_fit(split, change, message):

@@ -52,10 +52,10 @@ def test_seeds_and_hashes():
     ("options", "message"),
     [
         ({"alpha": 0.0}, "alpha must be > 0"),
-        ({"alpha": math.inf}, "alpha must be > 0 and noise >= 0, both finite, got inf"),
+        ({"alpha": math.inf}, r"alpha .*noise .*got inf and 0.1"),
         ({"alpha": 1e-300}, "alpha is so small"),
-        ({"noise": math.inf}, "alpha must be > 0 and noise >= 0, both finite, got 0.4 and inf"),
-        ({"clients": 0}, "clients must be at least 1"),
+        ({"noise": math.inf}, r"alpha .*noise .*got 0.4 and inf"),
+        ({"clients": 0}, r"^clients .*1.* got 0"),
         ({"seed": 2**32}, "seed must be below 2\\*\\*32"),
     ],
 )

@@ -3,6 +3,7 @@
 import csv
 import importlib.util
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -69,8 +70,7 @@ def test_a_folder_holds_one_experiment(example, tmp_path, capsys):
     before = files(out)
     capsys.readouterr()
     assert example.main([*SMALL, "--seeds", "0", "--rounds", "2", "--out", str(out)]) == 2
-    expected = f"error: --out {out} holds a run with --rounds 1, now it is 2: choose another --out, or delete the folder\n"
-    assert capsys.readouterr().err == expected
+    assert re.fullmatch(rf"error: --out {re.escape(str(out))} .*--rounds 1\b.*\b2\b.*\n", capsys.readouterr().err)
     assert files(out) == before
     other = tmp_path / "other"
     other.mkdir()
@@ -106,18 +106,18 @@ def test_no_example_overwrites_another_experiment(name, arguments, option, tmp_p
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--clients", "3"], "error: clients must be a multiple of 2"),
-        (["--rounds", "0"], "error: rounds must be at least 1, got 0"),
-        (["--seeds", "1", "1"], "error: --seeds must name each once, got 1 1"),
+        (["--clients", "3"], r"error: clients .*multiple of 2"),
+        (["--rounds", "0"], r"error: rounds .*1.* got 0"),
+        (["--seeds", "1", "1"], r"error: --seeds .*once, got 1 1"),
         (["--device", "nowhere"], "error: device 'nowhere' is absent"),
-        (["--dataset", "mnist", "--data-root", "absent"], "error: the data set 'mnist' is not on disk"),
+        (["--dataset", "mnist", "--data-root", "absent"], r"error: .*'mnist' is not on disk"),
     ],
 )
 def test_mistakes_are_one_line(example, tmp_path, capsys, arguments, message):
     """And leave no folder behind that would be in the way of the next try."""
     assert example.main([*SMALL, "--out", str(tmp_path / "run"), *arguments]) == 2
     error = capsys.readouterr().err
-    assert error.startswith(message)
+    assert re.match(message, error)
     assert error.count("\n") == 1
     assert not (tmp_path / "run").exists()
 
@@ -125,11 +125,11 @@ def test_mistakes_are_one_line(example, tmp_path, capsys, arguments, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--share", "0"], "error: --share is of the weights and must lie in (0, 1], got 0.0"),
-        (["--precision", "-1"], "error: --precision must be > 0 and finite, got -1.0"),
-        (["--seeds", "0", "0"], "error: --seeds must name each once, got 0 0"),
-        (["--examples", "0"], "error: --examples must be at least 1, got 0"),
-        (["--dataset", "diabetes"], "error: --dataset must have classes of images, diabetes has not"),
+        (["--share", "0"], r"error: --share .*\(0, 1\], got 0\.0"),
+        (["--precision", "-1"], r"error: --precision .*got -1\.0"),
+        (["--seeds", "0", "0"], r"error: --seeds .*once, got 0 0"),
+        (["--examples", "0"], r"error: --examples .*1.* got 0"),
+        (["--dataset", "diabetes"], r"error: --dataset .*images, diabetes"),
         (["--dataset", "nothing"], "error: "),
     ],
 )
@@ -137,7 +137,7 @@ def test_mistakes_of_the_laplace_example_are_one_line(tmp_path, capsys, argument
     """As those of the others; nothing is written."""
     assert load("subnetwork_laplace").main([*arguments, "--out", str(tmp_path / "run")]) == 2
     error = capsys.readouterr().err
-    assert error.startswith(message)
+    assert re.match(message, error)
     assert error.count("\n") == 1
     assert not (tmp_path / "run").exists()
 

@@ -1,6 +1,7 @@
 """The Python blocks of a page are one script, run in order; they assert what the page says."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,8 @@ def test_the_blocks_of_a_page_run(page, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)  # what a page writes
     monkeypatch.setattr(bf.algorithms, "PAPERS", dict(bf.algorithms.PAPERS))
     exec(compile(script(page), str(page), "exec"), {"__name__": f"docs_{page.stem}"})
+    if "matplotlib.pyplot" in sys.modules:  # other libraries' figures are registered there
+        sys.modules["matplotlib.pyplot"].close("all")
 
 
 def test_the_page_on_extending_is_among_them():

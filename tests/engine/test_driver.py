@@ -14,11 +14,11 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kernel": "fast"}, r"kernel must be one of .*'layers'.*, got 'fast'"),
-        ({"workers": 0}, "workers must be at least 1, got 0"),
-        ({"workers": 1.5}, "workers must be a whole number, got 1.5"),
-        ({"chunk": "5"}, "chunk must be a whole number, got '5'"),
-        ({"chunk": -1}, "chunk must be at least 1, got -1"),
+        ({"kernel": "fast"}, r"kernel .*'layers'.* got 'fast'"),
+        ({"workers": 0}, r"workers .*1.* got 0"),
+        ({"workers": 1.5}, r"workers .*got 1\.5"),
+        ({"chunk": "5"}, r"chunk .*got '5'"),
+        ({"chunk": -1}, r"chunk .*1.* got -1"),
     ],
 )
 def test_what_an_engine_refuses(options, message):
@@ -63,5 +63,5 @@ def test_kernels_of_a_cpu():
     assert chosen(large, head) == "layers"
     assert chosen(own) == "live"
     assert chosen(own, kernel="vmap") == "vmap"
-    with pytest.raises(ValueError, match=r"layers kernel has no rule for layer 'body\.1' \(LayerNorm\)"):
+    with pytest.raises(ValueError, match=r"layers kernel .*'body\.1' \(LayerNorm\)"):
         chosen(own, kernel="layers")

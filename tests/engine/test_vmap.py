@@ -21,7 +21,7 @@ def test_recurrent_layers_are_refused_by_name(layer):
     """The submodule's name and type, and which kernels take it."""
     module = nn.Sequential(nn.Linear(3, 3), nn.ModuleDict({"reader": layer}))
     assert not vmap.batches(module)
-    with pytest.raises(ValueError, match=rf"'1\.reader' \({type(layer).__name__}\); use kernel='live' or 'auto'"):
+    with pytest.raises(ValueError, match=rf"'1\.reader' \({type(layer).__name__}\).*kernel='live'"):
         vmap.refuse(module)
     with pytest.raises(ValueError, match=type(layer).__name__):
         vmap.refuse(layer)

@@ -150,7 +150,7 @@ def test_detection_summary():
     inside[2, 0] = math.nan
     assert detection.auroc(inside, outside, inside_mask, outside_mask).isnan().tolist() == [False, True, True, False]
     assert math.isnan(detection.detection_summary({"a": inside}, {"a": outside}, inside_mask, outside_mask)["a_auroc"])
-    with pytest.raises(ValueError, match="no score is in both"):
+    with pytest.raises(ValueError, match=r"score .*\['a'\].*\['b'\]"):
         detection.detection_summary({"a": inside}, {"b": outside}, inside_mask, outside_mask)
 
 
@@ -257,12 +257,12 @@ def test_errors_name_the_remedy():
     score, right, mask = selective()
     for call, message in (
         (lambda: detection.auroc(inside[0], outside, inside_mask, outside_mask), r"inside must be \[J, N\]"),
-        (lambda: detection.auroc(inside, outside, outside_mask, outside_mask), "inside_mask must have the shape of inside"),
+        (lambda: detection.auroc(inside, outside, outside_mask, outside_mask), r"inside_mask .*\[4, 50\]; got \[4, 70\]"),
         (lambda: detection.auroc(inside, outside, inside_mask.int(), outside_mask), "inside_mask must be bool"),
-        (lambda: detection.fpr(inside[:2], outside, inside_mask[:2], outside_mask), "inside is of 2 clients and outside of 4"),
+        (lambda: detection.fpr(inside[:2], outside, inside_mask[:2], outside_mask), r"inside .*2 clients .*outside .*4"),
         (lambda: detection.fpr(inside, outside, inside_mask, outside_mask, tpr=95), "95% is 0.95"),
         (lambda: detection.aurc(score, right.int(), mask), "right must be bool"),
-        (lambda: detection.aurc(score, right[1:], mask), "right must have the shape"),
+        (lambda: detection.aurc(score, right[1:], mask), r"right .*\[4, 40\]; got \[3, 40\]"),
         (lambda: detection.selective_accuracy(score, right, mask, coverage=0), "80% is 0.8"),
         (lambda: detection.risk_coverage(score, right, full(mask)), "score is NaN.*plug-in"),
     ):

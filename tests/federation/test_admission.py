@@ -1,6 +1,7 @@
 """What a reply must be, and how far a client may go."""
 
 import logging
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +30,7 @@ def test_rounds_with_too_few(model: nn.Module, clients: FederatedData, caplog: p
 
     with caplog.at_level(logging.WARNING, logger="bayesfl"):
         skipped = run(algorithm, clients, faults=first(1), admission=bf.Admission("skip", min_clients=4))
-    assert "round 1, counted from 0, comes to 3 replies and needs 4 (min_clients); the round is skipped" in caplog.text
+    assert re.search(r"round 1\b.* 3 replies .*4 \(min_clients\).*skipped", caplog.text)
     assert skipped.history["cohort"].tolist() == [7, 0, 7]
     after_one = run(algorithm, clients, rounds=1)
     two = run(algorithm, clients, rounds=2, faults=first(1), admission=bf.Admission("skip", min_clients=4))
@@ -37,7 +38,7 @@ def test_rounds_with_too_few(model: nn.Module, clients: FederatedData, caplog: p
     repeated = run(algorithm, clients, faults=first(2), admission=bf.Admission("skip", min_clients=4, below_minimum="repeat"))
     assert_close(state(repeated), state(plain), atol=1e-12, rtol=0)
     assert repeated.history["cohort"].tolist() == [7, 7, 7]
-    with pytest.raises(TooFewClients, match="round 1, counted from 0, comes to 3 replies"):
+    with pytest.raises(TooFewClients, match=r"round 1\b.* 3 replies .*4 \(min_clients\)"):
         run(algorithm, clients, faults=first(3), admission=bf.Admission("skip", min_clients=4, below_minimum="repeat"))
     nan = {0: KINDS["nan"], 1: KINDS["nan"]}
     refused = run(algorithm, clients, rounds=1, faults=lambda round, attempt, ids: nan, admission=bf.Admission("skip", min_clients=6))
@@ -92,10 +93,10 @@ def test_a_message_as_declared():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"on_bad_client": "ignore"}, "on_bad_client must be 'stop' or 'skip', got 'ignore'"),
-        ({"below_minimum": "wait"}, "below_minimum must be 'skip' or 'repeat', got 'wait'"),
-        ({"min_clients": 0}, "min_clients must be at least 1, got 0"),
-        ({"max_norm": 0.5}, "max_norm is in medians and must be > 1"),
+        ({"on_bad_client": "ignore"}, r"on_bad_client .*'stop'.*'skip'.* got 'ignore'"),
+        ({"below_minimum": "wait"}, r"below_minimum .*'skip'.*'repeat'.* got 'wait'"),
+        ({"min_clients": 0}, r"min_clients .*1.* got 0"),
+        ({"max_norm": 0.5}, r"max_norm .*1.* got 0\.5"),
     ],
 )
 def test_rules_that_do_not_work(options: dict[str, Any], message: str):

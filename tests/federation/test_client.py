@@ -1,5 +1,6 @@
 """What a client does in a round: its state, its losses and its traffic."""
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -79,12 +80,12 @@ def test_counters_and_masks_are_kept(clients, model, kernel, tmp_path):
 def test_a_fine_tuning_that_leaves_the_numbers(clients, model, caplog, tmp_path):
     """It stops a plain run, which gives back its last round; where bad clients are skipped its client predicts without it, later too."""
     algorithm = burst_by_fine_tuning(model)
-    with pytest.raises(bf.DivergenceError, match=r"client 2 is no longer finite after fine-tuning phase 0 \(Once\) of round 1") as raised:
+    with pytest.raises(bf.DivergenceError, match=r"client 2 .*fine-tuning phase 0 \(Once\) of round 1") as raised:
         bf.simulate(algorithm, clients, rounds=2, progress=False)
     assert (raised.value.result.round, len(raised.value.result.history)) == (1, 1)
     caplog.clear()
     found = bf.simulate(algorithm, clients, rounds=1, progress=False, admission=bf.Admission("skip"))
-    assert "the fine-tuning of client 2 is not finite; it predicts without it" in caplog.text
+    assert re.search(r"fine-tuning .*client 2 .*not finite", caplog.text)
     assert np.isfinite(found.history["personal_nll"]).all()
     found.save(tmp_path / "run")
     for result in (found, bf.load(tmp_path / "run", algorithm, clients)):

@@ -19,7 +19,7 @@ def test_divergence_gives_back_the_last_finite_round(clients, model, train):
         return bf.algorithms.fedrep(model, lr=rate, head_epochs=1, body_epochs=1)
 
     options = {"participation": 0.6, "train": train, "seed": 1, "evaluate_every": 1, "progress": False, "engine": bf.Engine(chunk=2)}
-    with pytest.raises(bf.DivergenceError, match=r"client .* phase [01] \(Descend on (head|body)\) of round 2, .* from 0") as caught:
+    with pytest.raises(bf.DivergenceError, match=r"client .* phase [01] \(Descend on (head|body)\) of round 2\b") as caught:
         bf.simulate(explosive(lambda round, rounds: 0.05 if round < 2 else 1e38), clients, rounds=5, **options)
     error = caught.value
     assert error.round == 2

@@ -20,16 +20,16 @@ from tests.federation.made import METHODS, run, state, without
 
 WORDS = {
     "lost": "did not reply",
-    "stale": "it answers round 0, not round 1",
-    "protocol": f"it speaks protocol {PROTOCOL + 1}, the server {PROTOCOL}",
+    "stale": "round 0, not round 1",
+    "protocol": f"protocol {PROTOCOL + 1}, .*server {PROTOCOL}",
     "missing": "are missing",
-    "extra": r"tensors \['more'\] were not declared",
+    "extra": r"\['more'\] .*not declared",
     "shape": "declared as",
     "dtype": "float16",
     "larger": "declared as",
     "nan": "is not finite",
     "infinite": "is not finite",
-    "far": "from what it was sent, more than",
+    "far": r"it went .* more than",
 }
 
 
@@ -73,13 +73,13 @@ def test_faults_need_rules_that_skip(model: nn.Module, clients: FederatedData):
     """The first of them would stop the run; rules are an Admission."""
     with pytest.raises(ValueError, match=r"faults need admission=Admission\('skip'\)"):
         run(bf.algorithms.fedavg(model), clients, faults=at_random(0.1), admission=Admission("stop"))
-    with pytest.raises(TypeError, match="admission must be an Admission, got 'skip'"):
+    with pytest.raises(TypeError, match=r"admission .*Admission, got 'skip'"):
         run(bf.algorithms.fedavg(model), clients, admission="skip")
 
 
 def test_plans_that_do_not_work():
     """A share that is none, kinds that are not there."""
-    with pytest.raises(ValueError, match=r"share is a probability and must lie in \[0, 1\], got 1.5"):
+    with pytest.raises(ValueError, match=r"^share .*\[0, 1\], got 1\.5"):
         at_random(1.5)
     with pytest.raises(ValueError, match="kinds must be among"):
         at_random(0.1, kinds=("late",))
@@ -91,15 +91,15 @@ def test_what_cannot_be(model: nn.Module, clients: FederatedData, tmp_path: Path
     """Refused before anything is trained, by name."""
     algorithm = bf.algorithms.fedavg(model, **METHODS["fedavg"])
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="min_clients must be at most the size of a cohort, 7, got 8"):
+    with pytest.raises(ValueError, match=r"min_clients .*7.* got 8"):
         run(algorithm, clients, admission=bf.Admission(min_clients=8))
-    with pytest.raises(ValueError, match="min_clients must be at most the size of a cohort, 4, got 5; or raise participation"):
+    with pytest.raises(ValueError, match=r"min_clients .*4.* got 5.*participation"):
         run(algorithm, clients, admission=bf.Admission(min_clients=5), participation=0.7)
-    with pytest.raises(TypeError, match="faults must be a plan"):
+    with pytest.raises(TypeError, match=r"faults .*plan"):
         run(algorithm, clients, faults="lost")
     for checkpoint in (3, ""):
         with pytest.raises(ValueError, match="checkpoint must name a folder"):
             run(algorithm, clients, checkpoint=checkpoint)
-    with pytest.raises(ValueError, match=r"pool must be one that adds up, such as Mean\(\)"):
+    with pytest.raises(ValueError, match=r"pool .*Mean\(\), got Median"):
         Clipped(Median(), 1.0)  # type: ignore[arg-type]
     assert not list(tmp_path.iterdir())

@@ -213,7 +213,7 @@ def test_weights_that_are_data_are_replaced_where_told(model: nn.Module, clients
     """PFedVEM's confidence: refused; without its report it needs weights of its own, and then is as any method."""
     algorithm = bf.algorithms.pfedvem(model, head_epochs=2, body_epochs=1, batch_size=10, init_scale=0.3)
     rule = ClientPrivacy(clip=1.0, noise_multiplier=0.5)
-    with pytest.raises(ValueError, match=r"block 'head' weighs clients by a function of what they send.*weights=\[\.\.\.\]"):
+    with pytest.raises(ValueError, match=r"block 'head' .*weights=\[\.\.\.\]"):
         privately(algorithm, clients, rule)
     rule = replace(rule, weights=[1.0] * 7)
     with pytest.raises(ValueError, match=r"`reports` sends \['rho2'\].*reports=\{\}"):
@@ -222,19 +222,19 @@ def test_weights_that_are_data_are_replaced_where_told(model: nn.Module, clients
     assert privately(silent, clients, rule).history["releases"].tolist() == [1, 2, 3]
     monkeypatch.setattr(simulation, "run_round", None)
     reading = replace(fedavg(model), combine=lambda server, ids, uplink: {"w": {"loc": server["w"]["loc"] * len(ids)}})
-    with pytest.raises(ValueError, match="nothing of single clients may be used but their clipped differences, but the method's `combine`"):
+    with pytest.raises(ValueError, match=r"ClientPrivacy .*clipped.*`combine` .*'them'"):
         privately(reading, clients, rule)
 
 
 @pytest.mark.parametrize(
     ("rule", "options", "words"),
     [
-        ({"weights": [1.0] * 6}, {}, "weights must be one number for each of 7 clients, got 6"),
-        ({}, {"sampling": "fixed"}, "ClientPrivacy draws its own cohorts .*leave sampling out"),
-        ({}, {"admission": bf.Admission(min_clients=2)}, "with ClientPrivacy every round counts, one without a client too: leave both out"),
+        ({"weights": [1.0] * 6}, {}, r"weights .*7 clients, got 6"),
+        ({}, {"sampling": "fixed"}, r"ClientPrivacy .*got 'fixed'; .*sampling"),
+        ({}, {"admission": bf.Admission(min_clients=2)}, r"min_clients=2, below_minimum='skip' .*ClientPrivacy"),
         ({}, {"admission": bf.Admission(below_minimum="repeat")}, "below_minimum='repeat' would let"),
-        ({}, {"admission": bf.Admission("skip")}, "max_norm=100 compares clients with each other.*pass max_norm=None"),
-        ({}, {"checkpoint": "runs", "every": 2}, "every=2 lets states leave the server .*every=1"),
+        ({}, {"admission": bf.Admission("skip")}, r"max_norm=100 .*max_norm=None"),
+        ({}, {"checkpoint": "runs", "every": 2}, r"every=2 .*every=1"),
     ],
 )
 def test_runs_that_do_not_work(
@@ -251,14 +251,14 @@ def test_runs_that_do_not_work(
     ("change", "words"),
     [
         ({"clip": 0.0}, "clip must be > 0"),
-        ({"clip": math.inf}, "clip must be > 0 and finite"),
+        ({"clip": math.inf}, r"clip .*got inf"),
         ({"noise_multiplier": -0.1}, "noise_multiplier must be >= 0"),
         ({"delta": 1.0}, "delta is a probability"),
-        ({"secret": b"short"}, "secret must be at least 16 bytes"),
-        ({"secret": "a text of more than sixteen letters"}, "secret must be at least 16 bytes"),
-        ({"weights": [1.0, -1.0]}, "weights must be >= 0 and finite, and not all 0"),
-        ({"weights": [0.0, 0.0]}, "weights must be >= 0 and finite, and not all 0"),
-        ({"weights": [1.0, math.nan]}, "weights must be >= 0 and finite, and not all 0"),
+        ({"secret": b"short"}, r"secret .*16 bytes .*secrets\.token_bytes\(32\)"),
+        ({"secret": "a text of more than sixteen letters"}, r"secret .*16 bytes .*secrets\.token_bytes\(32\)"),
+        ({"weights": [1.0, -1.0]}, r"weights .*0.* got \[1\.0, -1\.0\]"),
+        ({"weights": [0.0, 0.0]}, r"weights .*0.* got \[0\.0, 0\.0\]"),
+        ({"weights": [1.0, math.nan]}, r"weights .*0.* got \[1\.0, nan\]"),
     ],
 )
 def test_numbers_that_do_not_work(change: dict[str, Any], words: str):
@@ -271,8 +271,8 @@ def test_numbers_that_do_not_work(change: dict[str, Any], words: str):
 def test_pools_and_methods_that_do_not_fit(model: nn.Module, clients: FederatedData):
     """By block and by pool."""
     rule = ClientPrivacy(clip=1.0, noise_multiplier=1.0)
-    with pytest.raises(ValueError, match="no block of the method is sent"):
+    with pytest.raises(ValueError, match=r"no block .*aggregation"):
         privately(bf.algorithms.local(model), clients, rule)
     clipped = replace(fedavg(model), blocks={"w": bf.Block(pool=Clipped(Mean(), 1.0))})
-    with pytest.raises(ValueError, match="block 'w' is gathered by Clipped; ClientPrivacy bounds a client's part in Mean pools only"):
+    with pytest.raises(ValueError, match=r"block 'w' .*Clipped; ClientPrivacy .*pool=Mean\(\)"):
         privately(clipped, clients, rule)

@@ -99,12 +99,12 @@ def test_more_rounds_cost_more_and_a_draw_helps():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"noise_multiplier": -1}, "noise_multiplier must be >= 0 and finite, got -1"),
-        ({"noise_multiplier": math.inf}, "noise_multiplier must be >= 0 and finite"),
-        ({"participation": 0}, r"participation is a probability and must lie in \(0, 1\], got 0"),
+        ({"noise_multiplier": -1}, r"noise_multiplier .*0.* got -1"),
+        ({"noise_multiplier": math.inf}, r"noise_multiplier .*got inf"),
+        ({"participation": 0}, r"participation .*\(0, 1\], got 0"),
         ({"participation": 1.5}, "participation is a probability"),
-        ({"releases": -1}, "releases must be at least 0"),
-        ({"releases": 1.5}, "releases must be a whole number"),
+        ({"releases": -1}, r"releases .*0.* got -1"),
+        ({"releases": 1.5}, r"releases .*got 1\.5"),
         ({"delta": 0}, "delta is a probability"),
         ({"delta": math.nan}, "delta is a probability"),
     ],

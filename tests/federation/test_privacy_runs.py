@@ -63,7 +63,7 @@ def test_cohorts_come_from_the_secret_alone(model: nn.Module, clients: Federated
     assert not np.array_equal(*(cohorts(clients, model, 0.5, None, 100, seed=1) for _ in range(2)))
     settings = privately(fedavg(model), clients, ClientPrivacy(clip=1.0, noise_multiplier=0), rounds=1).settings
     assert settings.sampling == "poisson"
-    with pytest.raises(ValueError, match="poisson cohorts are drawn by ClientPrivacy from its secret"):
+    with pytest.raises(ValueError, match=r"poisson .*ClientPrivacy .*aggregation"):
         settings.cohort(7, 0)
 
 
@@ -126,9 +126,9 @@ def test_resume(through: str, model: nn.Module, clients: FederatedData, tmp_path
         assert result.history["releases"].tolist() == [1, 2, 3, 4]
         assert result.history["epsilon"].tolist() == whole.history["epsilon"].tolist()
     for other in (replace(rule, noise_multiplier=0.6), replace(rule, clip=2.0), replace(rule, weights=(2.0,) * 7)):
-        with pytest.raises(ValueError, match="a resumed run keeps its settings"):
+        with pytest.raises(ValueError, match=r"keeps its settings.*ClientPrivacy\("):
             privately(fedavg(model), clients, other, rounds=4, participation=0.5, resume=resume)
-    with pytest.raises(ValueError, match="a resumed run keeps its settings"):
+    with pytest.raises(ValueError, match=r"keeps its settings.*ClientPrivacy\("):
         bf.simulate(fedavg(model), clients, rounds=4, resume=resume, dtype=torch.float64, seed=3, participation=0.5)
 
 

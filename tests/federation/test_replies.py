@@ -1,5 +1,6 @@
 """What the server makes of the replies that it takes."""
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -44,7 +45,7 @@ def test_absurd_reports_are_left_out(name: str, model: nn.Module, clients: Feder
     found = run(algorithm, clients, faults=of_client(4, 1, setting(name, 1e30)), evaluate_every=None)
     without = run(algorithm, clients, faults=of_client(4, 1, Lost()), evaluate_every=None)
     assert_close(state(found), state(without), atol=1e-12, rtol=0)
-    assert f"client 4 is left out: its {name} goes up to 1e+30" in caplog.text
+    assert re.search(rf"client 4 .*left out.*{name} .*1e\+30", caplog.text)
     assert found.history["rejected"].tolist() == [0.0, 1.0, 0.0]
 
 
@@ -52,7 +53,7 @@ def test_a_round_that_is_not_finite_is_passed_over(model: nn.Module, clients: Fe
     """A reported variance of 0 is finite and small, and weighs infinitely: the round changes nothing, and the run goes on."""
     algorithm = bf.algorithms.pfedvem(model, **METHODS["pfedvem"])
     found = run(algorithm, clients, faults=of_client(4, 1, setting("rho2", 0.0)), evaluate_every=None, train="cohort")
-    assert "what the replies of round 1, counted from 0, make together is not finite; the round is skipped" in caplog.text
+    assert re.search(r"round 1\b.*not finite.*skipped", caplog.text)
     assert all(bool(t.isfinite().all()) for t in state(found).values())
     assert found.history["cohort"].tolist() == [7.0, 0.0, 7.0]
     assert found.history["lost"].tolist() == found.history["rejected"].tolist() == [0.0, 0.0, 0.0]
@@ -91,18 +92,18 @@ def test_unseen_refuses_whatever_is_asked():
     unseen = Unseen("it is hidden", 3, 5)
     assert (unseen["round"], unseen["rounds"]) == (3, 5)
     for ask in (lambda: unseen["n"], lambda: unseen.shape, lambda: list(unseen), lambda: len(unseen), lambda: "n" in unseen):
-        with pytest.raises(ValueError, match="it is hidden, but the method's `combine` reads"):
+        with pytest.raises(ValueError, match=r"it is hidden, .*`combine`"):
             ask()
 
 
 @pytest.mark.parametrize(
     ("returned", "words"),
     [
-        ({"w": {"loc": torch.zeros(3)}}, "where the server has .*'w.loc'"),
-        ({"seen": torch.zeros(2)}, r"'seen': \(torch.float32.* where the server has .*torch.int64"),
-        ({"seen": 3.0}, r"`combine` returns \['seen'\], which must be tensors"),
-        ({"w": {"loc": None}}, r"`combine` returns \['w.loc'\], which must be tensors"),
-        ({"other": torch.zeros(2)}, r"`combine` returns \['other'\], which the server does not have"),
+        ({"w": {"loc": torch.zeros(3)}}, r"`combine` .*'w\.loc'.*server .*'w\.loc'"),
+        ({"seen": torch.zeros(2)}, r"'seen': \(torch\.float32.*server .*'seen': \(torch\.int64"),
+        ({"seen": 3.0}, r"`combine` .*\['seen'\].*tensors"),
+        ({"w": {"loc": None}}, r"`combine` .*\['w\.loc'\].*tensors"),
+        ({"other": torch.zeros(2)}, r"`combine` .*\['other'\].*`server`"),
     ],
 )
 def test_combine_returns_what_the_server_has(returned: Any, words: str, model: nn.Module, clients: FederatedData):

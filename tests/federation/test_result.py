@@ -37,7 +37,7 @@ def test_newcomers_do_not_take_over_what_is_anothers(clients, model, number, tmp
     loaded = bf.load(tmp_path / "run", made, novel)
     assert_close(loaded.predict().probs, adapted.predict().probs, rtol=0, atol=0, equal_nan=True)
     for resume in (adapted, loaded, tmp_path / "run"):
-        with pytest.raises(ValueError, match="resume is a result of adapt"):
+        with pytest.raises(ValueError, match=r"resume .*adapt"):
             bf.simulate(made, novel, rounds=3, evaluate_every=None, resume=resume, progress=False)
     assert not result.novel
 
@@ -60,7 +60,7 @@ def test_adapting_under_a_schedule_still_learns(clients, model):
 def test_other_clients_are_refused(result):
     """A split of other clients needs adapt, however many they are; adapted data must be of the same problem."""
     data = result.data
-    with pytest.raises(ValueError, match=r"2 clients, the result 7.*result.adapt"):
+    with pytest.raises(ValueError, match=r"2 clients.* 7.*result\.adapt"):
         result.predict(data.test.select([0, 1]))
     others = bf.data.from_arrays(
         [x + 1 for x, _ in map(data.train.client, range(7))], [y.flip(0) for _, y in map(data.train.client, range(7))], outputs=3
@@ -72,9 +72,9 @@ def test_other_clients_are_refused(result):
     assert_close(result.predict(again.test).probs, result.predict().probs, rtol=0, atol=0, equal_nan=True)
     noisy = ClientData(data.test.x + 0.1, data.test.y, data.test.index, data.test.counts)
     assert not torch.equal(result.predict(noisy).probs, result.predict().probs)
-    with pytest.raises(ValueError, match=r"draws .* must be a whole number, got 2.5"):
+    with pytest.raises(ValueError, match=r"^draws .*got 2\.5"):
         result.predict(draws=2.5)
-    with pytest.raises(ValueError, match=r"draws .* must be at least 0, got -1"):
+    with pytest.raises(ValueError, match=r"^draws .*0.* got -1"):
         result.predict(draws=-1)
     with pytest.raises(ValueError, match="same problem"):
         result.adapt(federation((5,)))

@@ -282,7 +282,7 @@ def test_what_is_clipped_is_counted(model: nn.Module, clients: FederatedData, ca
 def test_a_client_looks_at_its_own_sums(model: nn.Module, clients: FederatedData):
     """A weight that is infinite for one client stops the run with its name; it would have become an integer."""
     seventh = lambda server, uplink: torch.where(uplink["ids"] == 6, torch.inf, 1.0).to(uplink["n"])  # noqa: E731
-    with pytest.raises(bf.DivergenceError, match="client 6 sends nothing in round 0") as caught:
+    with pytest.raises(bf.DivergenceError, match=r"client 6 .*round 0\b.*sums") as caught:
         run(fedavg(model, Mean(seventh)), clients, aggregation=SecureSum())
     assert caught.value.client == 6
     assert caught.value.result is not None
@@ -296,7 +296,7 @@ def test_a_resumed_run_has_the_same_bits(model: nn.Module, clients: FederatedDat
     assert torch.equal(whole.server["w"]["loc"], again.server["w"]["loc"])
     assert whole.history["bytes_up"].tolist() == again.history["bytes_up"].tolist()
     for other in (None, SecureSum(step=COARSE)):
-        with pytest.raises(ValueError, match="a resumed run keeps its settings"):
+        with pytest.raises(ValueError, match=r"keeps its settings.*SecureSum\("):
             run(fedavg(model), clients, rounds=4, aggregation=other, resume=again)
 
 
@@ -312,16 +312,16 @@ def test_a_combine_that_asks_later_is_refused_then(model: nn.Module, clients: Fe
     later = lambda server, ids, uplink: {} if torch.equal(server["w"]["loc"], first) else {"w": uplink["w"]}  # noqa: E731
     algorithm = fedavg(model)
     first = algorithm.init(7, seed=3, dtype=torch.float64)["w"]["loc"]
-    with pytest.raises(ValueError, match="server sees sums only, but the method's `combine` reads 'w'"):
+    with pytest.raises(ValueError, match=r"secure .*`combine` .*'w'"):
         run(replace(algorithm, combine=later), clients, aggregation=SecureSum())
 
 
 @pytest.mark.parametrize(
     ("pool", "words"),
     [
-        (Median(), "block 'w' is gathered by Median, which needs every client's uplink"),
-        (Clipped(Mean(), 1.0), "block 'w' is clipped by the server"),
-        (Relaxed(Clipped(Mean(), 1.0), 0.5), "block 'w' is clipped by the server"),
+        (Median(), r"block 'w' .*Median"),
+        (Clipped(Mean(), 1.0), r"block 'w' .*clipped"),
+        (Relaxed(Clipped(Mean(), 1.0), 0.5), r"block 'w' .*clipped"),
     ],
 )
 def test_pools_that_need_single_clients(pool: Any, words: str, model: nn.Module, clients: FederatedData):
@@ -333,13 +333,13 @@ def test_pools_that_need_single_clients(pool: Any, words: str, model: nn.Module,
 @pytest.mark.parametrize(
     ("rule", "options", "words"),
     [
-        ({"range": 2.0**40, "step": 2.0**-20}, {}, r"must stay below 2\*\*62, got 7 x .* = 2\*\*62\.8; take a smaller range"),
+        ({"range": 2.0**40, "step": 2.0**-20}, {}, r"range / step .*2\*\*62, got 7 x .* = 2\*\*62\.8"),
         (
             {},
             {"admission": bf.Admission("skip")},
-            "max_norm=100 looks at single clients.*; pass max_norm=None",
+            r"max_norm=100 .*max_norm=None",
         ),
-        ({}, {"participation": 0.2}, "a cohort has one client of 7 at participation=0.2"),
+        ({}, {"participation": 0.2}, r"one client of 7 .*participation=0\.2"),
     ],
 )
 def test_runs_that_do_not_work(rule: dict[str, float], options: dict[str, Any], words: str, model: nn.Module, clients: FederatedData):
@@ -370,11 +370,11 @@ def test_numbers_that_do_not_work(change: dict[str, float], words: str):
 @pytest.mark.parametrize("wrong", ["secure", SecureSum, 3])
 def test_what_is_no_aggregation(wrong: Any, model: nn.Module, clients: FederatedData):
     """A word, a class, a number."""
-    with pytest.raises(TypeError, match="aggregation must be a SecureSum or a ClientPrivacy"):
+    with pytest.raises(TypeError, match=r"aggregation .*SecureSum .*ClientPrivacy, got "):
         run(fedavg(model), clients, aggregation=wrong)
 
 
 def test_a_method_that_sends_nothing(model: nn.Module, clients: FederatedData):
     """There is no sum to hide in."""
-    with pytest.raises(ValueError, match="no block of the method is sent"):
+    with pytest.raises(ValueError, match=r"no block .*aggregation"):
         run(bf.algorithms.local(model), clients, aggregation=SecureSum())

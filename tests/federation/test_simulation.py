@@ -20,26 +20,26 @@ from tests.cases import federation
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda m: bf.algorithms.fedavg(m, epochs=2.0), "epochs must be a whole number, got 2.0"),
-        (lambda m: bf.algorithms.fedavg(m, epochs="2"), "epochs must be a whole number, got '2'"),
-        (lambda m: bf.algorithms.fedavg(m, epochs=0), "epochs must be at least 1, got 0"),
-        (lambda m: bf.algorithms.fedavg(m, batch_size=10.5), "batch_size must be a whole number, got 10.5"),
-        (lambda m: bf.algorithms.fedavg(m, lr="0.1"), "rate must be a number, got '0.1'"),
-        (lambda m: bf.algorithms.fedavg(m, momentum=None), "momentum must be a number, got None"),
-        (lambda m: bf.algorithms.pfedvem(m, draws=5.0), "draws must be a whole number, got 5.0"),
-        (lambda m: bf.algorithms.pfedvem(m, init_scale="1"), "init_scale must be a number, got '1'"),
-        (lambda m: bf.algorithms.pfedvem(m, scale_prior=1.0), "scale_prior must be two numbers, shape and scale, or None, got 1.0"),
-        (lambda m: bf.algorithms.pfedvem(m, scale_prior=(1.0,)), r"scale_prior must be two numbers, .*got \(1.0,\)"),
-        (lambda m: bf.algorithms.pfedvem(m, scale_prior=("a", "b")), "each of scale_prior must be a number, got 'a'"),
+        (lambda m: bf.algorithms.fedavg(m, epochs=2.0), r"epochs .*got 2\.0"),
+        (lambda m: bf.algorithms.fedavg(m, epochs="2"), r"epochs .*got '2'"),
+        (lambda m: bf.algorithms.fedavg(m, epochs=0), r"epochs .*1.* got 0"),
+        (lambda m: bf.algorithms.fedavg(m, batch_size=10.5), r"batch_size .*got 10\.5"),
+        (lambda m: bf.algorithms.fedavg(m, lr="0.1"), r"rate .*got '0\.1'"),
+        (lambda m: bf.algorithms.fedavg(m, momentum=None), r"momentum .*got None"),
+        (lambda m: bf.algorithms.pfedvem(m, draws=5.0), r"^draws .*got 5\.0"),
+        (lambda m: bf.algorithms.pfedvem(m, init_scale="1"), r"init_scale .*got '1'"),
+        (lambda m: bf.algorithms.pfedvem(m, scale_prior=1.0), r"scale_prior .*two numbers.* got 1.0"),
+        (lambda m: bf.algorithms.pfedvem(m, scale_prior=(1.0,)), r"scale_prior .*two numbers.* got \(1.0,\)"),
+        (lambda m: bf.algorithms.pfedvem(m, scale_prior=("a", "b")), r"scale_prior .*got 'a'"),
         (lambda m: bf.algorithms.pfedvem(m, scale_prior=(-1.0, 1.0)), "scale_prior's shape and scale >= 0"),
-        (lambda m: bf.algorithms.pfedme(m, batches=2.5), "times must be a whole number, got 2.5"),
-        (lambda m: bf.algorithms.pfedme(m, lr=lambda round, rounds: 0.1), "lr must be a number"),
-        (lambda m: bf.algorithms.pfedme(m, beta="1"), "step must be a number, got '1'"),
-        (lambda m: bf.algorithms.ditto(m, lam="1"), r"strength of a pull \(lam, mu\) must be a number, got '1'"),
-        (lambda m: bf.algorithms.pfedmap(m, precision=None), "precision must be a number, got None"),
-        (lambda m: bf.algorithms.pfedmap(m, likelihood_scale="both"), "likelihood_scale must be 'sum' or 'mean', got 'both'"),
-        (lambda m: bf.algorithms.pfedvem(m, likelihood_scale="both"), "likelihood_scale must be 'sum' or 'mean', got 'both'"),
-        (lambda m: bf.Algorithm(m, {"w": bf.Block()}, (), parts=("w",), draws=1.5), "draws must be a whole number, got 1.5"),
+        (lambda m: bf.algorithms.pfedme(m, batches=2.5), r"times .*got 2\.5"),
+        (lambda m: bf.algorithms.pfedme(m, lr=lambda round, rounds: 0.1), r"lr .*number.* got <function"),
+        (lambda m: bf.algorithms.pfedme(m, beta="1"), r"step .*got '1'"),
+        (lambda m: bf.algorithms.ditto(m, lam="1"), r"\(lam, mu\) .*got '1'"),
+        (lambda m: bf.algorithms.pfedmap(m, precision=None), r"precision .*got None"),
+        (lambda m: bf.algorithms.pfedmap(m, likelihood_scale="both"), r"likelihood_scale .*'sum'.*'mean'.* got 'both'"),
+        (lambda m: bf.algorithms.pfedvem(m, likelihood_scale="both"), r"likelihood_scale .*'sum'.*'mean'.* got 'both'"),
+        (lambda m: bf.Algorithm(m, {"w": bf.Block()}, (), parts=("w",), draws=1.5), r"^draws .*got 1\.5"),
     ],
 )
 def test_options_are_checked(model, make, words):
@@ -50,17 +50,17 @@ def test_options_are_checked(model, make, words):
 
 def test_model_and_data_must_fit(clients, model):
     """Outputs, inputs and likelihood are compared with the data before training starts."""
-    with pytest.raises(ValueError, match="5 outputs, the data 3 classes"):
+    with pytest.raises(ValueError, match=r"5 outputs.* 3 classes"):
         bf.simulate(bf.algorithms.fedavg(bf.models.mlp(8, outputs=5)), clients, rounds=1)
-    with pytest.raises(ValueError, match=r"inputs of shape \(8,\) \(mat1 .*\); build it with inputs=clients.inputs"):
+    with pytest.raises(ValueError, match=r"inputs .*\(8,\) \(mat1 .*inputs=clients\.inputs"):
         bf.simulate(bf.algorithms.fedavg(bf.models.mlp(9, outputs=3)), clients, rounds=1)
     with pytest.raises(ValueError, match="Gaussian is for regression"):
         bf.simulate(bf.algorithms.fedavg(model, likelihood=Gaussian()), clients, rounds=1)
-    with pytest.raises(ValueError, match="Categorical is for classification, the data are for regression"):
+    with pytest.raises(ValueError, match=r"Categorical .*classification.*regression"):
         bf.simulate(bf.algorithms.fedavg(bf.models.mlp((10,), outputs=1)), bf.data.diabetes(clients=3), rounds=1)
-    with pytest.raises(ValueError, match="Bernoulli is for two classes, the data have 3"):
+    with pytest.raises(ValueError, match=r"Bernoulli .*two classes.* 3\b"):
         bf.simulate(bf.algorithms.fedavg(bf.models.mlp(8, outputs=1), likelihood=Bernoulli()), clients, rounds=1)
-    with pytest.raises(ValueError, match="3 outputs, the data 1 targets"):
+    with pytest.raises(ValueError, match=r"3 outputs.* 1 targets"):
         bf.simulate(bf.algorithms.fedavg(bf.models.mlp((10,), outputs=3), likelihood=Gaussian()), bf.data.diabetes(clients=3), rounds=1)
     bare = bf.data.FederatedData(
         splits={"train": clients.train}, outputs=3, task="classification", inputs=(8,), client_names=clients.client_names,
@@ -85,7 +85,7 @@ def test_what_came_is_named(clients, model, tmp_path):
         (lambda: result.predict(clients), r"split must .* ClientData, got FederatedData; pass clients\.test"),
         (lambda: result.predict(torch.zeros(3, 8)), r"split must .* ClientData, got Tensor; pass clients\.test"),
         (lambda: result.adapt(clients.test), r"novel must .* FederatedData, got ClientData; .*bf\.data\.from_arrays"),
-        (lambda: bf.simulate(made, clients, rounds=1, resume=wrong), "resume must be a Result or the folder .*got int; .*resume=None"),
+        (lambda: bf.simulate(made, clients, rounds=1, resume=wrong), r"resume .*Result .*got int; .*resume=None"),
         (lambda: bf.simulate(bf.algorithms.fedavg(model, likelihood="categorical"), clients, rounds=1), r"likelihood .*got str; .*Cat"),
         (lambda: bf.simulate(bf.algorithms.fedavg(model, likelihood=Bernoulli), clients, rounds=1), "likelihood .*the class Bernoulli"),
         (lambda: bf.algorithms.fedavg("mlp"), r"model must .* Module, got str; .*bf\.models\.mlp"),
@@ -113,7 +113,7 @@ def test_a_forward_that_draws_is_refused(clients):
     drawing, still = [Dropping(0.5), Dropping(0.05)], [Dropping(0.0), Dropping(0.5).eval()]
     before = torch.get_rng_state()
     for module in drawing:
-        with pytest.raises(ValueError, match=r"the model Dropping gives other outputs .*F\.dropout.*pass training=False"):
+        with pytest.raises(ValueError, match=r"Dropping .*F\.dropout.*training=False"):
             bf.simulate(bf.algorithms.fedavg(module), clients, **options)
     for module in still:
         assert bf.simulate(bf.algorithms.fedavg(module), clients, **options).round == 1
@@ -160,7 +160,7 @@ def test_resume_keeps_the_experiment(clients, model):
     )
     assert first.round == 1
     for change in ({"seed": 5}, {"participation": 0.5}, {"dtype": torch.float64}):
-        with pytest.raises(ValueError, match="a resumed run keeps its settings"):
+        with pytest.raises(ValueError, match=r"keeps its settings.*Settings\(.*Settings\("):
             bf.simulate(algorithm, clients, **{"rounds": 2, "evaluate_every": None, "resume": first, **change})
     with pytest.raises(ValueError, match="keeps its kernel"):
         bf.simulate(algorithm, clients, rounds=2, evaluate_every=None, resume=first, engine=bf.Engine("vmap"))
@@ -168,7 +168,7 @@ def test_resume_keeps_the_experiment(clients, model):
         bf.simulate(bf.algorithms.fedavg(model, lr=9.0), clients, rounds=2, evaluate_every=None, resume=first)
     with pytest.raises(CheckpointError, match="other data"):
         bf.simulate(algorithm, federation(sizes=(6, 7)), rounds=2, evaluate_every=None, resume=first)
-    with pytest.raises(ValueError, match=r"on device 'cpu', given device='meta'; pass device='cpu'"):
+    with pytest.raises(ValueError, match=r"'cpu'.*device='meta'.*device='cpu'"):
         bf.simulate(algorithm, clients, rounds=2, evaluate_every=None, resume=first, device="meta")
     with pytest.raises(ValueError, match="already done"):
         bf.simulate(algorithm, clients, rounds=1, evaluate_every=None, resume=bf.simulate(algorithm, clients, rounds=2, progress=False))

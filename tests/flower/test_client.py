@@ -1,5 +1,6 @@
 """What a node does, and whom it refuses."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def test_a_node_that_became_another_client(model: nn.Module, clients: FederatedD
     grid.alter = alter
     found = deploy(algorithm, clients, tmp_path, grid)
     assert found.history["rejected"].tolist() == [0.0, 2.0, 2.0]
-    assert "the server takes this node for client 0, and it says now that it is client 1" in caplog.text
+    assert re.search(r"client 0, .*client 1\b", caplog.text)
 
 
 def test_no_order_is_for_another(tmp_path: Path):
@@ -55,7 +56,7 @@ def test_no_order_is_for_another(tmp_path: Path):
     assert orders.pop("query")
     assert orders.keys() == {"train", "evaluate", "evaluate.tune"}
     for order in orders.values():
-        with pytest.raises(Refused, match=r"for client 0, and it says now that it is client 1; .* or start a new experiment"):
+        with pytest.raises(Refused, match=r"client 0\b.*client 1\b.*client-id"):
             grid.apps[101](order, grid.context(101))
 
 
@@ -63,7 +64,7 @@ def test_another_method_is_refused(model: nn.Module, clients: FederatedData, tmp
     """A client with other options than the server says so before anything is trained."""
     grid = grid_of(bf.algorithms.fedavg(model, epochs=7), clients, tmp_path)
     waits(grid, monkeypatch, algorithm=bf.algorithms.fedavg(model, epochs=8), clients=clients.clients, rounds=1)
-    assert "the server runs another method, or this one with other options" in caplog.text
+    assert "runs another method" in caplog.text
     assert not [message for message in grid.sent if message.metadata.message_type == "train"]
 
 
@@ -78,8 +79,8 @@ def test_a_client_that_lost_its_state_says_so(model: nn.Module, clients: Federat
         return reply
 
     found = deploy(algorithm, clients, tmp_path, grid_of(algorithm, clients, tmp_path, alter=alter))
-    assert "client 1 is left out: its node reports error 2" in caplog.text
-    assert f"the client's state 000001-{found.sessions[0]} is not in" in caplog.text
+    assert re.search(r"client 1 .*left out.*error 2", caplog.text)
+    assert f"state 000001-{found.sessions[0]} is not in" in caplog.text
     assert rounds_of(found.base) == [3, 1, 3, 3, 3, 3, 3]
     assert found.history["cohort"].tolist() == [7.0, 6.0, 6.0]
 
@@ -89,4 +90,4 @@ def test_load_data_returns_one_client(model: nn.Module, clients: FederatedData, 
     algorithm = method("fedavg", model)
     grid = LocalGrid({100: client_app(algorithm, lambda context: clients)}, tmp_path)
     waits(grid, monkeypatch, algorithm=algorithm, clients=1, rounds=1)
-    assert r"load_data must return the data of one client, got 7; data.select([0]) takes one of many" in caplog.text
+    assert re.search(r"load_data .*got 7; data\.select\(\[0\]\)", caplog.text)

@@ -55,7 +55,7 @@ def test_one_server_a_folder(model: nn.Module, clients: FederatedData, tmp_path:
 
     def alter(client: int, message: Message, reply: Message) -> Message:
         if message.metadata.message_type == "train" and not refused:
-            with pytest.raises(ValueError, match="is in use by another server"):
+            with pytest.raises(ValueError, match=r"checkpoint folder .*in use"):
                 deploy(algorithm, clients, tmp_path, checkpoint=tmp_path / "server")
             refused.append(client)
         return reply
@@ -74,7 +74,7 @@ def test_counts_that_are_none(counts: Any, model: nn.Module, clients: FederatedD
     checkpoint.write_round(folder, 1, {key: value for key, value in meta.items() if key != "counts"}, tensors)
     assert load(folder, algorithm).round == 1
     checkpoint.write_round(folder, 1, meta | {"counts": counts}, tensors)
-    with pytest.raises(checkpoint.CheckpointError, match="is no checkpoint of a deployed federation"):
+    with pytest.raises(checkpoint.CheckpointError, match=r"server' .*no checkpoint .*Error"):
         load(folder, algorithm)
 
 
@@ -82,14 +82,14 @@ def test_another_run_in_the_folder(model: nn.Module, clients: FederatedData, tmp
     """Other settings, another method or a simulation's checkpoints are not gone on from."""
     algorithm, folder = method("fedavg", model), tmp_path / "server"
     deploy(algorithm, clients, tmp_path, rounds=2, checkpoint=folder)
-    with pytest.raises(ValueError, match="a run that goes on keeps its settings"):
+    with pytest.raises(ValueError, match=r"keeps its settings.*seed=3.*seed=4"):
         deploy(algorithm, clients, tmp_path, rounds=3, seed=4, checkpoint=folder)
-    with pytest.raises(ValueError, match="rounds counts all rounds, and 2 are already done"):
+    with pytest.raises(ValueError, match=r"rounds .*2 .*already done; got 1"):
         deploy(algorithm, clients, tmp_path, rounds=1, checkpoint=folder)
-    with pytest.raises(checkpoint.CheckpointError, match="was made with another algorithm"):
+    with pytest.raises(checkpoint.CheckpointError, match="another algorithm"):
         deploy(method("ditto", model), clients, tmp_path, checkpoint=folder)
     simulated(algorithm, clients, checkpoint=tmp_path / "simulated")
-    with pytest.raises(checkpoint.CheckpointError, match="is no checkpoint of a deployed federation"):
+    with pytest.raises(checkpoint.CheckpointError, match=r"no checkpoint .*'base'"):
         load(tmp_path / "simulated", algorithm)
-    with pytest.raises(TypeError, match="algorithm must be of type Algorithm"):
+    with pytest.raises(TypeError, match=r"algorithm .*Algorithm.* got SplitModel"):
         load(folder, model)  # type: ignore[arg-type]

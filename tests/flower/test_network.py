@@ -1,5 +1,6 @@
 """What is asked of clients, and when a reply is not taken for one."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ def test_what_a_client_says_of_its_data_buys_little(model: nn.Module, clients: F
 
     found = deploy(algorithm, clients, tmp_path, grid_of(algorithm, clients, tmp_path, alter=alter))
     assert found.history["rejected"].tolist() == [1.0, 1.0, 1.0]
-    assert f"client 2 says that it has {2**40} training examples" in caplog.text
+    assert re.search(rf"client 2 .*{2**40} training examples", caplog.text)
 
 
 def test_counts_of_clients_that_are_away(model: nn.Module, clients: FederatedData, tmp_path: Path, caplog: pytest.LogCaptureFixture):
@@ -41,4 +42,4 @@ def test_counts_of_clients_that_are_away(model: nn.Module, clients: FederatedDat
     found = deploy(algorithm, clients, tmp_path, grid, rounds=2, checkpoint=folder, timeout=0.05)
     assert found.history["bytes_down"][1] == found.history["bytes_down"][0] * 2 / clients.clients
     median = np.median([2**40 if client == 2 else n for client, n in enumerate(clients.train.counts)])
-    assert f"client 2 says that it has {2**40} training examples, the median client {median:g}" in caplog.text
+    assert re.search(rf"client 2 .*{2**40} training examples, .*median .*{re.escape(f'{median:g}')}", caplog.text)

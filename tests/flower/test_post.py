@@ -1,5 +1,6 @@
 """Messages to nodes: how long they are waited for, and nodes that are away."""
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +27,7 @@ def test_a_node_that_cannot_be_reached(model: nn.Module, clients: FederatedData,
     grid.push_messages = push  # type: ignore[method-assign]
     found = deploy(algorithm, clients, tmp_path, grid, rounds=1, timeout=1e6)
     assert found.history["lost"].tolist() == [1.0]
-    assert "client 2 is left out: its node could not be reached" in caplog.text
+    assert re.search(r"client 2 .*left out.*reached", caplog.text)
 
 
 def test_replies_have_the_time_that_was_given(model: nn.Module, clients: FederatedData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -42,7 +43,7 @@ def test_replies_have_the_time_that_was_given(model: nn.Module, clients: Federat
     assert {message.metadata.ttl for message in grid.sent if message.metadata.message_type == "train"} == {20.0}
 
 
-@pytest.mark.parametrize(("after", "words"), [(5.0, "its node reports error 3: expired"), (19.5, "it did not reply within 20 seconds")])
+@pytest.mark.parametrize(("after", "words"), [(5.0, "error 3: expired"), (19.5, "within 20 seconds")])
 def test_a_message_that_is_gone(
     after: float, words: str, model: nn.Module, clients: FederatedData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ):
@@ -64,7 +65,7 @@ def test_a_message_that_is_gone(
     grid.pull_messages = lambda ids: honest(id for id in ids if id not in due or clock.monotonic() >= after)  # type: ignore[method-assign]
     found = deploy(algorithm, clients, tmp_path, grid, rounds=1, timeout=20.0)
     assert found.history["lost"].tolist() == [1.0]
-    assert f"client 2 is left out: {words}" in caplog.text
+    assert re.search(rf"client 2 .*left out.*{words}", caplog.text)
 
 
 def test_a_node_that_says_nothing_holds_up_nobody(

@@ -1,6 +1,7 @@
 """Replies as they come: one that is bad is left out by name, one that cannot be read costs nobody else."""
 
 import logging
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ def lacking(reply: Message, name: str) -> Message:
 BAD: dict[str, tuple[Callable[[Message], Message | None], str]] = {
     "silent": (lambda reply: None, "did not reply within"),
     "raises": (lambda reply: Message(Error(code=2, reason="out of memory"), metadata=reply.metadata), "error 2: out of memory"),
-    "stale": (lambda reply: changed(reply, round=0), "it answers round 0, not round 1"),
+    "stale": (lambda reply: changed(reply, round=0), "round 0, not round 1"),
     "protocol": (lambda reply: changed(reply, protocol=PROTOCOL + 1), "it speaks protocol"),
     "untyped": (lambda reply: changed(reply, round="one"), "must be of type int"),
     "missing": (lambda reply: packed(reply, lambda t: {k: v for k, v in t.items() if k != min(t)}), "are missing"),
@@ -45,10 +46,10 @@ BAD: dict[str, tuple[Callable[[Message], Message | None], str]] = {
     "shape": (lambda reply: packed(reply, first(lambda t: t[None])), "declared as"),
     "dtype": (lambda reply: packed(reply, first(lambda t: t.half())), "declared as"),
     "nan": (lambda reply: packed(reply, first(lambda t: t / 0 * 0)), "is not finite"),
-    "far": (lambda reply: packed(reply, first(lambda t: t + 1e6)), "from what it was sent, more than"),
+    "far": (lambda reply: packed(reply, first(lambda t: t + 1e6)), r"it went .* more than"),
     "large": (lambda reply: packed(reply, lambda t: {**t, "more": torch.zeros(10**6)}), "more than the"),
-    "damaged": (lambda reply: blob(reply, lambda data: data[:-1] + bytes([data[-1] ^ 1])), "its digest does not match"),
-    "no tensors": (lambda reply: lacking(reply, "up"), "is not one blob of tensors"),
+    "damaged": (lambda reply: blob(reply, lambda data: data[:-1] + bytes([data[-1] ^ 1])), "digest"),
+    "no tensors": (lambda reply: lacking(reply, "up"), "blob of tensors"),
     "no settings": (lambda reply: lacking(reply, "config"), "has no settings"),
 }
 
@@ -70,7 +71,7 @@ def test_a_bad_reply_is_left_out(kind: str, model: nn.Module, clients: Federated
     (line,) = [record.message for record in caplog.records if "is left out" in record.message]
     assert_same(found, tmp_path, simulated(algorithm, clients, faults=plan))
     assert line.startswith("round 1: client 2 is left out: ")
-    assert words in line
+    assert re.search(words, line)
     lost = kind == "silent"
     cohort = Settings(3, 1.0, algorithm.sampling, algorithm.train, 3, None).cohort(clients.clients, 1)
     assert 2 in cohort
@@ -96,7 +97,7 @@ def test_an_unreadable_reply_costs_nobody_else(model: nn.Module, clients: Federa
         grid.pull_messages = pull  # type: ignore[method-assign]
         found = deploy(algorithm, clients, tmp_path, grid, rounds=1)
         assert found.history["cohort"].tolist() == [6.0]
-        assert f"client 2 is left out: its reply cannot be read: {error.__name__}" in caplog.text
+        assert re.search(rf"client 2 .*left out.*{error.__name__}", caplog.text)
     grid = grid_of(algorithm, clients, tmp_path)
 
     def gone(ids: Iterable[str]) -> Iterable[Message]:

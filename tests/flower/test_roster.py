@@ -1,5 +1,6 @@
 """Which node is which client."""
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,9 +34,9 @@ def test_nodes_that_go_are_forgotten(model: nn.Module, clients: FederatedData, t
 @pytest.mark.parametrize(
     ("ids", "words"),
     [
-        ({101: 0}, "client 0 is node 100 already"),
-        ({101: 9}, "it says that it is client 9, and clients are 0 to 6"),
-        ({101: "one"}, "client-id must be a whole number >= 0"),
+        ({101: 0}, r"client 0 .*node 100"),
+        ({101: 9}, r"client 9, .*0 to 6"),
+        ({101: "one"}, r"client-id .*'one'"),
     ],
 )
 def test_every_node_is_one_client(
@@ -50,7 +51,7 @@ def test_every_node_is_one_client(
     waits(grid, monkeypatch, algorithm=algorithm, clients=clients.clients, rounds=1)
     (line,) = [record.message for record in caplog.records if "is not taken" in record.message]
     assert line.startswith("node 101 is not taken: ")
-    assert words in line
+    assert re.search(words, line)
 
 
 def test_a_client_is_bound_to_its_key(model: nn.Module, clients: FederatedData, tmp_path: Path, monkeypatch: Any, caplog: Any):
@@ -61,7 +62,7 @@ def test_a_client_is_bound_to_its_key(model: nn.Module, clients: FederatedData, 
     grid = grid_of(algorithm, clients, tmp_path, keys={103: b"somebody else's"})
     options |= {"algorithm": algorithm, "clients": clients.clients, **OPTIONS, "rounds": 4}
     waits(grid, monkeypatch, **options)
-    assert "node 103 is not taken: client 3 is bound to another node's key" in caplog.text
+    assert re.search(r"node 103 .*not taken.*client 3 .*key", caplog.text)
 
 
 def test_nodes_without_keys_are_named(model: nn.Module, clients: FederatedData, tmp_path: Path, caplog: pytest.LogCaptureFixture):
@@ -69,7 +70,7 @@ def test_nodes_without_keys_are_named(model: nn.Module, clients: FederatedData, 
     algorithm = method("fedavg", model)
     keys = {100 + client: b"" for client in range(clients.clients)}
     deploy(algorithm, clients, tmp_path, grid_of(algorithm, clients, tmp_path, keys=keys), rounds=1)
-    assert "node 100 of client 0 has no key: anyone could be this client" in caplog.text
+    assert re.search(r"node 100 .*client 0 .*no key", caplog.text)
 
 
 @pytest.mark.parametrize(("key", "value"), [("validation", "x"), ("validation", -5), ("n", 0), ("n", 2.5)])
@@ -90,7 +91,7 @@ def test_a_key_is_one_client(model: nn.Module, clients: FederatedData, tmp_path:
     algorithm = method("fedavg", model)
     grid = grid_of(algorithm, clients, tmp_path, keys={103: b"key 102"})
     waits(grid, monkeypatch, algorithm=algorithm, clients=clients.clients, rounds=1)
-    assert "node 103 is not taken: its key is that of client 2" in caplog.text
+    assert re.search(r"node 103 .*not taken.*key .*client 2", caplog.text)
 
 
 def test_a_run_that_goes_on_does_so_without_the_missing(model: nn.Module, clients: FederatedData, tmp_path: Path, caplog: Any):
@@ -108,8 +109,8 @@ def test_a_run_that_goes_on_does_so_without_the_missing(model: nn.Module, client
 
     grid.alter = comes_back
     found = deploy(algorithm, clients, tmp_path, grid, rounds=4, checkpoint=tmp_path / "server", timeout=0.05)
-    assert "going on without clients [4]" in caplog.text
-    assert "client 4 is left out: its node has not come" in caplog.text
+    assert "without clients [4]" in caplog.text
+    assert re.search(r"client 4 .*left out.*not come", caplog.text)
 
     def plan(round: int, attempt: int, ids: np.ndarray) -> dict[int, Fault]:
         return {4: KINDS["lost"]} if round == 2 else {}

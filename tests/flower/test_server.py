@@ -1,5 +1,6 @@
 """The server's run: a deployment is the simulation, it goes on where it was stopped, and what fails on the way is left out."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,7 @@ def test_a_bad_reply_may_stop_the_run(model: nn.Module, clients: FederatedData, 
     algorithm = method("fedavg", model)
     grid = grid_of(algorithm, clients, tmp_path)
     grid.alter = lambda client, message, reply: None if client == 4 and message.metadata.message_type == "train" else reply
-    with pytest.raises(BadClients, match=r"round 0, counted from 0: client 4: it did not reply within 0\.3 seconds"):
+    with pytest.raises(BadClients, match=r"round 0\b.*client 4\b.* 0\.3 seconds"):
         deploy(algorithm, clients, tmp_path, grid, timeout=0.3, admission=bf.Admission("stop"), checkpoint=tmp_path / "server")
     assert load(tmp_path / "server", algorithm).round == 0
 
@@ -180,17 +181,17 @@ def test_a_tuned_number_is_the_simulations(tmp_path: Path, monkeypatch: pytest.M
     assert examples == known == clients.validation.counts.sum()
     assert over.std() > 0
     bare = bf.data.concept_drift("digits", clients=4, seed=0)
-    with pytest.raises(ValueError, match="is chosen on validation data, and no client has any"):
+    with pytest.raises(ValueError, match=r"predictive_precision .*no client"):
         deploy(algorithm, bare, tmp_path / "bare", rounds=2)
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"clients": 0}, "clients must be at least 1"),
-        ({"timeout": 0.0}, "timeout is in seconds and must be > 0"),
-        ({"dtype": torch.int64}, "dtype must be a floating-point type"),
-        ({"every": 0}, "every must be at least 1"),
+        ({"clients": 0}, r"^clients .*1.* got 0"),
+        ({"timeout": 0.0}, r"timeout .*got 0\.0"),
+        ({"dtype": torch.int64}, r"dtype .*torch\.float32, got torch\.int64"),
+        ({"every": 0}, r"^every .*1.* got 0"),
         ({"participation": 0.0}, r"must lie in \(0, 1\]"),
     ],
 )
@@ -198,7 +199,7 @@ def test_bad_options(options: dict[str, Any], words: str, model: nn.Module, tmp_
     """Named, with the value, before anything is waited for."""
     with pytest.raises(ValueError, match=words):
         serve(LocalGrid({}, tmp_path), method("fedavg", model), **{"clients": 1, "rounds": 1, **options})
-    with pytest.raises(TypeError, match="algorithm must be of type Algorithm"):
+    with pytest.raises(TypeError, match=r"algorithm .*Algorithm.* got SplitModel"):
         server_app(model, clients=1, rounds=1)  # type: ignore[arg-type]
 
 
@@ -256,11 +257,11 @@ def test_scores_that_are_no_numbers(bad: Callable[[Tensor], Tensor], tmp_path: P
 
     found = deploy(algorithm, clients, tmp_path, grid_of(algorithm, clients, tmp_path, alter=alter), rounds=1)
     assert found.history["tuned"][-1] in algorithm.predictor.grid
-    assert "client 1 has no part in tuning" in caplog.text
+    assert re.search(r"client 1 .*tuning", caplog.text)
     liars[:] = [0, 1, 2, 3]
     found = deploy(algorithm, clients, tmp_path, grid_of(algorithm, clients, tmp_path, alter=alter), rounds=1)
     assert "tuned" not in found.history.columns
-    assert "nothing is predicted: no client has scored the candidates" in caplog.text
+    assert "nothing is predicted" in caplog.text
 
 
 @pytest.mark.parametrize("rule", ["skip", "stop"])

@@ -44,9 +44,9 @@ def test_split_takes_a_dotted_name():
 
 
 def test_split_says_why_not():
-    with pytest.raises(ValueError, match=r"no submodule 'head'; it has \['conv', 'pool', 'fc'\]"):
+    with pytest.raises(ValueError, match=r"'head'.*\['conv', 'pool', 'fc'\]"):
         models.split(Pretrained(), head="head")
-    with pytest.raises(ValueError, match=r"'pool' has no parameters.*\['conv', 'fc'\]"):
+    with pytest.raises(ValueError, match=r"'pool' .*\['conv', 'fc'\]"):
         models.split(Pretrained(), head="pool")
     with pytest.raises(ValueError, match="not the last step"):
         models.split(nn.Sequential(nn.Linear(3, 4), nn.Tanh()), head="0", example=torch.randn(2, 3))

@@ -111,34 +111,34 @@ def test_the_cifar100_network_pools_with_padding():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: models.mlp((), outputs=3), "inputs must be a number"),
-        (lambda: models.mlp(0, outputs=3), "inputs must be a number"),
-        (lambda: models.mlp("64", outputs=3), "inputs must be a number .*got '64'"),  # pyright: ignore[reportArgumentType]
-        (lambda: models.mlp((1, 28.5), outputs=3), r"inputs must be a number .*got \(1, 28.5\)"),  # pyright: ignore[reportArgumentType]
-        (lambda: models.mlp(4, outputs=0), "outputs .* must be at least 1, got 0"),
-        (lambda: models.mlp(4, outputs=2.5), "outputs .* must be a whole number, got 2.5"),  # pyright: ignore[reportArgumentType]
+        (lambda: models.mlp((), outputs=3), r"inputs .*got \(\)"),
+        (lambda: models.mlp(0, outputs=3), r"inputs .*got 0"),
+        (lambda: models.mlp("64", outputs=3), r"inputs .*got '64'"),  # pyright: ignore[reportArgumentType]
+        (lambda: models.mlp((1, 28.5), outputs=3), r"inputs .*got \(1, 28.5\)"),  # pyright: ignore[reportArgumentType]
+        (lambda: models.mlp(4, outputs=0), r"outputs .*1.* got 0"),
+        (lambda: models.mlp(4, outputs=2.5), r"outputs .*got 2.5"),  # pyright: ignore[reportArgumentType]
         (lambda: models.mlp(4, outputs=2, hidden=()), "hidden must be"),
         (lambda: models.mlp(4, outputs=2, hidden=(3, 0)), "hidden must be"),
-        (lambda: models.mlp(4, outputs=2, hidden="100"), "hidden must be one width or several, .*got '100'"),  # pyright: ignore[reportArgumentType]
-        (lambda: models.mlp(4, outputs=2, hidden=10.5), "hidden must be one width or several, .*got 10.5"),  # pyright: ignore[reportArgumentType]
+        (lambda: models.mlp(4, outputs=2, hidden="100"), r"hidden .*got '100'"),  # pyright: ignore[reportArgumentType]
+        (lambda: models.mlp(4, outputs=2, hidden=10.5), r"hidden .*got 10.5"),  # pyright: ignore[reportArgumentType]
         (lambda: models.mlp(4, outputs=2, head_scale=0.0), "head_scale is a standard deviation"),
-        (lambda: models.mlp(4, outputs=2, head_scale="1"), "head_scale must be a number, got '1'"),  # pyright: ignore[reportArgumentType]
-        (lambda: models.lenet((1, 28, 28), outputs=10, channels=(6, 16, 32)), "channels must be two numbers"),  # pyright: ignore[reportArgumentType]
-        (lambda: models.lenet((1, 28, 28), outputs=10, channels=(6, 0)), "channels must be two numbers"),
-        (lambda: models.lenet((1, 28, 28), outputs=10, hidden=84), "hidden must be two widths, .*got 84"),  # pyright: ignore[reportArgumentType]
-        (lambda: models.lenet((64,), outputs=10), "for others there is mlp"),
+        (lambda: models.mlp(4, outputs=2, head_scale="1"), r"head_scale .*got '1'"),  # pyright: ignore[reportArgumentType]
+        (lambda: models.lenet((1, 28, 28), outputs=10, channels=(6, 16, 32)), r"channels .*got \(6, 16, 32\)"),  # pyright: ignore[reportArgumentType]
+        (lambda: models.lenet((1, 28, 28), outputs=10, channels=(6, 0)), r"channels .*got \(6, 0\)"),
+        (lambda: models.lenet((1, 28, 28), outputs=10, hidden=84), r"hidden .*two widths.* got 84"),  # pyright: ignore[reportArgumentType]
+        (lambda: models.lenet((64,), outputs=10), r"inputs .*12 x 12, got \(64,\); .*mlp"),
         (lambda: models.lenet((1, 8, 8), outputs=10), "at least 12 x 12"),
         (lambda: models.leaky_cnn((1, 11, 28), outputs=10), "at least 12 x 12"),
         (lambda: models.leaky_cnn((3, 15, 28), outputs=10), "at least 16 x 16"),
-        (lambda: models.leaky_cnn((64,), outputs=10), "for others there is mlp"),
-        (lambda: models.cifar100_cnn((32, 32)), "for others there is mlp"),
+        (lambda: models.leaky_cnn((64,), outputs=10), r"inputs .*12 x 12, got \(64,\); .*mlp"),
+        (lambda: models.cifar100_cnn((32, 32)), r"inputs .*1 x 1, got \(32, 32\); .*mlp"),
         (lambda: models.resnet18((3, 32, 32), outputs=10, groups=3), "groups must divide width"),
-        (lambda: models.resnet18((3, 32, 32), outputs=10, groups="2"), "groups must be a whole number, got '2'"),  # pyright: ignore[reportArgumentType]
-        (lambda: models.resnet18((3, 32, 32), outputs=10, width=8.0), "width must be a whole number, got 8.0"),  # pyright: ignore[reportArgumentType]
-        (lambda: models.char_lstm((1, 28, 28), outputs=10), r"inputs must be texts of L characters, \(L,\), got \(1, 28, 28\)"),
-        (lambda: models.char_lstm(80, outputs=10, hidden=0), "hidden must be at least 1, got 0"),
-        (lambda: models.char_lstm(80, outputs=10, embedding=1.5), "embedding must be a whole number, got 1.5"),  # pyright: ignore[reportArgumentType]
-        (lambda: models.cifar100_cnn(outputs=2.5), "outputs .* must be a whole number, got 2.5"),  # pyright: ignore[reportArgumentType]
+        (lambda: models.resnet18((3, 32, 32), outputs=10, groups="2"), r"^groups .*got '2'"),  # pyright: ignore[reportArgumentType]
+        (lambda: models.resnet18((3, 32, 32), outputs=10, width=8.0), r"width .*got 8\.0"),  # pyright: ignore[reportArgumentType]
+        (lambda: models.char_lstm((1, 28, 28), outputs=10), r"inputs .*\(L,\), got \(1, 28, 28\)"),
+        (lambda: models.char_lstm(80, outputs=10, hidden=0), r"hidden .*1.* got 0"),
+        (lambda: models.char_lstm(80, outputs=10, embedding=1.5), r"embedding .*got 1\.5"),  # pyright: ignore[reportArgumentType]
+        (lambda: models.cifar100_cnn(outputs=2.5), r"outputs .*got 2.5"),  # pyright: ignore[reportArgumentType]
     ],
 )
 def test_errors_say_what_and_what_to_do(call, message):
@@ -161,7 +161,7 @@ def test_xavier_start():
         assert 0.98 * bound < layer.weight.abs().max() <= bound
         assert (layer.bias == 0).all()
     assert models.mlp(5, hidden=3, outputs=2, start="xavier", head_scale=0.1).head.bias.abs().min() > 0
-    with pytest.raises(ValueError, match="start must be 'torch' or 'xavier'"):
+    with pytest.raises(ValueError, match=r"start .*'torch'.*'xavier'.* got 'glorot'"):
         models.mlp(5, outputs=2, start="glorot")  # pyright: ignore[reportArgumentType]
 
 

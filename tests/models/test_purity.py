@@ -9,7 +9,7 @@ from bayesfl import models
 @pytest.mark.parametrize("layer", [nn.Dropout(0.1), nn.Dropout2d(0.5), nn.RReLU(), nn.LSTM(2, 2, num_layers=2, dropout=0.2)])
 def test_randomness_of_its_own_is_refused(layer):
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU(), layer))
-    with pytest.raises(ValueError, match=rf"module '1\.1' \({type(layer).__name__}\) draws its own randomness"):
+    with pytest.raises(ValueError, match=rf"module '1\.1' \({type(layer).__name__}\) .*randomness"):
         models.refuse_impure(model)
     models.refuse_impure(model.eval())
 
@@ -18,7 +18,7 @@ def test_randomness_of_its_own_is_refused(layer):
     "layer", [nn.BatchNorm1d(2), nn.BatchNorm2d(2, track_running_stats=False), nn.InstanceNorm1d(2, track_running_stats=True)]
 )
 def test_buffers_that_change_are_refused(layer):
-    with pytest.raises(ValueError, match=rf"module '1' \({type(layer).__name__}\) updates its buffers in training.*nn\.GroupNorm"):
+    with pytest.raises(ValueError, match=rf"module '1' \({type(layer).__name__}\) .*buffers .*nn\.GroupNorm"):
         models.refuse_impure(nn.Sequential(nn.Linear(2, 2), layer))
     models.refuse_impure(layer.eval())
 

@@ -68,5 +68,5 @@ def test_what_cannot_draw_anew_is_named():
 
     with pytest.raises(ValueError, match=r"layers \['1'\] have no reset_parameters"):
         models.anew(nn.Sequential(nn.Linear(2, 2), Scale()))
-    with pytest.raises(TypeError, match=r"build one, as bf\.models\.mlp"):
+    with pytest.raises(TypeError, match=r"model .*got str; .*bf\.models\.mlp"):
         models.anew("mlp")  # pyright: ignore[reportArgumentType]

@@ -103,7 +103,7 @@ def test_noise_of_another_width(structure: str):
     """Refused, with the width that it takes."""
     fitted = Laplace.fit(network(), numbers(12, 4), structure=structure)
     for shape in ((3, fitted.noise_size + 1), (fitted.noise_size,)):
-        with pytest.raises(ValueError, match=rf"noise must be \[K, {fitted.noise_size}\], .* got \[{', '.join(map(str, shape))}\]"):
+        with pytest.raises(ValueError, match=rf"noise .*\[K, {fitted.noise_size}\].* got \[{', '.join(map(str, shape))}\]"):
             fitted.sample(torch.zeros(shape))
 
 
@@ -170,7 +170,7 @@ def test_another_structure_is_a_fresh_fit(start, monkeypatch):
         assert_close((got.precision, got.diagonal), (want.precision, want.diagonal), rtol=0, atol=0)
     with pytest.raises(ValueError, match="structure 'subnetwork' needs indices"):
         first.with_structure(x, "subnetwork")
-    with pytest.raises(ValueError, match="structure 'kfac' has no indices"):
+    with pytest.raises(ValueError, match=r"indices .*'kfac'"):
         first.with_structure(x, "kfac", indices=chosen)
 
 
@@ -187,7 +187,7 @@ def test_a_saved_posterior_predicts_the_same(tmp_path, form):
     assert_close(again.moments(), fitted.moments(), rtol=0, atol=0)
     noise = numbers(2, fitted.noise_size, seed=4)
     assert_close(again.sample(noise), fitted.sample(noise), rtol=0, atol=0)
-    with pytest.raises(ValueError, match="was fitted at other weights"):
+    with pytest.raises(ValueError, match="fitted at other weights"):
         Laplace.load(tmp_path / "posterior.safetensors", bf.models.mlp(4, hidden=6, outputs=3, seed=2).double())
     with pytest.raises(ValueError, match="covers the parameters"):
         Laplace.load(tmp_path / "posterior.safetensors", model, pattern="head.*")
@@ -210,14 +210,14 @@ def test_a_saved_posterior_is_the_same_to_rounding(tmp_path, dtype, near, struct
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"structure": "kron"}, "structure must be 'full', 'subnetwork', 'diagonal' or 'kfac', got 'kron'"),
+        ({"structure": "kron"}, r"structure .*'kfac', got 'kron'"),
         ({"structure": "subnetwork"}, "structure 'subnetwork' needs indices"),
-        ({"indices": torch.tensor([0])}, "structure 'full' has no indices"),
-        ({"precision": 0.0}, "prior precision must be > 0 and finite, got 0.0"),
-        ({"precision": -1.0, "structure": "diagonal"}, "prior precision must be > 0 and finite, got -1.0"),
-        ({"precision": math.inf}, "prior precision must be > 0 and finite"),
+        ({"indices": torch.tensor([0])}, r"indices .*'full'"),
+        ({"precision": 0.0}, r"prior precision .*got 0\.0"),
+        ({"precision": -1.0, "structure": "diagonal"}, r"prior precision .*got -1\.0"),
+        ({"precision": math.inf}, r"prior precision .*got inf"),
         ({"pattern": "neck.*"}, "matches no parameter"),
-        ({"structure": "subnetwork", "indices": torch.tensor([0, 0])}, "each index may stand once"),
+        ({"structure": "subnetwork", "indices": torch.tensor([0, 0])}, r"index .*once.* 1 "),
     ],
 )
 def test_what_is_refused(options, message):
@@ -250,7 +250,7 @@ def test_a_saved_posterior_keeps_its_likelihood(tmp_path, likelihood, structure)
         assert again.examples == 12
         assert_close(again.predict(x), fitted.predict(x), equal_nan=True)
     for other in (Gaussian(0.4), Categorical() if likelihood != Categorical() else Bernoulli()):
-        with pytest.raises(ValueError, match=rf"posterior.*' was fitted with the likelihood .*{type(likelihood).__name__}.*, got"):
+        with pytest.raises(ValueError, match=rf"posterior.*' .*likelihood .*{type(likelihood).__name__}.*, got"):
             Laplace.load(path, model, likelihood=other)
 
 
@@ -261,7 +261,7 @@ def test_a_likelihood_of_ones_own_is_given_again(tmp_path):
     model, x, path = network(), numbers(12, 4), tmp_path / "posterior.safetensors"
     Laplace.fit(model, x, likelihood=Mine(0.3)).save(path)
     assert Laplace.load(path, model, likelihood=Mine(0.3)).curvature.likelihood == Mine(0.3)
-    with pytest.raises(ValueError, match="of class Mine: pass it as likelihood="):
+    with pytest.raises(ValueError, match=r"class Mine.*likelihood="):
         Laplace.load(path, model)
 
 
@@ -272,11 +272,11 @@ def test_files_from_elsewhere(tmp_path):
     path = tmp_path / "posterior.safetensors"
     for junk in (b"", b"junk", b"no posterior at all" * 100):
         path.write_bytes(junk)
-        with pytest.raises(ValueError, match=r"posterior.*' is no file that Laplace.save wrote, or is damaged"):
+        with pytest.raises(ValueError, match=r"posterior.*' .*Laplace\.save .*damaged"):
             Laplace.load(path, network())
     for meta in (None, {"structure": "full", "parameters": "weight"}):
         save_file({"loc": torch.zeros(3)}, path, meta)
-        with pytest.raises(ValueError, match=r"posterior.*' is no posterior that Laplace.save wrote"):
+        with pytest.raises(ValueError, match=r"posterior.*' .*no posterior .*Laplace\.save"):
             Laplace.load(path, network())
     with pytest.raises(FileNotFoundError):
         Laplace.load(tmp_path / "nothing", network())
@@ -285,28 +285,28 @@ def test_files_from_elsewhere(tmp_path):
 @pytest.mark.parametrize("structure", ["full", "diagonal", "kfac"])
 def test_a_likelihood_fits_the_outputs(structure):
     """One logit is no softmax, and two are no sigmoid."""
-    with pytest.raises(ValueError, match=r"Categorical\(\) needs two outputs or more, the model has 1: pass likelihood=Bernoulli\(\)"):
+    with pytest.raises(ValueError, match=r"Categorical\(\) .*model has 1: .*likelihood=Bernoulli\(\)"):
         Laplace.fit(network(1), numbers(5, 4), structure=structure)
-    with pytest.raises(ValueError, match=r"Bernoulli\(\) takes one output, the model has 2: pass likelihood=Categorical\(\)"):
+    with pytest.raises(ValueError, match=r"Bernoulli\(\) .*model has 2: .*likelihood=Categorical\(\)"):
         Laplace.fit(network(2), numbers(5, 4), structure=structure, likelihood=Bernoulli())
 
 
 @pytest.mark.parametrize(
     ("error", "arguments", "message"),
     [
-        (ValueError, {"precision": "a"}, "precision: one number or one for each of the 51 weights is needed, got 'a'"),
-        (ValueError, {"precision": None}, "precision: one number or one for each of the 51 weights is needed, got None"),
-        (ValueError, {"precision": torch.ones(3)}, r"precision: one number .* got shape \(3,\)"),
-        (ValueError, {"precision": 1e-320}, r"prior precision must be between 1e-30 and 1e30, got 1e-320 \(51 of 51\)"),
-        (ValueError, {"precision": 1e31}, "prior precision must be between 1e-30 and 1e30, got 1e"),
-        (ValueError, {"memory": "1GB"}, "memory, in bytes, must be a whole number, got '1GB'"),
-        (ValueError, {"memory": -1}, "memory, in bytes, must be at least 0, got -1"),
-        (TypeError, {"model": None}, "model must be of type Module, got NoneType; pass a trained nn.Module"),
-        (TypeError, {"x": None}, r"x must be a tensor \[N, ...\] or batches of them, got NoneType"),
-        (TypeError, {"x": 3}, "or batches of them, got int"),
-        (TypeError, {"x": torch.tensor(3.0)}, r"a batch must be a tensor \[N, ...\], .* got a single number"),
-        (TypeError, {"x": [()]}, r"a batch must be a tensor \[N, ...\], .* got NoneType"),
-        (TypeError, {"x": [{"y": 1}]}, "or a mapping with 'x', got NoneType"),
+        (ValueError, {"precision": "a"}, r"precision.*51 weights .*got 'a'"),
+        (ValueError, {"precision": None}, r"precision.*51 weights .*got None"),
+        (ValueError, {"precision": torch.ones(3)}, r"precision.*51 weights .*got shape \(3,\)"),
+        (ValueError, {"precision": 1e-320}, r"precision .*1e-30 and 1e30, got 1e-320 \(51 of 51\)"),
+        (ValueError, {"precision": 1e31}, r"precision .*1e-30 and 1e30, got 1e\+31"),
+        (ValueError, {"memory": "1GB"}, r"memory.* got '1GB'"),
+        (ValueError, {"memory": -1}, r"memory.* 0.* got -1"),
+        (TypeError, {"model": None}, r"model .*Module, got NoneType; .*nn\.Module"),
+        (TypeError, {"x": None}, r"^x .*\[N, ...\].* got NoneType"),
+        (TypeError, {"x": 3}, r"^x .*\[N, ...\].* got int"),
+        (TypeError, {"x": torch.tensor(3.0)}, r"batch .*\[N, ...\].* got a single number"),
+        (TypeError, {"x": [()]}, r"batch .*\[N, ...\].* got NoneType"),
+        (TypeError, {"x": [{"y": 1}]}, r"batch .*'x', got NoneType"),
     ],
 )
 @pytest.mark.parametrize("structure", ["full", "diagonal", "kfac"])
@@ -323,12 +323,12 @@ def test_what_is_asked_of_a_fit_is_checked(structure):
     fitted = Laplace.fit(network(), x.split(5), structure=structure)
     assert fitted.examples == 12
     for call in (lambda: fitted.with_precision(x[:7], 2.0), lambda: fitted.log_marginal_likelihood(x[:7], y[:7])):
-        with pytest.raises(ValueError, match="x must be the 12 examples that it was fitted to, got 7"):
+        with pytest.raises(ValueError, match=r"^x .*12 examples .*got 7"):
             call()
     assert fitted.with_precision(x.split(7), 2.0).with_precision(x, 3.0).examples == 12
-    with pytest.raises(ValueError, match=r"centre: one number or one for each of the 51 weights is needed, got shape \(1, 51\)"):
+    with pytest.raises(ValueError, match=r"centre.*51 weights .*got shape \(1, 51\)"):
         fitted.log_marginal_likelihood(x, y, centre=torch.zeros(1, 51))
     for shape in ((0, 12, 3), (2, 11, 3), (12, 3), (2, 12, 2)):
-        with pytest.raises(ValueError, match=r"noise must be \[S, 12, 3\], standard normals for one draw or more"):
+        with pytest.raises(ValueError, match=r"noise .*\[S, 12, 3\].* got \["):
             fitted.predict(x, noise=torch.zeros(shape))
     assert fitted.inverse.backend == "layers"

@@ -68,12 +68,12 @@ def test_nll_of_a_regression():
 @pytest.mark.parametrize(
     ("labels", "message"),
     [
-        (torch.zeros(29).long(), r"labels must be one for each of the 30 inputs, got shape \[29\]"),
-        (torch.zeros(1).long(), r"labels must be one for each of the 30 inputs, got shape \[1\]"),
-        (torch.zeros(30, 3).long(), r"labels must be one for each of the 30 inputs, got shape \[30, 3\]"),
-        (torch.arange(30) % 4, r"labels must be classes from 0 to 2, got 3 \(7 of 30\)"),
-        (torch.arange(30) % 3 - 1, r"labels must be classes from 0 to 2, got -1 \(10 of 30\)"),
-        (torch.full((30,), 0.5), r"labels must be classes from 0 to 2, got 0.5"),
+        (torch.zeros(29).long(), r"labels .*30 inputs, got shape \[29\]"),
+        (torch.zeros(1).long(), r"labels .*30 inputs, got shape \[1\]"),
+        (torch.zeros(30, 3).long(), r"labels .*30 inputs, got shape \[30, 3\]"),
+        (torch.arange(30) % 4, r"labels .*0 to 2, got 3 \(7 of 30\)"),
+        (torch.arange(30) % 3 - 1, r"labels .*0 to 2, got -1 \(10 of 30\)"),
+        (torch.full((30,), 0.5), r"labels .*0 to 2, got 0.5"),
     ],
 )
 def test_labels_fit_the_inputs_and_the_classes(labels, message):
@@ -97,7 +97,7 @@ def test_targets_fit_the_outputs():
     for score in (lambda y: predictive_nll(fitted, x, y), lambda y: float(fitted.log_marginal_likelihood(x, y))):
         assert score(y) == score(y[:, None])
         for other in (y[:-1], y[:1], y[None], y.view(10, 2)):
-            with pytest.raises(ValueError, match=r"targets must be one for each of the 20 inputs, of shape \[20, 1\], got"):
+            with pytest.raises(ValueError, match=r"targets .*20 inputs, .*\[20, 1\], got"):
                 score(other)
     wide = Laplace.fit(network(), numbers(6, 4), likelihood=Gaussian())
     assert predictive_nll(wide, numbers(6, 4), numbers(6, 3)) > 0
@@ -112,5 +112,5 @@ def test_bernoulli_labels():
     fitted = Laplace.fit(network(1), x, likelihood=Bernoulli())
     assert predictive_nll(fitted, x, y) == predictive_nll(fitted, x, y.double())
     assert_close(fitted.log_marginal_likelihood(x, y), fitted.log_marginal_likelihood(x, y.double()))
-    with pytest.raises(ValueError, match="classes from 0 to 1, got 2"):
+    with pytest.raises(ValueError, match=r"labels .*0 to 1, got 2"):
         fitted.log_marginal_likelihood(x, 2 * y)

@@ -165,14 +165,14 @@ def test_what_diverges_is_said(caplog):
     ("options", "message"),
     [
         ({"precision": 0.0}, "precision is 1 / variance"),
-        ({"precision": torch.ones(3)}, "one for each of the 4 weights"),
-        ({"centre": torch.ones(1, 4)}, "one for each of the 4 weights"),
+        ({"precision": torch.ones(3)}, r"precision .*4 weights; got shape \[3\]"),
+        ({"centre": torch.ones(1, 4)}, r"centre .*4 weights; got shape \[1, 4\]"),
         ({"centre": float("nan")}, "centre must be finite"),
         ({"pattern": "head.*"}, "matches no parameter"),
-        ({"draws": 0}, "draws must be at least 1"),
-        ({"chains": 1.5}, "chains must be a whole number"),
-        ({"warmup": -1}, "warmup must be at least 0"),
-        ({"seed": -1}, "seed must be at least 0"),
+        ({"draws": 0}, r"^draws .*1.* got 0"),
+        ({"chains": 1.5}, r"chains .*got 1\.5"),
+        ({"warmup": -1}, r"warmup .*0.* got -1"),
+        ({"seed": -1}, r"seed .*0.* got -1"),
         ({"target_accept": 1.0}, "target_accept"),
     ],
 )
@@ -184,47 +184,47 @@ def test_option_errors(options, message):
 def test_input_errors():
     """Too large a model, data that do not fit or are not finite."""
     x, y = data()
-    with pytest.raises(ValueError, match=rf"are more than the {LIMIT} that sampling can serve.*pattern="):
+    with pytest.raises(ValueError, match=rf"20000 weights .*{LIMIT} .*pattern="):
         nuts(nn.Linear(3, LIMIT), Categorical(), x, torch.zeros(12).long(), precision=1.0)
-    with pytest.raises(ValueError, match="one row for each example"):
+    with pytest.raises(ValueError, match=r"x and y .*12 and 11"):
         nuts(linear(), Gaussian(), x, y[1:], precision=1.0)
     x[0, 0] = float("nan")
-    with pytest.raises(ValueError, match="not finite at the start"):
+    with pytest.raises(ValueError, match=r"density .*not finite"):
         nuts(linear(), Bernoulli(), x, (y > 0).long(), precision=1.0)
     x, y = data()
     with pytest.raises(ValueError, match="x has no rows"):
         nuts(linear(), Gaussian(), x[:0], y[:0], precision=1.0)
     for name, value in {"x": x.numpy(), "y": y.tolist()}.items():
-        with pytest.raises(TypeError, match=rf"{name} must be of type Tensor, got (ndarray|list); .* torch.as_tensor"):
+        with pytest.raises(TypeError, match=rf"^{name} .*Tensor, got (ndarray|list); .*torch\.as_tensor"):
             nuts(linear(), Gaussian(), **{"x": x, "y": y, name: value}, precision=1.0)
-    with pytest.raises(TypeError, match=r"likelihood must have a method `nll`, got None; pass Categorical\(\)"):
+    with pytest.raises(TypeError, match=r"likelihood .*`nll`, got None; .*Categorical\(\)"):
         nuts(linear(), None, x, y, precision=1.0)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="likelihood must have a method `nll`, got <class"):
+    with pytest.raises(TypeError, match=r"likelihood .*`nll`, got <class"):
         nuts(linear(), Categorical, x, y, precision=1.0)  # type: ignore[arg-type]
     labels = (y > 0).long()
     for likelihood, outputs, bad, words in (
-        (Bernoulli(), 1, 2 * labels, "labels must be classes from 0 to 1, got 2"),
-        (Bernoulli(), 1, labels - 5, "labels must be classes from 0 to 1, got -"),
-        (Bernoulli(), 3, labels, "takes one output, the model has 3"),
-        (Categorical(), 1, labels, "needs two outputs or more, the model has 1"),
-        (Categorical(), 3, labels + 2, "labels must be classes from 0 to 2, got 3"),
-        (Categorical(), 3, labels[:, None].expand(-1, 3), "labels must be one for each of the"),
-        (Gaussian(), 3, y, "targets must be one for each of the"),
+        (Bernoulli(), 1, 2 * labels, r"labels .*0 to 1, got 2"),
+        (Bernoulli(), 1, labels - 5, r"labels .*0 to 1, got -"),
+        (Bernoulli(), 3, labels, r"Bernoulli\(\) .*model has 3"),
+        (Categorical(), 1, labels, r"Categorical\(\) .*model has 1"),
+        (Categorical(), 3, labels + 2, r"labels .*0 to 2, got 3"),
+        (Categorical(), 3, labels[:, None].expand(-1, 3), r"labels .*12 inputs, got shape \[12, 3\]"),
+        (Gaussian(), 3, y, r"targets .*12 inputs, .*\[12, 3\], got \[12\]"),
     ):
         with pytest.raises(ValueError, match=words):
             nuts(nn.Linear(x.shape[1], outputs), likelihood, x, bad, precision=1.0)
     flat = nn.Sequential(nn.Linear(x.shape[1], 1), nn.Flatten(0))
-    with pytest.raises(ValueError, match=r"the model must give outputs \[N, O\], got shape \[12\]"):
+    with pytest.raises(ValueError, match=r"outputs \[N, O\], got shape \[12\]"):
         nuts(flat, Gaussian(), x, y, precision=1.0)
     assert nuts(flat, Squares(), x, y, precision=1.0, draws=2, warmup=2, chains=1).draws.shape == (1, 2, 4)  # its own business
-    with pytest.raises(ValueError, match="precision must be one number or one for each of the"):
+    with pytest.raises(ValueError, match=r"precision .*4 weights; got 'a'"):
         nuts(linear(), Gaussian(), x, y, precision="a")  # type: ignore[arg-type]
     for value, kind in ((True, "bool"), (1j, "complex64"), (torch.ones(4, dtype=torch.bool), "bool")):
-        with pytest.raises(ValueError, match=f"precision must be of real numbers, got {kind}"):
+        with pytest.raises(ValueError, match=f"precision .*real numbers, got {kind}"):
             nuts(linear(), Gaussian(), x, y, precision=value)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="full_mass must be of type bool, got str"):
+    with pytest.raises(TypeError, match=r"full_mass .*bool.* got str"):
         nuts(linear(), Gaussian(), x, y, precision=1.0, full_mass="no")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="model must be of type Module, got NoneType"):
+    with pytest.raises(TypeError, match=r"model .*Module.* got NoneType"):
         nuts(None, Gaussian(), x, y, precision=1.0)  # type: ignore[arg-type]
 
 

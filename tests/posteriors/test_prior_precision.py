@@ -19,10 +19,10 @@ def test_precision_by_evidence(monkeypatch: pytest.MonkeyPatch):
     best = by_evidence(fitted, x, y)
     scores = [float(Laplace.fit(model, x, precision=p).log_marginal_likelihood(x, y)) for p in GRID]
     assert float(best.precision[0]) == GRID[scores.index(max(scores))]
-    with pytest.warns(UserWarning, match="edge of the grid: it carries no information"):
+    with pytest.warns(UserWarning, match=r"10000\b.*edge of the grid"):
         assert by_evidence(fitted, x, y, centre=fitted.loc) is fitted
     beyond = [p for p in GRID if p > float(best.precision[0])]
-    with pytest.warns(UserWarning, match=f"largest at {beyond[0]:g}, an edge of the grid"):
+    with pytest.warns(UserWarning, match=rf" {beyond[0]:g}\b.*edge of the grid"):
         assert by_evidence(fitted, x, y, grid=beyond) is fitted
     honest = Laplace.with_precision
 
@@ -32,7 +32,7 @@ def test_precision_by_evidence(monkeypatch: pytest.MonkeyPatch):
         return honest(self, x, precision)
 
     monkeypatch.setattr(Laplace, "with_precision", fails)
-    with pytest.warns(UserWarning, match=f"largest at {beyond[0]:g}, an edge of the grid"):  # of what can be computed of it
+    with pytest.warns(UserWarning, match=rf" {beyond[0]:g}\b.*edge of the grid"):  # of what can be computed of it
         assert by_evidence(fitted, x, y, grid=[GRID[0], *beyond]) is fitted
 
 
@@ -46,7 +46,7 @@ def test_precision_by_validation():
     assert float(best.precision[0]) == max(alike)
     probs = best.predict(held)["probs"]
     assert_close(predictive_nll(best, held, labels), float(-probs[torch.arange(30), labels].log().mean()))
-    with pytest.raises(ValueError, match="no precision of the grid"):
+    with pytest.raises(ValueError, match=r"precision .*\(0\.0001, .*finite"):
         by_validation(Laplace.fit(model, x), x, held.fill_(1e200), labels)
 
 
@@ -64,7 +64,7 @@ def test_precisions_that_are_alike(alike: float, expected: float, monkeypatch: p
 def test_an_empty_grid():
     x, y = numbers(12, 4), torch.arange(12) % 3
     fitted = Laplace.fit(network(), x)
-    with pytest.raises(ValueError, match="grid is empty: pass one"):
+    with pytest.raises(ValueError, match="grid is empty"):
         by_validation(fitted, x, x, y, grid=())
-    with pytest.raises(ValueError, match="grid is empty: pass one"):
+    with pytest.raises(ValueError, match="grid is empty"):
         by_evidence(fitted, x, y, grid=())

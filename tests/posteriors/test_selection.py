@@ -48,7 +48,7 @@ def test_wasserstein_takes_what_the_data_say_nothing_about_first():
     """Under one prior variance all weights without curvature; the restricted rule none, and then it may find too few."""
     e = evidence(flat=3)
     e = Evidence(e.loc, e.curvature, torch.ones(8, dtype=torch.float64))
-    with pytest.warns(UserWarning, match="most of the selected weights have no curvature"):
+    with pytest.warns(UserWarning, match=r"selected weights .*curvature .*selection='random'"):
         chosen = select("wasserstein", e, 3)
     assert chosen.tolist() == [5, 6, 7]
     assert uncurved_share(e, chosen) == 1
@@ -98,9 +98,9 @@ def test_ties_go_to_the_smaller_index():
 @pytest.mark.parametrize(
     ("rule", "count", "message"),
     [
-        ("largest", 3, "selection must be one of .*'wasserstein'.*, got 'largest'"),
-        ("random", 0, "must have 1 to 8 weights, got 0"),
-        ("random", 9, "must have 1 to 8 weights, got 9"),
+        ("largest", 3, r"selection .*'wasserstein'.* got 'largest'"),
+        ("random", 0, "1 to 8 weights, got 0"),
+        ("random", 9, "1 to 8 weights, got 9"),
         (lambda e: e.loc.log(), 3, "scores are NaN"),
     ],
 )
@@ -124,18 +124,18 @@ def test_by_name():
 
 def test_a_rule_that_only_says_yes_or_no():
     """Has no order to choose by."""
-    with pytest.raises(ValueError, match=r"a tensor of real numbers \[8\], got torch.bool \[8\]"):
+    with pytest.raises(ValueError, match=r"selection .*\[8\], got torch\.bool \[8\]"):
         select(lambda e: e.curved, evidence(), 2)
 
 
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"curvature": torch.ones(3)}, "vectors with one entry for each weight, got"),
-        ({"loc": torch.ones(4, 1), "curvature": torch.ones(4, 1), "variance": torch.ones(4, 1)}, "vectors with one entry for each weight"),
-        ({"layout": Layout(nn.Linear(2, 1), "*")}, "vectors with one entry for each weight"),
-        ({"curvature": -torch.ones(4)}, "curvature must be >= 0 and variance > 0, got -1 and 1 at least"),
-        ({"variance": torch.zeros(4)}, "curvature must be >= 0 and variance > 0, got 1 and 0 at least"),
+        ({"curvature": torch.ones(3)}, r"loc, curvature .*'curvature': \(3,\)"),
+        ({"loc": torch.ones(4, 1), "curvature": torch.ones(4, 1), "variance": torch.ones(4, 1)}, r"loc, curvature .*'loc': \(4, 1\)"),
+        ({"layout": Layout(nn.Linear(2, 1), "*")}, r"loc, curvature .*layout of 3"),
+        ({"curvature": -torch.ones(4)}, r"curvature .*variance .*got -1 and 1"),
+        ({"variance": torch.zeros(4)}, r"curvature .*variance .*got 1 and 0"),
     ],
 )
 def test_evidence_that_is_none(changed, words):
@@ -147,10 +147,10 @@ def test_evidence_that_is_none(changed, words):
 @pytest.mark.parametrize(
     ("rule", "count", "message"),
     [
-        (lambda e: torch.zeros(3), 2, r"a tensor of real numbers \[8\], got torch.float32 \[3\]"),
-        (lambda e: [1.0] * 8, 2, r"a tensor of real numbers \[8\], got list"),
-        (lambda e: torch.ones(8, dtype=torch.complex64), 2, r"a tensor of real numbers \[8\], got torch.complex64 \[8\]"),
-        (lambda e: torch.full((8,), -torch.inf), 2, "allows no weight at all"),
+        (lambda e: torch.zeros(3), 2, r"selection .*\[8\], got torch\.float32 \[3\]"),
+        (lambda e: [1.0] * 8, 2, r"selection .*\[8\], got list"),
+        (lambda e: torch.ones(8, dtype=torch.complex64), 2, r"selection .*\[8\], got torch\.complex64 \[8\]"),
+        (lambda e: torch.full((8,), -torch.inf), 2, r"selection .*-inf"),
     ],
 )
 def test_rules_that_are_none(rule: Any, count: int, message: str):

@@ -129,7 +129,7 @@ def test_a_damaged_checkpoint_and_the_one_before(tmp_path: Path):
     killed.run(str(tmp_path / "run"), 3)
     newest, before = held(tmp_path / "run")
     newest.write_bytes(newest.read_bytes()[:-7])
-    with pytest.warns(UserWarning, match=r"round-000003\.safetensors' is damaged.*taking round-000002\.safetensors instead"):
+    with pytest.warns(UserWarning, match=r"round-000003\.safetensors' is damaged.*round-000002\.safetensors"):
         result = bf.load(tmp_path / "run", killed.algorithm(), killed.federation())
     assert result.round == 2
     before.write_bytes(b"")
@@ -177,13 +177,13 @@ def test_folders_hold_one_run(tmp_path: Path):
     assert not leftover.exists()
     assert own.read_bytes() == b"mine"
     options: dict[str, Any] = {"rounds": 2, "progress": False}
-    with pytest.raises(ValueError, match="holds a run already; pass resume=True"):
+    with pytest.raises(ValueError, match=r"holds a run already.*resume=True"):
         bf.simulate(killed.algorithm(), killed.federation(), checkpoint=folder, **options)
     with pytest.raises(ValueError, match="holds a run already"):
         bf.simulate(killed.algorithm(), killed.federation(), checkpoint=folder, resume=result, **options)
-    with pytest.raises(ValueError, match="resume=True goes on from the newest checkpoint, but no checkpoint folder is given"):
+    with pytest.raises(ValueError, match=r"resume=True .*checkpoint="):
         bf.simulate(killed.algorithm(), killed.federation(), resume=True, **options)
-    with pytest.raises(ValueError, match="every must be at least 1"):
+    with pytest.raises(ValueError, match=r"^every .*1.* got 0"):
         bf.simulate(killed.algorithm(), killed.federation(), checkpoint=tmp_path / "new", every=0, **options)
     assert not (tmp_path / "new").exists()
     result.save(tmp_path / "saved")
@@ -290,7 +290,7 @@ def test_combine_keeps_to_what_the_server_has(model, clients):
     """A name that `server` does not give a start would be lost on resuming: refused in the first round."""
     block = bf.Block()
     algorithm = bf.Algorithm(model, {"w": block}, (), parts=("w",), combine=lambda server, ids, uplink: {"extra": torch.ones(1)})
-    with pytest.raises(ValueError, match=r"`combine` returns \['extra'\], which the server does not have; give them a start in `server`"):
+    with pytest.raises(ValueError, match=r"`combine` .*\['extra'\].*`server`"):
         bf.simulate(algorithm, clients, rounds=1, progress=False)
 
 

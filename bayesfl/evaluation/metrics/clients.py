@@ -1,4 +1,4 @@
-"""Clients and their rows: padded input is checked, put in one pot, and summed up over clients."""
+"""Clients and their rows: checks of padded input, pooling of all examples, and summaries over clients."""
 
 import math
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def pool(probs: Tensor, labels: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Puts all examples of all clients into one pot: [J, N, *] as [1, J * N, *], for any measure here.
+    """Pool all examples of all clients: [J, N, *] becomes [1, J * N, *], for any measure of `bayesfl.metrics`.
 
     Args:
         probs: Predictions, [J, N, O].
@@ -18,38 +18,38 @@ def pool(probs: Tensor, labels: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, T
         mask: Which rows are examples, [J, N] bool.
 
     Returns:
-        The same three, for one client.
+        The three tensors of one client.
     """
     return probs.flatten(0, 1)[None], labels.flatten(0, 1)[None], mask.flatten(0, 1)[None]
 
 
 def pooled(measure: Callable[..., Tensor], probs: Tensor, labels: Tensor, mask: Tensor, **options: Any) -> float:
-    """Gives one number for the examples of all clients together, as in `pooled(ece, probs, labels, mask, bins=10)`.
+    """Compute a measure of all clients' examples together, as in `pooled(ece, probs, labels, mask, bins=10)`.
 
     Args:
         measure: A function of `bayesfl.metrics` that takes `probs`, `labels` and `mask`.
         probs: Class probabilities, [J, N, O].
         labels: True classes, [J, N], integers in [0, O).
         mask: Which rows are examples, [J, N] bool.
-        options: Passed on to `measure`.
+        options: Further arguments of `measure`.
     """
     return float(measure(*pool(probs, labels, mask), **options))
 
 
 def bottom_decile(values: Tensor | np.ndarray) -> float:
-    """Finds what the worst-served tenth of the clients gets: of J values in ascending order, the one at position floor(J / 10), from 0.
+    """Return the value of the worst-served tenth of the clients: of J values in ascending order, the one at position floor(J / 10), from 0.
 
-    So reported by Marfoq et al., "Federated multi-task learning under a mixture of distributions", NeurIPS 2021. For measures of which
+    Marfoq et al., "Federated multi-task learning under a mixture of distributions", NeurIPS 2021, report it so. It suits measures of which
     more is better.
 
     Args:
-        values: One value a client, [J]; NaN is left out.
+        values: One value for each client, [J]; NaN is left out.
 
     Returns:
-        NaN where no value is left.
+        The value; NaN if all values are NaN or there are none.
 
     Raises:
-        ValueError: There is more than one value a client.
+        ValueError: `values` is not of shape [J].
     """
     values = torch.as_tensor(values).detach().to("cpu", torch.float64)
     if values.dim() != 1:
@@ -59,15 +59,15 @@ def bottom_decile(values: Tensor | np.ndarray) -> float:
 
 
 def mean_of_clients(values: Tensor, broken: Tensor) -> float:
-    """Averages over clients [J] what is defined; NaN if anyone's predictions are broken, or nothing is defined."""
+    """Average over clients [J] the values that are not NaN; NaN if any client's predictions are broken, or all values are NaN."""
     return math.nan if broken.any() else float(values.nanmean())
 
 
 def check_rows(predictions: Tensor, mask: Tensor, **others: Tensor) -> None:
-    """Checks that `mask` and `others` have one entry for each row of `predictions` [J, N, O].
+    """Check that `mask` and `others` have one entry for each row of `predictions` [J, N, O].
 
     Raises:
-        ValueError: One has another shape, or the mask is not bool.
+        ValueError: `mask` or one of `others` has another shape, or the mask is not bool.
     """
     rows = predictions.shape[:2]
     for name, value in {**others, "mask": mask}.items():

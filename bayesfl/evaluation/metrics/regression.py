@@ -1,4 +1,4 @@
-"""How good predicted numbers are, and how sure: error, density and coverage under a normal distribution."""
+"""Measures of predicted numbers: error, density and coverage under a normal distribution."""
 
 import math
 from dataclasses import dataclass
@@ -10,11 +10,11 @@ from bayesfl.evaluation.metrics.clients import check_rows, mean_of_clients, pool
 
 
 def rmse(mean: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
-    """Takes the root of the mean squared error over examples and outputs, in the targets' unit.
+    """Compute the root of the mean squared error over examples and outputs, in the targets' unit.
 
     Args:
         mean: Predicted means, [J, N, O].
-        targets: True values, [J, N, O], or [J, N] where O is 1.
+        targets: True values, [J, N, O], or [J, N] if O is 1.
         mask: Which rows are examples, [J, N] bool.
 
     Returns:
@@ -24,12 +24,12 @@ def rmse(mean: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
 
 
 def gaussian_nll(mean: Tensor, variance: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
-    """Averages the negative log density of the targets under N(mean, variance): nats per example, summed over outputs, every constant kept.
+    """Compute the mean negative log density of the targets under N(mean, variance): nats per example, summed over outputs, with constants.
 
     Args:
         mean: Predictive means, [J, N, O].
         variance: Predictive variances, observation noise included, [J, N, O], > 0.
-        targets: True values, [J, N, O], or [J, N] where O is 1.
+        targets: True values, [J, N, O], or [J, N] if O is 1.
         mask: Which rows are examples, [J, N] bool.
 
     Returns:
@@ -39,12 +39,12 @@ def gaussian_nll(mean: Tensor, variance: Tensor, targets: Tensor, mask: Tensor) 
 
 
 def coverage(mean: Tensor, variance: Tensor, targets: Tensor, mask: Tensor, level: float = 0.9) -> Tensor:
-    """Counts the share of targets inside the central interval of N(mean, variance) that should hold a share `level` of them.
+    """Compute the share of targets inside the central interval of N(mean, variance) that should hold a share `level` of them.
 
     Args:
         mean: Predictive means, [J, N, O].
         variance: Predictive variances, observation noise included, [J, N, O], > 0.
-        targets: True values, [J, N, O], or [J, N] where O is 1.
+        targets: True values, [J, N, O], or [J, N] if O is 1.
         mask: Which rows are examples, [J, N] bool.
         level: Probability of the interval, in (0, 1).
 
@@ -55,17 +55,17 @@ def coverage(mean: Tensor, variance: Tensor, targets: Tensor, mask: Tensor, leve
 
 
 def regression_summary(mean: Tensor, variance: Tensor, targets: Tensor, mask: Tensor) -> dict[str, float]:
-    """Sums up a federation of regressors.
+    """Summarise the predictions of a federation of regressors.
 
     Args:
         mean: Predictive means, [J, N, O].
         variance: Predictive variances, observation noise included, [J, N, O], > 0.
-        targets: True values, [J, N, O], or [J, N] where O is 1.
+        targets: True values, [J, N, O], or [J, N] if O is 1.
         mask: Which rows are examples, [J, N] bool.
 
     Returns:
-        `rmse`, `nll`, `coverage_50`, `coverage_90`: means over the clients that have examples; `pooled_` and the same names: of all
-        examples in one pot.
+        `rmse`, `nll`, `coverage_50`, `coverage_90`: means over the clients that have examples. The same names with the prefix `pooled_`: of
+        all clients' examples pooled.
     """
     fitted = _Fitted.of(mean, variance, targets, mask)
     summary = {name: mean_of_clients(values, fitted.broken) for name, values in fitted.measures().items()}

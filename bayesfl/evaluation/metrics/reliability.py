@@ -1,4 +1,4 @@
-"""Whether classifiers are as sure as they are right: calibration errors, and the bins of a reliability diagram."""
+"""Calibration of classifiers: the difference between confidence and accuracy, and the bins of a reliability diagram."""
 
 import math
 from dataclasses import dataclass
@@ -11,15 +11,15 @@ from torch import Tensor
 from bayesfl.evaluation.metrics.scores import Scored
 
 Norm: TypeAlias = Literal["l1", "l2", "max"]
-"""How the calibration gaps of the bins become one number: weighted mean, root of the weighted mean square, largest."""
+"""Ways in which the calibration gaps of the bins become one number: weighted mean, root of the weighted mean square, largest."""
 
 
 def ece(probs: Tensor, labels: Tensor, mask: Tensor, bins: int = 15, norm: Norm = "l1") -> Tensor:
-    """Computes the expected calibration error: how far confidence, the largest probability, is from accuracy.
+    """Compute the expected calibration error: how far confidence, the largest probability, is from accuracy.
 
     Examples are binned by confidence; bin k of B holds (k / B, (k + 1) / B], and confidence 0 goes to the first. Each bin has a gap
     |accuracy - mean confidence|, weighted by its share of the examples. Guo et al., "On calibration of modern neural networks",
-    ICML 2017, equations 3 and 5. A small client has few examples a bin, which biases its value upwards: compare clients of like size.
+    ICML 2017, equations 3 and 5. A small client has few examples in a bin, which biases its value upwards: compare clients of similar size.
 
     Args:
         probs: Class probabilities, [J, N, O].
@@ -35,7 +35,7 @@ def ece(probs: Tensor, labels: Tensor, mask: Tensor, bins: int = 15, norm: Norm 
 
 
 def mce(probs: Tensor, labels: Tensor, mask: Tensor, bins: int = 15) -> Tensor:
-    """Computes the maximum calibration error: the largest gap of `ece` over bins that hold an example.
+    """Compute the maximum calibration error: the largest gap of `ece` over bins that hold an example.
 
     Args:
         probs: Class probabilities, [J, N, O].
@@ -51,13 +51,13 @@ def mce(probs: Tensor, labels: Tensor, mask: Tensor, bins: int = 15) -> Tensor:
 
 @dataclass(frozen=True)
 class ReliabilityBins:
-    """What a reliability diagram shows. Bin k of B holds confidences in (edges[k], edges[k + 1]].
+    """The bins of a reliability diagram; bin k of B holds confidences in (edges[k], edges[k + 1]], the first also 0.
 
     Args:
         edges: Bounds of the bins, [B + 1], from 0 to 1.
         confidence: Mean confidence in each bin, [B]; NaN in an empty one.
         accuracy: Share of right predictions in each bin, [B]; NaN in an empty one.
-        count: Examples in each bin, [B], integers.
+        count: Number of examples in each bin, [B], integers.
     """
 
     edges: np.ndarray
@@ -67,23 +67,23 @@ class ReliabilityBins:
 
     @property
     def examples(self) -> int:
-        """How many examples there are in all."""
+        """Return the number of examples in all bins."""
         return int(self.count.sum())
 
     @property
     def ece(self) -> float:
-        """Expected calibration error of these bins; NaN without examples."""
+        """Return the expected calibration error of these bins; NaN without examples."""
         gaps = np.abs(self.accuracy - self.confidence)[self.count > 0]
         return float(gaps @ self.count[self.count > 0] / self.examples) if self.examples else math.nan
 
     @property
     def mce(self) -> float:
-        """Maximum calibration error of these bins; NaN without examples."""
+        """Return the maximum calibration error of these bins; NaN without examples."""
         return float(np.abs(self.accuracy - self.confidence)[self.count > 0].max()) if self.examples else math.nan
 
 
 def reliability_bins(probs: Tensor, labels: Tensor, mask: Tensor, bins: int = 15) -> ReliabilityBins:
-    """Finds accuracy and mean confidence by bins of confidence, over all examples of all clients.
+    """Compute accuracy and mean confidence by bins of confidence, over all examples of all clients.
 
     Args:
         probs: Class probabilities, [J, N, O].
@@ -92,7 +92,7 @@ def reliability_bins(probs: Tensor, labels: Tensor, mask: Tensor, bins: int = 15
         bins: Number of bins of equal width.
 
     Raises:
-        ValueError: A prediction that counts is not finite.
+        ValueError: The prediction of an example is not finite.
     """
     scored = Scored.of(probs, labels, mask)
     if scored.broken.any():
@@ -106,10 +106,10 @@ def reliability_bins(probs: Tensor, labels: Tensor, mask: Tensor, bins: int = 15
 
 
 def binned(scored: Scored, bins: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Counts examples and right predictions and sums confidences, by bins of confidence, [J, B] each.
+    """Return the number of examples, the number of right predictions and the sum of confidences by bins of confidence, [J, B] each.
 
     Raises:
-        ValueError: There is no such number of bins.
+        ValueError: `bins` is no integer >= 1.
     """
     if bins < 1 or bins != int(bins):
         raise ValueError(f"bins is a number of confidence bins, an integer >= 1; got {bins}")
@@ -120,10 +120,10 @@ def binned(scored: Scored, bins: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def calibration_error(scored: Scored, bins: int, norm: Norm = "l1") -> Tensor:
-    """Makes one number for each client, [J], of the gaps between accuracy and confidence.
+    """Compute one number for each client, [J], from the gaps between accuracy and confidence.
 
     Raises:
-        ValueError: There is no such norm or number of bins.
+        ValueError: `norm` is unknown, or `bins` is no integer >= 1.
     """
     if norm not in get_args(Norm):
         raise ValueError(f"norm must be one of {get_args(Norm)}, got {norm!r}")

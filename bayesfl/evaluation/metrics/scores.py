@@ -1,4 +1,4 @@
-"""How good predicted classes are: accuracy, likelihood, Brier score, F1 score and the area under the ROC curve, client by client."""
+"""Measures of predicted classes: accuracy, likelihood, Brier score, F1 score and area under the ROC curve, client by client."""
 
 import math
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from bayesfl.evaluation.metrics.clients import check_rows, pool
 
 
 def accuracy(probs: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
-    """Counts the share of examples whose most probable class is the true one.
+    """Compute the share of examples whose most probable class is the true one.
 
     Args:
         probs: Class probabilities, [J, N, O].
@@ -25,7 +25,7 @@ def accuracy(probs: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
 
 
 def nll(probs: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
-    """Averages the negative log probability of the true class, in nats.
+    """Compute the mean negative log probability of the true class, in nats per example.
 
     A probability below the smallest normal float64 counts as that, 2.2e-308: a certain and wrong prediction costs 708.4 nats, not inf.
 
@@ -41,7 +41,7 @@ def nll(probs: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
 
 
 def brier(probs: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
-    """Computes the Brier score: squared error of the probabilities, summed over classes and averaged over examples.
+    """Compute the Brier score: squared error of the probabilities, summed over classes and averaged over examples.
 
     Brier, "Verification of forecasts expressed in terms of probability", Monthly Weather Review 1950. With two classes it is twice the
     score that counts only one of them.
@@ -58,7 +58,7 @@ def brier(probs: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
 
 
 def macro_f1(probs: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
-    """Averages the F1 score over the classes that occur among a client's labels or predictions.
+    """Compute the F1 score averaged over the classes that occur among a client's labels or predictions.
 
     Args:
         probs: Class probabilities, [J, N, O].
@@ -72,10 +72,10 @@ def macro_f1(probs: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
 
 
 def auroc(probs: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
-    """Computes the area under the ROC curve: the probability that a positive example scores above a negative one, ties counting half.
+    """Compute the area under the ROC curve: the probability that a positive example scores above a negative one, ties counting half.
 
     With two classes the score is the probability of class 1. With more it is one class against the rest, averaged over the classes of
-    which a client has both positives and negatives. NaN where there is no such class.
+    which a client has both positives and negatives. NaN for a client without such a class.
 
     Args:
         probs: Class probabilities, [J, N, O].
@@ -99,10 +99,10 @@ class Scored:
 
     @classmethod
     def of(cls, probs: Tensor, labels: Tensor, mask: Tensor) -> "Scored":
-        """Checks what it is given.
+        """Check predictions, labels and mask, and make a `Scored` of them.
 
         Raises:
-            ValueError: Input that does not fit; the message names the remedy.
+            ValueError: The shapes or types do not fit, or a label or probability is out of range; the message names the remedy.
         """
         probs, labels, mask = (torch.as_tensor(t).detach().cpu() for t in (probs, labels, mask))
         if probs.dim() != 3 or not probs.shape[-1]:
@@ -128,46 +128,46 @@ class Scored:
         return cls(probs, labels, mask, (mask & ~finite).any(-1))
 
     def pooled(self) -> "Scored":
-        """Puts all examples of all clients into one pot."""
+        """Pool all examples of all clients, as those of one client."""
         return Scored(*pool(self.probs, self.labels, self.mask), broken=self.broken.any()[None])
 
     @cached_property
     def top(self) -> tuple[Tensor, Tensor]:
-        """Confidence and predicted class, [J, N] each; the first class of those that tie."""
+        """Return confidence and predicted class, [J, N] each; the first class of those that tie."""
         best = self.probs.max(-1)
         return best.values, best.indices
 
     @cached_property
     def hits(self) -> Tensor:
-        """Where the predicted class is the true one, [J, N] bool."""
+        """Return where the predicted class is the true one, [J, N] bool."""
         return self.top[1] == self.labels
 
     def accuracy(self) -> Tensor:
-        """Counts the share of hits, [J]."""
+        """Compute the share of hits, [J]."""
         return self.average(self.hits)
 
     @cached_property
     def true(self) -> Tensor:
-        """Probability of the true class, [J, N]."""
+        """Return the probability of the true class, [J, N]."""
         return self.probs.gather(-1, self.labels[..., None])[..., 0]
 
     def nll(self) -> Tensor:
-        """Averages the negative log probability of the true class, [J]."""
+        """Compute the mean negative log probability of the true class, [J], in nats per example."""
         return self.average(-self.true.clamp(torch.finfo(torch.float64).tiny, 1).log())
 
     def brier(self) -> Tensor:
-        """Averages the squared error of the probabilities, [J]."""
+        """Compute the squared error of the probabilities, summed over classes and averaged over examples, [J]."""
         return self.average(self.probs.square().sum(-1) - self.true.square() + (1 - self.true).square())
 
     def macro_f1(self) -> Tensor:
-        """Averages the F1 score over classes, [J]."""
+        """Compute the F1 score averaged over classes, [J]."""
         outputs, predicted = self.probs.shape[-1], self.top[1]
         right = self.count(predicted, outputs, self.hits)
         total = self.count(predicted, outputs) + self.count(self.labels, outputs)
         return self.nan_broken((2 * right / total).nanmean(-1))  # 0 / 0 marks a class that does not occur
 
     def auroc(self) -> Tensor:
-        """Averages the area under the ROC curve over classes, [J]."""
+        """Compute the area under the ROC curve averaged over classes, [J]."""
         clients, rows, outputs = self.probs.shape
         position = torch.arange(rows, dtype=torch.int32).expand(clients, rows)
         edge = torch.ones(clients, min(rows, 1), dtype=torch.bool)
@@ -178,22 +178,22 @@ class Scored:
             first = torch.where(torch.cat([edge, change], -1), position, 0).cummax(-1).values
             last = torch.where(torch.cat([change, edge], -1), position, rows).flip(-1).cummin(-1).values.flip(-1)
             positive = ((self.labels == k) & self.mask).gather(-1, order)
-            below = (first + last).double() / 2 * positive  # examples ranked below, of those that tie with it half
+            below = (first + last).double() / 2 * positive  # number of examples ranked below, ties counting half
             ours = positive.sum(-1)
             areas.append((below.sum(-1) - ours * (ours - 1) / 2) / (ours * (self.mask.sum(-1) - ours)))
         return self.nan_broken(torch.stack(areas, -1).nanmean(-1))
 
     def average(self, values: Tensor) -> Tensor:
-        """Averages values [J, N] over each client's examples: [J]."""
+        """Average values [J, N] over each client's examples: [J]."""
         return self.nan_broken((values * self.mask).sum(-1, dtype=torch.float64) / self.mask.sum(-1))
 
     def count(self, where: Tensor, size: int, weight: Tensor | None = None) -> Tensor:
-        """Sums `weight` [J, N] of each client's examples by the place `where` [J, N] in [0, size): [J, size]."""
+        """Sum `weight` [J, N] of each client's examples by the place `where` [J, N] in [0, size): [J, size]; None counts examples."""
         clients = len(where)
         weights = self.mask.double() if weight is None else self.mask * weight.double()
         index = where + size * torch.arange(clients)[:, None]
         return torch.bincount(index.flatten(), weights.flatten(), minlength=clients * size).double().view(clients, size)
 
     def nan_broken(self, values: Tensor) -> Tensor:
-        """Puts NaN in values [J] for clients with a prediction that is not finite."""
+        """Set values [J] to NaN for clients with a prediction that is not finite."""
         return values.masked_fill(self.broken, math.nan)

@@ -11,7 +11,7 @@ from bayesfl.evaluation.metrics.scores import Scored
 
 
 def classification_summary(probs: Tensor, labels: Tensor, mask: Tensor, *, bins: int = 15) -> dict[str, float]:
-    """Sums up a federation of classifiers.
+    """Summarise the predictions of a federation of classifiers.
 
     Args:
         probs: Class probabilities, [J, N, O].
@@ -21,8 +21,8 @@ def classification_summary(probs: Tensor, labels: Tensor, mask: Tensor, *, bins:
 
     Returns:
         `accuracy`, `nll`, `ece`, `mce`, `brier`, `macro_f1` and `auroc`: means over clients, each client counting once, those without
-        examples (or without an AUROC) left out. `accuracy_decile`: of the worst-served tenth. `pooled_accuracy`, `pooled_nll`,
-        `pooled_ece`, `pooled_mce`, `pooled_brier`: of all examples in one pot.
+        examples (or without an AUROC) left out. `accuracy_decile`: accuracy of the worst-served tenth of the clients. `pooled_accuracy`,
+        `pooled_nll`, `pooled_ece`, `pooled_mce`, `pooled_brier`: of all clients' examples pooled.
     """
     scored = Scored.of(probs, labels, mask)
     clients, pot = _measures(scored, bins), scored.pooled()
@@ -39,7 +39,7 @@ def classification_summary(probs: Tensor, labels: Tensor, mask: Tensor, *, bins:
 
 
 def per_client_table(probs: Tensor, labels: Tensor, mask: Tensor, *, bins: int = 15) -> dict[str, np.ndarray]:
-    """Lists every measure of every client as columns [J], ready for a data frame.
+    """Return every measure of every client as columns [J], ready for a data frame.
 
     Args:
         probs: Class probabilities, [J, N, O].
@@ -56,7 +56,7 @@ def per_client_table(probs: Tensor, labels: Tensor, mask: Tensor, *, bins: int =
 
 
 def _measures(scored: Scored, bins: int) -> dict[str, Tensor]:
-    """Computes every measure of every client, [J] each."""
+    """Compute every measure of every client, [J] each."""
     return {
         "accuracy": scored.accuracy(),
         "nll": scored.nll(),

@@ -106,7 +106,8 @@ def reliability(
         raise ValueError("there is no client with examples to draw; check mask")
     names = names_of(source, total)
     panels = [_Panel.of(probs[j : j + 1], labels[j : j + 1], mask[j : j + 1], bins) for j in clients]
-    figure, axes = _panels(panels, [names[j] for j in clients], min(4, len(panels)))
+    lines = -(-len(panels) // 4)
+    figure, axes = _panels(panels, [names[j] for j in clients], -(-len(panels) // lines))  # lines of the same length
     if title:
         figure.suptitle(title)
     return axes

@@ -38,7 +38,7 @@ def test_bottom_decile_counts_from_the_worst():
         (lambda p, y, m: (p, y, m[1:]), "mask must be"),
         (lambda p, y, m: (p, y, m.float()), "mask must be bool"),
         (lambda p, y, m: (p, y.double(), m), "integer"),
-        (lambda p, y, m: (p, y + 1, m), r"labels must lie in \[0, 4\).*got \d to 4"),
+        (lambda p, y, m: (p, y + 1, m), r"labels .*\[0, 4\).*got \d to 4"),
         (lambda p, y, m: (p, y - 1, m), "got -1"),
         (lambda p, y, m: (p.log(), y, m), "softmax"),
     ],

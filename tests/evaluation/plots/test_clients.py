@@ -60,9 +60,9 @@ def test_collaboration_shows_groups_as_blocks():
     np.testing.assert_allclose(plain.images[0].get_array(), weights)
     assert not plain.lines
     plots.collaboration(torch.zeros(30, 30)).figure.canvas.draw()
-    with pytest.raises(ValueError, match=r"weights must be square, .* got shape \[4, 3\]"):
+    with pytest.raises(ValueError, match=r"weights .*got shape \[4, 3\]"):
         plots.collaboration(weights[:, :3])
     with pytest.raises(ValueError, match=r"finite and >= 0, got -0\.9"):
         plots.collaboration(-weights)
-    with pytest.raises(ValueError, match="one group for each of 4 clients, got 2"):
+    with pytest.raises(ValueError, match=r"groups .*4 clients, got 2"):
         plots.collaboration(weights, groups=[0, 1])

@@ -62,7 +62,7 @@ def test_the_default_measure_is_that_of_the_task():
     assert regression.lines[0].get_ydata().tolist() == [3.0]
     assert not regression.yaxis.get_major_formatter()(0.5).endswith("%")
     for other in ([accuracy], [{"round": 1, "train_nll": 2.0}]):
-        with pytest.raises(ValueError, match=r"metric must be given: .*columns that all have are \['round', 'train_nll'\]"):
+        with pytest.raises(ValueError, match=r"metric .*'personal_accuracy'.*\['round', 'train_nll'\]"):
             plots.learning_curves({"a": History([rmse]), "b": History(other)})
 
 
@@ -95,14 +95,14 @@ def test_errors_name_the_remedy():
     """At the boundary, before anything is drawn."""
     with pytest.raises(ValueError, match="histories is empty"):
         plots.learning_curves({})
-    with pytest.raises(ValueError, match=r"histories must be {method: history}, got SimpleNamespace"):
+    with pytest.raises(ValueError, match=r"histories .*\{method: history\}, got SimpleNamespace"):
         plots.learning_curves(SimpleNamespace(history=history(0)))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"'round': a history must be a result.* got ndarray"):
+    with pytest.raises(ValueError, match=r"'round'.*history .*got ndarray"):
         plots.learning_curves(history(0))
     for table in (history(0), History([{"round": 1, "personal_accuracy": 0.5, "loss": 0.1}])):
-        with pytest.raises(ValueError, match=r"'a': the history has no 'auroc'; it has \['round', 'personal_accuracy', 'loss'\]"):
+        with pytest.raises(ValueError, match=r"'a'.*'auroc'.*\['round', 'personal_accuracy', 'loss'\]"):
             plots.learning_curves({"a": table}, metric="auroc")
-    with pytest.raises(ValueError, match="at no round that all seeds share"):
+    with pytest.raises(ValueError, match=r"'a'.*'personal_accuracy' .*seeds"):
         plots.learning_curves({"a": [history(0, every=20), history(1, every=19)]})
     with pytest.raises(ValueError, match="of one length"):
         plots.learning_curves({"a": {"round": [1, 2], "personal_accuracy": [0.5]}})
