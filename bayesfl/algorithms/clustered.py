@@ -67,7 +67,7 @@ def clustered(
         batch_size: Number of examples of a step; None for all of the client's.
         lr: Learning rate, or a schedule (round, rounds) -> rate; with a falling one, updates become too small for splits.
         momentum: Momentum of SGD, in [0, 1); its velocity starts anew each round.
-        weight_decay: L2 coefficient, entering the gradient.
+        weight_decay: L2 coefficient; its term is added to the gradient.
         weight: (server, uplink) -> weights [C] of clients in their cluster's mean, not normalised; by size by default, equal in the
             authors' code (`bayesfl.pools.equal`).
         likelihood: Distribution of y given the model's outputs.

@@ -35,7 +35,7 @@ def fedbabu(
         batch_size: Number of examples of a step; None for all of the client's.
         lr: Learning rate, or a schedule; the paper's MobileNet takes `bayesfl.optim.multistep(0.1)`.
         momentum: Momentum of SGD, in [0, 1); its velocity starts anew each round.
-        weight_decay: L2 coefficient, entering the gradient.
+        weight_decay: L2 coefficient; its term is added to the gradient.
         finetune_epochs: Number of fine-tuning passes over a client's data, on all parameters, before it predicts.
         finetune_lr: Learning rate of fine-tuning; None for `lr`.
         likelihood: Distribution of y given the model's outputs.

@@ -84,7 +84,7 @@ def fedem(
         batch_size: Number of examples of a step; None for all of the client's.
         lr: Learning rate, or a schedule; the authors' code takes `multistep(lr)`, and another rate for each data set.
         momentum: Momentum of SGD, in [0, 1); its velocity starts anew each round.
-        weight_decay: L2 coefficient, entering the gradient.
+        weight_decay: L2 coefficient; its term is added to the gradient.
         by_responsibility: Whether component m is averaged by n_j pi_jm instead of n_j, so that clients that do not use it do not slow it
             down. With one-hot pi this is clustered FedAvg; with weights n_j, a component would move only by its cluster's share of the
             examples.

@@ -81,7 +81,7 @@ def fedpac(
         lr: Learning rate of the body, or a schedule; 0.02 on CIFAR-10.
         head_lr: Learning rate of the head, or a schedule.
         momentum: Momentum of SGD, in [0, 1); its velocity starts anew in each phase.
-        weight_decay: L2 coefficient, entering the gradient.
+        weight_decay: L2 coefficient; its term is added to the gradient.
         lam: Strength lambda of the pull of features towards centroids, >= 0.
         batch_size: Number of examples of a step; None for all of the client's.
         likelihood: Distribution of y given the model's outputs; its task must be classification.

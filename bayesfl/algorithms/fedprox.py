@@ -38,7 +38,7 @@ def fedprox(
         batch_size: Number of examples of a step; None for all of the client's.
         lr: Learning rate, or a schedule (round, rounds) -> rate.
         momentum: Momentum of SGD, in [0, 1); the paper has none.
-        weight_decay: L2 coefficient, entering the gradient.
+        weight_decay: L2 coefficient; its term is added to the gradient.
         likelihood: Distribution of y given the model's outputs.
     """
     prior = Normal(centre=server_mean("w"), variance=inverse_size(mu))

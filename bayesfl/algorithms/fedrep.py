@@ -36,7 +36,7 @@ def fedrep(
         batch_size: Number of examples of a step; None for all of the client's.
         lr: Learning rate, or a schedule (round, rounds) -> rate.
         momentum: Momentum of SGD, in [0, 1); its velocity starts anew in each phase.
-        weight_decay: L2 coefficient, entering the gradient.
+        weight_decay: L2 coefficient; its term is added to the gradient.
         likelihood: Distribution of y given the model's outputs.
     """
     both = ("body", "head")

@@ -98,7 +98,7 @@ def fedsi(
             is a vector over the whole body nevertheless, whatever the rule).
         epochs: Number of passes over a client's data each round.
         steps: Number of mini-batches of a round; if given, it replaces `epochs`. The authors' code takes 20.
-        batch_size: Examples of a step, also of fine-tuning; None for all of the client's.
+        batch_size: Number of examples of a step, also of fine-tuning; None for all of the client's.
         optimiser: Optimiser of the body; the authors' code takes `SGD(0.1)` on MNIST.
         prior_precision: Prior precision 1 / alpha of weights that no client selected, for a likelihood that is a sum over the data; in
             training only.
@@ -111,7 +111,8 @@ def fedsi(
         train_head: Whether every client trains its own head together with the body, as in the authors' code, instead of the frozen common
             head.
         predictive_precision: Prior precision for predictions; None chooses one for all clients on their validation data.
-        centre: Whether predictions remove the part of the logits that is the same for all classes, see `bf.posteriors.Laplace.linearised`.
+        centre: Whether predictions remove the part of the logits that is the same for all classes, see
+            `bayesfl.posteriors.Laplace.linearised`.
         finetune_steps: Number of mini-batches on which the head is fine-tuned before a client predicts.
         finetune_lr: Adam's learning rate in fine-tuning.
         likelihood: Distribution of y given the model's outputs.

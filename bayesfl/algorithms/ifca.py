@@ -41,7 +41,7 @@ def ifca(
         batch_size: Number of examples of a step; None for all of the client's.
         lr: Learning rate, or a schedule.
         momentum: Momentum of SGD, in [0, 1); its velocity starts anew each round.
-        weight_decay: L2 coefficient, entering the gradient.
+        weight_decay: L2 coefficient; its term is added to the gradient.
         likelihood: Distribution of y given the model's outputs.
 
     Raises:

@@ -118,7 +118,7 @@ def irm_l2(
 
     Args:
         model: As in `irm`.
-        lam: Strength of the pull lam/2 |theta - w|^2 beside the mean loss; 0 is IRM-FT. Steps need lr (curvature + lam) < 2.
+        lam: Strength of the pull lam/2 |theta - w|^2 added to the mean loss; 0 is IRM-FT. Steps need lr (curvature + lam) < 2.
         gamma: As in `irm`.
         anneal: As in `irm`.
         estimator: As in `irm`.

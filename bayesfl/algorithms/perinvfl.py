@@ -90,7 +90,7 @@ def perinvfl(
         model: Any module; for `contrastive` a `bf.models.SplitModel`, whose features are compared.
         lower: Method that trains the global model.
         variant: The paper's squared `distance`, or the released code's `contrastive` form.
-        lam: Strength of the distance term, beside the mean loss, or of the contrastive term. The distance term is divided by max(1,
+        lam: Strength of the distance term, added to the mean loss, or of the contrastive term. The distance term is divided by max(1,
             gamma_t) as the other terms are.
         gamma: Weight of the squared slopes from round `anneal` on, of the lower problem by IRM and of the upper one by distance.
         anneal: As in `irm`.

@@ -4,7 +4,7 @@ Model.  w_j | w ~ N(w, rho^2 I) for the head of client j, flat prior on w; a bod
 Client  w_j  minimises  -log p(D_j | w_j) + |w_j - w|^2 / (2 rho^2).
 Server  w = mean of the w_j.
 
-Unlike Ditto, the centre is the mean of the personal heads; no global model is trained beside them.
+Unlike Ditto, the centre is the mean of the personal heads; no separate global model is trained.
 
 Source: Zhu, Ma, Blaschko, "Tackling personalized federated learning with label concept drift via hierarchical Bayesian modeling",
 FL-NeurIPS 2022. The paper does not state its rho; tune it and report it.
@@ -51,7 +51,7 @@ def pfedmap(
         head_lr: Learning rate of the head.
         body_lr: Learning rate of the body.
         momentum: Momentum of SGD, in [0, 1); its velocity starts anew in each phase.
-        likelihood_scale: Whether the head's likelihood is the `sum` over the client's data, or their `mean` beside the whole penalty, as in
+        likelihood_scale: Whether the head's likelihood is the `sum` over the client's data, or their `mean` with the whole penalty, as in
             the paper's energy, which is a likelihood tempered by 1 / n_j.
         likelihood: Distribution of y given the model's outputs.
 

@@ -75,7 +75,7 @@ def pfedvem(
             centre; None for no prior.
         scale_update: Whether rho_j is updated before the head moves, as in the authors' code, or after, as in a textbook M step.
         beta: Share of the old body and centre that the server keeps, in [0, 1).
-        likelihood_scale: Whether the head's likelihood is the `sum` over the client's data, as in the authors' code, or their `mean` beside
+        likelihood_scale: Whether the head's likelihood is the `sum` over the client's data, as in the authors' code, or their `mean` with
             the whole KL, as in the paper's energy, which is a likelihood tempered by 1 / n_j.
         likelihood: Distribution of y given the model's outputs.
 

@@ -47,7 +47,7 @@ Weight: TypeAlias = Callable[[Server, Uplink], Tensor]
 
 
 RESERVED = ("n", "ids", "round", "rounds")
-"""Names of entries that every view or uplink holds beside the method's own."""
+"""Names of entries that every view or uplink holds in addition to the method's own."""
 
 
 @runtime_checkable
@@ -161,7 +161,7 @@ class Fitted(Protocol):
 
         Args:
             x: Inputs [N, *].
-            value: Value of the number that is tuned, if the predictor has one; None for its default.
+            value: Value of the number that is tuned, if the predictor has one; None for the first of its grid.
             noise: Standard normals [S, N, O] for S draws of the outputs; None for the closed form.
             plain: Whether to predict at the means of the uncertain weights, as if these were certain.
         """

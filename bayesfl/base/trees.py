@@ -21,6 +21,12 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return out
 
 
+def alike(one: Tensor, other: Tensor, *, free: bool = False) -> bool:
+    """Say whether two tensors have one dtype and one shape; with `free`, their first axes may have other lengths."""
+    start = int(free)
+    return one.dtype == other.dtype and one.dim() == other.dim() and one.shape[start:] == other.shape[start:]
+
+
 def shapes(tree: Mapping[str, Any]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """Return dtype and shape of each of a nest's tensors, under their dotted names."""
     return {name: (t.dtype, tuple(t.shape)) for name, t in flatten(tree).items()}

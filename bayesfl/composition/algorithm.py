@@ -5,6 +5,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
+from functools import cached_property
 from numbers import Number
 from typing import Any, Literal
 
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from bayesfl.base.checks import instance, whole
 from bayesfl.base.layout import Layout
@@ -45,7 +46,7 @@ class Algorithm:
         parts: Names of the blocks that make the personal predictor; together they cover each parameter at most once.
         likelihood: Distribution of y given the model's outputs.
         server: (blocks, number of clients J) -> initial server state beyond the blocks; an entry with a row for each client is [J, ...].
-        broadcast: Names of `server`'s entries that every client receives beside the blocks; no other entry is sent to everyone.
+        broadcast: Names of `server`'s entries that every client receives besides the blocks; no other entry is sent to everyone.
         address: (server, ids [C], in any order) -> what is sent to each of these clients alone, [C, ...]; a block named there is not
             sent to everyone.
         private: {name: start} of what one client keeps from round to round beyond the blocks.
@@ -92,6 +93,16 @@ class Algorithm:
     def __post_init__(self) -> None:
         instance("model", self.model, nn.Module, "build one, as bf.models.mlp(clients.inputs, outputs=clients.outputs)")
         refuse_impure(self.model)
+        if not isinstance(self.blocks, Mapping) or not all(isinstance(block, Block) for block in self.blocks.values()):
+            raise TypeError(f"blocks must be a mapping {{name: Block(...)}}, got {self.blocks!r}")
+        for name in ("phases", "parts", "broadcast", "finetune", "adapt"):
+            if not isinstance(getattr(self, name), tuple):
+                raise TypeError(f"{name} must be a tuple, such as (it,) of one, got {getattr(self, name)!r}")
+        for phase in (*self.phases, *self.finetune, *self.adapt):
+            if isinstance(phase, type) or not hasattr(phase, "check"):
+                raise TypeError(
+                    f"a phase must be a Descend, a Once, a Repeat or one of your own, got {phase!r}; wrap a function in Once(...)"
+                )
         if shapeless := [name for name, p in self.model.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]:
             raise ValueError(
                 f"parameters {shapeless} of the model have no shape yet: run it on an example first, or give layers their sizes"
@@ -105,8 +116,8 @@ class Algorithm:
             if not isinstance(getattr(self, name), Mapping):
                 raise TypeError(f"{name} must be a mapping {{name: start}}, got {type(getattr(self, name)).__name__}")
             self._refuse_taken(name, getattr(self, name), (*self.blocks, *RESERVED))
-        if not isinstance(self.broadcast, tuple) or any(name in (*self.blocks, *RESERVED) for name in self.broadcast):
-            raise ValueError(f"broadcast must be a tuple of names that `server` adds, other than blocks, got {self.broadcast!r}")
+        if any(name in (*self.blocks, *RESERVED) for name in self.broadcast):
+            raise ValueError(f"broadcast must be names that `server` adds, other than blocks, got {self.broadcast!r}")
         for name in ("server", "address", "combine"):
             if not callable(getattr(self, name)):
                 raise TypeError(f"{name} must be a function, got {getattr(self, name)!r}; see {name} in Algorithm's arguments")
@@ -257,6 +268,15 @@ class Algorithm:
     def _start(block: Block, loc: Tensor, rng: np.random.Generator) -> Tensor:
         return loc if block.start == "module" else torch.as_tensor(block.start(rng, len(loc)))
 
+    @cached_property
+    def free(self) -> frozenset[str]:
+        """Return the dotted names of the server's tensors whose first axis may change its length, as models of clusters do.
+
+        They are those beyond the blocks whose shape does not depend on the number of clients.
+        """
+        one, two = (flatten({name: entry for name, entry in self.init(n).items() if name not in self.blocks}) for n in (1, 2))
+        return frozenset(name for name, t in one.items() if t.dim() and t.shape == two[name].shape)
+
     def newcomers(self, server: Server, clients: int) -> Server:
         """Return the server's state as `clients` never seen in training meet it.
 
@@ -273,11 +293,16 @@ class Algorithm:
 
     def _more(self, what: str, tree: Mapping[str, Any], like: Tensor) -> dict[str, Any]:
         """Convert a method's entries beyond the blocks to tensors on the device of `like`; floating ones in its precision."""
+        if not isinstance(tree, Mapping):
+            raise ValueError(f"`{what}` must return a mapping, {{}} for nothing, got {type(tree).__name__}")
         self._refuse_taken(what, tree, (*self.blocks, *RESERVED))
         for key, leaf in flatten(tree).items():
-            if not isinstance(leaf, Tensor | np.ndarray | Number):
+            if not isinstance(leaf, Tensor | np.ndarray | np.generic | Number):
                 raise ValueError(f"`{what}` starts {key!r} as {leaf!r}; give it a tensor, a number, or a mapping of these")
-        out: dict[str, Any] = tree_map(lambda t: _placed(t, like), dict(tree))
+        try:
+            out: dict[str, Any] = tree_map(lambda t: _placed(t, like), dict(tree))
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            raise ValueError(f"`{what}` starts with something that is no tensor of numbers: {error}") from error
         if wild := [key for key, t in flatten(out).items() if what != "reports" and not bool(t.isfinite().all())]:
             raise ValueError(f"`{what}` starts {wild} with NaN or infinite numbers; give finite ones")
         return out
@@ -309,12 +334,24 @@ class Algorithm:
         Everyone receives each block that is not private, unless it is addressed to single clients, and the entries that `broadcast` names.
         """
         addressed = {name: {"loc": server[name]["each"][ids]} for name in self._mixed if len(server[name]["each"])}
-        addressed |= self.address(server, ids)
+        own = self.address(server, ids)
+        if not isinstance(own, Mapping) or not all(isinstance(t, Tensor) for t in flatten(own).values()):
+            raise ValueError(f"`address` must return a mapping of tensors, {{}} for nothing, got {own!r}")
+        addressed |= own
         self._refuse_taken("address", addressed, (*RESERVED, *self.private, *self.reports))
+        for name in addressed.keys() & self.blocks.keys():
+            if "loc" not in addressed[name] or addressed[name]["loc"].shape[1:] != server[name]["loc"].shape:
+                raise ValueError(
+                    f"`address` returns {shapes({name: addressed[name]})} for a block of shape {list(server[name]['loc'].shape)}"
+                )
         if wrong := [key for key, t in flatten(addressed).items() if t.shape[:1] != (len(ids),)]:
             raise ValueError(f"`address` returns {wrong} without a row for each of its {len(ids)} ids; index what the server holds by them")
         common = {name: self._entry(name, server) for name, block in self.blocks.items() if not block.private and name not in addressed}
         return common | {name: server[name] for name in self.broadcast}, addressed
+
+    def to_one(self, server: Server) -> tuple[Server, View]:
+        """Return what leaves the server for client 0 alone, see `share`; for shapes and starts."""
+        return self.share(server, torch.zeros(1, dtype=torch.long))
 
     def given(self, common: Server, round: int, rounds: int) -> Server:
         """Return what every client receives in a round, with the keys "round" and "rounds"."""
@@ -333,12 +370,13 @@ class Algorithm:
             more = phase.keeps(self, beliefs)
             self._refuse_taken("what a phase keeps", more, (*self.blocks, *RESERVED, *self.private, *self.reports))
             kept |= more
-        given = self.given(self.share(server, torch.zeros(1, dtype=torch.long))[0], 0, 1)
+        given = self.given(self.to_one(server)[0], 0, 1)
         like = next(iter(beliefs.values()))["loc"]
         private = self._starts("private", self.private, given, like)
         both = {name: start for name, start in self.reports.items() if name in private}
-        if (one := shapes({name: private[name] for name in both})) != (other := shapes(self._starts("reports", both, given, like))):
-            raise ValueError(f"`private` starts as {one} what `reports` starts as {other}; give both names one start")
+        one, other = ({name: tree[name] for name in both} for tree in (private, self._starts("reports", both, given, like)))
+        if shapes(one) != shapes(other) or not all(torch.equal(a, b) for a, b in zip(tree_leaves(one), tree_leaves(other), strict=True)):
+            raise ValueError(f"`private` starts {list(both)} as {one}, `reports` as {other}; give each name one start")
         return kept | private
 
     def views(self, given: Server, addressed: View, rows: View, counts: Tensor) -> View:
@@ -382,7 +420,7 @@ class Algorithm:
         """
         server = self.init(1, dtype=dtype)
         beliefs = {name: self.centre(name, server) for name in self.blocks}
-        given = self.given(self.share(server, torch.zeros(1, dtype=torch.long))[0], 0, 1)
+        given = self.given(self.to_one(server)[0], 0, 1)
         reports = self._starts("reports", self.reports, given, next(iter(beliefs.values()))["loc"])
         return {name: (tuple(t.shape), t.dtype) for name, t in flatten(self.sent(beliefs) | reports).items()}
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bayesfl.base.checks import whole
+from bayesfl.base.checks import instance, whole
 from bayesfl.base.protocols import AdditivePool, Posterior, Prior, StackedPool
 from bayesfl.composition.pools import Mean
 from bayesfl.composition.priors import Flat
@@ -43,6 +43,7 @@ class Block:
             its own start, and an energy's weight gives the factor of each example for each copy, [..., M, B].
 
     Raises:
+        TypeError: The posterior, the prior or the pool is none.
         ValueError: A posterior that draws has a flat prior, several copies would have the same start, or `copies` is no whole number >= 1.
     """
 
@@ -55,6 +56,10 @@ class Block:
     copies: int | None = None
 
     def __post_init__(self) -> None:
+        instance("posterior", self.posterior, Posterior, "build one, as Point() or MeanField()")
+        instance("prior", self.prior, Prior, "build one, as Flat() or Normal(centre=..., variance=...)")
+        if self.pool is not None and (isinstance(self.pool, type) or not isinstance(self.pool, AdditivePool | StackedPool)):
+            raise TypeError(f"pool must be a rule such as pools.Mean(), or None for a block that is never sent, got {self.pool!r}")
         if self.copies is not None and whole("copies", self.copies, least=1) > 1 and self.start == "module":
             raise ValueError(
                 f"block {self.pattern!r}: copies that start alike stay alike; draw their start, as by start=bf.models.anew(model)"

@@ -19,7 +19,7 @@ log likelihoods [..., B]. Gradients flow through these three; padding has batch[
 
 
 def inverse_count(given: Server, view: View, batch: Batch) -> Tensor:
-    """Return each example's weight 1 / n_j [..., 1], which turns a sum likelihood into the mean over the data beside the whole KL."""
+    """Return each example's weight 1 / n_j [..., 1], which turns a sum over the data into their mean while the KL is kept whole."""
     return 1 / view["n"].unsqueeze(-1)
 
 
@@ -44,7 +44,7 @@ class Energy:
         block: Name of the trained block, or names of several; their KL divergences are added.
         parts: Names of the blocks that make the predictor.
         likelihood: `sum` over the client's n examples (n times the batch's mean, plus the KL), or that divided by n: the `mean`
-            plus KL / n, with the same minimum. A pull lambda / 2 |w_j - w|^2 written beside a mean loss is thus a prior of variance
+            plus KL / n, with the same minimum. A pull lambda / 2 |w_j - w|^2 added to a mean loss is thus a prior of variance
             1 / (lambda n).
         weight: Factor of each example's loss, see `ExampleWeight`; None for 1.
         penalty: Term added to the batch's mean negative log likelihood, in nats, see `Penalty`; no part may then draw or have copies.
@@ -58,6 +58,8 @@ class Energy:
     penalty: Penalty | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.parts, tuple):
+            raise TypeError(f"parts must be a tuple of names of blocks, as ({self.parts!r},), got {self.parts!r}")
         if self.likelihood not in ("sum", "mean"):
             raise ValueError(f"likelihood must be 'sum' or 'mean', got {self.likelihood!r}")
 
@@ -89,7 +91,7 @@ class Energy:
         Args:
             algorithm: The algorithm that has these blocks.
             beliefs: Beliefs about the trained blocks; the others are read from `view`.
-            given: What the server sent to everyone.
+            given: The entries that every client received this round.
             view: The client's view at the start of the phase.
             batch: Examples of the client.
             noise: {block: [S, noise size]} for the blocks that draw; the likelihood is a mean over draws.

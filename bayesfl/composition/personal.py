@@ -1,9 +1,7 @@
-"""Personal models beside a method's own model, for any method that sends one model to everyone."""
+"""Personal models in addition to a method's own model, for any method that sends one model to everyone."""
 
 from dataclasses import replace
 from typing import Any
-
-import torch
 
 from bayesfl.base.checks import instance
 from bayesfl.base.protocols import Batch, Prior, Server, View
@@ -16,10 +14,10 @@ from bayesfl.composition.priors import Flat
 def with_personal(
     method: Algorithm, *phases: Any, prior: Prior = Flat(), restart: bool = False, adapt: tuple[Any, ...] | None = None
 ) -> Algorithm:
-    """Give every client a model of its own beside the method's, trained by `phases` after the method's; it alone predicts.
+    """Give every client a personal model in addition to the method's, trained by `phases` after the method's phases; it alone predicts.
 
     The new block has the name that the phases' energies give it, covers what the method's predictor covers, stays on the client, and is
-    kept from round to round. The method goes on as without it.
+    kept from round to round. The method itself is not affected.
 
     Args:
         method: The method that trains the model that everyone receives.
@@ -58,7 +56,7 @@ def with_personal(
             "without, as dataclasses.replace(method, finetune=(), predictor=None)"
         )
     shared = method.shared_parts()
-    common, _ = method.share(method.init(1), torch.zeros(1, dtype=torch.long))
+    common, _ = method.to_one(method.init(1))
     if shared is None or not all(part in common for part in shared):
         raise ValueError(f"the method {method!r} sends no single model to everyone, to which a personal one could be tied or start from")
     pattern = method.blocks[method.parts[0]].pattern if len(method.parts) == 1 else "*"

@@ -180,6 +180,13 @@ def _solvable(block: Block) -> bool:
     return isinstance(block.prior, GaussianPrior) and not block.stochastic
 
 
+class _NoData(dict[str, Any]):
+    """The batch of a phase that reads no data."""
+
+    def __missing__(self, name: str) -> Any:
+        raise KeyError(f"{name!r}: this Once reads no data; pass data=True")
+
+
 @dataclass(frozen=True)
 class Once:
     """A phase of one step that applies a pure function to a client's view: closed forms, statistics, restarts.
@@ -221,7 +228,7 @@ class Once:
 
     def keeps(self, algorithm: Algorithm, beliefs: View) -> View:
         """Return the starts of `kept`, see `Phase.keeps`."""
-        return {name: start.clone() for name, start in self.kept.items()}
+        return {name: torch.as_tensor(start).clone() for name, start in self.kept.items()}
 
     def begin(self, algorithm: Algorithm, given: Server, view: View) -> Carry:
         """Return the view, see `Phase.begin`."""
@@ -229,7 +236,7 @@ class Once:
 
     def step(self, algorithm: Algorithm, carry: Carry, given: Server, view: View, batch: Batch, noise: Noise) -> Carry:
         """Apply `fn`, see `Phase.step`."""
-        return self.fn(algorithm, given, carry, batch)
+        return self.fn(algorithm, given, carry, batch or _NoData())
 
     def end(self, algorithm: Algorithm, carry: Carry, given: Server, view: View) -> tuple[View, Info]:
         """Return the view and no information, see `Phase.end`."""
@@ -277,7 +284,7 @@ class Repeat:
         return {name: state for phase in self.phases for name, state in phase.keeps(algorithm, beliefs).items()}
 
 
-def draws(phase: Any, algorithm: Algorithm) -> bool:
+def by_chance(phase: Any, algorithm: Algorithm) -> bool:
     """Say whether a phase's steps depend on chance: on the order of the examples, or on draws of a belief."""
     inner = phase.phases if isinstance(phase, Repeat) else (phase,)
     return phase.batch_size is not None or any(one.noise(algorithm) for one in inner)

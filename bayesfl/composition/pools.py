@@ -62,6 +62,12 @@ def _add(total: Tensors | None, summands: dict[str, tuple[Tensor, Tensor]]) -> T
     return total
 
 
+def _check_adds_up(pool: Any) -> None:
+    """Raise ValueError if an inner pool is no additive one."""
+    if isinstance(pool, type) or not isinstance(pool, AdditivePool):
+        raise ValueError(f"pool must be one that adds up, such as Mean(), got {pool!r}")
+
+
 def _cast(new: Tensors, old: Tensors) -> Tensors:
     return {**old, **{key: value.to(old[key]) for key, value in new.items()}}
 
@@ -84,7 +90,7 @@ class Mean:
         return _add(total, {"weight": (weight, ones), "loc": (weight, uplink[name]["loc"])})
 
     def solve(self, server: Server, name: str, total: Tensors) -> Tensors:
-        """Return the weighted centres over the weights; a copy whose weights are all 0 stays as it is."""
+        """Return the weighted mean; a copy of a block whose weights are all 0 stays as it is."""
         weight = total["weight"]
         if not weight.dim():
             return _cast({"loc": total["loc"] / weight}, server[name])
@@ -105,6 +111,7 @@ class Relaxed:
     step: float
 
     def __post_init__(self) -> None:
+        _check_adds_up(self.pool)
         if not number("step", self.step) > 0:
             raise ValueError(f"step must be > 0, got {self.step}; 1 is the pool itself")
 
@@ -258,12 +265,17 @@ class Mixed:
             averages.
 
     Raises:
+        TypeError: `weights` is no function.
         ValueError: In a round, `weights` does not return a [C, C] tensor.
     """
 
     weights: Callable[[Server, Tensor, Uplink], Tensor]
     sends = ("loc",)
     holds = ("each", "weights")
+
+    def __post_init__(self) -> None:
+        if not callable(self.weights):
+            raise TypeError(f"weights must be a function (server, ids, uplink) -> [C, C], got {self.weights!r}")
 
     def start(self, entry: Tensors, clients: int) -> Tensors:
         """Return the server's entry before the first round, with the same model for each client."""
@@ -365,8 +377,7 @@ class Clipped:
     norm: float
 
     def __post_init__(self) -> None:
-        if isinstance(self.pool, type) or not hasattr(self.pool, "accumulate"):
-            raise ValueError(f"pool must be one that adds up, such as Mean(), got {self.pool!r}")
+        _check_adds_up(self.pool)
         if not number("norm", self.norm) > 0:
             raise ValueError(f"norm must be > 0, got {self.norm}")
 

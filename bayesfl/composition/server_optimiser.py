@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
@@ -43,7 +42,7 @@ def with_server_optimiser(algorithm: Algorithm, optimiser: Optimiser) -> Algorit
         now, own = entries(blocks), algorithm.server(blocks, clients)
         if STATE in own:
             raise ValueError("the method has an optimiser on the server already; give it one")
-        common, addressed = algorithm.share({**blocks, **own}, torch.zeros(1, dtype=torch.long))
+        common, addressed = algorithm.to_one({**blocks, **own})
         if apart := [name for name in gathered if name not in common or name in addressed]:
             raise ValueError(
                 f"an optimiser on the server steps what is sent to everyone alike, and of this method {apart} are not: some clients get "

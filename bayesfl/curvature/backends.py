@@ -34,7 +34,7 @@ class Backend(Protocol):
 def choose(name: Name, module: nn.Module, layout: Layout) -> Backend:
     """Return the backend of that name for a module, which is read and not changed.
 
-    `auto` takes `layers` where every layer has a closed form; otherwise `func`, or on a GPU `backpack` where that knows every layer.
+    `auto` takes `layers` where every layer has a closed form; otherwise `func`, or on a GPU `backpack` where BackPACK supports every layer.
     BackPACK may miss operations in a `forward` that are not layers: compare it with `func` before use, as `Curvature` does.
 
     Raises:
@@ -112,7 +112,7 @@ class BackPack:
     """The `backpack` backend: gradients of single examples, one backward pass for each cotangent, and an exact GGN diagonal.
 
     Args:
-        module: A module of layers that BackPACK knows, or a network that its converter takes apart (residual ones).
+        module: A module of layers that BackPACK supports, or a (residual) network that its converter can take apart.
         layout: The parameters with respect to which derivatives are taken.
     """
 

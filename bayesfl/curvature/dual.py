@@ -149,7 +149,7 @@ class Inverse:
         return rows.within(self.variance) - half @ half.mT
 
     def tensors(self) -> Tensors:
-        """Return all tensors that `restore` needs beside the model, to be saved or moved."""
+        """Return all tensors that `restore` needs in addition to the model, to be saved or moved."""
         out = {"variance": self.variance, "uncurved": torch.tensor(self.uncurved), "curved": self.curved, "chol": self.chol} | self.data
         return out if self.indices is None else out | {"indices": self.indices}
 

@@ -177,7 +177,7 @@ class Kronecker:
         return out
 
     def tensors(self) -> Tensors:
-        """Return all tensors that `restore` needs beside the model, to be saved or moved."""
+        """Return all tensors that `restore` needs in addition to the model, to be saved or moved."""
         out = {"eigenvalues": self.eigenvalues, "precision": self.precision, "uncurved": torch.tensor(self.uncurved)}
         for number, basis in enumerate(self.bases):
             out |= {f"left.{number}": basis.left, f"right.{number}": basis.right}

@@ -30,7 +30,7 @@ class Descent:
     Args:
         algorithm: The algorithm that has the phase.
         phase: The phase.
-        given: What the server sent to everyone.
+        given: The entries that every client received this round.
         views: The clients' views at the start of the phase, [C, ...] throughout.
         kernel: Kernel that computes the model for a chunk.
         still: Whether every step uses the same examples.
@@ -98,7 +98,7 @@ def descend(
     Args:
         algorithm: The algorithm that has the phase.
         phase: The phase.
-        given: What the server sent to everyone.
+        given: The entries that every client received this round.
         views: The clients' views, [C, ...] throughout.
         plan: Plan of the batches and the noise.
         kernel: Kernel that computes the model for a chunk.

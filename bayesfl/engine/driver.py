@@ -1,7 +1,6 @@
 """The driver of phases, which chooses the kernel that runs a phase and the number of clients in a chunk."""
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, TypeVar
 
@@ -88,13 +87,6 @@ class Engine:
         """Return the worker threads for the chunks of a run."""
         return Crew(self.worker_count(device))
 
-    def map(self, fn: Callable[[View], T], views: View) -> T:
-        """Apply a pure function of one client to every client of a chunk."""
-        if self.kernel == "reference":
-            chunk = len(views["n"])
-            return tree_map(lambda *rows: torch.stack(rows), *[fn(tree_map(lambda t, c=c: t[c], views)) for c in range(chunk)])
-        return torch.func.vmap(fn)(views)
-
     def choose(self, algorithm: Algorithm, phase: Descend | None, device: torch.device) -> KernelName:
         """Choose the kernel that runs a phase, or predictions where `phase` is None.
 
@@ -133,7 +125,7 @@ class Engine:
             return self._chunk(algorithm, phase, given, views, plan, kernel)
         done = [
             self._chunk(algorithm, phase, given, tree_map(lambda t, c=c: t[c : c + 1], views), plan.client(c), kernel)
-            for c in range(len(plan.rows))
+            for c in range(len(plan.ids))
         ]
         return tree_map(lambda *rows: torch.cat(rows), *done)
 

@@ -26,8 +26,7 @@ class PhasePlan:
     Args:
         phase: The phase, whose epochs, steps and batch size are used.
         split: The clients' training data.
-        rows: Places of the clients in `split`, [C], by decreasing number of examples.
-        ids: Client ids in the addresses of their randomness, [C]; `rows` by default.
+        ids: Clients [C], by decreasing number of examples: their places in `split`, and in the addresses of their randomness.
         seed: The experiment's seed.
         round: Round of the federation, from 0.
         stage: Training (the default), fine-tuning or adaptation.
@@ -43,9 +42,8 @@ class PhasePlan:
         self,
         phase: Any,
         split: ClientData,
-        rows: np.ndarray,
+        ids: np.ndarray,
         *,
-        ids: np.ndarray | None = None,
         seed: int = 0,
         round: int = 0,
         stage: Stage = Stage.TRAIN,
@@ -54,18 +52,18 @@ class PhasePlan:
     ) -> None:
         self._phase, self._split, self._dtype = phase, split, dtype
         self._seed, self._address = seed, {"round": round, "stage": int(stage), "phase": position}
-        self.rows, self.ids = rows, rows if ids is None else ids
-        self._counts = split.counts[rows]
+        self.ids = ids
+        self._counts = split.counts[ids]
         size = phase.batch_size
         self._per_epoch = np.ones_like(self._counts) if size is None else -(-self._counts // size)
-        self.steps = np.full(len(rows), phase.steps) if phase.steps else phase.epochs * self._per_epoch
+        self.steps = np.full(len(ids), phase.steps) if phase.steps else phase.epochs * self._per_epoch
         self.seconds = {"steps": 0.0, "batches": 0.0, "noise": 0.0}
 
     def client(self, place: int) -> "PhasePlan":
         """Return the same plan for the client at `place` alone; it shares the clock, and continues to read the same noise."""
         one = PhasePlan.__new__(PhasePlan)
         one.__dict__.update({k: v for k, v in self.__dict__.items() if k not in ("_everything", "_orders", "_active")})
-        for name in ("rows", "ids", "_counts", "_per_epoch", "steps"):
+        for name in ("ids", "_counts", "_per_epoch", "steps"):
             setattr(one, name, getattr(self, name)[place : place + 1])
         one._generators = self._generators[place : place + 1]
         return one
@@ -107,7 +105,7 @@ class PhasePlan:
             yield phase, None
             return
         for t in range(phase.times):
-            batch = self.batch(t, len(self.rows))
+            batch = self.batch(t, len(self.ids))
             for inner in phase.phases:
                 yield inner, batch
 
@@ -123,7 +121,7 @@ class PhasePlan:
         """
         if batch is not None:
             for _ in range(phase.steps or phase.epochs):
-                yield len(self.rows), batch, self.noise(shapes, len(self.rows))
+                yield len(self.ids), batch, self.noise(shapes, len(self.ids))
             return
         for t in range(int(self.steps.max())):
             active = self.active(t)
@@ -155,7 +153,7 @@ class PhasePlan:
         """Return all examples of every client, padded to the longest."""
         places = np.arange(self._counts.max())[None]
         inside = places < self._counts[:, None]
-        index = self._split.offsets[self.rows][:, None] + np.where(inside, places, 0)
+        index = self._split.offsets[self.ids][:, None] + np.where(inside, places, 0)
         batch = self._gather(self._split.index[torch.from_numpy(index).to(self._split.index.device)])
         weight = torch.from_numpy(inside).to(dtype=self._dtype, device=self._split.x.device)
         return batch | {"weight": weight, "index": torch.from_numpy(np.where(inside, places, 0)).to(self._split.x.device)}
@@ -163,7 +161,7 @@ class PhasePlan:
     @cached_property
     def _orders(self) -> list[tuple[Tensor, Tensor, Tensor, int]]:
         """Return for every step: places in the shared tensors and in the client's own rows [C, B], weights, and the widest batch."""
-        total, chunk = int(self.steps.max()), len(self.rows)
+        total, chunk = int(self.steps.max()), len(self.ids)
         size = int(min(self._phase.batch_size, self._counts.max()))
         places = np.zeros((total, chunk, size), np.int64)
         weight = np.zeros((total, chunk, size), bool)
@@ -176,7 +174,7 @@ class PhasePlan:
             places[:steps, c] = order.reshape(-1, size)[:steps]
             weight[:steps, c] = np.broadcast_to(np.arange(order.shape[1]) < n, order.shape).reshape(-1, size)[:steps]
         widths = weight.sum(2).max(1).tolist()
-        index = places + self._split.offsets[self.rows][None, :, None]
+        index = places + self._split.offsets[self.ids][None, :, None]
         device = self._split.x.device
         tensors = (
             self._split.index[torch.from_numpy(index).to(self._split.index.device)],

@@ -12,7 +12,7 @@ from bayesfl.engine.plan import PhasePlan
 
 def run(algorithm: Algorithm, phase: Phase | Repeat, given: Server, views: View, plan: PhasePlan) -> tuple[View, Info]:
     """Run `phase` for every client of a chunk, stacked [C, ...]."""
-    done = [_client(algorithm, phase, given, tree_map(lambda t, c=c: t[c], views), plan.client(c)) for c in range(len(plan.rows))]
+    done = [_client(algorithm, phase, given, tree_map(lambda t, c=c: t[c], views), plan.client(c)) for c in range(len(plan.ids))]
     return tree_map(lambda *rows: _stacked(rows), *done)
 
 

@@ -58,7 +58,7 @@ def run(
     Args:
         algorithm: The algorithm that has the phase.
         phase: The phase; the state that its steps carry must be a nest of tensors.
-        given: What the server sent to everyone.
+        given: The entries that every client received this round.
         views: The clients' views, [C, ...] throughout.
         plan: Plan of the batches and the noise.
         batch: The batch that `Repeat` shares among its phases; None outside a `Repeat`.
@@ -75,5 +75,5 @@ def run(
             return phase.step(algorithm, carry, given, view, batch, noise)
 
         new = vmap(step)(carried, seen, data, noise)
-        carry = new if active == len(plan.rows) else tree_map(lambda n, c, a=active: torch.cat([n, c[a:]]), new, carry)
+        carry = new if active == len(plan.ids) else tree_map(lambda n, c, a=active: torch.cat([n, c[a:]]), new, carry)
     return vmap(lambda carry, view: phase.end(algorithm, carry, given, view))(carry, views)

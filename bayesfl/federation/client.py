@@ -1,7 +1,7 @@
 """The local work of clients: a method's phases in order, for a chunk of clients, with a check for finite numbers after each phase."""
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from bayesfl.base.protocols import Info, Server, View
 from bayesfl.base.random import Stage
 from bayesfl.base.trees import flatten
 from bayesfl.composition.algorithm import Algorithm
-from bayesfl.composition.phases import described, draws
+from bayesfl.composition.phases import Descend, by_chance, described
 from bayesfl.data import ClientData
 from bayesfl.engine import Crew, Engine, PhasePlan
 from bayesfl.engine.plan import chunks
@@ -125,7 +125,7 @@ class Local:
         place = 0  # counts the phases that shuffle or draw, so that one which does neither changes no draws
         for position, phase in enumerate(todo[:phases]):
             plan = PhasePlan(phase, self.train, ids, seed=self.seed, round=round, stage=stage, position=place, dtype=dtype)
-            place += draws(phase, algorithm)
+            place += by_chance(phase, algorithm)
             before = views
             views, new = self.engine.run(algorithm, phase, given, views, plan)
             info |= new
@@ -157,9 +157,10 @@ class Local:
         """Run the adaptation phases of clients never seen in training, and write their new state into `state.private`.
 
         Raises:
-            DivergenceError: A client's state is no longer finite, and `tolerant` is False.
+            DivergenceError: A client's state is no longer finite, whether that is tolerated elsewhere or not.
         """
-        for done in crew.over(self.everyone(), lambda ids: self.run(Stage.ADAPT, ids, state.received(self.algorithm, ids), state.round)):
+        strict = replace(self, tolerant=False)
+        for done in crew.over(self.everyone(), lambda ids: strict.run(Stage.ADAPT, ids, state.received(self.algorithm, ids), state.round)):
             write_rows(state.private, done.ids, done.views)
 
     def finetuned(self, ids: np.ndarray, received: Received, round: int) -> Done:
@@ -216,9 +217,8 @@ def kept_phases(algorithm: Algorithm) -> int:
     """
     count = len(algorithm.phases)
     for phase in reversed(algorithm.phases):
-        blocks = getattr(phase, "blocks", None)
-        if not blocks or getattr(phase, "persist", None) or any(algorithm.blocks[name].keep for name in blocks):
-            break
+        if not isinstance(phase, Descend) or phase.persist or any(algorithm.blocks[name].keep for name in phase.blocks):
+            break  # a phase of another kind may keep something
         count -= 1
     return count
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from bayesfl.base.protocols import Server, StackedPool, Tensors, Uplink
-from bayesfl.base.trees import flatten, shapes
+from bayesfl.base.trees import alike, flatten, shapes
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.federation.admission import Admission, distances, shares, usual
 from bayesfl.federation.client import read_rows
@@ -184,9 +184,25 @@ def check_combine(result: Result, ids: Any, why: str) -> None:
     """
     unseen = Unseen(why, result.round, result.settings.rounds)
     try:
-        result.algorithm.combine(result.server, ids, unseen)  # pyright: ignore[reportArgumentType]
+        combined(result.algorithm, result.server, ids, unseen)
     except (TypeError, IndexError) as error:
         raise ValueError(f"{why}, and the method's `combine` fails without it: {error}") from error
+
+
+def combined(algorithm: Algorithm, server: Server, ids: Any, uplink: Any) -> Server:
+    """Return what the method's `combine` changes on the server.
+
+    Raises:
+        ValueError: `combine` returns no mapping, or writes into the server's tensors.
+    """
+    leaves = tree_leaves(server)
+    versions = [t._version for t in leaves]
+    changed = algorithm.combine(server, ids, uplink)
+    if not isinstance(changed, Mapping):
+        raise ValueError(f"`combine` must return a mapping of what changed, {{}} for nothing, got {type(changed).__name__}")
+    if any(t._version != before for t, before in zip(leaves, versions, strict=True)):
+        raise ValueError("`combine` writes into the server's tensors, which earlier results share; return new ones, as server['k'] + 1")
+    return changed
 
 
 def closed(algorithm: Algorithm, new: Server, ids: Any, uplink: Any, round: int) -> Server:
@@ -196,18 +212,16 @@ def closed(algorithm: Algorithm, new: Server, ids: Any, uplink: Any, round: int)
         DivergenceError: The next state is not finite.
         ValueError: The method's `combine` returns entries that the server does not have, no tensors, or tensors of other shapes or dtypes.
     """
-    changed = algorithm.combine(new, ids, uplink)
+    changed = combined(algorithm, new, ids, uplink)
     if unknown := sorted(changed.keys() - new.keys()):
         raise ValueError(f"`combine` returns {unknown}, which the server does not have; give them a start in `server`")
     if loose := [name for name, leaf in flatten(changed).items() if not isinstance(leaf, Tensor)]:
         raise ValueError(f"`combine` returns {loose}, which must be tensors, or mappings of tensors")
     for name in changed:
-        before, after = shapes({name: new[name]}), shapes({name: changed[name]})
-        first = int(name not in algorithm.blocks)  # entries beyond the blocks may grow along their first axis, as models of clusters do
-        if {key: (dtype, shape[first:]) for key, (dtype, shape) in before.items()} != {
-            key: (dtype, shape[first:]) for key, (dtype, shape) in after.items()
-        }:
-            raise ValueError(f"`combine` returns {after} where the server has {before}; return an entry whole, in its shapes and dtypes")
+        before, after = flatten({name: new[name]}), flatten({name: changed[name]})
+        if before.keys() != after.keys() or not all(alike(before[key], after[key], free=key in algorithm.free) for key in before):
+            found, held = shapes({name: changed[name]}), shapes({name: new[name]})
+            raise ValueError(f"`combine` returns {found} where the server has {held}; return an entry whole, in its shapes and dtypes")
     if not all(bool(t.isfinite().all()) for t in tree_leaves(new | changed)):
         raise DivergenceError(f"the server is no longer finite after round {round}, counted from 0; lower the learning rates", round=round)
     return new | changed

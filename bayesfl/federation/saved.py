@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_map
 
 from bayesfl.base.checks import instance, number, whole
 from bayesfl.base.protocols import Server, View
-from bayesfl.base.trees import flatten
+from bayesfl.base.trees import alike, flatten
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import FederatedData
 from bayesfl.engine import Engine
@@ -98,20 +98,16 @@ def check_state(
     Raises:
         CheckpointError: A tensor is missing or unknown, or has another dtype or shape.
     """
-    start, one_more = (algorithm.init(n, dtype=dtype) for n in (clients, clients + 1))
+    start = algorithm.init(clients, dtype=dtype)
     start = algorithm.newcomers(start, clients) if novel else start
     own = algorithm.rows(start)
     own = tree_map(lambda t: t.expand(clients, *t.shape), own) if stacked else own
     wanted = flatten({"server": start, "private": own})
     found = flatten({"server": server, "private": private})
-    more = flatten({"server": {name: entry for name, entry in one_more.items() if name not in algorithm.blocks}})
-    free = {name for name, t in more.items() if t.dim() and t.shape == wanted[name].shape}
 
     def fits(name: str) -> bool:
-        if not (name in wanted and name in found and wanted[name].dtype == found[name].dtype):
-            return False
-        start = int(name in free)
-        return wanted[name].dim() == found[name].dim() and wanted[name].shape[start:] == found[name].shape[start:]
+        free = name.removeprefix("server.") in algorithm.free
+        return name in wanted and name in found and alike(wanted[name], found[name], free=free)
 
     def picture(name: str, tensors: dict[str, Any]) -> str:
         return f"{tensors[name].dtype} {list(tensors[name].shape)}" if name in tensors else "absent"

@@ -87,7 +87,7 @@ class Laplace:
             likelihood: Distribution of y given the outputs; categorical by default.
             pattern: Which parameters are covered, a pattern over names such as `body.*`; the others are constants. `head.*`, the last
                 layer's, gives the last-layer approximation.
-            backend: See `bayesfl.curvature.Curvature`.
+            backend: How Jacobians are computed, see `bayesfl.curvature.Curvature`.
             memory: Bytes that one matrix may take; by default all free memory.
 
         Raises:
@@ -123,7 +123,7 @@ class Laplace:
             model: The model that the posterior was fitted to.
             likelihood: Likelihood that it was fitted with; needed only if its class is none of `bayesfl.likelihoods`.
             pattern: Which parameters the posterior covers, as in `fit`.
-            backend: See `bayesfl.curvature.Curvature`.
+            backend: How Jacobians are computed, see `bayesfl.curvature.Curvature`.
 
         Raises:
             ValueError: The file is no such posterior or has another likelihood, or the model has other parameters or other weights.
@@ -254,7 +254,7 @@ class Laplace:
 
         Args:
             x: Inputs [N, ...], or batches of them.
-            centre: See `linearised`.
+            centre: Whether logits are centred over classes, see `linearised`.
             noise: Standard normals [S, N, O] for S draws of the outputs; None for the closed form.
 
         Raises:
@@ -283,8 +283,8 @@ class Laplace:
 
         Args:
             x: The inputs that the posterior was fitted to.
-            structure: See `fit`.
-            indices: See `fit`.
+            structure: The new structure, see `fit`.
+            indices: Indices of the subnetwork, see `fit`.
 
         Raises:
             ValueError: As in `fit`.

@@ -211,7 +211,7 @@ def nuts(
 
 
 def _checked(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
-    """Convert labels or targets to the form that the likelihood takes beside outputs [N, O]; keep them for a user's own likelihood.
+    """Convert labels or targets to the form that the likelihood takes with outputs [N, O]; keep them for a user's own likelihood.
 
     Raises:
         ValueError: The outputs `f` or `y` do not fit the likelihood.

@@ -5,6 +5,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -186,7 +187,7 @@ def test_only_what_is_named_leaves_the_server():
     assert set(common) == {"body", "told"}
     assert {name: entry["loc"].shape for name, entry in addressed.items()} == {"head": (2, 8)}
     for broadcast in (("body",), "told", ("n",), 3):
-        with pytest.raises(ValueError, match=rf"broadcast .*`server` .*got {re.escape(repr(broadcast))}"):
+        with pytest.raises((TypeError, ValueError), match=rf"broadcast .*got {re.escape(repr(broadcast))}"):
             replace(made, broadcast=broadcast)
     with pytest.raises(ValueError, match=r"broadcast names \['more'\].*`server`"):
         replace(made, broadcast=("more",)).init(4)
@@ -280,13 +281,17 @@ def test_layers_without_a_shape():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"private": {"c": torch.zeros(3)}, "reports": {"c": 0.0}}, r"`private` .*'c'.*\(3,\).*`reports` .*'c'"),
+        ({"private": {"c": torch.zeros(3)}, "reports": {"c": 0.0}}, r"`private` .*'c'.*`reports` "),
         ({"phases": (Descend(W, persist="opt", optimiser=SGD(0.1, 0.9)),), "reports": {"opt": 0.0}}, r"phase .*\['opt'\]"),
         ({"phases": (Once(lambda a, g, v, d: v, kept={"k": torch.zeros(())}),), "private": {"k": 0.0}}, r"phase .*\['k'\]"),
         ({"phases": (Descend(W, persist="n", optimiser=SGD(0.1, 0.9)),)}, r"phase .*\['n'\]"),
         ({"address": lambda server, ids: {"c": torch.zeros(len(ids))}, "private": {"c": 0.0}}, "`address` has .'c'."),
         ({"address": lambda server, ids: {"q": torch.zeros(4)}}, r"`address` .*\['q'\].* 1 ids"),
         ({"private": {"c": "text"}}, "`private` starts 'c' as 'text'"),
+        ({"private": {"c": np.array(["text"])}}, "`private` .*numpy"),
+        ({"address": lambda server, ids: None}, "`address` .*mapping of tensors.*None"),
+        ({"address": lambda server, ids: {"q": np.zeros((1, 2))}}, "`address` .*mapping of tensors"),
+        ({"address": lambda server, ids: {"w": {"loc": torch.zeros(len(ids), 2)}}}, r"`address` .*'w\.loc'.*\(1, 2\).*\[17\]"),
         ({"private": {"c": float("inf")}}, r"`private` .*\['c'\].*NaN"),
     ],
 )
@@ -310,6 +315,12 @@ def test_what_is_no_function_is_refused(options: dict[str, Any], words: str):
         replace(algorithm(mlp(2, hidden=3, outputs=2), {"w": bf.Block()}), **options)
 
 
+def test_a_server_that_is_nothing_is_refused():
+    made = replace(algorithm(mlp(2, hidden=3, outputs=2), {"w": bf.Block()}), server=lambda blocks, clients: None)
+    with pytest.raises(ValueError, match=r"`server` .*mapping.*NoneType"):
+        made.init(2)
+
+
 def test_a_server_that_starts_infinite_is_refused():
     """Else the first round would blame the learning rates."""
     made = replace(algorithm(mlp(2, hidden=3, outputs=2), {"w": bf.Block()}), server=lambda blocks, clients: {"best": torch.inf})
@@ -325,3 +336,46 @@ def test_a_tensor_of_any_name_travels():
     common, addressed = made.share(server, torch.arange(1))
     assert set(common["w"]) == {"loc", "each", "weights"}
     assert not addressed
+
+
+STEP = Descend(W)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"blocks": {"w": "body.*"}}, r"blocks .*Block.*'body\.\*'"),
+        ({"blocks": [bf.Block()]}, r"blocks .*Block"),
+        ({"phases": (STEP, lambda a, g, v, d: v)}, r"phase .*function.*Once"),
+        ({"phases": (Descend,)}, r"phase .*class 'bayesfl\.composition\.phases\.Descend'"),
+        ({"phases": STEP}, r"^phases .*tuple"),
+        ({"finetune": STEP}, r"^finetune .*tuple"),
+        ({"parts": "w"}, r"^parts .*tuple.*'w'"),
+    ],
+)
+def test_what_is_no_composition_is_refused(options: dict[str, Any], words: str):
+    """Before anything is looked up in it."""
+    with pytest.raises(TypeError, match=words):
+        replace(algorithm(mlp(2, hidden=3, outputs=2), {"w": bf.Block()}), **options)
+
+
+def test_a_first_axis_that_counts_clients_is_theirs():
+    """Of entries beyond the blocks others may grow, those that have a row for each client and single numbers may not."""
+    made = algorithm(
+        mlp(2, hidden=3, outputs=2),
+        {"w": bf.Block()},
+        server=lambda blocks, clients: {
+            "each": torch.zeros(clients, 3),
+            "models": torch.zeros(1, 3),
+            "one": 0.0,
+            "more": {"a": torch.zeros(2)},
+        },
+    )
+    assert made.free == {"models", "more.a"}
+
+
+def test_a_start_that_is_said_twice_is_said_alike():
+    """Else the kept one would be taken without a word."""
+    made = replace(algorithm(mlp(2, hidden=3, outputs=2), {"w": bf.Block()}), private={"c": 1.0}, reports={"c": 0.0})
+    with pytest.raises(ValueError, match=r"`private`.*`reports`"):
+        made.rows(made.init(2))

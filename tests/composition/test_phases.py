@@ -9,7 +9,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import bayesfl as bf
-from bayesfl.base.protocols import Batch
+from bayesfl.base.protocols import Batch, View
 from bayesfl.composition.block import Block
 from bayesfl.composition.energy import Energy
 from bayesfl.composition.phases import Descend, Once, Repeat
@@ -154,3 +154,28 @@ def test_losses_are_those_of_the_data(model: nn.Module):
         Once(lambda algorithm, given, view, data: view, losses=("w",))
     with pytest.raises(ValueError, match="'v' is not a block"):
         bf.Algorithm(model, {"w": Block()}, (Once(lambda algorithm, given, view, data: view, data=True, losses=("v",)),), parts=("w",))
+
+
+@pytest.mark.parametrize("kernel", ["reference", "live", "layers", "vmap"])
+def test_a_function_that_reads_data_says_so(kernel: Any, model: nn.Module, clients: FederatedData):
+    """Else the message names the remedy."""
+    plain = bf.algorithms.fedavg(model, epochs=1)
+    made = replace(plain, phases=(*plain.phases, bf.Once(lambda a, given, view, batch: view | {"seen": batch["x"].sum()})))
+    with pytest.raises(KeyError, match=r"'x'.*Once.*data=True"):
+        run(made, clients, engine=bf.Engine(kernel))
+
+
+def test_a_phase_of_another_kind_may_keep_something(model: nn.Module, clients: FederatedData):
+    """Clients outside the cohort run it although it says which blocks it trains: what is kept does not depend on evaluations."""
+
+    class Counting(bf.Once):
+        blocks = ("w",)
+
+        def keeps(self, algorithm: bf.Algorithm, beliefs: View) -> View:
+            return {"count": torch.tensor(0)}
+
+    plain = bf.algorithms.fedavg(model, epochs=1)
+    made = replace(plain, phases=(*plain.phases, Counting(lambda a, given, view, batch: view | {"count": view["count"] + 1})))
+    for every in (None, 1):
+        found = run(made, clients, 4, participation=0.5, train="all", evaluate_every=every)
+        assert found.private["count"].tolist() == [4] * clients.clients

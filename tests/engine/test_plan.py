@@ -38,7 +38,7 @@ def plan(of: SimpleNamespace | Once | Repeat, rows: np.ndarray = ORDER, **addres
 
 def batches(made: PhasePlan) -> list[list[Tensor]]:
     """Of every client the places that its batches hold, padding cut off, after checking what else a batch says."""
-    data, seen = split(), [[] for _ in made.rows]
+    data, seen = split(), [[] for _ in made.ids]
     for t in range(int(made.steps.max())):
         active = made.active(t)
         batch = made.batch(t, active)
@@ -49,7 +49,7 @@ def batches(made: PhasePlan) -> list[list[Tensor]]:
             assert (batch["weight"][c][inside] == 1).all()
             assert not inside.int().diff().gt(0).any(), "padding stands at the end"
             places = batch["index"][c][inside]
-            rows = data.rows(int(made.rows[c]))[places]
+            rows = data.rows(int(made.ids[c]))[places]
             assert torch.equal(batch["y"][c][inside], data.y[rows])
             assert torch.equal(batch["x"][c][inside], data.x[rows])
             seen[c].append(places)
@@ -192,14 +192,15 @@ def test_a_client_goes_on_reading_the_same_noise():
 
 
 def test_addresses_decide_not_places():
-    """Clients selected out of a federation keep their permutations and noise where they keep their ids."""
+    """A client has its permutations and noise by its id, also in a split in which all others have nothing."""
     whole = split()
     picked = np.array([3, 2])
-    few = whole.select(picked.tolist())
+    few = whole.select([2, 3])
     of = phase(epochs=2, batch_size=3)
     inside = PhasePlan(of, whole, picked, seed=1)
-    outside = PhasePlan(of, few, np.array([0, 1]), ids=picked, seed=1)
-    renamed = PhasePlan(of, few, np.array([0, 1]), seed=1)
+    alone = ClientData(few.x, few.y, few.index, np.append([0, 0], few.counts))
+    outside = PhasePlan(of, alone, picked, seed=1)
+    renamed = PhasePlan(of, few, np.array([1, 0]), seed=1)
     for t in range(4):
         assert torch.equal(inside.batch(t, 2)["y"], outside.batch(t, 2)["y"])
         assert torch.equal(inside.noise(SHAPES, 2)["head"], outside.noise(SHAPES, 2)["head"])

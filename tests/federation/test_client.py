@@ -155,3 +155,12 @@ def test_a_client_set_aside_predicts_from_its_start(clients, model):
     assert done.diverged.tolist() == [False, True]
     assert torch.equal(done.views["w"]["loc"][1], start)
     torch.testing.assert_close(done.views["w"]["loc"][0], start + 2)
+
+
+def test_adaptation_is_never_tolerant(model: nn.Module, clients: FederatedData):
+    """A new client that could not be adapted would predict as if it had been."""
+    burst = burst_by_fine_tuning(model)
+    made = replace(burst, finetune=(), adapt=burst.finetune)
+    result = run(made, clients, admission=bf.Admission("skip"))
+    with pytest.raises(bf.DivergenceError, match="client 2"):
+        result.adapt(clients)

@@ -103,6 +103,9 @@ def test_unseen_refuses_whatever_is_asked():
         ({"seen": torch.zeros(2)}, r"'seen': \(torch\.float32.*server .*'seen': \(torch\.int64"),
         ({"seen": 3.0}, r"`combine` .*\['seen'\].*tensors"),
         ({"w": {"loc": None}}, r"`combine` .*\['w\.loc'\].*tensors"),
+        ({"each": torch.zeros(3, 2)}, r"each.*\(3, 2\).*each.*\(7, 2\)"),
+        ({"one": torch.zeros(1)}, r"one.*\(1,\).*one.*\(\)"),
+        (None, r"`combine` .*mapping.* got NoneType"),
         ({"other": torch.zeros(2)}, r"`combine` .*\['other'\].*`server`"),
     ],
 )
@@ -110,8 +113,21 @@ def test_combine_returns_what_the_server_has(returned: Any, words: str, model: n
     """Names, shapes and dtypes; else the next round, or a saved run that nobody can load, would be the first to notice."""
     made = replace(
         bf.algorithms.fedavg(model, epochs=1),
-        server=lambda blocks, number: {"seen": torch.zeros(2, dtype=torch.int64)},
+        server=lambda blocks, number: {"seen": torch.zeros(2, dtype=torch.int64), "each": torch.zeros(number, 2), "one": 0.0},
         combine=lambda server, ids, uplink: returned,
     )
     with pytest.raises(ValueError, match=words):
         run(made, clients, rounds=1)
+
+
+def test_combine_does_not_write_in_place(model: nn.Module, clients: FederatedData):
+    """The state of the round before would change with it: that of a result that is resumed, or of a round that is repeated."""
+    made = replace(
+        bf.algorithms.fedavg(model, epochs=1),
+        server=lambda blocks, number: {"k": 0.0},
+        combine=lambda server, ids, uplink: (server["k"].add_(1), {})[1],
+    )
+    with pytest.raises(ValueError, match=r"`combine` .*server\['k'\] \+ 1"):
+        run(made, clients, rounds=1)
+    with pytest.raises(ValueError, match=r"`combine` .*server\['k'\] \+ 1"):
+        run(made, clients, rounds=1, aggregation=bf.SecureSum())

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from bayesfl.evaluation.metrics import ReliabilityBins, ece, reliability_bins
@@ -82,14 +83,14 @@ def reliability(
     """
     probs, labels, mask = predictions(source, labels, mask)
     total = len(probs)
+    clients = None if clients is None else [int(j) for j in clients]
     wrong = [j for j in clients or () if not 0 <= j < total]
     if wrong:
         raise ValueError(f"clients {wrong} are not there; the predictions are of clients 0 to {total - 1}")
+    if clients == []:
+        raise ValueError("clients is empty: name at least one, or leave it out for all")
     if by == "pooled":
-        if clients is not None:
-            chosen = list(clients)
-            probs, labels, mask = probs[chosen], labels[chosen], mask[chosen]
-        pooled = _Panel.of(probs, labels, mask, bins)
+        pooled = _Panel.of(probs, labels, mask if clients is None else _only(mask, clients), bins)
         if ax is None:
             return _panels([pooled], [title or ""], 1, size=(3.8, 4.6))[1][0]
         _diagram(ax, _split(ax), pooled)
@@ -105,7 +106,7 @@ def reliability(
     if not clients:
         raise ValueError("there is no client with examples to draw; check mask")
     names = names_of(source, total)
-    panels = [_Panel.of(probs[j : j + 1], labels[j : j + 1], mask[j : j + 1], bins) for j in clients]
+    panels = [_Panel.of(probs, labels, _only(mask, [j]), bins) for j in clients]
     lines = -(-len(panels) // 4)
     figure, axes = _panels(panels, [names[j] for j in clients], -(-len(panels) // lines))  # lines of the same length
     if title:
@@ -152,7 +153,7 @@ def _panels(
         _diagram(ax, beneath, panel, across=place + columns >= len(panels), up=column == 0, tallest=tallest)
         ax.set_title(title, fontsize="medium")
     figure.legend(
-        handles=_key(), loc="outside lower center", ncols=min(5, 2 * columns + 1), frameon=False, fontsize="small", handlelength=1.3
+        handles=_key(), loc="outside lower center", ncols={1: 2, 2: 3}.get(columns, 5), frameon=False, fontsize="small", handlelength=1.3
     )
     return figure, axes
 
@@ -213,6 +214,13 @@ def _diagram(ax: "Axes", beneath: "Axes", panel: _Panel, *, across: bool = True,
     if up:
         ax.set_ylabel("accuracy")
         beneath.set_ylabel("examples", fontsize="small")
+
+
+def _only(mask: Tensor, clients: Sequence[int]) -> Tensor:
+    """Return the mask of some clients' examples alone; errors then name clients by their own numbers."""
+    chosen = torch.zeros(len(mask), 1, dtype=torch.bool)
+    chosen[list(clients)] = True
+    return mask & chosen.to(mask.device)
 
 
 def _strength(count: int) -> float:

@@ -84,6 +84,25 @@ def test_clients_have_their_names(clients: FederatedData, model: nn.Module):
     assert [ax.get_title() for ax in axes] == ["Basel", "client 2", "Genève"]
 
 
+def test_errors_name_the_client():
+    """By its number among all, whichever are drawn; what the others predict does not matter."""
+    probs, labels, mask = federation()
+    probs[3, 0] = torch.nan
+    for options in ({"by": "client"}, {"by": "client", "clients": [2, 3]}, {"clients": np.array([2, 3])}):
+        with pytest.raises(ValueError, match=r"clients? \[?3\b"):
+            plots.reliability(probs, labels, mask, **options)
+    plots.reliability(probs, labels, mask, by="client", clients=torch.tensor([2, 4]))
+
+
+@pytest.mark.parametrize("panels", [1, 2, 3, 5])
+def test_the_legend_is_within_the_figure(panels: int):
+    figure = plots.reliability_compare({str(k): federation() for k in range(panels)})
+    figure.canvas.draw()
+    (legend,) = figure.legends
+    box = legend.get_window_extent()
+    assert 0 <= box.x0 < box.x1 <= figure.bbox.width
+
+
 def test_by_client():
     """One diagram a client: those asked for, or the first 12 that have examples."""
     case = federation()
@@ -127,3 +146,6 @@ def test_errors_name_the_remedy():
         plots.reliability_compare({})
     with pytest.raises(ValueError, match="columns"):
         plots.reliability_compare({"a": case}, columns=0)
+    for by in ("pooled", "client"):
+        with pytest.raises(ValueError, match=r"^clients "):
+            plots.reliability(*case, by=by, clients=[])
