@@ -70,23 +70,23 @@ def demo() -> str:
 
 
 def engines() -> str:
-    """Speed, in Markdown: ratios to the bare loop beside what was aimed at."""
+    """Speed, in Markdown: ratios to the row's unit, with its target where the file has one for that row."""
     saved = json.loads((RESULTS / "engines.json").read_text())
-    lines = [
-        "| work | unit | 2 workers (aim) | 1 worker (aim) | not a step (8 %, 5 %) | busy neighbour, 2 workers / 1 (1.2) |",
-        "|---|---|---|---|---|---|",
-    ]
+    heads = ["work", "unit", "2 workers", "1 worker", "not a step, 2 workers", "1 worker", "busy neighbour, 2 workers / 1 worker"]
+    lines, origins = [], {}
     for name, row in saved["rows"].items():
+        origins.setdefault(made(row), []).append(f"`{name}`")
         if name.endswith("_busy"):
             continue
         sides = row["sides"]
-        cells = [f"{sides[side]['ratio']:.2f} ({sides[side]['at_most']:.2f})" for side in ("2 workers", "1 worker")]
-        unit = next(iter(sides))
+        pair = [sides[side] for side in ("2 workers", "1 worker")]
+        cells = [f"{side['ratio']:.2f}" + (f" (target {side['at_most']:.2f})" if "at_most" in side else "") for side in pair]
+        cells += [f"{side['rest']:.1%}" + (f" (target {side['rest_at_most']:.0%})" if "rest_at_most" in side else "") for side in pair]
         busy = saved["rows"].get(f"{name}_busy", {}).get("sides")
-        rest = f"{100 * sides['2 workers']['rest']:.0f} %, {100 * sides['1 worker']['rest']:.0f} %"
         beside = f"{busy['2 workers']['to_one_worker']:.2f}" if busy else ""
-        lines.append(f"| {row['title']} | {unit}, {sides[unit]['seconds']:.2f} s | {cells[0]} | {cells[1]} | {rest} | {beside} |")
-    return "\n".join(lines)
+        unit = next(iter(sides))
+        lines.append([row["title"], f"{unit}, {sides[unit]['seconds']:.2f} s", *(cell.replace("%", " %") for cell in cells), beside])
+    return "\n\n".join([ruled(heads, lines), *(f"{origin} Rows {', '.join(names)}." for origin, names in origins.items())])
 
 
 def selection() -> str:
@@ -239,7 +239,7 @@ def fedsi() -> str:
 def curvature() -> str:
     """Curvature beside laplace-torch, row by row: how many times as long the other takes, and how much of its memory ours does."""
     saved = json.loads((RESULTS / "curvature.json").read_text())
-    heads = ["work", "ours (s)", "beside", "times ours, 1 thread", "2 threads", "aim", "our share of its memory", "aim"]
+    heads = ["work", "ours (s)", "beside", "times ours, 1 thread", "2 threads", "target", "our share of its memory", "target"]
     lines = []
     for row in saved["rows"].values():
         ours, title = row["sides"]["ours"], row["title"].replace("|", "\\|")
@@ -249,8 +249,8 @@ def curvature() -> str:
             times = [f"{side['threads'][count]['times_ours']:.2f}" if count in side["threads"] else "-" for count in ("1", "2")]
             both = side["memory_mib"] and ours["memory_mib"]
             share = f"{ours['memory_mib'] / side['memory_mib']:.3f}" if both else "-"
-            aims = [f"{value:.3g}" if value else "" for value in (side["aim_times_ours"], side["aim_memory_share"])]
-            lines.append([title, f"{ours['threads']['1']['seconds']:.3g}", name, *times, aims[0], share, aims[1]])
+            targets = [f"{value:.3g}" if value else "" for value in (side["aim_times_ours"], side["aim_memory_share"])]
+            lines.append([title, f"{ours['threads']['1']['seconds']:.3g}", name, *times, targets[0], share, targets[1]])
     origins = dict.fromkeys(made(row) for row in saved["rows"].values())
     return "\n\n".join([ruled(heads, lines), *origins])
 
@@ -262,9 +262,9 @@ def fedsi_round() -> str:
     for name, one in saved["workers"]["1"].items():
         two = saved["workers"]["2"][name]
         pairs = [f"{one[key]:.2f}, {two[key]:.2f}" for key in ("seconds", "times_fedavg", "times_fedavg_and_factors")]
-        aim = f"{saved['aims'][name][0]:g} {saved['aims'][name][1]}" if name in saved["aims"] else ""
-        lines.append([name, *pairs, aim, f"{saved['memory_mib'][name]:.0f}" if name in saved["memory_mib"] else ""])
-    heads = ["round", "seconds, 1 and 2 workers", "in FedAvg rounds", "in FedAvg rounds with factors", "aim", "memory (MiB)"]
+        target = f"{saved['aims'][name][0]:g} {saved['aims'][name][1]}" if name in saved["aims"] else ""
+        lines.append([name, *pairs, target, f"{saved['memory_mib'][name]:.0f}" if name in saved["memory_mib"] else ""])
+    heads = ["round", "seconds, 1 and 2 workers", "in FedAvg rounds", "in FedAvg rounds with factors", "target", "memory (MiB)"]
     return f"{ruled(heads, lines)}\n\n{made(saved)}"
 
 
@@ -275,7 +275,7 @@ def programs() -> str:
     for name, row in saved["rows"].items():
         theirs = [f"{row['slsqp_cpu_seconds']:.1f}", f"{row['slsqp_violation']:.0e}"]
         lines.append([name, f"{row['cpu_seconds']:.2f}", str(saved["at_most"]), f"{row['violation']:.0e}", *theirs])
-    heads = ["100 programs of 100 weights", "CPU seconds", "aim", "violation", "SLSQP: CPU seconds", "violation"]
+    heads = ["100 programs of 100 weights", "CPU seconds", "target", "violation", "SLSQP: CPU seconds", "violation"]
     return f"{ruled(heads, lines)}\n\n{made(saved)}"
 
 
@@ -301,8 +301,15 @@ def ruled(heads: list[str], lines: list[list[str]]) -> str:
 def made(saved: dict[str, Any]) -> str:
     """By which command, when, on what, at which commit."""
     env = saved["environment"]
-    at = "" if env["commit"] is None else f", commit {env['commit'][:10]}{' (tree changed)' if env['commit'].endswith('dirty') else ''}"
+    commit, clean = commit_of(env)
+    at = "" if not commit else f", commit {commit[:10]}{'' if clean else ' with uncommitted changes'}"
     return f"Made by `{saved['command']}`, {env['date'][:10]}, {env['cpu']}, {env['cores']} cores, torch {env['torch']}{at}."
+
+
+def commit_of(env: dict[str, Any]) -> tuple[str, bool]:
+    """The commit that something was measured at, empty where it is not known, and whether nothing was changed beside it."""
+    commit = env["commit"] or ""
+    return commit.removesuffix("-dirty"), not commit.endswith("-dirty")
 
 
 DRAWN_ANEW = "2026-11-22T12:00"
@@ -310,23 +317,29 @@ DRAWN_ANEW = "2026-11-22T12:00"
 
 
 def versions(cells: dict[str, dict[str, Any]], *, place: int, drawn_anew: set[str]) -> str:
-    """Which versions made a table's cells, and which of their methods would draw otherwise today.
+    """How many of a table's cells come from clean trees, which commits made them, and which methods would draw otherwise today.
 
     Args:
         cells: By keys of words between slashes.
         place: Of the method among the words of a key.
         drawn_anew: Methods whose draws changed.
     """
-    by: dict[str, set[str]] = {}
+    by: dict[tuple[str, bool], list[str]] = {}
     old: set[str] = set()
     for key, cell in cells.items():
         method, env = key.split("/")[place], cell["environment"]
-        by.setdefault(env["commit"][:7], set()).add(method)
+        commit, clean = commit_of(env)
+        by.setdefault((commit[:7], clean), []).append(method)
         old |= {method} & drawn_anew if env["date"] < DRAWN_ANEW else set()
-    everything = set().union(*by.values())
-    made = "; ".join(f"{commit} ({'all' if methods == everything else ', '.join(sorted(methods))})" for commit, methods in by.items())
+    everything = {method for methods in by.values() for method in methods}
+    count = {clean: sum(len(methods) for (_, c), methods in by.items() if c == clean) for clean in (True, False)}
+    both = f": {count[True]} from clean trees, {count[False]} with uncommitted changes" if count[False] else ", all from clean trees"
+    parts = []
+    for (commit, clean), methods in by.items():
+        kinds = "all methods" if set(methods) == everything else ", ".join(sorted(set(methods)))
+        parts.append(f"{commit}{'' if clean else ' with uncommitted changes'} ({len(methods)} cell{'s' * (len(methods) > 1)}: {kinds})")
     anew = f" Addresses of randomness have changed since: {', '.join(sorted(old))} would draw otherwise today." if old else ""
-    return f"Commits that made the cells: {made}.{anew}"
+    return f"{len(cells)} cells{both}. By commit: {'; '.join(parts)}.{anew}"
 
 
 def fedem() -> str:
@@ -457,7 +470,7 @@ PAGES = {
     ROOT / "docs" / "api" / "names.md": (names,),
     ROOT / "docs" / "selection.md": (selection,),
     ROOT / "docs" / "privacy.md": (privacy,),
-    ROOT / "docs" / "speed.md": (curvature, fedsi_round, programs),
+    ROOT / "docs" / "speed.md": (engines, curvature, fedsi_round, programs),
     ROOT / "docs" / "papers" / "fedsi.md": (fedsi,),
     ROOT / "docs" / "papers" / "fedem.md": (fedem,),
     ROOT / "docs" / "papers" / "perinvfl.md": (perinvfl,),

@@ -7,6 +7,8 @@ Laplace    (client)  H_S = GGN_S + diag(1 / g_S); sends w_j and sigma_j = diag(H
 Server               mu = mean_j w_j,  sigma = mean_j sigma_j;  g_r = sigma_r^2, or alpha where no client selected r.
 Predict    (client)  fine-tune the head, then Laplace at mu: softmax(kappa f), kappa = (1 + pi/8 Sigma)^(-1/2), Sigma = J_S H_S^-1 J_S'.
 
+To predict, H_S has one precision for all weights in place of the server's 1 / g_S: see `fedsi`.
+
 FedSI-Fac keeps every weight of the body uncertain, without covariances. With the whole body uncertain, covariances included, training
 needs no curvature: the prior stays isotropic, and the Laplace approximation is used to predict only.
 
@@ -80,7 +82,10 @@ def fedsi(
 ) -> Algorithm:
     """Federate `model` (its parts named `body` and `head`) by FedSI.
 
-    Taken literally, the paper has prior_precision=1e4 (its alpha = 1e-4 as a variance), predictive_precision=1e4 and centre=False.
+    The nearest to the paper's text is prior_precision=1e4 (its alpha = 1e-4 a variance), predictive_precision=1e4 and centre=False. One
+    step of the text is not here: its prediction takes H_S = GGN_S + diag(1 / g_S) with the variances g that the server learned. Here g is
+    for training only; predictions never read it and have one precision for all weights. With these options that is 1 / alpha, the text's
+    own number for weights that nobody selected at the last fit, and for those alone.
 
     Args:
         model: A `bf.models.SplitModel`, or any module whose parameters are named `body.*` and `head.*`; its head is the common one.

@@ -5,8 +5,10 @@ Upper problem  theta_j by steps on  (R_j(theta) + gamma_t sum_e g_e(theta)^2 + l
 
 In the upper problem w is the model received in the round; theta_j and its optimiser's state stay on the client from round to round.
 
-The two weights are separate: gamma for invariance over the client's own environments, lam for the pull to the federation's model. With one
-environment a client's own GroupDRO would be its plain risk, so PerInvFL-DRO has IRM's penalty in the upper problem, too.
+The two weights are separate: gamma for invariance over the client's own environments, lam for the pull to the federation's model. Each is
+one number for all clients. The paper's Remark 1 gives every client its own balancing weight, the smaller the fewer environments it has; the
+library does not have that, and the text that survives does not say which term the weight multiplies. With one environment a client's own
+GroupDRO would be its plain risk, so PerInvFL-DRO has IRM's penalty in the upper problem, too.
 
 `variant="contrastive"` has the released code's contrastive term in place of the distance and of the personal penalty: features z_i of
 theta are pulled towards those of w and pushed away from those of a model that the client trains alone,
