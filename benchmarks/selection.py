@@ -395,8 +395,24 @@ def collected(cells: list[dict[str, Any]]) -> dict[str, Any]:
     return together
 
 
+WORDS = {
+    "wasserstein": "by Wasserstein distance",
+    "curved_wasserstein": "by Wasserstein distance, if curved",
+    "magnitude": "by magnitude",
+    "random": "at random",
+    "predictive_variance": "by predictive variance",
+}
+DATASETS = {"mnist": "MNIST", "fashion-mnist": "Fashion-MNIST"}
+
+
+def in_words(name: str) -> str:
+    """A method's name as a label: `5 %: random` is 5 % of weights, at random."""
+    share, _, rule = name.partition(" %: ")
+    return f"{share} % of weights, {WORDS[rule]}" if rule else name[0].upper() + name[1:]
+
+
 def draw(saved: dict[str, Any]) -> None:
-    """The figure: NLL above, AUROC of unseen classes beneath; a line for each method, a panel for each cell."""
+    """The figure: a row of panels for each cell, NLL on the left, AUROC of unseen classes on the right; a line for each method."""
     from matplotlib.figure import Figure
 
     blue, orange, green, grey = "#0072B2", "#D55E00", "#009E73", "#8A8F94"
@@ -404,30 +420,31 @@ def draw(saved: dict[str, Any]) -> None:
     names = [name for name in panels[0][2]["rows"] if "scaled" not in name]
     marks = (("nll", "NLL on test images (nats)", {"nll": (blue, "o")}),)
     marks += (("near_entropy", "AUROC of unseen classes", {"near_entropy": (blue, "o"), "near_epistemic": (orange, "s")}),)
-    figure = Figure(figsize=(10, 7.2), layout="constrained")
-    axes = figure.subplots(2, len(panels), sharey=True, squeeze=False)
-    for column, (dataset, scaling, found) in enumerate(panels):
-        for ax, (base, title, kinds) in zip(axes[:, column], marks, strict=True):
+    figure = Figure(figsize=(9, 4.0 * len(panels)), layout="constrained")
+    axes = figure.subplots(len(panels), 2, sharey=True, squeeze=False)
+    for line, (dataset, scaling, found) in enumerate(panels):
+        for ax, (base, title, kinds) in zip(axes[line], marks, strict=True):
             for height, name in enumerate(reversed(names)):
                 for key, (colour, marker) in kinds.items():
                     if key in found["rows"][name]:
                         mean, error = report.mean_and_error(found["rows"][name][key])
-                        ax.errorbar(mean, height, xerr=error, color=colour, marker=marker, markersize=4, capsize=2)
+                        ax.errorbar(mean, height, xerr=error, color=colour, marker=marker, markersize=5, capsize=2)
             ax.axvline(report.mean_and_error(found["rows"]["MAP, one temperature"][base])[0], color=grey, linewidth=1, linestyle="--")
-            ax.set_yticks(range(len(names)), reversed(names))
+            ax.set_yticks(range(len(names)), [in_words(name) for name in reversed(names)])
             ax.set_xlabel(title)
             ax.grid(axis="x", alpha=0.3)
+            ax.spines[["top", "right"]].set_visible(False)
         counted = saved["control"]["results"][dataset][scaling]["rows"]["changed constant pixels"]["near_count"]
-        axes[1][column].axvline(report.mean_and_error(counted)[0], color=green, linewidth=1.5, linestyle=":")
-        axes[0][column].set_title(f"{dataset}, {scaling}")
-    legend = axes[1][0]
-    legend.errorbar([], [], color=blue, marker="o", label="entropy")
-    legend.errorbar([], [], color=orange, marker="s", label="epistemic")
-    legend.plot([], [], color=grey, linestyle="--", label="MAP, one temperature")
-    legend.plot([], [], color=green, linestyle=":", label="number of changed constant pixels, no network")
-    figure.legend(*legend.get_legend_handles_labels(), loc="outside lower center", ncols=4)
+        axes[line][1].axvline(report.mean_and_error(counted)[0], color=green, linewidth=1.5, linestyle=":")
+        axes[line][0].set_title(f"{DATASETS[dataset]}, pixels in {scaling}", loc="left", fontweight="bold")
+    legend = axes[0][1]
+    legend.errorbar([], [], color=blue, marker="o", label="NLL; AUROC by entropy")
+    legend.errorbar([], [], color=orange, marker="s", label="AUROC by epistemic uncertainty")
+    legend.plot([], [], color=grey, linestyle="--", label="MAP with one temperature")
+    legend.plot([], [], color=green, linestyle=":", label="number of changed constant pixels, without a network")
+    figure.legend(*legend.get_legend_handles_labels(), loc="outside upper center", ncols=2, frameon=False)
     with atomic_path(FIGURE) as path:
-        figure.savefig(path, dpi=90, format="png")
+        figure.savefig(path, dpi=110, format="png")
 
 
 def main() -> None:
