@@ -26,15 +26,18 @@ class Case:
     Args:
         name: In `bf.algorithms`.
         options: Small numbers of steps.
+        server: An optimiser on the server.
     """
 
     name: str
     options: dict[str, Any]
+    server: Any = None
 
     def __call__(self, model: torch.nn.Module, **more: Any) -> bf.Algorithm:
         """The algorithm on `model`."""
         make: Callable[..., bf.Algorithm] = getattr(bf.algorithms, self.name)
-        return make(model, **{**self.options, **more})
+        made = make(model, **{**self.options, **more})
+        return made if self.server is None else bf.with_server_optimiser(made, self.server)
 
     def __str__(self) -> str:
         return "-".join([self.name, *(self.options[key] for key in ("lower", "variant") if key in self.options)])
@@ -72,7 +75,7 @@ CASES = (
     Case("d_fedem", {"components": 2, "epochs": 2, "batch_size": 10, "lr": 0.1}),
     Case("irm", {"gamma": 30.0, "anneal": 1, "l2": 0.1, "steps": 5, "batch_size": 10, "optimiser": Adam(0.01)}),
     Case("group_dro", {"eta": 0.5, "environments": 4, "loss_examples": 30, "steps": 5, "batch_size": 10, "optimiser": Adam(0.01)}),
-    Case("irm_l2", {"lam": 0.5, **PERSONAL, "estimator": "unbiased", "server_optimiser": Adam(0.05)}),
+    Case("irm_l2", {"lam": 0.5, **PERSONAL, "estimator": "unbiased"}, server=Adam(0.05)),
     Case("irm_ft", {**PERSONAL, "optimiser": SGD(0.1)}),
     Case("perinvfl", {"lam": 0.5, **PERSONAL, "adapt_steps": 3}),
     Case("perinvfl", {"lower": "group_dro", "environments": 2, "eta": 0.5, "lam": 0.5, **PERSONAL, "adapt_steps": 3}),
