@@ -5,7 +5,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
-from functools import cached_property
 from numbers import Number
 from typing import Any, Literal
 
@@ -28,7 +27,7 @@ from bayesfl.base.protocols import (
     View,
 )
 from bayesfl.base.random import Purpose, generator
-from bayesfl.base.trees import flatten, shapes
+from bayesfl.base.trees import alike, flatten, shapes
 from bayesfl.composition.block import Block
 from bayesfl.composition.pools import Mixed
 from bayesfl.likelihoods import Categorical
@@ -268,14 +267,17 @@ class Algorithm:
     def _start(block: Block, loc: Tensor, rng: np.random.Generator) -> Tensor:
         return loc if block.start == "module" else torch.as_tensor(block.start(rng, len(loc)))
 
-    @cached_property
-    def free(self) -> frozenset[str]:
+    def free(self, clients: int) -> frozenset[str]:
         """Return the dotted names of the server's tensors whose first axis may change its length, as models of clusters do.
 
-        They are those beyond the blocks whose shape does not depend on the number of clients.
+        They are those beyond the blocks whose shape does not depend on the number of clients: it is the same for one client more.
         """
-        one, two = (flatten({name: entry for name, entry in self.init(n).items() if name not in self.blocks}) for n in (1, 2))
-        return frozenset(name for name, t in one.items() if t.dim() and t.shape == two[name].shape)
+        kept = self.__dict__.setdefault("_free", {})
+        if clients not in kept:
+            blocks = {name: self.init(clients)[name] for name in self.blocks}
+            one, two = (flatten(self._more("server", self.server(blocks, n), torch.empty(0))) for n in (clients, clients + 1))
+            kept[clients] = frozenset(name for name, t in one.items() if name in two and t.dim() and t.shape == two[name].shape)
+        return kept[clients]
 
     def newcomers(self, server: Server, clients: int) -> Server:
         """Return the server's state as `clients` never seen in training meet it.
@@ -340,9 +342,12 @@ class Algorithm:
         addressed |= own
         self._refuse_taken("address", addressed, (*RESERVED, *self.private, *self.reports))
         for name in addressed.keys() & self.blocks.keys():
-            if "loc" not in addressed[name] or addressed[name]["loc"].shape[1:] != server[name]["loc"].shape:
+            entry, held = addressed[name], server[name]
+            if not isinstance(entry, Mapping) or not {"loc"} <= entry.keys() <= self.belief(name, {"loc": held["loc"]}).keys():
+                raise ValueError(f"`address` returns {entry!r} for the block {name!r}; return {{'loc': ...}} or all tensors of its belief")
+            if not all(t.dim() and alike(held["loc"].expand(t.shape[0], *held["loc"].shape), t) for t in entry.values()):
                 raise ValueError(
-                    f"`address` returns {shapes({name: addressed[name]})} for a block of shape {list(server[name]['loc'].shape)}"
+                    f"`address` returns {shapes({name: entry})} for a block of {shapes({name: held})}; give a row to each client"
                 )
         if wrong := [key for key, t in flatten(addressed).items() if t.shape[:1] != (len(ids),)]:
             raise ValueError(f"`address` returns {wrong} without a row for each of its {len(ids)} ids; index what the server holds by them")

@@ -34,6 +34,8 @@ def with_server_optimiser(algorithm: Algorithm, optimiser: Optimiser) -> Algorit
     """
     check_optimiser("server_optimiser", optimiser)
     gathered = [name for name, block in algorithm.blocks.items() if block.pool is not None]
+    if not gathered:
+        raise ValueError("the method gathers no block, so there is nothing that an optimiser on the server could step; leave it out")
 
     def entries(server: Server) -> Server:
         return {name: server[name] for name in gathered}

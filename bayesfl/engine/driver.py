@@ -117,8 +117,8 @@ class Engine:
         """Run one phase for a chunk of clients, stacked [C, ...], and return their views afterwards and information for people."""
         device = views["n"].device
         algorithm.module(views["n"])  # made here, since no copy can be made inside torch.func
-        kernel = self.choose(algorithm, phase if isinstance(phase, Descend) else None, device)
-        descends = any(isinstance(p, Descend) for p in getattr(phase, "phases", (phase,)))
+        kernel = self.choose(algorithm, phase if type(phase) is Descend else None, device)
+        descends = any(type(p) is Descend for p in getattr(phase, "phases", (phase,)))
         if kernel == "reference" or not phase.batched or not (descends or vmap.batches(algorithm.model)):
             return reference.run(algorithm, phase, given, views, plan)
         if kernel != "live" or not descends:
@@ -134,7 +134,7 @@ class Engine:
     ) -> tuple[View, Info]:
         info: Info = {}
         for inner, batch in plan.turns(phase):
-            if isinstance(inner, Descend):
+            if type(inner) is Descend:  # a subclass may have a step of its own
                 views, new = descent.descend(algorithm, inner, given, views, plan, KERNEL_OF[kernel], batch=batch)
             else:
                 views, new = vmap.run(algorithm, inner, given, views, plan, batch, losses=self._losses)

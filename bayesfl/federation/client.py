@@ -217,7 +217,7 @@ def kept_phases(algorithm: Algorithm) -> int:
     """
     count = len(algorithm.phases)
     for phase in reversed(algorithm.phases):
-        if not isinstance(phase, Descend) or phase.persist or any(algorithm.blocks[name].keep for name in phase.blocks):
+        if type(phase) is not Descend or phase.persist or any(algorithm.blocks[name].keep for name in phase.blocks):
             break  # a phase of another kind may keep something
         count -= 1
     return count

@@ -37,7 +37,7 @@ from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.pools import Mean, by_size, equal
 from bayesfl.federation.admission import Admission
 from bayesfl.federation.errors import CheckpointError
-from bayesfl.federation.replies import AggregationRun, Replies, RoundSum, Unseen, check_combine, closed, was_sent
+from bayesfl.federation.replies import AggregationRun, NextServer, Replies, RoundSum, Unseen, check_combine, was_sent
 from bayesfl.federation.result import Result
 
 SECRET = 16
@@ -275,6 +275,7 @@ class _Run:
 class _Round:
     def __init__(self, run: _Run, server: Server, round: int) -> None:
         self._run, self._server, self._round = run, server, round
+        self._next = NextServer(run.algorithm, server, run.clients, round)
         blocks = {name: {key: server[name][key] for key in block.pool.sends} for name, block in run.algorithm.blocks.items() if block.pool}
         self._flat: dict[str, Tensor] = flatten(blocks)
         self._total = torch.cat([torch.zeros(t.numel(), dtype=torch.float64, device=t.device) for t in self._flat.values()])
@@ -306,7 +307,7 @@ class _Round:
             new[block] = {**new[block], key: (old.double() + part.view(old.shape)).to(old)}
         run.releases += 1
         unseen = Unseen(UNSEEN, self._round, run.rounds)
-        return closed(run.algorithm, new, unseen, unseen, self._round)
+        return self._next.state(new, unseen, unseen)
 
     def _noise(self) -> Tensor:
         """Return the noise on the sum, a function of the secret, the round and the sum itself.

@@ -142,7 +142,7 @@ class OpenRun:
 
     def begin(self, server: Server, round: int, cohort: np.ndarray) -> RoundSum:
         """Begin the sum of a round; see `AggregationRun.begin`."""
-        return OpenSum(self._algorithm, server, round, self._settings.rounds)
+        return OpenSum(self._algorithm, server, self._clients, round, self._settings.rounds)
 
 
 class Unseen:
@@ -172,15 +172,15 @@ class Unseen:
 
 
 def check_combine(result: Result, ids: Any, why: str) -> None:
-    """Check that the method's `combine` works without what single clients sent.
+    """Check that the method's `combine` can do without what single clients sent.
 
     Args:
-        result: The state from which the run starts.
-        ids: The cohort's ids as `combine` receives them, or an `Unseen`.
-        why: Why `combine` must do without, the beginning of the error message.
+        result: The state that the run starts from.
+        ids: The ids that `combine` is given.
+        why: The reason that their replies are not seen, the beginning of the error message.
 
     Raises:
-        ValueError: `combine` reads what single clients sent, or fails without it.
+        ValueError: `combine` reads what single clients sent.
     """
     unseen = Unseen(why, result.round, result.settings.rounds)
     try:
@@ -193,38 +193,67 @@ def combined(algorithm: Algorithm, server: Server, ids: Any, uplink: Any) -> Ser
     """Return what the method's `combine` changes on the server.
 
     Raises:
-        ValueError: `combine` returns no mapping, or writes into the server's tensors.
+        ValueError: `combine` returns no mapping of tensors, or changes what it is given.
     """
-    leaves = tree_leaves(server)
-    versions = [t._version for t in leaves]
-    changed = algorithm.combine(server, ids, uplink)
+    given = _nest(server)
+    versions = [t._version for t in tree_leaves(server)]
+    changed = algorithm.combine(given, ids, uplink)
     if not isinstance(changed, Mapping):
         raise ValueError(f"`combine` must return a mapping of what changed, {{}} for nothing, got {type(changed).__name__}")
-    if any(t._version != before for t, before in zip(leaves, versions, strict=True)):
-        raise ValueError("`combine` writes into the server's tensors, which earlier results share; return new ones, as server['k'] + 1")
+    before, after = flatten(server), flatten(given)
+    assigned = before.keys() != after.keys() or any(before[key] is not after[key] for key in before)
+    if assigned or versions != [t._version for t in tree_leaves(server)]:
+        raise ValueError(
+            "`combine` changes the server's state in place, which earlier results share; return new tensors, as {'k': server['k'] + 1}"
+        )
+    if loose := [name for name, leaf in flatten(changed).items() if not isinstance(leaf, Tensor)]:
+        raise ValueError(f"`combine` returns {loose}, which must be tensors, or mappings of tensors")
     return changed
 
 
-def closed(algorithm: Algorithm, new: Server, ids: Any, uplink: Any, round: int) -> Server:
-    """Return the server's next state: what its pools computed, `new`, changed by the method's `combine` and checked.
+def _nest(tree: Any) -> Any:
+    """Return the same tensors in new mappings."""
+    return {key: _nest(value) for key, value in tree.items()} if isinstance(tree, Mapping) else tree
 
-    Raises:
-        DivergenceError: The next state is not finite.
-        ValueError: The method's `combine` returns entries that the server does not have, no tensors, or tensors of other shapes or dtypes.
+
+class NextServer:
+    """The end of a round on the server: `combine` after the pools, and the next state held against the one that clients were sent.
+
+    Args:
+        algorithm: The method.
+        server: The state that clients were sent.
+        clients: Number of clients J of the federation.
+        round: Number of the round, from 0.
     """
-    changed = combined(algorithm, new, ids, uplink)
-    if unknown := sorted(changed.keys() - new.keys()):
-        raise ValueError(f"`combine` returns {unknown}, which the server does not have; give them a start in `server`")
-    if loose := [name for name, leaf in flatten(changed).items() if not isinstance(leaf, Tensor)]:
-        raise ValueError(f"`combine` returns {loose}, which must be tensors, or mappings of tensors")
-    for name in changed:
-        before, after = flatten({name: new[name]}), flatten({name: changed[name]})
-        if before.keys() != after.keys() or not all(alike(before[key], after[key], free=key in algorithm.free) for key in before):
-            found, held = shapes({name: changed[name]}), shapes({name: new[name]})
-            raise ValueError(f"`combine` returns {found} where the server has {held}; return an entry whole, in its shapes and dtypes")
-    if not all(bool(t.isfinite().all()) for t in tree_leaves(new | changed)):
-        raise DivergenceError(f"the server is no longer finite after round {round}, counted from 0; lower the learning rates", round=round)
-    return new | changed
+
+    def __init__(self, algorithm: Algorithm, server: Server, clients: int, round: int) -> None:
+        self._algorithm, self._server, self._clients, self._round = algorithm, server, clients, round
+        self._versions = [t._version for t in tree_leaves(server)]
+
+    def state(self, new: Server, ids: Any, uplink: Any) -> Server:
+        """Return the server's next state: what its pools computed, `new`, changed by the method's `combine` and checked.
+
+        Raises:
+            DivergenceError: The next state is not finite.
+            ValueError: A pool or `combine` leaves other names, shapes or dtypes than the server has, or changes the state before.
+        """
+        new = new | combined(self._algorithm, new, ids, uplink)
+        if self._versions != [t._version for t in tree_leaves(self._server)]:
+            raise ValueError("a pool or `address` writes into the server's tensors, which earlier results share; let it return new ones")
+        before, after = flatten(self._server), flatten(new)
+        if unknown := sorted(after.keys() - before.keys()):
+            raise ValueError(f"a pool or `combine` returns {unknown}, which the server does not have; give them a start in `server`")
+        if wrong := [key for key in before if key not in after or not self._fits(key, before[key], after[key])]:
+            found, held = ({key: shapes(tree).get(key, "nothing") for key in wrong} for tree in (new, self._server))
+            raise ValueError(f"a pool or `combine` returns {found} where the server has {held}; return entries in their shapes and dtypes")
+        if not all(bool(t.isfinite().all()) for t in tree_leaves(new)):
+            raise DivergenceError(
+                f"the server is no longer finite after round {self._round}, counted from 0; lower the learning rates", round=self._round
+            )
+        return new
+
+    def _fits(self, key: str, before: Tensor, after: Tensor) -> bool:
+        return alike(before, after) or (alike(before, after, free=True) and key in self._algorithm.free(self._clients))
 
 
 class OpenSum:
@@ -233,12 +262,14 @@ class OpenSum:
     Args:
         algorithm: The method.
         server: The state that was sent to the clients.
+        clients: Number of clients J of the federation.
         round: The current round, counted from 0.
         rounds: Number of rounds of the run.
     """
 
-    def __init__(self, algorithm: Algorithm, server: Server, round: int, rounds: int) -> None:
-        self._algorithm, self._server, self._round = algorithm, server, {"round": round, "rounds": rounds}
+    def __init__(self, algorithm: Algorithm, server: Server, clients: int, round: int, rounds: int) -> None:
+        self._server, self._round = server, {"round": round, "rounds": rounds}
+        self._next = NextServer(algorithm, server, clients, round)
         self._totals: dict[str, Tensors] = {}
         self._stacked: list[Uplink] = []
         self._pools = {name: block.pool for name, block in algorithm.blocks.items() if block.pool}
@@ -267,7 +298,7 @@ class OpenSum:
                 new[name] = pool(self._server, name, uplink)
             else:
                 new[name] = pool.solve(self._server, name, self._totals[name])
-        return closed(self._algorithm, new, uplink["ids"], uplink, self._round["round"])
+        return self._next.state(new, uplink["ids"], uplink)
 
     def row(self) -> dict[str, float]:
         """Return no columns: the history needs nothing more."""

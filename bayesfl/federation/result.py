@@ -141,7 +141,7 @@ class Result:
         Raises:
             TypeError: `novel` is no `FederatedData`.
             ValueError: Their inputs, outputs or task differ from the federation's.
-            DivergenceError: A new client's training is not finite, and `tolerant` is False.
+            DivergenceError: A new client's training is not finite.
         """
         instance("novel", novel, FederatedData, FEDERATION)
         if (novel.inputs, novel.outputs, novel.task) != (self.data.inputs, self.data.outputs, self.data.task):

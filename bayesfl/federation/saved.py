@@ -106,7 +106,7 @@ def check_state(
     found = flatten({"server": server, "private": private})
 
     def fits(name: str) -> bool:
-        free = name.removeprefix("server.") in algorithm.free
+        free = name.removeprefix("server.") in algorithm.free(clients)
         return name in wanted and name in found and alike(wanted[name], found[name], free=free)
 
     def picture(name: str, tensors: dict[str, Any]) -> str:

@@ -41,7 +41,7 @@ from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.pools import Clipped
 from bayesfl.federation.admission import Admission
 from bayesfl.federation.errors import DivergenceError
-from bayesfl.federation.replies import AggregationRun, OpenRun, Replies, RoundSum, Unseen, check_combine, closed
+from bayesfl.federation.replies import AggregationRun, NextServer, OpenRun, Replies, RoundSum, Unseen, check_combine
 from bayesfl.federation.result import Result
 
 log = logging.getLogger(__name__)
@@ -195,14 +195,17 @@ class _Run(OpenRun):
         self._rule = rule
 
     def begin(self, server: Server, round: int, cohort: np.ndarray) -> RoundSum:
-        return _Round(self._rule, self._algorithm, server, round, self._settings.rounds, cohort)
+        following = NextServer(self._algorithm, server, self._clients, round)
+        return _Round(self._rule, self._algorithm, server, following, round, self._settings.rounds, cohort)
 
 
 class _Round:
     """A `RoundSum` that holds the integers of each client, which the client alone knows, and adds up their masked forms."""
 
-    def __init__(self, rule: SecureSum, algorithm: Algorithm, server: Server, round: int, rounds: int, cohort: np.ndarray) -> None:
-        self._rule, self._algorithm, self._server, self._cohort = rule, algorithm, server, cohort.tolist()
+    def __init__(
+        self, rule: SecureSum, algorithm: Algorithm, server: Server, following: NextServer, round: int, rounds: int, cohort: np.ndarray
+    ) -> None:
+        self._rule, self._server, self._next, self._cohort = rule, server, following, cohort.tolist()
         self._round, self._rounds = round, rounds
         self._pools: dict[str, AdditivePool] = {
             name: block.pool for name, block in algorithm.blocks.items() if block.pool and not isinstance(block.pool, StackedPool)
@@ -248,7 +251,7 @@ class _Round:
         self._row["clipped"] = int(clipped)
         new = self._server | {name: pool.solve(self._server, name, totals[name]) for name, pool in self._pools.items()}
         ids = torch.tensor(sorted(self._own), device=self._device)
-        return closed(self._algorithm, new, ids, Unseen(UNSEEN, self._round, self._rounds), self._round)
+        return self._next.state(new, ids, Unseen(UNSEEN, self._round, self._rounds))
 
     def _sum(self) -> np.ndarray:
         """Return the sum of the clients that replied; they send once more if a client of the cohort is missing."""

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bayesfl.base.checks import whole
 from bayesfl.evaluation.metrics import ReliabilityBins, ece, reliability_bins
 from bayesfl.evaluation.plots.inputs import names_of, predictions
 from bayesfl.evaluation.plots.look import BLUE, GREY, INK, clean, new_figure
@@ -83,7 +84,9 @@ def reliability(
     """
     probs, labels, mask = predictions(source, labels, mask)
     total = len(probs)
-    clients = None if clients is None else [int(j) for j in clients]
+    if clients is not None:
+        given = clients.tolist() if hasattr(clients, "tolist") else clients  # pyright: ignore[reportAttributeAccessIssue]
+        clients = [whole("clients", j, least=0) for j in (given if isinstance(given, list | tuple | range) else [given])]
     wrong = [j for j in clients or () if not 0 <= j < total]
     if wrong:
         raise ValueError(f"clients {wrong} are not there; the predictions are of clients 0 to {total - 1}")
