@@ -1,16 +1,21 @@
-"""Can a few shared models and a mixture of them for every client tell kinds of examples apart? FedEM on data whose truth is known.
+"""Can a few shared models, mixed for every client, distinguish kinds of examples? FedEM on data whose true mixtures are known.
 
     python examples/fedem.py                                     # 60 clients, under two minutes on one core
     python examples/fedem.py --clients 300 --rounds 200          # the paper's synthetic experiment
 
-Every example follows one of three linear rules; every client draws rules in shares of its own. Prints accuracy of FedEM, D-FedEM (no
-server) and of Local, FedAvg, FedProx, FedAvg-FT (FedAvg+), clustered FL and IFCA, its mean over clients and that of the worst tenth, each
-at the learning rate that is best on validation data; the clusters into which clustered FL has split; how far the learned mixture weights
-are from the true ones, in L1 after the best matching of components, beside guessing equal shares. Table and a picture of the weights go
-into a run folder.
+Every example follows one of three linear rules, and the shares of the rules differ between clients. The script compares FedEM, D-FedEM (no
+server), Local, FedAvg, FedProx, FedAvg-FT (FedAvg+), clustered FL and IFCA. It prints:
 
-Momentum begins anew in each round here, FedProx's mu is 1 and FedAvg-FT fine-tunes at the first round's rate; `benchmarks/papers/fedem.py`
-follows the authors' code in all three, so its figures differ.
+- the accuracy of every method, as the mean over clients and for the worst tenth of them, at the learning rate that is best on validation
+  data;
+- the clusters into which clustered FL has split;
+- the distance of the learned mixture weights from the true ones (L1, after the best matching of components), and the distance of equal
+  shares as a reference.
+
+The table and a plot of the weights are written into a run folder.
+
+In this script, momentum starts anew in each round, FedProx's mu is 1, and FedAvg-FT fine-tunes at the first round's learning rate.
+`benchmarks/papers/fedem.py` follows the authors' code in all three, so its figures differ.
 """
 
 import argparse
@@ -145,11 +150,19 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--clients", type=int, default=60, help="number of clients (default: %(default)s; the paper's 300)")
     parser.add_argument("--rounds", type=int, default=100, help="rounds of the federation (default: %(default)s; the paper's 200)")
     parser.add_argument("--test", type=int, default=500, help="test examples of each client (default: %(default)s; the paper's 5,000)")
-    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS), help="which to run (default: all)")
-    parser.add_argument("--rates", nargs="+", type=float, default=[0.03, 0.3, 1.0], help="learning rates, chosen on validation data")
-    parser.add_argument("--seed", type=int, default=0, help="of starts and batches (default: %(default)s); the data are always the same")
-    parser.add_argument("--workers", type=int, default=None, help="threads that run clients (default: the cores)")
-    parser.add_argument("--out", type=Path, default=Path("runs/fedem"), help="folder of the table and the picture (default: %(default)s)")
+    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS), help="methods to run (default: all)")
+    parser.add_argument(
+        "--rates",
+        nargs="+",
+        type=float,
+        default=[0.03, 0.3, 1.0],
+        help="learning rates, of which one is chosen on validation data (default: 0.03 0.3 1.0)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of starts and batches (default: %(default)s); the data are always the same"
+    )
+    parser.add_argument("--workers", type=int, default=None, help="threads that run clients (default: the number of cores)")
+    parser.add_argument("--out", type=Path, default=Path("runs/fedem"), help="folder of the table and the plot (default: %(default)s)")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     torch.manual_seed(options.seed)  # of the linear layer that is the start of methods with one model

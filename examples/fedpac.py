@@ -1,14 +1,18 @@
-"""Who should share a head with whom? FedPAC where clients come in groups that nobody tells it about.
+"""Which clients should share a head? FedPAC on clients that form groups, which the method is not told.
 
     python examples/fedpac.py                                           # digits, 20 clients, some four minutes on one core
     python examples/fedpac.py --data fashion-mnist --rounds 200 --train 600 --test 600 --batch 50    # the paper's
 
-Two federations: label skew (a fifth of each client's examples is of all classes, the rest of its group's three) and concept shift (groups
-of clients give classes the names of others). On each, Local, FedAvg, FedPer, FedRep and FedPAC with the same steps, each at the learning
-rate that is best on validation data. Every round has two results: at the start of local training, with what the server made (the round
-before's), and after it, on every client's own models; FedPAC's authors print both, and tables that don't say which they show cannot be
-compared. Prints accuracy, NLL and ECE of both, and how much weight FedPAC's programs give to heads of a client's own group, beside what
-equal shares would; writes tables and pictures of the weights into a run folder.
+There are two federations. Under label skew, a fifth of each client's examples is of all classes, and the rest is of the three classes of
+its group. Under concept shift, each group of clients gives some classes the names of others. Local, FedAvg, FedPer, FedRep and FedPAC run
+on both, with the same steps, each at the learning rate that is best on validation data.
+
+Every round has two results. "Before" is measured at the start of local training, with the models that the server made in the round before.
+"After" is measured after local training, on every client's own models. FedPAC's authors print both; tables that do not state which of
+them they show cannot be compared.
+
+The script prints accuracy, NLL and ECE of both, and the weight that FedPAC's programs give to heads of a client's own group, with the
+weight under equal shares as a reference. It writes tables and plots of the weights into a run folder.
 """
 
 import argparse
@@ -134,12 +138,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--test", type=int, default=60, help="label skew: test examples of a client (default: %(default)s)")
     parser.add_argument("--groups", type=int, default=4, help="concept shift: groups of clients (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=20, help="rounds of the federation (default: %(default)s; the paper's 200)")
-    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS), help="which to run (default: all)")
-    parser.add_argument("--rates", nargs="+", type=float, default=[0.01, 0.03, 0.1], help="learning rates, chosen on validation data")
-    parser.add_argument("--batch", type=int, default=10, help="examples of a step (default: %(default)s; the paper's 50 of 600)")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="of partitions, starts and batches (default: 0 1 2)")
-    parser.add_argument("--workers", type=int, default=None, help="threads that run clients (default: the cores)")
-    parser.add_argument("--out", type=Path, default=Path("runs/fedpac"), help="folder of tables and pictures (default: %(default)s)")
+    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS), help="methods to run (default: all)")
+    parser.add_argument(
+        "--rates",
+        nargs="+",
+        type=float,
+        default=[0.01, 0.03, 0.1],
+        help="learning rates, chosen on validation data (default: 0.01 0.03 0.1)",
+    )
+    parser.add_argument("--batch", type=int, default=10, help="examples in a step (default: %(default)s; the paper's 50 of 600)")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="seeds of partitions, starts and batches (default: 0 1 2)")
+    parser.add_argument("--workers", type=int, default=None, help="threads that run clients (default: the number of cores)")
+    parser.add_argument("--out", type=Path, default=Path("runs/fedpac"), help="folder of tables and plots (default: %(default)s)")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     try:

@@ -1,13 +1,18 @@
-"""What does a posterior over a subnetwork add to a personal model? FedSI beside FedBABU, FedAvg-FT and pFedVEM, and beside one temperature.
+"""What does a posterior over a subnetwork add to a personal model? FedSI, FedBABU, FedAvg-FT and pFedVEM, with and without a temperature.
 
     python examples/fedsi.py                                                        # handwritten digits, under two minutes on one core
     python examples/fedsi.py --dataset mnist --train 50 --test 950 --rounds 800     # the paper's small MNIST
 
-Ten clients of five classes each. A tenth of a client's training data chooses the predictive precision (one for all clients), two further
-tenths are held back: one for temperatures, one for conformal thresholds. Prints how good and how calibrated every method is, with one
-temperature for all clients and one for each as the baseline to beat; how well its doubt tells labels that the client never saw, and
-images with permuted pixels, from its own; what declining the doubtful gains; how often conformal sets hold the label. Tables and figures
-go into a run folder.
+There are ten clients with five classes each. A tenth of a client's training data chooses the predictive precision (one for all clients).
+Two further tenths are held back: one for temperatures, one for conformal thresholds. The script prints:
+
+- accuracy and calibration of every method, and the same with one temperature for all clients and with one for each, as baselines;
+- how well a method's uncertainty distinguishes a client's own images from images of labels that the client never saw, and from images with
+  permuted pixels;
+- the gain from declining to predict the most uncertain examples;
+- how often conformal sets contain the label.
+
+Tables and figures are written into a run folder.
 """
 
 import argparse
@@ -256,17 +261,15 @@ def federation(dataset: str, preset: Preset, seed: int, root: Path | None, downl
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--dataset", choices=list(PRESETS), default="digits", help="what is federated (default: %(default)s, needs no file)"
-    )
-    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS), help="which to run (default: all)")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="one run each (default: 0 1 2)")
+    parser.add_argument("--dataset", choices=list(PRESETS), default="digits", help="data set (default: %(default)s, which needs no file)")
+    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS), help="methods to run (default: all)")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="seeds, one run for each (default: 0 1 2)")
     parser.add_argument("--rounds", type=int, help="rounds of the federation (default: 30 for digits, else 100)")
     parser.add_argument("--train", type=int, help="training examples of each class and client (default: 24 for digits, else 50)")
     parser.add_argument("--test", type=int, help="test examples of each class and client (default: 10 for digits, else 950)")
-    parser.add_argument("--workers", type=int, default=None, help="threads that run clients (default: the cores)")
+    parser.add_argument("--workers", type=int, default=None, help="threads that run clients (default: the number of cores)")
     parser.add_argument("--data-root", type=Path, default=None, help="folder of the data (default: BAYESFL_DATA, else the user's cache)")
-    parser.add_argument("--download", action="store_true", help="let torchvision fetch images that are not there")
+    parser.add_argument("--download", action="store_true", help="let torchvision download missing images")
     parser.add_argument("--out", type=Path, default=Path("runs/fedsi"), help="folder of the tables and figures (default: %(default)s)")
     return parser.parse_args(argv)
 

@@ -1,24 +1,27 @@
-"""Does a model keep its word where colours lie? Invariant learning in a federation, personal and not, on coloured images.
+"""Does a model stay accurate when colours mislead? Invariant learning in a federation, global and personal, on coloured images.
 
     python examples/perinvfl.py                                  # coloured digits, no download, about two minutes on one core
     python examples/perinvfl.py --upright --out runs/upright     # the same without rotation: the control
     python examples/perinvfl.py --data rc-mnist --rounds 201 --out runs/rc-mnist     # the paper's sets, or rc-fmnist
 
-In training, colour tells the label more often than shape does, differently so at each of four clients, and every client's images are turned
-by an angle of its own. Prints the accuracy where colour agrees with the label in a share p of 0.1 to 0.5 of the images, five cases scored
-from one trained model, their worst and average, and the accuracy on held-back data of the training colours. Below the methods stand what
-looking at colour alone reaches on the same images, a coin, and shape alone at most, in expectation: a quarter of the labels is noise.
+In training, colour predicts the label more often than shape does, to a different degree at each of four clients. The images of every client
+are rotated by an angle of its own. The script prints the accuracy if colour agrees with the label in a share p of 0.1 to 0.5 of the images:
+five cases for one trained model, with their worst and their average. It also prints the accuracy on held-back data of the training colours.
+Three references stand below the methods: the accuracy of colour alone on the same images, that of a coin, and the most that shape alone can
+reach in expectation, since a quarter of the labels is noise.
 
-Digits are few, about 320 noisy images a client. Where colour misleads most, p = 0.1, expect every method below the coin, and some at colour
-alone, which a sentence under the table names; so no row is marked as the best. Look at how far above colour alone a method stands there,
-and what it pays in the training colours: near 50 in both, it is near a constant, which has slopes of 0, too. The rc sets have 35
-times the images.
+There are few digits, about 320 noisy images a client. At p = 0.1, where colour misleads most, expect every method below the coin and some
+at the accuracy of colour alone. A sentence under the table names these, and no row is marked as the best. Compare how far a method is above
+colour alone at p = 0.1, and how much accuracy it loses in the training colours. A method that is near 50 in both is close to a constant,
+whose slopes are 0, too. The rc sets have 35 times as many images.
 
-Then, for each client, the slope g_e of its training loss by the scale of its model's outputs, which an invariant model has at 0; and how
-sure the global model is of images turned as each client's are, whoever they are from. A network that looks at the angle to know the client
-can have all g_e near 0 without any invariance: it is then as sure at each angle as that client's colour deserves.
+For each client the script also prints the slope g_e of its training loss by the scale of its model's outputs, which is 0 for an invariant
+model. It prints, too, how confident the global model is on images rotated by each client's angle, from whichever client they are. A network
+that recognises the client by the angle can have all g_e near 0 without any invariance. At each angle it is then as confident as the colour
+of that client's training images justifies.
 
-Personal learning rates and pulls are those given; of several the best on held-back data of the training colours is taken.
+Personal learning rates and pulls are given by options. If several are given, those with the best result on held-back data of the training
+colours are chosen.
 """
 
 import argparse
@@ -254,16 +257,16 @@ def compare(options: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> int:
     """The exit code: 0, or 1 where training diverged, or 2 where the arguments don't work out."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", choices=list(SETS), default="digits", help="which images (default: %(default)s)")
-    parser.add_argument("--upright", action="store_true", help="no rotation")
+    parser.add_argument("--data", choices=list(SETS), default="digits", help="set of images (default: %(default)s)")
+    parser.add_argument("--upright", action="store_true", help="do not rotate the images")
     parser.add_argument("--rounds", type=int, default=100, help="rounds of the federation (default: %(default)s; the paper's 201)")
-    parser.add_argument("--anneal", type=int, default=12, help="round from which the penalty counts in full (default: %(default)s)")
-    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS), help="which to run (default: all)")
-    parser.add_argument("--rates", nargs="+", type=float, default=[1e-3], help="personal learning rates (default: 0.001)")
-    parser.add_argument("--lams", nargs="+", type=float, default=[1.0], help="pulls to the global model (default: 1)")
-    parser.add_argument("--seed", type=int, default=0, help="of data, starts and batches (default: %(default)s)")
-    parser.add_argument("--workers", type=int, default=None, help="threads that run clients (default: the cores)")
-    parser.add_argument("--device", default="cpu", help="where (default: %(default)s)")
+    parser.add_argument("--anneal", type=int, default=12, help="round from which the penalty has its full weight (default: %(default)s)")
+    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS), help="methods to run (default: all)")
+    parser.add_argument("--rates", nargs="+", type=float, default=[1e-3], help="learning rates of personal models (default: 0.001)")
+    parser.add_argument("--lams", nargs="+", type=float, default=[1.0], help="strengths of the pull to the global model (default: 1)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of data, starts and batches (default: %(default)s)")
+    parser.add_argument("--workers", type=int, default=None, help="threads that run clients (default: the number of cores)")
+    parser.add_argument("--device", default="cpu", help="device that computes, cpu or cuda (default: %(default)s)")
     parser.add_argument("--data-root", type=Path, default=None, help="folder of the data (default: BAYESFL_DATA, else the user's cache)")
     parser.add_argument("--out", type=Path, default=Path("runs/perinvfl"), help="folder of the tables (default: %(default)s)")
     options = parser.parse_args(argv)

@@ -1,11 +1,11 @@
-"""Does a hierarchical posterior over personal heads pay? pFedVEM beside Local, FedAvg, FedPer and pFedMAP.
+"""Is a hierarchical posterior over personal heads worth its cost? pFedVEM compared with Local, FedAvg, FedPer and pFedMAP.
 
     python examples/pfedvem.py                                                   # handwritten digits, under two minutes on one core
     python examples/pfedvem.py --dataset cifar100 --clients 50 --rounds 100      # the paper's experiment
 
-Every client holds one class of each superclass and predicts the superclass: what a label means differs between clients. Prints the
-table over seeds and writes table, history, checkpoints and figures into a run folder, table and history anew after every run of a method
-with a seed. A mistake in the arguments ends with exit code 2, training that diverges with 1.
+Every client has one class of each superclass and predicts the superclass, so the meaning of a label differs between clients. The script
+prints the table over seeds, and writes table, history, checkpoints and figures into a run folder. Table and history are written anew after
+every run of a method with a seed. The exit code is 2 after a mistake in the arguments, and 1 if training diverges.
 """
 
 import argparse
@@ -94,24 +94,24 @@ EXPERIMENT = ("dataset", "clients", "rounds", "participation", "algorithms", "se
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--dataset", choices=list(PRESETS), default="digits", help="what is federated (default: %(default)s, needs no file)"
-    )
+    parser.add_argument("--dataset", choices=list(PRESETS), default="digits", help="data set (default: %(default)s, which needs no file)")
     parser.add_argument("--clients", type=int, default=20, help="number of clients (default: %(default)s; cifar100: a multiple of 5)")
     parser.add_argument("--rounds", type=int, default=50, help="rounds of the federation (default: %(default)s)")
-    parser.add_argument("--participation", type=float, default=0.1, help="share of the clients gathered in a round (default: %(default)s)")
-    parser.add_argument("--algorithms", nargs="+", choices=list(ALGORITHMS), default=list(ALGORITHMS), help="which to run (default: all)")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4], help="one run each (default: 0 1 2 3 4)")
+    parser.add_argument(
+        "--participation", type=float, default=0.1, help="share of the clients that are gathered in a round (default: %(default)s)"
+    )
+    parser.add_argument("--algorithms", nargs="+", choices=list(ALGORITHMS), default=list(ALGORITHMS), help="methods to run (default: all)")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4], help="seeds, one run for each (default: 0 1 2 3 4)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
-    parser.add_argument("--kernel", choices=["auto", "reference", "live", "layers", "vmap"], default="auto", help="how phases are run")
-    parser.add_argument("--workers", type=int, default=None, help="threads that run clients (default: the cores)")
+    parser.add_argument("--kernel", choices=["auto", "reference", "live", "layers", "vmap"], default="auto", help="kernel that runs phases")
+    parser.add_argument("--workers", type=int, default=None, help="threads that run clients (default: the number of cores)")
     parser.add_argument("--data-root", type=Path, default=None, help="folder of the data (default: BAYESFL_DATA, else the user's cache)")
-    parser.add_argument("--download", action="store_true", help="let torchvision fetch images that are not there")
+    parser.add_argument("--download", action="store_true", help="let torchvision download missing images")
     parser.add_argument(
         "--out",
         type=Path,
         default=Path("runs/pfedvem"),
-        help="run folder, of one experiment; checkpoints are those of the first seed (default: %(default)s)",
+        help="run folder of one experiment, with checkpoints of the first seed (default: %(default)s)",
     )
     return parser.parse_args(argv)
 

@@ -1,13 +1,17 @@
-"""Which weights of one network should stay uncertain? Laplace approximations of a trained classifier, no federation in sight.
+"""Which weights of one network should stay uncertain? Laplace approximations of a trained classifier, without federation.
 
     python examples/subnetwork_laplace.py                                        # handwritten digits, seconds
     python examples/subnetwork_laplace.py --dataset mnist --data-root DIR        # real MNIST
 
-One network is trained on a few hundred examples. Around its weights stand: nothing (the MAP), a Gaussian over every weight on its own, one
-with Kronecker factors (laplace-torch's), one over the last layer, one over all weights together, and one over 5 % of them, chosen by each
-rule of `bf.selection`. Every prior precision is chosen on validation data. Prints accuracy, NLL and ECE on test data; how well the
-predictive entropy, and the epistemic part of it, tell test data from the same with permuted pixels; what share of the subnetwork has no
-curvature. Draws reliability diagrams into a run folder.
+One network is trained on few examples (`--examples`). The script compares these posteriors around its weights: none (the MAP), a Gaussian
+over every weight on its own, one with Kronecker factors (laplace-torch's), one over the last layer, one over all weights together, and one
+over 5 % of them, chosen by each rule of `bf.selection`. Every prior precision is chosen on validation data. The script prints:
+
+- accuracy, NLL and ECE on test data;
+- how well the predictive entropy, and its epistemic part, distinguish test data from the same images with permuted pixels;
+- the share of the subnetwork that has no curvature.
+
+Reliability diagrams are written into a run folder.
 """
 
 import argparse
@@ -148,13 +152,13 @@ def compare(options: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> int:
     """The exit code: 0, or 2 where the arguments don't work out."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dataset", default="digits", help="a source with classes of small images, such as digits, mnist, fashion-mnist")
-    parser.add_argument("--data-root", default=None, help="where the data are; see bf.data")
-    parser.add_argument("--examples", type=int, default=150, help="to train on")
-    parser.add_argument("--validation", type=int, default=100, help="to choose precisions on")
-    parser.add_argument("--share", type=float, default=0.05, help="of the weights that stay uncertain in a subnetwork")
-    parser.add_argument("--precision", type=float, default=0.01, help="of the training prior, in units of a sum over the data")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--dataset", default="digits", help="data set of small images with classes, such as digits, mnist, fashion-mnist")
+    parser.add_argument("--data-root", default=None, help="folder of the data; see bf.data")
+    parser.add_argument("--examples", type=int, default=150, help="number of training examples (default: %(default)s)")
+    parser.add_argument("--validation", type=int, default=100, help="number of examples to choose precisions on (default: %(default)s)")
+    parser.add_argument("--share", type=float, default=0.05, help="share of the weights in a subnetwork (default: %(default)s)")
+    parser.add_argument("--precision", type=float, default=0.01, help="precision of the training prior, for a sum over the data")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds, one run for each (default: 0 1 2)")
     parser.add_argument("--out", type=Path, default=Path("runs/subnetwork_laplace"), help="folder of the table and the diagrams")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
