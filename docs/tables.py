@@ -72,7 +72,15 @@ def demo() -> str:
 def engines() -> str:
     """Speed, in Markdown: ratios to the row's unit, with its target where the file has one for that row."""
     saved = json.loads((RESULTS / "engines.json").read_text())
-    heads = ["work", "unit", "2 workers", "1 worker", "not a step, 2 workers", "1 worker", "busy neighbour, 2 workers / 1 worker"]
+    heads = [
+        "work",
+        "unit",
+        "time, 2 workers",
+        "time, 1 worker",
+        "overhead, 2 workers",
+        "overhead, 1 worker",
+        "busy neighbour: 2 workers / 1 worker",
+    ]
     lines, origins = [], {}
     for name, row in saved["rows"].items():
         origins.setdefault(made(row), []).append(f"`{name}`")
@@ -121,7 +129,7 @@ def selection() -> str:
     network = [
         report.Column("train_nll", title="NLL on training images", digits=4),
         report.Column("constant_pixels", title="constant pixels (%)", **percent),
-        report.Column("changed_by_themselves", title="test images that change one (%)", **percent),
+        report.Column("changed_by_themselves", title="test images that change a constant pixel (%)", **percent),
         report.Column("dead_units", title="dead units (%)", **percent),
         report.Column("uncurved", title="weights without curvature (%)", **percent),
     ]
@@ -156,23 +164,31 @@ def selection() -> str:
             f"**Chosen precision, log10, seed by seed** (grid {low} to {high})\n\n" + "\n".join(chosen),
             side_by_side("Accuracy (%)", "accuracy", scaled=True, scale=100.0, digits=1, better="higher"),
             side_by_side("NLL on test images (nats)", "nll", scaled=True, better="lower"),
-            beyond("NLL beyond that of one temperature (nats, paired by seed)", "alone", "nll"),
-            side_by_side("NLL once the method has a temperature of its own, too (nats)", "nll_tempered", scaled=True, better="lower"),
+            beyond("NLL minus that of the MAP with one temperature (nats, paired by seed)", "alone", "nll"),
+            side_by_side("NLL of every method with a temperature of its own (nats)", "nll_tempered", scaled=True, better="lower"),
             side_by_side("One precision or temperature for all networks of a column: NLL (nats)", "nll", of="pooled", better="lower"),
-            beyond("The same: NLL beyond that of one temperature (nats, paired by seed)", "pooled", "nll"),
-            side_by_side("The same: ECE", "ece", of="pooled", better="lower"),
-            side_by_side("The same: log10 of the precision", "log10_precision", of="pooled", digits=1),
+            beyond(
+                "One precision or temperature for all networks of a column: NLL minus the MAP's at one temperature (nats, paired by seed)",
+                "pooled",
+                "nll",
+            ),
+            side_by_side("One precision or temperature for all networks of a column: ECE", "ece", of="pooled", better="lower"),
+            side_by_side("One precision for all networks of a column: log10 of the precision", "log10_precision", of="pooled", digits=1),
             side_by_side("ECE", "ece", scaled=True, better="lower"),
             side_by_side("AUROC of images of unseen classes", "near_entropy", "near_epistemic", scaled=True, better="higher"),
-            beyond("The same by entropy, beyond one temperature (paired by seed)", "alone", "near_entropy"),
+            beyond(
+                "AUROC of images of unseen classes by entropy, minus that of the MAP with one temperature (paired by seed)",
+                "alone",
+                "near_entropy",
+            ),
             side_by_side("AUROC of the other data set", "other_entropy", "other_epistemic", better="higher"),
             side_by_side("AUROC of permuted pixels", "permuted_entropy", "permuted_epistemic", better="higher"),
-            f"**AUROC of the number of pixels changed that were constant in training, no network**\n\n{control}",
-            side_by_side("NLL on lit test images beyond the same images unlit (nats)", "lit_change", better="lower"),
+            f"**AUROC of the number of changed pixels that were constant in training, without a network**\n\n{control}",
+            side_by_side("NLL on lit test images minus NLL on the same images unlit (nats)", "lit_change", better="lower"),
             side_by_side("At fixed precisions: NLL on the first 500 test images (nats)", "nll", part="fixed", better="lower"),
             side_by_side("At fixed precisions: NLL on the same images, lit (nats)", "lit_nll", part="fixed", better="lower"),
             side_by_side("At fixed precisions: AUROC of images of unseen classes", "near_entropy", "near_epistemic", part="fixed"),
-            f"**What it costs, mean over all networks**\n\n{report.table(costs, columns=cost, style='markdown')}",
+            f"**Cost, mean over all networks**\n\n{report.table(costs, columns=cost, style='markdown')}",
             "\n\n".join(f"{made(saved[part])} The part `{part}`." for part in parts),
         ]
     )
@@ -203,24 +219,31 @@ def fedsi() -> str:
         ]
         plain = [
             ("nll", "NLL (nats)"),
-            ("nll_pooled", "one temperature"),
-            ("nll_client", "one for each client"),
+            ("nll_pooled", "NLL, one temperature"),
+            ("nll_client", "NLL, a temperature for each client"),
             ("ece_pooled", "ECE, one temperature"),
         ]
-        plain += [("near_entropy_auroc", "unseen labels: AUROC by entropy"), ("near_epistemic_auroc", "epistemic")]
-        plain += [("far_entropy_auroc", "permuted pixels: by entropy"), ("far_epistemic_auroc", "epistemic"), ("seeds", "seeds")]
+        plain += [
+            ("near_entropy_auroc", "unseen labels: AUROC by entropy"),
+            ("near_epistemic_auroc", "unseen labels: AUROC by epistemic part"),
+        ]
+        plain += [
+            ("far_entropy_auroc", "permuted pixels: AUROC by entropy"),
+            ("far_epistemic_auroc", "permuted pixels: AUROC by epistemic part"),
+        ]
+        plain += [("seeds", "seeds")]
         second = [report.Column(key, title=title, digits=0 if key == "seeds" else 3) for key, title in plain]
         third = [
             report.Column("ece_client", title="ECE, a temperature for each client"),
             report.Column("other_entropy_auroc", title="another data set: AUROC by entropy"),
-            report.Column("other_epistemic_auroc", title="epistemic"),
+            report.Column("other_epistemic_auroc", title="another data set: AUROC by epistemic part"),
             report.Column("near_entropy_fpr95", title="unseen labels: FPR at 95 %"),
             report.Column("far_entropy_fpr95", title="permuted pixels: FPR at 95 %"),
             report.Column("pooled_aurc", title="AURC (%)", scale=100.0, digits=2),
-            report.Column("accuracy_at_80", title="accuracy on the surest 80 % (%)", scale=100.0, digits=1),
-            report.Column("coverage", title="conformal coverage, 90 % wanted (%)", scale=100.0, digits=1),
-            report.Column("lowest", title="lowest client (%)", scale=100.0, digits=1),
-            report.Column("size", title="classes in a set", digits=2),
+            report.Column("accuracy_at_80", title="accuracy on the most confident 80 % (%)", scale=100.0, digits=1),
+            report.Column("coverage", title="conformal coverage, target 90 (%)", scale=100.0, digits=1),
+            report.Column("lowest", title="conformal coverage, lowest client (%)", scale=100.0, digits=1),
+            report.Column("size", title="classes in a conformal set", digits=2),
         ]
         there = {key for row in rows.values() for key in row}
         tables = [
@@ -239,7 +262,8 @@ def fedsi() -> str:
 def curvature() -> str:
     """Curvature beside laplace-torch, row by row: how many times as long the other takes, and how much of its memory ours does."""
     saved = json.loads((RESULTS / "curvature.json").read_text())
-    heads = ["work", "ours (s)", "beside", "times ours, 1 thread", "2 threads", "target", "our share of its memory", "target"]
+    heads = ["work", "bayesfl (s)", "compared with", "its time / bayesfl's, 1 thread", "2 threads", "target"]
+    heads += ["bayesfl's memory / its memory", "target"]
     lines = []
     for row in saved["rows"].values():
         ours, title = row["sides"]["ours"], row["title"].replace("|", "\\|")
@@ -264,7 +288,7 @@ def fedsi_round() -> str:
         pairs = [f"{one[key]:.2f}, {two[key]:.2f}" for key in ("seconds", "times_fedavg", "times_fedavg_and_factors")]
         target = f"{saved['aims'][name][0]:g} {saved['aims'][name][1]}" if name in saved["aims"] else ""
         lines.append([name, *pairs, target, f"{saved['memory_mib'][name]:.0f}" if name in saved["memory_mib"] else ""])
-    heads = ["round", "seconds, 1 and 2 workers", "in FedAvg rounds", "in FedAvg rounds with factors", "target", "memory (MiB)"]
+    heads = ["round", "seconds, 1 and 2 workers", "in rounds of FedAvg", "in rounds of FedAvg with factors", "target", "memory (MiB)"]
     return f"{ruled(heads, lines)}\n\n{made(saved)}"
 
 
@@ -275,7 +299,7 @@ def programs() -> str:
     for name, row in saved["rows"].items():
         theirs = [f"{row['slsqp_cpu_seconds']:.1f}", f"{row['slsqp_violation']:.0e}"]
         lines.append([name, f"{row['cpu_seconds']:.2f}", str(saved["at_most"]), f"{row['violation']:.0e}", *theirs])
-    heads = ["100 programs of 100 weights", "CPU seconds", "target", "violation", "SLSQP: CPU seconds", "violation"]
+    heads = ["100 programs of 100 weights", "CPU seconds", "target", "violation", "SLSQP: CPU seconds", "SLSQP: violation"]
     return f"{ruled(heads, lines)}\n\n{made(saved)}"
 
 
@@ -333,12 +357,20 @@ def versions(cells: dict[str, dict[str, Any]], *, place: int, drawn_anew: set[st
         old |= {method} & drawn_anew if env["date"] < DRAWN_ANEW else set()
     everything = {method for methods in by.values() for method in methods}
     count = {clean: sum(len(methods) for (_, c), methods in by.items() if c == clean) for clean in (True, False)}
-    both = f": {count[True]} from clean trees, {count[False]} with uncommitted changes" if count[False] else ", all from clean trees"
+    both = (
+        f": {count[True]} from clean working trees, {count[False]} with uncommitted changes"
+        if count[False]
+        else ", all from clean working trees"
+    )
     parts = []
     for (commit, clean), methods in by.items():
         kinds = "all methods" if set(methods) == everything else ", ".join(sorted(set(methods)))
         parts.append(f"{commit}{'' if clean else ' with uncommitted changes'} ({len(methods)} cell{'s' * (len(methods) > 1)}: {kinds})")
-    anew = f" Addresses of randomness have changed since: {', '.join(sorted(old))} would draw otherwise today." if old else ""
+    anew = (
+        f" The addresses of randomness have changed since then. A run today would draw other random numbers for {', '.join(sorted(old))}."
+        if old
+        else ""
+    )
     return f"{len(cells)} cells{both}. By commit: {'; '.join(parts)}.{anew}"
 
 
@@ -356,7 +388,7 @@ def fedem() -> str:
             if measure in cell:
                 row.setdefault(measure, []).append(cell[measure])
         if "cluster_sizes" in cell:
-            clusters.append(f"seed {rest[0]}: {len(cell['cluster_sizes'])} of {', '.join(map(str, cell['cluster_sizes']))}")
+            clusters.append(f"seed {rest[0]}: {len(cell['cluster_sizes'])} clusters of {', '.join(map(str, cell['cluster_sizes']))}")
     for name, row in rows.items():
         row["seeds"] = [float(len(row["accuracy"]))]
         row["rate"] = row["rate"][:1]  # the same for all seeds
@@ -364,11 +396,11 @@ def fedem() -> str:
     percent = {"scale": 100.0, "digits": 1}
     columns = [
         report.Column("published_accuracy", title="average (%), published", **percent),
-        report.Column("accuracy", title="measured", **percent),
+        report.Column("accuracy", title="average (%), measured", **percent),
         report.Column("published_accuracy_decile", title="bottom decile (%), published", **percent),
-        report.Column("accuracy_decile", title="measured", **percent),
+        report.Column("accuracy_decile", title="bottom decile (%), measured", **percent),
         report.Column("nll", title="NLL (nats)"),
-        report.Column("l1", title="weights: L1"),
+        report.Column("l1", title="mixture weights: L1"),
         report.Column("rate", title="learning rate", digits=2),
         report.Column("seeds", title="seeds", digits=0),
     ]
@@ -384,7 +416,7 @@ def fedem() -> str:
             f"**Accuracy on validation data by learning rate (%), seed 0**\n\n{report.table(grid, columns=tried, style='markdown')}",
         ]
     )
-    shown += f"\n\nClusters of clustered FL: {'; '.join(clusters)} clients." if clusters else ""
+    shown += f"\n\nSizes of the clusters of clustered FL, in clients: {'; '.join(clusters)}." if clusters else ""
     return f"{shown}\n\n{versions(saved['cells'], place=0, drawn_anew={'FedEM', 'D-FedEM', 'pFedMe'})}"
 
 
@@ -407,7 +439,7 @@ def perinvfl() -> str:
     scored += [report.Column(key, title=key, **percent) for key in ("worst", "average")]
     scored += [report.Column("held_back", title="training colours", **percent), report.Column("seeds", digits=0)]
     seen = [report.Column(f"g{j}", title=f"abs(g), client {j}", digits=4) for j in range(4)]
-    seen += [report.Column(f"turn{k}", title=f"logits at {90 * k}°", digits=2) for k in range(4)]
+    seen += [report.Column(f"turn{k}", title=f"abs(logit) at {90 * k}°", digits=2) for k in range(4)]
     seen += [report.Column("rate", title="personal rate", digits=4), report.Column("lam", title="pull", digits=1)]
     parts = []
     for name, rows in sets.items():
@@ -443,10 +475,10 @@ def _claims(rows: dict[str, dict[str, list[float]]], cases: list[str]) -> str:
 
     lines = [
         ("the best worst case is PerInvFL's", verdict(ours, lambda: best("worst"))),
-        ("so is the best average", verdict(ours, lambda: best("average"))),
+        ("the best average is PerInvFL's", verdict(ours, lambda: best("average"))),
         (
-            "the spread over cases of its narrower form is at most 1.5 times IRM's, and less than half of that of FedAvg, Ditto, FedAvg-FT "
-            "and pFedMe",
+            "the spread over cases of the PerInvFL form with the smaller spread is at most 1.5 times IRM's, and less than half of that of "
+            "FedAvg, Ditto, FedAvg-FT and pFedMe",
             verdict(
                 (*ours, "IRM", *plain),
                 lambda: (
@@ -459,9 +491,12 @@ def _claims(rows: dict[str, dict[str, list[float]]], cases: list[str]) -> str:
             "IRM-L2 and IRM-FT are worse than IRM, on average",
             verdict(("IRM", "IRM-L2", "IRM-FT"), lambda: mean["IRM"]["average"] > max(mean[m]["average"] for m in ("IRM-L2", "IRM-FT"))),
         ),
-        ("(ours) IRM is above FedAvg at p = 0.1", verdict(("IRM", "FedAvg"), lambda: mean["IRM"]["p0.1"] > mean["FedAvg"]["p0.1"])),
+        (
+            "not a claim of the paper: IRM is above FedAvg at p = 0.1",
+            verdict(("IRM", "FedAvg"), lambda: mean["IRM"]["p0.1"] > mean["FedAvg"]["p0.1"]),
+        ),
     ]
-    return "\n".join(["| claim | here |", "|---|---|", *(f"| {claim} | {found} |" for claim, found in lines)])
+    return "\n".join(["| claim | result here |", "|---|---|", *(f"| {claim} | {found} |" for claim, found in lines)])
 
 
 PAGES = {
