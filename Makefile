@@ -20,7 +20,7 @@ test: $(VENV)/.test
 test-slow: $(VENV)/.test
 	$(PYTEST) -m slow --durations=10
 
-# Fifty kills over thirty rounds and two thousand mutations, where `test` has a few of each.
+# Fifty kills over thirty rounds and two thousand mutations, where `test-slow` has a few of each.
 test-durability: $(VENV)/.test
 	BAYESFL_DURABILITY=full $(BIN)/python -m pytest tests/recovery/test_durability.py tests/recovery/test_mutations.py
 
