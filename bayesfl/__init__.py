@@ -20,6 +20,7 @@ from bayesfl.composition import (
     predictors,
     priors,
     topology,
+    with_optimiser,
     with_personal,
     with_server_optimiser,
 )
@@ -73,6 +74,7 @@ __all__ = [
     "selection",
     "simulate",
     "topology",
+    "with_optimiser",
     "with_personal",
     "with_server_optimiser",
 ]

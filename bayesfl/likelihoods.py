@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bayesfl.base.checks import number
 from bayesfl.base.protocols import Tensors
 
 
@@ -24,22 +25,64 @@ def _class_predictive(log_probs: Tensor) -> Tensors:
 
 @dataclass(frozen=True)
 class Categorical:
-    """The likelihood of classes 0 to O - 1 with probabilities softmax(outputs)."""
+    """The likelihood of classes 0 to O - 1 with probabilities softmax(outputs); with weights or smoothing a training loss made of it.
 
+    With weights w and smoothing s the loss of an example of class y is, as in `torch.nn.functional.cross_entropy`,
+
+        (1 - s) w_y nll_y + s / O sum_o w_o nll_o,   nll_o = -log softmax(outputs)_o,
+
+    which is no negative log likelihood of a distribution. Measures are not affected: they compare probabilities with labels.
+
+    Args:
+        weights: Weight of each class in the loss, O numbers >= 0; None for 1.
+        smoothing: Share s of the loss that all classes have alike, in [0, 1).
+
+    Raises:
+        ValueError: A weight is negative or not finite, or `smoothing` lies outside [0, 1).
+    """
+
+    weights: tuple[float, ...] | None = None
+    smoothing: float = 0.0
     task = "classification"
 
+    def __post_init__(self) -> None:
+        if self.weights is not None:
+            object.__setattr__(self, "weights", tuple(number("weights", w) for w in self.weights))
+            if not self.weights or not all(0 <= w < math.inf for w in self.weights) or not any(self.weights):
+                raise ValueError(f"weights must be numbers >= 0, one for each class and not all 0, got {self.weights}")
+        if not 0 <= number("smoothing", self.smoothing) < 1:
+            raise ValueError(f"smoothing is a share and must lie in [0, 1), got {self.smoothing}")
+
+    @property
+    def plain(self) -> bool:
+        """Say whether the loss is the negative log likelihood itself."""
+        return self.weights is None and not self.smoothing
+
+    def _weights(self, outputs: Tensor) -> Tensor:
+        if self.weights is None:
+            return outputs.new_ones(outputs.shape[-1])
+        if len(self.weights) != outputs.shape[-1]:
+            raise ValueError(f"weights must be one for each of the {outputs.shape[-1]} classes, got {len(self.weights)}")
+        return torch.tensor(self.weights, dtype=outputs.dtype, device=outputs.device)
+
     def nll(self, outputs: Tensor, y: Tensor) -> Tensor:
-        """Return the cross-entropy [..., B] in nats of `outputs` [..., B, O] at labels `y` [..., B], which broadcast."""
-        flat = F.cross_entropy(outputs.flatten(0, -2), y.expand(outputs.shape[:-1]).flatten(), reduction="none")
-        return flat.view(outputs.shape[:-1])
+        """Return the loss [..., B] in nats of `outputs` [..., B, O] at labels `y` [..., B], which broadcast: the cross-entropy if plain."""
+        labels = y.expand(outputs.shape[:-1]).flatten()
+        options = {} if self.plain else {"weight": self._weights(outputs), "label_smoothing": self.smoothing}
+        return F.cross_entropy(outputs.flatten(0, -2), labels, reduction="none", **options).view(outputs.shape[:-1])
 
     def nll_and_slope(self, outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Return `nll` [..., B] and its derivative with respect to `outputs`, softmax(outputs) - onehot(y) [..., B, O]."""
+        """Return `nll` [..., B] and its derivative with respect to `outputs` [..., B, O]: softmax(outputs) - onehot(y) if plain."""
         # For few classes torch's softmax is several times slower along the last axis than along the one before.
         log_probs = outputs.mT.contiguous().log_softmax(-2).mT
         places = y.expand(outputs.shape[:-1]).unsqueeze(-1)
-        nll = -log_probs.gather(-1, places).squeeze(-1)
-        return nll, log_probs.exp_().scatter_(-1, places, -1.0, reduce="add")
+        if self.plain:
+            nll = -log_probs.gather(-1, places).squeeze(-1)
+            return nll, log_probs.exp_().scatter_(-1, places, -1.0, reduce="add")
+        weights = self._weights(outputs)
+        target = (self.smoothing / outputs.shape[-1] * weights).expand(outputs.shape)
+        target = target.scatter_add(-1, places, (1 - self.smoothing) * weights[places])
+        return -(target * log_probs).sum(-1), target.sum(-1, keepdim=True) * log_probs.exp() - target
 
     def predictive(self, outputs: Tensor) -> Tensors:
         """Return `probs` [..., N, O] and `epistemic` [..., N] (mutual information, nats) from draws `outputs` [..., S, N, O]."""

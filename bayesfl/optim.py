@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from bayesfl.base.checks import number
 
@@ -114,7 +114,15 @@ class SGD:
             raise ValueError(f"momentum must lie in [0, 1), got {self.momentum}")
 
     def init(self, params: Any) -> Any:
-        """Return zero velocities, one for each parameter; None without momentum."""
+        """Return zero velocities, one for each parameter; None without momentum.
+
+        Raises:
+            TypeError: A parameter is in half precision, in which torch's fused SGD computes wrong steps on a CPU.
+        """
+        if half := {str(t.dtype) for t in tree_leaves(params) if t.dtype in (torch.float16, torch.bfloat16)}:
+            raise TypeError(
+                f"parameters must be in torch.float32 or torch.float64, got {', '.join(sorted(half))}; convert them by .float()"
+            )
         return tree_map(torch.zeros_like, params) if self.momentum else None
 
     def update(self, params: Any, grads: Any, state: Any, rate: float) -> tuple[Any, Any]:
@@ -212,3 +220,54 @@ class Adam:
         """Return the pace, see `Optimiser.pace`; `params` may hold the first clients of `state` only."""
         b = self._corrections(state["steps"])[1]
         return tree_map(lambda w, v: rate / (v[: len(w)].sqrt() / _aligned(b, w) + self.eps), params, state["square"])
+
+
+@dataclass(frozen=True)
+class Clip:
+    """Another optimiser on gradients that are shortened to a given length if they are longer, each client's on its own.
+
+    The length is Euclidean, over all parameters that one step trains together (Pascanu, Mikolov, Bengio, "On the difficulty of training
+    recurrent neural networks", ICML 2013). The gradient is that of the phase's energy: of a sum over n examples it is n times as long as of
+    their mean. Weight decay is added by the inner optimiser, after the clipping.
+
+    Args:
+        optimiser: The optimiser that takes the steps.
+        norm: Largest length of a gradient, > 0.
+
+    Raises:
+        ValueError: `optimiser` is not one of `bayesfl.optim`, or `norm` is not > 0.
+    """
+
+    optimiser: Optimiser
+    norm: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_optimiser("optimiser", self.optimiser)
+        if not number("norm", self.norm) > 0:
+            raise ValueError(f"norm must be > 0, got {self.norm}")
+
+    @property
+    def rate(self) -> Rate:
+        """Return the inner optimiser's learning rate."""
+        return self.optimiser.rate
+
+    def init(self, params: Any) -> Any:
+        """Return the inner optimiser's state before the first step."""
+        return self.optimiser.init(params)
+
+    def update(self, params: Any, grads: Any, state: Any, rate: float) -> tuple[Any, Any]:
+        """Return new parameters and state, see `Optimiser.update`."""
+        factor = self._factor(torch.stack([g.square().sum() for g in tree_leaves(grads)]).sum())
+        return self.optimiser.update(params, tree_map(lambda g: g * factor, grads), state, rate)
+
+    def update_(self, params: list[Tensor], grads: list[Tensor], state: Any, rate: float, active: int) -> None:
+        """Take one step in place, see `Optimiser.update_`."""
+        factor = self._factor(torch.stack([g.flatten(1).square().sum(1) for g in grads]).sum(0))
+        self.optimiser.update_(params, [g * _aligned(factor, g) for g in grads], state, rate, active)
+
+    def pace(self, params: Any, state: Any, rate: float) -> Any:
+        """Return the inner optimiser's pace, see `Optimiser.pace`."""
+        return self.optimiser.pace(params, state, rate)
+
+    def _factor(self, squares: Tensor) -> Tensor:
+        return (self.norm / squares.sqrt().clamp_min(torch.finfo(squares.dtype).tiny)).clamp_max(1.0)

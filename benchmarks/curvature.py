@@ -1,4 +1,4 @@
-"""How fast curvature is, beside laplace-torch with both its backends: MLP 784-100-10 and LeNet.
+"""Measure how fast curvature is, beside laplace-torch with both its backends: MLP 784-100-10 and LeNet.
 
 python benchmarks/curvature.py [--quick] [--rows NAME ...]
 

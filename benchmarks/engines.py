@@ -1,4 +1,4 @@
-"""How fast a round is, in units of a bare loop: a module and a torch.optim.SGD per client, one after another, on one thread.
+"""Measure how fast a round is, in units of a bare loop: a module and a torch.optim.SGD per client, one after another, on one thread.
 
 python benchmarks/engines.py [--quick] [--rows NAME ...]
 

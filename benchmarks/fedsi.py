@@ -1,4 +1,4 @@
-"""How long a round of FedSI takes, in units of our own FedAvg round of the same steps: MNIST small, ten clients, 500 steps a round.
+"""Measure how long a round of FedSI takes, in units of our own FedAvg round of the same steps: MNIST small, ten clients, 500 steps a round.
 
 python benchmarks/fedsi.py [--quick] [--workers N ...] [--data-root FOLDER]
 

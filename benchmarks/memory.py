@@ -1,4 +1,4 @@
-"""What a federation of many clients keeps in memory.
+"""Measure what a federation of many clients keeps in memory.
 
 10,000 clients, 20 samples of 64 floats each, a private mean-field head of 5,000 weights:
 

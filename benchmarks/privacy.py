@@ -1,4 +1,4 @@
-"""What noise costs in accuracy: FedAvg on digits, 300 clients of about five images each, cohorts of a fifth, at several noise multipliers.
+"""Measure what noise costs in accuracy: FedAvg on digits, 300 clients of about five images each, cohorts of a fifth, several multipliers.
 
 python benchmarks/privacy.py [--quick]
 

@@ -1,4 +1,4 @@
-"""Which weights should a subnetwork keep uncertain, and is it worth it? The rules of bayesfl.selection on one client's images.
+"""Compare rules for the weights that a subnetwork keeps uncertain: is it worth it? The rules of bayesfl.selection on one client's images.
 
     python benchmarks/selection.py [--quick] [--parts PART ...] [--figure] [--data-root DIR]
 
@@ -62,7 +62,7 @@ Predict = Callable[[Tensor], tuple[Tensor, Tensor | None]]
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large the study is.
+    """The size of the study.
 
     Args:
         train: Training images of each class.
@@ -86,7 +86,7 @@ QUICK = Sizes(train=12, test=30, validation=50, outside=60, steps=100, grid=(1.0
 
 @dataclass(frozen=True)
 class Images:
-    """What one network is trained and measured on.
+    """The images that one network is trained and measured on.
 
     Args:
         x: Training images.
@@ -113,7 +113,7 @@ class Images:
     about: dict[str, float]
 
     def changed(self, x: Tensor) -> Tensor:
-        """How many of the pixels that are constant in training are not so in each of `x`, [N]."""
+        """Count how many of the pixels that are constant in training are not so in each of `x`, [N]."""
         return (x.flatten(1) != self.x[0].flatten())[:, self.constant].sum(1).double()
 
 
@@ -205,7 +205,7 @@ def on_lit(predict: Predict, data: Images, probs: Tensor) -> dict[str, float]:
 
 
 def measure(predict: Predict, data: Images, *, everything: bool = True) -> dict[str, float]:
-    """What is measured of predictions: everything, or of images from elsewhere and lit ones those of unseen classes alone."""
+    """Compute what is measured of predictions: everything, or of images from elsewhere and lit ones those of unseen classes alone."""
     start = time.process_time()
     probs, epistemic = predict(data.test)
     row = quality(probs, data.test_y) | {"predict_seconds": (time.process_time() - start) / len(data.test) * 1000}
@@ -241,7 +241,7 @@ def of_posterior(fitted: Laplace, noise: Tensor) -> Predict:
 
 
 def dead(model: nn.Module, x: Tensor) -> Tensor:
-    """Which hidden units no example [N, ...] activates, [H] bool."""
+    """Find which hidden units no example [N, ...] activates, [H] bool."""
     body = model.get_submodule("body")
     with torch.no_grad():
         return (body(x) == 0).all(0)

@@ -1,4 +1,4 @@
-"""How long FedPAC's programs take: 100 clients, a program over the weights of 100 heads for each.
+"""Measure how long FedPAC's programs take: 100 clients, a program over the weights of 100 heads for each.
 
 python benchmarks/simplex.py [--quick]
 

@@ -6,6 +6,7 @@ benchmarks/results/selection.json (python benchmarks/selection.py), noise from b
 benchmarks/results/papers.
 """
 
+import importlib
 import inspect
 import json
 import math
@@ -21,8 +22,32 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
 
+GIVEN = (
+    ("bayesfl.federation.result", "Result"),
+    ("bayesfl.evaluation.history", "History"),
+    ("bayesfl.evaluation.predictions", "Predictions"),
+    ("bayesfl.posteriors.nuts", "Samples"),
+    ("bayesfl.federation.errors", "BadClients"),
+    ("bayesfl.federation.errors", "FailedRound"),
+    ("bayesfl.federation.errors", "CheckpointError"),
+)
+INTERNAL = {
+    "Crew",
+    "PhasePlan",
+    "check_optimiser",
+    "rate_at",
+    "refuse_impure",
+    "check_rule",
+    "check_mixing",
+    "cholesky",
+    "basis",
+    "restore",
+    "root",
+}
+
+
 def implemented() -> str:
-    """What is implemented, in Markdown."""
+    """List what is implemented, in Markdown."""
     lines = [
         "| method | in `bf.algorithms` | paper | belief of a client | sent each round | never leaves the client |",
         "|---|---|---|---|---|---|",
@@ -32,7 +57,7 @@ def implemented() -> str:
 
 
 def names() -> str:
-    """What a user imports, with the first sentence of each docstring, in Markdown."""
+    """List what a user imports, with the first sentence of each docstring, in Markdown."""
 
     def row(shown: str, thing: Any) -> str:
         first = re.split(r"\n\n|(?<=[a-z\]`)])\. ", (inspect.getdoc(thing) or "").strip())[0].replace("\n", " ").rstrip(".")
@@ -40,7 +65,7 @@ def names() -> str:
 
     def public(module: ModuleType) -> list[Any]:
         found = [getattr(module, name) for name in getattr(module, "__all__", [name for name in vars(module) if name[0] != "_"])]
-        own = [thing for thing in found if inspect.isclass(thing) or inspect.isfunction(thing)]
+        own = [thing for thing in found if (inspect.isclass(thing) or inspect.isfunction(thing)) and thing.__name__ not in INTERNAL]
         return own if hasattr(module, "__all__") else [thing for thing in own if thing.__module__ == module.__name__]
 
     heads = ["| name | what it does or is |", "|---|---|"]
@@ -48,6 +73,8 @@ def names() -> str:
     parts = [
         "## bf\n\n" + "\n".join([*heads, *(row(f"bf.{name}", thing) for name, thing in sorted(top, key=lambda entry: entry[0].lower()))])
     ]
+    given = [(name, getattr(importlib.import_module(module), name)) for module, name in GIVEN]
+    parts.append("## What these return and raise\n\n" + "\n".join([*heads, *(row(name, thing) for name, thing in given)]))
     for name in sorted(bf.__all__):
         module = getattr(bf, name)
         if isinstance(module, ModuleType) and name != "algorithms":
@@ -98,7 +125,7 @@ def engines() -> str:
 
 
 def selection() -> str:
-    """What rules of subnetworks are worth, in Markdown: a table for each measure, the networks side by side."""
+    """Show what rules of subnetworks are worth, in Markdown: a table for each measure, the networks side by side."""
     saved = json.loads((RESULTS / "selection.json").read_text())
     parts = {
         part: {f"{dataset}, {scaling}": found for dataset, by in saved[part]["results"].items() for scaling, found in by.items()}
@@ -280,7 +307,7 @@ def curvature() -> str:
 
 
 def fedsi_round() -> str:
-    """What a round of FedSI costs."""
+    """Show what a round of FedSI costs."""
     saved = json.loads((RESULTS / "fedsi.json").read_text())
     lines = []
     for name, one in saved["workers"]["1"].items():
@@ -323,7 +350,7 @@ def ruled(heads: list[str], lines: list[list[str]]) -> str:
 
 
 def made(saved: dict[str, Any]) -> str:
-    """By which command, when, on what, at which commit."""
+    """Say by which command, when, on what and at which commit results were made."""
     env = saved["environment"]
     commit, clean = commit_of(env)
     at = "" if not commit else f", commit {commit[:10]}{'' if clean else ' with uncommitted changes'}"
@@ -341,7 +368,7 @@ DRAWN_ANEW = "2026-11-22T12:00"
 
 
 def versions(cells: dict[str, dict[str, Any]], *, place: int, drawn_anew: set[str]) -> str:
-    """How many of a table's cells come from clean trees, which commits made them, and which methods would draw otherwise today.
+    """Say how many of a table's cells come from clean trees, which commits made them, and which methods would draw otherwise today.
 
     Args:
         cells: By keys of words between slashes.
@@ -460,7 +487,7 @@ def perinvfl() -> str:
 
 
 def _claims(rows: dict[str, dict[str, list[float]]], cases: list[str]) -> str:
-    """What the paper's text claims of one set, by means over seeds; a method that is not there yet leaves its claims open."""
+    """List what the paper's text claims of one set, by means over seeds; a method that is not there yet leaves its claims open."""
     mean = {method: {key: sum(values) / len(values) for key, values in row.items()} for method, row in rows.items()}
     ours, plain = ("PerInvFL-IRM", "PerInvFL-DRO"), ("FedAvg", "Ditto", "FedAvg-FT", "pFedMe")
     spread = {method: max(row[c] for c in cases) - min(row[c] for c in cases) for method, row in mean.items()}
@@ -501,6 +528,7 @@ def _claims(rows: dict[str, dict[str, list[float]]], cases: list[str]) -> str:
 
 PAGES = {
     ROOT / "README.md": (demo,),
+    ROOT / "docs" / "demo.md": (demo,),
     ROOT / "docs" / "methods.md": (implemented,),
     ROOT / "docs" / "api" / "names.md": (names,),
     ROOT / "docs" / "selection.md": (selection,),

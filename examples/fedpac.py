@@ -1,4 +1,4 @@
-"""Which clients should share a head? FedPAC on clients that form groups, which the method is not told.
+"""Find which clients should share a head: FedPAC on clients that form groups, which the method is not told.
 
     python examples/fedpac.py                                           # digits, 20 clients, some four minutes on one core
     python examples/fedpac.py --data fashion-mnist --rounds 200 --train 600 --test 600 --batch 50    # the paper's

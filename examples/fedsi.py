@@ -1,4 +1,4 @@
-"""What does a posterior over a subnetwork add to a personal model? FedSI, FedBABU, FedAvg-FT and pFedVEM, with and without a temperature.
+"""Find what a posterior over a subnetwork adds to a personal model: FedSI, FedBABU, FedAvg-FT and pFedVEM, with and without a temperature.
 
     python examples/fedsi.py                                                        # handwritten digits, under two minutes on one core
     python examples/fedsi.py --dataset mnist --train 50 --test 950 --rounds 800     # the paper's small MNIST
@@ -43,7 +43,7 @@ LOOKED_AT = 200  # at most so many of a client's test examples, and as many of w
 
 @dataclass(frozen=True)
 class Preset:
-    """What a data set is run with.
+    """The options with which a data set is run.
 
     Args:
         steps: Mini-batches on the body each round.

@@ -157,7 +157,7 @@ def summarised(cases: dict[str, float], held_back: float) -> dict[str, float]:
 
 
 def references(clients: bf.data.FederatedData) -> dict[str, dict[str, float]]:
-    """What looking at colour alone reaches on the same images, a coin, and shape alone at most; the last two in expectation."""
+    """Compute what looking at colour alone reaches on the same images, a coin, and shape alone at most; the last two in expectation."""
 
     def by_colour(split: Any) -> float:
         hits = []

@@ -27,7 +27,7 @@ DRAWS = 20
 
 @dataclass(frozen=True)
 class Preset:
-    """What a data set is run with.
+    """The options with which a data set is run.
 
     Args:
         model: (inputs, outputs, seed) -> a body under a head drawn from N(0, 1), the same start for every method.

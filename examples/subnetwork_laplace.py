@@ -1,4 +1,4 @@
-"""Which weights of one network should stay uncertain? Laplace approximations of a trained classifier, without federation.
+"""Compare which weights of one network stay uncertain: Laplace approximations of a trained classifier, without federation.
 
     python examples/subnetwork_laplace.py                                        # handwritten digits, seconds
     python examples/subnetwork_laplace.py --dataset mnist --data-root DIR        # real MNIST

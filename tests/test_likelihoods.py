@@ -1,6 +1,7 @@
 """Likelihoods against torch's, their slopes against autograd, and their predictive distributions against slow sums."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, distributions
 from torch.testing import assert_close
 
+import bayesfl as bf
 from bayesfl.likelihoods import Bernoulli, Categorical, Gaussian
 from tests.cases import numbers
 
@@ -164,3 +166,51 @@ def test_gaussian_predictive_is_noise_and_spread():
     alone = Gaussian(0.5).predictive(outputs[:, :1])
     assert_close(alone["variance"], torch.full_like(mean, 0.25))
     assert_close(alone["epistemic"], torch.zeros(2, 4).double())
+
+
+WEIGHTED = [Categorical((1.0, 2.0, 0.5)), Categorical(smoothing=0.2), Categorical((0.0, 3.0, 1.0), smoothing=0.1)]
+
+
+@pytest.mark.parametrize("likelihood", WEIGHTED, ids=str)
+def test_weights_and_smoothing_are_torchs(likelihood: Categorical):
+    """Value, and slope against autograd; also for labels that broadcast over draws."""
+    outputs, y = numbers(4, 5, 3).requires_grad_(), torch.tensor([0, 1, 2, 2, 1])
+    nll, slope = likelihood.nll_and_slope(outputs.detach(), y)
+    weight = None if likelihood.weights is None else torch.tensor(likelihood.weights, dtype=torch.float64)
+    expected = torch.stack(
+        [F.cross_entropy(row, y, weight=weight, label_smoothing=likelihood.smoothing, reduction="none") for row in outputs]
+    )
+    assert_close(nll, expected.detach(), atol=1e-12, rtol=0)
+    assert_close(likelihood.nll(outputs.detach(), y), nll, atol=1e-12, rtol=0)
+    (gradient,) = torch.autograd.grad(expected.sum(), outputs)
+    assert_close(slope, gradient, atol=1e-12, rtol=0)
+
+
+def test_weights_of_one_and_no_smoothing_change_nothing():
+    outputs, y = numbers(4, 3), torch.tensor([0, 1, 2, 2])
+    for one, other in zip(Categorical((1.0, 1.0, 1.0)).nll_and_slope(outputs, y), Categorical().nll_and_slope(outputs, y), strict=True):
+        assert_close(one, other, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"weights": (1.0, -1.0)}, r"weights .*got \(1\.0, -1\.0\)"),
+        ({"weights": (0.0, 0.0)}, r"weights .*got \(0\.0, 0\.0\)"),
+        ({"weights": ("a",)}, "weights .*got 'a'"),
+        ({"smoothing": 1.0}, r"smoothing .*got 1\.0"),
+    ],
+)
+def test_what_is_no_weight(options: Any, words: str):
+    with pytest.raises(ValueError, match=words):
+        Categorical(**options)
+
+
+def test_losses_that_are_no_likelihood_have_no_curvature():
+    """Refused where a Laplace approximation is composed, and where it is fitted; weights for another number of classes are refused, too."""
+    with pytest.raises(ValueError, match=r"smoothing=0\.2.*Categorical\(\)"):
+        bf.algorithms.fedsi(bf.models.mlp(4, hidden=3, outputs=3), likelihood=WEIGHTED[1])
+    with pytest.raises(ValueError, match=r"smoothing=0\.2.*Categorical\(\)"):
+        bf.curvature.Curvature(bf.models.mlp(4, hidden=3, outputs=3), WEIGHTED[1])
+    with pytest.raises(ValueError, match=r"weights .*2 classes.* got 3"):
+        WEIGHTED[0].nll(torch.zeros(1, 2), torch.zeros(1, dtype=torch.long))

@@ -1,13 +1,14 @@
 """Optimisers against torch's own, and the step in place against the pure one."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from bayesfl.optim import SGD, Adam, cosine, multistep, rate_at
+from bayesfl.optim import SGD, Adam, Clip, cosine, multistep, rate_at
 from tests.cases import numbers
 
 RULES = {
@@ -150,3 +151,43 @@ def test_arguments_out_of_range_are_refused(make, word):
     """The message names the argument: rates and decays from 0, momentum and betas within [0, 1)."""
     with pytest.raises(ValueError, match=word):
         make()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_refused(dtype: torch.dtype):
+    """In which torch's fused SGD computes wrong steps on a CPU."""
+    with pytest.raises(TypeError, match=r"float32.*got torch\.(b?)float16"):
+        SGD(0.1).init([torch.ones(3, dtype=dtype)])
+
+
+@pytest.mark.parametrize("inner", [SGD(0.1, 0.9), Adam(0.1)])
+def test_clipped_gradients(inner: Any):
+    """Each client's over all its parameters together: torch's clip_grad_norm_, then the inner optimiser; short ones stay as they are."""
+    clip = Clip(inner, norm=1.5)
+    params, grads = [numbers(3, 4), numbers(3, 2, 2, seed=1)], [numbers(3, 4, seed=2), numbers(3, 2, 2, seed=3)]
+    grads[0][1] /= 100
+    grads[1][1] /= 100
+    moved, state = [p.clone() for p in params], clip.init(params)
+    clip.update_(moved, [g.clone() for g in grads], state, 0.1, 3)
+    for client in range(3):
+        own, slope = [p[client] for p in params], [g[client].clone() for g in grads]
+        leaves = [torch.nn.Parameter(p.clone()) for p in own]
+        for leaf, g in zip(leaves, slope, strict=True):
+            leaf.grad = g.clone()
+        length = torch.nn.utils.clip_grad_norm_(leaves, 1.5)
+        assert (length < 1.5) == (client == 1)
+        expected, _ = inner.update(own, [leaf.grad for leaf in leaves], inner.init(own), 0.1)
+        found, _ = clip.update(own, slope, clip.init(own), 0.1)
+        assert_close(found, expected, atol=1e-6, rtol=0)
+        assert_close([t[client] for t in moved], expected, atol=1e-6, rtol=0)
+
+
+def test_a_gradient_of_zero_is_not_divided_by():
+    found, _ = Clip(SGD(0.1), norm=1.0).update([torch.ones(2)], [torch.zeros(2)], None, 0.1)
+    assert torch.equal(found[0], torch.ones(2))
+
+
+@pytest.mark.parametrize(("options", "words"), [({"norm": 0.0}, "norm .*got 0"), ({"optimiser": SGD}, "optimiser .*got <class")])
+def test_what_is_no_clip(options: dict[str, Any], words: str):
+    with pytest.raises(ValueError, match=words):
+        Clip(**{"optimiser": SGD(0.1), **options})

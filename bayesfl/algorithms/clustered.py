@@ -51,7 +51,7 @@ def clustered(
     weight: Weight = by_size,
     likelihood: Likelihood = Categorical(),
 ) -> Algorithm:
-    """Federate `model` by clustered FL.
+    """Federate `model` by clustered FL: FedAvg within clusters of clients; a cluster splits where its clients' updates disagree.
 
     The server holds `models` [clusters, D], each client's `cluster` [J] (-1 before the first round), the first round's `unit` |u|, and
     `norms` [clusters, 2], |u| and max |u_j| of the last round in this unit, which tell how close a cluster is to a split. It sends a client

@@ -35,7 +35,7 @@ def ditto(
     adapt_epochs: int = 20,
     likelihood: Likelihood = Categorical(),
 ) -> Algorithm:
-    """Federate `model` by Ditto.
+    """Federate `model` by Ditto: FedAvg, and for each client a personal model that is pulled towards the global one.
 
     Args:
         model: Any module.

@@ -30,7 +30,7 @@ def fedavg(
     weight_decay: float = 0.0,
     likelihood: Likelihood = Categorical(),
 ) -> Algorithm:
-    """Federate `model` by FedAvg.
+    """Federate `model` by FedAvg: clients train the common model, and the server averages their weights.
 
     Args:
         model: Any module.

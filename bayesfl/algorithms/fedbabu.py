@@ -27,7 +27,7 @@ def fedbabu(
     finetune_lr: Rate | None = None,
     likelihood: Likelihood = Categorical(),
 ) -> Algorithm:
-    """Federate `model` (its parts named `body` and `head`) by FedBABU.
+    """Federate `model` by FedBABU: the body is averaged under a fixed random head, and clients fine-tune both to predict.
 
     Args:
         model: A `bf.models.SplitModel`, or any module whose parameters are named `body.*` and `head.*`; its head is the fixed one.

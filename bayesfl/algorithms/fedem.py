@@ -70,7 +70,7 @@ def fedem(
     adapt_iterations: int = 20,
     likelihood: Likelihood = Categorical(),
 ) -> Algorithm:
-    """Federate `model` by FedEM.
+    """Federate `model` by FedEM: all clients train M common components, and each predicts by its own mixture of them.
 
     A component may die: if it explains no example of any client, it is trained on none, and returns only by chance.
     `result.server["usage"]` [M] is the share of the examples that each component made, computed from the pi that clients sent last; a

@@ -58,7 +58,7 @@ def fedpac(
     batch_size: int | None = 50,
     likelihood: Likelihood = Categorical(),
 ) -> Algorithm:
-    """Federate `model` by FedPAC.
+    """Federate `model` by FedPAC: the server averages the body, and mixes for each client a head from the heads that help it.
 
     Besides its models a client sends, for every class, counts, mean features, and mean features weighted by the class's frequency, and one
     variance; so the server knows the frequencies of its labels. `result.server["head"]["weights"]` [J, J] has the weights a_ij: row i is

@@ -26,7 +26,7 @@ def fedper(
     adapt_epochs: int = 20,
     likelihood: Likelihood = Categorical(),
 ) -> Algorithm:
-    """Federate `model` (its parts named `body` and `head`) by FedPer.
+    """Federate `model` (its parts named `body` and `head`) by FedPer: the server averages the body; heads stay on their clients.
 
     Args:
         model: A `bf.models.SplitModel`, or any module whose parameters are named `body.*` and `head.*`.

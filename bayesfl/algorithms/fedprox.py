@@ -29,7 +29,7 @@ def fedprox(
     weight_decay: float = 0.0,
     likelihood: Likelihood = Categorical(),
 ) -> Algorithm:
-    """Federate `model` by FedProx.
+    """Federate `model` by FedProx: FedAvg, where each client is pulled towards the model that it received.
 
     Args:
         model: Any module.

@@ -27,7 +27,7 @@ def fedrep(
     weight_decay: float = 0.0,
     likelihood: Likelihood = Categorical(),
 ) -> Algorithm:
-    """Federate `model` (its parts named `body` and `head`) by FedRep.
+    """Federate `model` (its parts named `body` and `head`) by FedRep: a shared body and personal heads, trained in turn.
 
     Args:
         model: A `bf.models.SplitModel`, or any module whose parameters are named `body.*` and `head.*`.

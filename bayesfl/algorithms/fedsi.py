@@ -80,12 +80,12 @@ def fedsi(
     finetune_lr: float = 1e-2,
     likelihood: Likelihood = Categorical(),
 ) -> Algorithm:
-    """Federate `model` (its parts named `body` and `head`) by FedSI.
+    """Federate `model` by FedSI: the body is averaged, and each client is uncertain about a subnetwork of it.
 
     The nearest to the paper's text is prior_precision=1e4 (its alpha = 1e-4 a variance), predictive_precision=1e4 and centre=False. One
     step of the text is not here: its prediction takes H_S = GGN_S + diag(1 / g_S) with the variances g that the server learned. Here g is
-    for training only; predictions never read it and have one precision for all weights. With these options that is 1 / alpha, the text's
-    own number for weights that nobody selected at the last fit, and for those alone.
+    for training only; predictions never read it and have one precision for all weights. With these options that precision is 1 / alpha. The
+    text has this value only for weights that no client selected.
 
     Args:
         model: A `bf.models.SplitModel`, or any module whose parameters are named `body.*` and `head.*`; its head is the common one.

@@ -40,7 +40,7 @@ def group_dro(
     optimiser: Optimiser = Adam(5e-4),
     likelihood: Likelihood = Categorical(),
 ) -> Algorithm:
-    """Federate `model` by GroupDRO over the environments of all clients; the data need environments.
+    """Federate `model` by GroupDRO: one model whose largest loss over all environments is small; the data need environments.
 
     Only the weights of a round's cohort are updated, and their sum is kept. A client starts with equal weight at each of its `environments`
     places; when it first takes part and has fewer environments, the weight of the missing ones goes to all others in proportion.

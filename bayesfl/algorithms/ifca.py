@@ -32,7 +32,7 @@ def ifca(
     weight_decay: float = 0.0,
     likelihood: Likelihood = Categorical(),
 ) -> Algorithm:
-    """Federate `model` by IFCA.
+    """Federate `model` by IFCA: each client trains the one of M models that fits its data best, and the server averages within clusters.
 
     Args:
         model: Any module; the clusters' models draw their starts anew from its layers.

@@ -58,7 +58,7 @@ def irm(
     optimiser: Optimiser = Adam(5e-4),
     likelihood: Likelihood = Categorical(),
 ) -> Algorithm:
-    """Federate `model` by distributed IRM; the data need environments.
+    """Federate `model` by distributed IRM: one model is trained to be optimal in every environment at once; the data need environments.
 
     Args:
         model: Any module.

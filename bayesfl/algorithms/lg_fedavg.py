@@ -29,7 +29,7 @@ def lg_fedavg(
     adapt_epochs: int = 20,
     likelihood: Likelihood = Categorical(),
 ) -> Algorithm:
-    """Federate `model` (its parts named `body` and `head`) by LG-FedAvg.
+    """Federate `model` (its parts named `body` and `head`) by LG-FedAvg: the server averages the head; bodies stay on their clients.
 
     Args:
         model: A `bf.models.SplitModel`, or any module whose parameters are named `body.*` and `head.*`.

@@ -24,7 +24,7 @@ def local(
     adapt_epochs: int = 100,
     likelihood: Likelihood = Categorical(),
 ) -> Algorithm:
-    """Train `model` on each client alone.
+    """Train `model` on each client alone, from a common start; nothing is sent.
 
     Args:
         model: Any module.

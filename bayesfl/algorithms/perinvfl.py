@@ -7,7 +7,7 @@ In the upper problem w is the model received in the round; theta_j and its optim
 
 The two weights are separate: gamma for invariance over the client's own environments, lam for the pull to the federation's model. Each is
 one number for all clients. The paper's Remark 1 gives every client its own balancing weight, the smaller the fewer environments it has; the
-library does not have that, and the text that survives does not say which term the weight multiplies. With one environment a client's own
+library does not have that, and the available text does not say which term the weight multiplies. With one environment a client's own
 GroupDRO would be its plain risk, so PerInvFL-DRO has IRM's penalty in the upper problem, too.
 
 `variant="contrastive"` has the released code's contrastive term in place of the distance and of the personal penalty: features z_i of
@@ -83,7 +83,7 @@ def perinvfl(
     personal_optimiser: Optimiser = Adam(1e-4),
     likelihood: Likelihood = Categorical(),
 ) -> Algorithm:
-    """Federate `model` by PerInvFL; the data need environments.
+    """Federate `model` by PerInvFL: invariant personal models are pulled towards an invariant global one; the data need environments.
 
     Args:
         model: Any module; for `contrastive` a `bf.models.SplitModel`, whose features are compared.

@@ -40,7 +40,7 @@ def pfedmap(
     likelihood_scale: Literal["sum", "mean"] = "sum",
     likelihood: Likelihood = Categorical(),
 ) -> Algorithm:
-    """Federate `model` (its parts named `body` and `head`) by pFedMAP.
+    """Federate `model` by pFedMAP: a shared body, and personal heads that a Gaussian prior pulls towards their mean.
 
     Args:
         model: A `bf.models.SplitModel`, or any module whose parameters are named `body.*` and `head.*`.

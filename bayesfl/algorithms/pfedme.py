@@ -34,7 +34,7 @@ def pfedme(
     warm_start: bool = True,
     likelihood: Likelihood = Categorical(),
 ) -> Algorithm:
-    """Federate `model` by pFedMe.
+    """Federate `model` by pFedMe: personal models are pulled towards the global one, and the global one moves towards them.
 
     Args:
         model: Any module.

@@ -58,7 +58,7 @@ def pfedvem(
     likelihood_scale: Literal["sum", "mean"] = "sum",
     likelihood: Likelihood = Categorical(),
 ) -> Algorithm:
-    """Federate `model` (its parts named `body` and `head`) by pFedVEM.
+    """Federate `model` by pFedVEM: a shared body, and personal heads with Gaussian posteriors around a common mean.
 
     Args:
         model: A `bf.models.SplitModel`, or any module whose parameters are named `body.*` and `head.*`.

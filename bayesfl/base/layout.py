@@ -1,31 +1,61 @@
 """The layout of a block's parameters as one vector: which named tensors it covers, and views of the vector in their shapes."""
 
+import copy
 import math
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
+
+Pattern: TypeAlias = str | tuple[str, ...]
+"""Shell-style pattern over parameter names, such as `head.*`, or several, whose matches are joined; `!head.*` takes matches out."""
+
+
+def covers(pattern: Pattern, name: str) -> bool:
+    """Say whether a pattern covers a parameter's name; patterns that only take out cover all other names."""
+    patterns = (pattern,) if isinstance(pattern, str) else pattern
+    wanted = [one for one in patterns if not one.startswith("!")]
+    return (not wanted or any(fnmatchcase(name, one) for one in wanted)) and not any(
+        fnmatchcase(name, one[1:]) for one in patterns if one.startswith("!")
+    )
+
+
+def copied(module: nn.Module) -> nn.Module:
+    """Return a copy of a module whose frozen parameters share the original's storage; they are never written."""
+    frozen = [p for p in module.parameters() if not p.requires_grad]
+    return copy.deepcopy(module, {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in frozen})
 
 
 class Layout:
     """The parameters of `model` that `pattern` covers, in the order of `named_parameters()`.
 
+    Frozen parameters, those with `requires_grad=False`, are constants and in no layout.
+
     Args:
         model: Any module.
-        pattern: A shell-style pattern over parameter names, such as `head.*`.
+        pattern: Pattern over parameter names, see `Pattern`.
 
     Raises:
-        ValueError: The pattern matches no parameter.
+        TypeError: The pattern is neither text nor a tuple of texts.
+        ValueError: The pattern matches no parameter, or frozen ones alone.
     """
 
-    def __init__(self, model: nn.Module, pattern: str) -> None:
-        shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-        self.shapes = {name: shape for name, shape in shapes.items() if fnmatchcase(name, pattern)}
+    def __init__(self, model: nn.Module, pattern: Pattern) -> None:
+        if not isinstance(pattern, str) and not (isinstance(pattern, tuple) and pattern and all(isinstance(one, str) for one in pattern)):
+            raise TypeError(f"pattern must be text, such as 'head.*', or a tuple of texts, got {pattern!r}")
+        covered = {name: p for name, p in model.named_parameters() if covers(pattern, name)}
+        if not covered:
+            raise ValueError(
+                f"pattern {pattern!r} matches no parameter; the model has {[name for name, _ in model.named_parameters()]}. Patterns are "
+                "matched against named_parameters(); bf.models.split(module, head=...) gives any module a body and a head."
+            )
+        self.shapes = {name: tuple(p.shape) for name, p in covered.items() if p.requires_grad}
         if not self.shapes:
             raise ValueError(
-                f"pattern {pattern!r} matches no parameter; the model has {list(shapes)}. Patterns are matched against "
-                "named_parameters(); bf.models.split(module, head=...) gives any module a body and a head."
+                f"pattern {pattern!r} matches frozen parameters alone: {list(covered)} have requires_grad=False; unfreeze what is to be "
+                "trained, or take a method that does not train this part"
             )
         self.names = tuple(self.shapes)
         self.sizes = tuple(math.prod(shape) for shape in self.shapes.values())

@@ -1,7 +1,8 @@
 """The types and interfaces shared by all parts of the package.
 
 Index letters in code and documentation: `J` clients, `C` clients of a cohort or chunk, `N` examples, `B` batch, `S` posterior draws,
-`D` parameters of a block, `O` outputs.
+`D` parameters of a block, `P` selected weights of a subnetwork, `M` copies of a block, `O` outputs. As a subscript, as in H_S, `S` is the
+set of the selected weights.
 
 Terms: a "view" is one client's current state of the blocks in a phase; "given" is what every client received this round; a "block" is a set
 of parameters treated alike; a "cohort" are the clients whose work is gathered in a round; a "chunk" are clients computed together.
@@ -46,7 +47,7 @@ Weight: TypeAlias = Callable[[Server, Uplink], Tensor]
 """Function (server, uplink) -> weights of the clients of an uplink, [C], not normalised; [C, M] for the copies of a block."""
 
 
-RESERVED = ("n", "ids", "round", "rounds")
+RESERVED = ("n", "ids", "round", "rounds", "clients")
 """Names of entries that every view or uplink holds in addition to the method's own."""
 
 

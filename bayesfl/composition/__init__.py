@@ -2,6 +2,7 @@
 
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.block import Block, standard_normal
+from bayesfl.composition.client_optimiser import with_optimiser
 from bayesfl.composition.energy import Energy, Penalty, tempering
 from bayesfl.composition.invariance import Annealed, Estimator, anew_at, by_environment, evenly, irm_energy, reweighted, tied
 from bayesfl.composition.personal import with_personal
@@ -50,6 +51,7 @@ __all__ = [
     "standard_normal",
     "tempering",
     "tied",
+    "with_optimiser",
     "with_personal",
     "with_server_optimiser",
 ]

@@ -1,6 +1,5 @@
 """`Algorithm`: a federated method as a value, made of blocks (what is believed, sent and kept) and phases (what is trained)."""
 
-import copy
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -15,7 +14,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map
 
 from bayesfl.base.checks import instance, whole
-from bayesfl.base.layout import Layout
+from bayesfl.base.layout import Layout, copied
 from bayesfl.base.protocols import (
     RESERVED,
     Batch,
@@ -53,7 +52,8 @@ class Algorithm:
             the view's entry after the round is sent; it is kept only where `private` has the name, too. The starts of `private` and
             `reports` are tensors, numbers, nested mappings of these, or functions (given) -> one of these.
         combine: (server, ids, uplink) -> the server's changed entries; runs after the pools. `uplink` has the cohort's reports and the
-            blocks with a stacked pool, each [C, ...], "n" and "ids" [C], and the numbers "round" and "rounds".
+            blocks with a stacked pool, each [C, ...], "n" and "ids" [C], and the numbers "round", "rounds" and
+            "clients" J.
         finetune: Phases that every client runs on a copy of its view before it predicts.
         adapt: Phases that a client runs once if it was never seen in training.
         predictor: Rule that makes the personal predictions; None averages predictions over draws of the blocks in `parts`.
@@ -106,7 +106,7 @@ class Algorithm:
             raise ValueError(
                 f"parameters {shapeless} of the model have no shape yet: run it on an example first, or give layers their sizes"
             )
-        object.__setattr__(self, "model", copy.deepcopy(self.model))
+        object.__setattr__(self, "model", copied(self.model))
         reserved = [name for name in self.blocks if name in RESERVED]
         if reserved:
             raise ValueError(f"block names {reserved} are reserved; choose others than {RESERVED}")
@@ -164,7 +164,12 @@ class Algorithm:
         return found.pop() if found else None
 
     def shared_parts(self) -> tuple[str, ...] | None:
-        """Return the blocks of one global model: those the server holds if they cover once what `parts` cover, else None."""
+        """Return the blocks of one global model: `parts`, if the server holds them, else those that it holds if they cover the same once.
+
+        None if there is no such model.
+        """
+        if not any(self.blocks[name].private for name in self.parts):
+            return self.parts if self.copies(self.parts) is None else None
         held = tuple(name for name, block in self.blocks.items() if not block.private)
         covered = [name for block in held for name in self.layout(block).names]
         wanted = {name for part in self.parts for name in self.layout(part).names}
@@ -178,7 +183,7 @@ class Algorithm:
         copies = _LOCAL.__dict__.setdefault("modules", weakref.WeakKeyDictionary()).setdefault(self.model, {})
         key = (like.dtype, like.device)
         if key not in copies:
-            copies[key] = copy.deepcopy(self.model).to(dtype=like.dtype, device=like.device).requires_grad_(False)
+            copies[key] = copied(self.model).to(dtype=like.dtype, device=like.device).requires_grad_(False)
         return copies[key]
 
     def leaves(self, parts: Iterable[str], view: View, noise: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
@@ -244,7 +249,8 @@ class Algorithm:
 
     def init(self, clients: int, *, seed: int = 0, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Server:
         """Return the server's state before the first round: blocks by the tensors that travel (private ones by their centre), and more."""
-        weights = {name: p.detach().float() for name, p in self.model.named_parameters()}
+        covered = {name for block in self.blocks for name in self.layout(block).names}
+        weights = {name: p.detach().float() for name, p in self.model.named_parameters() if name in covered}
         state: Server = {}
         for index, (name, block) in enumerate(self.blocks.items()):
             layout = self.layout(name)

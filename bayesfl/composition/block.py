@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from bayesfl.base.checks import instance, whole
+from bayesfl.base.layout import Pattern
 from bayesfl.base.protocols import AdditivePool, Posterior, Prior, StackedPool
 from bayesfl.composition.pools import Mean
 from bayesfl.composition.priors import Flat
@@ -33,7 +34,8 @@ class Block:
     | `keep=True` (starts from the client's own last state) | *hierarchical*: pFedVEM's head | *private*: FedRep's head |
 
     Args:
-        pattern: Shell-style pattern over the model's parameter names.
+        pattern: Shell-style pattern over the model's parameter names, such as `head.*`; a tuple joins several, and `!*.bias` takes out.
+            Frozen parameters (`requires_grad=False`) are in no block.
         posterior: Family of a client's belief about these parameters.
         prior: Prior that ties that belief to the federation; by default none.
         pool: Rule by which the server gathers the block; None if it never leaves the client.
@@ -47,7 +49,7 @@ class Block:
         ValueError: A posterior that draws has a flat prior, several copies would have the same start, or `copies` is no whole number >= 1.
     """
 
-    pattern: str = "*"
+    pattern: Pattern = "*"
     posterior: Posterior = field(default_factory=Point)
     prior: Prior = field(default_factory=Flat)
     pool: AdditivePool | StackedPool | None = field(default_factory=Mean)

@@ -1,5 +1,6 @@
 """`Energy`: the objective of a phase, the expected loss of the data plus the divergence of beliefs from their priors."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal, TypeAlias
@@ -7,6 +8,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from bayesfl.base.checks import number
 from bayesfl.base.protocols import Batch, Server, Tensors, View
 from bayesfl.composition.algorithm import Algorithm
 
@@ -45,23 +47,30 @@ class Energy:
         parts: Names of the blocks that make the predictor.
         likelihood: `sum` over the client's n examples (n times the batch's mean, plus the KL), or that divided by n: the `mean`
             plus KL / n, with the same minimum. A pull lambda / 2 |w_j - w|^2 added to a mean loss is thus a prior of variance
-            1 / (lambda n).
+            1 / (lambda n). `none` leaves the data out: the KL alone, plus the penalty.
         weight: Factor of each example's loss, see `ExampleWeight`; None for 1.
         penalty: Term added to the batch's mean negative log likelihood, in nats, see `Penalty`; no part may then draw or have copies.
+        kl_weight: Factor of the KL, >= 0. Another than 1 tempers the posterior: below 1 it is colder than Bayes' rule makes it, as if
+            each example counted 1 / kl_weight times, and the energy is no longer an evidence bound.
     """
 
     block: str | tuple[str, ...]
     parts: tuple[str, ...]
     _: KW_ONLY
-    likelihood: Literal["sum", "mean"]
+    likelihood: Literal["sum", "mean", "none"]
     weight: ExampleWeight | None = None
     penalty: Penalty | None = None
+    kl_weight: float = 1.0
 
     def __post_init__(self) -> None:
         if not isinstance(self.parts, tuple):
             raise TypeError(f"parts must be a tuple of names of blocks, as ({self.parts!r},), got {self.parts!r}")
-        if self.likelihood not in ("sum", "mean"):
-            raise ValueError(f"likelihood must be 'sum' or 'mean', got {self.likelihood!r}")
+        if self.likelihood not in ("sum", "mean", "none"):
+            raise ValueError(f"likelihood must be 'sum', 'mean' or 'none', got {self.likelihood!r}")
+        if not 0 <= number("kl_weight", self.kl_weight) < math.inf:
+            raise ValueError(f"kl_weight must be >= 0 and finite, got {self.kl_weight}")
+        if self.likelihood == "none" and self.weight is not None:
+            raise ValueError("weight is a factor of each example's loss, which likelihood='none' leaves out; leave one of them out")
 
     @property
     def blocks(self) -> tuple[str, ...]:
@@ -71,11 +80,14 @@ class Energy:
     def scales(self, n: Tensor) -> tuple[Tensor, Tensor]:
         """Return the factors of the mean negative log likelihood and of the KL, [...] each, for clients of `n` [...] examples."""
         one = torch.ones_like(n)
-        return (n, one) if self.likelihood == "sum" else (one, 1 / n)
+        scale, weight = (one, 1 / n) if self.likelihood == "mean" else (n if self.likelihood == "sum" else one, one)
+        return scale, self.kl_weight * weight
 
     def shares(self, given: Server, view: View, batch: Batch) -> Tensor:
         """Return each example's share in the batch's weighted mean loss, [..., B], for each copy [..., M, B]; 0 for padding."""
         share = batch["weight"] / batch["weight"].sum(-1, keepdim=True)
+        if self.likelihood == "none":
+            return torch.zeros_like(share)
         if self.weight is None:
             return share
         weight = self.weight(given, view, batch)

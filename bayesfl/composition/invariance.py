@@ -47,7 +47,7 @@ def scale_slopes(likelihood: Likelihood, outputs: Tensor, y: Tensor) -> Tensor:
 
 
 def members(batch: Batch) -> Tensor:
-    """Return the environment that each example counts for, one-hot, [..., B, E]; padding is 0 everywhere.
+    """Return which of E environments each example of a batch belongs to, as rows of 0 and 1, [..., B, E]; rows of padding are 0.
 
     Raises:
         ValueError: The data have no environments.
@@ -139,7 +139,9 @@ def irm_energy(block: str, likelihood: Likelihood, annealed: Annealed, *, estima
 
 
 def tied(annealed: Annealed, *, l2: float = 0.0, lam: float = 0.0, centre: Parameter | None = None) -> Prior:
-    """Return the prior that adds (l2 |w|^2 + lam/2 |w - centre|^2) / max(1, gamma_t) to a mean loss: a Gaussian, or flat.
+    """Return the prior by which an invariant model has a ridge and a pull towards `centre`, scaled as the rest of its objective is.
+
+    It adds (l2 |w|^2 + lam/2 |w - centre|^2) / max(1, gamma_t) to a mean loss. It is a Gaussian, or flat if both strengths are 0.
 
     Args:
         annealed: Penalty weight of the objective, whose `scale` divides both terms.

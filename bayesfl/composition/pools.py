@@ -78,24 +78,25 @@ class Mean:
 
     Args:
         weight: (server, uplink) -> weights [C], not normalised, or [C, M] for the copies of a block; `by_size` gives FedAvg.
+        sends: Names of the belief's tensors that travel, each averaged as it is: `("loc", "rho")` for a `MeanField`'s raw parameters.
     """
 
     weight: Weight = by_size
-    sends = ("loc",)
+    sends: tuple[str, ...] = ("loc",)
 
     def accumulate(self, total: Tensors | None, server: Server, name: str, uplink: Uplink) -> Tensors:
         """Add the weights and the weighted centres to `total`."""
         weight = counted(self.weight, server, uplink, name)
         ones = torch.ones_like(weight)
-        return _add(total, {"weight": (weight, ones), "loc": (weight, uplink[name]["loc"])})
+        return _add(total, {"weight": (weight, ones), **{key: (weight, uplink[name][key]) for key in self.sends}})
 
     def solve(self, server: Server, name: str, total: Tensors) -> Tensors:
         """Return the weighted mean; a copy of a block whose weights are all 0 stays as it is."""
-        weight = total["weight"]
+        weight, old = total["weight"], server[name]
         if not weight.dim():
-            return _cast({"loc": total["loc"] / weight}, server[name])
-        mean = total["loc"] / weight.unsqueeze(-1)
-        return _cast({"loc": torch.where(weight.unsqueeze(-1) > 0, mean, server[name]["loc"].double())}, server[name])
+            return _cast({key: total[key] / weight for key in self.sends}, old)
+        weight = weight.unsqueeze(-1)
+        return _cast({key: torch.where(weight > 0, total[key] / weight, old[key].double()) for key in self.sends}, old)
 
 
 @dataclass(frozen=True)
@@ -360,7 +361,9 @@ class TrimmedMean:
 
 @dataclass(frozen=True)
 class Clipped:
-    """Another pool, over clients whose difference from what the server sent is shortened to a given length where it is longer.
+    """A pool that limits the influence of one client: it shortens updates longer than `norm`, and then pools them by another pool.
+
+    An update is the difference of a client's tensors from those that the server sent.
 
     Args:
         pool: The pool that gathers the shortened differences; one that adds up, such as `Mean`.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bayesfl.base.checks import instance, number, whole
 from bayesfl.base.protocols import Batch, Fitted, Server, Tensors, View
-from bayesfl.likelihoods import Gaussian
+from bayesfl.likelihoods import Categorical, Gaussian
 from bayesfl.posteriors import prior_precision as precision
 from bayesfl.posteriors.laplace import Laplace, Structure
 from bayesfl.posteriors.linearised import kappa, predictive
@@ -69,6 +69,12 @@ class LinearisedLaplace:
             raise ValueError(
                 f"block {self.block!r} is none of the predictor's parts {algorithm.parts}; name one of them, or None for the first"
             )
+        if isinstance(algorithm.likelihood, Categorical) and not algorithm.likelihood.plain:
+            raise ValueError(f"{algorithm.likelihood} is a training loss, of which no Laplace approximation is made; take Categorical()")
+        if (copies := algorithm.copies(algorithm.parts)) is not None:
+            raise ValueError(
+                f"a Laplace approximation is of one model, and parts {algorithm.parts} have {copies} copies; take Mixture() for these"
+            )
 
     @property
     def grid(self) -> tuple[float, ...]:
@@ -82,7 +88,7 @@ class LinearisedLaplace:
         @cache
         def diagonal() -> Laplace:
             block = algorithm.parts[0] if self.block is None else self.block
-            options = {"likelihood": likelihood, "pattern": algorithm.blocks[block].pattern}
+            options = {"likelihood": likelihood, "pattern": algorithm.layout(block)}
             return Laplace.fit(algorithm.network(view), data["x"], precision=self.grid[0], structure="diagonal", **options)
 
         def at(value: float) -> Laplace:
@@ -119,7 +125,7 @@ class LinearisedLaplace:
 
 
 def size_of(share: float, weights: int) -> int:
-    """Return the number of weights that a share of them is, rounded down, at least one."""
+    """Return how many of D weights a share amounts to, rounded down, at least one."""
     return max(1, int(share * weights + 1e-9))
 
 

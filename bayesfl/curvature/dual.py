@@ -30,16 +30,18 @@ weights left out, no weight's posterior variance changes by more than e, relativ
 
 @dataclass(frozen=True, eq=False)
 class Inverse:
-    """The inverse H_S^-1 for the weights S, made by `invert`.
+    """The posterior covariance of P selected weights given the others, held by a Cholesky factor; made by `invert`.
+
+    It is H_S^-1, where H is the GGN plus diag(precision) and the subscript S restricts it to the selected weights.
 
     Args:
         curvature: The curvature that it was made with.
         form: `primal` or `dual`: which Cholesky factor is held.
         reason: Why this form was chosen, as text.
-        indices: Indices of the weights S, in the order of every vector here, [S]; None means all weights.
-        variance: Prior variances 1 / precision, [S].
+        indices: Indices of the P selected weights, in the order of every vector here, [P]; None means all weights, and P = D.
+        variance: Prior variances 1 / precision, [P].
         uncurved: Number of the weights that have no curvature.
-        curved: Which weights enter the factor, [S] bool; the others have no curvature and keep their prior variance. In the dual form of
+        curved: Which weights enter the factor, [P] bool; the others have no curvature and keep their prior variance. In the dual form of
             all weights, where they cost nothing, none is left out.
         chol: Lower Cholesky factor of M, [K, K].
         data: In the dual form `x` [N', ...] and `cotangents` [N', Q, O] of the examples whose rows are not zero; else empty.
@@ -72,12 +74,12 @@ class Inverse:
 
     @property
     def size(self) -> int:
-        """Return the number of weights, S."""
+        """Return the number of selected weights, P."""
         return len(self.variance)
 
     @property
     def uncurved_share(self) -> float:
-        """Return the share of the weights S that have no curvature."""
+        """Return the share of the selected weights that have no curvature."""
         return self.uncurved / self.size
 
     def log_det(self) -> Tensor:
@@ -85,7 +87,7 @@ class Inverse:
         return 2 * self.chol.diagonal().log().sum() - self.variance.log().sum()
 
     def marginals(self) -> Tensor:
-        """Compute the diagonal of H_S^-1: posterior variances, [S]."""
+        """Compute the diagonal of H_S^-1: posterior variances, [P]."""
         out = self.variance.clone()
         if not self.curved.any():
             return out
@@ -103,7 +105,7 @@ class Inverse:
         return self.size + (self.order if self.form == "dual" else 0)
 
     def sample(self, noise: Tensor) -> Tensor:
-        """Draw from N(0, H_S^-1), [K, S], by standard normals [K, `noise_size`].
+        """Make S draws from N(0, H_S^-1), [S, P], by standard normals [S, `noise_size`].
 
         In the dual form a draw e of the prior is corrected by the data's residuals, e - G A' M^-1 (A e + n) (Matheron's rule).
         """
@@ -185,15 +187,16 @@ def invert(
     form: Form = "auto",
     diagonal: Tensor | None = None,
 ) -> Inverse:
-    """Compute the inverse of H_S = J_S' Lambda J_S + diag(precision_S): the covariance of the weights S given the rest.
+    """Compute the posterior covariance of P selected weights given the others: the inverse of curvature plus prior precision.
 
-    It is held by a Cholesky factor, by default of order min(curved weights, rows).
+    It is the inverse of H_S = J_S' Lambda J_S + diag(precision_S), where the subscript S restricts to the selected weights. It is held by a
+    Cholesky factor, by default of order min(curved weights, rows).
 
     Args:
         curvature: Curvature of the model.
         x: Inputs [N, ...], or batches of them that can be read twice.
         precision: Prior precision, one number or one for each of the D weights.
-        indices: Indices of the weights S; by default every weight, which is feasible for large networks in the dual form only.
+        indices: Indices of the P selected weights, [P]; by default all weights, which is feasible for large networks in the dual form only.
         form: `primal`, `dual`, or `auto` for the one whose factor has the smaller order.
         diagonal: Diagonal of the GGN [D], if it is already known.
 

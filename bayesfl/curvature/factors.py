@@ -26,7 +26,7 @@ def _size(per_item: int) -> int:
 
 
 class Factor(ABC):
-    """The part of the rows that belongs to one layer; the methods here form its columns in pieces, those of `Outer` do not."""
+    """The part of the rows that belongs to one layer. The base class forms columns in pieces; `Outer` does not."""
 
     slots: Tensor
     examples: int

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesfl.base.checks import instance, whole
-from bayesfl.base.layout import Layout
+from bayesfl.base.layout import Layout, Pattern
 from bayesfl.base.protocols import Likelihood
 from bayesfl.curvature.backends import BackPack, Func, Name, choose, failed
 from bayesfl.curvature.batches import Inputs, available, batches, require
@@ -52,7 +52,7 @@ class Curvature:
         model: nn.Module,
         likelihood: Likelihood | None = None,
         *,
-        pattern: str | Layout = "*",
+        pattern: Pattern | Layout = "*",
         backend: Name = "auto",
         memory: int | None = None,
     ) -> None:
@@ -60,10 +60,10 @@ class Curvature:
         if memory is not None:
             whole("memory, in bytes,", memory, least=0)
         _check_modes(model)
-        if not isinstance(pattern, Layout):
-            instance("pattern", pattern, str, "pass a pattern over names, such as 'body.*', or a Layout")
         self.likelihood = Categorical() if likelihood is None else likelihood
-        self.layout = Layout(model, pattern) if isinstance(pattern, str) else pattern
+        if isinstance(self.likelihood, Categorical) and not self.likelihood.plain:
+            raise ValueError(f"{self.likelihood} is a training loss and no distribution, and has no curvature here; take Categorical()")
+        self.layout = pattern if isinstance(pattern, Layout) else Layout(model, pattern)
         self._memory = memory
         self.module = copy.deepcopy(model)
         self.engine = choose(backend, self.module, self.layout)
@@ -104,7 +104,7 @@ class Curvature:
         return total
 
     def columns(self, x: Inputs, indices: Tensor) -> Tensor:
-        """Compute columns of the Jacobian of the outputs, [N, O, S] for `indices` [S], in the model's precision.
+        """Compute the columns J_S of the outputs' Jacobian for P selected weights, [N, O, P] for `indices` [P], in the model's precision.
 
         Raises:
             ValueError: An index is out of range or given twice.
@@ -120,7 +120,7 @@ class Curvature:
         return torch.cat(parts)
 
     def ggn(self, x: Inputs, indices: Tensor | None = None) -> Tensor:
-        """Compute the block of the GGN for `indices` [S] (by default all weights), [S, S].
+        """Compute the block of the GGN for P selected weights, [P, P] for `indices` [P]; by default for all weights.
 
         Raises:
             ValueError: An index is out of range or given twice, or the curvature is not finite.
@@ -137,13 +137,13 @@ class Curvature:
         return out
 
     def gram(self, x: Inputs, other: Inputs | None = None, *, weight: float | Tensor = 1.0, indices: Tensor | None = None) -> Tensor:
-        """Compute J diag(weight) J' between the outputs at `x` and at `other` (by default `x` itself), [N O, M O].
+        """Compute J diag(weight) J' between the outputs at `x` and at `other` (by default `x` itself), [N O, N' O].
 
         Args:
             x: Inputs [N, ...], or batches of them.
-            other: Inputs [M, ...], or batches of them.
+            other: Inputs [N', ...], or batches of them.
             weight: Factor of each weight's products: one number, or one for each weight, [D].
-            indices: The weights summed over, [S]; by default all.
+            indices: The P selected weights that are summed over, [P]; by default all.
 
         Raises:
             ValueError: An index is out of range or given twice.
@@ -292,7 +292,7 @@ class Curvature:
         return indices.long()
 
     def check_finite(self, values: Tensor, indices: Tensor) -> None:
-        """Check that the curvature `values` [S] of the weights `indices` [S] is finite.
+        """Check that the curvature `values` [P] of the P selected weights `indices` [P] is finite.
 
         Raises:
             ValueError: An entry of `values` is not finite; the message names the parameters.

@@ -140,7 +140,7 @@ class Kronecker:
         return self.size
 
     def sample(self, noise: Tensor) -> Tensor:
-        """Draw from N(0, H^-1), [K, D], by standard normals [K, `noise_size`].
+        """Make S draws from N(0, H^-1), [S, D], by standard normals [S, `noise_size`].
 
         The symmetric root is used, so that draws do not depend on the choice of eigenvectors.
         """

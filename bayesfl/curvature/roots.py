@@ -8,7 +8,9 @@ from bayesfl.likelihoods import Bernoulli, Categorical, Gaussian
 
 
 def root(likelihood: Likelihood, outputs: Tensor) -> Tensor:
-    """Compute R [N, O, Q] in float64 with R R' = Lambda [N, O, O], the Hessian of the negative log likelihood at `outputs` [N, O], in nats.
+    """Compute a factor R of the curvature of the loss in the network's outputs: R R' is the Hessian of the negative log likelihood.
+
+    R is [N, O, Q] in float64, with R R' = Lambda [N, O, O] at `outputs` [N, O], in nats.
 
     For classes Lambda = diag(p) - p p' has rank O - 1, and R has as many columns: with the tail sums q_j = p_{j+1} + ... + p_O,
 
@@ -41,9 +43,10 @@ def root(likelihood: Likelihood, outputs: Tensor) -> Tensor:
 
 
 def basis(outputs: int, centre: bool) -> Tensor:
-    """Return orthonormal columns [O, Q] in float64: of all directions, or if `centre` of those whose sum over classes is zero.
+    """Return orthonormal directions [O, Q] in the space of the outputs: all, or with `centre` only those that change class probabilities.
 
-    The direction left out, adding a constant to all logits, changes no probability. The columns are Helmert's.
+    With `centre` each direction has the sum zero over classes. The direction left out, adding a constant to all logits, changes no
+    probability. The columns are Helmert's, in float64.
     """
     if not centre:
         return torch.eye(outputs, dtype=torch.float64)

@@ -15,6 +15,9 @@ from bayesfl.data.federated import FederatedData
 from bayesfl.data.partitions import TEST, stratified
 from bayesfl.data.sources import SourceInfo, Task
 
+FEW_VALUES = 20
+"""So many different whole numbers as floats, or fewer, may be classes as well as targets."""
+
 Array: TypeAlias = np.ndarray | Tensor | Sequence[Any]
 """Numbers of one client, or of all: an array, a tensor, or nested lists."""
 
@@ -31,6 +34,8 @@ def _tensor(values: Any, name: str) -> Tensor:
     else:
         try:
             array = np.asarray(values)
+            if array.dtype == object and hasattr(values, "dtypes"):  # a frame of several types, bools beside floats for instance
+                array = _numbers(values, name)
             if array.dtype.kind not in "fiub":
                 raise TypeError(f"numbers of type {array.dtype}")
         except (TypeError, ValueError) as error:
@@ -40,6 +45,21 @@ def _tensor(values: Any, name: str) -> Tensor:
     if tensor.is_complex():
         raise ValueError(f"{name} must be real numbers, got {tensor.dtype}")
     return tensor.float() if tensor.is_floating_point() else tensor.long()
+
+
+def _numbers(frame: Any, name: str) -> np.ndarray:
+    """Return a data frame's values as floats.
+
+    Raises:
+        ValueError: A column holds something else than numbers and truth values; it is named.
+    """
+    kinds = {column: getattr(dtype, "numpy_dtype", dtype) for column, dtype in frame.dtypes.items()}  # of pandas' nullable types, too
+    wrong = [str(column) for column, kind in kinds.items() if getattr(kind, "kind", "O") not in "fiub"]
+    if wrong:
+        raise ValueError(
+            f"{name}: columns {wrong[:10]} hold no numbers; make numbers of them first, as pandas.get_dummies does of categories"
+        )
+    return frame.to_numpy(dtype=np.float64, na_value=np.nan)
 
 
 def _kind(value: Any) -> str:
@@ -90,6 +110,11 @@ def _plain(ids: Any, name: str) -> list[Hashable]:
     return [v.item() if isinstance(v, np.generic | Tensor) else v for v in ids]
 
 
+def _missing(owner: Any) -> bool:
+    """Say whether a client id is none: None, NaN or a missing value of pandas."""
+    return owner is None or type(owner).__name__ in ("NAType", "NaTType") or (isinstance(owner, float) and math.isnan(owner))
+
+
 def _by_client(x: Any, y: Any, ids: Any, known: Sequence[Hashable] | None) -> tuple[list[Tensor], list[Tensor], list[Hashable]]:
     """Divide pooled rows into one tensor per client, clients in the order of their sorted ids (or as in `known`, for test data)."""
     part = "" if known is None else "test "
@@ -101,6 +126,11 @@ def _by_client(x: Any, y: Any, ids: Any, known: Sequence[Hashable] | None) -> tu
     owners = _plain(ids, f"{part}client_ids")
     if len(owners) != len(xs):
         raise ValueError(f"{part}client_ids must name a client for each of the {len(xs)} rows, got {len(owners)}")
+    if missing := [row for row, owner in enumerate(owners) if _missing(owner)]:
+        raise ValueError(
+            f"{part}client_ids names no client for {len(missing)} of {len(owners)} rows, the first is row {missing[0]} "
+            f"({owners[missing[0]]!r}); leave these rows out, or find out whose they are"
+        )
     places: dict[Hashable, list[int]] = {}
     for row, owner in enumerate(owners):
         places.setdefault(owner, []).append(row)
@@ -228,6 +258,13 @@ def from_arrays(
                 f"y must be integers for all clients or floats for all, got {sum(floats)} arrays of floats among {len(floats)} (test data "
                 "counted): say which they are by task='classification' or task='regression'"
             )
+        values = torch.cat([yj.flatten() for yj in every]).unique()
+        if floats[0] and len(values) <= FEW_VALUES and bool((values == values.round()).all()):
+            shown = ", ".join(f"{value:g}" for value in values.tolist())
+            raise ValueError(
+                f"y holds floats, all of them whole numbers ({shown}), which may be classes or targets: pass task='classification' or "
+                "task='regression'"
+            )
         task = "regression" if floats[0] else "classification"
     if task == "classification":
         for yj in every:
@@ -296,8 +333,10 @@ def _examples(dataset: Any, name: str) -> tuple[Tensor, Tensor]:
     for i in range(len(dataset)):
         item = dataset[i]
         if not (isinstance(item, tuple | list) and len(item) == 2):
+            keys = [repr(key) for key in item] if isinstance(item, Mapping) else ["0", "1"]
+            chosen = ", ".join(f"item[{key}]" for key in (keys * 2)[:2])
             raise ValueError(
-                f"{name} must give pairs (x, y), got {_kind(item)} as item {i}: choose the two, as in [(item[0], item[1]) for item in data]"
+                f"{name} must give pairs (x, y), got {_kind(item)} as item {i}: choose the two, as in [({chosen}) for item in data]"
             )
         try:
             x, y = (torch.as_tensor(part) for part in item)

@@ -33,7 +33,7 @@ def dominant_classes(
     root: str | Path | None = None,
     download: bool = False,
 ) -> FederatedData:
-    """Divide a data set among groups of clients that overlap: most of a client's examples are of its group's dominant classes.
+    """Divide a data set among groups of clients; most of a client's examples are of the few classes that dominate in its group.
 
     A share `uniform` of a client's examples is of all classes alike, the rest of the dominant classes of its group.
 

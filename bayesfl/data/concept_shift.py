@@ -28,7 +28,7 @@ def concept_drift(
     root: str | Path | None = None,
     download: bool = False,
 ) -> FederatedData:
-    """Divide a data set so that labels have different meanings: each client knows every superclass by one of its subclasses only.
+    """Divide a data set so that labels have different meanings: each client has one subclass of every superclass.
 
     Labels are superclasses ("vehicle" is a bus to one client and a train to another). Clients come in groups as large as a superclass:
     within a group every subclass goes to one client, and each class is cut at the same random places into one piece per group, so that

@@ -106,7 +106,7 @@ def drift(
     """
     size = len(superclasses[0])
     groups = clients // size
-    held = np.array([[rng.permutation(subclasses) for subclasses in superclasses] for _ in range(groups)])  # [groups, K, S]
+    held = np.array([[rng.permutation(subclasses) for subclasses in superclasses] for _ in range(groups)])  # [groups, K, subclasses]
     held = held.transpose(0, 2, 1).reshape(clients, len(superclasses))
     rows = {k: rng.permutation(np.flatnonzero(labels == k)) for k in np.sort(np.concatenate(superclasses))}
     fewest = min(map(len, rows.values()))

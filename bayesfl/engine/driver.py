@@ -34,7 +34,7 @@ COPIES = 8
 
 @dataclass(frozen=True)
 class Engine:
-    """The way in which the local work of a round is run; it does not change what is computed.
+    """The way in which the local work of a round is run; it changes speed and rounding only, and under `ClientPrivacy` the noise.
 
     Args:
         kernel: `reference` (pure steps, one client after another), `live` (the module itself, client by client), `layers` (layer

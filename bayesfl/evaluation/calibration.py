@@ -121,7 +121,9 @@ def temper(probs: Tensor, temperature: float | Tensor, *, logs: bool = False) ->
 
 @dataclass(frozen=True)
 class Conformal:
-    """The thresholds of conformal sets, made by `conformal`; thresholds of pooled scores serve any client, known or new.
+    """The thresholds of conformal sets, made by `conformal`.
+
+    Thresholds of pooled scores can be applied to any client; the promise of `conformal` holds as `by` says.
 
     Args:
         alpha: Share of labels that the sets may miss.
@@ -246,7 +248,10 @@ class Coverage:
 
 
 def conformal(probs: Tensor, labels: Tensor, mask: Tensor, *, alpha: float = 0.1, by: By = "pooled") -> Conformal:
-    """Find thresholds of sets of classes that miss the label with probability at most `alpha`, whatever the model.
+    """Find thresholds of sets that miss the label with probability at most `alpha`, if test examples are distributed as the held-out ones.
+
+    The sets are sets of classes. The promise holds for any model, if test examples come from the same distribution as the held-out ones;
+    `by` says for whom it holds.
 
     Split conformal prediction (Vovk, Gammerman and Shafer, "Algorithmic learning in a random world", 2005; Angelopoulos and Bates,
     "Conformal prediction: a gentle introduction", Foundations and Trends in Machine Learning 16(4), 2023, section 1). The score of an

@@ -188,7 +188,9 @@ class RiskCoverage:
 
 
 def risk_coverage(score: Tensor, right: Tensor, mask: Tensor) -> RiskCoverage:
-    """Compute the risk-coverage curve of all clients' examples pooled; for one client, pass its rows.
+    """Compute the risk-coverage curve: the error rate among answered examples against the share answered, most confident first.
+
+    The examples of all clients are pooled; for one client, pass its rows.
 
     El-Yaniv and Wiener, "On the foundations of noise-free selective classification", JMLR 11, 2010; Geifman, Uziel and El-Yaniv,
     "Bias-reduced uncertainty estimation for deep neural classifiers", ICLR 2019, equation 2.

@@ -1,7 +1,7 @@
 """The history of a run: measurements, one row for each round."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
@@ -54,12 +54,21 @@ class History:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return iter(self.rows)
 
-    def __getitem__(self, column: str) -> np.ndarray:
-        """Return one column [rounds], NaN for rounds without a value.
+    @overload
+    def __getitem__(self, column: str) -> np.ndarray: ...
+
+    @overload
+    def __getitem__(self, column: int) -> dict[str, Any]: ...
+
+    def __getitem__(self, column: str | int) -> np.ndarray | dict[str, Any]:
+        """Return one column [rounds], NaN for rounds without a value; or the row at a place, `history[-1]` the last.
 
         Raises:
             KeyError: No row has such a column.
+            IndexError: There is no such row.
         """
+        if isinstance(column, int):
+            return self.rows[column]
         if column not in self.columns:
             raise KeyError(f"no column {column!r}; there are {self.columns}")
         return np.array([row.get(column, np.nan) for row in self.rows], dtype=np.float64)

@@ -31,6 +31,13 @@ class Predictions:
     mean: Tensor | None = None
     variance: Tensor | None = None
 
+    def __repr__(self) -> str:
+        rows = self.mask.sum(-1)
+        many = f"{len(rows)} clients of {int(rows.min())} to {int(rows.max())} examples" if self.mask.dim() > 1 else f"{int(rows)} examples"
+        tensors = ", ".join(f"{name} {list(t.shape)}" for name, t in vars(self).items() if t is not None and name != "mask")
+        drawn = "" if bool(self.epistemic[self.mask].isnan().all()) else "; averaged over draws or a closed form"
+        return f"Predictions({many}; {tensors}{drawn})"
+
     @property
     def aleatoric(self) -> Tensor:
         """Return the part of the uncertainty that more data would not remove, [J, N]; NaN where `epistemic` is.

@@ -153,7 +153,8 @@ def read_file(file: Path, device: torch.device | str = "cpu") -> tuple[dict[str,
     try:
         meta = json.loads(text)
         found = meta["format"]
-        tensors = nest({name: t.to(device) for name, t in flat.items()})
+        # Copies lie at aligned places, as those of the run did: sums over others may be grouped otherwise.
+        tensors = nest({name: t.to(device, copy=True) for name, t in flat.items()})
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{str(file)!r} is not a saved run: {error}") from error
     if found != FORMAT:

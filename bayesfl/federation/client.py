@@ -13,11 +13,11 @@ from bayesfl.base.protocols import Info, Server, View
 from bayesfl.base.random import Stage
 from bayesfl.base.trees import flatten
 from bayesfl.composition.algorithm import Algorithm
-from bayesfl.composition.phases import Descend, by_chance, described
+from bayesfl.composition.phases import Descend, Repeat, by_chance, described, trained
 from bayesfl.data import ClientData
 from bayesfl.engine import Crew, Engine, PhasePlan
 from bayesfl.engine.plan import chunks
-from bayesfl.federation.errors import DivergenceError
+from bayesfl.federation.errors import DivergenceError, called
 
 log = logging.getLogger(__name__)
 
@@ -91,6 +91,7 @@ class Local:
         seed: Seed of all random draws.
         rounds: Number of rounds of the run.
         tolerant: Whether a client whose training is no longer finite is set aside instead of stopping the run.
+        names: The clients' names, for messages; none where they are not known.
     """
 
     algorithm: Algorithm
@@ -99,6 +100,7 @@ class Local:
     seed: int
     rounds: int
     tolerant: bool = False
+    names: tuple[str, ...] = ()
 
     def run(self, stage: Stage, ids: np.ndarray, received: Received, round: int, *, phases: int | None = None) -> Done:
         """Run the phases of a stage for the clients `ids`.
@@ -134,7 +136,8 @@ class Local:
             if finite.all():
                 continue
             if not self.tolerant:
-                raise _diverged(int(ids[int(np.argmin(finite))]), phase, stage, position, round)
+                client = int(ids[int(np.argmin(finite))])
+                raise _diverged(client, called(client, self.names), phase, stage, position, round)
             diverged |= ~finite
             views = _set_aside(views, started, torch.from_numpy(~finite).to(device))
         if diverged.any():  # later phases changed the views that were set back
@@ -173,7 +176,7 @@ class Local:
         """
         done = self.run(Stage.FINETUNE, ids, received, round)
         for client in ids[done.diverged].tolist():
-            log.warning("after round %d: the fine-tuning of client %d is not finite; it predicts without it", round, client)
+            log.warning("after round %d: the fine-tuning of %s is not finite; it predicts without it", round, called(client, self.names))
         return done
 
 
@@ -188,10 +191,10 @@ def _finite(changed: list[Tensor], clients: int) -> np.ndarray:
     return finite.cpu().numpy()
 
 
-def _diverged(client: int, phase: Any, stage: Stage, position: int, round: int) -> DivergenceError:
+def _diverged(client: int, who: str, phase: Any, stage: Stage, position: int, round: int) -> DivergenceError:
     kind = {Stage.TRAIN: "phase", Stage.FINETUNE: "fine-tuning phase", Stage.ADAPT: "phase"}[stage]
     return DivergenceError(
-        f"client {client} is no longer finite after {kind} {position} ({described(phase)}) of round {round}, both counted "
+        f"{who} is no longer finite after {kind} {position} ({described(phase)}) of round {round}, both counted "
         "from 0: a loss became NaN or infinite; lower the learning rate, or look at this client's data",
         round=round,
         client=client,
@@ -221,6 +224,15 @@ def kept_phases(algorithm: Algorithm) -> int:
             break  # a phase of another kind may keep something
         count -= 1
     return count
+
+
+def touched(algorithm: Algorithm) -> bool:
+    """Say whether training changes every part of the predictor, or may: a phase that does not say which blocks it trains may change any."""
+    known = [phase.phases if isinstance(phase, Repeat) else (phase,) for phase in algorithm.phases]
+    phases = [phase for inner in known for phase in inner]
+    if not all(isinstance(phase, Descend) for phase in phases):
+        return True
+    return set(algorithm.parts) <= {name for phase in phases for name in trained(phase)}
 
 
 def private_rows(algorithm: Algorithm, server: Server, clients: int) -> View:

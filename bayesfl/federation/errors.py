@@ -1,5 +1,6 @@
 """Errors that stop a run or a round."""
 
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -46,3 +47,9 @@ class SmallCohort(TooFewClients):
 
 class CheckpointError(RuntimeError):
     """An error raised when a saved run is absent, damaged, of another format, or of another method or other data than given."""
+
+
+def called(client: int, names: Sequence[str]) -> str:
+    """Return how a person calls a client: by its number and, where it has one that says more, its name."""
+    plain = not names or names[client] in (str(client), f"client {client}")
+    return f"client {client}" if plain else f"client {client} ({names[client]!r})"

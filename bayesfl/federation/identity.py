@@ -29,14 +29,22 @@ def identity(algorithm: Algorithm) -> dict[str, Any]:
     buffers and of the parameters that no block covers. It does not hold the code of functions: two lambdas of one function differ only
     where they close over something else.
     """
-    covered = {name for block in algorithm.blocks for name in algorithm.layout(block).names}
     parameters = dict(algorithm.model.named_parameters())
-    constants = {name: p for name, p in parameters.items() if name not in covered} | dict(algorithm.model.named_buffers())
     named: dict[str, Any] = {f.name: _plain(getattr(algorithm, f.name)) for f in fields(algorithm) if f.name != "model"}
     named["layers"] = _layers(algorithm.model)
     named["parameters"] = {name: list(p.shape) for name, p in parameters.items()}
-    named["constants"] = {name: _plain(t) for name, t in constants.items()}
+    named["constants"] = _constants(algorithm)
     return named
+
+
+def _constants(algorithm: Algorithm) -> dict[str, str]:
+    """Describe the parameters that no block covers, and the buffers; once for each algorithm, since a frozen backbone may be large."""
+    if "_constants" not in algorithm.__dict__:
+        covered = {name for block in algorithm.blocks for name in algorithm.layout(block).names}
+        model = algorithm.model
+        constants = {name: p for name, p in model.named_parameters() if name not in covered} | dict(model.named_buffers())
+        object.__setattr__(algorithm, "_constants", {name: _plain(t) for name, t in constants.items()})
+    return algorithm.__dict__["_constants"]
 
 
 def fingerprint(algorithm: Algorithm) -> str:

@@ -79,7 +79,7 @@ def epsilon(*, noise_multiplier: float, participation: float, releases: int, del
 
 
 def epsilon_own(*, noise_multiplier: float, releases: int, delta: float) -> float:
-    """Return an upper bound of epsilon towards somebody who knows in which rounds a client took part, such as the client itself.
+    """Return an upper bound of epsilon against an observer who knows in which rounds a client took part, such as the client itself.
 
     The random draw of the cohort then hides nothing, so every one of these rounds counts as with `participation=1`.
 
@@ -136,7 +136,7 @@ class ClientPrivacy:
     whose weights are replaced by `weights`.
 
     The history gains these columns: `releases`, the number of rounds so far, repeated ones included; `epsilon`, the privacy of these rounds
-    at `delta`; and `epsilon_own`, the same towards a client that took part in every one of them (a client with k rounds of its own computes
+    at `delta`; and `epsilon_own`, the same against a client that took part in every one of them (a client with k rounds of its own computes
     `epsilon_own(releases=k)`). `train_nll` is NaN. Columns of evaluations, and `cohort`, bytes and seconds, are what the simulator sees: no
     epsilon covers them, and a deployment would not publish them.
 
@@ -193,7 +193,7 @@ class ClientPrivacy:
         if self.weights is not None and len(self.weights) != clients:
             raise ValueError(f"weights must be one number for each of {clients} clients, got {len(self.weights)}")
         _check(algorithm, free=self.weights is None)
-        check_combine(result, Unseen(UNSEEN, result.round, result.settings.rounds), UNSEEN)
+        check_combine(result, Unseen(UNSEEN, result.round, result.settings.rounds, result.data.clients), UNSEEN)
         if admission.min_clients > 1 or admission.below_minimum != "skip":
             raise ValueError(
                 f"min_clients={admission.min_clients}, below_minimum={admission.below_minimum!r} would let a round's outcome tell how many "
@@ -306,7 +306,7 @@ class _Round:
             block, key = name.split(".")
             new[block] = {**new[block], key: (old.double() + part.view(old.shape)).to(old)}
         run.releases += 1
-        unseen = Unseen(UNSEEN, self._round, run.rounds)
+        unseen = Unseen(UNSEEN, self._round, run.rounds, run.clients)
         return self._next.state(new, unseen, unseen)
 
     def _noise(self) -> Tensor:

@@ -16,7 +16,7 @@ from bayesfl.base.trees import alike, flatten, shapes
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.federation.admission import Admission, distances, shares, usual
 from bayesfl.federation.client import read_rows
-from bayesfl.federation.errors import DivergenceError, FailedRound
+from bayesfl.federation.errors import DivergenceError, FailedRound, called
 from bayesfl.federation.result import Result
 from bayesfl.federation.settings import OPEN, Settings
 
@@ -146,7 +146,7 @@ class OpenRun:
 
 
 class Unseen:
-    """A placeholder for uplinks that the server has not seen; it tells `combine` the round's number, the number of rounds and nothing else.
+    """A placeholder for uplinks that the server has not seen; it tells `combine` the numbers of the round, of rounds and of clients only.
 
     Any other use of it raises ValueError.
 
@@ -154,10 +154,11 @@ class Unseen:
         why: Why the uplinks are missing, the beginning of the error message.
         round: The current round, counted from 0.
         rounds: Number of rounds of the run.
+        clients: Number of clients J of the federation.
     """
 
-    def __init__(self, why: str, round: int, rounds: int) -> None:
-        self._why, self._known = why, {"round": round, "rounds": rounds}
+    def __init__(self, why: str, round: int, rounds: int, clients: int) -> None:
+        self._why, self._known = why, {"round": round, "rounds": rounds, "clients": clients}
 
     def __getitem__(self, name: Any) -> Any:
         return self._known[name] if isinstance(name, str) and name in self._known else self._refuse(name)
@@ -182,7 +183,7 @@ def check_combine(result: Result, ids: Any, why: str) -> None:
     Raises:
         ValueError: `combine` reads what single clients sent.
     """
-    unseen = Unseen(why, result.round, result.settings.rounds)
+    unseen = Unseen(why, result.round, result.settings.rounds, result.data.clients)
     try:
         combined(result.algorithm, result.server, ids, unseen)
     except (TypeError, IndexError) as error:
@@ -217,7 +218,7 @@ def _nest(tree: Any) -> Any:
 
 
 class NextServer:
-    """The end of a round on the server: `combine` after the pools, and the next state held against the one that clients were sent.
+    """The last step of a round on the server: `combine` runs after the pools, and the next state is checked against the present one.
 
     Args:
         algorithm: The method.
@@ -227,7 +228,7 @@ class NextServer:
     """
 
     def __init__(self, algorithm: Algorithm, server: Server, clients: int, round: int) -> None:
-        self._algorithm, self._server, self._clients, self._round = algorithm, server, clients, round
+        self._algorithm, self._server, self.clients, self._round = algorithm, server, clients, round
         self._versions = [t._version for t in tree_leaves(server)]
 
     def state(self, new: Server, ids: Any, uplink: Any) -> Server:
@@ -253,7 +254,7 @@ class NextServer:
         return new
 
     def _fits(self, key: str, before: Tensor, after: Tensor) -> bool:
-        return alike(before, after) or (alike(before, after, free=True) and key in self._algorithm.free(self._clients))
+        return alike(before, after) or (alike(before, after, free=True) and key in self._algorithm.free(self.clients))
 
 
 class OpenSum:
@@ -268,7 +269,7 @@ class OpenSum:
     """
 
     def __init__(self, algorithm: Algorithm, server: Server, clients: int, round: int, rounds: int) -> None:
-        self._server, self._round = server, {"round": round, "rounds": rounds}
+        self._server, self._round = server, {"round": round, "rounds": rounds, "clients": clients}
         self._next = NextServer(algorithm, server, clients, round)
         self._totals: dict[str, Tensors] = {}
         self._stacked: list[Uplink] = []
@@ -318,6 +319,7 @@ class ReplyFilter:
         round: The current round, counted from 0.
         history: The rows of the rounds before.
         counts: Examples of all clients, [J], 0 where that is not known.
+        names: The clients' names, for messages.
     """
 
     def __init__(
@@ -329,13 +331,14 @@ class ReplyFilter:
         round: int,
         history: Iterable[Mapping[str, Any]],
         counts: np.ndarray,
+        names: tuple[str, ...] = (),
     ) -> None:
         self._algorithm, self._server, self._sum, self._admission, self._round = algorithm, server, sum, admission, round
         self._earlier = [row["uplink_norm"] for row in history if math.isfinite(row.get("uplink_norm", math.nan))]
         self._held: list[Replies] = []
         self._norms: dict[int, float] = {}
         self._sizes: dict[str, dict[int, float]] = {}
-        self._shares = shares(counts)
+        self._shares, self._names = shares(counts), names
         self._losses: list[np.ndarray] = []
         self.dropped: dict[int, str] = {}
         """The clients that are left out, each with the reason."""
@@ -377,7 +380,7 @@ class ReplyFilter:
         if self._admission is not None:
             self._compare(self._admission)
         for client, reason in self.dropped.items():
-            log.warning("round %d: client %d is left out: %s", self._round, client, reason)
+            log.warning("round %d: %s is left out: %s", self._round, called(client, self._names), reason)
         for replies in sorted(self._held, key=lambda held: (-float(held.n[0]), int(held.ids[0]))):  # in a simulation's order
             if (kept := ~np.isin(replies.ids, list(self.dropped))).any():
                 self._pass(replies if kept.all() else replies.of(kept))

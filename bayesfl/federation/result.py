@@ -94,7 +94,7 @@ class Result:
 
     def local(self, train: ClientData) -> Local:
         """Return the local work of clients whose training data are `train`, which must be on the run's device and in its precision."""
-        return Local(self.algorithm, self.engine, train, self.settings.seed, self.settings.rounds, self.tolerant)
+        return Local(self.algorithm, self.engine, train, self.settings.seed, self.settings.rounds, self.tolerant, self.data.client_names)
 
     def predict(self, split: ClientData | None = None, *, draws: int | None = None) -> Predictions:
         """Predict with every client's own model on a split of its data, after aggregation (and fine-tuning, where the method has it).
@@ -148,6 +148,12 @@ class Result:
             raise ValueError(
                 f"new clients have inputs {novel.inputs} and {novel.outputs} outputs ({novel.task}), the federation "
                 f"{self.data.inputs} and {self.data.outputs} ({self.data.task}); adapt clients of the same problem"
+            )
+        kept = [name for name in self.algorithm.parts if self.algorithm.blocks[name].keep]
+        if kept and not self.algorithm.adapt:
+            raise ValueError(
+                f"each client predicts with its own {kept}, and the method has no `adapt` phases, by which a new client would learn them; "
+                "give it some, as dataclasses.replace(algorithm, adapt=algorithm.phases)"
             )
         server = self.algorithm.newcomers(self.server, novel.clients)
         private = private_rows(self.algorithm, server, novel.clients)

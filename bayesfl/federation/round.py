@@ -15,7 +15,7 @@ import numpy as np
 from bayesfl.base.protocols import Server
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.federation.admission import Admission, Declared, check_cohort, check_replies
-from bayesfl.federation.errors import BadClients, FailedRound
+from bayesfl.federation.errors import BadClients, FailedRound, called
 from bayesfl.federation.replies import AggregationRun, OpenSum, Replies, ReplyFilter
 from bayesfl.federation.settings import Settings
 
@@ -31,6 +31,7 @@ class Rules:
         declared: Shape and dtype of every tensor that a client sends, from `Algorithm.uplink`.
         admission: Which replies are taken.
         aggregation: Who is in a cohort, and how their replies are added up.
+        names: The clients' names, for messages; none where the server does not know them.
     """
 
     algorithm: Algorithm
@@ -39,6 +40,7 @@ class Rules:
     declared: Declared
     admission: Admission
     aggregation: AggregationRun
+    names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,7 @@ def run_round(
     looks = admission.skips or not transport.trusted
     lost: set[int] = set()
     with transport.asked(Round(number, attempt, server, cohort, rest, rules.declared)) as answers:
-        filter = ReplyFilter(algorithm, server, total, admission if looks else None, number, history, transport.counts)
+        filter = ReplyFilter(algorithm, server, total, admission if looks else None, number, history, transport.counts, rules.names)
         for answer in answers:
             if isinstance(answer, Replies):
                 filter.add(answer)
@@ -157,7 +159,8 @@ def run_round(
                 lost |= {answer.client} if answer.lost else set()
         dropped = filter.close()
         if dropped and not admission.skips:
-            raise BadClients(f"round {number}, counted from 0: " + "; ".join(f"client {c}: {filter.dropped[c]}" for c in dropped))
+            bad = "; ".join(f"{called(client, rules.names)}: {filter.dropped[client]}" for client in dropped)
+            raise BadClients(f"round {number}, counted from 0: {bad}")
         transport.commit(dropped)
         missing = len(lost.intersection(cohort.tolist()))
         counted = {"lost": missing, "rejected": len(cohort) - missing - filter.taken, **transport.traffic}

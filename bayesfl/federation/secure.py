@@ -207,6 +207,7 @@ class _Round:
     ) -> None:
         self._rule, self._server, self._next, self._cohort = rule, server, following, cohort.tolist()
         self._round, self._rounds = round, rounds
+        self._known = {"round": round, "rounds": rounds, "clients": following.clients}
         self._pools: dict[str, AdditivePool] = {
             name: block.pool for name, block in algorithm.blocks.items() if block.pool and not isinstance(block.pool, StackedPool)
         }
@@ -220,7 +221,7 @@ class _Round:
         self._device = replies.n.device
         uplink = {**replies.sent, **replies.reported, "n": replies.n, "ids": torch.from_numpy(replies.ids).to(self._device)}
         for place, client in enumerate(replies.ids.tolist()):
-            alone = tree_map(lambda t, place=place: t[place : place + 1], uplink) | {"round": self._round, "rounds": self._rounds}
+            alone = tree_map(lambda t, place=place: t[place : place + 1], uplink) | self._known
             flat = flatten({name: pool.accumulate(None, self._server, name, alone) for name, pool in self._pools.items()})
             self._shapes = {name: t.shape for name, t in flat.items()}
             values = np.concatenate([t.cpu().numpy().ravel() for t in flat.values()])
@@ -251,7 +252,7 @@ class _Round:
         self._row["clipped"] = int(clipped)
         new = self._server | {name: pool.solve(self._server, name, totals[name]) for name, pool in self._pools.items()}
         ids = torch.tensor(sorted(self._own), device=self._device)
-        return self._next.state(new, ids, Unseen(UNSEEN, self._round, self._rounds))
+        return self._next.state(new, ids, Unseen(UNSEEN, self._round, self._rounds, self._next.clients))
 
     def _sum(self) -> np.ndarray:
         """Return the sum of the clients that replied; they send once more if a client of the cohort is missing."""

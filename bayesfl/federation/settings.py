@@ -11,7 +11,22 @@ from bayesfl.base.random import Purpose, generator
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import FederatedData
 
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float64)}
+
+
+def precision(dtype: torch.dtype) -> torch.dtype:
+    """Return the precision of a run, if it is one in which methods learn.
+
+    Raises:
+        ValueError: `dtype` is neither `torch.float32` nor `torch.float64`. In half precision torch's fused SGD computes wrong steps on a
+            CPU, and numbers of examples above some hundreds lose digits.
+    """
+    if dtype not in DTYPES.values():
+        half = "; half precision learns nothing here: train in float32, and convert the trained model" * (
+            dtype in (torch.float16, torch.bfloat16)
+        )
+        raise ValueError(f"dtype must be torch.float32 or torch.float64, got {dtype!r}{half}")
+    return dtype
 
 
 def name_of(dtype: torch.dtype) -> str:

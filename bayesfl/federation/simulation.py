@@ -18,7 +18,7 @@ from bayesfl.evaluation.predictions import Collector
 from bayesfl.federation import predict
 from bayesfl.federation.admission import Admission, attempts
 from bayesfl.federation.checkpoint import claim, held, newest
-from bayesfl.federation.client import Local, State, private_rows
+from bayesfl.federation.client import Local, State, private_rows, touched
 from bayesfl.federation.errors import DivergenceError, FailedRound
 from bayesfl.federation.faults import FaultPlan
 from bayesfl.federation.one_machine import OneMachine
@@ -26,7 +26,7 @@ from bayesfl.federation.replies import Aggregation, OpenAggregation
 from bayesfl.federation.result import Result
 from bayesfl.federation.round import Rules, run_round
 from bayesfl.federation.saved import load, same_run
-from bayesfl.federation.settings import Settings, of_a_run, present
+from bayesfl.federation.settings import Settings, of_a_run, precision, present
 from bayesfl.likelihoods import Bernoulli
 
 PROBE = 32  # examples on which the model's outputs are checked before training
@@ -121,8 +121,7 @@ def simulate(
     if checkpoint is not None and (not isinstance(checkpoint, str | os.PathLike) or not os.fspath(checkpoint)):
         raise ValueError(f"checkpoint must name a folder, got {checkpoint!r}; leave it out for none")
     resume = _from_where(resume, checkpoint)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ValueError(f"dtype must be a floating-point type such as torch.float32, got {dtype!r}")
+    precision(dtype)
     device = present(device)
     check(algorithm, clients)
     if evaluate_every is not None and "test" not in clients.splits:
@@ -145,7 +144,7 @@ def simulate(
     admission.check(settings.largest(clients.clients))
     keep = None if checkpoint is None else Keep(checkpoint, every)
     run = aggregation.start(result, admission, every=None if keep is None else keep.every, repeats=repeats)
-    rules = Rules(algorithm, settings, clients.clients, algorithm.uplink(dtype), admission, run)
+    rules = Rules(algorithm, settings, clients.clients, algorithm.uplink(dtype), admission, run, clients.client_names)
     with result.engine.crew(device) as crew:
         return _rounds(result, clients.to(device, dtype), crew, progress, keep, rules, faults)
 
@@ -214,6 +213,7 @@ def _rounds(
     from tqdm import tqdm
 
     settings, local = result.settings, result.local(data.train)
+    before_pool = touched(result.algorithm)  # else predictions before aggregation are of a part that no one has trained yet
     measure = "personal_accuracy" if data.task == "classification" else "personal_rmse"
     with tqdm(total=settings.rounds, initial=result.round, unit="round", disable=None if progress is None else not progress) as bar:
         while result.round < settings.rounds:
@@ -222,7 +222,7 @@ def _rounds(
             def once(
                 attempt: int, result: Result = result, test: ClientData | None = test
             ) -> tuple[Server, dict[str, Any], Collector | None]:
-                transport = OneMachine(local, result.state, crew, test, faults)
+                transport = OneMachine(local, result.state, crew, test if before_pool else None, faults)
                 return *run_round(rules, result.server, result.round, result.history, transport, attempt=attempt), transport.before
 
             try:
@@ -274,10 +274,13 @@ def check(algorithm: Algorithm, data: FederatedData) -> None:
             repeated; the message names the remedy.
     """
     likelihood = algorithm.likelihood
-    if isinstance(likelihood, type) or not all(hasattr(likelihood, name) for name in ("task", "nll", "nll_and_slope", "predictive")):
+    missing = [name for name in ("task", "nll", "nll_and_slope", "predictive") if not hasattr(likelihood, name)]
+    if isinstance(likelihood, type) or missing:
         came = f"the class {likelihood.__name__}" if isinstance(likelihood, type) else type(likelihood).__name__
+        lacks = "" if isinstance(likelihood, type) or len(missing) == 4 else f", which lacks {missing}"
         raise TypeError(
-            f"likelihood must be a Likelihood, got {came}; build the algorithm with one of bayesfl.likelihoods, as likelihood=Categorical()"
+            f"likelihood must be a Likelihood, got {came}{lacks}; build the algorithm with one of bayesfl.likelihoods, as "
+            "likelihood=Categorical()"
         )
     if algorithm.likelihood.task != data.task:
         raise ValueError(
@@ -287,8 +290,8 @@ def check(algorithm: Algorithm, data: FederatedData) -> None:
     module = algorithm.module(torch.empty(0, dtype=data.train.x.dtype))
     try:
         outputs, again = _twice(module, data.train.x[:PROBE].cpu())
-    except (RuntimeError, ValueError) as error:
-        raise ValueError(f"the model does not take inputs of shape {data.inputs} ({error}); build it with inputs=clients.inputs") from error
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        raise ValueError(f"the model does not take inputs of shape {data.inputs} ({error}); {_remedy(str(error))}") from error
     if ((outputs - again).abs().max() > 100 * torch.finfo(outputs.dtype).eps * outputs.abs().max()).item():
         raise ValueError(
             f"the model {type(algorithm.model).__name__} gives other outputs when it sees the same examples again: its forward draws its "
@@ -302,6 +305,15 @@ def check(algorithm: Algorithm, data: FederatedData) -> None:
         raise ValueError(
             f"the model has {outputs.shape[-1]} outputs, the data {data.outputs} {what}; build the model with outputs={wanted}"
         )
+
+
+def _remedy(error: str) -> str:
+    """Return what to do about an error of a model's forward, by its message."""
+    if "Long" in error or "Int" in error:
+        return "inputs are cast to floats: let forward begin with x = x.long(), as before an embedding"
+    if "positional argument" in error:
+        return "the model is called with one tensor, model(x): join several inputs to one, and split them in forward"
+    return "build it with inputs=clients.inputs"
 
 
 def _twice(module: torch.nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -59,7 +59,7 @@ def unpack(content: RecordDict, name: str, digest: str, *, most: int | None = No
     if hashlib.sha256(blob).hexdigest() != digest:
         raise RecordError(f"record {name!r} was damaged on its way: its digest does not match")
     try:
-        return load(blob)
+        return {name: t.clone() for name, t in load(blob).items()}  # aligned, as in a simulation
     except Exception as error:  # bytes that are no tensors may raise anything
         raise RecordError(f"record {name!r} holds no tensors: {error}") from error
 

@@ -23,7 +23,7 @@ from bayesfl.federation.identity import fingerprint
 from bayesfl.federation.predict import choose
 from bayesfl.federation.replies import OpenRun
 from bayesfl.federation.round import Rules, run_round
-from bayesfl.federation.settings import DTYPES, METHOD, Settings
+from bayesfl.federation.settings import METHOD, Settings, precision
 from bayesfl.flower import deployed, records
 from bayesfl.flower.deployed import Deployed
 from bayesfl.flower.network import Journey, Network, measure, orders
@@ -111,8 +111,7 @@ def serve(
         raise ValueError(f"seed must be below 2**63, which a message can hold, got {seed}")
     if not number("timeout", timeout) > 0:
         raise ValueError(f"timeout is in seconds and must be > 0, got {timeout}")
-    if dtype not in DTYPES.values():
-        raise ValueError(f"dtype must be a floating-point type such as torch.float32, got {dtype!r}")
+    precision(dtype)
     with contextlib.nullcontext() if checkpoint is None else deployed.alone(Path(checkpoint)):
         run = _Run(grid, admission, float(timeout), checkpoint, every)
         state = run.begin(algorithm, settings, clients, dtype)

@@ -1,4 +1,7 @@
-"""Networks of published architectures with a body and a head; sizes are checked, weights are drawn from a seed."""
+"""Networks of published architectures with a body and a head; sizes are checked, weights are drawn from a seed.
+
+The head is the output layer in each of them, and the body is what comes before it; `|` marks the cut.
+"""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -53,7 +56,7 @@ def mlp(
     head_scale: float | None = None,
     seed: int = 0,
 ) -> SplitModel:
-    """Build a fully connected network with ReLUs: hidden layers | output layer.
+    """Build a fully connected network with ReLUs, cut before its last layer: the hidden layers are the body, the output layer is the head.
 
     Args:
         inputs: Number of features, or the shape of one example, which is flattened.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesfl.base.checks import instance, number
-from bayesfl.base.layout import Layout
+from bayesfl.base.layout import Layout, Pattern
 from bayesfl.base.random import Purpose, generator
 from bayesfl.models.cutting import SplitModel
 
@@ -32,7 +32,7 @@ def seeded(make: Callable[[], SplitModel], seed: int, head_scale: float | None) 
     return model
 
 
-def anew(module: nn.Module, *, pattern: str = "*") -> Callable[[np.random.Generator, int], Tensor]:
+def anew(module: nn.Module, *, pattern: Pattern = "*") -> Callable[[np.random.Generator, int], Tensor]:
     """Return a start for a block that draws weights as the module's layers do when they are made: (generator, D) -> [D], float32.
 
     Args:

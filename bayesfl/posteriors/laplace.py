@@ -1,10 +1,10 @@
 """Laplace's approximation: a Gaussian around trained weights, its precision the curvature of the data plus that of the prior.
 
-    q(w_S) = N(loc_S, H_S^-1),    H = GGN(x) + diag(precision),    the weights outside S stay at loc (a Dirac),
+    q(w_S) = N(loc_S, H_S^-1),    H = GGN(x) + diag(precision),    the other weights stay at loc (a Dirac),
 
-where S is all weights (`full`), some of them (`subnetwork`), or all of them with simpler covariances: none (`diagonal`), or a product of
-two factors for each layer (`kfac`). H_S^-1 is the covariance of w_S *given* the other weights. Predictions use the linearised network
-f(x) + J(x) (w - loc).
+where the subscript S restricts to P selected weights of D: all of them (`full`), some (`subnetwork`), or all with simpler covariances: none
+(`diagonal`), or a product of two factors for each layer (`kfac`). H_S^-1 is the covariance of w_S *given* the other weights. Predictions
+use the linearised network f(x) + J(x) (w - loc).
 
 The last-layer approximation is any of these over the last layer's parameters alone: `Laplace.fit(model, x, pattern="head.*")`.
 
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesfl.base.files import atomic_path
+from bayesfl.base.layout import Layout, Pattern
 from bayesfl.base.protocols import Likelihood, Tensors
 from bayesfl.curvature import Curvature, Inverse, invert, kronecker, restore
 from bayesfl.curvature.backends import Name
@@ -48,7 +49,7 @@ class Laplace:
         diagonal: Diagonal of the GGN, a sum over the data in nats, [D].
         structure: Which covariances between weights are kept, see `fit`.
         examples: Number N of examples that it was fitted to.
-        inverse: H_S^-1; its `form` and `reason` say which form was chosen and why.
+        inverse: H_S^-1, the covariance of the P selected weights; its `form` and `reason` say which form was chosen and why.
     """
 
     curvature: Curvature
@@ -69,7 +70,7 @@ class Laplace:
         structure: Structure = "full",
         indices: Tensor | None = None,
         likelihood: Likelihood | None = None,
-        pattern: str = "*",
+        pattern: Pattern | Layout = "*",
         backend: Name = "auto",
         memory: int | None = None,
     ) -> "Laplace":
@@ -83,7 +84,7 @@ class Laplace:
             structure: `full`: all weights with all covariances, by the smaller of primal and dual form, never a D x D matrix where
                 N O < D; `subnetwork`: the weights of `indices` with all covariances; `diagonal`: all weights without covariances; `kfac`: a
                 Kronecker-factored GGN of whole linear layers and convolutions, which laplace-torch computes.
-            indices: Indices of the subnetwork into the flat vector of covered weights, [S]; see `bayesfl.selection`.
+            indices: Indices of the subnetwork's P selected weights into the flat vector of covered weights, [P]; see `bayesfl.selection`.
             likelihood: Distribution of y given the outputs; categorical by default.
             pattern: Which parameters are covered, a pattern over names such as `body.*`; the others are constants. `head.*`, the last
                 layer's, gives the last-layer approximation.
@@ -111,7 +112,7 @@ class Laplace:
         model: nn.Module,
         *,
         likelihood: Likelihood | None = None,
-        pattern: str = "*",
+        pattern: Pattern | Layout = "*",
         backend: Name = "auto",
     ) -> "Laplace":
         """Load a posterior that `Laplace.save` wrote, for the model at the weights it was fitted at, on that model's device.
@@ -143,7 +144,7 @@ class Laplace:
             raise ValueError(f"{str(path)!r} is no posterior that Laplace.save wrote")
         likelihood = _likelihood(path, meta["likelihood"], likelihood)
         curvature = Curvature(model, likelihood, pattern=pattern, backend=backend)
-        tensors = {name: t.to(curvature.device) for name, t in tensors.items()}
+        tensors = {name: t.to(curvature.device, copy=True) for name, t in tensors.items()}  # aligned, as when they were saved
         names, structure = meta["parameters"].split("\n"), cast(Structure, meta["structure"])
         if names != list(curvature.layout.names):
             raise ValueError(f"{str(path)!r} covers the parameters {names}, the model has {list(curvature.layout.names)} under {pattern!r}")
@@ -177,7 +178,7 @@ class Laplace:
 
     @property
     def indices(self) -> Tensor | None:
-        """Return the indices S of the subnetwork, or None for all weights."""
+        """Return the indices [P] of the subnetwork, or None for all weights."""
         return self.inverse.indices
 
     def moments(self) -> tuple[Tensor, Tensor]:
@@ -190,10 +191,10 @@ class Laplace:
         return self.inverse.noise_size
 
     def sample(self, noise: Tensor) -> Tensor:
-        """Draw all weights [K, D] from standard normals [K, `noise_size`].
+        """Make S draws of all weights, [S, D], from standard normals [S, `noise_size`].
 
         Raises:
-            ValueError: `noise` is not a tensor [K, `noise_size`].
+            ValueError: `noise` is not a tensor [S, `noise_size`].
         """
         if not isinstance(noise, Tensor) or noise.dim() != 2 or noise.shape[1] != self.noise_size:
             got = list(noise.shape) if isinstance(noise, Tensor) else repr(noise)
@@ -201,7 +202,7 @@ class Laplace:
         return self.loc + self._everywhere(self.inverse.sample(noise))
 
     def _everywhere(self, values: Tensor) -> Tensor:
-        """Place values of the weights S [..., S] among all weights [..., D], with 0 for the others."""
+        """Place values [..., P] of the selected weights among all weights [..., D], with 0 for the others."""
         if self.indices is None:
             return values
         return values.new_zeros(*values.shape[:-1], len(self.loc)).index_copy_(-1, self.indices, values)
@@ -211,7 +212,7 @@ class Laplace:
         return self.inverse.log_det()
 
     def entropy(self) -> Tensor:
-        """Compute the differential entropy of the weights S, in nats; the other weights are constants and add nothing."""
+        """Compute the differential entropy of the selected weights, in nats; the other weights are constants and add nothing."""
         return 0.5 * (self.inverse.size * (1 + math.log(2 * math.pi)) - self.log_det())
 
     def log_marginal_likelihood(self, x: Tensor, y: Tensor, *, centre: float | Tensor = 0.0) -> Tensor:

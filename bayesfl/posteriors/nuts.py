@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from bayesfl.base.checks import instance, number, whole
-from bayesfl.base.layout import Layout
+from bayesfl.base.layout import Layout, Pattern
 from bayesfl.base.protocols import Likelihood, Tensors
 from bayesfl.curvature.ggn import check_outputs
 from bayesfl.likelihoods import Bernoulli, Categorical, Gaussian
@@ -27,10 +27,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Samples:
-    """Draws from a posterior, made by `nuts`.
+    """Draws from a posterior, made by `nuts`; K is the number of chains, and S the number of draws of each.
 
     Args:
-        draws: Weights [K, S, D] in float64: K chains of S draws.
+        draws: Weights [K, S, D] in float64.
         diverging: Which transitions diverged, [K, S] bool; if more than a few did, the draws miss part of the posterior.
         layout: Which parameter each weight belongs to.
         model: A copy of the model, in float64 on the CPU.
@@ -43,6 +43,10 @@ class Samples:
     model: nn.Module
     likelihood: Likelihood
 
+    def __repr__(self) -> str:
+        chains, draws, weights = self.draws.shape
+        return f"Samples({chains} chains of {draws} draws of {weights} weights; {int(self.diverging.sum())} transitions diverged)"
+
     def moments(self) -> tuple[Tensor, Tensor]:
         """Return mean and variance of each weight over all draws, [D] each."""
         flat = self.draws.flatten(0, 1)
@@ -53,7 +57,7 @@ class Samples:
         return self.draws.flatten(0, 1).T.cov().reshape(self.layout.size, self.layout.size)
 
     def outputs(self, x: Tensor) -> Tensor:
-        """Compute the network's outputs at every draw, [K S, N, O], for inputs [N, *]."""
+        """Compute the network's outputs at every draw of all chains, [K S, N, O], for inputs [N, *]."""
         x = x.detach().to("cpu", torch.float64)
         with torch.no_grad():
             return torch.stack([_outputs(self.model, self.layout, w, x) for w in self.draws.flatten(0, 1)])
@@ -101,7 +105,7 @@ def nuts(
     *,
     precision: float | Tensor,
     centre: float | Tensor = 0.0,
-    pattern: str = "*",
+    pattern: Pattern = "*",
     draws: int = 500,
     warmup: int = 500,
     chains: int = 4,

@@ -1,4 +1,4 @@
-"""Rules that choose the subnetwork S, the weights that stay uncertain under a Laplace approximation.
+"""Rules that choose the subnetwork, the weights that stay uncertain under a Laplace approximation.
 
 A rule scores every weight; the highest scores are taken, exact ties by the smaller index.
 
@@ -23,7 +23,7 @@ from bayesfl.curvature.dual import NO_CURVATURE
 
 @dataclass(frozen=True)
 class Evidence:
-    """The facts about weights that a rule may use.
+    """The facts about a network's weights from which a rule scores them: their values, curvature and prior variances.
 
     Args:
         loc: Weights, [D].
@@ -68,9 +68,9 @@ Rule: TypeAlias = Callable[[Evidence], Tensor]
 
 
 def wasserstein(evidence: Evidence) -> Tensor:
-    """Score weights by posterior variance.
+    """Score weights by posterior variance, so that the subnetwork's posterior is nearest to the full diagonal one in Wasserstein distance.
 
-    Those left out then add least to the squared 2-Wasserstein distance to the full diagonal posterior, which is the sum of their variances.
+    The squared 2-Wasserstein distance to it is the sum of the variances of the weights that are left out.
 
     Weights without curvature have the largest variances of all, so they come first; their posterior is the prior, and on inputs like
     the training data they change no prediction.
@@ -79,7 +79,7 @@ def wasserstein(evidence: Evidence) -> Tensor:
 
 
 def curved_wasserstein(evidence: Evidence) -> Tensor:
-    """Score by `wasserstein` among the weights that have curvature; S is smaller if too few have any."""
+    """Score by `wasserstein` among the weights that have curvature; the subnetwork is smaller if too few have any."""
     return wasserstein(evidence).masked_fill(~evidence.curved, -torch.inf)
 
 

@@ -1,5 +1,7 @@
 """A block's vector and its named leaves are two views of the same numbers."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -80,3 +82,23 @@ def test_no_match_says_what_there_is():
     """The error names the pattern and the parameters there are, and a remedy."""
     with pytest.raises(ValueError, match=r"'fc\.\*' .*first\.weight.*middle\.temperature.*last\.weight.*bf\.models\.split"):
         Layout(Tempered(), "fc.*")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        (("body.0.*", "head.bias"), {"body.0.weight", "body.0.bias", "head.bias"}),
+        ("!head.*", {"body.0.weight", "body.0.bias", "body.2.weight", "body.2.bias"}),
+        (("body.*", "!*.bias"), {"body.0.weight", "body.2.weight"}),
+        (("!*.bias", "!body.0.*"), {"body.2.weight", "head.weight"}),
+    ],
+)
+def test_several_patterns(pattern: Any, names: set[str]):
+    """They are joined; what `!` takes out is out, and alone it takes out of all."""
+    assert set(Layout(mlp(4, hidden=(3, 3), outputs=2), pattern).names) == names
+
+
+@pytest.mark.parametrize("pattern", [3, (), ("body.*", 3), ["body.*"]])
+def test_what_is_no_pattern(pattern: Any):
+    with pytest.raises(TypeError, match=r"^pattern .*got "):
+        Layout(mlp(4, hidden=3, outputs=2), pattern)

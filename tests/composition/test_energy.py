@@ -29,8 +29,8 @@ from tests.composition.made import KERNELS, algorithm, data
 
 @pytest.mark.parametrize("word", ["average", "Sum", ""])
 def test_energy_has_two_conventions(word):
-    """`sum` or `mean`, and nothing else."""
-    with pytest.raises(ValueError, match="'sum' or 'mean'"):
+    """`sum`, `mean` or `none`, and nothing else."""
+    with pytest.raises(ValueError, match=r"'sum', 'mean' or 'none'"):
         Energy("w", ("w",), likelihood=word)
 
 
@@ -219,3 +219,63 @@ def test_a_penalty_needs_points(model: nn.Module):
     step = Descend(Energy("w", ("w",), likelihood="sum", penalty=alignment))
     with pytest.raises(ValueError, match=r"blocks \['w'\] .*Point"):
         bf.Algorithm(model, {"w": Block(posterior=MeanField(), prior=prior)}, (step,), parts=("w",))
+
+
+def believing(clients: FederatedData, likelihood: Any, **options: Any) -> bf.Algorithm:
+    """A classifier whose weights are a Gaussian belief under N(0.5, 4)."""
+    prior = Normal(
+        centre=lambda given, view: torch.full_like(view["w"]["loc"], 0.5),
+        variance=lambda given, view: 4 * torch.ones_like(view["w"]["loc"]),
+    )
+    block = Block(posterior=MeanField(init_scale=0.3), prior=prior, pool=None, keep=True)
+    step = Descend(Energy("w", ("w",), likelihood=likelihood, **options), epochs=3, optimiser=SGD(0.01))
+    return bf.Algorithm(mlp(8, hidden=4, outputs=3), {"w": block}, (step,), parts=("w",))
+
+
+@pytest.mark.parametrize("likelihood", ["sum", "mean"])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_weight_on_the_kl_is_another_prior(likelihood: str, kernel: Any, clients: FederatedData):
+    """The gradient is that of the likelihood plus kl_weight times the KL's: linear in it, and 1 is the plain energy."""
+
+    def moved(weight: float) -> Tensor:
+        made = believing(clients, likelihood, kl_weight=weight)
+        made = replace(made, phases=tuple(replace(phase, epochs=1) for phase in made.phases))
+        after = run(made, clients, engine=bf.Engine(kernel, chunk=3)).private["w"]
+        return torch.cat([after["loc"], after["rho"]], 1)
+
+    none, one, two, half = (moved(weight) for weight in (0.0, 1.0, 2.0, 0.5))
+    assert_close(two - none, 2 * (one - none), atol=1e-12, rtol=1e-9)
+    assert_close(half - none, 0.5 * (one - none), atol=1e-12, rtol=1e-9)
+    assert float((one - none).abs().max()) > 1e-4
+    assert_close(one, moved_plainly(clients, likelihood, kernel), atol=0, rtol=0)
+
+
+def moved_plainly(clients: FederatedData, likelihood: str, kernel: Any) -> Tensor:
+    made = believing(clients, likelihood)
+    made = replace(made, phases=tuple(replace(phase, epochs=1) for phase in made.phases))
+    after = run(made, clients, engine=bf.Engine(kernel, chunk=3)).private["w"]
+    return torch.cat([after["loc"], after["rho"]], 1)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_an_energy_without_the_data_goes_to_its_prior(kernel: Any, clients: FederatedData):
+    """Gradient steps on the KL alone end at the prior's moments, whatever the data."""
+    made = believing(clients, "none")
+    made = replace(made, phases=tuple(replace(phase, epochs=4000, optimiser=SGD(0.5)) for phase in made.phases))
+    after = run(made, clients.select([3]), engine=bf.Engine(kernel))
+    mean, variance = MeanField().moments(after.private["w"])
+    assert_close(mean, torch.full_like(mean, 0.5), atol=1e-6, rtol=0)
+    assert_close(variance, torch.full_like(variance, 4.0), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"kl_weight": -1.0}, r"kl_weight .*got -1\.0"),
+        ({"kl_weight": math.inf}, "kl_weight .*got inf"),
+        ({"likelihood": "none", "weight": inverse_count}, "weight .*likelihood='none'"),
+    ],
+)
+def test_what_is_no_energy(options: dict[str, Any], words: str):
+    with pytest.raises(ValueError, match=words):
+        Energy("w", ("w",), **{"likelihood": "sum", **options})

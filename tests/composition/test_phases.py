@@ -116,7 +116,7 @@ def test_once_gets_the_losses_it_asks_for(clients: FederatedData, kernel: Any, c
     if likelihood.task == "regression":
         parts = [clients.train.client(j) for j in range(7)]
         xs, ys = [x for x, _ in parts], [torch.nn.functional.one_hot(y, 3).float() for _, y in parts]
-        clients = bf.data.from_arrays(xs, ys, test=(xs, ys))
+        clients = bf.data.from_arrays(xs, ys, test=(xs, ys), task="regression")
 
     def keep(algorithm: Any, given: Any, view: Any, data: Batch) -> Any:
         return view | {"seen": (data["losses"] * data["weight"]).sum(-1)}

@@ -1,17 +1,21 @@
 """Pools against what they are: minimisers, products, moments and barycentres, summed client after client in float64."""
 
+from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.testing import assert_close
 
+import bayesfl as bf
 from bayesfl.base.numerics import inverse_softplus
 from bayesfl.base.protocols import AdditivePool, Server, StackedPool, Tensors, Uplink
 from bayesfl.composition.pools import Barycentre, Mean, Mixed, MomentMatched, PrecisionWeighted, Relaxed, Stack, equal
+from bayesfl.data import FederatedData
+from tests.cases import run
 
 DOUBLE = torch.float64
 
@@ -372,3 +376,13 @@ def test_mixed_needs_a_weight_for_each_pair(weights):
     pool = Mixed(lambda server, ids, uplink: weights)
     with pytest.raises(ValueError, match=r"weights must give \[2, 2\] numbers"):
         pool({"w": pool.start({"loc": numbers(3)}, 4)}, "w", {"w": {"loc": numbers(2, 3)}, "ids": torch.arange(2)})
+
+
+def test_raw_parameters_are_averaged_as_they_are(model: nn.Module, clients: FederatedData):
+    """`Mean(sends=("loc", "rho"))` gives the weighted mean of each, by hand."""
+    plain = bf.algorithms.pfedvem(model, head_epochs=2, body_epochs=1, init_scale=0.3)
+    head = replace(plain.blocks["head"], pool=Mean(sends=("loc", "rho")))
+    result = run(replace(plain, blocks={**plain.blocks, "head": head}), clients)
+    n = torch.from_numpy(clients.train.counts).double()
+    for key in ("loc", "rho"):
+        assert_close(result.server["head"][key], (n @ result.private["head"][key]) / n.sum(), atol=1e-12, rtol=0)

@@ -315,3 +315,10 @@ def test_moments_of_a_mixture_of_regressions():
 def test_the_grid_is_by_decades():
     """From 1e-4 to 1e4."""
     assert_close(torch.tensor(LinearisedLaplace().grid), torch.logspace(-4, 4, 9), rtol=1e-6, atol=0)
+
+
+def test_a_laplace_approximation_of_copies_is_refused():
+    """At composition, not after hours of training."""
+    plain = bf.algorithms.fedem(bf.models.mlp(8, hidden=4, outputs=3), components=2)
+    with pytest.raises(ValueError, match=r"\('components',\).* 2 copies.*Mixture"):
+        replace(plain, predictor=LinearisedLaplace("components"))

@@ -1,6 +1,10 @@
 """Your own arrays and data sets: every form they come in, and what is refused."""
 
+import math
+from typing import Any
+
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from torch.testing import assert_close
@@ -29,8 +33,42 @@ def test_pooled_clients_are_sorted_whatever_the_order_of_rows():
     data = from_arrays(x, y, client_ids=ids, test_share=0)
     assert data.client_names == ("a", "b", "c")
     assert data.train.client(0)[0].flatten().tolist() == [1, 4, 7, 10]
-    mixed = from_arrays(x, y, client_ids=["b", 1, None] * 4, test_share=0)
+    mixed = from_arrays(x, y, client_ids=["b", 1, 2.5] * 4, test_share=0)
     assert len(mixed.client_names) == 3
+
+
+@pytest.mark.parametrize("nothing", [None, math.nan, np.float64("nan"), pd.NA, pd.NaT])
+def test_rows_of_nobody_are_refused(nothing: Any):
+    """A hospital called nan, or a client for each missing number, would be made of them."""
+    ids = pd.Series([1, nothing, 2, nothing], dtype=object)
+    with pytest.raises(ValueError, match=r"client_ids .*2 of 4 rows.* row 1 "):
+        from_arrays(np.ones((4, 1)), [0, 1, 0, 1], client_ids=ids.to_numpy(), test_share=0)
+
+
+def test_floats_that_may_be_classes_are_asked_about():
+    """0. and 1. are as likely labels that pandas made floats as targets; with the task said both work."""
+    x, y = np.ones((8, 2)), np.tile([0.0, 1.0], 4)
+    with pytest.raises(ValueError, match=r"^y .*0, 1.*task='classification'.*task='regression'"):
+        from_arrays(x, y, client_ids=[0] * 8)
+    assert from_arrays(x, y, client_ids=[0] * 8, task="classification").outputs == 2
+    assert from_arrays(x, y, client_ids=[0] * 8, task="regression").outputs == 1
+    assert from_arrays(x, y + 0.5, client_ids=[0] * 8).task == "regression"
+    assert from_arrays(np.ones((40, 2)), np.arange(40.0), client_ids=[0] * 40).task == "regression"
+
+
+def test_frames():
+    """Truth values beside numbers are numbers; a column of something else is named."""
+    frame = pd.DataFrame({"age": [1.0, 2.0], "ill": [True, False], "n": pd.array([1, 3], dtype="Int64")})
+    x = from_arrays(frame, [0, 1], client_ids=[0, 0], test_share=0).train.x
+    assert x.tolist() == [[1.0, 1.0, 1.0], [2.0, 0.0, 3.0]]
+    with pytest.raises(ValueError, match=r"^x.*\['sex'\].*get_dummies"):
+        from_arrays(frame.assign(sex=["f", "m"]), [0, 1], client_ids=[0, 0])
+
+
+def test_rows_that_are_mappings_are_named_by_their_keys():
+    rows: Any = [{"image": [1.0], "label": 0}] * 3
+    with pytest.raises(ValueError, match=r"item\['image'\], item\['label'\]"):
+        from_datasets([rows])
 
 
 def test_any_map_style_dataset():
@@ -204,7 +242,7 @@ def test_your_arrays_are_copied_once():
         (lambda xs, ys: from_arrays(xs, [y + 0.5 for y in ys], task="classification"), "holds fractions"),
         (lambda xs, ys: from_arrays(xs, [np.eye(3, dtype=int)[y] for y in ys]), "argmax"),
         (lambda xs, ys: from_arrays(xs, ys, task="ranking"), "task must be"),  # pyright: ignore[reportArgumentType]
-        (lambda xs, ys: from_arrays(xs, [y * 1.0 for y in ys], outputs=3), r"outputs .*3.*'train' .*1 "),
+        (lambda xs, ys: from_arrays(xs, [y * 1.0 for y in ys], outputs=3, task="regression"), r"outputs .*3.*'train' .*1 "),
         (lambda xs, ys: from_arrays(xs, ys, test=(xs,)), r"test must be \(xs, ys\)"),
         (lambda xs, ys: from_arrays(xs, ys, test=(xs[:1], ys[:1])), "test has 1 clients"),
         (lambda xs, ys: from_arrays(xs, ys, test=([x[:, :1] for x in xs], ys)), r"test x .*\[5\], got \[1\]"),

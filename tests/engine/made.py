@@ -1,5 +1,7 @@
 """Stacks of layers, leaves and slopes for them, and the slow way through a module."""
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -65,7 +67,7 @@ def of_layers(module: nn.Module, prefixes: list[str] | tuple[str, ...]) -> froze
 
 def parameters(module: nn.Module, drawn: frozenset[str] = frozenset(), covered: frozenset[str] | None = None) -> dict[str, Tensor]:
     """Leaves as an engine has them: views of vectors [C, D], or [C, S, D] of the drawn ones; only the covered ones."""
-    layout = Layout(module, "*")
+    layout = Layout(copy.deepcopy(module).requires_grad_(), "*")
     fixed, moving = layout.leaves(0.6 * numbers(C, layout.size, seed=1)), layout.leaves(0.6 * numbers(C, S, layout.size, seed=2))
     return {name: moving[name] if name in drawn else fixed[name] for name in layout.names if covered is None or name in covered}
 

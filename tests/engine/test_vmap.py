@@ -1,5 +1,7 @@
 """The vmap kernel: what torch.func can batch and what it cannot, and pure phases carried over a chunk."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -46,7 +48,7 @@ def test_everything_else_is_let_through():
 def test_residual_network(drawn):
     """A module without rules: outputs and slopes of three clients are those of each alone under autograd."""
     module = resnet18((2, 8, 8), outputs=3, width=4).double().requires_grad_(False)
-    layout = Layout(module, "*")
+    layout = Layout(copy.deepcopy(module).requires_grad_(), "*")
     vector = 0.3 * (numbers(3, 2, layout.size) if drawn else numbers(3, layout.size))
     leaves = {key: leaf.clone().requires_grad_() for key, leaf in layout.leaves(vector).items()}
     x = numbers(3, 4, 2, 8, 8, seed=1)

@@ -84,3 +84,12 @@ def test_repr_shows_the_last_evaluation():
     table.append({"round": 4})
     assert repr(table) == "History(4 rounds; personal_accuracy 0.75)"
     assert repr(History([{"round": 1}])) == "History(1 rounds, not evaluated)"
+
+
+def test_rows_by_place():
+    """An integer is a place, as in a list."""
+    history = History([{"round": 1, "a": 2.0}, {"round": 2}])
+    assert history[-1] == {"round": 2}
+    assert history[0]["a"] == 2.0
+    with pytest.raises(IndexError):
+        history[2]

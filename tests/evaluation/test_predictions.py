@@ -52,3 +52,14 @@ def test_what_more_data_would_leave():
     variance = torch.tensor([[[0.5, 0.25], [1.0, 2.0]]])
     found = Predictions(mask=mask, epistemic=torch.tensor([[0.25, math.nan]]), mean=torch.zeros(1, 2, 2), variance=variance)
     assert_close(found.aleatoric, torch.tensor([[0.5, math.nan]]), equal_nan=True)
+
+
+def test_what_is_printed_is_short():
+    """Clients, rows and shapes; whether there are draws; no tensor."""
+    mask = torch.arange(4) < torch.tensor([[2], [4]])
+    drawn = Predictions(mask, torch.zeros(2, 4), probs=torch.full((2, 4, 3), 1 / 3))
+    shown = "Predictions(2 clients of 2 to 4 examples; epistemic [2, 4], probs [2, 4, 3]"
+    assert repr(drawn) == f"{shown}; averaged over draws or a closed form)"
+    assert repr(drawn.client(1)).startswith("Predictions(4 examples; ")
+    plain = Predictions(mask, torch.full((2, 4), torch.nan), probs=torch.full((2, 4, 3), 1 / 3))
+    assert repr(plain) == f"{shown})"

@@ -164,3 +164,17 @@ def test_adaptation_is_never_tolerant(model: nn.Module, clients: FederatedData):
     result = run(made, clients, admission=bf.Admission("skip"))
     with pytest.raises(bf.DivergenceError, match="client 2"):
         result.adapt(clients)
+
+
+@pytest.mark.parametrize("name", ["Genève", "2", "client 2"])
+def test_a_client_is_called_by_its_name(name: str, model: nn.Module, clients: FederatedData, caplog: pytest.LogCaptureFixture):
+    """In errors and in the log, by its number too; a name that says no more than the number is left out."""
+    data = replace(clients, client_names=("a", "b", name, "d", "e", "f", "g"))
+    called = "client 2 ('Genève')" if name == "Genève" else "client 2"
+    with pytest.raises(bf.DivergenceError, match=re.escape(f"{called} is no longer finite")):
+        run(breaking(model, data), data)
+    run(breaking(model, data), data, rounds=1, admission=bf.Admission("skip"))
+    assert f"{called} is left out" in caplog.text
+    caplog.clear()
+    run(burst_by_fine_tuning(model), data, rounds=1, admission=bf.Admission("skip"))
+    assert f"fine-tuning of {called} is not finite" in caplog.text

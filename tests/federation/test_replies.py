@@ -90,7 +90,7 @@ def test_addressed_share_stack_and_combine(clients, model):
 
 def test_unseen_refuses_whatever_is_asked():
     """Entries but the number of the round, attributes, iteration, length."""
-    unseen = Unseen("it is hidden", 3, 5)
+    unseen = Unseen("it is hidden", 3, 5, 7)
     assert (unseen["round"], unseen["rounds"]) == (3, 5)
     for ask in (lambda: unseen["n"], lambda: unseen.shape, lambda: list(unseen), lambda: len(unseen), lambda: "n" in unseen):
         with pytest.raises(ValueError, match=r"it is hidden, .*`combine`"):
@@ -188,3 +188,14 @@ def test_a_first_axis_that_stands_still_at_this_number_of_clients_may_grow(model
     result = run(made, clients, rounds=2)
     result.save(tmp_path / "run")
     assert bf.load(tmp_path / "run", made, clients).server["models"].shape == (5, 2)
+
+
+def test_combine_knows_how_many_clients_there_are(model: nn.Module, clients: FederatedData):
+    """The number J, also where only some take part, and where the server sees sums alone."""
+    made = replace(
+        bf.algorithms.fedavg(model, epochs=1),
+        server=lambda blocks, number: {"known": 0.0},
+        combine=lambda server, ids, uplink: {"known": torch.zeros_like(server["known"]) + uplink["clients"]},
+    )
+    for aggregation in (None, bf.SecureSum()):
+        assert run(made, clients, rounds=1, participation=0.5, aggregation=aggregation).server["known"].item() == clients.clients

@@ -14,7 +14,7 @@ from bayesfl.composition.priors import Normal, server_mean
 from bayesfl.data import ClientData, FederatedData
 from bayesfl.optim import cosine
 from bayesfl.posteriors import MeanField
-from tests.cases import SIZES, federation
+from tests.cases import SIZES, federation, run
 from tests.federation.made import one_head_each
 
 
@@ -139,3 +139,11 @@ def test_draws_are_of_the_belief_that_a_client_is_sent(clients: FederatedData, m
     for name, leaf in leaves.items():
         np.testing.assert_allclose(drawn[name].to_numpy()[0, 0], leaf.numpy(), atol=1e-4)
     assert not torch.allclose(result.server["w"]["each"][3], result.server["w"]["loc"], atol=1e-3)
+
+
+def test_clients_that_would_learn_nothing_of_their_own_are_refused(clients: FederatedData, model: nn.Module):
+    """Where each client predicts with a part that it keeps, a new one needs phases to learn it."""
+    plain = bf.algorithms.fedper(model, epochs=1)
+    with pytest.raises(ValueError, match=r"\['head'\].*`adapt`"):
+        run(replace(plain, adapt=()), clients).adapt(clients)
+    assert run(bf.algorithms.fedavg(model, epochs=1), clients).adapt(clients).novel

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,10 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import bayesfl as bf
+from bayesfl.data import FederatedData
 from bayesfl.federation.errors import CheckpointError
 from bayesfl.likelihoods import Bernoulli, Gaussian
-from tests.cases import federation
+from tests.cases import federation, run
 
 
 @pytest.mark.parametrize(
@@ -185,3 +187,55 @@ def test_strengths_are_checked(model):
             make(model, **options)
     with pytest.raises(ValueError, match="scale_floor"):
         bf.algorithms.pfedvem(model, scale_floor=0.0)
+
+
+@pytest.mark.parametrize(
+    ("forward", "words"),
+    [
+        (lambda self, x: self.net(nn.functional.embedding(x, torch.ones(3, 8))), r"\(8,\).*x\.long\(\)"),
+        (lambda self, x, mask: self.net(x), r"\(8,\).*mask.*one tensor, model\(x\)"),
+        (lambda self, x: self.net(x[:, :5]), r"\(8,\).*inputs=clients\.inputs"),
+    ],
+)
+def test_models_that_do_not_take_the_inputs(forward: Any, words: str, clients: FederatedData):
+    """The remedy is the one that helps."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(8, 3)
+
+    Net.forward = forward
+    with pytest.raises(ValueError, match=words):
+        bf.simulate(bf.algorithms.fedavg(Net()), clients, rounds=1, progress=False)
+
+
+def test_a_likelihood_that_lacks_something(clients: FederatedData, model: nn.Module):
+    """Is told what."""
+
+    class Plain:
+        task = "classification"
+
+        def nll(self, outputs: Any, y: Any) -> Any: ...
+
+        def predictive(self, outputs: Any) -> Any: ...
+
+    with pytest.raises(TypeError, match=r"likelihood .*Plain.*\['nll_and_slope'\]"):
+        bf.simulate(bf.algorithms.fedavg(model, likelihood=Plain()), clients, rounds=1)  # pyright: ignore[reportArgumentType]
+
+
+def test_parts_that_training_does_not_touch_are_not_measured_before_pooling(clients: FederatedData, model: nn.Module):
+    """FedBABU's head is at its start until clients fine-tune it; a model with it would be taken for what training has left."""
+    for make, measured in ((bf.algorithms.fedbabu, False), (bf.algorithms.fedper, True), (bf.algorithms.fedpac, True)):
+        columns = run(make(model), clients, evaluate_every=1).history.columns
+        assert ("before_pool_accuracy" in columns) == measured
+        assert "personal_accuracy" in columns
+
+
+def test_other_blocks_do_not_hide_the_global_model(clients: FederatedData, model: nn.Module):
+    """The server's model is measured where it holds all parts, whatever blocks there are beside them."""
+    plain = bf.algorithms.fedavg(model, epochs=1)
+    for more in (bf.Block("head.*", pool=None, keep=True), bf.Block(pool=None), bf.Block("head.*", keep=True)):
+        made = replace(plain, blocks={**plain.blocks, "other": more})
+        assert made.shared_parts() == ("w",)
+        assert "global_accuracy" in run(made, clients, evaluate_every=1).history.columns

@@ -190,7 +190,7 @@ def test_a_tuned_number_is_the_simulations(tmp_path: Path, monkeypatch: pytest.M
     [
         ({"clients": 0}, r"^clients .*1.* got 0"),
         ({"timeout": 0.0}, r"timeout .*got 0\.0"),
-        ({"dtype": torch.int64}, r"dtype .*torch\.float32, got torch\.int64"),
+        ({"dtype": torch.int64}, r"dtype .*torch\.float32 .*got torch\.int64"),
         ({"every": 0}, r"^every .*1.* got 0"),
         ({"participation": 0.0}, r"must lie in \(0, 1\]"),
     ],

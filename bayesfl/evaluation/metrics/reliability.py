@@ -17,7 +17,7 @@ Norm: TypeAlias = Literal["l1", "l2", "max"]
 def ece(probs: Tensor, labels: Tensor, mask: Tensor, bins: int = 15, norm: Norm = "l1") -> Tensor:
     """Compute the expected calibration error: how far confidence, the largest probability, is from accuracy.
 
-    Examples are binned by confidence; bin k of B holds (k / B, (k + 1) / B], and confidence 0 goes to the first. Each bin has a gap
+    Examples are binned by confidence; bin k holds (k / bins, (k + 1) / bins], and confidence 0 goes to the first. Each bin has a gap
     |accuracy - mean confidence|, weighted by its share of the examples. Guo et al., "On calibration of modern neural networks",
     ICML 2017, equations 3 and 5. A small client has few examples in a bin, which biases its value upwards: compare clients of similar size.
 
@@ -51,13 +51,13 @@ def mce(probs: Tensor, labels: Tensor, mask: Tensor, bins: int = 15) -> Tensor:
 
 @dataclass(frozen=True)
 class ReliabilityBins:
-    """The bins of a reliability diagram; bin k of B holds confidences in (edges[k], edges[k + 1]], the first also 0.
+    """The bins of a reliability diagram; bin k holds confidences in (edges[k], edges[k + 1]], the first also 0.
 
     Args:
-        edges: Bounds of the bins, [B + 1], from 0 to 1.
-        confidence: Mean confidence in each bin, [B]; NaN in an empty one.
-        accuracy: Share of right predictions in each bin, [B]; NaN in an empty one.
-        count: Number of examples in each bin, [B], integers.
+        edges: Bounds of the bins, [bins + 1], from 0 to 1.
+        confidence: Mean confidence in each bin, [bins]; NaN in an empty one.
+        accuracy: Share of right predictions in each bin, [bins]; NaN in an empty one.
+        count: Number of examples in each bin, [bins], integers.
     """
 
     edges: np.ndarray
@@ -106,7 +106,7 @@ def reliability_bins(probs: Tensor, labels: Tensor, mask: Tensor, bins: int = 15
 
 
 def binned(scored: Scored, bins: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the number of examples, the number of right predictions and the sum of confidences by bins of confidence, [J, B] each.
+    """Return the number of examples, the number of right predictions and the sum of confidences by bins of confidence, [J, bins] each.
 
     Raises:
         ValueError: `bins` is no integer >= 1.

@@ -1,6 +1,7 @@
 """All measures of a federation of classifiers at once: as one number each, and as a table of clients."""
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 from torch import Tensor
@@ -38,7 +39,9 @@ def classification_summary(probs: Tensor, labels: Tensor, mask: Tensor, *, bins:
     return summary | {f"pooled_{name}": float(value) for name, value in together.items()}
 
 
-def per_client_table(probs: Tensor, labels: Tensor, mask: Tensor, *, bins: int = 15) -> dict[str, np.ndarray]:
+def per_client_table(
+    probs: Tensor, labels: Tensor, mask: Tensor, *, bins: int = 15, names: Sequence[str] | None = None
+) -> dict[str, np.ndarray]:
     """Return every measure of every client as columns [J], ready for a data frame.
 
     Args:
@@ -46,12 +49,15 @@ def per_client_table(probs: Tensor, labels: Tensor, mask: Tensor, *, bins: int =
         labels: True classes, [J, N], integers in [0, O).
         mask: Which rows are examples, [J, N] bool.
         bins: Number of confidence bins.
+        names: Names of the clients, as `clients.client_names`; None for their numbers.
 
     Returns:
-        `client` and `examples` (integers), `accuracy`, `nll`, `ece`, `mce`, `brier`, `macro_f1`, `auroc`.
+        `client` (names or numbers) and `examples` (integers), `accuracy`, `nll`, `ece`, `mce`, `brier`, `macro_f1`, `auroc`.
     """
     scored = Scored.of(probs, labels, mask)
-    index = {"client": np.arange(len(scored.mask)), "examples": scored.mask.sum(-1).numpy()}
+    if names is not None and len(names) != len(scored.mask):
+        raise ValueError(f"names must name each of the {len(scored.mask)} clients, got {len(names)}")
+    index = {"client": np.arange(len(scored.mask)) if names is None else np.array(names), "examples": scored.mask.sum(-1).numpy()}
     return index | {name: values.numpy() for name, values in _measures(scored, bins).items()}
 
 

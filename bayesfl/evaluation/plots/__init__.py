@@ -1,4 +1,4 @@
-"""Reliability diagrams, learning curves, risk-coverage curves, the coverage of conformal sets, and who learns from whom.
+"""Reliability diagrams, learning curves, risk-coverage curves, the coverage of conformal sets, and mixing weights.
 
 Matplotlib is imported only when something is drawn, and only its object-oriented interface is used: no backend is switched, no figure is
 registered with pyplot, nothing is shown. Without `ax` a figure is made, to be saved by `axes.figure.savefig("diagram.png")`; to draw into

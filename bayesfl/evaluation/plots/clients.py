@@ -1,4 +1,4 @@
-"""Client by client: the coverage of conformal sets, and who learns from whom."""
+"""Diagrams client by client: the coverage of conformal sets, and the weights by which models are mixed."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -17,12 +17,12 @@ _COVERAGE = ((0, "coverage"), (1, "size"))  # lines of the diagram of conformal 
 
 
 def coverage(entries: "Coverage | Mapping[str, Coverage]", *, level: float = 0.9, title: str | None = None) -> "Figure":
-    """Draws the coverage of conformal sets client by client, and how many classes the sets hold.
+    """Draw the coverage of conformal sets client by client, and how many classes the sets hold.
 
-    A point is the share of a client's labels inside their set; the line is what was asked for, 1 - alpha. The bar behind each point is
-    where chance alone, the calibration's and the test's, would put a client like those that the threshold was made for, with probability
-    `level`: points outside it, in vermilion, are of clients that are served worse or better than promised. Beneath stand the mean numbers
-    of classes in a set.
+    A point is the share of a client's labels inside their set; the line is what was asked for, 1 - alpha. The bar is the range that
+    sampling error alone would give with probability `level`, in calibration and test together, for a client like those that the threshold
+    was made for. Points outside the bar, in vermilion, are of clients that are served worse or better than promised. Beneath stand the mean
+    numbers of classes in a set.
 
     Args:
         entries: What `Conformal.evaluate` gives; {name: that} for several side by side.
@@ -68,10 +68,10 @@ def coverage(entries: "Coverage | Mapping[str, Coverage]", *, level: float = 0.9
 def collaboration(
     weights: Tensor | np.ndarray, *, groups: Sequence[int] | None = None, ax: "Axes | None" = None, title: str | None = None
 ) -> "Axes":
-    """Draws who learns from whom: the darker, the more of the column's client is in what the row's client gets.
+    """Draw the mixing weights: a darker cell means a larger share of the column's client in the row's model.
 
     Args:
-        weights: Of J clients, [J, J] >= 0, as FedPAC's `result.server["head"]["weights"]`; a row of 0 is a client that was never there.
+        weights: Of J clients, [J, J] >= 0, as FedPAC's `result.server["head"]["weights"]`; a row of 0 is a client that never took part.
         groups: Where it is known which clients are alike, the group of each, [J]: clients stand in the order of their groups, with lines
             between these, so that weights within groups are blocks on the diagonal.
         ax: Where to draw; by default a new figure.
@@ -112,7 +112,7 @@ def collaboration(
 
 
 def _covered(ax: "Axes", beneath: "Axes", found: Coverage, level: float) -> None:
-    """Draws coverage by client in `ax`, mean set sizes in `beneath`."""
+    """Draw coverage by client in `ax`, and mean set sizes in `beneath`."""
     from matplotlib.ticker import MaxNLocator, PercentFormatter
 
     some = (found.tested > 0).numpy()

@@ -27,7 +27,7 @@ def learning_curves(
     ax: "Axes | None" = None,
     title: str | None = None,
 ) -> "Axes":
-    """Draws a measure against the rounds, one line a method; of several seeds the mean, and a band of one standard error to each side.
+    """Draw a measure against the rounds, one line a method; of several seeds the mean, and a band of one standard error to each side.
 
     Args:
         histories: {method: a history, or a list of histories, one a seed}. A history has arrays of equal length under `x` and `metric`,
@@ -84,7 +84,7 @@ def learning_curves(
 
 
 def risk_coverage(entries: Mapping[str, Any], *, ax: "Axes | None" = None, title: str | None = None) -> "Axes":
-    """Draws the share of errors among the answers, when a share of the examples is answered, the least doubtful first.
+    """Draw the error rate among answered examples against the share answered, most confident first.
 
     One line a method, over all examples of all clients; lower is better, and the right end is the error rate. The legend has the area
     under each curve (AURC). Geifman, Uziel and El-Yaniv, "Bias-reduced uncertainty estimation for deep neural classifiers", ICLR 2019.
@@ -123,7 +123,7 @@ def risk_coverage(entries: Mapping[str, Any], *, ax: "Axes | None" = None, title
 
 
 def _columns(name: str, history: Any) -> list[str]:
-    """Lists the names of a history's columns."""
+    """List the names of a history's columns."""
     columns = getattr(history, "columns", None)  # of a History or a data frame
     if columns is None and not isinstance(history, Mapping):
         raise ValueError(f"{name!r}: a history must be a result, a result's history, or columns by name, got {type(history).__name__}")
@@ -131,7 +131,7 @@ def _columns(name: str, history: Any) -> list[str]:
 
 
 def _headline(columns: Sequence[Sequence[str]]) -> str:
-    """Finds the measure that all runs have and that sums one up."""
+    """Find the measure that all runs have and that sums one up."""
     for measure in HEADLINES:
         if all(measure in keys for keys in columns):
             return measure
@@ -143,7 +143,7 @@ def _headline(columns: Sequence[Sequence[str]]) -> str:
 
 
 def _curve(name: str, history: Any, columns: Sequence[str], x: str, metric: str) -> dict[float, float]:
-    """Takes {round: value} of one seed, without the rounds that were not evaluated."""
+    """Take {round: value} of one seed, without the rounds that were not evaluated."""
     for key in (x, metric):
         if key not in columns:
             raise ValueError(f"{name!r}: the history has no {key!r}; it has {list(columns)}")
@@ -154,7 +154,7 @@ def _curve(name: str, history: Any, columns: Sequence[str], x: str, metric: str)
 
 
 def _risks(entry: Any) -> RiskCoverage:
-    """Finds the curve of a result or of (probs, labels, mask), or takes it as it is."""
+    """Find the curve of a result or of (probs, labels, mask), or take it as it is."""
     if isinstance(entry, RiskCoverage):
         return entry
     probs, labels, mask = (t.cpu() for t in predictions(entry, None, None))

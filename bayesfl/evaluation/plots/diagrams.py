@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_OVER: dict[str, Any] = {"color": "#F6CDB2", "edgecolor": "#D55E00", "hatch": "////", "label": "overconfident", "gid": "overconfident"}
-_UNDER: dict[str, Any] = {"color": "#7FB9DF", "edgecolor": "#CFE7F7", "hatch": "....", "label": "underconfident", "gid": "underconfident"}
+_OVER: dict[str, Any] = {"facecolor": "#F6CDB2", "edgecolor": "#D55E00", "hatch": "////", "label": "overconfident", "gid": "overconfident"}
+_UNDER: dict[str, Any] = {"facecolor": "none", "edgecolor": "white", "hatch": "....", "label": "underconfident", "gid": "underconfident"}
 _CLIENTS = 12  # panels that by="client" draws unless told which
 _FEW = 20  # a bin of fewer examples is faded
 _FADED = 0.25
@@ -38,7 +38,7 @@ class _Panel:
 
     @property
     def numbers(self) -> str:
-        """The numbers in the diagram's box; errors are fractions, as in tables."""
+        """Give the numbers in the diagram's box; errors are fractions, as in tables."""
         if not self.bins.examples:
             return "no examples"
         examples = f"n = {self.bins.examples:,}".replace(",", "\u2009")
@@ -55,13 +55,14 @@ def reliability(
     bins: int = 15,
     by: Literal["pooled", "client"] = "pooled",
     clients: Sequence[int] | None = None,
+    names: Sequence[str] | None = None,
     ax: "Axes | None" = None,
     title: str | None = None,
 ) -> Any:
-    """Draws a reliability diagram: accuracy by bins of confidence, and how many examples each bin holds.
+    """Draw a reliability diagram: accuracy by bins of confidence, and how many examples each bin holds.
 
-    Blue bars are the accuracy of each bin. A shaded gap leads from their top to the bin's mean confidence: upwards, in vermilion, where
-    the model claims more than it achieves; downwards, in sky blue, where it claims less. Thin lines are 95 % intervals of a binomial share
+    Blue bars are the accuracy of each bin. The gap to the bin's mean confidence is marked: above the bar, hatched in vermilion, where the
+    model claims more than it achieves; inside the bar, dotted, where it claims less. Thin lines are 95 % intervals of a binomial share
     (Wilson) for each accuracy; bins of fewer than 20 examples are faded. The expected calibration error (ECE) is the mean of the gaps,
     weighted by the histogram beneath. Where several clients are pooled, the mean of their own errors stands beside it: it is larger, since
     each client has fewer examples. Guo et al., "On calibration of modern neural networks", ICML 2017.
@@ -73,6 +74,7 @@ def reliability(
         bins: Number of bins of equal width.
         by: `pooled`, one diagram of all examples; `client`, one per client under its name.
         clients: Which clients, by number; by default all when pooled, and the first 12 that have examples by client.
+        names: Names of all clients, the titles of their diagrams; by default those of the result's data, or numbers.
         ax: Where to draw a pooled diagram; it makes room for the histogram beneath. By default a new figure.
         title: Of the diagram, or of the figure.
 
@@ -108,7 +110,9 @@ def reliability(
         clients = mask.any(-1).nonzero().flatten().tolist()[:_CLIENTS]
     if not clients:
         raise ValueError("there is no client with examples to draw; check mask")
-    names = names_of(source, total)
+    if names is not None and len(names) != total:
+        raise ValueError(f"names must name each of the {total} clients, got {len(names)}")
+    names = names_of(source, total) if names is None else list(names)
     panels = [_Panel.of(probs, labels, _only(mask, [j]), bins) for j in clients]
     lines = -(-len(panels) // 4)
     figure, axes = _panels(panels, [names[j] for j in clients], -(-len(panels) // lines))  # lines of the same length
@@ -118,7 +122,7 @@ def reliability(
 
 
 def reliability_compare(entries: Mapping[str, Any], *, bins: int = 15, columns: int | None = None) -> "Figure":
-    """Draws reliability diagrams of several methods side by side, on one scale.
+    """Draw reliability diagrams of several methods side by side, on one scale.
 
     Args:
         entries: {method: a simulation's result, or (probs, labels, mask)} as in `reliability`.
@@ -140,7 +144,7 @@ def reliability_compare(entries: Mapping[str, Any], *, bins: int = 15, columns: 
 def _panels(
     panels: Sequence[_Panel], titles: Sequence[str], columns: int, *, size: tuple[float, float] = (3.0, 3.4), alike: bool = False
 ) -> tuple["Figure", np.ndarray]:
-    """Draws a grid of diagrams, the outer ones with the words; `alike` gives their histograms one scale."""
+    """Draw a grid of diagrams, the outer ones with the words; `alike` gives their histograms one scale."""
     if columns < 1:
         raise ValueError(f"columns is a number of diagrams in a row, >= 1; got {columns}")
     columns = min(columns, len(panels))
@@ -162,7 +166,7 @@ def _panels(
 
 
 def _diagram(ax: "Axes", beneath: "Axes", panel: _Panel, *, across: bool = True, up: bool = True, tallest: int | None = None) -> None:
-    """Draws one reliability diagram in `ax` and its histogram in `beneath`, which shares the x axis.
+    """Draw one reliability diagram in `ax` and its histogram in `beneath`, which shares the x axis.
 
     Args:
         ax: Where the bars go.
@@ -232,12 +236,13 @@ def _strength(count: int) -> float:
 
 
 def _key() -> list[Any]:
-    """Explains the colours of a diagram, for its legend."""
+    """Explain the colours of a diagram, for its legend."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     gaps = [
-        Patch(facecolor=k["color"], edgecolor=k["edgecolor"], hatch=k["hatch"], linewidth=0.6, label=k["label"]) for k in (_OVER, _UNDER)
+        Patch(facecolor=_OVER["facecolor"], edgecolor=_OVER["edgecolor"], hatch=_OVER["hatch"], linewidth=0.6, label=_OVER["label"]),
+        Patch(facecolor=BLUE, edgecolor="white", hatch=_UNDER["hatch"], linewidth=0.6, label=_UNDER["label"]),
     ]
     few = Patch(facecolor=BLUE, alpha=_FADED, label=f"fewer than {_FEW} examples")
     return [
@@ -249,7 +254,7 @@ def _key() -> list[Any]:
 
 
 def _split(ax: "Axes") -> "Axes":
-    """Makes new axes in the lowest part of where `ax` stood, sharing its x axis."""
+    """Make new axes in the lowest part of where `ax` stood, sharing its x axis."""
     spec, figure = ax.get_subplotspec(), ax.figure
     if spec is not None:
         upper, lower = spec.subgridspec(2, 1, height_ratios=(4, 1), hspace=0.04)

@@ -1,4 +1,4 @@
-"""What can be drawn: the class probabilities of a simulation's result, or those that are given."""
+"""The input of the diagrams: the class probabilities of a simulation's result, or those that are given."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def predictions(source: Any, labels: Tensor | None, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Finds what to score, [J, N, O], [J, N] and [J, N], of a result or of what was given.
+    """Find what to score, [J, N, O], [J, N] and [J, N], of a result or of what was given.
 
     Raises:
         ValueError: There are no labels, two sorts of them, or a result of regression.

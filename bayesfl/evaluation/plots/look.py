@@ -1,4 +1,4 @@
-"""What all diagrams have in common: their colours, a figure that pyplot knows nothing of, quiet axes."""
+"""The common look of all diagrams: their colours, a figure that is not registered with pyplot, quiet axes."""
 
 from collections.abc import Iterator
 from itertools import cycle
@@ -15,19 +15,19 @@ _DASHES = ("-", "--", ":", "-.")
 
 
 def looks() -> Iterator[tuple[str, str]]:
-    """Gives one line after another a colour and a dash of its own, again from the start after the last of them."""
+    """Give one line after another a colour and a dash of its own, repeating after the last."""
     return cycle([(colour, dash) for dash in _DASHES for colour in OKABE_ITO[:7]])
 
 
 def new_figure(size: tuple[float, float]) -> "Figure":
-    """Makes a figure, width and height in inches, that is registered nowhere."""
+    """Make a figure, width and height in inches, that is not registered with pyplot."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=size, dpi=150, layout="constrained")
 
 
 def clean(ax: "Axes", *, grid: Literal["both", "y"] | None = None) -> None:
-    """Takes away the upper and the right side of the frame, and puts axes behind what is drawn; draws a grid where asked to."""
+    """Take away the upper and the right side of the frame, and put axes behind what is drawn; draw a grid where asked to."""
     ax.spines[["top", "right"]].set_visible(False)
     ax.spines[["left", "bottom"]].set_color("0.5")
     ax.tick_params(color="0.5", labelsize="small")

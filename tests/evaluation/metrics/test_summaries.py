@@ -69,3 +69,11 @@ def test_table_has_a_row_per_client():
     assert table["examples"].tolist() == case[2].sum(-1).tolist()
     for name, measure in CLASSIFICATION.items():
         np.testing.assert_allclose(table[name], measure(*case).numpy())
+
+
+def test_a_table_names_its_clients():
+    """By the names given, in the order of the clients; one for each."""
+    probs, labels, mask = torch.full((2, 3, 2), 0.5), torch.zeros(2, 3, dtype=torch.long), torch.ones(2, 3, dtype=torch.bool)
+    assert metrics.per_client_table(probs, labels, mask, names=("Basel", "Genève"))["client"].tolist() == ["Basel", "Genève"]
+    with pytest.raises(ValueError, match=r"names .*2 clients, got 1"):
+        metrics.per_client_table(probs, labels, mask, names=("Basel",))
