@@ -16,7 +16,7 @@ extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
-    "sphinx.ext.mathjax",
+    "sphinx-mathjax-offline",  # formulas without a network
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
     "sphinx_design",
@@ -64,7 +64,7 @@ def _table(rows: list[str]) -> list[str]:
 
 
 def _home(name: str) -> str:
-    """Where what a user writes as bf.load is defined; the name itself where there is no such thing, which is then an error."""
+    """Find where what a user writes as bf.load is defined; return the name itself where there is no such thing, which is then an error."""
     thing: Any = bayesfl
     try:
         for word in name.split("."):

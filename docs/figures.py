@@ -94,9 +94,10 @@ def unmarked(text: str) -> list[str]:
 
 
 def pages() -> list[Path]:
-    """Return the README and every page of the documentation."""
+    """Return the README, the page for contributors, every page of the documentation and those beside the benchmarks."""
     built = ROOT / "docs" / "_build"
-    return [ROOT / "README.md", *sorted(page for page in (ROOT / "docs").rglob("*.md") if built not in page.parents)]
+    found = [page for folder in ("docs", "benchmarks") for page in sorted((ROOT / folder).rglob("*.md")) if built not in page.parents]
+    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *found]
 
 
 if __name__ == "__main__":

@@ -133,3 +133,12 @@ def test_available_is_read_off_the_compositions():
     assert table["pfedvem"].private == "head (rho)"
     assert table["fedper"].private == "head"
     assert table["local"].sent == "nothing"
+
+
+def test_every_module_is_in_the_reference_once():
+    """On one page of docs/api, by automodule."""
+    pages = "\n".join(page.read_text() for page in (PACKAGE.parent / "docs" / "api").glob("*.md")) + "\n"
+    modules = [
+        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in PACKAGE.rglob("*.py") if path.name != "__init__.py"
+    ]
+    assert {name: pages.count(f"automodule:: {name}\n") for name in modules} == dict.fromkeys(modules, 1)
