@@ -425,10 +425,18 @@ def draw(saved: dict[str, Any]) -> None:
     for line, (dataset, scaling, found) in enumerate(panels):
         for ax, (base, title, kinds) in zip(axes[line], marks, strict=True):
             for height, name in enumerate(reversed(names)):
-                for key, (colour, marker) in kinds.items():
+                for place, (key, (colour, marker)) in enumerate(kinds.items()):
                     if key in found["rows"][name]:
                         mean, error = report.mean_and_error(found["rows"][name][key])
-                        ax.errorbar(mean, height, xerr=error, color=colour, marker=marker, markersize=5, capsize=2)
+                        ax.errorbar(
+                            mean,
+                            height + (0.15 - 0.3 * place) * (len(kinds) > 1),
+                            xerr=error,
+                            color=colour,
+                            marker=marker,
+                            markersize=5,
+                            capsize=2,
+                        )
             ax.axvline(report.mean_and_error(found["rows"]["MAP, one temperature"][base])[0], color=grey, linewidth=1, linestyle="--")
             ax.set_yticks(range(len(names)), [in_words(name) for name in reversed(names)])
             ax.set_xlabel(title)
@@ -438,7 +446,7 @@ def draw(saved: dict[str, Any]) -> None:
         axes[line][1].axvline(report.mean_and_error(counted)[0], color=green, linewidth=1.5, linestyle=":")
         axes[line][0].set_title(f"{DATASETS[dataset]}, pixels in {scaling}", loc="left", fontweight="bold")
     legend = axes[0][1]
-    legend.errorbar([], [], color=blue, marker="o", label="NLL; AUROC by entropy")
+    legend.errorbar([], [], color=blue, marker="o", label="NLL (left), AUROC by entropy (right); bars: standard error")
     legend.errorbar([], [], color=orange, marker="s", label="AUROC by epistemic uncertainty")
     legend.plot([], [], color=grey, linestyle="--", label="MAP with one temperature")
     legend.plot([], [], color=green, linestyle=":", label="number of changed constant pixels, without a network")
