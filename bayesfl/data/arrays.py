@@ -34,11 +34,17 @@ def _tensor(values: Any, name: str) -> Tensor:
     else:
         try:
             array = np.asarray(values)
-            if array.dtype == object and hasattr(values, "dtypes"):  # a frame of several types, bools beside floats for instance
+            if (
+                array.dtype == object and array.ndim == 2 and hasattr(values, "dtypes")
+            ):  # a frame of several types, bools beside floats for instance
                 array = _numbers(values, name)
+            if array.dtype.kind in "OUST" and array.ndim == 1 and any(isinstance(value, str) for value in array):
+                raise ValueError(f"{name} holds text: make numbers of it, as codes, class_names = pandas.factorize(values) does")
             if array.dtype.kind not in "fiub":
                 raise TypeError(f"numbers of type {array.dtype}")
         except (TypeError, ValueError) as error:
+            if str(error).startswith(name):
+                raise
             raise ValueError(f"{name} must be an array of numbers, all rows of one shape: {error}") from None
         native = array.dtype.newbyteorder("=")
         tensor = torch.from_numpy(np.array(array, dtype=np.int64 if array.dtype.kind == "u" else native, order="C"))
@@ -273,6 +279,11 @@ def from_arrays(
             if yj.dim() != 1:
                 raise ValueError(f"labels must be [n], got {list(yj.shape)}; one-hot labels become classes by y.argmax(1)")
         pooled_y = torch.cat([yj.long() for yj in every])
+        if outputs is None and len(pooled_y) and int(pooled_y.min()) > 0:
+            raise ValueError(
+                f"classes are counted from 0, and the smallest label is {int(pooled_y.min())}: subtract it, or pass outputs= if class 0 has "
+                "no example"
+            )
         outputs = max(int(pooled_y.max()) + 1, 1) if outputs is None else outputs
     else:
         pooled_y = torch.cat([yj.float() for yj in every])

@@ -181,9 +181,11 @@ class Result:
         whole("draws", draws, least=1)
         if not 0 <= client < self.data.clients:
             raise ValueError(f"client must be one of 0 to {self.data.clients - 1}, got {client}")
-        if block not in self.algorithm.blocks or not self.algorithm.blocks[block].stochastic:
+        if block not in self.algorithm.blocks:
+            raise ValueError(f"there is no block {block!r}; the method's blocks are {list(self.algorithm.blocks)}")
+        if not self.algorithm.blocks[block].stochastic:
             drawn = [name for name, this in self.algorithm.blocks.items() if this.stochastic]
-            raise ValueError(f"block {block!r} has no entropy to draw from; the blocks that do are {drawn}")
+            raise ValueError(f"block {block!r} is a point, of which there are no draws; the blocks with a distribution are {drawn}")
         this, layout = self.algorithm.blocks[block], self.algorithm.layout(block)
         ids = np.array([client])
         got = self.state.received(self.algorithm, ids)

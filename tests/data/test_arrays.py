@@ -216,7 +216,7 @@ def test_your_arrays_are_copied_once():
             r"client_ids .*got shape \[7, 1\]",
         ),
         (lambda xs, ys: from_arrays(xs[0], ys[0], client_ids=3), r"client_ids .*vector .*got int"),  # pyright: ignore[reportArgumentType]
-        (lambda xs, ys: from_arrays([["a"]], [[0]]), "array of numbers"),
+        (lambda xs, ys: from_arrays([["a"]], [[0]]), "x of client 0 holds text"),
         (lambda xs, ys: from_arrays([xs[0] * 1j], ys[:1]), "array of numbers"),
         (lambda xs, ys: from_arrays([torch.tensor(xs[0]) * 1j], ys[:1]), "real numbers"),
         (lambda xs, ys: from_arrays(xs[0], ys[0], client_ids=[1, 2]), r"client_ids .*7 rows, got 2"),
@@ -265,3 +265,19 @@ def test_given_test_data_have_no_environment_of_their_own():
     data = from_arrays(xs, ys, test=arrays(sizes=(3, 4, 5)), environments=environments())
     assert data.train.environments == 3
     assert data.test.environments == 1
+
+
+@pytest.mark.parametrize(
+    ("y", "words"),
+    [
+        ([1, 2, 1, 2], r"smallest label is 1.*outputs="),
+        (["ill", "well", "ill", "well"], r"^y holds text.*factorize"),
+        (np.array(["ill", "well", "ill", "well"]), r"^y holds text.*factorize"),
+        (pd.Series(["ill", None, "ill", "well"]), r"^y holds text.*factorize"),
+    ],
+)
+def test_labels_that_are_no_classes_from_0(y: Any, words: str):
+    """Else a class without examples would be made of 0, and text would be numbers of type object."""
+    with pytest.raises(ValueError, match=words):
+        from_arrays(np.ones((4, 2)), y, client_ids=[0, 0, 1, 1])
+    assert from_arrays(np.ones((4, 2)), [1, 2, 1, 2], client_ids=[0, 0, 1, 1], outputs=3).outputs == 3
