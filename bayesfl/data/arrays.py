@@ -281,8 +281,8 @@ def from_arrays(
         pooled_y = torch.cat([yj.long() for yj in every])
         if outputs is None and len(pooled_y) and int(pooled_y.min()) > 0:
             raise ValueError(
-                f"classes are counted from 0, and the smallest label is {int(pooled_y.min())}: subtract it, or pass outputs= if class 0 has "
-                "no example"
+                f"classes are counted from 0, and the smallest label is {int(pooled_y.min())}: subtract it, or pass outputs= if class 0 is "
+                "empty"
             )
         outputs = max(int(pooled_y.max()) + 1, 1) if outputs is None else outputs
     else:

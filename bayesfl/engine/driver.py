@@ -114,7 +114,20 @@ class Engine:
         return "vmap" if device.type == "cuda" and vmap.batches(model) else "live"
 
     def run(self, algorithm: Algorithm, phase: Phase | Repeat, given: Server, views: View, plan: PhasePlan) -> tuple[View, Info]:
-        """Run one phase for a chunk of clients, stacked [C, ...], and return their views afterwards and information for people."""
+        """Run one phase for a chunk of clients, stacked [C, ...], and return their views afterwards and information for people.
+
+        With the kernel `auto`, a model that torch.func turns out not to batch is run by `live`, and what that cannot run by `reference`.
+        """
+        try:
+            return self._run(algorithm, phase, given, views, plan)
+        except RuntimeError as error:
+            known = not vmap.batches(algorithm.model)
+            if self.kernel != "auto" or not vmap.failed(algorithm.model, error):
+                raise
+            plan.rewind()
+            return reference.run(algorithm, phase, given, views, plan) if known else self.run(algorithm, phase, given, views, plan)
+
+    def _run(self, algorithm: Algorithm, phase: Phase | Repeat, given: Server, views: View, plan: PhasePlan) -> tuple[View, Info]:
         device = views["n"].device
         algorithm.module(views["n"])  # made here, since no copy can be made inside torch.func
         kernel = self.choose(algorithm, phase if type(phase) is Descend else None, device)

@@ -68,6 +68,10 @@ class PhasePlan:
         one._generators = self._generators[place : place + 1]
         return one
 
+    def rewind(self) -> None:
+        """Let the noise begin anew, for a phase that is run again from its start."""
+        self.__dict__.pop("_generators", None)
+
     def active(self, step: int) -> int:
         """Return how many clients are still training in `step`; they are a prefix of the chunk."""
         return self._active[step]

@@ -1,5 +1,6 @@
 """The vmap kernel, which runs any module, and any pure phase, for a chunk of clients by torch.func."""
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,10 +15,20 @@ from bayesfl.composition.phases import Phase
 from bayesfl.engine.network import by_autograd
 from bayesfl.engine.plan import PhasePlan
 
+_FAILED: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+
 
 def batches(module: nn.Module) -> bool:
-    """Say whether torch.func can batch the module."""
-    return not any(isinstance(part, nn.RNNBase) for part in module.modules())
+    """Say whether torch.func can batch the module, as far as is known: it has no recurrent layer, and has not failed before."""
+    return module not in _FAILED and not any(isinstance(part, nn.RNNBase) for part in module.modules())
+
+
+def failed(module: nn.Module, error: RuntimeError) -> bool:
+    """Say whether an error is that torch.func cannot batch the module, as when its control flow depends on data; then remember it."""
+    if not any(word in str(error) for word in ("vmap", "functorch", "torch.func", "BatchedTensor")):
+        return False
+    _FAILED.add(module)
+    return True
 
 
 def refuse(module: nn.Module) -> None:

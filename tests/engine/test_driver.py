@@ -1,12 +1,22 @@
 """Which kernel and how large a chunk a phase gets."""
 
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.testing import assert_close
 
 import bayesfl as bf
+from bayesfl.composition.energy import Energy
 from bayesfl.composition.phases import Descend
+from bayesfl.composition.priors import Normal, server_mean
+from bayesfl.data import FederatedData
+from bayesfl.engine import vmap
 from bayesfl.engine.driver import KernelName
+from bayesfl.optim import SGD
+from bayesfl.posteriors import MeanField
+from tests.cases import run
 
 CPU = torch.device("cpu")
 
@@ -65,3 +75,40 @@ def test_kernels_of_a_cpu():
     assert chosen(own, kernel="vmap") == "vmap"
     with pytest.raises(ValueError, match=r"layers kernel .*'body\.1' \(LayerNorm\)"):
         chosen(own, kernel="layers")
+
+
+class Branching(nn.Module):
+    """A network whose control flow depends on its inputs, as masks in a transformer's may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x).relu() if bool((x < 1e9).all()) else self.body(x))
+
+
+@pytest.mark.parametrize("more", [False, True])
+def test_a_model_that_cannot_be_batched(more: bool, clients: FederatedData, monkeypatch: pytest.MonkeyPatch):
+    """Where `auto` would take vmap, as on a GPU, it falls back to what runs, with the same draws; asked for by name, vmap fails."""
+    prior = Normal(centre=server_mean("w"), variance=lambda given, view: torch.ones_like(view["n"])[..., None])
+    step = Descend(Energy("w", ("w",), likelihood="mean"), epochs=2, batch_size=10, draws=2, optimiser=SGD(0.1))
+
+    def look(algorithm: Any, given: Any, view: Any, batch: Any) -> Any:
+        return view | {"seen": algorithm.losses(algorithm.leaves(("w",), view), batch).mean()}
+
+    phases = (step, bf.Once(look, data=True)) if more else (step,)
+    block = bf.Block(posterior=MeanField(init_scale=0.1), prior=prior, keep=True)
+    made = bf.Algorithm(Branching(), {"w": block}, phases, parts=("w",), draws=2)
+    choose = bf.Engine.choose
+
+    def gpu(self: bf.Engine, algorithm: bf.Algorithm, phase: Any, device: Any) -> Any:
+        found = choose(self, algorithm, phase, device)
+        return "vmap" if self.kernel == "auto" and vmap.batches(algorithm.model) else found
+
+    wanted = run(made, clients, rounds=2, engine=bf.Engine("reference", chunk=3))
+    monkeypatch.setattr(bf.Engine, "choose", gpu)
+    found = run(made, clients, rounds=2, engine=bf.Engine(chunk=3))
+    assert_close(found.private, wanted.private, atol=1e-12, rtol=0)
+    with pytest.raises(RuntimeError, match=r"vmap|data-dependent"):
+        run(made, clients, rounds=1, engine=bf.Engine("vmap"))
