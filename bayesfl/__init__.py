@@ -26,6 +26,7 @@ from bayesfl.composition import (
 )
 from bayesfl.engine import Engine
 from bayesfl.evaluation import metrics
+from bayesfl.evaluation.comparison import compare
 from bayesfl.federation.admission import Admission
 from bayesfl.federation.errors import DivergenceError
 from bayesfl.federation.privacy import ClientPrivacy
@@ -54,6 +55,7 @@ __all__ = [
     "SecureSum",
     "algorithms",
     "calibration",
+    "compare",
     "curvature",
     "data",
     "detection",

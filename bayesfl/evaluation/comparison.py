@@ -1,0 +1,83 @@
+"""A table of several results, with the settings of their training that differ beneath."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from bayesfl.composition.phases import Descend, Repeat
+from bayesfl.evaluation import report
+
+MEASURES = {"classification": ("accuracy", "nll", "ece", "pooled_ece", "brier"), "regression": ("rmse", "nll")}
+
+
+def compare(results: Mapping[str, Any], *, columns: Sequence[str] | None = None, style: Literal["text", "markdown"] = "text") -> str:
+    """Return a table of results' personal measures in their last evaluated round, and what differs in how they were trained.
+
+    Defaults are those of each method's paper, so two methods may differ in steps, batches, rates and momentum as well as in themselves. A
+    second table beneath the first has the settings in which the results differ; it is left out if there are none.
+
+    Args:
+        results: {method: a result, or a list of results, one a seed}.
+        columns: Measures to show, without their prefix, as `accuracy`; None for the usual ones of the task.
+        style: `text` for a terminal, or `markdown`.
+
+    Raises:
+        ValueError: `results` is empty, or a result was not evaluated or has no such measure.
+    """
+    if not results:
+        raise ValueError("results is empty: give at least one {method: result}")
+    runs = {name: list(found) if isinstance(found, Sequence) else [found] for name, found in results.items()}
+    task = next(iter(runs.values()))[0].data.task
+    wanted = MEASURES[task] if columns is None else tuple(columns)
+    rows = {name: {key: [_last(name, run, key) for run in found] for key in wanted} for name, found in runs.items()}
+    lower = [key for key in wanted if "accuracy" not in key and key not in ("auroc", "macro_f1")]
+    shown = [report.Column(key, better="lower" if key in lower else "higher") for key in wanted]
+    table = report.table(rows, columns=shown, style=style)
+    told = {name: _training(found[0]) for name, found in runs.items()}
+    apart = [what for what in next(iter(told.values())) if len({one[what] for one in told.values()}) > 1]
+    if not apart:
+        return table
+    texts = [["trained with", *apart], *([name, *(one[what] for what in apart)] for name, one in told.items())]
+    widths = [max(len(cell) for cell in column) for column in zip(*texts, strict=True)]
+    texts.insert(1, ["-" * width for width in widths])
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in texts]
+    if style == "markdown":
+        lines = ["| " + " | ".join(line) + " |" for line in texts]
+    return table + "\n\n" + "\n".join(lines)
+
+
+def _last(name: str, run: Any, key: str) -> float:
+    values = [row[f"personal_{key}"] for row in run.history if f"personal_{key}" in row]
+    if not values:
+        raise ValueError(
+            f"result {name!r} has no measure {key!r} in its history; evaluate it (evaluate_every=), or choose others by columns="
+        )
+    return values[-1]
+
+
+def _training(run: Any) -> dict[str, str]:
+    """Describe the settings that readers compare: of the run, and of each gradient phase by the blocks it trains."""
+    phases = [inner for phase in run.algorithm.phases for inner in (phase.phases if isinstance(phase, Repeat) else (phase,))]
+    turns = [phase.times for phase in run.algorithm.phases if isinstance(phase, Repeat)]
+    steps = [phase for phase in phases if isinstance(phase, Descend)]
+
+    def each(of: Any) -> str:
+        found = [(", ".join(phase.blocks), of(phase)) for phase in steps]
+        return found[0][1] if len({value for _, value in found}) == 1 else ", ".join(f"{blocks}: {value}" for blocks, value in found)
+
+    def length(phase: Descend) -> str:
+        return f"{phase.steps} steps" if phase.steps else f"{phase.epochs} epoch{'s' * (phase.epochs > 1)}"
+
+    batches = {phase.batch_size for phase in run.algorithm.phases if hasattr(phase, "batch_size") and phase.batch_size} or {None}
+    return {
+        "rounds": str(run.settings.rounds),
+        "participation": f"{run.settings.participation:g} ({run.settings.train} trains)",
+        "steps": (f"{turns[0]} batches, each " if turns else "") + (each(length) if steps else "none"),
+        "batch": ", ".join("all" if size is None else str(size) for size in sorted(batches, key=str)),
+        "optimiser": each(lambda phase: _optimiser(phase.optimiser)) if steps else "none",
+    }
+
+
+def _optimiser(optimiser: Any) -> str:
+    rate = "a schedule" if callable(optimiser.rate) else f"{optimiser.rate:g}"
+    more = "".join(f", {name} {value:g}" for name in ("momentum", "weight_decay", "norm") if (value := getattr(optimiser, name, 0)))
+    return f"{type(optimiser).__name__}({rate}{more})"
