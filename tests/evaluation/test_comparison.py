@@ -46,7 +46,7 @@ def test_what_is_alike_is_not_said(model: nn.Module, clients: FederatedData):
 
 def test_what_cannot_be_compared(model: nn.Module, clients: FederatedData):
     one = found(bf.algorithms.fedavg(model, epochs=1), clients)
-    with pytest.raises(ValueError, match="results .*empty"):
+    with pytest.raises(ValueError, match=r"results .*empty"):
         compare({})
     with pytest.raises(ValueError, match=r"'a' .*'speed'"):
         compare({"a": one}, columns=["speed"])
