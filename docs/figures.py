@@ -23,10 +23,12 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-FIGURE = re.compile(r"(?P<number>\d[\d,]*(?:\.\d+)?|\.\d+)(?P<unit>(?:\s?%|\*\*|\s(?:s|nats|points|MiB|GiB))*)<!-- = (?P<made>.+?) -->")
+FIGURE = re.compile(
+    r"(?P<sign>[-−]?)(?P<number>\d[\d,]*(?:\.\d+)?|\.\d+)(?P<unit>(?:\s?%|\*\*|\s(?:s|nats|points|MiB|GiB))*)<!-- = (?P<made>.+?) -->"
+)
 _MADE = re.compile(r"<!-- (\w+): begin -->.*?<!-- \1: end -->", re.DOTALL)
 _ASIDE = re.compile(r"```.*?```|<!--.*?-->|\$\$.*?\$\$|\$[^$\n]*\$|`[^`\n]*`|\]\([^)]*\)|^\|[^\n]*$", re.DOTALL | re.MULTILINE)
-_DECIMAL = re.compile(r"(?<![\w.])(?:\d+)?\.\d+(?![\w.]*\w)")
+_DECIMAL = re.compile(r"(?<![\w.])[-−]?(?:\d+)?\.\d+(?!\.\d)")
 
 
 def cells(saved: Mapping[str, Any], pattern: str, *path: str) -> list[Any]:
@@ -81,9 +83,10 @@ def written(text: str) -> str:
         except Exception as error:
             raise type(error)(f"{made}: {error}") from error
         places = len(number.partition(".")[2])
-        shown = f"{value:,.{places}f}" if "," in number or value >= 10_000 else f"{value:.{places}f}"
-        shown = shown.removeprefix("0") if number.startswith(".") else shown
-        return f"{shown}{found['unit']}<!-- = {made} -->"
+        size = f"{abs(value):,.{places}f}" if "," in number or abs(value) >= 10_000 else f"{abs(value):.{places}f}"
+        size = size.removeprefix("0") if number.startswith(".") else size
+        sign = (found["sign"] or "-") if value < 0 and size.strip("0.") else ""
+        return f"{sign}{size}{found['unit']}<!-- = {made} -->"
 
     return FIGURE.sub(write, text)
 

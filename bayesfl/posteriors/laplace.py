@@ -198,7 +198,7 @@ class Laplace:
         """
         if not isinstance(noise, Tensor) or noise.dim() != 2 or noise.shape[1] != self.noise_size:
             got = list(noise.shape) if isinstance(noise, Tensor) else repr(noise)
-            raise ValueError(f"noise must be [K, {self.noise_size}], `noise_size` standard normals for each draw, got {got}")
+            raise ValueError(f"noise must be [S, {self.noise_size}], `noise_size` standard normals for each draw, got {got}")
         return self.loc + self._everywhere(self.inverse.sample(noise))
 
     def _everywhere(self, values: Tensor) -> Tensor:

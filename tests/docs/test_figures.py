@@ -26,6 +26,7 @@ UNMARKED = {
     "docs/selection.md": "0.5 0.1 0.01 0.02",
     "docs/speed.md": "1.8 2.6",
     "docs/start.md": "3.11",
+    "benchmarks/reliability.md": "2.1",
 }
 """The decimals of a page's prose that no expression makes; they should become fewer.
 
@@ -41,6 +42,15 @@ def test_a_figure_is_written_as_its_expression_says():
     assert FIGURES["unmarked"](text + " `0.1` and $0.2$\n| 0.3 |\n0.4 (see v1.2.3)") == ["3.11", "0.4"]
     assert FIGURES["unmarked"]("<!-- a: begin -->\nprecision 0.1\n<!-- a: end --> 0.2") == ["0.2"]
     assert FIGURES["written"]("1<!-- = max([mean(row) for row in ([1, 3], [5])]) -->").startswith("5<")
+
+
+def test_a_sign_is_part_of_a_figure():
+    """A direction that turns round changes the page, and so does a sign that an expression does not give."""
+    assert (
+        FIGURES["written"]("gains 0.50<!-- = -0.5 -->, -2.0<!-- = 2 -->, −1<!-- = -3 -->")
+        == "gains -0.50<!-- = -0.5 -->, 2.0<!-- = 2 -->, −3<!-- = -3 -->"
+    )
+    assert FIGURES["unmarked"]("-0.3 and 0.3x") == ["-0.3", "0.3"]
 
 
 @pytest.mark.parametrize("made", ["nothing[0]", 'demo["rows"]["FedAvgg"]', 'cells(papers.fedsi, "no/*")'])

@@ -103,7 +103,7 @@ def test_noise_of_another_width(structure: str):
     """Refused, with the width that it takes."""
     fitted = Laplace.fit(network(), numbers(12, 4), structure=structure)
     for shape in ((3, fitted.noise_size + 1), (fitted.noise_size,)):
-        with pytest.raises(ValueError, match=rf"noise .*\[K, {fitted.noise_size}\].* got \[{', '.join(map(str, shape))}\]"):
+        with pytest.raises(ValueError, match=rf"noise .*\[S, {fitted.noise_size}\].* got \[{', '.join(map(str, shape))}\]"):
             fitted.sample(torch.zeros(shape))
 
 
