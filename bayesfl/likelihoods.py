@@ -25,7 +25,7 @@ def _class_predictive(log_probs: Tensor) -> Tensors:
 
 @dataclass(frozen=True)
 class Categorical:
-    """The likelihood of classes 0 to O - 1 with probabilities softmax(outputs); with weights or smoothing a training loss made of it.
+    """The likelihood of classes 0 to O - 1 with probabilities softmax(outputs), or a training loss with class weights or label smoothing.
 
     With weights w and smoothing s the loss of an example of class y is, as in `torch.nn.functional.cross_entropy`,
 

@@ -224,7 +224,7 @@ class Adam:
 
 @dataclass(frozen=True)
 class Clip:
-    """Another optimiser on gradients that are shortened to a given length if they are longer, each client's on its own.
+    """An optimiser whose gradients are clipped to a Euclidean norm, for each client separately, before another optimiser takes the step.
 
     The length is Euclidean, over all parameters that one step trains together (Pascanu, Mikolov, Bengio, "On the difficulty of training
     recurrent neural networks", ICML 2013). The gradient is that of the phase's energy: of a sum over n examples it is n times as long as of

@@ -116,7 +116,7 @@ class Annealed:
 
 
 def irm_energy(block: str, likelihood: Likelihood, annealed: Annealed, *, estimator: Estimator = "biased") -> Energy:
-    """Return the energy (R + gamma_t sum_e g_e^2) / max(1, gamma_t) of one block that is a whole predictor.
+    """Return IRM's energy of a block: the mean loss plus gamma_t times the squared slopes of its environments, divided by max(1, gamma_t).
 
     Here R is the mean loss over a client's examples, in nats.
 
@@ -139,7 +139,7 @@ def irm_energy(block: str, likelihood: Likelihood, annealed: Annealed, *, estima
 
 
 def tied(annealed: Annealed, *, l2: float = 0.0, lam: float = 0.0, centre: Parameter | None = None) -> Prior:
-    """Return the prior by which an invariant model has a ridge and a pull towards `centre`, scaled as the rest of its objective is.
+    """Return the Gaussian prior of a ridge and of a pull towards `centre`, scaled as the objective of an invariant model is.
 
     It adds (l2 |w|^2 + lam/2 |w - centre|^2) / max(1, gamma_t) to a mean loss. It is a Gaussian, or flat if both strengths are 0.
 
@@ -172,7 +172,7 @@ def tied(annealed: Annealed, *, l2: float = 0.0, lam: float = 0.0, centre: Param
 
 
 def anew_at(annealed: Annealed, state: str) -> tuple[Once, ...]:
-    """Return a phase that zeroes an optimiser's state once, in a client's first round from `start` on, because the objective jumps there.
+    """Return a phase that resets an optimiser's state once, when the penalty's weight jumps in round `start`.
 
     Adam's running squares of the old objective's gradients would be wrong for hundreds of steps.
 
@@ -226,7 +226,7 @@ def evenly(data: Batch, most: int | None) -> Batch:
 
 
 def reweighted(log_q: Tensor, risk: Tensor, present: Tensor, eta: float) -> Tensor:
-    """Apply GroupDRO's step q_e <- q_e exp(eta R_e) / Z to logarithms, in float64; the sum of the weights present stays as it was.
+    """Update the logarithms of GroupDRO's weights by eta times the environments' losses; the weights present keep their sum.
 
     Args:
         log_q: Logarithms of the weights of each client's environments, [C, E].

@@ -14,7 +14,7 @@ from bayesfl.composition.priors import Flat
 def with_personal(
     method: Algorithm, *phases: Any, prior: Prior = Flat(), restart: bool = False, adapt: tuple[Any, ...] | None = None
 ) -> Algorithm:
-    """Give every client a personal model in addition to the method's, trained by `phases` after the method's phases; it alone predicts.
+    """Give every client a personal model beside the method's, trained by `phases` after the method's own; clients predict with it.
 
     The new block has the name that the phases' energies give it, covers what the method's predictor covers, stays on the client, and is
     kept from round to round. The method itself is not affected.

@@ -189,7 +189,7 @@ class _NoData(dict[str, Any]):
 
 @dataclass(frozen=True)
 class Once:
-    """A phase of one step that applies a pure function to a client's view: closed forms, statistics, restarts.
+    """A phase of one step that applies a pure function to a client's view, for closed-form updates, statistics, or a new start.
 
     Args:
         fn: (algorithm, given, view, batch) -> view. An entry that it adds to the view is dropped after the round unless the algorithm's

@@ -33,7 +33,7 @@ def equal(server: Server, uplink: Uplink) -> Tensor:
 
 
 def counted(weight: Weight, server: Server, uplink: Uplink, name: str) -> Tensor:
-    """Compute the clients' weights in float64: [C], or [C, M] for the copies of the block `name`.
+    """Compute the clients' weights in a pool, in float64: [C], or [C, M] for a block of M copies.
 
     Raises:
         ValueError: `weight` does not give one real number for each client, or for each copy. Whether the numbers are finite depends on what
@@ -240,7 +240,7 @@ class Barycentre(_Gaussian):
 
 @dataclass(frozen=True)
 class Stack:
-    """A pool that hands the clients' tensors, stacked, to the algorithm's `combine`, which decides; the server's entry is unchanged.
+    """A pool that leaves the server's entry unchanged and passes all clients' tensors, stacked, to the algorithm's `combine`.
 
     Args:
         sends: Names of the posterior's tensors that travel.

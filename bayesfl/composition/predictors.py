@@ -125,7 +125,7 @@ class LinearisedLaplace:
 
 
 def size_of(share: float, weights: int) -> int:
-    """Return how many of D weights a share amounts to, rounded down, at least one."""
+    """Return the number of weights in a subnetwork: a share of D weights, rounded down, at least one."""
     return max(1, int(share * weights + 1e-9))
 
 

@@ -80,7 +80,7 @@ def own_mean(block: str) -> Parameter:
 
 
 def closest_variance(moments: tuple[Tensor, Tensor], centre: Tensor, *, shape: float = 0.0, scale: float = 0.0) -> Tensor:
-    """Compute the variance v [...] of the isotropic prior N(centre, v I) that is closest to a belief: empirical Bayes.
+    """Compute by empirical Bayes the variance v [...] of the isotropic prior N(centre, v I) with the smallest divergence from a belief.
 
     Without a hyperprior it minimises KL(q || N(centre, v I)): v = mean_d(var_d + (loc_d - centre_d)^2). Under an
     inverse-gamma hyperprior on v it is the posterior's mode, (2 scale + D v) / (D + 2 shape + 2), which keeps a client whose

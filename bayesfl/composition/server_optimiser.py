@@ -13,7 +13,7 @@ STATE = "server_optimiser"
 
 
 def with_server_optimiser(algorithm: Algorithm, optimiser: Optimiser) -> Algorithm:
-    """Return the method with an optimiser on the server, which takes the change of the pooled blocks as a gradient.
+    """Return the method with an optimiser on the server, which treats the difference that a round makes to the model as a gradient.
 
         w <- update(w, w - pooled)
 

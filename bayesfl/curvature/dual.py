@@ -30,7 +30,7 @@ weights left out, no weight's posterior variance changes by more than e, relativ
 
 @dataclass(frozen=True, eq=False)
 class Inverse:
-    """The posterior covariance of P selected weights given the others, held by a Cholesky factor; made by `invert`.
+    """The posterior covariance of P selected weights, all others held fixed, as a Cholesky factor; made by `invert`.
 
     It is H_S^-1, where H is the GGN plus diag(precision) and the subscript S restricts it to the selected weights.
 
@@ -187,7 +187,7 @@ def invert(
     form: Form = "auto",
     diagonal: Tensor | None = None,
 ) -> Inverse:
-    """Compute the posterior covariance of P selected weights given the others: the inverse of curvature plus prior precision.
+    """Compute the posterior covariance of P selected weights, all others held fixed: the inverse of curvature plus prior precision.
 
     It is the inverse of H_S = J_S' Lambda J_S + diag(precision_S), where the subscript S restricts to the selected weights. It is held by a
     Cholesky factor, by default of order min(curved weights, rows).

@@ -168,7 +168,7 @@ def coloured(
 
 
 def recoloured(clients: FederatedData, agreement: float) -> ClientData:
-    """Give the test part of `coloured` data another agreement of colour and label; images, noisy labels and random draws stay the same.
+    """Colour the test images of `coloured` data anew, so that colour and label agree with another probability; all else stays the same.
 
     `result.predict(split).summary(split)` measures one trained model on it.
 

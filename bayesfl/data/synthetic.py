@@ -26,7 +26,7 @@ def linear_mixture(
     validation: float = 0.0,
     calibration: float = 0.0,
 ) -> FederatedData:
-    """Draw two classes by M linear rules, one for each example; every client draws the rules with its own probabilities.
+    """Draw labels of two classes by one of M linear rules for each example; clients use the rules in different proportions.
 
         pi_j ~ Dirichlet(alpha 1_M),  theta_m ~ U[-1, 1]^d,  n_j = min(int(LogNormal(4, 2)) + 50, 1000),
         x ~ U[-1, 1]^d,  z ~ pi_j,  y = round(sigmoid(theta_z' x + e)),  e ~ N(0, noise^2):

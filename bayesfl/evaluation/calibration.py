@@ -248,7 +248,7 @@ class Coverage:
 
 
 def conformal(probs: Tensor, labels: Tensor, mask: Tensor, *, alpha: float = 0.1, by: By = "pooled") -> Conformal:
-    """Find thresholds of sets that miss the label with probability at most `alpha`, if test examples are distributed as the held-out ones.
+    """Fit prediction sets that hold the true class with probability at least 1 - alpha, if test examples are distributed as held-out ones.
 
     The sets are sets of classes. The promise holds for any model, if test examples come from the same distribution as the held-out ones;
     `by` says for whom it holds.

@@ -101,7 +101,7 @@ def auroc(inside: Tensor, outside: Tensor, inside_mask: Tensor, outside_mask: Te
 
 
 def fpr(inside: Tensor, outside: Tensor, inside_mask: Tensor, outside_mask: Tensor, *, tpr: float = 0.95) -> Tensor:
-    """Compute the share of outsiders that are accepted at the threshold at which a share `tpr` of a client's own examples is accepted.
+    """Compute the share of outside examples taken for a client's own, at the threshold that accepts a share `tpr` of its own examples.
 
     Examples with a score up to the threshold are accepted. It is the smallest one that accepts a share of at least `tpr` of the own
     examples. Liang, Li and Srikant, "Enhancing the reliability of out-of-distribution image detection in neural networks", ICLR 2018,

@@ -127,7 +127,7 @@ def usual(sizes: Sequence[float], share: Sequence[float] | np.ndarray) -> float:
 
 @dataclass(frozen=True)
 class Admission:
-    """The rules by which a run accepts replies and treats rounds with too few.
+    """The rules by which a run accepts clients' replies, and by which it treats a round with too few of them.
 
     Args:
         on_bad_client: `stop` the run, or `skip` the client: its reply and its new state are dropped, it starts its next round from the last

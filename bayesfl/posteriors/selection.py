@@ -79,7 +79,7 @@ def wasserstein(evidence: Evidence) -> Tensor:
 
 
 def curved_wasserstein(evidence: Evidence) -> Tensor:
-    """Score by `wasserstein` among the weights that have curvature; the subnetwork is smaller if too few have any."""
+    """Score by `wasserstein`, but select only weights with non-zero curvature; the subnetwork is smaller if there are too few."""
     return wasserstein(evidence).masked_fill(~evidence.curved, -torch.inf)
 
 

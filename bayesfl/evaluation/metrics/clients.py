@@ -37,7 +37,7 @@ def pooled(measure: Callable[..., Tensor], probs: Tensor, labels: Tensor, mask: 
 
 
 def bottom_decile(values: Tensor | np.ndarray) -> float:
-    """Return the value of the worst-served tenth of the clients: of J values in ascending order, the one at position floor(J / 10), from 0.
+    """Return the lowest decile over clients: of J values in ascending order, the one at position floor(J / 10), counted from 0.
 
     Marfoq et al., "Federated multi-task learning under a mixture of distributions", NeurIPS 2021, report it so. It suits measures of which
     more is better.
