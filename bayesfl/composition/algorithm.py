@@ -26,8 +26,9 @@ from bayesfl.base.protocols import (
     View,
 )
 from bayesfl.base.random import Purpose, generator
-from bayesfl.base.trees import alike, flatten, shapes
+from bayesfl.base.trees import flatten, shapes
 from bayesfl.composition.block import Block
+from bayesfl.composition.composed import check_addressed, check_composed, refuse_taken
 from bayesfl.composition.pools import Mixed
 from bayesfl.likelihoods import Categorical
 from bayesfl.models import SplitModel, refuse_impure
@@ -92,34 +93,8 @@ class Algorithm:
     def __post_init__(self) -> None:
         instance("model", self.model, nn.Module, "build one, as bf.models.mlp(clients.inputs, outputs=clients.outputs)")
         refuse_impure(self.model)
-        if not isinstance(self.blocks, Mapping) or not all(isinstance(block, Block) for block in self.blocks.values()):
-            raise TypeError(f"blocks must be a mapping {{name: Block(...)}}, got {self.blocks!r}")
-        for name in ("phases", "parts", "broadcast", "finetune", "adapt"):
-            if not isinstance(getattr(self, name), tuple):
-                raise TypeError(f"{name} must be a tuple, such as (it,) of one, got {getattr(self, name)!r}")
-        for phase in (*self.phases, *self.finetune, *self.adapt):
-            if isinstance(phase, type) or not hasattr(phase, "check"):
-                raise TypeError(
-                    f"a phase must be a Descend, a Once, a Repeat or one of your own, got {phase!r}; wrap a function in Once(...)"
-                )
-        if shapeless := [name for name, p in self.model.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]:
-            raise ValueError(
-                f"parameters {shapeless} of the model have no shape yet: run it on an example first, or give layers their sizes"
-            )
+        check_composed(self)
         object.__setattr__(self, "model", copied(self.model))
-        reserved = [name for name in self.blocks if name in RESERVED]
-        if reserved:
-            raise ValueError(f"block names {reserved} are reserved; choose others than {RESERVED}")
-        flatten(self.blocks)  # refuses names with dots
-        for name in ("private", "reports"):
-            if not isinstance(getattr(self, name), Mapping):
-                raise TypeError(f"{name} must be a mapping {{name: start}}, got {type(getattr(self, name)).__name__}")
-            self._refuse_taken(name, getattr(self, name), (*self.blocks, *RESERVED))
-        if any(name in (*self.blocks, *RESERVED) for name in self.broadcast):
-            raise ValueError(f"broadcast must be names that `server` adds, other than blocks, got {self.broadcast!r}")
-        for name in ("server", "address", "combine"):
-            if not callable(getattr(self, name)):
-                raise TypeError(f"{name} must be a function, got {getattr(self, name)!r}; see {name} in Algorithm's arguments")
         whole("draws", self.draws, least=0)
         layouts = {name: Layout(self.model, block.pattern) for name, block in self.blocks.items()}
         object.__setattr__(self, "_layouts", layouts)
@@ -164,10 +139,7 @@ class Algorithm:
         return found.pop() if found else None
 
     def shared_parts(self) -> tuple[str, ...] | None:
-        """Return the blocks of one global model: `parts`, if the server holds them, else those that it holds if they cover the same once.
-
-        None if there is no such model.
-        """
+        """Return the blocks of one global model: `parts`, or else all that the server holds if they cover the same once; else None."""
         if not any(self.blocks[name].private for name in self.parts):
             return self.parts if self.copies(self.parts) is None else None
         held = tuple(name for name, block in self.blocks.items() if not block.private)
@@ -303,7 +275,7 @@ class Algorithm:
         """Convert a method's entries beyond the blocks to tensors on the device of `like`; floating ones in its precision."""
         if not isinstance(tree, Mapping):
             raise ValueError(f"`{what}` must return a mapping, {{}} for nothing, got {type(tree).__name__}")
-        self._refuse_taken(what, tree, (*self.blocks, *RESERVED))
+        refuse_taken(what, tree, (*self.blocks, *RESERVED))
         for key, leaf in flatten(tree).items():
             if not isinstance(leaf, Tensor | np.ndarray | np.generic | Number):
                 raise ValueError(f"`{what}` starts {key!r} as {leaf!r}; give it a tensor, a number, or a mapping of these")
@@ -331,11 +303,6 @@ class Algorithm:
         """Return the server's entry of a block without what it holds for single clients."""
         return {key: t for key, t in server[block].items() if block not in self._mixed or key not in Mixed.holds}
 
-    def _refuse_taken(self, what: str, tree: Mapping[str, Any], taken: Iterable[str]) -> None:
-        if clash := sorted(set(tree) & set(taken)):
-            raise ValueError(f"`{what}` has {clash}, names that blocks have or that are reserved {RESERVED}; choose others")
-        flatten(tree)  # refuses names with dots
-
     def share(self, server: Server, ids: Tensor) -> tuple[Server, View]:
         """Return what the server sends: the part that every client receives, and the part addressed to each of `ids` [C], [C, ...].
 
@@ -343,20 +310,8 @@ class Algorithm:
         """
         addressed = {name: {"loc": server[name]["each"][ids]} for name in self._mixed if len(server[name]["each"])}
         own = self.address(server, ids)
-        if not isinstance(own, Mapping) or not all(isinstance(t, Tensor) for t in flatten(own).values()):
-            raise ValueError(f"`address` must return a mapping of tensors, {{}} for nothing, got {own!r}")
+        check_addressed(self, own, server, ids)
         addressed |= own
-        self._refuse_taken("address", addressed, (*RESERVED, *self.private, *self.reports))
-        for name in addressed.keys() & self.blocks.keys():
-            entry, held = addressed[name], server[name]
-            if not isinstance(entry, Mapping) or not {"loc"} <= entry.keys() <= self.belief(name, {"loc": held["loc"]}).keys():
-                raise ValueError(f"`address` returns {entry!r} for the block {name!r}; return {{'loc': ...}} or all tensors of its belief")
-            if not all(t.dim() and alike(held["loc"].expand(t.shape[0], *held["loc"].shape), t) for t in entry.values()):
-                raise ValueError(
-                    f"`address` returns {shapes({name: entry})} for a block of {shapes({name: held})}; give a row to each client"
-                )
-        if wrong := [key for key, t in flatten(addressed).items() if t.shape[:1] != (len(ids),)]:
-            raise ValueError(f"`address` returns {wrong} without a row for each of its {len(ids)} ids; index what the server holds by them")
         common = {name: self._entry(name, server) for name, block in self.blocks.items() if not block.private and name not in addressed}
         return common | {name: server[name] for name in self.broadcast}, addressed
 
@@ -379,7 +334,7 @@ class Algorithm:
         kept = {name: beliefs[name] for name, block in self.blocks.items() if block.keep}
         for phase in self.phases:
             more = phase.keeps(self, beliefs)
-            self._refuse_taken("what a phase keeps", more, (*self.blocks, *RESERVED, *self.private, *self.reports))
+            refuse_taken("what a phase keeps", more, (*self.blocks, *RESERVED, *self.private, *self.reports))
             kept |= more
         given = self.given(self.to_one(server)[0], 0, 1)
         like = next(iter(beliefs.values()))["loc"]

@@ -352,9 +352,7 @@ class TrimmedMean:
         clients = len(uplink["n"])
         cut = max(1, int(self.share * clients + 1e-9)) if self.share else 0
         if 2 * cut >= clients:
-            raise ValueError(
-                f"a trimmed mean of {clients} clients leaves none when {cut} go at each end; take a larger cohort, or a median"
-            )
+            raise ValueError(f"a trimmed mean of {clients} clients leaves none if {cut} go at each end; take a larger cohort, or a median")
         found = {key: uplink[name][key].double().sort(0).values[cut : clients - cut].mean(0) for key in self.sends}
         return {**server[name], **{key: t.to(server[name][key]) for key, t in found.items()}}
 

@@ -37,7 +37,8 @@ from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.pools import Mean, by_size, equal
 from bayesfl.federation.admission import Admission
 from bayesfl.federation.errors import CheckpointError
-from bayesfl.federation.replies import AggregationRun, NextServer, Replies, RoundSum, Unseen, check_combine, was_sent
+from bayesfl.federation.next_server import NextServer, Unseen, check_combine
+from bayesfl.federation.replies import AggregationRun, Replies, RoundSum, was_sent
 from bayesfl.federation.result import Result
 
 SECRET = 16

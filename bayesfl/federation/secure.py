@@ -41,7 +41,8 @@ from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.pools import Clipped
 from bayesfl.federation.admission import Admission
 from bayesfl.federation.errors import DivergenceError
-from bayesfl.federation.replies import AggregationRun, NextServer, OpenRun, Replies, RoundSum, Unseen, check_combine
+from bayesfl.federation.next_server import NextServer, Unseen, check_combine
+from bayesfl.federation.replies import AggregationRun, OpenRun, Replies, RoundSum
 from bayesfl.federation.result import Result
 
 log = logging.getLogger(__name__)

@@ -338,27 +338,6 @@ def test_a_tensor_of_any_name_travels():
     assert not addressed
 
 
-STEP = Descend(W)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"blocks": {"w": "body.*"}}, r"blocks .*Block.*'body\.\*'"),
-        ({"blocks": [bf.Block()]}, r"blocks .*Block"),
-        ({"phases": (STEP, lambda a, g, v, d: v)}, r"phase .*function.*Once"),
-        ({"phases": (Descend,)}, r"phase .*class 'bayesfl\.composition\.phases\.Descend'"),
-        ({"phases": STEP}, r"^phases .*tuple"),
-        ({"finetune": STEP}, r"^finetune .*tuple"),
-        ({"parts": "w"}, r"^parts .*tuple.*'w'"),
-    ],
-)
-def test_what_is_no_composition_is_refused(options: dict[str, Any], words: str):
-    """Before anything is looked up in it."""
-    with pytest.raises(TypeError, match=words):
-        replace(algorithm(mlp(2, hidden=3, outputs=2), {"w": bf.Block()}), **options)
-
-
 def test_a_first_axis_that_counts_clients_is_theirs():
     """Of entries beyond the blocks others may grow, those that have a row for each client and single numbers may not."""
     made = algorithm(

@@ -1,0 +1,33 @@
+"""What an algorithm is composed of is checked first."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import bayesfl as bf
+from bayesfl.composition.energy import Energy
+from bayesfl.composition.phases import Descend
+from bayesfl.models import mlp
+from tests.composition.made import algorithm
+
+W = Energy("w", ("w",), likelihood="mean")
+STEP = Descend(W)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"blocks": {"w": "body.*"}}, r"blocks .*Block.*'body\.\*'"),
+        ({"blocks": [bf.Block()]}, r"blocks .*Block"),
+        ({"phases": (STEP, lambda a, g, v, d: v)}, r"phase .*function.*Once"),
+        ({"phases": (Descend,)}, r"phase .*class 'bayesfl\.composition\.phases\.Descend'"),
+        ({"phases": STEP}, r"^phases .*tuple"),
+        ({"finetune": STEP}, r"^finetune .*tuple"),
+        ({"parts": "w"}, r"^parts .*tuple.*'w'"),
+    ],
+)
+def test_what_is_no_composition_is_refused(options: dict[str, Any], words: str):
+    """Before anything is looked up in it."""
+    with pytest.raises(TypeError, match=words):
+        replace(algorithm(mlp(2, hidden=3, outputs=2), {"w": bf.Block()}), **options)
