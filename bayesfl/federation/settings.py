@@ -143,6 +143,6 @@ def present(device: torch.device | str) -> torch.device:
     """
     try:
         return torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch has another one for each kind of absence
         reason = str(error).splitlines()[0]
         raise ValueError(f"device {str(device)!r} is absent ({reason}); use device='cpu'") from error
