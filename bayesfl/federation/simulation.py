@@ -269,7 +269,7 @@ def check(algorithm: Algorithm, data: FederatedData) -> None:
     """Check, before training, that the likelihood and the model's outputs fit the data, and that the model's outputs are reproducible.
 
     Raises:
-        TypeError: The algorithm's likelihood is no `Likelihood`.
+        TypeError: The algorithm's likelihood is no `Likelihood`, or the model's outputs are no tensor.
         ValueError: The likelihood, the model's inputs or its outputs do not fit the data, or the same inputs give other outputs when
             repeated; the message names the remedy.
     """
@@ -292,6 +292,11 @@ def check(algorithm: Algorithm, data: FederatedData) -> None:
         outputs, again = _twice(module, data.train.x[:PROBE].cpu())
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         raise ValueError(f"the model does not take inputs of shape {data.inputs} ({error}); {_remedy(str(error))}") from error
+    if not isinstance(outputs, Tensor):
+        raise TypeError(
+            f"the model {type(algorithm.model).__name__} returns a {type(outputs).__name__}, not a tensor of outputs; let forward return "
+            "the logits, or wrap a model of Hugging Face by bf.models.logits(model)"
+        )
     if ((outputs - again).abs().max() > 100 * torch.finfo(outputs.dtype).eps * outputs.abs().max()).item():
         raise ValueError(
             f"the model {type(algorithm.model).__name__} gives other outputs when it sees the same examples again: its forward draws its "
@@ -316,7 +321,7 @@ def _remedy(error: str) -> str:
     return "build it with inputs=clients.inputs"
 
 
-def _twice(module: torch.nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+def _twice(module: torch.nn.Module, x: Tensor) -> tuple[Any, Any]:
     """Return the outputs of the same examples computed twice, in the mode that training uses; torch's generator is left as it was."""
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)

@@ -5,6 +5,7 @@ generator. `split` gives any other module the same two names.
 """
 
 from bayesfl.models.cutting import SplitModel, split
+from bayesfl.models.hugging_face import logits
 from bayesfl.models.networks import char_lstm, cifar100_cnn, leaky_cnn, lenet, mlp, resnet18
 from bayesfl.models.purity import refuse_impure
 from bayesfl.models.starts import anew
@@ -16,6 +17,7 @@ __all__ = [
     "cifar100_cnn",
     "leaky_cnn",
     "lenet",
+    "logits",
     "mlp",
     "refuse_impure",
     "resnet18",

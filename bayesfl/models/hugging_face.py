@@ -1,0 +1,42 @@
+"""Hugging Face's models as networks of one tensor."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+
+class _Logits(nn.Module):
+    """A network that calls a model of `transformers` on one tensor and returns its logits."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self._input = str(getattr(model, "main_input_name", "input_ids"))
+        self._pad = getattr(getattr(model, "config", None), "pad_token_id", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute logits [B, O] of token numbers [B, T], as whole numbers of any dtype, or of the model's own input, such as images."""
+        if self._input != "input_ids":
+            return self.model(**{self._input: x}).logits
+        tokens = x.long()
+        options: dict[str, Any] = {} if self._pad is None else {"attention_mask": (tokens != self._pad).long()}
+        return self.model(input_ids=tokens, **options).logits
+
+
+def logits(model: nn.Module) -> nn.Module:
+    """Wrap a model of Hugging Face's `transformers`, such as a sequence or an image classifier, so that it maps one tensor to its logits.
+
+    Models of text take the tokens' numbers, [B, T]; rows are filled up to one length with the token `model.config.pad_token_id`, which the
+    attention then leaves out. Where the model has no such token, every position counts. Other models take their `main_input_name`, such as
+    `pixel_values` [B, 3, H, W]. The parameters keep their names, with `model.` before them. A model from `from_pretrained` is in evaluation mode, one built
+    from a configuration in training mode, in which its dropout is refused: call `model.eval()`.
+
+    Args:
+        model: The model; its outputs have an attribute `logits`, [B, O].
+
+    Raises:
+        TypeError: `model` is not an `nn.Module`.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a network such as AutoModelForSequenceClassification.from_pretrained(...), got {model!r}")
+    return _Logits(model)
