@@ -245,28 +245,33 @@ class Once:
 
 @dataclass(frozen=True)
 class Repeat:
-    """A loop over `times` batches that runs the inner phases one after another on each. It is no phase itself: engines unroll it.
+    """A loop over batches that runs the inner phases one after another on each. It is no phase itself: engines unroll it.
 
     Args:
         phases: Inner phases, each a `Descend` (which takes `epochs`, or `steps`, steps on the batch) or a `Once`.
-        times: Number of batches; a new pass over the data begins whenever one ends.
+        epochs: Number of passes over the client's data, the last short batch included.
+        times: Number of batches; if given, it replaces `epochs`. A new pass over the data begins whenever one ends.
         batch_size: Number of examples of a batch; None for all of the client's.
+
+    Raises:
+        ValueError: A number is no whole number >= 1.
     """
 
     phases: tuple[Descend | Once, ...]
     _: KW_ONLY
-    times: int
+    epochs: int = 1
+    times: int | None = None
     batch_size: int | None = None
-    epochs = 1
 
     def __post_init__(self) -> None:
-        whole("times", self.times, least=1)
-        if self.batch_size is not None:
-            whole("batch_size", self.batch_size, least=1)
+        whole("epochs", self.epochs, least=1)
+        for name, value in {"times": self.times, "batch_size": self.batch_size}.items():
+            if value is not None:
+                whole(name, value, least=1)
 
     @property
-    def steps(self) -> int:
-        """Return the number of batches."""
+    def steps(self) -> int | None:
+        """Return the number of batches; None to count passes."""
         return self.times
 
     @property

@@ -2,7 +2,7 @@
 
 import os
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -153,11 +153,15 @@ class Engine:
     ) -> tuple[View, Info]:
         info: Info = {}
         for inner, batch in plan.turns(phase):
+            active = len(plan.ids) if batch is None else len(batch["weight"])
+            front = views if active == len(plan.ids) else tree_map(lambda t, a=active: t[:a], views)
             if type(inner) is Descend:  # a subclass may have a step of its own
-                views, new = descent.descend(algorithm, inner, given, views, plan, KERNEL_OF[kernel], batch=batch)
+                new, seen = descent.descend(algorithm, inner, given, front, plan, KERNEL_OF[kernel], batch=batch)
             else:
-                views, new = vmap.run(algorithm, inner, given, views, plan, batch, losses=self._losses)
-            info |= new
+                new, seen = vmap.run(algorithm, inner, given, front, plan, batch, losses=self._losses)
+            if active < len(plan.ids):  # the others have had all their batches
+                new, seen = _with_rest(new, views), _with_rest(seen, {key: info[key] for key in seen})
+            views, info = new, info | seen
         return views, info
 
     def _losses(self, algorithm: Algorithm, parts: tuple[str, ...], views: View, batch: Batch) -> Tensor:
@@ -182,6 +186,11 @@ class Engine:
         leaves = {key: leaf for part, vector in drawn.items() for key, leaf in algorithm.layout(part).leaves(vector).items()}
         through = network.Network(algorithm.module(views["n"]), KERNEL_OF[kernel])(leaves, x)
         return through.outputs if through.lifted else through.outputs.unsqueeze(1)
+
+
+def _with_rest(front: Any, whole: Any) -> Any:
+    """Return tensors of the first clients of a chunk with those of the other clients after them, [C, ...]."""
+    return tree_map(lambda first, every: torch.cat([first, every[len(first) :]]), front, whole)
 
 
 KERNEL_OF: dict[str, network.Kernel] = {"live": live.kernel, "layers": layers.kernel, "vmap": vmap.kernel}

@@ -104,12 +104,15 @@ class PhasePlan:
         return out
 
     def turns(self, phase: Phase | Repeat) -> Iterator[tuple[Phase, Batch | None]]:
-        """Yield the plan's own `phase` and no batch; for a `Repeat`, the inner phases of every turn, with the batch that they share."""
+        """Yield the plan's own `phase` and no batch; for a `Repeat`, the inner phases of every turn, with the batch that they share.
+
+        The batch is that of the clients which still train in the turn, a prefix of the chunk.
+        """
         if not isinstance(phase, Repeat):
             yield phase, None
             return
-        for t in range(phase.times):
-            batch = self.batch(t, len(self.ids))
+        for t in range(int(self.steps.max())):
+            batch = self.batch(t, self.active(t))
             for inner in phase.phases:
                 yield inner, batch
 
@@ -124,8 +127,9 @@ class PhasePlan:
             batch: The batch of all steps of a phase inside a `Repeat`; None outside one.
         """
         if batch is not None:
+            active = len(batch["weight"])
             for _ in range(phase.steps or phase.epochs):
-                yield len(self.ids), batch, self.noise(shapes, len(self.ids))
+                yield active, batch, self.noise(shapes, active)
             return
         for t in range(int(self.steps.max())):
             active = self.active(t)

@@ -57,21 +57,22 @@ def _last(name: str, run: Any, key: str) -> float:
 def _training(run: Any) -> dict[str, str]:
     """Describe the settings that readers compare: of the run, and of each gradient phase by the blocks it trains."""
     phases = [inner for phase in run.algorithm.phases for inner in (phase.phases if isinstance(phase, Repeat) else (phase,))]
-    turns = [phase.times for phase in run.algorithm.phases if isinstance(phase, Repeat)]
+    turns = [phase for phase in run.algorithm.phases if isinstance(phase, Repeat)]
     steps = [phase for phase in phases if isinstance(phase, Descend)]
 
     def each(of: Any) -> str:
         found = [(", ".join(phase.blocks), of(phase)) for phase in steps]
         return found[0][1] if len({value for _, value in found}) == 1 else ", ".join(f"{blocks}: {value}" for blocks, value in found)
 
-    def length(phase: Descend) -> str:
-        return f"{phase.steps} steps" if phase.steps else f"{phase.epochs} epoch{'s' * (phase.epochs > 1)}"
+    def length(phase: Descend | Repeat) -> str:
+        unit = "batches" if isinstance(phase, Repeat) else "steps"
+        return f"{phase.steps} {unit}" if phase.steps else f"{phase.epochs} epoch{'s' * (phase.epochs > 1)}"
 
     batches = {phase.batch_size for phase in run.algorithm.phases if hasattr(phase, "batch_size") and phase.batch_size} or {None}
     return {
         "rounds": str(run.settings.rounds),
         "participation": f"{run.settings.participation:g} ({run.settings.train} trains)",
-        "steps": (f"{turns[0]} batches, each " if turns else "") + (each(length) if steps else "none"),
+        "steps": (f"{length(turns[0])}, each " if turns else "") + (each(length) if steps else "none"),
         "batch": ", ".join("all" if size is None else str(size) for size in sorted(batches, key=str)),
         "optimiser": each(lambda phase: _optimiser(phase.optimiser)) if steps else "none",
     }

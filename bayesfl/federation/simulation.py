@@ -36,7 +36,7 @@ def simulate(
     algorithm: Algorithm,
     clients: FederatedData,
     *,
-    rounds: int,
+    rounds: int | None = None,
     participation: float = 1.0,
     sampling: Literal["fixed", "bernoulli"] | None = None,
     train: Literal["cohort", "all"] | None = None,
@@ -58,7 +58,7 @@ def simulate(
     Args:
         algorithm: A method, from `bf.algorithms` or composed.
         clients: The clients' data.
-        rounds: Number of rounds in all, including those of a resumed run; learning-rate schedules depend on it.
+        rounds: Number of rounds in all, including those of a resumed run; learning-rate schedules depend on it. It has no default.
         participation: Expected share of the clients whose work is gathered in a round, in (0, 1].
         sampling: How a cohort is drawn: `fixed` number of clients, or `bernoulli`; None for the method's default.
         train: Which clients train: the `cohort`, or `all`, of whom only the cohort is gathered; None for the method's default.
@@ -88,6 +88,10 @@ def simulate(
         FailedRound: With `below_minimum="repeat"`, a round failed three times.
     """
     of_a_run(algorithm, clients)
+    if rounds is None:
+        raise TypeError(
+            "rounds is missing: pass the number of rounds in all, as rounds=100; the history then shows whether more are needed"
+        )
     aggregation = OpenAggregation() if aggregation is None else aggregation
     if isinstance(aggregation, type) or not isinstance(aggregation, Aggregation):
         raise TypeError(

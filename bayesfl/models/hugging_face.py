@@ -28,8 +28,10 @@ def logits(model: nn.Module) -> nn.Module:
 
     Models of text take the tokens' numbers, [B, T]; rows are filled up to one length with the token `model.config.pad_token_id`, which the
     attention then leaves out. Where the model has no such token, every position counts. Other models take their `main_input_name`, such as
-    `pixel_values` [B, 3, H, W]. The parameters keep their names, with `model.` before them. A model from `from_pretrained` is in evaluation mode, one built
-    from a configuration in training mode, in which its dropout is refused: call `model.eval()`.
+    `pixel_values` [B, 3, H, W]. The parameters keep their names, with `model.` before them.
+
+    A model from `from_pretrained` is in evaluation mode. One built from a configuration is in training mode, and methods refuse its dropout
+    until `model.eval()` is called.
 
     Args:
         model: The model; its outputs have an attribute `logits`, [B, O].

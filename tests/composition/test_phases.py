@@ -19,7 +19,7 @@ from bayesfl.data import FederatedData
 from bayesfl.likelihoods import Categorical, Gaussian
 from bayesfl.optim import SGD, Adam
 from bayesfl.posteriors import MeanField
-from tests.cases import run
+from tests.cases import close, run
 
 
 def pulled(
@@ -105,6 +105,31 @@ def test_repeated_phases_that_persist(model: nn.Module, clients: FederatedData):
     for other in found[1:]:
         assert_close(other.private["w"]["loc"], found[0].private["w"]["loc"], atol=1e-12, rtol=0)
         assert_close(other.private["velocity"]["w"]["loc"], found[0].private["velocity"]["w"]["loc"], atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("kernel", ["reference", "layers", "live", "vmap"])
+@pytest.mark.parametrize("belief", [False, True])
+def test_passes_of_a_repeat_are_passes_of_its_only_phase(clients: FederatedData, kernel: Any, belief: bool):
+    """Without momentum, one step a batch for two epochs is two epochs of steps, for clients of unequal size; the loss is the last one's."""
+    net = bf.models.mlp(8, hidden=16, outputs=3)
+    prior = Normal(centre=server_mean("w"), variance=lambda given, view: torch.ones_like(view["n"])[..., None])
+    block = Block(posterior=MeanField(init_scale=0.1), prior=prior) if belief else Block()
+
+    def trained(phase: Any) -> Any:
+        return run(bf.Algorithm(net, {"w": block}, (phase,), parts=("w",)), clients, rounds=2, kernel=kernel).server["w"]
+
+    step = Descend(Energy("w", ("w",), likelihood="mean"), optimiser=SGD(0.05), batch_size=10, epochs=2)
+    one = replace(step, epochs=1)
+    close(trained(Repeat((one,), epochs=2, batch_size=10))["loc"], trained(step)["loc"])
+    most = -(-int(clients.train.counts.max()) // 10)
+    assert (trained(Repeat((one,), times=2 * most, batch_size=10))["loc"] - trained(step)["loc"]).abs().max() > 1e-4
+
+
+def test_a_repeat_counts_batches_or_passes():
+    assert Repeat((), times=3).steps == 3
+    assert Repeat((), epochs=3).steps is None
+    with pytest.raises(ValueError, match=r"epochs.*0"):
+        Repeat((), epochs=0)
 
 
 @pytest.mark.parametrize("kernel", ["reference", "layers", "live", "vmap"])

@@ -109,6 +109,11 @@ class Dropping(nn.Module):
         return self.layer(F.dropout(x, self.p, training=self.training))
 
 
+def test_the_number_of_rounds_has_no_default(model, clients):
+    with pytest.raises(TypeError, match=r"rounds.*rounds=100"):
+        bf.simulate(bf.algorithms.fedavg(model), clients)
+
+
 def test_a_forward_that_draws_is_refused(clients):
     """Equal seeds would give unequal weights; torch's own generator is not moved by the look at it."""
     options = {"rounds": 1, "evaluate_every": None, "progress": False}

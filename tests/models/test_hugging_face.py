@@ -9,10 +9,23 @@ import bayesfl as bf
 from bayesfl.base.torchvision import torchvision
 
 torchvision()  # transformers imports it
-from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2ForSequenceClassification  # noqa: E402
-from transformers import ViTConfig, ViTForImageClassification  # noqa: E402
+from transformers import (  # noqa: E402
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    ViTConfig,
+    ViTForImageClassification,
+)
 
-SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "num_labels": 3, "initializer_range": 0.5}
+SMALL = {
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "num_labels": 3,
+    "initializer_range": 0.5,
+}
 
 
 def bert() -> nn.Module:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bayesfl.base.checks import whole
 from bayesfl.evaluation.metrics import ReliabilityBins, ece, reliability_bins
-from bayesfl.evaluation.plots.inputs import names_of, predictions
+from bayesfl.evaluation.plots.inputs import check_names, names_of, predictions
 from bayesfl.evaluation.plots.look import BLUE, GREY, INK, clean, new_figure
 
 if TYPE_CHECKING:
@@ -110,8 +110,7 @@ def reliability(
         clients = mask.any(-1).nonzero().flatten().tolist()[:_CLIENTS]
     if not clients:
         raise ValueError("there is no client with examples to draw; check mask")
-    if names is not None and len(names) != total:
-        raise ValueError(f"names must name each of the {total} clients, got {len(names)}")
+    check_names(names, total)
     names = names_of(source, total) if names is None else list(names)
     panels = [_Panel.of(probs, labels, _only(mask, [j]), bins) for j in clients]
     lines = -(-len(panels) // 4)

@@ -1,5 +1,6 @@
 """The input of the diagrams: the class probabilities of a simulation's result, or those that are given."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,3 +34,9 @@ def names_of(source: Any, clients: int) -> list[str]:
     """Return the clients' names, of a result those of its data; a name that is only a number becomes `client 3`."""
     names = source.data.client_names if hasattr(source, "data") and hasattr(source, "predict") else range(clients)
     return [f"client {name}" if str(name).isdigit() else str(name) for name in names]
+
+
+def check_names(names: Sequence[str] | None, clients: int) -> None:
+    """Raise ValueError if there are names, but not one for each client."""
+    if names is not None and len(names) != clients:
+        raise ValueError(f"names must name each of the {clients} clients, got {len(names)}")

@@ -66,3 +66,23 @@ def test_collaboration_shows_groups_as_blocks():
         plots.collaboration(-weights)
     with pytest.raises(ValueError, match=r"groups .*4 clients, got 2"):
         plots.collaboration(weights, groups=[0, 1])
+
+
+def test_clients_stand_under_their_names():
+    """In both diagrams, in the order in which they are drawn; of many clients some are named, each at its own place."""
+    case = federation()
+    found = conformal(*case).evaluate(*case)
+    town = [f"town {j}" for j in range(14)]
+    sizes = [ax for ax in plots.coverage({"a": found, "b": found}, names=town).axes if ax.get_label() == "size"]
+    assert [[text.get_text() for text in ax.get_xticklabels()] for ax in sizes] == [town, town]
+    weights = torch.eye(4)
+    ax = plots.collaboration(weights, groups=[0, 1, 0, 1], names=["a", "b", "c", "d"])
+    for labels in (ax.get_xticklabels(), ax.get_yticklabels()):
+        assert [text.get_text() for text in labels] == ["a", "c", "b", "d"]
+    many = plots.collaboration(torch.eye(50), names=[f"town {j}" for j in range(50)])
+    assert [(int(x), text.get_text()) for x, text in zip(many.get_xticks(), many.get_xticklabels(), strict=True)] == [
+        (j, f"town {j}") for j in range(0, 50, 3)
+    ]
+    for refused in (lambda: plots.coverage(found, names=["a"]), lambda: plots.collaboration(weights, names=["a"])):
+        with pytest.raises(ValueError, match=r"names.*(14|4) clients, got 1"):
+            refused()
