@@ -28,6 +28,7 @@ from bayesfl.engine import Engine
 from bayesfl.evaluation import metrics
 from bayesfl.evaluation.comparison import compare
 from bayesfl.federation.admission import Admission
+from bayesfl.federation.client_model import ClientModel, load_client
 from bayesfl.federation.errors import DivergenceError
 from bayesfl.federation.privacy import ClientPrivacy
 from bayesfl.federation.saved import load
@@ -45,6 +46,7 @@ __all__ = [
     "Admission",
     "Algorithm",
     "Block",
+    "ClientModel",
     "ClientPrivacy",
     "Descend",
     "DivergenceError",
@@ -65,6 +67,7 @@ __all__ = [
     "invariance",
     "likelihoods",
     "load",
+    "load_client",
     "metrics",
     "models",
     "optim",

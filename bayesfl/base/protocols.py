@@ -195,3 +195,39 @@ class Predictor(Protocol):
         It is made from what the client received, its view (after fine-tuning, if the method has any), and its training data x, y.
         """
         ...
+
+
+@runtime_checkable
+class StoredPredictor(Predictor, Protocol):
+    """The interface of a predictor that can be stored with a client's model, so that it predicts without the training data."""
+
+    @property
+    def needs_data(self) -> bool:
+        """Say whether predictions need the client's training data."""
+        ...
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Return the names of the view's entries that it reads in addition to the blocks of the predictor."""
+        ...
+
+    def stored(self, fitted: Fitted, value: float | None, *, limit: int) -> Tensors:
+        """Return the tensors by which `restored` predicts; none of them holds a row of the training data.
+
+        Args:
+            fitted: One client's predictor, as the rule itself or `restored` made it.
+            value: Value of the number that is tuned; None for the first of the grid.
+            limit: Bytes that one tensor may take.
+
+        Raises:
+            MemoryError: A tensor takes more bytes than `limit`; the message says how many.
+        """
+        ...
+
+    def restored(self, algorithm: Any, view: View, tensors: Tensors) -> Fitted:
+        """Return one client's predictor from the blocks of its view, the entries that `reads` names, and the stored `tensors`.
+
+        Raises:
+            ValueError: The tensors do not fit the model.
+        """
+        ...

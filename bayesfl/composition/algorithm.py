@@ -167,10 +167,10 @@ class Algorithm:
             for name, leaf in self.layout(part).leaves(self.blocks[part].posterior.sample(view[part], noise.get(part))).items()
         }
 
-    def network(self, view: View) -> nn.Module:
+    def network(self, view: View, parts: tuple[str, ...] | None = None) -> nn.Module:
         """Return this thread's copy of the model at one client's weights, `parts` at their means; the next call overwrites it."""
         network = self.module(view["n"])
-        for name, leaf in self.leaves(self.parts, view).items():
+        for name, leaf in self.leaves(self.parts if parts is None else parts, view).items():
             network.get_parameter(name).copy_(leaf)
         return network
 

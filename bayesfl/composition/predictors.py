@@ -1,15 +1,18 @@
 """Predictors: personal predictions that need more than a client's weights, such as its training data or several models."""
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from bayesfl.base.checks import instance, number, whole
 from bayesfl.base.protocols import Batch, Fitted, Server, Tensors, View
+from bayesfl.curvature import Curvature, Inverse
+from bayesfl.curvature.covariance import Covariance
 from bayesfl.likelihoods import Categorical, Gaussian
 from bayesfl.posteriors import prior_precision as precision
 from bayesfl.posteriors.laplace import Laplace, Structure
@@ -51,6 +54,8 @@ class LinearisedLaplace:
     seed: int = 0
     centre: bool = True
     tunes = "predictive_precision"
+    reads = ()
+    needs_data = True
 
     def __post_init__(self) -> None:
         if self.precision is not None and not 0 < number("predictive_precision", self.precision) < torch.inf:
@@ -83,12 +88,11 @@ class LinearisedLaplace:
 
     def __call__(self, algorithm: Any, given: Server, view: View, data: Batch) -> Fitted:
         """Return one client's predictor, see `Predictor`."""
-        likelihood, kept = algorithm.likelihood, {}
+        kept: dict[float, Laplace] = {}
 
         @cache
         def diagonal() -> Laplace:
-            block = algorithm.parts[0] if self.block is None else self.block
-            options = {"likelihood": likelihood, "pattern": algorithm.layout(block)}
+            options = {"likelihood": algorithm.likelihood, "pattern": self._layout(algorithm)}
             return Laplace.fit(algorithm.network(view), data["x"], precision=self.grid[0], structure="diagonal", **options)
 
         def at(value: float) -> Laplace:
@@ -97,21 +101,23 @@ class LinearisedLaplace:
                 kept[value] = self._fit(diagonal(), data["x"], value)
             return kept[value]
 
-        def fitted(x: Tensor, *, value: float | None = None, noise: Tensor | None = None, plain: bool = False) -> Tensors:
-            if plain:
-                found = likelihood.predictive(algorithm.outputs(algorithm.leaves(algorithm.parts, view), x).unsqueeze(0))
-                return found | {"epistemic": torch.full_like(found["epistemic"], torch.nan)}
-            mean, covariance = at(self.grid[0] if value is None else value).linearised(x, centre=self.centre)
-            classes = not isinstance(likelihood, Gaussian)  # kappa is defined for logits, not for the variance of targets
-            if self.precision is not None and classes and float(kappa(covariance.diagonal(dim1=1, dim2=2)).median()) < SHRUNK:
-                warnings.warn(
-                    f"predictive_precision={self.precision:g} leaves the predictions to the prior (the median kappa is below {SHRUNK}); "
-                    "choose it on validation data: predictive_precision=None",
-                    stacklevel=2,
-                )
-            return {name: t.to(x) for name, t in predictive(likelihood, mean, covariance, noise).items()}
+        return _Linearised(self, algorithm, view, lambda value: at(value).inverse)
 
-        return fitted
+    def stored(self, fitted: Fitted, value: float | None, *, limit: int) -> Tensors:
+        """Return the tensors by which `restored` predicts without training data, see `StoredPredictor`."""
+        assert isinstance(fitted, _Linearised)
+        inverse = fitted.inverse(self.grid[0] if value is None else value)
+        covariance = inverse if isinstance(inverse, Covariance) else Covariance.of(cast(Inverse, inverse), limit=limit)
+        return covariance.tensors()
+
+    def restored(self, algorithm: Any, view: View, tensors: Tensors) -> Fitted:
+        """Return one client's predictor, made of `tensors`, see `StoredPredictor`."""
+        curvature = Curvature(algorithm.network(view), algorithm.likelihood, pattern=self._layout(algorithm))
+        covariance = Covariance.restored(curvature, tensors)
+        return _Linearised(self, algorithm, view, lambda value: covariance)
+
+    def _layout(self, algorithm: Any) -> Any:
+        return algorithm.layout(algorithm.parts[0] if self.block is None else self.block)
 
     def _fit(self, diagonal: Laplace, x: Tensor, precision: float) -> Laplace:
         diagonal = diagonal.with_precision(x, precision)
@@ -122,6 +128,36 @@ class LinearisedLaplace:
             evidence = Evidence(diagonal.loc, diagonal.diagonal, 1 / diagonal.precision, self.seed, diagonal.curvature.layout)
             indices = select(self.selection, evidence, size_of(self.share, len(diagonal.loc)))
         return diagonal.with_structure(x, self.structure, indices=indices)
+
+
+class _Linearised:
+    """One client's predictor by the linearised network, see `Fitted`.
+
+    Args:
+        rule: The method's predictor.
+        algorithm: The method.
+        view: The client's view.
+        inverse: Function from the prior precision to the covariance of the weights.
+    """
+
+    def __init__(self, rule: LinearisedLaplace, algorithm: Any, view: View, inverse: Callable[[float], Any]) -> None:
+        self._rule, self._algorithm, self._view, self.inverse = rule, algorithm, view, inverse
+
+    def __call__(self, x: Tensor, *, value: float | None = None, noise: Tensor | None = None, plain: bool = False) -> Tensors:
+        algorithm, rule, likelihood = self._algorithm, self._rule, self._algorithm.likelihood
+        if plain:
+            found = likelihood.predictive(algorithm.outputs(algorithm.leaves(algorithm.parts, self._view), x).unsqueeze(0))
+            return found | {"epistemic": torch.full_like(found["epistemic"], torch.nan)}
+        inverse = self.inverse(rule.grid[0] if value is None else value)
+        mean, covariance = inverse.predict(x, centre=rule.centre and isinstance(likelihood, Categorical))
+        classes = not isinstance(likelihood, Gaussian)  # kappa is defined for logits, not for the variance of targets
+        if rule.precision is not None and classes and float(kappa(covariance.diagonal(dim1=1, dim2=2)).median()) < SHRUNK:
+            warnings.warn(
+                f"predictive_precision={rule.precision:g} leaves the predictions to the prior (the median kappa is below {SHRUNK}); "
+                "choose it on validation data: predictive_precision=None",
+                stacklevel=2,
+            )
+        return {name: t.to(x) for name, t in predictive(likelihood, mean, covariance, noise).items()}
 
 
 def size_of(share: float, weights: int) -> int:
@@ -144,6 +180,12 @@ class Mixture:
     weights: str
     tunes = ""
     grid = ()
+    needs_data = False
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Return the name of the weights, see `StoredPredictor`."""
+        return (self.weights,)
 
     def check(self, algorithm: Any) -> None:
         """Raise ValueError if the predictor does not fit the algorithm, see `Predictor`."""
@@ -170,3 +212,11 @@ class Mixture:
             }
 
         return fitted
+
+    def stored(self, fitted: Fitted, value: float | None, *, limit: int) -> Tensors:
+        """Return nothing, since no training data are needed, see `StoredPredictor`."""
+        return {}
+
+    def restored(self, algorithm: Any, view: View, tensors: Tensors) -> Fitted:
+        """Return one client's predictor, see `StoredPredictor`."""
+        return self(algorithm, {}, view, {})

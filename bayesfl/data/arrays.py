@@ -22,7 +22,7 @@ Array: TypeAlias = np.ndarray | Tensor | Sequence[Any]
 """Numbers of one client, or of all: an array, a tensor, or nested lists."""
 
 
-def _tensor(values: Any, name: str) -> Tensor:
+def to_tensor(values: Any, name: str) -> Tensor:
     """Make a tensor of any numbers: int64 of integers, float32 of floats."""
     if values is None or isinstance(values, Dataset | DataLoader):
         raise TypeError(
@@ -85,10 +85,10 @@ def _list(values: Any, name: str, of: str) -> list[Any]:
 
 def _per_client(x: Any, y: Any, part: str = "") -> tuple[list[Tensor], list[Tensor]]:
     """Return lists of one tensor per client; an error names the first client that does not fit. `part` is '' or 'test '."""
-    xs = [_tensor(value, f"{part}x of client {j}").float() for j, value in enumerate(_list(x, f"{part}x", "array of inputs"))]
+    xs = [to_tensor(value, f"{part}x of client {j}").float() for j, value in enumerate(_list(x, f"{part}x", "array of inputs"))]
     if not xs:
         raise ValueError(f"{part}x is empty: pass one array of inputs per client")
-    ys = [_tensor(value, f"{part}y of client {j}") for j, value in enumerate(_list(y, f"{part}y", "array of labels or targets"))]
+    ys = [to_tensor(value, f"{part}y of client {j}") for j, value in enumerate(_list(y, f"{part}y", "array of labels or targets"))]
     if len(xs) != len(ys):
         raise ValueError(f"{part}x has {len(xs)} clients, {part}y has {len(ys)}; pass as many arrays of labels or targets as of inputs")
     for j, (xj, yj) in enumerate(zip(xs, ys, strict=True)):
@@ -124,7 +124,7 @@ def _missing(owner: Any) -> bool:
 def _by_client(x: Any, y: Any, ids: Any, known: Sequence[Hashable] | None) -> tuple[list[Tensor], list[Tensor], list[Hashable]]:
     """Divide pooled rows into one tensor per client, clients in the order of their sorted ids (or as in `known`, for test data)."""
     part = "" if known is None else "test "
-    xs, ys = _tensor(x, f"{part}x").float(), _tensor(y, f"{part}y")
+    xs, ys = to_tensor(x, f"{part}x").float(), to_tensor(y, f"{part}y")
     if xs.dim() < 1 or ys.dim() < 1 or len(xs) != len(ys):
         raise ValueError(f"{part}x and {part}y must have as many rows, got shapes {list(xs.shape)} and {list(ys.shape)}")
     if not len(xs) and known is None:
@@ -158,7 +158,7 @@ def _by_client(x: Any, y: Any, ids: Any, known: Sequence[Hashable] | None) -> tu
 def _environments(values: Any, xs: list[Tensor], ids: Any, order: Sequence[Hashable], held: int) -> Tensor:
     """Return the environment of every training row, client after client, then 0 for `held` rows of test data."""
     if ids is not None:
-        pooled = _tensor(values, "environments")
+        pooled = to_tensor(values, "environments")
         owners = _plain(ids, "client_ids")
         if pooled.shape != (len(owners),):
             raise ValueError(f"environments must have one number for each of the {len(owners)} rows, got shape {list(pooled.shape)}")
@@ -167,7 +167,7 @@ def _environments(values: Any, xs: list[Tensor], ids: Any, order: Sequence[Hasha
             places[owner].append(row)
         parts = [pooled[torch.tensor(places[owner], dtype=torch.int64)] for owner in order]
     else:
-        parts = [_tensor(value, f"environments of client {j}") for j, value in enumerate(_list(values, "environments", "array"))]
+        parts = [to_tensor(value, f"environments of client {j}") for j, value in enumerate(_list(values, "environments", "array"))]
     if len(parts) != len(xs):
         raise ValueError(f"environments must be one array for each of the {len(xs)} clients, got {len(parts)}")
     for j, (part, xj) in enumerate(zip(parts, xs, strict=True)):

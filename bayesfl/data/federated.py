@@ -14,6 +14,7 @@ from torch import Tensor
 
 from bayesfl.base.checks import whole
 from bayesfl.base.random import Purpose, generator
+from bayesfl.data.outline import Outline, place
 from bayesfl.data.partitions import NOVEL
 from bayesfl.data.sources import SourceInfo, Task, label_remedy
 from bayesfl.data.split import ClientData
@@ -227,15 +228,25 @@ class FederatedData:
                 digest.update(digest_of(split.environment).encode())
         return digest.hexdigest()
 
-    def select(self, ids: Iterable[int]) -> "FederatedData":
-        """Return a federation of the clients `ids` only, in that order, numbered from 0.
+    @cached_property
+    def outline(self) -> Outline:
+        """Return what is known of the clients without their rows."""
+        counts = tuple(self.train.counts.tolist())
+        names = (self.client_names, counts, self.inputs, self.outputs, self.task, self.class_names)
+        return Outline(*names, source=self.source.name, hash=self.hash)
+
+    def select(self, ids: Iterable[int | str]) -> "FederatedData":
+        """Return a federation of some clients only, given by number or name, in that order, numbered from 0.
 
         Raises:
-            ValueError: An id does not exist or is given twice, or `ids` is empty.
+            TypeError: `ids` is text, or an entry is neither a name nor a number.
+            ValueError: A client does not exist or is given twice, or `ids` is empty.
         """
-        chosen = [int(j) for j in ids]
-        if not chosen or len(set(chosen)) < len(chosen) or not all(0 <= j < self.clients for j in chosen):
-            raise ValueError(f"ids must be one or more different clients within [0, {self.clients}), got {chosen}")
+        if isinstance(ids, str):
+            raise TypeError(f"ids must be a list of clients, as [{ids!r}], got {ids!r}")
+        chosen = [place(j, self.client_names) for j in (ids.tolist() if isinstance(ids, Tensor) else ids)]
+        if not chosen or len(set(chosen)) < len(chosen):
+            raise ValueError(f"ids must be one or more different clients, got {chosen}")
         return replace(
             self,
             splits={name: split.select(chosen) for name, split in self.splits.items()},

@@ -78,6 +78,13 @@ class ClientData:
         rows = self.rows(j)
         return self.x[rows], self.y[rows]
 
+    def alone(self, j: int) -> "ClientData":
+        """Return a split in which client j has its number and copies of its rows, and all other clients have no examples."""
+        rows, counts = self.rows(j), np.zeros_like(self.counts)
+        counts[j] = len(rows)
+        index = torch.arange(len(rows), device=self.index.device)
+        return ClientData(self.x[rows], self.y[rows], index, counts, None if self.environment is None else self.environment[rows])
+
     def select(self, ids: Iterable[int]) -> "ClientData":
         """Return a split of the clients `ids` only, in that order, numbered from 0."""
         chosen = list(ids)

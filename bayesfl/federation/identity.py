@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from bayesfl.base import digest
 from bayesfl.composition.algorithm import Algorithm
+from bayesfl.federation.errors import CheckpointError
 
 ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 DEPTH = 40  # deepest level of nested values that an identity describes
@@ -61,6 +62,21 @@ def differences(saved: Any, given: Any, path: str = "") -> list[str]:
         pairs = enumerate(zip(saved, given, strict=True))
         return [line for i, (one, other) in pairs for line in differences(one, other, f"{path}[{i}]")]
     return [] if saved == given else [f"{path}: saved {saved}, given {given}"]
+
+
+def check_method(what: str, made_with: dict[str, Any], algorithm: Algorithm) -> None:
+    """Check by its identity that a saved run was made with this method.
+
+    Args:
+        what: The saved run's name, which begins the error message.
+        made_with: Identity of the method that made it, see `identity`.
+        algorithm: The method for which it is loaded.
+
+    Raises:
+        CheckpointError: The two methods differ.
+    """
+    if different := differences(made_with, identity(algorithm)):
+        raise CheckpointError(f"{what} was made with another algorithm, which differs in {'; '.join(different)}")
 
 
 def _plain(value: Any, path: tuple[int, ...] = ()) -> Any:

@@ -14,7 +14,7 @@ from bayesfl.base.protocols import Fitted, Predictor, Tensors, View
 from bayesfl.base.random import Purpose, generator
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import ClientData, FederatedData
-from bayesfl.engine import Crew
+from bayesfl.engine import Crew, Engine
 from bayesfl.evaluation.predictions import Collector, Predictions
 from bayesfl.federation.client import Done, Local, State
 from bayesfl.posteriors.linearised import nll
@@ -76,37 +76,88 @@ def of_chunk(
     algorithm = local.algorithm
     count = algorithm.draws if draws is None else draws
     if algorithm.predictor is None:
-        noise = _noise(local, done, round, count)
-        return [[(done.ids, _of_views(local, algorithm.parts, done.views, split, done.ids, noise))] for split in splits]
+        noise = _noise(algorithm, done.ids, done.views["n"], local.seed, round, count)
+        everything = algorithm, algorithm.parts, done.views
+        return [[(done.ids, _of_views(local.engine, *everything, split, done.ids, noise))] for split in splits]
     out: list[list[Part]] = [[] for _ in splits]
     for row, fitted in _fitted(local, done):
         client = int(row[0])
         for split, parts in zip(splits, out, strict=True):
-            address = generator(local.seed, Purpose.PREDICT, round=round, client=client, index=len(algorithm.blocks))
+            address = _address(algorithm, client, local.seed, round)
             parts.append((row, _of_fitted(algorithm, fitted, split.client(client)[0], address, value, count, plain=draws == 0)))
     return out
 
 
-def _noise(local: Local, done: Done, round: int, draws: int) -> dict[str, Tensor]:
+def alone(
+    algorithm: Algorithm,
+    view: View,
+    x: Tensor,
+    *,
+    client: int,
+    seed: int,
+    round: int,
+    fitted: Fitted | None,
+    draws: int | None,
+    value: float | None,
+) -> Tensors:
+    """Predict for one client at inputs of any rows, {name: [N, ...]}, with the draws that `personal` makes for it.
+
+    Args:
+        algorithm: The method.
+        view: The client's view after its fine-tuning, [...].
+        x: Inputs [N, *].
+        client: The client's id, which selects its random draws.
+        seed: The run's seed.
+        round: Number of rounds done.
+        fitted: The client's predictor; None to average over draws of the blocks.
+        draws: As for `personal`.
+        value: As for `personal`.
+    """
+    count = algorithm.draws if draws is None else draws
+    if fitted is None:
+        noise = _noise(algorithm, np.array([client]), view["n"], seed, round, count)
+        views = tree_map(lambda t: t.unsqueeze(0), view)
+        split = ClientData(x, torch.zeros(len(x), dtype=torch.int64, device=x.device), torch.arange(len(x)), np.array([len(x)]))
+        found = _of_views(Engine(), algorithm, algorithm.parts, views, split, np.zeros(1, np.int64), noise)
+    else:
+        address = _address(algorithm, client, seed, round)
+        found = _of_fitted(algorithm, fitted, x, address, value, count, plain=draws == 0)
+    return {name: t[0] for name, t in found.items()}
+
+
+def _address(algorithm: Algorithm, client: int, seed: int, round: int) -> np.random.Generator:
+    """Return the generator of the draws that a client's own predictor makes."""
+    return generator(seed, Purpose.PREDICT, round=round, client=client, index=len(algorithm.blocks))
+
+
+def _noise(algorithm: Algorithm, ids: np.ndarray, like: Tensor, seed: int, round: int, draws: int) -> dict[str, Tensor]:
     """Draw standard normals {block: [C, S, size]} for the blocks with random weights, from each client's own generator."""
-    algorithm, out = local.algorithm, {}
+    out = {}
     for index, name in enumerate(algorithm.blocks):
         if draws and name in algorithm.parts and algorithm.blocks[name].stochastic:
             shape = (draws, algorithm.blocks[name].posterior.noise_size(algorithm.layout(name).size))
-            rngs = [generator(local.seed, Purpose.PREDICT, round=round, client=int(i), index=index) for i in done.ids]
-            out[name] = torch.from_numpy(np.stack([rng.standard_normal(shape, np.float32) for rng in rngs])).to(done.views["n"])
+            rngs = [generator(seed, Purpose.PREDICT, round=round, client=int(i), index=index) for i in ids]
+            out[name] = torch.from_numpy(np.stack([rng.standard_normal(shape, np.float32) for rng in rngs])).to(like)
     return out
 
 
-def _of_views(local: Local, parts: tuple[str, ...], views: View, split: ClientData, ids: np.ndarray, noise: dict[str, Tensor]) -> Tensors:
+def _of_views(
+    engine: Engine,
+    algorithm: Algorithm,
+    parts: tuple[str, ...],
+    views: View,
+    split: ClientData,
+    ids: np.ndarray,
+    noise: dict[str, Tensor],
+) -> Tensors:
     """Return the predictions of a chunk of clients from their views, {name: [C, N, ...]}.
 
     Rows pass through the model in pieces of `GATHER` bytes; the outputs at all draws of a piece are held at once.
     """
     pieces = []
     for x in _inputs(split, ids):
-        outputs = local.engine.outputs(local.algorithm, parts, views, x, noise)
-        piece = local.algorithm.likelihood.predictive(outputs)
+        outputs = engine.outputs(algorithm, parts, views, x, noise)
+        piece = algorithm.likelihood.predictive(outputs)
         if not noise:
             piece["epistemic"] = torch.full_like(piece["epistemic"], torch.nan)
         pieces.append(piece)
@@ -159,7 +210,7 @@ def shared(local: Local, state: State, split: ClientData) -> Predictions | None:
     views = {name: tree_map(lambda t: t.unsqueeze(0), algorithm.centre(name, state.server)) for name in parts}
     views["n"] = torch.ones(1, dtype=split.x.dtype, device=split.x.device)
     everyone = ClientData(split.x, split.y, split.index, np.array([len(split.index)]))
-    flat = _of_views(local, parts, views, everyone, np.zeros(1, np.int64), {})
+    flat = _of_views(local.engine, algorithm, parts, views, everyone, np.zeros(1, np.int64), {})
     collector = Collector(split)
     for j, (start, n) in enumerate(zip(split.offsets, split.counts, strict=True)):
         collector.add(np.array([j]), {name: value[:, start : start + n] for name, value in flat.items()})

@@ -7,17 +7,21 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
+from torch.utils._pytree import tree_map
 
 from bayesfl.base.checks import instance, whole
 from bayesfl.base.protocols import Server, View
 from bayesfl.base.random import Purpose, generator
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import ClientData, FederatedData
+from bayesfl.data.outline import Outline, place
 from bayesfl.engine import Engine
 from bayesfl.evaluation.history import History
 from bayesfl.evaluation.predictions import Predictions
 from bayesfl.federation import checkpoint, predict
 from bayesfl.federation.client import Local, State, private_rows
+from bayesfl.federation.client_model import ClientModel, check_file_names, module_at, needs_data, of_client
 from bayesfl.federation.identity import identity
 from bayesfl.federation.settings import FEDERATION, Settings, name_of
 
@@ -28,7 +32,7 @@ class Result:
 
     Args:
         algorithm: The method.
-        data: The clients' data.
+        known: The clients' data; their outline, where the run was loaded without them.
         settings: The run's settings.
         engine: How the run was computed, with its chunk size fixed.
         round: Number of rounds done.
@@ -45,7 +49,7 @@ class Result:
     """
 
     algorithm: Algorithm
-    data: FederatedData
+    known: FederatedData | Outline
     settings: Settings
     engine: Engine
     round: int
@@ -59,9 +63,23 @@ class Result:
     tolerant: bool = False
 
     def __repr__(self) -> str:
-        return (
-            f"Result({self.data.clients} clients of {self.data.source.name}, round {self.round} of {self.settings.rounds}; {self.history})"
-        )
+        source = self.known.source if isinstance(self.known, Outline) else self.known.source.name
+        return f"Result({self.known.clients} clients of {source}, round {self.round} of {self.settings.rounds}; {self.history})"
+
+    @property
+    def data(self) -> FederatedData:
+        """Return the clients' data.
+
+        Raises:
+            ValueError: The result was loaded without them.
+        """
+        if isinstance(self.known, Outline):
+            raise ValueError("this result was loaded without its clients' data; load it with them: bf.load(path, algorithm, clients)")
+        return self.known
+
+    @property
+    def _outline(self) -> Outline:
+        return self.known if isinstance(self.known, Outline) else self.known.outline
 
     @cached_property
     def tuned(self) -> float | None:
@@ -81,10 +99,12 @@ class Result:
 
     def _known(self) -> float | None:
         """Return `tuned` where there are data to tune on, otherwise `chosen`."""
+        if self.chosen is not None or isinstance(self.known, Outline):
+            return self.chosen
         try:
             predict.check_tunable(self.algorithm, self.data)
         except ValueError:
-            return self.chosen
+            return None
         return self.tuned
 
     @property
@@ -94,7 +114,7 @@ class Result:
 
     def local(self, train: ClientData) -> Local:
         """Return the local work of clients whose training data are `train`, which must be on the run's device and in its precision."""
-        return Local(self.algorithm, self.engine, train, self.settings.seed, self.settings.rounds, self.tolerant, self.data.client_names)
+        return Local(self.algorithm, self.engine, train, self.settings.seed, self.settings.rounds, self.tolerant, self.known.client_names)
 
     def predict(self, split: ClientData | None = None, *, draws: int | None = None) -> Predictions:
         """Predict with every client's own model on a split of its data, after aggregation (and fine-tuning, where the method has it).
@@ -144,10 +164,11 @@ class Result:
             DivergenceError: A new client's training is not finite.
         """
         instance("novel", novel, FederatedData, FEDERATION)
-        if (novel.inputs, novel.outputs, novel.task) != (self.data.inputs, self.data.outputs, self.data.task):
+        own = self.known
+        if (novel.inputs, novel.outputs, novel.task) != (own.inputs, own.outputs, own.task):
             raise ValueError(
                 f"new clients have inputs {novel.inputs} and {novel.outputs} outputs ({novel.task}), the federation "
-                f"{self.data.inputs} and {self.data.outputs} ({self.data.task}); adapt clients of the same problem"
+                f"{own.inputs} and {own.outputs} ({own.task}); adapt clients of the same problem"
             )
         kept = [name for name in self.algorithm.parts if self.algorithm.blocks[name].keep]
         if kept and not self.algorithm.adapt:
@@ -159,15 +180,84 @@ class Result:
         private = private_rows(self.algorithm, server, novel.clients)
         with self.engine.crew(self.device) as crew:
             self.local(novel.to(self.device, self.dtype).train).adapt(State(server, private, self.round), crew)
-        return replace(self, data=novel, server=server, private=private, history=History(), novel=True, chosen=self._known())
+        return replace(self, known=novel, server=server, private=private, history=History(), novel=True, chosen=self._known())
 
-    def to_arviz(self, client: int, block: str, *, draws: int = 1000) -> Any:
+    def client(self, client: int | str) -> ClientModel:
+        """Return a client's own model, which predicts for new rows and can be saved.
+
+        It is fine-tuned once where the method does so before it predicts. Later training of this federation does not change it.
+
+        Args:
+            client: The client's name, or its number.
+
+        Raises:
+            TypeError: `client` is neither.
+            ValueError: There is no such client; or the model needs training data, which this result was loaded without, or validation data
+                to tune its predictor.
+            DivergenceError: The client's fine-tuning is not finite, and `tolerant` is False.
+        """
+        name = self.known.client_names[j := place(client, self.known.client_names)]
+        if isinstance(self.known, Outline) and needs_data(self.algorithm):
+            raise ValueError(
+                f"{name!r} needs its training data, for fine-tuning or for the method's predictor, and this result was loaded without "
+                "them; bf.load(path, algorithm, clients) loads it with them, bf.load_client reads a client's own file"
+            )
+        if isinstance(self.known, Outline):
+            (given, views), train, value = self._views(j), None, self.chosen
+        else:
+            local, ids = self.local(self.known.train.alone(j).to(self.device, self.dtype)), np.array([j])
+            done = local.finetuned(ids, self.state.received(self.algorithm, ids), self.round)
+            given, views, train, value = done.given, done.views, dict(zip("xy", local.train.client(j), strict=True)), self.tuned
+        view = tree_map(lambda t: t[0].clone(), views)
+        about = {"name": name, "client": j, "data": self.known, "round": self.round, "seed": self.settings.seed, "value": value}
+        return of_client(self.algorithm, given, view, train, **about)
+
+    def _views(self, j: int) -> tuple[Server, View]:
+        """Return what client j received and its view before any phase, [1, ...]."""
+        got = self.state.received(self.algorithm, np.array([j]))
+        given = self.algorithm.given(got.common, self.round, self.settings.rounds)
+        counts = self.known.counts if isinstance(self.known, Outline) else self.known.train.counts
+        count = torch.tensor([int(counts[j])], dtype=self.dtype, device=self.device)
+        return given, self.algorithm.views(given, got.addressed, got.rows, count)
+
+    def save_clients(self, path: str | os.PathLike[str], *, plug_in: bool = False) -> None:
+        """Write every client's model into a folder of its name in the folder `path`; `load_client` reads them.
+
+        Args:
+            path: The folder, made if it does not exist.
+            plug_in: Whether to store the means of the beliefs alone, see `ClientModel.save`.
+
+        Raises:
+            ValueError: A client's name cannot be that of a folder; nothing is written then. Or as by `client` and `ClientModel.save`.
+            DivergenceError: A client's fine-tuning is not finite, and `tolerant` is False.
+        """
+        names = self.known.client_names
+        check_file_names(names)
+        for j, name in enumerate(names):
+            self.client(j).save(os.path.join(path, name), plug_in=plug_in)
+
+    def model(self) -> nn.Module:
+        """Return the server's network, at the means of its beliefs: a module of its own, in evaluation mode.
+
+        It is what clients have in common, as a start for other training or for a client with no data of its own.
+
+        Raises:
+            ValueError: The server holds no whole network, or several.
+        """
+        if (parts := self.algorithm.shared_parts()) is None:
+            private = [name for name in self.algorithm.parts if self.algorithm.blocks[name].private]
+            what = f"blocks {private} stay with the clients" if private else "the clients' networks are mixtures of several"
+            raise ValueError(f"the server holds no whole network: {what}; take a client's own, result.client(name).model()")
+        view: View = {name: self.algorithm.centre(name, self.server) for name in parts}
+        return module_at(self.algorithm, parts, view | {"n": torch.ones((), dtype=self.dtype, device=self.device)})
+
+    def to_arviz(self, client: int | str, block: str, *, draws: int = 1000) -> Any:
         """Draw from a client's posterior of a block, as ArviZ's InferenceData with one variable for each parameter, [chain, draw, ...].
 
         A block with M copies has them as the third axis, [chain, draw, M, ...].
 
         Args:
-            client: The client's id.
+            client: The client's name, or its number.
             block: A block whose posterior has an entropy.
             draws: Number of draws S; they are independent, so they make one chain.
 
@@ -177,21 +267,15 @@ class Result:
         """
         import arviz
 
-        whole("client", client, least=0)
+        client = place(client, self.known.client_names)
         whole("draws", draws, least=1)
-        if not 0 <= client < self.data.clients:
-            raise ValueError(f"client must be one of 0 to {self.data.clients - 1}, got {client}")
         if block not in self.algorithm.blocks:
             raise ValueError(f"there is no block {block!r}; the method's blocks are {list(self.algorithm.blocks)}")
         if not self.algorithm.blocks[block].stochastic:
             drawn = [name for name, this in self.algorithm.blocks.items() if this.stochastic]
             raise ValueError(f"block {block!r} is a point, of which there are no draws; the blocks with a distribution are {drawn}")
         this, layout = self.algorithm.blocks[block], self.algorithm.layout(block)
-        ids = np.array([client])
-        got = self.state.received(self.algorithm, ids)
-        given = self.algorithm.given(got.common, self.round, self.settings.rounds)
-        view = self.algorithm.views(given, got.addressed, got.rows, torch.ones(1, dtype=self.dtype, device=self.device))
-        belief = {key: t[0] for key, t in view[block].items()}
+        belief = {key: t[0] for key, t in self._views(client)[1][block].items()}
         index = list(self.algorithm.blocks).index(block)
         rng = generator(self.settings.seed, Purpose.POSTERIOR, round=self.round, client=client, index=index)
         noise = torch.from_numpy(rng.standard_normal((draws, self.algorithm.noise_size(block)), np.float32)).to(belief["loc"])
@@ -234,7 +318,8 @@ class Result:
             "chosen": self.chosen if self.chosen is not None else self.__dict__.get("tuned"),
             "history": self.history.rows,
             "algorithm": identity(self.algorithm),
-            "data": self.data.hash,
+            "data": self.known.hash,
+            "clients": asdict(self._outline),
         }
 
 

@@ -1,6 +1,7 @@
 """Loading of saved runs, with checks against the method and the data for which they are loaded."""
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,37 +12,50 @@ from bayesfl.base.protocols import Server, View
 from bayesfl.base.trees import alike, flatten
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import FederatedData
+from bayesfl.data.outline import Outline
 from bayesfl.engine import Engine
 from bayesfl.evaluation.history import History
 from bayesfl.federation import checkpoint
 from bayesfl.federation.errors import CheckpointError
-from bayesfl.federation.identity import differences, identity
+from bayesfl.federation.identity import check_method, identity
 from bayesfl.federation.result import Result
-from bayesfl.federation.settings import DTYPES, Settings, of_a_run, present
+from bayesfl.federation.settings import DTYPES, METHOD, Settings, of_a_run, present
 
 
-def load(path: str | os.PathLike[str], algorithm: Algorithm, clients: FederatedData, *, device: torch.device | str = "cpu") -> Result:
+def load(
+    path: str | os.PathLike[str], algorithm: Algorithm, clients: FederatedData | None = None, *, device: torch.device | str = "cpu"
+) -> Result:
     """Load a saved run.
+
+    Without data the result has its history, settings and server, and the models of clients that need no training data to predict; with
+    data it has everything.
 
     Args:
         path: The folder that `Result.save` wrote, or the folder of `simulate`'s checkpoints, of which the newest undamaged one is loaded.
         algorithm: The method that made the run.
-        clients: The data on which the run was made.
+        clients: The data on which the run was made; None to load it without.
         device: The device for its state.
 
     Raises:
         TypeError: `algorithm` is no `Algorithm`, or `clients` is no `FederatedData`.
         ValueError: The device is absent.
-        CheckpointError: The folder holds no run, or one that is damaged or was made with another method or on other data.
+        CheckpointError: The folder holds no run, or one that is damaged or was made with another method or on other data; or an earlier
+            version wrote it, which can only be loaded with data.
     """
-    of_a_run(algorithm, clients)
+    if clients is None:
+        instance("algorithm", algorithm, Algorithm, METHOD)
+    else:
+        of_a_run(algorithm, clients)
     device = present(device)
     meta, state = checkpoint.read(path, device)
+    if clients is None and "clients" not in meta:
+        raise CheckpointError(f"{str(path)!r} does not say who its clients are, as an earlier version wrote it; pass their data, too")
     try:
         made_with, made_on = meta["algorithm"], str(meta["data"])
+        known = Outline.read(meta["clients"]) if clients is None else clients
         result = Result(
             algorithm,
-            clients,
+            known,
             Settings(**meta["settings"]),
             Engine(**meta["engine"]),
             whole("round", meta["round"], least=0),
@@ -60,21 +74,21 @@ def load(path: str | os.PathLike[str], algorithm: Algorithm, clients: FederatedD
             raise ValueError(f"round {result.round} of {result.settings.rounds} with a history of {len(result.history)}")
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise CheckpointError(f"{str(path)!r} is no saved run of this version: {type(error).__name__}, {error}") from error
-    _check_same(f"{str(path)!r}", made_with, made_on, algorithm, clients)
+    _check_same(f"{str(path)!r}", made_with, made_on, algorithm, known)
     check_state(
-        str(path), algorithm, result.server, result.private, clients=clients.clients, dtype=result.dtype, stacked=True, novel=result.novel
+        str(path), algorithm, result.server, result.private, clients=known.clients, dtype=result.dtype, stacked=True, novel=result.novel
     )
     return result
 
 
 def same_run(result: Result, algorithm: Algorithm, clients: FederatedData) -> Result:
-    """Return `result` if it was made with this method on these data.
+    """Return `result` with these data if it was made with this method on them.
 
     Raises:
         CheckpointError: `result` was made with another method or on other data.
     """
-    _check_same("the result", identity(result.algorithm), result.data.hash, algorithm, clients)
-    return result
+    _check_same("the result", identity(result.algorithm), result.known.hash, algorithm, clients)
+    return replace(result, known=clients)
 
 
 def check_state(
@@ -119,22 +133,7 @@ def check_state(
         )
 
 
-def check_method(what: str, made_with: dict[str, Any], algorithm: Algorithm) -> None:
-    """Check by its identity that a saved run was made with this method.
-
-    Args:
-        what: The saved run's name, which begins the error message.
-        made_with: Identity of the method that made it, see `identity`.
-        algorithm: The method for which it is loaded.
-
-    Raises:
-        CheckpointError: The two methods differ.
-    """
-    if different := differences(made_with, identity(algorithm)):
-        raise CheckpointError(f"{what} was made with another algorithm, which differs in {'; '.join(different)}")
-
-
-def _check_same(what: str, made_with: dict[str, Any], made_on: str, algorithm: Algorithm, clients: FederatedData) -> None:
+def _check_same(what: str, made_with: dict[str, Any], made_on: str, algorithm: Algorithm, clients: FederatedData | Outline) -> None:
     check_method(what, made_with, algorithm)
     if made_on != clients.hash:
         raise CheckpointError(

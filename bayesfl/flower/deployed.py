@@ -14,8 +14,8 @@ from bayesfl.base.protocols import Server, View
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.evaluation.history import History
 from bayesfl.federation import checkpoint
-from bayesfl.federation.identity import identity
-from bayesfl.federation.saved import check_method, check_state
+from bayesfl.federation.identity import check_method, identity
+from bayesfl.federation.saved import check_state
 from bayesfl.federation.settings import DTYPES, METHOD, Settings, name_of
 from bayesfl.flower.states import EXPERIMENT, SESSION, STATE
 

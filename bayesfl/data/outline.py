@@ -1,0 +1,76 @@
+"""The outline of a federation's data: what is known of its clients without their rows."""
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from bayesfl.data.sources import Task
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What is known of a federation's data without their rows, as a saved run holds it.
+
+    Args:
+        client_names: One name for each client.
+        counts: Number of training examples of each client.
+        inputs: Shape of one example.
+        outputs: Number of outputs that a network needs: of classes, or of targets.
+        task: `classification` or `regression`.
+        class_names: One name for each class; None for classes without names.
+        source: Name of the data.
+        hash: SHA-256 over recipe, partition and data, see `FederatedData.hash`.
+    """
+
+    client_names: tuple[str, ...]
+    counts: tuple[int, ...]
+    inputs: tuple[int, ...]
+    outputs: int
+    task: Task
+    class_names: tuple[str, ...] | None
+    source: str
+    hash: str
+
+    @property
+    def clients(self) -> int:
+        """Return the number of clients J."""
+        return len(self.client_names)
+
+    @classmethod
+    def read(cls, found: Mapping[str, Any]) -> "Outline":
+        """Make an outline of what JSON gives back.
+
+        Raises:
+            KeyError: An entry is missing.
+            ValueError: There is not one count for each client.
+        """
+        made: dict[str, Any] = {f.name: tuple(value) if isinstance(value := found[f.name], list) else value for f in fields(cls)}
+        if len(made["client_names"]) != len(made["counts"]):
+            raise ValueError(f"{len(made['client_names'])} clients have {len(made['counts'])} counts")
+        return cls(**made)
+
+
+def place(client: int | str, names: Sequence[str]) -> int:
+    """Return a client's number, given that number or the client's name.
+
+    Raises:
+        TypeError: `client` is neither text nor a whole number.
+        ValueError: There is no such client, or several have this name; the message offers the nearest names.
+    """
+    if isinstance(client, bool) or not isinstance(client, str | int | np.integer):
+        raise TypeError(f"client must be a name or a number, got {client!r}")
+    if not isinstance(client, str):
+        if 0 <= client < len(names):
+            return int(client)
+        also = f"; {str(client)!r} is the name of one: pass it as text" if str(client) in names else ""
+        raise ValueError(f"client must be a name or a number from 0 to {len(names) - 1}, got {client}{also}")
+    found = [j for j, name in enumerate(names) if name == client]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise ValueError(f"clients {found} are all called {client!r}; pass a number")
+    near = difflib.get_close_matches(client, names, n=3, cutoff=0.5) or list(names[:3])
+    raise ValueError(f"there is no client {client!r}; the nearest of {len(names)} names are {near}")

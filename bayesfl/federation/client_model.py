@@ -1,0 +1,347 @@
+"""One client's own model after training: its predictions for new rows, as a module, and in a file, without data or server."""
+
+import copy
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from bayesfl.base.checks import instance, number, whole
+from bayesfl.base.protocols import Batch, Fitted, Server, StoredPredictor, Tensors, View
+from bayesfl.base.trees import shapes
+from bayesfl.composition.algorithm import Algorithm
+from bayesfl.data import FederatedData
+from bayesfl.data.arrays import to_tensor
+from bayesfl.data.outline import Outline
+from bayesfl.evaluation.predictions import Predictions
+from bayesfl.federation import checkpoint, predict
+from bayesfl.federation.client import State, private_rows
+from bayesfl.federation.errors import CheckpointError
+from bayesfl.federation.identity import check_method, identity
+from bayesfl.federation.settings import DTYPES, METHOD, name_of, present
+
+FILE = "client.safetensors"
+VERSION = 1
+"""The version of what a file of a client says beside its tensors."""
+LIMIT = 2**28
+"""Bytes that a tensor of the predictor may take in a file, where the method's predictor needs training data."""
+SAFE = re.compile(r"[^/\\\0]+")
+
+
+@dataclass(frozen=True, eq=False)
+class ClientModel:
+    """One client's own model, made by `Result.client` or `load_client`: it predicts for any rows, without labels, other clients or server.
+
+    Args:
+        algorithm: The method.
+        name: The client's name.
+        client: The client's number in its federation, which selects the random draws of its predictions.
+        view: The beliefs from which it predicts, after fine-tuning where the method has it, [...].
+        round: Number of rounds done.
+        seed: The run's seed.
+        inputs: Shape of one example.
+        class_names: One name for each class; None for classes without names, or regression.
+        value: The number that the method's predictor tunes; None where it has none.
+        plug_in: Whether it predicts at the means of its beliefs alone.
+        predictor: The client's predictor as it was fitted to training data; None where the method has none.
+        stored: Tensors from which the method's predictor is restored, if it was read from a file.
+    """
+
+    algorithm: Algorithm
+    name: str
+    client: int
+    view: View
+    round: int
+    seed: int
+    inputs: tuple[int, ...]
+    class_names: tuple[str, ...] | None = None
+    value: float | None = None
+    plug_in: bool = False
+    predictor: Fitted | None = None
+    stored: Tensors = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        how = ", at the means" if self.plug_in else ""
+        return f"ClientModel({self.name!r} after round {self.round}; inputs {self.inputs}{how})"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the precision of the model."""
+        return self.view["n"].dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device that holds the model, and computes and holds its predictions."""
+        return self.view["n"].device
+
+    def predict(self, x: Any, *, draws: int | None = None) -> Predictions:
+        """Predict for new rows.
+
+        For rows of the client's test data the predictions are those of `Result.predict`, up to rounding, with the same random draws.
+
+        Args:
+            x: Inputs [N, ...] of the shape that the model was trained on: an array, a tensor, or a data frame.
+            draws: Number of posterior draws S to average over; 0 predicts at the mean, None uses the number of the method's paper.
+
+        Returns:
+            The predictions, tensors [N, ...] without an axis of clients.
+
+        Raises:
+            TypeError: `x` is no array of numbers.
+            ValueError: `x` has rows of another shape, no rows, or numbers that are not finite, or `draws` is not a whole number >= 0.
+        """
+        rows = to_tensor(x, "x").to(device=self.device, dtype=self.dtype)
+        if tuple(rows.shape[1:]) != self.inputs or not rows.dim() or not len(rows):
+            wanted = ", ".join(["N", *map(str, self.inputs)])
+            raise ValueError(f"x must have one row or more of the shape trained on, [{wanted}], got {list(rows.shape)}")
+        if not bool(rows.isfinite().all()):
+            bad = int((~rows.flatten(1).isfinite().all(1)).nonzero()[0])
+            raise ValueError(f"x holds NaN or infinite numbers, first in row {bad}; fill them in as before training, or drop the rows")
+        if draws is not None:
+            whole("draws (None is the paper's number)", draws, least=0)
+        found = predict.alone(
+            self.algorithm,
+            self.view,
+            rows,
+            client=self.client,
+            seed=self.seed,
+            round=self.round,
+            fitted=self._fitted,
+            draws=0 if self.plug_in else draws,
+            value=self.value,
+        )
+        return Predictions(mask=torch.ones(len(rows), dtype=torch.bool), **{name: t.cpu() for name, t in found.items()})
+
+    def model(self) -> nn.Module:
+        """Return the network at the means of the client's beliefs: a module of its own, in evaluation mode.
+
+        Its outputs are what the likelihood reads, such as logits. It knows nothing of the uncertainty, for which `predict` is.
+
+        Raises:
+            ValueError: The client predicts with several models together, as in a mixture.
+        """
+        return module_at(self.algorithm, self.algorithm.parts, self.view)
+
+    def save(self, path: str | os.PathLike[str], *, plug_in: bool = False) -> None:
+        """Write the model into the folder `path`, completely or not at all; `load_client` reads it without data.
+
+        No row of the training data is written. Where the method's predictor needs them (FedSI's, `LinearisedLaplace`), the covariance that
+        it made of them is written instead.
+
+        Args:
+            path: The folder, made if it does not exist.
+            plug_in: Whether to leave the covariance out, and to predict at the means of the beliefs.
+
+        Raises:
+            ValueError: `path` is a file, or lies under one; or the method's predictor cannot be stored, or takes more than `LIMIT` bytes.
+        """
+        plug_in = plug_in or self.plug_in
+        try:
+            stored = {} if plug_in and not self._mixed else self._stored
+        except MemoryError as error:
+            raise ValueError(f"{self.name!r} cannot be saved as it predicts: {error}; pass plug_in=True to store the means alone") from None
+        meta = {
+            "kind": "client",
+            "version": VERSION,
+            "name": self.name,
+            "client": self.client,
+            "round": self.round,
+            "seed": self.seed,
+            "inputs": self.inputs,
+            "class_names": self.class_names,
+            "value": self.value,
+            "plug_in": plug_in,
+            "dtype": name_of(self.dtype),
+            "algorithm": identity(self.algorithm),
+        }
+        checkpoint.write(path, meta, {"view": self.view, "stored": stored}, name=FILE)
+
+    @property
+    def _mixed(self) -> bool:
+        """Say whether the client predicts with several models together, which have no single mean."""
+        return self.algorithm.copies(self.algorithm.parts) is not None
+
+    @cached_property
+    def _fitted(self) -> Fitted | None:
+        """Return the client's predictor: as it is restored from a file where that is possible, so that both give the same bits."""
+        rule = self.algorithm.predictor
+        if rule is None or (self.plug_in and not self._mixed):
+            return None
+        if not isinstance(rule, StoredPredictor):
+            return self.predictor
+        try:
+            return rule.restored(self.algorithm, self.view, self._stored)
+        except MemoryError:
+            return self.predictor
+
+    @cached_property
+    def _stored(self) -> Tensors:
+        """Return the tensors from which the predictor is restored.
+
+        Raises:
+            ValueError: The predictor cannot be stored.
+            MemoryError: A tensor takes more than `LIMIT` bytes.
+        """
+        rule = self.algorithm.predictor
+        if rule is None or self.predictor is None:
+            return self.stored
+        if not isinstance(rule, StoredPredictor):
+            raise ValueError(
+                f"{type(rule).__name__} predicts from training data and does not say how to store what it needs; give it the members of "
+                "bayesfl.base.protocols.StoredPredictor, or pass plug_in=True to store the means alone"
+            )
+        return rule.stored(self.predictor, self.value, limit=LIMIT)
+
+
+def module_at(algorithm: Algorithm, parts: tuple[str, ...], view: View) -> nn.Module:
+    """Return the method's network at the means of some beliefs, as a module of its own in evaluation mode; frozen parameters stay so.
+
+    Args:
+        algorithm: The method.
+        parts: Names of the blocks that make the network.
+        view: Beliefs about these blocks [...], and "n".
+
+    Raises:
+        ValueError: One of the blocks has copies.
+    """
+    if (copies := algorithm.copies(parts)) is not None:
+        raise ValueError(f"there is no single network: {copies} copies of it predict together; use predict(x), which mixes them")
+    network = copy.deepcopy(algorithm.network(view, parts))
+    for part in parts:
+        for name in algorithm.layout(part).names:
+            network.get_parameter(name).requires_grad_(True)
+    return network.eval()
+
+
+def of_client(
+    algorithm: Algorithm,
+    given: Server,
+    view: View,
+    train: Batch | None,
+    *,
+    name: str,
+    client: int,
+    data: FederatedData | Outline,
+    round: int,
+    seed: int,
+    value: float | None,
+) -> ClientModel:
+    """Make one client's model.
+
+    Args:
+        algorithm: The method.
+        given: What the client received.
+        view: Its view after fine-tuning, [...].
+        train: Its training data x and y; None where they are not known.
+        name: Its name.
+        client: Its number.
+        data: The federation's data, or what is known of them.
+        round: Number of rounds done.
+        seed: The run's seed.
+        value: The number that the method's predictor tunes.
+    """
+    rule = algorithm.predictor
+    predictor = None if rule is None else rule(algorithm, given, view, train or {})
+    names = _needed(algorithm) if rule is None or isinstance(rule, StoredPredictor) else view
+    kept = {key: view[key] for key in names}
+    about = {"inputs": data.inputs, "class_names": data.class_names}
+    return ClientModel(algorithm, name, client, kept, round, seed, value=value, predictor=predictor, **about)
+
+
+def load_client(path: str | os.PathLike[str], algorithm: Algorithm, *, device: torch.device | str = "cpu") -> ClientModel:
+    """Load one client's model, which `ClientModel.save` or a node of a deployed federation wrote; no data are needed.
+
+    Args:
+        path: The folder, or a folder in which only one client's model lies, such as a node's folder of states.
+        algorithm: The method that made it, with the same options.
+        device: The device that is to hold it and to compute its predictions.
+
+    Raises:
+        TypeError: `algorithm` is no `Algorithm`.
+        ValueError: The device is absent.
+        CheckpointError: There is no model of a client, or several; or the file is damaged, or was made with another method.
+    """
+    instance("algorithm", algorithm, Algorithm, METHOD)
+    file = _file(Path(path))
+    meta, tensors = checkpoint.read_file(file, present(device))
+    try:
+        if meta["kind"] != "client" or meta["version"] != VERSION:
+            raise ValueError(f"it is a {meta['kind']} of version {meta['version']}, this version of bayesfl reads clients of {VERSION}")
+        made_with = meta["algorithm"]
+        made = ClientModel(
+            algorithm,
+            str(meta["name"]),
+            whole("client", meta["client"], least=0),
+            tensors["view"],
+            whole("round", meta["round"], least=0),
+            whole("seed", meta["seed"], least=0),
+            tuple(meta["inputs"]),
+            None if meta["class_names"] is None else tuple(meta["class_names"]),
+            None if meta["value"] is None else number("value", meta["value"]),
+            bool(meta["plug_in"]),
+            stored=tensors.get("stored", {}),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise CheckpointError(f"{str(file)!r} is no client's model of this version: {type(error).__name__}, {error}") from error
+    check_method(f"{str(file)!r}", made_with, algorithm)
+    try:
+        wanted, found = shapes(_start(algorithm, DTYPES[meta["dtype"]])), shapes(made.view)
+        if wrong := sorted(key for key in wanted.keys() | found.keys() if wanted.get(key) != found.get(key)):
+            raise ValueError(f"{wrong[0]} is {found.get(wrong[0], 'absent')}, not {wanted.get(wrong[0], 'absent')}")
+        if isinstance(algorithm.predictor, StoredPredictor) and not made.plug_in:
+            algorithm.predictor.restored(algorithm, made.view, made.stored)
+    except (KeyError, ValueError) as error:
+        raise CheckpointError(f"{str(file)!r} holds another model than the method has: {error}") from error
+    return made
+
+
+def needs_data(algorithm: Algorithm) -> bool:
+    """Say whether a client needs its training data to predict: to fine-tune, or for the method's predictor."""
+    rule = algorithm.predictor
+    return bool(algorithm.finetune) or (rule is not None and getattr(rule, "needs_data", True))
+
+
+def check_file_names(names: Sequence[str]) -> None:
+    """Check that clients' names can be names of folders, none of which lies outside the folder that holds them.
+
+    Raises:
+        ValueError: A name is empty, `.` or `..`, or holds a slash or another character that no folder may have; or two are alike.
+    """
+    bad = [name for name in names if not SAFE.fullmatch(name) or name in (".", "..")]
+    if bad or len({name.casefold() for name in names}) < len(names):
+        what = f"{bad[0]!r} is not" if bad else "two are alike, or differ in case only:"
+        raise ValueError(f"clients' names become folders, and {what} fit for that; save single clients by result.client(...).save(path)")
+
+
+def _needed(algorithm: Algorithm) -> tuple[str, ...]:
+    """Return the names of the view's entries from which a client predicts."""
+    return (*algorithm.parts, *getattr(algorithm.predictor, "reads", ()), "n")
+
+
+def _start(algorithm: Algorithm, dtype: torch.dtype) -> View:
+    """Return what one client predicts from before the first round, for its shapes."""
+    server = algorithm.init(1, dtype=dtype)
+    got = State(server, private_rows(algorithm, server, 1), 0).received(algorithm, np.zeros(1, np.int64))
+    views = algorithm.views(algorithm.given(got.common, 0, 1), got.addressed, got.rows, torch.ones(1, dtype=dtype))
+    return {key: tree_map(lambda t: t[0], views[key]) for key in _needed(algorithm)}
+
+
+def _file(path: Path) -> Path:
+    """Return the file of the only client's model in a folder or below it.
+
+    Raises:
+        CheckpointError: There is none, or there are several.
+    """
+    found = [path / FILE] if (path / FILE).is_file() else sorted(path.rglob(FILE))
+    if len(found) != 1:
+        several = f"{len(found)} of them: {', '.join(str(file.parent) for file in found[:3])}; pass one of these folders"
+        raise CheckpointError(f"{str(path)!r} holds no model of a client, no {FILE}" if not found else f"{str(path)!r} holds {several}")
+    return found[0]

@@ -1,0 +1,249 @@
+"""One client's own model: what it takes and refuses, as a module, as files, on its own."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+import bayesfl as bf
+from bayesfl.composition.predictors import LinearisedLaplace
+from bayesfl.data import FederatedData
+from bayesfl.federation import client_model
+from bayesfl.federation.client_model import FILE
+from bayesfl.federation.errors import CheckpointError
+from bayesfl.federation.result import Result
+from bayesfl.likelihoods import Gaussian
+from tests.federation.made import run
+
+NAMES = ("Zurich", "Basel", "Bern", "Chur", "Geneva", "Lausanne", "Lugano")
+
+
+@pytest.fixture(scope="module")
+def named(clients: FederatedData) -> FederatedData:
+    return replace(clients, client_names=NAMES, class_names=("mild", "grave", "none"))
+
+
+@pytest.fixture(scope="module")
+def ditto(named: FederatedData) -> Result:
+    return run(bf.algorithms.ditto(bf.models.mlp(8, hidden=16, outputs=3), epochs=1, batch_size=10), named)
+
+
+def test_a_client_is_found_by_name_or_number(ditto: Result, named: FederatedData):
+    one = ditto.client("Bern")
+    assert (one.name, one.client, one.class_names, one.round) == ("Bern", 2, ("mild", "grave", "none"), 3)
+    x, _ = named.test.client(2)
+    assert torch.equal(one.predict(x).probs, ditto.client(np.int64(2)).predict(x).probs)
+    assert repr(one) == "ClientModel('Bern' after round 3; inputs (8,))"
+    with pytest.raises(ValueError, match=r"no client 'Zürich'.*7 names .*'Zurich'"):
+        ditto.client("Zürich")
+    with pytest.raises(ValueError, match=r"0 to 6, got 7"):
+        ditto.client(7)
+    with pytest.raises(TypeError, match="1.5"):
+        ditto.client(1.5)  # type: ignore[arg-type]
+
+
+def test_it_is_on_its_own(ditto: Result):
+    """Neither later training nor what a user does with its module changes it, nor does it change the federation."""
+    one = ditto.client("Chur")
+    x = torch.randn(4, 8)
+    before, state = one.predict(x).probs, {k: v.clone() for k, v in ditto.private["w"].items()} if "w" in ditto.private else {}
+    network = one.model()
+    assert not network.training
+    assert all(p.requires_grad for p in network.parameters())
+    with torch.no_grad():
+        for p in network.parameters():
+            p.zero_()
+    for tensors in ditto.private.values():
+        for t in tensors.values():
+            t.add_(0.0)
+    assert torch.equal(one.predict(x).probs, before)
+    assert torch.equal(ditto.client("Chur").predict(x).probs, before)
+    assert all(torch.equal(ditto.private["w"][k], v) for k, v in state.items())
+
+
+def test_rows_of_any_kind(ditto: Result):
+    """Arrays, lists and tensors of any real numbers; one row or many give the same."""
+    one, x = ditto.client(0), torch.randn(5, 8)
+    probs = one.predict(x).probs
+    assert probs is not None
+    assert probs.shape == (5, 3)
+    for other in (x.numpy(), x.tolist(), x.double().numpy()):
+        assert_close(one.predict(other).probs, probs, atol=0, rtol=0)
+    assert_close(torch.cat([p for r in range(5) if (p := one.predict(x[r : r + 1]).probs) is not None]), probs, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("x", "error", "words"),
+    [
+        (torch.randn(5, 7), ValueError, r"\[N, 8\], got \[5, 7\]"),
+        (torch.randn(8), ValueError, r"\[N, 8\], got \[8\]"),
+        (torch.randn(0, 8), ValueError, r"got \[0, 8\]"),
+        (torch.tensor(1.0), ValueError, r"got \[\]"),
+        (torch.tensor([[1.0] * 8, [float("nan")] * 8]), ValueError, "first in row 1"),
+        ([["a"] * 8], ValueError, r"x must be an array of numbers"),
+        (torch.randn(2, 8, dtype=torch.complex64), ValueError, "complex64"),
+        (None, TypeError, "None"),
+    ],
+)
+def test_bad_rows_are_refused(ditto: Result, x: Any, error: type, words: str):
+    with pytest.raises(error, match=words):
+        ditto.client(0).predict(x)
+
+
+def test_targets_have_means_and_variances(tmp_path: Path):
+    x = torch.randn(60, 4)
+    data = bf.data.from_arrays(x, x @ torch.randn(4, 2), client_ids=[0, 1, 2] * 20, task="regression")
+    method = bf.algorithms.fedper(bf.models.mlp(4, hidden=8, outputs=2), epochs=1, likelihood=Gaussian(0.5))
+    result = run(replace(method, predictor=LinearisedLaplace(precision=1.0)), data, evaluate_every=None)
+    inputs, _ = data.test.client(1)
+    found, together = result.client(1).predict(inputs), result.predict().client(1)
+    for name in ("mean", "variance", "epistemic"):
+        assert_close(getattr(found, name), getattr(together, name), atol=1e-12, rtol=1e-10)
+
+
+def test_damaged_and_foreign_files_are_refused(ditto: Result, tmp_path: Path):
+    """Of nothing, of several clients, of a run, of another method; damaged; and the folder of a client is no saved run."""
+    method = ditto.algorithm
+    with pytest.raises(CheckpointError, match=FILE):
+        bf.load_client(tmp_path, method)
+    ditto.client(0).save(tmp_path / "one" / "deep")
+    assert bf.load_client(tmp_path / "one", method).name == "Zurich"
+    with pytest.raises(CheckpointError, match="no saved run"):
+        bf.load(tmp_path / "one" / "deep", method)
+    ditto.client(1).save(tmp_path / "two")
+    with pytest.raises(CheckpointError, match=r"2 of them.*one.*two"):
+        bf.load_client(tmp_path, method)
+    with pytest.raises(CheckpointError, match=r"another algorithm.*phases"):
+        bf.load_client(tmp_path / "two", bf.algorithms.ditto(bf.models.mlp(8, hidden=16, outputs=3), epochs=2, batch_size=10))
+    with pytest.raises(CheckpointError, match=r"parameters"):
+        bf.load_client(tmp_path / "two", bf.algorithms.ditto(bf.models.mlp(8, hidden=5, outputs=3), epochs=1, batch_size=10))
+    ditto.save(tmp_path / "run")
+    (tmp_path / "run" / "state.safetensors").rename(tmp_path / "run" / FILE)
+    with pytest.raises(CheckpointError, match="kind"):
+        bf.load_client(tmp_path / "run", method)
+    file = tmp_path / "two" / FILE
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match="damaged"):
+        bf.load_client(tmp_path / "two", method)
+    with pytest.raises(TypeError, match="algorithm"):
+        bf.load_client(tmp_path / "two", None)  # type: ignore[arg-type]
+
+
+def laplace(model: nn.Module) -> bf.Algorithm:
+    return replace(bf.algorithms.fedper(model, epochs=1, batch_size=10), predictor=LinearisedLaplace(precision=1.0))
+
+
+def test_what_needs_too_much_is_refused_unless_the_means_are_asked_for(model, named: FederatedData, tmp_path: Path, monkeypatch):
+    """With its size; nothing is written. The means alone predict as `draws=0` does."""
+    result = run(laplace(model), named, evaluate_every=None)
+    monkeypatch.setattr(client_model, "LIMIT", 100)
+    one, x = result.client("Basel"), torch.randn(4, 8)
+    assert_close(one.predict(x).probs, result.client("Basel").predict(x).probs, atol=1e-12, rtol=0)
+    with pytest.raises(ValueError, match=r"'Basel'.* bytes, more than 100; .*plug_in=True"):
+        one.save(tmp_path / "Basel")
+    assert not (tmp_path / "Basel").exists()
+    one.save(tmp_path / "Basel", plug_in=True)
+    plain = bf.load_client(tmp_path / "Basel", result.algorithm)
+    assert_close(plain.predict(x).probs, one.predict(x, draws=0).probs, atol=1e-12, rtol=0)
+    assert repr(plain).endswith("at the means)")
+    plain.save(tmp_path / "again")
+    assert bf.load_client(tmp_path / "again", result.algorithm).plug_in
+
+
+@dataclass(frozen=True)
+class Nearest:
+    """A predictor that gives the class of the nearest training example: it cannot do without the data."""
+
+    tunes = ""
+    grid = ()
+
+    def check(self, algorithm: Any) -> None: ...
+
+    def __call__(self, algorithm: Any, given: Any, view: Any, data: Any) -> Any:
+        def fitted(x, *, value=None, noise=None, plain=False):
+            nearest = data["y"][torch.cdist(x.flatten(1), data["x"].flatten(1)).argmin(1)]
+            return {"probs": torch.nn.functional.one_hot(nearest, 3).to(x), "epistemic": torch.full_like(x[:, 0], torch.nan)}
+
+        return fitted
+
+
+def test_a_predictor_that_cannot_be_stored_says_what_it_lacks(model, named: FederatedData, tmp_path: Path):
+    result = run(replace(bf.algorithms.fedper(model, epochs=1), predictor=Nearest()), named, evaluate_every=None)
+    one, (x, _) = result.client(2), named.test.client(2)
+    assert_close(one.predict(x).probs, result.predict().client(2).probs, atol=0, rtol=0)
+    with pytest.raises(ValueError, match=r"Nearest .*StoredPredictor.*plug_in=True"):
+        one.save(tmp_path)
+    one.save(tmp_path, plug_in=True)
+    assert_close(bf.load_client(tmp_path, result.algorithm).predict(x).probs, one.model()(x.double()).softmax(-1), atol=1e-12, rtol=0)
+
+
+def test_no_training_row_is_written(named: FederatedData, model, tmp_path: Path):
+    """Neither as numbers of the run nor of the file: no row of the inputs is found in its bytes."""
+    result = run(laplace(model), named, evaluate_every=None)
+    result.client(3).save(tmp_path)
+    content = (tmp_path / FILE).read_bytes()
+    rows, _ = named.train.client(3)
+    for row in rows:
+        for dtype in (torch.float32, torch.float64):
+            assert row.to(dtype).numpy().tobytes() not in content
+
+
+def test_all_clients_are_saved_under_their_names(ditto: Result, named: FederatedData, tmp_path: Path):
+    ditto.save_clients(tmp_path / "models")
+    assert sorted(p.name for p in (tmp_path / "models").iterdir()) == sorted(NAMES)
+    assert bf.load_client(tmp_path / "models" / "Bern", ditto.algorithm).name == "Bern"
+    for bad in ("../Bern", "..", "", "a/b", "a\\b", "bern"):
+        other = replace(ditto, known=replace(named, client_names=("Bern", bad, *NAMES[2:3], *"abcd")))
+        with pytest.raises(ValueError, match="folders"):
+            other.save_clients(tmp_path / "bad")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["models"]
+
+
+def test_the_servers_network_is_a_module(ditto: Result, model, named: FederatedData):
+    network = ditto.model()
+    assert_close(network(torch.ones(1, 8).double()).shape, torch.Size([1, 3]))
+    loc = torch.cat([p.detach().flatten() for p in network.parameters()])
+    assert torch.equal(loc, ditto.server["w"]["loc"])
+    for method, words in ((bf.algorithms.fedper(model), r"\['head'\]"), (bf.algorithms.fedem(model), "mixtures")):
+        with pytest.raises(ValueError, match=rf"no whole network: .*{words}.*result\.client\(name\)\.model\(\)"):
+            run(method, named, rounds=1, evaluate_every=None).model()
+
+
+def test_one_methods_network_starts_another(ditto: Result, named: FederatedData):
+    """As `pfedvem(result.model())`."""
+    method = bf.algorithms.fedavg(ditto.model(), epochs=1, lr=1e-12)
+    started = run(method, named, rounds=1, evaluate_every=None).server["w"]["loc"]
+    assert_close(started, ditto.server["w"]["loc"], atol=1e-6, rtol=0)
+
+
+def test_frozen_parameters_stay_frozen(named: FederatedData):
+    network = bf.models.mlp(8, hidden=16, outputs=3)
+    network.get_submodule("body").requires_grad_(False)
+    made = run(bf.algorithms.fedavg(network, epochs=1), named, evaluate_every=None).client(0).model()
+    assert [p.requires_grad for p in made.parameters()] == [False, False, True, True]
+    assert torch.equal(made.get_parameter("body.0.weight").float(), network.get_parameter("body.0.weight"))
+    assert made.get_parameter("body.0.weight").data_ptr() != network.get_parameter("body.0.weight").data_ptr()
+
+
+@pytest.mark.parametrize("dynamic", [1, 6])
+def test_the_module_is_exported(dynamic: int, tmp_path: Path):
+    """By torch.export with no difference at all, and to ONNX for any number of rows, to rounding in float32."""
+    import onnxruntime
+
+    data = bf.data.from_arrays(torch.randn(40, 1, 12, 12), torch.arange(40) % 3, client_ids=[0, 1] * 20)
+    network = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(100, 3))
+    model = run(bf.algorithms.fedavg(network, epochs=1), data, rounds=1, evaluate_every=None, dtype=torch.float32).client(1).model()
+    x, shapes = torch.randn(6, 1, 12, 12), ({0: torch.export.Dim("rows", min=1)},)
+    exported = torch.export.export(model, (x,), dynamic_shapes=shapes).module()
+    assert torch.equal(exported(x[:dynamic]), model(x[:dynamic]))
+    path = tmp_path / "model.onnx"
+    torch.onnx.export(model, (x,), path, dynamo=True, dynamic_shapes=shapes, input_names=["x"], verbose=False)
+    (outputs,) = onnxruntime.InferenceSession(path).run(None, {"x": x[:dynamic].numpy()})
+    assert_close(torch.from_numpy(outputs), model(x[:dynamic]), atol=1e-5, rtol=0)
