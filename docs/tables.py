@@ -93,7 +93,7 @@ def demo() -> str:
         report.Column("pooled_ece", title="ECE, pooled", better="lower"),
         report.Column("brier", title="Brier", better="lower"),
     ]
-    return report.table(saved["rows"], columns=columns, style="markdown")
+    return f"{report.table(saved['rows'], columns=columns, style='markdown')}\n\n{made({'command': 'make demo', **saved})}"
 
 
 def engines() -> str:
@@ -282,7 +282,7 @@ def fedsi() -> str:
             if key.split("/")[0] == dataset and (told := [n for n in ("predictive_precision", "uncurved_share") if n in cell])
         ]
         parts.append(f"**{dataset}**\n\n" + "\n\n".join([*tables, *(["; ".join(more) + "."] if more else [])]))
-    parts.append(versions(saved["cells"], place=1, drawn_anew={"pfedvem"}))
+    parts.append(versions(saved, place=1, drawn_anew={"pfedvem"}))
     return "\n\n".join(parts)
 
 
@@ -367,38 +367,50 @@ DRAWN_ANEW = "2026-11-22T12:00"
 """From when on addresses of randomness count only phases that shuffle or draw; see the changelog."""
 
 
-def versions(cells: dict[str, dict[str, Any]], *, place: int, drawn_anew: set[str]) -> str:
-    """Say how many of a table's cells come from clean trees, which commits made them, and which methods would draw otherwise today.
+def versions(saved: dict[str, Any], *, place: int, drawn_anew: set[str]) -> str:
+    """Say by which command, when, on what and at which commits a table's cells were made, and which methods would draw otherwise today.
 
     Args:
-        cells: By keys of words between slashes.
+        saved: With `cells`, by keys of words between slashes, and the command, there or in every cell.
         place: Of the method among the words of a key.
         drawn_anew: Methods whose draws changed.
     """
-    by: dict[tuple[str, bool], list[str]] = {}
+    cells: dict[str, dict[str, Any]] = saved["cells"]
+    by: dict[tuple[str, bool, str], list[str]] = {}
+    days: dict[tuple[str, bool, str], set[str]] = {}
     old: set[str] = set()
     for key, cell in cells.items():
         method, env = key.split("/")[place], cell["environment"]
         commit, clean = commit_of(env)
-        by.setdefault((commit[:7], clean), []).append(method)
+        origin = (commit[:7], clean, f"{env['cpu']}, {env['cores']} cores")
+        by.setdefault(origin, []).append(method)
+        days.setdefault(origin, set()).add(env["date"][:10])
         old |= {method} & drawn_anew if env["date"] < DRAWN_ANEW else set()
     everything = {method for methods in by.values() for method in methods}
-    count = {clean: sum(len(methods) for (_, c), methods in by.items() if c == clean) for clean in (True, False)}
+    count = {clean: sum(len(methods) for (_, c, _), methods in by.items() if c == clean) for clean in (True, False)}
     both = (
         f": {count[True]} from clean working trees, {count[False]} with uncommitted changes"
         if count[False]
         else ", all from clean working trees"
     )
+    machines = dict.fromkeys(machine for *_, machine in by)
     parts = []
-    for (commit, clean), methods in by.items():
+    for (commit, clean, machine), methods in by.items():
+        found = sorted(days[commit, clean, machine])
+        when = found[0] if len(found) == 1 else f"{found[0]} to {found[-1]}"
         kinds = "all methods" if set(methods) == everything else ", ".join(sorted(set(methods)))
-        parts.append(f"{commit}{'' if clean else ' with uncommitted changes'} ({len(methods)} cell{'s' * (len(methods) > 1)}: {kinds})")
+        where = "" if len(machines) == 1 else f", {machine}"
+        changed = "" if clean else " with uncommitted changes"
+        parts.append(f"{commit}{changed}, {when}{where} ({len(methods)} cell{'s' * (len(methods) > 1)}: {kinds})")
     anew = (
         f" The addresses of randomness have changed since then. A run today would draw other random numbers for {', '.join(sorted(old))}."
         if old
         else ""
     )
-    return f"{len(cells)} cells{both}. By commit: {'; '.join(parts)}.{anew}"
+    commands = dict.fromkeys(f"`{cell.get('command', saved.get('command'))}`" for cell in cells.values())
+    torches = dict.fromkeys(cell["environment"]["torch"] for cell in cells.values())
+    start = f"Made by {' and '.join(commands)}, {' and '.join(machines)}, torch {' and '.join(torches)}."
+    return f"{start} {len(cells)} cells{both}. By commit and date: {'; '.join(parts)}.{anew}"
 
 
 def fedem() -> str:
@@ -444,13 +456,14 @@ def fedem() -> str:
         ]
     )
     shown += f"\n\nSizes of the clusters of clustered FL, in clients: {'; '.join(clusters)}." if clusters else ""
-    return f"{shown}\n\n{versions(saved['cells'], place=0, drawn_anew={'FedEM', 'D-FedEM', 'pFedMe'})}"
+    return f"{shown}\n\n{versions(saved, place=0, drawn_anew={'FedEM', 'D-FedEM', 'pFedMe'})}"
 
 
 def perinvfl() -> str:
     """The coloured sets, case by case, what the penalty left, and whether what the paper claims holds."""
     path = RESULTS / "papers" / "perinvfl.json"
-    cells = json.loads(path.read_text())["cells"] if path.exists() else {}
+    saved = json.loads(path.read_text()) if path.exists() else {}
+    cells = saved.get("cells", {})
     if not cells:
         return "No cell has been run yet."
     sets: dict[str, dict[str, dict[str, list[float]]]] = {}
@@ -474,7 +487,7 @@ def perinvfl() -> str:
             row["seeds"] = [float(len(next(iter(row.values()))))]
         if "p0.1" not in next(iter(rows.values())):
             columns = [report.Column(key, title=f"{key} (%)", **percent) for key in ("training", "test")]
-            for method, row in json.loads(path.read_text())["published"].items():
+            for method, row in saved["published"].items():
                 rows[f"{method}, published"] = {key: [value / 100] for key, value in row.items()}
             parts.append(f"**{name}**\n\n{report.table(rows, columns=columns, style='markdown')}")
             continue
@@ -482,7 +495,7 @@ def perinvfl() -> str:
         tables = [report.table(rows, columns=[c for c in columns if c.key in there], style="markdown") for columns in (scored, seen)]
         parts.append(f"**{name}**\n\n" + "\n\n".join([*tables, _claims(rows, cases)]))
     anew = {"IRM", "GroupDRO", "IRM-L2", "IRM-FT", "PerInvFL-IRM", "PerInvFL-DRO", "Ditto", "pFedMe"}
-    parts.append(versions(cells, place=1, drawn_anew=anew))
+    parts.append(versions(saved, place=1, drawn_anew=anew))
     return "\n\n".join(parts)
 
 
