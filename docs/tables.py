@@ -6,11 +6,13 @@ benchmarks/results/selection.json (python benchmarks/selection.py), noise from b
 benchmarks/results/papers.
 """
 
+import ast
 import importlib
 import inspect
 import json
 import math
 import re
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -31,19 +33,10 @@ GIVEN = (
     ("bayesfl.federation.errors", "FailedRound"),
     ("bayesfl.federation.errors", "CheckpointError"),
 )
-INTERNAL = {
-    "Crew",
-    "PhasePlan",
-    "check_optimiser",
-    "rate_at",
-    "refuse_impure",
-    "check_rule",
-    "check_mixing",
-    "cholesky",
-    "basis",
-    "restore",
-    "root",
-}
+INTERNAL = {"check_mixing", "check_optimiser", "check_rule", "rate_at"}
+"""Functions of public files without `__all__` that other folders of the library call, and users do not."""
+CONSTANTS = {"bf.plots.OKABE_ITO": "bayesfl.evaluation.plots.look"}
+"""Public values that are neither classes nor functions, and the files that define them."""
 
 
 def implemented() -> str:
@@ -63,6 +56,18 @@ def names() -> str:
         first = re.split(r"\n\n|(?<=[a-z\]`)])\. ", (inspect.getdoc(thing) or "").strip())[0].replace("\n", " ").rstrip(".")
         return f"| {{py:obj}}`{shown} <{thing.__module__}.{thing.__qualname__}>` | {first.replace('|', chr(92) + '|')} |"
 
+    def constant(shown: str, home: str) -> str:
+        body, name = ast.parse(inspect.getsource(importlib.import_module(home))).body, shown.split(".")[-1]
+        (said,) = (
+            after.value.value
+            for node, after in pairwise(body)
+            if isinstance(node, ast.Assign)
+            and ast.unparse(node.targets[0]) == name
+            and isinstance(after, ast.Expr)
+            and isinstance(after.value, ast.Constant)
+        )
+        return f"| {{py:obj}}`{shown} <{home}.{name}>` | {str(said).rstrip('.')} |"
+
     def public(module: ModuleType) -> list[Any]:
         found = [getattr(module, name) for name in getattr(module, "__all__", [name for name in vars(module) if name[0] != "_"])]
         own = [thing for thing in found if (inspect.isclass(thing) or inspect.isfunction(thing)) and thing.__name__ not in INTERNAL]
@@ -79,7 +84,9 @@ def names() -> str:
         module = getattr(bf, name)
         if isinstance(module, ModuleType) and name != "algorithms":
             things = sorted(public(module), key=lambda thing: thing.__name__.lower())
-            parts.append(f"## bf.{name}\n\n" + "\n".join([*heads, *(row(f"bf.{name}.{thing.__name__}", thing) for thing in things)]))
+            rows = [row(f"bf.{name}.{thing.__name__}", thing) for thing in things]
+            rows += [constant(shown, home) for shown, home in CONSTANTS.items() if shown.startswith(f"bf.{name}.")]
+            parts.append(f"## bf.{name}\n\n" + "\n".join([*heads, *rows]))
     return "\n\n".join(parts)
 
 

@@ -14,7 +14,7 @@ from bayesfl.base.protocols import Fitted, Predictor, Tensors, View
 from bayesfl.base.random import Purpose, generator
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import ClientData, FederatedData
-from bayesfl.engine import Crew
+from bayesfl.engine.crew import Crew
 from bayesfl.evaluation.predictions import Collector, Predictions
 from bayesfl.federation.client import Done, Local, State
 from bayesfl.posteriors.linearised import nll

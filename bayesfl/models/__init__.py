@@ -6,7 +6,6 @@ generator. `split` gives any other module the same two names.
 
 from bayesfl.models.cutting import SplitModel, split
 from bayesfl.models.networks import char_lstm, cifar100_cnn, leaky_cnn, lenet, mlp, resnet18
-from bayesfl.models.purity import refuse_impure
 from bayesfl.models.starts import anew
 
 __all__ = [
@@ -17,7 +16,6 @@ __all__ = [
     "leaky_cnn",
     "lenet",
     "mlp",
-    "refuse_impure",
     "resnet18",
     "split",
 ]
