@@ -446,7 +446,7 @@ def fedem() -> str:
         report.Column("published_accuracy_decile", title="bottom decile (%), published", **percent),
         report.Column("accuracy_decile", title="bottom decile (%), measured", **percent),
         report.Column("nll", title="NLL (nats)"),
-        report.Column("l1", title="mixture weights: L1"),
+        report.Column("l1", title="mixture weights: distance to the true ones"),
         report.Column("rate", title="learning rate", digits=2),
         report.Column("seeds", title="seeds", digits=0),
     ]
