@@ -111,6 +111,7 @@ def engines() -> str:
         "unit",
         "time, 2 workers",
         "time, 1 worker",
+        "loop on 2 threads",
         "overhead, 2 workers",
         "overhead, 1 worker",
         "busy neighbour: 2 workers / 1 worker",
@@ -123,6 +124,7 @@ def engines() -> str:
         sides = row["sides"]
         pair = [sides[side] for side in ("2 workers", "1 worker")]
         cells = [f"{side['ratio']:.2f}" + (f" (target {side['at_most']:.2f})" if "at_most" in side else "") for side in pair]
+        cells.append(f"{sides['bare, 2 threads']['ratio']:.2f}" if "bare, 2 threads" in sides else "")
         cells += [f"{side['rest']:.1%}" + (f" (target {side['rest_at_most']:.0%})" if "rest_at_most" in side else "") for side in pair]
         busy = saved["rows"].get(f"{name}_busy", {}).get("sides")
         beside = f"{busy['2 workers']['to_one_worker']:.2f}" if busy else ""

@@ -211,7 +211,7 @@ class _Vectors:
         """Take no proximal step, as the slopes contain the whole energy.
 
         Args:
-            pace: Learning rate of the optimiser's step before, a number or one that broadcasts with [C, ...].
+            pace: Rate of a proximal step, given by the optimiser's step before: a number, or a tensor that broadcasts with [C, ...].
         """
 
 

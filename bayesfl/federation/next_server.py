@@ -45,7 +45,7 @@ def check_combine(result: Result, ids: Any, why: str) -> None:
 
     Args:
         result: The state that the run starts from.
-        ids: The ids of the clients that `combine` is told of, [clients], int64.
+        ids: The clients that `combine` is told of, [clients] int64, or a placeholder if the server does not know them either.
         why: The reason that the server does not see single replies, with which the error message begins.
 
     Raises:

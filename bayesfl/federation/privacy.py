@@ -137,11 +137,10 @@ class ClientPrivacy:
     must be `Mean`s; `weights` takes the place of their weights.
 
     The history has three more columns. `releases` is the number of rounds so far, repeated rounds included. `epsilon` bounds the loss of
-    privacy in these rounds, at `delta`. `epsilon_own` bounds it for an observer who knows in which rounds a client took part, and for a
-    client that took part in all of them; for a client that took part in k rounds, call
-    `bayesfl.federation.privacy.epsilon_own(releases=k, ...)` with the noise multiplier and `delta` of the run. `train_nll` is NaN. The other
-    columns (evaluations, `cohort`, bytes, seconds) are visible in a simulation only: no epsilon covers them, and a deployment would not
-    publish them.
+    privacy in these rounds, at `delta`. `epsilon_own` bounds it for a client that took part in all of these rounds, against an observer who
+    knows that; for a client that took part in k rounds, call `bayesfl.federation.privacy.epsilon_own(releases=k, ...)` with the noise
+    multiplier and `delta` of the run. `train_nll` is NaN. The other columns (evaluations, `cohort`, bytes, seconds) are visible in a
+    simulation only: no epsilon covers them, and a deployment would not publish them.
 
     Args:
         clip: Largest length of a client's difference, over all gathered blocks together, > 0.
