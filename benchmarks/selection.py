@@ -418,8 +418,11 @@ def draw(saved: dict[str, Any]) -> None:
     blue, orange, green, grey = "#0072B2", "#D55E00", "#009E73", "#8A8F94"
     panels = [(dataset, scaling, found) for dataset, by in saved["alone"]["results"].items() for scaling, found in by.items()]
     names = [name for name in panels[0][2]["rows"] if "scaled" not in name]
-    marks = (("nll", "NLL on test images (nats)", {"nll": (blue, "o")}),)
-    marks += (("near_entropy", "AUROC of unseen classes", {"near_entropy": (blue, "o"), "near_epistemic": (orange, "s")}),)
+    unseen = {"near_entropy": (blue, "o"), "near_epistemic": (orange, "s")}
+    marks = (
+        ("nll", "NLL on test images (nats)\nlower is better", {"nll": (blue, "o")}),
+        ("near_entropy", "AUROC of unseen classes\nhigher is better", unseen),
+    )
     figure = Figure(figsize=(9, 4.0 * len(panels)), layout="constrained")
     axes = figure.subplots(len(panels), 2, sharey=True, squeeze=False)
     for line, (dataset, scaling, found) in enumerate(panels):

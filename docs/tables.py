@@ -6,11 +6,13 @@ benchmarks/results/selection.json (python benchmarks/selection.py), noise from b
 benchmarks/results/papers.
 """
 
+import ast
 import importlib
 import inspect
 import json
 import math
 import re
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -31,19 +33,10 @@ GIVEN = (
     ("bayesfl.federation.errors", "FailedRound"),
     ("bayesfl.federation.errors", "CheckpointError"),
 )
-INTERNAL = {
-    "Crew",
-    "PhasePlan",
-    "check_optimiser",
-    "rate_at",
-    "refuse_impure",
-    "check_rule",
-    "check_mixing",
-    "cholesky",
-    "basis",
-    "restore",
-    "root",
-}
+INTERNAL = {"check_mixing", "check_optimiser", "check_rule", "rate_at"}
+"""Functions of public files without `__all__` that other folders of the library call, and users do not."""
+CONSTANTS = {"bf.plots.OKABE_ITO": "bayesfl.evaluation.plots.look"}
+"""Public values that are neither classes nor functions, and the files that define them."""
 
 
 def implemented() -> str:
@@ -63,6 +56,18 @@ def names() -> str:
         first = re.split(r"\n\n|(?<=[a-z\]`)])\. ", (inspect.getdoc(thing) or "").strip())[0].replace("\n", " ").rstrip(".")
         return f"| {{py:obj}}`{shown} <{thing.__module__}.{thing.__qualname__}>` | {first.replace('|', chr(92) + '|')} |"
 
+    def constant(shown: str, home: str) -> str:
+        body, name = ast.parse(inspect.getsource(importlib.import_module(home))).body, shown.split(".")[-1]
+        (said,) = (
+            after.value.value
+            for node, after in pairwise(body)
+            if isinstance(node, ast.Assign)
+            and ast.unparse(node.targets[0]) == name
+            and isinstance(after, ast.Expr)
+            and isinstance(after.value, ast.Constant)
+        )
+        return f"| {{py:obj}}`{shown} <{home}.{name}>` | {str(said).rstrip('.')} |"
+
     def public(module: ModuleType) -> list[Any]:
         found = [getattr(module, name) for name in getattr(module, "__all__", [name for name in vars(module) if name[0] != "_"])]
         own = [thing for thing in found if (inspect.isclass(thing) or inspect.isfunction(thing)) and thing.__name__ not in INTERNAL]
@@ -79,7 +84,9 @@ def names() -> str:
         module = getattr(bf, name)
         if isinstance(module, ModuleType) and name != "algorithms":
             things = sorted(public(module), key=lambda thing: thing.__name__.lower())
-            parts.append(f"## bf.{name}\n\n" + "\n".join([*heads, *(row(f"bf.{name}.{thing.__name__}", thing) for thing in things)]))
+            rows = [row(f"bf.{name}.{thing.__name__}", thing) for thing in things]
+            rows += [constant(shown, home) for shown, home in CONSTANTS.items() if shown.startswith(f"bf.{name}.")]
+            parts.append(f"## bf.{name}\n\n" + "\n".join([*heads, *rows]))
     return "\n\n".join(parts)
 
 
@@ -93,7 +100,7 @@ def demo() -> str:
         report.Column("pooled_ece", title="ECE, pooled", better="lower"),
         report.Column("brier", title="Brier", better="lower"),
     ]
-    return report.table(saved["rows"], columns=columns, style="markdown")
+    return f"{report.table(saved['rows'], columns=columns, style='markdown')}\n\n{made({'command': 'make demo', **saved})}"
 
 
 def engines() -> str:
@@ -104,6 +111,7 @@ def engines() -> str:
         "unit",
         "time, 2 workers",
         "time, 1 worker",
+        "loop on 2 threads",
         "overhead, 2 workers",
         "overhead, 1 worker",
         "busy neighbour: 2 workers / 1 worker",
@@ -116,6 +124,7 @@ def engines() -> str:
         sides = row["sides"]
         pair = [sides[side] for side in ("2 workers", "1 worker")]
         cells = [f"{side['ratio']:.2f}" + (f" (target {side['at_most']:.2f})" if "at_most" in side else "") for side in pair]
+        cells.append(f"{sides['bare, 2 threads']['ratio']:.2f}" if "bare, 2 threads" in sides else "")
         cells += [f"{side['rest']:.1%}" + (f" (target {side['rest_at_most']:.0%})" if "rest_at_most" in side else "") for side in pair]
         busy = saved["rows"].get(f"{name}_busy", {}).get("sides")
         beside = f"{busy['2 workers']['to_one_worker']:.2f}" if busy else ""
@@ -282,7 +291,7 @@ def fedsi() -> str:
             if key.split("/")[0] == dataset and (told := [n for n in ("predictive_precision", "uncurved_share") if n in cell])
         ]
         parts.append(f"**{dataset}**\n\n" + "\n\n".join([*tables, *(["; ".join(more) + "."] if more else [])]))
-    parts.append(versions(saved["cells"], place=1, drawn_anew={"pfedvem"}))
+    parts.append(versions(saved, place=1, drawn_anew={"pfedvem"}))
     return "\n\n".join(parts)
 
 
@@ -367,38 +376,50 @@ DRAWN_ANEW = "2026-11-22T12:00"
 """From when on addresses of randomness count only phases that shuffle or draw; see the changelog."""
 
 
-def versions(cells: dict[str, dict[str, Any]], *, place: int, drawn_anew: set[str]) -> str:
-    """Say how many of a table's cells come from clean trees, which commits made them, and which methods would draw otherwise today.
+def versions(saved: dict[str, Any], *, place: int, drawn_anew: set[str]) -> str:
+    """Say by which command, when, on what and at which commits a table's cells were made, and which methods would draw otherwise today.
 
     Args:
-        cells: By keys of words between slashes.
+        saved: With `cells`, by keys of words between slashes, and the command, there or in every cell.
         place: Of the method among the words of a key.
         drawn_anew: Methods whose draws changed.
     """
-    by: dict[tuple[str, bool], list[str]] = {}
+    cells: dict[str, dict[str, Any]] = saved["cells"]
+    by: dict[tuple[str, bool, str], list[str]] = {}
+    days: dict[tuple[str, bool, str], set[str]] = {}
     old: set[str] = set()
     for key, cell in cells.items():
         method, env = key.split("/")[place], cell["environment"]
         commit, clean = commit_of(env)
-        by.setdefault((commit[:7], clean), []).append(method)
+        origin = (commit[:7], clean, f"{env['cpu']}, {env['cores']} cores")
+        by.setdefault(origin, []).append(method)
+        days.setdefault(origin, set()).add(env["date"][:10])
         old |= {method} & drawn_anew if env["date"] < DRAWN_ANEW else set()
     everything = {method for methods in by.values() for method in methods}
-    count = {clean: sum(len(methods) for (_, c), methods in by.items() if c == clean) for clean in (True, False)}
+    count = {clean: sum(len(methods) for (_, c, _), methods in by.items() if c == clean) for clean in (True, False)}
     both = (
         f": {count[True]} from clean working trees, {count[False]} with uncommitted changes"
         if count[False]
         else ", all from clean working trees"
     )
+    machines = dict.fromkeys(machine for *_, machine in by)
     parts = []
-    for (commit, clean), methods in by.items():
+    for (commit, clean, machine), methods in by.items():
+        found = sorted(days[commit, clean, machine])
+        when = found[0] if len(found) == 1 else f"{found[0]} to {found[-1]}"
         kinds = "all methods" if set(methods) == everything else ", ".join(sorted(set(methods)))
-        parts.append(f"{commit}{'' if clean else ' with uncommitted changes'} ({len(methods)} cell{'s' * (len(methods) > 1)}: {kinds})")
+        where = "" if len(machines) == 1 else f", {machine}"
+        changed = "" if clean else " with uncommitted changes"
+        parts.append(f"{commit}{changed}, {when}{where} ({len(methods)} cell{'s' * (len(methods) > 1)}: {kinds})")
     anew = (
         f" The addresses of randomness have changed since then. A run today would draw other random numbers for {', '.join(sorted(old))}."
         if old
         else ""
     )
-    return f"{len(cells)} cells{both}. By commit: {'; '.join(parts)}.{anew}"
+    commands = dict.fromkeys(f"`{cell.get('command', saved.get('command'))}`" for cell in cells.values())
+    torches = dict.fromkeys(cell["environment"]["torch"] for cell in cells.values())
+    start = f"Made by {' and '.join(commands)}, {' and '.join(machines)}, torch {' and '.join(torches)}."
+    return f"{start} {len(cells)} cells{both}. By commit and date: {'; '.join(parts)}.{anew}"
 
 
 def fedem() -> str:
@@ -427,7 +448,7 @@ def fedem() -> str:
         report.Column("published_accuracy_decile", title="bottom decile (%), published", **percent),
         report.Column("accuracy_decile", title="bottom decile (%), measured", **percent),
         report.Column("nll", title="NLL (nats)"),
-        report.Column("l1", title="mixture weights: L1"),
+        report.Column("l1", title="mixture weights: distance to the true ones"),
         report.Column("rate", title="learning rate", digits=2),
         report.Column("seeds", title="seeds", digits=0),
     ]
@@ -444,13 +465,14 @@ def fedem() -> str:
         ]
     )
     shown += f"\n\nSizes of the clusters of clustered FL, in clients: {'; '.join(clusters)}." if clusters else ""
-    return f"{shown}\n\n{versions(saved['cells'], place=0, drawn_anew={'FedEM', 'D-FedEM', 'pFedMe'})}"
+    return f"{shown}\n\n{versions(saved, place=0, drawn_anew={'FedEM', 'D-FedEM', 'pFedMe'})}"
 
 
 def perinvfl() -> str:
     """The coloured sets, case by case, what the penalty left, and whether what the paper claims holds."""
     path = RESULTS / "papers" / "perinvfl.json"
-    cells = json.loads(path.read_text())["cells"] if path.exists() else {}
+    saved = json.loads(path.read_text()) if path.exists() else {}
+    cells = saved.get("cells", {})
     if not cells:
         return "No cell has been run yet."
     sets: dict[str, dict[str, dict[str, list[float]]]] = {}
@@ -474,7 +496,7 @@ def perinvfl() -> str:
             row["seeds"] = [float(len(next(iter(row.values()))))]
         if "p0.1" not in next(iter(rows.values())):
             columns = [report.Column(key, title=f"{key} (%)", **percent) for key in ("training", "test")]
-            for method, row in json.loads(path.read_text())["published"].items():
+            for method, row in saved["published"].items():
                 rows[f"{method}, published"] = {key: [value / 100] for key, value in row.items()}
             parts.append(f"**{name}**\n\n{report.table(rows, columns=columns, style='markdown')}")
             continue
@@ -482,7 +504,7 @@ def perinvfl() -> str:
         tables = [report.table(rows, columns=[c for c in columns if c.key in there], style="markdown") for columns in (scored, seen)]
         parts.append(f"**{name}**\n\n" + "\n\n".join([*tables, _claims(rows, cases)]))
     anew = {"IRM", "GroupDRO", "IRM-L2", "IRM-FT", "PerInvFL-IRM", "PerInvFL-DRO", "Ditto", "pFedMe"}
-    parts.append(versions(cells, place=1, drawn_anew=anew))
+    parts.append(versions(saved, place=1, drawn_anew=anew))
     return "\n\n".join(parts)
 
 

@@ -53,8 +53,8 @@ COLUMNS = (
     report.Column("nll", title="NLL (nats)", better="lower"),
     report.Column("rate", title="learning rate", digits=2),
     report.Column("clusters", digits=0),
-    report.Column("l1", title="weights: L1", better="lower"),
-    report.Column("l1_guess", title="of equal shares"),
+    report.Column("l1", title="mixture weights: distance to the true ones", better="lower"),
+    report.Column("l1_guess", title="distance of equal weights"),
 )
 
 

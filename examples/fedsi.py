@@ -116,7 +116,7 @@ DOUBT = (
 )
 DECISIONS = (
     report.Column("pooled_aurc", title="AURC", scale=100, digits=2, better="lower"),
-    report.Column("accuracy_at_80", title="accuracy on the surest 80 % (%)", scale=100, digits=1, better="higher"),
+    report.Column("accuracy_at_80", title="accuracy on the most confident 80 % (%)", scale=100, digits=1, better="higher"),
     report.Column("coverage", title=f"conformal coverage ({100 * (1 - ALPHA):.0f} %)", scale=100, digits=1),
     report.Column("lowest", title="lowest client", scale=100, digits=1),
     report.Column("size", title="classes in a set", digits=2, better="lower"),

@@ -1,10 +1,12 @@
 """The package as a whole: imports point downwards, stay light, and what is offered is what is documented."""
 
 import ast
+import re
 import subprocess
 import sys
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -123,6 +125,18 @@ def test_the_top_level_holds_what_it_offers():
     code = "import bayesfl as bf; print(*[name for name in bf.__all__ if getattr(bf, name) is None], bf.curvature.Curvature.__name__)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split() == ["Curvature"]
     assert {"calibration", "curvature", "detection", "selection"} <= set(bf.__all__)
+
+
+def test_every_public_name_is_listed():
+    """What `__all__` of `bf` and of its modules offers stands on the page of public names; the methods have a page of their own."""
+    listed = set(re.findall(r"`(bf\.[\w.]+) <", (PACKAGE.parent / "docs" / "api" / "names.md").read_text()))
+    modules = {name: thing for name in bf.__all__ if isinstance(thing := getattr(bf, name), ModuleType)}
+    offered = {f"bf.{name}" for name in bf.__all__ if name not in modules}
+    offered |= {
+        f"bf.{name}.{inner}" for name, module in modules.items() if name != "algorithms" for inner in getattr(module, "__all__", ())
+    }
+    assert offered <= listed, sorted(offered - listed)
+    assert all(hasattr(module, "__all__") for module in modules.values() if (module.__file__ or "").endswith("__init__.py"))
 
 
 def test_available_is_read_off_the_compositions():

@@ -17,7 +17,8 @@ their cluster for their ids, which is wrong from the second split on; here posit
 
 >>> import bayesfl as bf
 >>> clients = bf.data.swapped_labels("digits", clients=4)
->>> result = bf.simulate(bf.algorithms.clustered(bf.models.mlp(clients.inputs, hidden=8, outputs=clients.classes)), clients, rounds=1)
+>>> model = bf.models.mlp(clients.inputs, hidden=8, outputs=clients.classes)
+>>> result = bf.simulate(bf.algorithms.clustered(model), clients, rounds=1)
 """
 
 import logging

@@ -9,7 +9,8 @@ Source: Li, Hu, Beirami, Smith, "Ditto: fair and robust federated learning throu
 
 >>> import bayesfl as bf
 >>> clients = bf.data.concept_drift("digits", clients=4)
->>> result = bf.simulate(bf.algorithms.ditto(bf.models.mlp(clients.inputs, hidden=8, outputs=clients.classes), lam=0.5), clients, rounds=1)
+>>> model = bf.models.mlp(clients.inputs, hidden=8, outputs=clients.classes)
+>>> result = bf.simulate(bf.algorithms.ditto(model, lam=0.5), clients, rounds=1)
 """
 
 from dataclasses import replace

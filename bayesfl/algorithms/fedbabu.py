@@ -4,7 +4,8 @@ Source: Oh, Kim, Yun, "FedBABU: toward enhanced representation for federated ima
 
 >>> import bayesfl as bf
 >>> clients = bf.data.concept_drift("digits", clients=4)
->>> result = bf.simulate(bf.algorithms.fedbabu(bf.models.mlp(clients.inputs, hidden=8, outputs=clients.classes)), clients, rounds=1)
+>>> model = bf.models.mlp(clients.inputs, hidden=8, outputs=clients.classes)
+>>> result = bf.simulate(bf.algorithms.fedbabu(model), clients, rounds=1)
 """
 
 from torch import nn

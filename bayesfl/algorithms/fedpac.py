@@ -21,7 +21,8 @@ program that rounding made indefinite, and the variances with them; here the pro
 
 >>> import bayesfl as bf
 >>> clients = bf.data.dominant_classes("digits", clients=4)
->>> result = bf.simulate(bf.algorithms.fedpac(bf.models.mlp(clients.inputs, hidden=8, outputs=clients.classes)), clients, rounds=1)
+>>> model = bf.models.mlp(clients.inputs, hidden=8, outputs=clients.classes)
+>>> result = bf.simulate(bf.algorithms.fedpac(model), clients, rounds=1)
 """
 
 import torch

@@ -4,7 +4,8 @@ Source: Arivazhagan, Aggarwal, Singh, Choudhary, "Federated learning with person
 
 >>> import bayesfl as bf
 >>> clients = bf.data.concept_drift("digits", clients=4)
->>> result = bf.simulate(bf.algorithms.fedper(bf.models.mlp(clients.inputs, hidden=8, outputs=clients.classes)), clients, rounds=1)
+>>> model = bf.models.mlp(clients.inputs, hidden=8, outputs=clients.classes)
+>>> result = bf.simulate(bf.algorithms.fedper(model), clients, rounds=1)
 """
 
 from torch import nn

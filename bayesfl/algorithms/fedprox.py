@@ -7,7 +7,8 @@ Source: Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith, "Federated optimization in 
 
 >>> import bayesfl as bf
 >>> clients = bf.data.concept_drift("digits", clients=4)
->>> result = bf.simulate(bf.algorithms.fedprox(bf.models.mlp(clients.inputs, hidden=8, outputs=clients.classes), mu=0.1), clients, rounds=1)
+>>> model = bf.models.mlp(clients.inputs, hidden=8, outputs=clients.classes)
+>>> result = bf.simulate(bf.algorithms.fedprox(model, mu=0.1), clients, rounds=1)
 """
 
 from torch import nn

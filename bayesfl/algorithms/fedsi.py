@@ -19,7 +19,9 @@ says which is followed.
 >>> import bayesfl as bf
 >>> clients = bf.data.label_groups("digits", clients=4, validation=0.1)
 >>> model = bf.models.mlp(clients.inputs, hidden=8, outputs=clients.classes)
->>> result = bf.simulate(bf.algorithms.fedsi(model, selection="predictive_variance"), clients, rounds=1)
+>>> result = bf.simulate(
+...     bf.algorithms.fedsi(model, selection="predictive_variance"), clients, rounds=1
+... )
 """
 
 import inspect

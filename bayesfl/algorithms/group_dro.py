@@ -14,7 +14,8 @@ round's losses for ever and uses q twice, in the local loss and in the mean; her
 
 >>> import bayesfl as bf
 >>> clients = bf.data.coloured("digits")
->>> result = bf.simulate(bf.algorithms.group_dro(bf.models.mlp(clients.inputs, hidden=8, outputs=2)), clients, rounds=1)
+>>> model = bf.models.mlp(clients.inputs, hidden=8, outputs=2)
+>>> result = bf.simulate(bf.algorithms.group_dro(model), clients, rounds=1)
 """
 
 import math

@@ -20,7 +20,8 @@ run on coloured MNIST, those of rounds and mini-batches are from PerInvFL's code
 
 >>> import bayesfl as bf
 >>> clients = bf.data.coloured("digits")
->>> result = bf.simulate(bf.algorithms.irm(bf.models.mlp(clients.inputs, hidden=8, outputs=2), anneal=0), clients, rounds=1)
+>>> model = bf.models.mlp(clients.inputs, hidden=8, outputs=2)
+>>> result = bf.simulate(bf.algorithms.irm(model, anneal=0), clients, rounds=1)
 """
 
 from typing import Any

@@ -7,7 +7,8 @@ and global representations", arXiv:2001.01523, 2020.
 
 >>> import bayesfl as bf
 >>> clients = bf.data.concept_drift("digits", clients=4)
->>> result = bf.simulate(bf.algorithms.lg_fedavg(bf.models.mlp(clients.inputs, hidden=8, outputs=clients.classes)), clients, rounds=1)
+>>> model = bf.models.mlp(clients.inputs, hidden=8, outputs=clients.classes)
+>>> result = bf.simulate(bf.algorithms.lg_fedavg(model), clients, rounds=1)
 """
 
 from torch import nn

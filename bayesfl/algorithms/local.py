@@ -2,7 +2,8 @@
 
 >>> import bayesfl as bf
 >>> clients = bf.data.concept_drift("digits", clients=4)
->>> result = bf.simulate(bf.algorithms.local(bf.models.mlp(clients.inputs, hidden=8, outputs=clients.classes)), clients, rounds=1)
+>>> model = bf.models.mlp(clients.inputs, hidden=8, outputs=clients.classes)
+>>> result = bf.simulate(bf.algorithms.local(model), clients, rounds=1)
 """
 
 from torch import nn

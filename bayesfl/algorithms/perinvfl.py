@@ -25,7 +25,8 @@ neither is definite, the text above says what is done.
 
 >>> import bayesfl as bf
 >>> clients = bf.data.coloured("digits")
->>> result = bf.simulate(bf.algorithms.perinvfl(bf.models.mlp(clients.inputs, hidden=8, outputs=2), lam=0.5), clients, rounds=1)
+>>> model = bf.models.mlp(clients.inputs, hidden=8, outputs=2)
+>>> result = bf.simulate(bf.algorithms.perinvfl(model, lam=0.5), clients, rounds=1)
 """
 
 import math

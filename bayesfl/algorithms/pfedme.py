@@ -8,7 +8,8 @@ the inner steps continue from the previous theta_j within a round, which starts 
 
 >>> import bayesfl as bf
 >>> clients = bf.data.concept_drift("digits", clients=4)
->>> result = bf.simulate(bf.algorithms.pfedme(bf.models.mlp(clients.inputs, hidden=8, outputs=clients.classes)), clients, rounds=1)
+>>> model = bf.models.mlp(clients.inputs, hidden=8, outputs=clients.classes)
+>>> result = bf.simulate(bf.algorithms.pfedme(model), clients, rounds=1)
 """
 
 from torch import nn

@@ -10,7 +10,8 @@ modeling", FL-NeurIPS 2022, equations 5 to 7 and algorithm 1.
 
 >>> import bayesfl as bf
 >>> clients = bf.data.concept_drift("digits", clients=4)
->>> result = bf.simulate(bf.algorithms.pfedvem(bf.models.mlp(clients.inputs, hidden=8, outputs=clients.classes)), clients, rounds=1)
+>>> model = bf.models.mlp(clients.inputs, hidden=8, outputs=clients.classes)
+>>> result = bf.simulate(bf.algorithms.pfedvem(model), clients, rounds=1)
 """
 
 import math

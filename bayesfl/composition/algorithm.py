@@ -31,7 +31,8 @@ from bayesfl.composition.block import Block
 from bayesfl.composition.composed import check_addressed, check_composed, refuse_taken
 from bayesfl.composition.pools import Mixed
 from bayesfl.likelihoods import Categorical
-from bayesfl.models import SplitModel, refuse_impure
+from bayesfl.models import SplitModel
+from bayesfl.models.purity import refuse_impure
 
 
 @dataclass(frozen=True)

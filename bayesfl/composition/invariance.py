@@ -68,12 +68,20 @@ def by_environment(values: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def squared_slopes(slopes: Tensor, batch: Batch, estimator: Estimator = "biased") -> Tensor:
-    """Estimate sum_e g_e^2 [...] in nats squared from the slopes [..., B] of a batch; environments without examples are left out.
+    """Estimate the sum of g_e^2 over environments, [...] in nats squared, where g_e is the mean slope over all data of environment e.
 
-    `biased` squares the mean over the batch. In expectation this exceeds the square of the mean over all data by the variance of one slope
-    divided by the number of examples. `unbiased` is the mean product of two different examples' slopes; its expectation over fresh batches
-    is the square. It can be negative, and minimising it over one fixed batch can be unbounded below; it is 0 for environments with one
-    example.
+    Environments without examples in the batch add 0. `biased` squares the mean slope of the n_e examples that the batch has of an
+    environment. On average the result is too large, by the variance of one slope divided by n_e. `unbiased` takes the mean product of the
+    slopes of two different examples. On average over fresh batches the result is exact. But it can be negative, so repeated steps on one
+    fixed batch can drive it down without limit, and an environment with a single example adds 0.
+
+    Args:
+        slopes: Derivative of each example's loss with respect to the scale of its outputs, [..., B], in nats; see `scale_slopes`.
+        batch: The batch of B examples, with their `weight` and `environment`.
+        estimator: `biased` or `unbiased`.
+
+    Raises:
+        ValueError: The data have no environments.
     """
     mean, count = by_environment(slopes, batch)
     if estimator == "biased":

@@ -147,7 +147,7 @@ class FactorRows:
 
 
 def _sum(parts: Iterable[Tensor]) -> Tensor:
-    """Sum at least one tensor, in place in the first."""
+    """Add up tensors of one shape, of which there is at least one; the first of them is overwritten by the sum, and returned."""
     rest = iter(parts)
     total = next(rest)
     for part in rest:

@@ -208,7 +208,11 @@ class _Vectors:
         self.now = [p[: len(front["n"])] for p in self.belief.values()]
 
     def solve(self, pace: Tensor | float) -> None:
-        """Do nothing, as no prior is left out of the slopes."""
+        """Take no proximal step, as the slopes contain the whole energy.
+
+        Args:
+            pace: Rate of a proximal step, given by the optimiser's step before: a number, or a tensor that broadcasts with [C, ...].
+        """
 
 
 class _Points(_Vectors):

@@ -7,7 +7,8 @@ computed in float64.
 
 >>> temperature = fit_temperature(held_out.probs, labels, held_out.mask)  # doctest: +SKIP
 >>> probs = temper(predictions.probs, temperature.clients)  # doctest: +SKIP
->>> sets = conformal(held_out.probs, labels, held_out.mask, alpha=0.1, by="client").sets(predictions.probs)  # doctest: +SKIP
+>>> found = conformal(held_out.probs, labels, held_out.mask, alpha=0.1, by="client")  # doctest: +SKIP
+>>> sets = found.sets(predictions.probs)  # doctest: +SKIP
 """
 
 import math

@@ -15,8 +15,9 @@ from bayesfl.base.trees import flatten
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.phases import Descend, Repeat, by_chance, described, trained
 from bayesfl.data import ClientData
-from bayesfl.engine import Crew, Engine, PhasePlan
-from bayesfl.engine.plan import chunks
+from bayesfl.engine import Engine
+from bayesfl.engine.crew import Crew
+from bayesfl.engine.plan import PhasePlan, chunks
 from bayesfl.federation.errors import DivergenceError, called
 
 log = logging.getLogger(__name__)

@@ -41,15 +41,15 @@ class Unseen:
 
 
 def check_combine(result: Result, ids: Any, why: str) -> None:
-    """Check that the method's `combine` can do without what single clients sent.
+    """Check that the method's `combine` works without the replies of single clients, by calling it once with a placeholder for them.
 
     Args:
         result: The state that the run starts from.
-        ids: The ids that `combine` is given.
-        why: The reason that their replies are not seen, the beginning of the error message.
+        ids: The clients that `combine` is told of, [clients] int64, or a placeholder if the server does not know them either.
+        why: The reason that the server does not see single replies, with which the error message begins.
 
     Raises:
-        ValueError: `combine` reads what single clients sent.
+        ValueError: `combine` reads a reply, or fails without the replies.
     """
     unseen = Unseen(why, result.round, result.settings.rounds, result.data.clients)
     try:

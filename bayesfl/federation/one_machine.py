@@ -14,7 +14,7 @@ from bayesfl.base.protocols import View
 from bayesfl.base.random import Stage
 from bayesfl.base.trees import flatten
 from bayesfl.data import ClientData
-from bayesfl.engine import Crew
+from bayesfl.engine.crew import Crew
 from bayesfl.engine.plan import chunks
 from bayesfl.evaluation.predictions import Collector
 from bayesfl.federation import predict

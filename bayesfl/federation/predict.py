@@ -14,7 +14,8 @@ from bayesfl.base.protocols import Fitted, Predictor, Tensors, View
 from bayesfl.base.random import Purpose, generator
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import ClientData, FederatedData
-from bayesfl.engine import Crew, Engine
+from bayesfl.engine import Engine
+from bayesfl.engine.crew import Crew
 from bayesfl.evaluation.predictions import Collector, Predictions
 from bayesfl.federation.client import Done, Local, State
 from bayesfl.posteriors.linearised import nll
@@ -258,12 +259,14 @@ def scores(local: Local, done: Done, validation: ClientData) -> Tensor:
 
 
 def choose(predictor: Predictor, total: Tensor, examples: int) -> float:
-    """Return the candidate with the smallest `total`; of those that are as good to `ALIKE` nats an example, the largest.
+    """Choose the candidate of the predictor's grid that fits the validation data best; warn if it is the smallest of the grid.
+
+    Candidates whose loss is within `ALIKE` nats an example of the smallest loss are equally good; the largest of them is returned.
 
     Args:
-        predictor: The method's predictor, whose grid holds the candidates.
-        total: `scores`, summed over clients, [candidates], in nats.
-        examples: Number of examples that were scored.
+        predictor: The method's predictor, whose grid holds the candidates in ascending order.
+        total: Negative log likelihood of all clients' validation data under each candidate, [candidates], in nats; see `scores`.
+        examples: Number of validation examples of all clients together.
 
     Raises:
         ValueError: No candidate gives finite predictions.

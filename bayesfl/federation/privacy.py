@@ -133,17 +133,19 @@ def normals(secret: bytes, *address: bytes, size: int) -> np.ndarray:
 class ClientPrivacy:
     """An aggregation whose rounds are differentially private for clients, for `simulate(aggregation=)`.
 
-    `participation` is the probability p that a client is in a cohort; `sampling` must be left out. The method's pools must be `Mean`s,
-    whose weights are replaced by `weights`.
+    Every client is in a cohort with probability `participation`, independently of the others; leave out `sampling`. All pools of the method
+    must be `Mean`s; `weights` takes the place of their weights.
 
-    The history gains these columns: `releases`, the number of rounds so far, repeated ones included; `epsilon`, the privacy of these rounds
-    at `delta`; and `epsilon_own`, the same against a client that took part in every one of them (a client with k rounds of its own computes
-    `epsilon_own(releases=k)`). `train_nll` is NaN. Columns of evaluations, and `cohort`, bytes and seconds, are what the simulator sees: no
-    epsilon covers them, and a deployment would not publish them.
+    The history has three more columns. `releases` is the number of rounds so far, repeated rounds included. `epsilon` bounds the loss of
+    privacy in these rounds, at `delta`. `epsilon_own` bounds it for a client that took part in all of these rounds, against an observer who
+    knows that; for a client that took part in k rounds, call `bayesfl.federation.privacy.epsilon_own(releases=k, ...)` with the noise
+    multiplier and `delta` of the run. `train_nll` is NaN. The other columns (evaluations, `cohort`, bytes, seconds) are visible in a
+    simulation only: no epsilon covers them, and a deployment would not publish them.
 
     Args:
         clip: Largest length of a client's difference, over all gathered blocks together, > 0.
-        noise_multiplier: Standard deviation of the noise on the sum in units of clip max_j w_j, >= 0; 0 is no noise and no privacy.
+        noise_multiplier: Standard deviation of the noise on the sum, >= 0, in units of `clip` times the largest weight; 0 means no noise,
+            and no privacy.
         delta: The delta at which epsilon is reported, in (0, 1); choose it below one over the number of clients.
         secret: At least 16 bytes that only the server knows, as of `secrets.token_bytes(32)`, used for one run alone. None: a fresh secret
             whenever a run starts or continues, which is not stored.

@@ -256,7 +256,11 @@ class _Round:
         return self._next.state(new, ids, Unseen(UNSEEN, self._round, self._rounds, self._next.clients))
 
     def _sum(self) -> np.ndarray:
-        """Return the sum of the clients that replied; they send once more if a client of the cohort is missing."""
+        """Return the sum of what the clients that replied encoded, one number for each value and a last one for clipped values, uint64.
+
+        If a client of the cohort does not reply, its masks do not cancel. The other clients then mask their values anew among themselves,
+        and send once more.
+        """
         group, sends, volume = self._cohort, 0, 0
         while True:
             shared = agreed(group)

@@ -15,11 +15,13 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, 
 
 
 def precision(dtype: torch.dtype) -> torch.dtype:
-    """Return the precision of a run, if it is one in which methods learn.
+    """Check that methods can be trained in `dtype`, and return it.
+
+    Half precision is refused: in it, torch's fused SGD computes wrong steps on a CPU, and numbers of examples above a few hundred are
+    rounded.
 
     Raises:
-        ValueError: `dtype` is neither `torch.float32` nor `torch.float64`. In half precision torch's fused SGD computes wrong steps on a
-            CPU, and numbers of examples above some hundreds lose digits.
+        ValueError: `dtype` is neither `torch.float32` nor `torch.float64`.
     """
     if dtype not in DTYPES.values():
         half = "; half precision learns nothing here: train in float32, and convert the trained model" * (
@@ -112,9 +114,17 @@ class Settings:
 
 
 def _successes(trials: int, p: float, least: int, rng: np.random.Generator) -> int:
-    """Draw from Binomial(trials, p) given that the result is at least `least`, by inversion of the distribution function.
+    """Draw the number of successes in independent trials, given that there are at least `least`.
 
-    All cohorts of one size are equally likely under independent draws, so drawing the size first needs no rejection, however small p is.
+    The number is found from one uniform draw, by inverting the distribution function. It is used for the size of a cohort: if clients are
+    drawn independently, all cohorts of one size are equally likely. So the size can be drawn before the clients, and no cohort that is
+    too small is ever drawn and rejected, however small p is.
+
+    Args:
+        trials: Number of trials, >= `least`.
+        p: Probability of success in each trial, in (0, 1].
+        least: Smallest number that may be drawn, >= 0.
+        rng: Generator, of which one uniform number is used unless p is 1.
     """
     if p == 1:
         return trials

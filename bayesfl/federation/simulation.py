@@ -12,7 +12,8 @@ from bayesfl.base.checks import whole
 from bayesfl.base.protocols import Server
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import ClientData, FederatedData
-from bayesfl.engine import Crew, Engine
+from bayesfl.engine import Engine
+from bayesfl.engine.crew import Crew
 from bayesfl.evaluation.history import History
 from bayesfl.evaluation.predictions import Collector
 from bayesfl.federation import predict

@@ -7,7 +7,6 @@ generator. `split` gives any other module the same two names.
 from bayesfl.models.cutting import SplitModel, split
 from bayesfl.models.hugging_face import logits
 from bayesfl.models.networks import char_lstm, cifar100_cnn, leaky_cnn, lenet, mlp, resnet18
-from bayesfl.models.purity import refuse_impure
 from bayesfl.models.starts import anew
 
 __all__ = [
@@ -19,7 +18,6 @@ __all__ = [
     "lenet",
     "logits",
     "mlp",
-    "refuse_impure",
     "resnet18",
     "split",
 ]

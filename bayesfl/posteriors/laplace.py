@@ -27,10 +27,10 @@ from torch import Tensor, nn
 from bayesfl.base.files import atomic_path
 from bayesfl.base.layout import Layout, Pattern
 from bayesfl.base.protocols import Likelihood, Tensors
-from bayesfl.curvature import Curvature, Inverse, invert, kronecker, restore
+from bayesfl.curvature import Curvature, Inverse, invert, kronecker
 from bayesfl.curvature.backends import Name
 from bayesfl.curvature.batches import Inputs, batches
-from bayesfl.curvature.dual import independent
+from bayesfl.curvature.dual import independent, restore
 from bayesfl.curvature.kronecker import Kronecker
 from bayesfl.likelihoods import Bernoulli, Categorical, Gaussian
 from bayesfl.posteriors.linearised import as_labels, as_targets, predictive

@@ -45,7 +45,9 @@ def mean_weights(q: Tensor, counts: Tensor) -> Tensor:
 
 
 def bound(weights: Tensor, losses: Tensor, q: Tensor) -> Tensor:
-    """Compute the EM bound of each example's log density, [..., N] in nats: the log density itself where q are the responsibilities.
+    """Compute a lower bound of each example's log density under the mixture, [..., N], in nats.
+
+    EM maximises this bound. It equals the log density if `q` are the responsibilities, and is smaller for any other `q`.
 
     Args:
         weights: Mixture weights pi [..., M].

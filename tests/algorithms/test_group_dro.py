@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import bayesfl as bf
 from bayesfl.data import FederatedData
-from bayesfl.engine import PhasePlan
+from bayesfl.engine.plan import PhasePlan
 from bayesfl.optim import SGD
 from tests.algorithms.made import ByHand
 from tests.cases import close, federation, keeping, run, weights

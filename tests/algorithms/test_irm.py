@@ -12,7 +12,7 @@ from torch.testing import assert_close
 import bayesfl as bf
 from bayesfl.composition.pools import Mean, equal
 from bayesfl.data import FederatedData
-from bayesfl.engine import PhasePlan
+from bayesfl.engine.plan import PhasePlan
 from bayesfl.likelihoods import Gaussian
 from bayesfl.optim import SGD, Adam
 from tests.algorithms.made import AdamByHand, ByHand

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import bayesfl as bf
-from bayesfl.curvature import Curvature, backends, invert, restore
+from bayesfl.curvature import Curvature, backends, invert
+from bayesfl.curvature.dual import restore
 from bayesfl.likelihoods import Bernoulli, Categorical, Gaussian
 from tests.curvature import brute
 from tests.curvature.brute import CASES

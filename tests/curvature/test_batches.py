@@ -6,7 +6,8 @@ from torch import nn
 from torch.testing import assert_close
 
 from bayesfl.base.layout import Layout
-from bayesfl.curvature import Curvature, factors, ggn, invert, jacobians, root
+from bayesfl.curvature import Curvature, factors, ggn, invert, jacobians
+from bayesfl.curvature.roots import root
 from tests.curvature import brute
 from tests.curvature.brute import PAIRS
 from tests.curvature.made import EXACT

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import bayesfl as bf
-from bayesfl.curvature import Curvature, cholesky, ggn, invert, restore
+from bayesfl.curvature import Curvature, ggn, invert
+from bayesfl.curvature.dual import cholesky, restore
 from bayesfl.likelihoods import Categorical, Gaussian
 from tests.curvature import brute
 from tests.curvature.brute import CASES, LIKELIHOODS, PAIRS

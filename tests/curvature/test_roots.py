@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from bayesfl.curvature import basis, root
+from bayesfl.curvature.roots import basis, root
 from bayesfl.likelihoods import Categorical
 from tests.curvature import brute
 from tests.curvature.brute import LIKELIHOODS

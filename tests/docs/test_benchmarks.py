@@ -35,7 +35,7 @@ def test_figures_of_a_gpu_need_one(given, words, monkeypatch, capsys):
     assert re.search(words, capsys.readouterr().err.splitlines()[-1])
 
 
-ENVIRONMENT = {"commit": "0123456789", "date": "2026-11-01"}
+ENVIRONMENT = {"commit": "0123456789", "date": "2026-11-01", "cpu": "a processor", "cores": 2, "torch": "2.11"}
 SELECTION = Path(__file__).parents[2] / "benchmarks" / "selection.py"
 
 
@@ -148,7 +148,8 @@ def test_claims_about_the_coloured_sets(tmp_path):
     def shown(cells):
         folder = tmp_path / "papers"
         folder.mkdir(exist_ok=True)
-        (folder / "perinvfl.json").write_text(json.dumps({"cells": cells, "published": {"IRM": {"training": 70.8, "test": 66.9}}}))
+        saved = {"command": "python x.py", "cells": cells, "published": {"IRM": {"training": 70.8, "test": 66.9}}}
+        (folder / "perinvfl.json").write_text(json.dumps(saved))
         tables["perinvfl"].__globals__["RESULTS"] = tmp_path
         return tables["perinvfl"]()
 
@@ -157,6 +158,8 @@ def test_claims_about_the_coloured_sets(tmp_path):
     assert "| IRM-L2 and IRM-FT are worse than IRM, on average | does not hold |" in open_ones
     assert "| not a claim of the paper: IRM is above FedAvg at p = 0.1 | holds |" in open_ones
     assert "66.9" in open_ones
+    assert "Made by `python x.py`, a processor, 2 cores, torch 2.11. 17 cells, all from clean working trees." in open_ones
+    assert "0123456, 2026-11-01 (17 cells: all methods)." in open_ones
     # Spreads: IRM 0.1, FedAvg's row at least 0.55, PerInvFL-IRM 0.15.
     for low, step, best, spread in (
         (0.68, 0.01, "holds", "holds"),

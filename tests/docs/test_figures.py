@@ -19,6 +19,7 @@ UNMARKED = {
     "docs/derivations/fedpac.md": "2306.11867 0.01 0.1",
     "docs/derivations/fedsi.md": "2404.15657",
     "docs/gotchas.md": "7.2",
+    "docs/howto/adapters.md": "0.01",
     "docs/papers/fedem.md": "0.03 0.1 0.3 0.9 0.1 0.4 1.6 0.03 0.4 1.6 1.6",
     "docs/papers/fedsi.md": "2404.15657 0.1 0.1 0.01 .057",
     "docs/papers/perinvfl.md": "2211.11243 .95 .80 .90 .75 .1",

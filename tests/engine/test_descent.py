@@ -15,7 +15,7 @@ from bayesfl.composition.energy import Energy
 from bayesfl.composition.phases import Descend
 from bayesfl.composition.priors import Normal, server_mean
 from bayesfl.data import FederatedData
-from bayesfl.engine import PhasePlan
+from bayesfl.engine.plan import PhasePlan
 from bayesfl.optim import SGD, Adam
 from tests.cases import run
 

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from bayesfl.base.random import Purpose, Stage, generator
 from bayesfl.composition.phases import Once, Repeat
 from bayesfl.data import ClientData
-from bayesfl.engine import PhasePlan
+from bayesfl.engine.plan import PhasePlan
 
 COUNTS = np.array([3, 7, 5, 7])
 ORDER = np.array([1, 3, 2, 0])  # longest first

@@ -11,7 +11,8 @@ from bayesfl.composition.block import Block
 from bayesfl.composition.energy import Energy
 from bayesfl.composition.phases import Descend
 from bayesfl.data import FederatedData
-from bayesfl.engine import PhasePlan, reference
+from bayesfl.engine import reference
+from bayesfl.engine.plan import PhasePlan
 from bayesfl.optim import SGD
 
 

@@ -13,7 +13,8 @@ import bayesfl as bf
 from bayesfl.base.layout import Layout
 from bayesfl.composition.phases import Once
 from bayesfl.data import ClientData
-from bayesfl.engine import PhasePlan, vmap
+from bayesfl.engine import vmap
+from bayesfl.engine.plan import PhasePlan
 from bayesfl.models import mlp, resnet18
 from tests.cases import numbers
 

@@ -3,15 +3,15 @@
 import pytest
 from torch import nn
 
-from bayesfl import models
+from bayesfl.models.purity import refuse_impure
 
 
 @pytest.mark.parametrize("layer", [nn.Dropout(0.1), nn.Dropout2d(0.5), nn.RReLU(), nn.LSTM(2, 2, num_layers=2, dropout=0.2)])
 def test_randomness_of_its_own_is_refused(layer):
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU(), layer))
     with pytest.raises(ValueError, match=rf"module '1\.1' \({type(layer).__name__}\) .*randomness"):
-        models.refuse_impure(model)
-    models.refuse_impure(model.eval())
+        refuse_impure(model)
+    refuse_impure(model.eval())
 
 
 @pytest.mark.parametrize(
@@ -19,9 +19,9 @@ def test_randomness_of_its_own_is_refused(layer):
 )
 def test_buffers_that_change_are_refused(layer):
     with pytest.raises(ValueError, match=rf"module '1' \({type(layer).__name__}\) .*buffers .*nn\.GroupNorm"):
-        models.refuse_impure(nn.Sequential(nn.Linear(2, 2), layer))
-    models.refuse_impure(layer.eval())
+        refuse_impure(nn.Sequential(nn.Linear(2, 2), layer))
+    refuse_impure(layer.eval())
 
 
 def test_what_repeats_itself_passes():
-    models.refuse_impure(nn.Sequential(nn.Dropout(0.0), nn.InstanceNorm1d(2), nn.GroupNorm(1, 2), nn.LSTM(2, 2)))
+    refuse_impure(nn.Sequential(nn.Dropout(0.0), nn.InstanceNorm1d(2), nn.GroupNorm(1, 2), nn.LSTM(2, 2)))

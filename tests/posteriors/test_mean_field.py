@@ -15,7 +15,7 @@ from bayesfl.composition.energy import Energy
 from bayesfl.composition.phases import Descend
 from bayesfl.composition.priors import Normal
 from bayesfl.data import ClientData
-from bayesfl.engine import PhasePlan
+from bayesfl.engine.plan import PhasePlan
 from bayesfl.likelihoods import Gaussian
 from bayesfl.optim import SGD
 from bayesfl.posteriors import MeanField

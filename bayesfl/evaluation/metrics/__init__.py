@@ -10,12 +10,11 @@ that is not finite, as after a run that diverged, has NaN in every measure, and 
 
 from bayesfl.evaluation.metrics.clients import bottom_decile, pool, pooled
 from bayesfl.evaluation.metrics.regression import coverage, gaussian_nll, regression_summary, rmse
-from bayesfl.evaluation.metrics.reliability import Norm, ReliabilityBins, ece, mce, reliability_bins
+from bayesfl.evaluation.metrics.reliability import ReliabilityBins, ece, mce, reliability_bins
 from bayesfl.evaluation.metrics.scores import accuracy, auroc, brier, macro_f1, nll
 from bayesfl.evaluation.metrics.summaries import classification_summary, per_client_table
 
 __all__ = [
-    "Norm",
     "ReliabilityBins",
     "accuracy",
     "auroc",

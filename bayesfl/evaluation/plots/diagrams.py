@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 _OVER: dict[str, Any] = {"facecolor": "#F6CDB2", "edgecolor": "#D55E00", "hatch": "////", "label": "overconfident", "gid": "overconfident"}
 _UNDER: dict[str, Any] = {"facecolor": "none", "edgecolor": "white", "hatch": "....", "label": "underconfident", "gid": "underconfident"}
 _CLIENTS = 12  # panels that by="client" draws unless told which
-_FEW = 20  # a bin of fewer examples is faded
-_FADED = 0.25
+_FEW = 20  # a bin of fewer examples is an outline, filled palely
+_PALE = 0.2
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,10 @@ def reliability(
 
     Blue bars are the accuracy of each bin. The gap to the bin's mean confidence is marked: above the bar, hatched in vermilion, where the
     model claims more than it achieves; inside the bar, dotted, where it claims less. Thin lines are 95 % intervals of a binomial share
-    (Wilson) for each accuracy; bins of fewer than 20 examples are faded. The expected calibration error (ECE) is the mean of the gaps,
-    weighted by the histogram beneath. Where several clients are pooled, the mean of their own errors stands beside it: it is larger, since
-    each client has fewer examples. Guo et al., "On calibration of modern neural networks", ICML 2017.
+    (Wilson) for each accuracy; bins of fewer than 20 examples are pale with an outline. The expected calibration error (ECE) is the mean of
+    the gaps, weighted by the counts in the histogram beneath, whose scale is logarithmic. Where several clients are pooled, the mean of
+    their own errors stands beside it: it is larger, since each client has fewer examples. Guo et al., "On calibration of modern neural
+    networks", ICML 2017.
 
     Args:
         source: A simulation's result, whose personal predictions on its test data are used; or class probabilities, [J, N, O] or [N, O].
@@ -123,6 +124,8 @@ def reliability(
 def reliability_compare(entries: Mapping[str, Any], *, bins: int = 15, columns: int | None = None) -> "Figure":
     """Draw reliability diagrams of several methods side by side, on one scale.
 
+    They are read as those of `reliability`.
+
     Args:
         entries: {method: a simulation's result, or (probs, labels, mask)} as in `reliability`.
         bins: Number of bins of equal width.
@@ -137,20 +140,20 @@ def reliability_compare(entries: Mapping[str, Any], *, bins: int = 15, columns: 
     if not entries:
         raise ValueError("entries is empty: give at least one {method: result or (probs, labels, mask)}")
     panels = [_Panel.of(*predictions(entry, None, None), bins) for entry in entries.values()]
-    return _panels(panels, list(entries), min(4, len(panels)) if columns is None else columns, alike=True)[0]
+    return _panels(panels, list(entries), min(4, len(panels)) if columns is None else columns)[0]
 
 
 def _panels(
-    panels: Sequence[_Panel], titles: Sequence[str], columns: int, *, size: tuple[float, float] = (3.0, 3.4), alike: bool = False
+    panels: Sequence[_Panel], titles: Sequence[str], columns: int, *, size: tuple[float, float] = (3.0, 3.4)
 ) -> tuple["Figure", np.ndarray]:
-    """Draw a grid of diagrams, the outer ones with the words; `alike` gives their histograms one scale."""
+    """Draw a grid of diagrams whose histograms have one scale, the outer ones with the words."""
     if columns < 1:
         raise ValueError(f"columns is a number of diagrams in a row, >= 1; got {columns}")
     columns = min(columns, len(panels))
     lines = -(-len(panels) // columns)
     figure = new_figure((max(size[0] * columns, 3.6) + 0.4, size[1] * lines + 0.5))
     grid = figure.add_gridspec(2 * lines, columns, height_ratios=(4, 1) * lines)
-    tallest = max(int(panel.bins.count.max()) for panel in panels) if alike else None
+    tallest = max(int(panel.bins.count.max()) for panel in panels)
     axes = np.empty(len(panels), dtype=object)
     for place, (title, panel) in enumerate(zip(titles, panels, strict=True)):
         line, column = divmod(place, columns)
@@ -175,7 +178,6 @@ def _diagram(ax: "Axes", beneath: "Axes", panel: _Panel, *, across: bool = True,
         up: Whether to write along the y axes.
         tallest: Count that the histogram's axis reaches; by default its own largest.
     """
-    from matplotlib.ticker import MaxNLocator
     from scipy.stats import binomtest
 
     bins = panel.bins
@@ -183,16 +185,17 @@ def _diagram(ax: "Axes", beneath: "Axes", panel: _Panel, *, across: bool = True,
     height = np.where(filled, bins.accuracy, 0.0)
     bars = ax.bar(left, height, width, align="edge", color=BLUE, edgecolor="white", linewidth=0.6, label="accuracy", gid="accuracy")
     for bar, count in zip(bars, bins.count, strict=True):
-        bar.set_alpha(0.85 * _strength(count))
+        _paint(bar, BLUE if count < _FEW else "white", 0.85 if count >= _FEW else _PALE)
     low, high = np.fmin(bins.accuracy, bins.confidence), np.fmax(bins.accuracy, bins.confidence)
     over = filled & (bins.confidence >= bins.accuracy)
-    for which, look in ((over, _OVER), (filled & ~over, _UNDER)):
+    for which, look, edge in ((over, _OVER, _OVER["edgecolor"]), (filled & ~over, _UNDER, BLUE)):
         gaps = ax.bar(left[which], (high - low)[which], width[which], bottom=low[which], align="edge", linewidth=0.6, **look)
         for gap, count in zip(gaps, bins.count[which], strict=True):
-            gap.set_alpha(_strength(count))
+            if count < _FEW:
+                _paint(gap, edge, _PALE)  # white dots would not show on what is pale
     for middle, count, right in zip((left + width / 2)[filled], bins.count[filled], bins.accuracy[filled], strict=True):
         ends = binomtest(round(right * count), int(count)).proportion_ci(method="wilson")
-        ax.plot([middle] * 2, [ends.low, ends.high], color=INK, linewidth=0.9, alpha=_strength(count), gid="interval")
+        ax.plot([middle] * 2, [ends.low, ends.high], color=INK, linewidth=0.9, alpha=1.0 if count >= _FEW else 0.6, gid="interval")
     ax.plot([0, 1], [0, 1], linestyle=(0, (4, 3)), color=INK, linewidth=1, gid="diagonal")
     ax.set(xlim=(0, 1), ylim=(0, 1))
     clean(ax, grid="y")
@@ -208,18 +211,16 @@ def _diagram(ax: "Axes", beneath: "Axes", panel: _Panel, *, across: bool = True,
         bbox={"boxstyle": "round,pad=0.35", "facecolor": "white", "edgecolor": "none", "alpha": 0.9},
     )
     beneath.bar(left, bins.count, width, align="edge", color=GREY, edgecolor="white", linewidth=0.6, gid="count")
-    if tallest:
-        beneath.set_ylim(0, 1.05 * tallest)
-    beneath.yaxis.set_major_locator(MaxNLocator(nbins=2, integer=True))
+    _count(beneath, tallest or int(bins.count.max()))
     beneath.set_xticks(np.linspace(0, 1, 6))
     clean(beneath)
     ax.tick_params(labelbottom=False, labelleft=up)
-    beneath.tick_params(labelbottom=across, labelleft=up or tallest is None)
+    beneath.tick_params(labelbottom=across, labelleft=up)
     if across:
         beneath.set_xlabel("confidence")
     if up:
         ax.set_ylabel("accuracy")
-        beneath.set_ylabel("examples", fontsize="small")
+        beneath.set_ylabel("examples\n(log scale)", fontsize="x-small")
 
 
 def _only(mask: Tensor, clients: Sequence[int]) -> Tensor:
@@ -229,13 +230,30 @@ def _only(mask: Tensor, clients: Sequence[int]) -> Tensor:
     return mask & chosen.to(mask.device)
 
 
-def _strength(count: int) -> float:
-    """Return how opaque a bin is drawn."""
-    return 1.0 if count >= _FEW else _FADED
+def _paint(bar: Any, edge: str, alpha: float) -> None:
+    """Colour a bar's edge and hatch, and make its face, where it has one, as opaque as `alpha` says."""
+    from matplotlib.colors import to_rgba
+
+    face = bar.get_facecolor()
+    bar.set_facecolor((*face[:3], alpha if face[3] else 0.0))
+    bar.set_edgecolor(to_rgba(edge))
+
+
+def _count(ax: "Axes", tallest: int) -> None:
+    """Give a histogram a logarithmic axis on which a single example is still a bar, with powers of ten as ticks."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+    decades = len(str(max(tallest, 1)))
+    ax.set_ylim(0.5, 1.5 * max(tallest, 10))  # first: of no examples alone, the scale would have no limits of its own
+    ax.set_yscale("log", nonpositive="clip")
+    ax.yaxis.set_major_locator(FixedLocator([10**k for k in range(0, max(decades, 2), 1 if decades < 5 else 2)]))
+    ax.yaxis.set_minor_locator(NullLocator())
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}".replace(",", "\u2009")))
 
 
 def _key() -> list[Any]:
     """Explain the colours of a diagram, for its legend."""
+    from matplotlib.colors import to_rgba
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -243,7 +261,7 @@ def _key() -> list[Any]:
         Patch(facecolor=_OVER["facecolor"], edgecolor=_OVER["edgecolor"], hatch=_OVER["hatch"], linewidth=0.6, label=_OVER["label"]),
         Patch(facecolor=BLUE, edgecolor="white", hatch=_UNDER["hatch"], linewidth=0.6, label=_UNDER["label"]),
     ]
-    few = Patch(facecolor=BLUE, alpha=_FADED, label=f"fewer than {_FEW} examples")
+    few = Patch(facecolor=to_rgba(BLUE, _PALE), edgecolor=BLUE, linewidth=0.6, label=f"fewer than {_FEW} examples")
     return [
         Patch(facecolor=BLUE, alpha=0.85, label="accuracy"),
         *gaps,

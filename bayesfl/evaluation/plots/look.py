@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 OKABE_ITO = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
-"""Blue, vermilion, green, purple, orange, sky blue, black, yellow."""
+"""The colours of all diagrams, by Okabe and Ito: blue, vermilion, green, purple, orange, sky blue, black, yellow."""
 BLUE, GREY, INK = "#0072B2", "#8A8F94", "#333333"
 _DASHES = ("-", "--", ":", "-.")
 

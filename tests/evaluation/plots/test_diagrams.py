@@ -58,23 +58,36 @@ def test_diagram_shows_the_bins(own):
 
 
 def test_few_examples_do_not_shout():
-    """A bin of 19 examples is faded, one of 20 is not; every filled bin has the Wilson interval of its accuracy, by its closed form."""
+    """A bin of 19 examples is a pale bar with an outline, one of 20 is filled; every filled bin has its accuracy's Wilson interval."""
     confidence = torch.tensor([0.55] * 19 + [0.75] * 20 + [0.95] * 400)
     right = torch.cat([torch.arange(19) < 3, torch.arange(20) < 15, torch.arange(400) < 396])
     probs, labels = torch.stack([confidence, 1 - confidence], -1), (~right).long()
     ax = plots.reliability(probs, labels, bins=10)
-    alphas = {round(bar.get_x(), 1): bar.get_alpha() for bar in bars(ax, "accuracy") if bar.get_height()}
-    assert alphas[0.5] < 0.3 < 0.8 < alphas[0.7] == alphas[0.9]
-    assert {round(gap.get_x(), 1): gap.get_alpha() for gap in bars(ax, "overconfident") + bars(ax, "underconfident")} == {
-        0.5: 0.25,
-        0.7: 1.0,
-        0.9: 1.0,
-    }
+    drawn = {round(bar.get_x(), 1): bar for bar in bars(ax, "accuracy") if bar.get_height()}
+    assert drawn[0.5].get_facecolor()[3] < 0.3 < 0.8 < drawn[0.7].get_facecolor()[3] == drawn[0.9].get_facecolor()[3]
+    assert drawn[0.5].get_edgecolor() == (*drawn[0.5].get_facecolor()[:3], 1.0)  # its own blue, opaque
+    assert drawn[0.7].get_edgecolor() == drawn[0.9].get_edgecolor() == (1.0, 1.0, 1.0, 1.0)
+    gaps = {round(gap.get_x(), 1): gap for gap in bars(ax, "overconfident") + bars(ax, "underconfident")}
+    assert len(gaps) == 3
+    assert all(gap.get_edgecolor()[3] == 1.0 for gap in gaps.values())
+    assert gaps[0.5].get_facecolor()[3] == drawn[0.5].get_facecolor()[3]
     lines = [line for line in ax.lines if line.get_gid() == "interval"]
     z = 1.959963984540054
     for line, middle, k, n in zip(lines, (0.55, 0.75, 0.95), (3, 15, 396), (19, 20, 400), strict=True):
         centre, half = (k + z**2 / 2) / (n + z**2), z / (n + z**2) * (k * (n - k) / n + z**2 / 4) ** 0.5
         np.testing.assert_allclose(line.get_xydata(), [[middle, centre - half], [middle, centre + half]])
+
+
+@pytest.mark.parametrize(("most", "ticks"), [(1, [1, 10]), (25, [1, 10]), (999, [1, 10, 100]), (3000, [1, 10, 100, 1000])])
+def test_counts_are_on_a_scale_that_shows_all(most: int, ticks: list[int]):
+    """A logarithmic one, on which a single example is a bar as well; powers of ten are its ticks."""
+    confidence = torch.tensor([0.55] + [0.95] * most)
+    ax = beneath(plots.reliability(torch.stack([confidence, 1 - confidence], -1), torch.zeros(most + 1, dtype=torch.long), bins=10))
+    assert ax.get_yscale() == "log"
+    assert "log" in ax.get_ylabel()
+    assert ax.get_yticks().tolist() == ticks
+    assert ax.get_ylim()[0] < 1
+    assert most < ax.get_ylim()[1]
 
 
 def test_clients_have_their_names(clients: FederatedData, model: nn.Module):
