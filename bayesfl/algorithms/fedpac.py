@@ -35,7 +35,7 @@ from bayesfl.base.checks import number
 from bayesfl.base.protocols import Batch, Likelihood, Server, Uplink, View
 from bayesfl.composition import Algorithm, Block, Descend, Energy, Mixed, Once
 from bayesfl.likelihoods import Categorical
-from bayesfl.models import SplitModel
+from bayesfl.models.altered import cut
 from bayesfl.optim import SGD, Rate
 
 PARTS = ("body", "head")
@@ -94,7 +94,7 @@ def fedpac(
         raise ValueError(f"lam is the strength of a pull and must be finite and >= 0, got {lam}")
     if likelihood.task != "classification":
         raise ValueError(f"FedPAC's statistics are of classes, likelihood {type(likelihood).__name__} is for {likelihood.task}; use fedrep")
-    if not isinstance(model, SplitModel) or not isinstance(model.head, nn.Linear):
+    if not cut(model) or not isinstance(model.head, nn.Linear):
         raise ValueError(
             f"model must be a bf.models.SplitModel whose head is one nn.Linear, got {type(model).__name__}; use bf.models.split"
         )

@@ -57,7 +57,7 @@ from bayesfl.composition import (
     with_personal,
 )
 from bayesfl.likelihoods import Categorical
-from bayesfl.models import SplitModel
+from bayesfl.models.altered import cut
 from bayesfl.optim import Adam, Optimiser
 
 APART = 0.2  # factor of the negative pairs in the released code
@@ -115,7 +115,7 @@ def perinvfl(
     for name, word, known in (("lower", lower, ("irm", "group_dro")), ("variant", variant, ("distance", "contrastive"))):
         if word not in known:
             raise ValueError(f"{name} must be {known[0]!r} or {known[1]!r}, got {word!r}")
-    if variant == "contrastive" and not isinstance(model, SplitModel):
+    if variant == "contrastive" and not cut(model):
         raise ValueError(
             "variant 'contrastive' compares features, so it needs a body and a head: build the model by bf.models, or split it"
         )

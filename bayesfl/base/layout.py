@@ -2,6 +2,7 @@
 
 import copy
 import math
+import weakref
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import TypeAlias
@@ -23,9 +24,57 @@ def covers(pattern: Pattern, name: str) -> bool:
 
 
 def copied(module: nn.Module) -> nn.Module:
-    """Return a copy of a module whose frozen parameters share the original's storage; they are never written."""
-    frozen = [p for p in module.parameters() if not p.requires_grad]
-    return copy.deepcopy(module, {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in frozen})
+    """Return a copy of a module whose frozen parameters share the original's storage; they are never written.
+
+    Embeddings with `max_norm` are an exception, since torch rescales their rows in place whenever they are read.
+
+    Raises:
+        ValueError: The module cannot be copied.
+    """
+    written = {id(p) for part in module.modules() if getattr(part, "max_norm", None) is not None for p in part.parameters(recurse=False)}
+    frozen = [p for p in module.parameters() if not p.requires_grad and id(p) not in written]
+    try:
+        made = copy.deepcopy(module, {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in frozen})
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"model {type(module).__name__} cannot be copied: {error} Weights that are computed from others are a usual reason: take "
+            "torch.nn.utils.parametrizations.weight_norm instead of torch.nn.utils.weight_norm, and call prune.remove after pruning"
+        ) from error
+    _VERSIONS[made] = _versions(made)
+    return made
+
+
+_VERSIONS: "weakref.WeakKeyDictionary[nn.Module, dict[str, int]]" = weakref.WeakKeyDictionary()
+"""How often frozen parameters had been changed in place when a copy was made; a copy counts together with its original."""
+
+
+def refuse_changed(made: nn.Module) -> None:
+    """Check that the frozen parameters of a copy by `copied` are as they were then, since they share memory with the original's.
+
+    Changes by way of `p.data`, which torch does not count, are not noticed.
+
+    Raises:
+        ValueError: One was changed in place, as by `load_state_dict` or by training the original.
+    """
+    before = _VERSIONS.get(made, {})
+    if changed := [name for name, version in _versions(made).items() if before.get(name, version) != version]:
+        raise ValueError(
+            f"frozen parameters {changed[:3]} were changed after the method was made, which shares their memory, so that its results would "
+            "change, too; make the method anew, or make it of a copy: copy.deepcopy(model)"
+        )
+
+
+def _versions(module: nn.Module) -> dict[str, int]:
+    return {name: p._version for name, p in module.named_parameters() if not p.requires_grad and not p.is_inference()}
+
+
+def aliases(module: nn.Module) -> dict[str, set[str]]:
+    """Return the parameters that have several names, as tied weights do: by the first, which `named_parameters()` gives, all names."""
+    first: dict[int, str] = {}
+    found: dict[str, set[str]] = {}
+    for name, p in module.named_parameters(remove_duplicate=False):
+        found.setdefault(first.setdefault(id(p), name), set()).add(name)
+    return {name: names for name, names in found.items() if len(names) > 1}
 
 
 class Layout:
@@ -55,7 +104,7 @@ class Layout:
         if not self.shapes:
             raise ValueError(
                 f"pattern {pattern!r} matches frozen parameters alone: {list(covered)} have requires_grad=False; unfreeze what is to be "
-                "trained, or take a method that does not train this part"
+                "trained, take a method without such a part, or compute what the frozen part gives once and federate the rest on that"
             )
         self.names = tuple(self.shapes)
         self.sizes = tuple(math.prod(shape) for shape in self.shapes.values())

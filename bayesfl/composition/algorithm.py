@@ -31,7 +31,7 @@ from bayesfl.composition.block import Block
 from bayesfl.composition.composed import check_addressed, check_composed, refuse_taken
 from bayesfl.composition.pools import Mixed
 from bayesfl.likelihoods import Categorical
-from bayesfl.models import SplitModel
+from bayesfl.models.altered import cut
 from bayesfl.models.purity import refuse_impure
 
 
@@ -97,8 +97,7 @@ class Algorithm:
         check_composed(self)
         object.__setattr__(self, "model", copied(self.model))
         whole("draws", self.draws, least=0)
-        layouts = {name: Layout(self.model, block.pattern) for name, block in self.blocks.items()}
-        object.__setattr__(self, "_layouts", layouts)
+        object.__setattr__(self, "_layouts", {name: Layout(self.model, block.pattern) for name, block in self.blocks.items()})
         self.check_parts(self.parts)
         if self.copies(self.parts) is not None and self.predictor is None:
             raise ValueError(f"parts {self.parts} have copies, so a predictor must say how they predict together, as predictors.Mixture()")
@@ -182,7 +181,7 @@ class Algorithm:
     def features(self, leaves: Mapping[str, Tensor], x: Tensor) -> tuple[Tensor | None, Tensor]:
         """Compute the features [B, F] that the head of a `SplitModel` receives (None for another model), and the outputs [B, O]."""
         module = self.module(next(iter(leaves.values())))
-        if not isinstance(module, SplitModel):
+        if not cut(module):
             return None, self.outputs(leaves, x)
         body, head = ({k.removeprefix(part): v for k, v in leaves.items() if k.startswith(part)} for part in ("body.", "head."))
         features = functional_call(module.body, body, (x,))
@@ -223,7 +222,7 @@ class Algorithm:
     def init(self, clients: int, *, seed: int = 0, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Server:
         """Return the server's state before the first round: blocks by the tensors that travel (private ones by their centre), and more."""
         covered = {name for block in self.blocks for name in self.layout(block).names}
-        weights = {name: p.detach().float() for name, p in self.model.named_parameters() if name in covered}
+        weights = {name: p.detach() for name, p in self.model.named_parameters() if name in covered}
         state: Server = {}
         for index, (name, block) in enumerate(self.blocks.items()):
             layout = self.layout(name)

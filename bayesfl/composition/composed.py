@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from bayesfl.base.layout import aliases, covers
 from bayesfl.base.protocols import RESERVED, Server
 from bayesfl.base.trees import alike, flatten, shapes
 from bayesfl.composition.block import Block
@@ -15,7 +16,8 @@ def check_composed(algorithm: Any) -> None:
 
     Raises:
         TypeError: A part is none: of the blocks, phases, functions or tuples of names.
-        ValueError: A parameter of the model has no shape yet, or a name is reserved, has a dot, or stands twice.
+        ValueError: A parameter of the model has no shape yet, a block covers a tied one by some of its names only, or a name is reserved,
+            has a dot, or stands twice.
     """
     if not isinstance(algorithm.blocks, Mapping) or not all(isinstance(block, Block) for block in algorithm.blocks.values()):
         raise TypeError(f"blocks must be a mapping {{name: Block(...)}}, got {algorithm.blocks!r}")
@@ -27,6 +29,7 @@ def check_composed(algorithm: Any) -> None:
             raise TypeError(f"a phase must be a Descend, a Once, a Repeat or one of your own, got {phase!r}; wrap a function in Once(...)")
     if shapeless := [name for name, p in algorithm.model.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]:
         raise ValueError(f"parameters {shapeless} of the model have no shape yet: run it on an example first, or give layers their sizes")
+    check_tied(algorithm.model, algorithm.blocks)
     reserved = [name for name in algorithm.blocks if name in RESERVED]
     if reserved:
         raise ValueError(f"block names {reserved} are reserved; choose others than {RESERVED}")
@@ -40,6 +43,22 @@ def check_composed(algorithm: Any) -> None:
     for name in ("server", "address", "combine"):
         if not callable(getattr(algorithm, name)):
             raise TypeError(f"{name} must be a function, got {getattr(algorithm, name)!r}; see {name} in Algorithm's arguments")
+
+
+def check_tied(model: nn.Module, blocks: Mapping[str, Block]) -> None:
+    """Check that no block covers a tied parameter by some of its names only: a shared body and a private head cannot both have it.
+
+    Raises:
+        ValueError: A block does so; the message has the names.
+    """
+    for name, names in aliases(model).items():
+        for block in blocks.values():
+            inside = {one for one in names if covers(block.pattern, one)}
+            if inside and inside != names and model.get_parameter(name).requires_grad:
+                raise ValueError(
+                    f"pattern {block.pattern!r} covers a tied parameter by {sorted(inside)} and not by {sorted(names - inside)}, which are "
+                    "names of the same tensor: untie the two, or cover both"
+                )
 
 
 def check_addressed(algorithm: Any, own: Any, server: Server, ids: Tensor) -> None:

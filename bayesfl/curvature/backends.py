@@ -13,6 +13,7 @@ from bayesfl.base.protocols import Likelihood
 from bayesfl.curvature import layers
 from bayesfl.curvature.jacobians import PulledRows, Rows
 from bayesfl.likelihoods import Categorical, Gaussian
+from bayesfl.models.altered import altered
 
 Name = Literal["auto", "layers", "func", "backpack"]
 
@@ -216,4 +217,4 @@ def backpack_unsupported(module: nn.Module) -> list[str]:
             out.append(f"{type(layer).__name__} {name!r}")
         elif getattr(layer, "padding_mode", "zeros") != "zeros":  # its rules pad with zeros
             out.append(f"{type(layer).__name__} {name!r} with padding_mode={layer.padding_mode!r}")
-    return out + layers.unseen(module)
+    return out + altered(module)

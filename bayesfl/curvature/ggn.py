@@ -68,7 +68,7 @@ class Curvature:
         self.module = copy.deepcopy(model)
         self.engine = choose(backend, self.module, self.layout)
         self._asked, self._proven = backend, not isinstance(self.engine, BackPack)
-        self._like = next(model.parameters()).detach()[..., :0]
+        self._like = next(model.parameters()).detach().flatten()[:0]
 
     @property
     def size(self) -> int:

@@ -10,6 +10,7 @@ from bayesfl.base.layout import Layout
 from bayesfl.curvature.factors import Factor, Outer, Shared
 from bayesfl.curvature.jacobians import FactorRows
 from bayesfl.models import SplitModel
+from bayesfl.models.altered import altered
 
 ELEMENTWISE = (nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU, nn.SiLU, nn.ELU, nn.LeakyReLU, nn.Softplus, nn.Identity)
 POOLING = (nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d)
@@ -27,17 +28,7 @@ def stack(module: nn.Module) -> list[tuple[str, nn.Module]]:
 def unsupported(module: nn.Module) -> list[str]:
     """Name the layers that have no closed form here, such as "GroupNorm 'body.1'"; empty if all have one."""
     layers = stack(module)
-    return [f"{type(layer).__name__} {name!r}" for name, layer in layers if not _has_form(layer)] + unseen(module)
-
-
-def unseen(module: nn.Module) -> list[str]:
-    """Name what rules for single layers miss: forward hooks, of containers too, and parameters that are used in two places."""
-    hooked = [(name, m) for name, m in module.named_modules() if m._forward_hooks or m._forward_pre_hooks]
-    out = [f"{type(m).__name__} {name!r} with forward hooks" for name, m in hooked]
-    parameters = [id(p) for _, p in module.named_parameters(remove_duplicate=False)]
-    if len(set(parameters)) < len(parameters):
-        out.append("parameters that are used in two places")
-    return out
+    return [f"{type(layer).__name__} {name!r}" for name, layer in layers if not _has_form(layer)] + altered(module)
 
 
 def _has_form(layer: nn.Module) -> bool:

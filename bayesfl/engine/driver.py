@@ -15,7 +15,7 @@ from bayesfl.composition.phases import Descend, Phase, Repeat
 from bayesfl.engine import descent, layers, live, network, reference, vmap
 from bayesfl.engine.crew import Crew
 from bayesfl.engine.plan import PhasePlan
-from bayesfl.models import SplitModel
+from bayesfl.models.altered import cut
 
 T = TypeVar("T")
 KernelName: TypeAlias = Literal["auto", "reference", "live", "layers", "vmap"]
@@ -105,7 +105,7 @@ class Engine:
             return self.kernel
         small = device.type != "cuda" and sum(p.numel() for p in model.parameters()) <= CPU_CONVOLUTIONS
         convolutions = live.has_convolutions(model) and not small
-        if phase is not None and phase.batch_size is None and isinstance(model, SplitModel):
+        if phase is not None and phase.batch_size is None and cut(model):
             moving = {*phase.blocks, *phase.noise(algorithm)}
             if all(name.startswith("head.") for block in moving for name in algorithm.layout(block).names):
                 convolutions = live.has_convolutions(model.head)

@@ -5,6 +5,7 @@ as much as the products (docs/decisions/0004-layer-rules-go-back-by-hand.md). Fo
 autograd is used for that layer alone.
 """
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from bayesfl.engine.network import Pass, Passage, by_autograd
 from bayesfl.models import SplitModel
+from bayesfl.models.altered import altered
 
 Rule: TypeAlias = Callable[[Any, dict[str, Tensor], dict[str, Tensor], Tensor, bool, bool], Pass]
 """Function (layer, its weights, buffers for the wanted slopes of these, x, lifted, whether the slope at x is wanted) -> `Pass`."""
@@ -195,9 +197,14 @@ RULES: dict[type, Rule] = {
 }
 
 
+_SUPPORTED: "weakref.WeakKeyDictionary[nn.Module, bool]" = weakref.WeakKeyDictionary()
+
+
 def supported(module: nn.Module) -> bool:
-    """Say whether every layer has a rule, and none with parameters is used twice."""
-    return _objection(module) is None
+    """Say whether every layer has a rule, and none with parameters is used twice; asked once of a module, which must then stay as it is."""
+    if module not in _SUPPORTED:
+        _SUPPORTED[module] = _objection(module) is None
+    return _SUPPORTED[module]
 
 
 def refuse(module: nn.Module) -> None:
@@ -207,6 +214,8 @@ def refuse(module: nn.Module) -> None:
 
 
 def _objection(module: nn.Module) -> str | None:
+    if found := altered(module):
+        return f"cannot run {found[0]}"
     weighted: set[nn.Module] = set()
     for prefix, layer, names in _stack(module):
         called = f"{prefix.rstrip('.')!r} ({type(layer).__name__})"

@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from bayesfl.models import SplitModel
+from bayesfl.models.altered import cut
 
 Back: TypeAlias = Callable[[Tensor], Tensor | None]
 """Function from a slope at the outputs to the slope at the inputs, None if that was not wanted; it also writes the leaves' slopes."""
@@ -100,7 +100,7 @@ class Network:
     """
 
     def __init__(self, module: nn.Module, kernel: Kernel, *, still: bool = False) -> None:
-        parts = {"body.": module.body, "head.": module.head} if isinstance(module, SplitModel) else {"": module}
+        parts = {"body.": module.body, "head.": module.head} if cut(module) else {"": module}
         self._passages = {prefix: kernel(part) for prefix, part in parts.items()}
         self._still = still
         self._features: Pass | None = None

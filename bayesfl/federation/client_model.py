@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from bayesfl.base.checks import instance, number, whole
+from bayesfl.base.layout import refuse_changed
 from bayesfl.base.protocols import Batch, Fitted, Server, StoredPredictor, Tensors, View
 from bayesfl.base.trees import shapes
 from bayesfl.composition.algorithm import Algorithm
@@ -98,6 +99,7 @@ class ClientModel:
             TypeError: `x` is no array of numbers.
             ValueError: `x` has rows of another shape, no rows, or numbers that are not finite, or `draws` is not a whole number >= 0.
         """
+        refuse_changed(self.algorithm.model)
         rows = to_tensor(x, "x").to(device=self.device, dtype=self.dtype)
         if tuple(rows.shape[1:]) != self.inputs or not rows.dim() or not len(rows):
             wanted = ", ".join(["N", *map(str, self.inputs)])
@@ -214,6 +216,7 @@ def module_at(algorithm: Algorithm, parts: tuple[str, ...], view: View) -> nn.Mo
     """
     if (copies := algorithm.copies(parts)) is not None:
         raise ValueError(f"there is no single network: {copies} copies of it predict together; use predict(x), which mixes them")
+    refuse_changed(algorithm.model)
     network = copy.deepcopy(algorithm.network(view, parts))
     for part in parts:
         for name in algorithm.layout(part).names:

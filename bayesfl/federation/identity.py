@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesfl.base import digest
+from bayesfl.base.layout import refuse_changed
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.federation.errors import CheckpointError
 
@@ -40,6 +41,7 @@ def identity(algorithm: Algorithm) -> dict[str, Any]:
 
 def _constants(algorithm: Algorithm) -> dict[str, str]:
     """Describe the parameters that no block covers, and the buffers; once for each algorithm, since a frozen backbone may be large."""
+    refuse_changed(algorithm.model)
     if "_constants" not in algorithm.__dict__:
         covered = {name for block in algorithm.blocks for name in algorithm.layout(block).names}
         model = algorithm.model

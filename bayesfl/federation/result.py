@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from bayesfl.base.checks import instance, whole
+from bayesfl.base.layout import refuse_changed
 from bayesfl.base.protocols import Server, View
 from bayesfl.base.random import Purpose, generator
 from bayesfl.composition.algorithm import Algorithm
@@ -114,6 +115,7 @@ class Result:
 
     def local(self, train: ClientData) -> Local:
         """Return the local work of clients whose training data are `train`, which must be on the run's device and in its precision."""
+        refuse_changed(self.algorithm.model)
         return Local(self.algorithm, self.engine, train, self.settings.seed, self.settings.rounds, self.tolerant, self.known.client_names)
 
     def predict(self, split: ClientData | None = None, *, draws: int | None = None) -> Predictions:
@@ -214,6 +216,7 @@ class Result:
 
     def _views(self, j: int) -> tuple[Server, View]:
         """Return what client j received and its view before any phase, [1, ...]."""
+        refuse_changed(self.algorithm.model)
         got = self.state.received(self.algorithm, np.array([j]))
         given = self.algorithm.given(got.common, self.round, self.settings.rounds)
         counts = self.known.counts if isinstance(self.known, Outline) else self.known.train.counts

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from bayesfl.base.checks import whole
@@ -22,15 +21,13 @@ from bayesfl.federation.checkpoint import claim, held, newest
 from bayesfl.federation.client import Local, State, private_rows, touched
 from bayesfl.federation.errors import DivergenceError, FailedRound
 from bayesfl.federation.faults import FaultPlan
+from bayesfl.federation.fits import check
 from bayesfl.federation.one_machine import OneMachine
 from bayesfl.federation.replies import Aggregation, OpenAggregation
 from bayesfl.federation.result import Result
 from bayesfl.federation.round import Rules, run_round
 from bayesfl.federation.saved import load, same_run
 from bayesfl.federation.settings import Settings, of_a_run, precision, present
-from bayesfl.likelihoods import Bernoulli
-
-PROBE = 32  # examples on which the model's outputs are checked before training
 
 
 def simulate(
@@ -268,66 +265,3 @@ def _measure(local: Local, state: State, data: FederatedData, crew: Crew) -> dic
     if shared is not None:
         row |= {f"global_{key}": value for key, value in shared.summary(data.test).items()}
     return row
-
-
-def check(algorithm: Algorithm, data: FederatedData) -> None:
-    """Check, before training, that the likelihood and the model's outputs fit the data, and that the model's outputs are reproducible.
-
-    Raises:
-        TypeError: The algorithm's likelihood is no `Likelihood`, or the model's outputs are no tensor.
-        ValueError: The likelihood, the model's inputs or its outputs do not fit the data, or the same inputs give other outputs when
-            repeated; the message names the remedy.
-    """
-    likelihood = algorithm.likelihood
-    missing = [name for name in ("task", "nll", "nll_and_slope", "predictive") if not hasattr(likelihood, name)]
-    if isinstance(likelihood, type) or missing:
-        came = f"the class {likelihood.__name__}" if isinstance(likelihood, type) else type(likelihood).__name__
-        lacks = "" if isinstance(likelihood, type) or len(missing) == 4 else f", which lacks {missing}"
-        raise TypeError(
-            f"likelihood must be a Likelihood, got {came}{lacks}; build the algorithm with one of bayesfl.likelihoods, as "
-            "likelihood=Categorical()"
-        )
-    if algorithm.likelihood.task != data.task:
-        raise ValueError(
-            f"likelihood {type(algorithm.likelihood).__name__} is for {algorithm.likelihood.task}, the data are for {data.task}; "
-            "build the algorithm with likelihood=" + ("Gaussian(scale=...)" if data.task == "regression" else "Categorical()")
-        )
-    module = algorithm.module(torch.empty(0, dtype=data.train.x.dtype))
-    try:
-        outputs, again = _twice(module, data.train.x[:PROBE].cpu())
-    except (RuntimeError, ValueError, TypeError, IndexError) as error:
-        raise ValueError(f"the model does not take inputs of shape {data.inputs} ({error}); {_remedy(str(error))}") from error
-    if not isinstance(outputs, Tensor):
-        raise TypeError(
-            f"the model {type(algorithm.model).__name__} returns a {type(outputs).__name__}, not a tensor of outputs; let forward return "
-            "the logits, or wrap a model of Hugging Face by bf.models.logits(model)"
-        )
-    if ((outputs - again).abs().max() > 100 * torch.finfo(outputs.dtype).eps * outputs.abs().max()).item():
-        raise ValueError(
-            f"the model {type(algorithm.model).__name__} gives other outputs when it sees the same examples again: its forward draws its "
-            "own randomness (as F.dropout does) or counts, which no seed could repeat; remove that, or pass training=False there"
-        )
-    if isinstance(algorithm.likelihood, Bernoulli) and data.outputs != 2:
-        raise ValueError(f"likelihood Bernoulli is for two classes, the data have {data.outputs}; use Categorical()")
-    wanted = 1 if isinstance(algorithm.likelihood, Bernoulli) else data.outputs
-    if outputs.shape[-1] != wanted:
-        what = "targets" if data.task == "regression" else "classes"
-        raise ValueError(
-            f"the model has {outputs.shape[-1]} outputs, the data {data.outputs} {what}; build the model with outputs={wanted}"
-        )
-
-
-def _remedy(error: str) -> str:
-    """Return what to do about an error of a model's forward, by its message."""
-    if "Long" in error or "Int" in error:
-        return "inputs are cast to floats: let forward begin with x = x.long(), as before an embedding"
-    if "positional argument" in error:
-        return "the model is called with one tensor, model(x): join several inputs to one, and split them in forward"
-    return "build it with inputs=clients.inputs"
-
-
-def _twice(module: torch.nn.Module, x: Tensor) -> tuple[Any, Any]:
-    """Return the outputs of the same examples computed twice, in the mode that training uses; torch's generator is left as it was."""
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(0)
-        return module(x), module(x)

@@ -21,10 +21,10 @@ from bayesfl.engine import Engine
 from bayesfl.evaluation.predictions import Predictions
 from bayesfl.federation.admission import PROTOCOL
 from bayesfl.federation.client import Local, Received, kept_phases
+from bayesfl.federation.fits import check
 from bayesfl.federation.identity import fingerprint
 from bayesfl.federation.predict import of_chunk, scores
 from bayesfl.federation.settings import DTYPES, FEDERATION, METHOD
-from bayesfl.federation.simulation import check
 from bayesfl.flower import records
 from bayesfl.flower.states import States
 

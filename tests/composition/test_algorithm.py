@@ -358,3 +358,13 @@ def test_a_start_that_is_said_twice_is_said_alike():
     made = replace(algorithm(mlp(2, hidden=3, outputs=2), {"w": bf.Block()}), private={"c": 1.0}, reports={"c": 0.0})
     with pytest.raises(ValueError, match=r"`private`.*`reports`"):
         made.rows(made.init(2))
+
+
+def test_a_model_in_double_precision_starts_from_all_its_digits():
+    """In a run of that precision; in single precision from the nearest numbers."""
+    model = mlp(3, hidden=4, outputs=2).double()
+    with torch.no_grad():
+        model.get_parameter("head.bias").fill_(1 / 3)
+    made = bf.algorithms.fedavg(model)
+    assert made.init(1, dtype=torch.float64)["w"]["loc"][-1] == 1 / 3
+    assert made.init(1)["w"]["loc"][-1] == torch.tensor(1 / 3, dtype=torch.float32)

@@ -126,10 +126,10 @@ def tied() -> nn.Module:
 SEEN = [
     (convolution(padding=1, padding_mode="circular"), images(), "Conv2d '0' with padding_mode='circular'"),
     (convolution(padding=1, padding_mode="reflect"), images(), "Conv2d '0' with padding_mode='reflect'"),
-    (hooked(before=False, container=False), vectors(), "Linear '0.0' with forward hooks"),
-    (hooked(before=True, container=False), vectors(), "Linear '0.0' with forward hooks"),
-    (hooked(before=False, container=True), vectors(), "Sequential '0' with forward hooks"),
-    (tied(), vectors(), "parameters that are used in two places"),
+    (hooked(before=False, container=False), vectors(), "Linear '0.0' with hooks"),
+    (hooked(before=True, container=False), vectors(), "Linear '0.0' with hooks"),
+    (hooked(before=False, container=True), vectors(), "Sequential '0' with hooks"),
+    (tied(), vectors(), "parameters used in two places, ['0.weight', '2.weight']"),
 ]
 
 

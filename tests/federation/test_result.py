@@ -80,6 +80,7 @@ def test_other_clients_are_refused(result):
         result.adapt(federation((5,)))
 
 
+@pytest.mark.filterwarnings("ignore:no block of the method covers")
 def test_blocks_draw_apart_for_arviz(result):
     """Two blocks of one client, and one block of two clients, have draws of their own."""
     pytest.importorskip("arviz")

@@ -69,7 +69,6 @@ def test_bernoulli_cohorts_need_no_second_draw(share):
         ({"evaluate_every": 0}, "evaluate_every .*at least 1, got 0"),
         ({"evaluate_every": 1.0}, "evaluate_every .*whole number, got 1.0"),
         ({"rounds": "5"}, r"rounds .*got '5'"),
-        ({"rounds": None}, r"rounds .*got None"),
         ({"rounds": True}, r"rounds .*got True"),
         ({"seed": -1}, r"seed .*0.* got -1"),
         ({"participation": "a"}, r"participation .*got 'a'"),

@@ -8,14 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.testing import assert_close
 
 import bayesfl as bf
 from bayesfl.data import FederatedData
 from bayesfl.federation.errors import CheckpointError
-from bayesfl.likelihoods import Bernoulli, Gaussian
+from bayesfl.likelihoods import Bernoulli
 from tests.cases import federation, run
 
 
@@ -50,29 +49,6 @@ def test_options_are_checked(model, make, words):
         make(model)
 
 
-def test_model_and_data_must_fit(clients, model):
-    """Outputs, inputs and likelihood are compared with the data before training starts."""
-    with pytest.raises(ValueError, match=r"5 outputs.* 3 classes"):
-        bf.simulate(bf.algorithms.fedavg(bf.models.mlp(8, outputs=5)), clients, rounds=1)
-    with pytest.raises(ValueError, match=r"inputs .*\(8,\) \(mat1 .*inputs=clients\.inputs"):
-        bf.simulate(bf.algorithms.fedavg(bf.models.mlp(9, outputs=3)), clients, rounds=1)
-    with pytest.raises(ValueError, match="Gaussian is for regression"):
-        bf.simulate(bf.algorithms.fedavg(model, likelihood=Gaussian()), clients, rounds=1)
-    with pytest.raises(ValueError, match=r"Categorical .*classification.*regression"):
-        bf.simulate(bf.algorithms.fedavg(bf.models.mlp((10,), outputs=1)), bf.data.diabetes(clients=3), rounds=1)
-    with pytest.raises(ValueError, match=r"Bernoulli .*two classes.* 3\b"):
-        bf.simulate(bf.algorithms.fedavg(bf.models.mlp(8, outputs=1), likelihood=Bernoulli()), clients, rounds=1)
-    with pytest.raises(ValueError, match=r"3 outputs.* 1 targets"):
-        bf.simulate(bf.algorithms.fedavg(bf.models.mlp((10,), outputs=3), likelihood=Gaussian()), bf.data.diabetes(clients=3), rounds=1)
-    bare = bf.data.FederatedData(
-        splits={"train": clients.train}, outputs=3, task="classification", inputs=(8,), client_names=clients.client_names,
-        source=clients.source, recipe={},
-    )  # fmt: skip
-    with pytest.raises(ValueError, match="evaluate_every=None"):
-        bf.simulate(bf.algorithms.fedavg(model), bare, rounds=1)
-    assert bf.simulate(bf.algorithms.fedavg(model), bare, rounds=1, evaluate_every=None, progress=False).round == 1
-
-
 def test_what_came_is_named(clients, model, tmp_path):
     """The wrong sort of thing is refused where it comes in, with the argument, its type and the remedy."""
     made = bf.algorithms.fedavg(model)
@@ -98,33 +74,9 @@ def test_what_came_is_named(clients, model, tmp_path):
             call()
 
 
-class Dropping(nn.Module):
-    """Dropout as a function, which no list of layers shows."""
-
-    def __init__(self, p: float) -> None:
-        super().__init__()
-        self.layer, self.p = nn.Linear(8, 3), p
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(F.dropout(x, self.p, training=self.training))
-
-
 def test_the_number_of_rounds_has_no_default(model, clients):
     with pytest.raises(TypeError, match=r"rounds.*rounds=100"):
         bf.simulate(bf.algorithms.fedavg(model), clients)
-
-
-def test_a_forward_that_draws_is_refused(clients):
-    """Equal seeds would give unequal weights; torch's own generator is not moved by the look at it."""
-    options = {"rounds": 1, "evaluate_every": None, "progress": False}
-    drawing, still = [Dropping(0.5), Dropping(0.05)], [Dropping(0.0), Dropping(0.5).eval()]
-    before = torch.get_rng_state()
-    for module in drawing:
-        with pytest.raises(ValueError, match=r"Dropping .*F\.dropout.*training=False"):
-            bf.simulate(bf.algorithms.fedavg(module), clients, **options)
-    for module in still:
-        assert bf.simulate(bf.algorithms.fedavg(module), clients, **options).round == 1
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_history_tells_the_models_apart(clients, model):

@@ -1,6 +1,7 @@
 """What a model may not do in training is refused, by the name of the module that does it."""
 
 import pytest
+import torch
 from torch import nn
 
 from bayesfl.models.purity import refuse_impure
@@ -25,3 +26,15 @@ def test_buffers_that_change_are_refused(layer):
 
 def test_what_repeats_itself_passes():
     refuse_impure(nn.Sequential(nn.Dropout(0.0), nn.InstanceNorm1d(2), nn.GroupNorm(1, 2), nn.LSTM(2, 2)))
+
+
+def test_wrappers_that_hide_the_model_are_refused():
+    """With the remedy: parallel ones, compiled ones, models without numbers, sparse gradients."""
+    with pytest.raises(ValueError, match=r"DataParallel.*model\.module"):
+        refuse_impure(nn.DataParallel(nn.Linear(2, 2)))
+    with pytest.raises(ValueError, match=r"ScriptModule.*before torch\.jit"):
+        refuse_impure(torch.jit.trace(nn.Linear(2, 2), torch.zeros(1, 2)))
+    with pytest.raises(ValueError, match=r"\['weight', 'bias'\].*'meta'"):
+        refuse_impure(nn.Linear(2, 2, device="meta"))
+    with pytest.raises(ValueError, match=r"module '0' \(Embedding\).*sparse=False"):
+        refuse_impure(nn.Sequential(nn.Embedding(4, 2, sparse=True)))

@@ -1,0 +1,118 @@
+"""Checks, before training, that a method's likelihood and model fit the data."""
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bayesfl.base.layout import refuse_changed
+from bayesfl.composition.algorithm import Algorithm
+from bayesfl.data import FederatedData
+from bayesfl.likelihoods import Bernoulli
+
+PROBE = 32  # examples on which the model's outputs are checked
+
+
+def check(algorithm: Algorithm, data: FederatedData) -> None:
+    """Check, before training, that the likelihood and the model's outputs fit the data, and that the model's outputs are reproducible.
+
+    Raises:
+        TypeError: The algorithm's likelihood is no `Likelihood`, or the model's outputs are no tensor.
+        ValueError: The likelihood, the model's inputs or its outputs do not fit the data, or the same inputs give other outputs when
+            repeated; a frozen parameter has changed since; or the likelihood's slope is not its derivative. The message names the remedy.
+    """
+    refuse_changed(algorithm.model)
+    likelihood = algorithm.likelihood
+    missing = [name for name in ("task", "nll", "nll_and_slope", "predictive") if not hasattr(likelihood, name)]
+    if isinstance(likelihood, type) or missing:
+        came = f"the class {likelihood.__name__}" if isinstance(likelihood, type) else type(likelihood).__name__
+        lacks = "" if isinstance(likelihood, type) or len(missing) == 4 else f", which lacks {missing}"
+        raise TypeError(
+            f"likelihood must be a Likelihood, got {came}{lacks}; build the algorithm with one of bayesfl.likelihoods, as "
+            "likelihood=Categorical()"
+        )
+    if algorithm.likelihood.task != data.task:
+        raise ValueError(
+            f"likelihood {type(algorithm.likelihood).__name__} is for {algorithm.likelihood.task}, the data are for {data.task}; "
+            "build the algorithm with likelihood=" + ("Gaussian(scale=...)" if data.task == "regression" else "Categorical()")
+        )
+    module = algorithm.module(torch.empty(0, dtype=data.train.x.dtype))
+    try:
+        outputs, again = _twice(module, data.train.x[:PROBE].cpu())
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        raise ValueError(f"the model does not take inputs of shape {data.inputs} ({error}); {_remedy(str(error))}") from error
+    called = f"the model {type(algorithm.model).__name__}"
+    if not isinstance(outputs, Tensor):
+        raise TypeError(
+            f"{called} returns a {type(outputs).__name__}, not a tensor of outputs; let forward return "
+            "the logits, or wrap a model of Hugging Face by bf.models.logits(model)"
+        )
+    rows = min(PROBE, len(data.train.x))
+    if outputs.dim() != 2 or len(outputs) != rows or not outputs.is_floating_point():
+        raise ValueError(
+            f"{called} returns {outputs.dtype} outputs of shape {list(outputs.shape)} for {rows} examples; they must be floats [N, O], one "
+            "row for each example: leave out a squeeze at the end, or flatten further axes"
+        )
+    if ((outputs - again).abs().max() > 100 * torch.finfo(outputs.dtype).eps * outputs.abs().max()).item():
+        raise ValueError(
+            f"{called} gives other outputs when it sees the same examples again: its forward draws its "
+            "own randomness (as F.dropout does) or counts, which no seed could repeat; remove that, or pass training=False there"
+        )
+    if isinstance(algorithm.likelihood, Bernoulli) and data.outputs != 2:
+        raise ValueError(f"likelihood Bernoulli is for two classes, the data have {data.outputs}; use Categorical()")
+    wanted = 1 if isinstance(algorithm.likelihood, Bernoulli) else data.outputs
+    if outputs.shape[-1] != wanted:
+        what = "targets" if data.task == "regression" else "classes"
+        raise ValueError(
+            f"the model has {outputs.shape[-1]} outputs, the data {data.outputs} {what}; build the model with outputs={wanted}"
+        )
+
+    _check_slope(likelihood, outputs.double(), data.train.y[: len(outputs)].cpu())
+    covered = {name for block in algorithm.blocks for name in algorithm.layout(block).names}
+    if idle := [name for name, p in algorithm.model.named_parameters() if p.requires_grad and name not in covered]:
+        warnings.warn(
+            f"no block of the method covers the parameters {idle[:5]} ({len(idle)} in all), so they stay as they are; freeze them "
+            "(requires_grad=False) if that is meant, else rename them or widen a block's pattern",
+            stacklevel=3,
+        )
+
+
+def _check_slope(likelihood: Any, outputs: Tensor, y: Tensor) -> None:
+    """Check on some examples that `nll_and_slope` is `nll` and its derivative, as it is not where a subclass overrides one of the two.
+
+    Raises:
+        ValueError: The two differ.
+    """
+    with torch.enable_grad():
+        at = outputs.detach().requires_grad_()
+        y = y.to(outputs) if y.is_floating_point() else y
+        nll = likelihood.nll(at, y)
+        if not nll.requires_grad:
+            return
+        (wanted,) = torch.autograd.grad(nll.sum(), at)
+    losses, slope = likelihood.nll_and_slope(outputs.detach(), y)
+    scale = 1 + wanted.abs().max()
+    if not (torch.allclose(losses, nll.detach(), rtol=1e-4, atol=1e-6) and bool(((slope - wanted).abs() <= 1e-4 * scale).all())):
+        raise ValueError(
+            f"likelihood {type(likelihood).__name__}: nll_and_slope is not nll and its derivative at the model's outputs (slopes differ by "
+            f"up to {float((slope - wanted).abs().max()):.3g}); override both in a subclass, or mend the slope"
+        )
+
+
+def _remedy(error: str) -> str:
+    """Return what to do about an error of a model's forward, by its message."""
+    if "Long" in error or "Int" in error:
+        return "inputs are cast to floats: let forward begin with x = x.long(), as before an embedding"
+    if "padding token" in error:
+        return "set model.config.pad_token_id, the token that fills rows up"
+    if "positional argument" in error:
+        return "the model is called with one tensor, model(x): join several inputs to one, and split them in forward"
+    return "build it with inputs=clients.inputs"
+
+
+def _twice(module: torch.nn.Module, x: Tensor) -> tuple[Any, Any]:
+    """Return the outputs of the same examples computed twice, in the mode that training uses; torch's generator is left as it was."""
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        return module(x), module(x)

@@ -1,0 +1,207 @@
+"""Method, model and data are compared before training starts."""
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import bayesfl as bf
+from bayesfl.data import FederatedData
+from bayesfl.likelihoods import Bernoulli, Categorical, Gaussian
+
+ONCE: dict[str, Any] = {"rounds": 1, "evaluate_every": None, "progress": False}
+
+
+def test_model_and_data_must_fit(clients, model):
+    """Outputs, inputs and likelihood are compared with the data before training starts."""
+    with pytest.raises(ValueError, match=r"5 outputs.* 3 classes"):
+        bf.simulate(bf.algorithms.fedavg(bf.models.mlp(8, outputs=5)), clients, rounds=1)
+    with pytest.raises(ValueError, match=r"inputs .*\(8,\) \(mat1 .*inputs=clients\.inputs"):
+        bf.simulate(bf.algorithms.fedavg(bf.models.mlp(9, outputs=3)), clients, rounds=1)
+    with pytest.raises(ValueError, match="Gaussian is for regression"):
+        bf.simulate(bf.algorithms.fedavg(model, likelihood=Gaussian()), clients, rounds=1)
+    with pytest.raises(ValueError, match=r"Categorical .*classification.*regression"):
+        bf.simulate(bf.algorithms.fedavg(bf.models.mlp((10,), outputs=1)), bf.data.diabetes(clients=3), rounds=1)
+    with pytest.raises(ValueError, match=r"Bernoulli .*two classes.* 3\b"):
+        bf.simulate(bf.algorithms.fedavg(bf.models.mlp(8, outputs=1), likelihood=Bernoulli()), clients, rounds=1)
+    with pytest.raises(ValueError, match=r"3 outputs.* 1 targets"):
+        bf.simulate(bf.algorithms.fedavg(bf.models.mlp((10,), outputs=3), likelihood=Gaussian()), bf.data.diabetes(clients=3), rounds=1)
+    bare = bf.data.FederatedData(
+        splits={"train": clients.train}, outputs=3, task="classification", inputs=(8,), client_names=clients.client_names,
+        source=clients.source, recipe={},
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="evaluate_every=None"):
+        bf.simulate(bf.algorithms.fedavg(model), bare, rounds=1)
+    assert bf.simulate(bf.algorithms.fedavg(model), bare, rounds=1, evaluate_every=None, progress=False).round == 1
+
+
+class Dropping(nn.Module):
+    """Dropout as a function, which no list of layers shows."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.layer, self.p = nn.Linear(8, 3), p
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(F.dropout(x, self.p, training=self.training))
+
+
+def test_a_forward_that_draws_is_refused(clients):
+    """Equal seeds would give unequal weights; torch's own generator is not moved by the look at it."""
+    options = {"rounds": 1, "evaluate_every": None, "progress": False}
+    drawing, still = [Dropping(0.5), Dropping(0.05)], [Dropping(0.0), Dropping(0.5).eval()]
+    before = torch.get_rng_state()
+    for module in drawing:
+        with pytest.raises(ValueError, match=r"Dropping .*F\.dropout.*training=False"):
+            bf.simulate(bf.algorithms.fedavg(module), clients, **options)
+    for module in still:
+        assert bf.simulate(bf.algorithms.fedavg(module), clients, **options).round == 1
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+class Shaped(nn.Module):
+    """Three outputs of a linear layer, in another shape or type."""
+
+    def __init__(self, change: Any) -> None:
+        super().__init__()
+        self.layer, self.change = nn.Linear(8, 3), change
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.change(self.layer(x))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t: t[:, :, None, None], r"shape \[32, 3, 1, 1\]"),
+        (lambda t: t[:, None], r"shape \[32, 1, 3\]"),
+        (lambda t: t[:, 0], r"shape \[32\].*squeeze"),
+        (lambda t: t[:1], r"shape \[1, 3\] for 32"),
+        (lambda t: t.sum(), r"shape \[\]"),
+        (lambda t: t.long(), r"torch.int64"),
+    ],
+)
+def test_outputs_of_another_shape_or_type_are_refused(clients: FederatedData, change: Any, words: str):
+    with pytest.raises(ValueError, match=rf"Shaped returns .*{words}"):
+        bf.simulate(bf.algorithms.fedavg(Shaped(change)), clients, **ONCE)
+
+
+class Focal(Categorical):
+    """Another loss, with the slope of the old one."""
+
+    def nll(self, outputs: Tensor, y: Tensor) -> Tensor:
+        plain = super().nll(outputs, y)
+        return (1 - (-plain).exp()).square() * plain
+
+
+class Huber(Gaussian):
+    def nll(self, outputs: Tensor, y: Tensor) -> Tensor:
+        return F.huber_loss(outputs.squeeze(-1), y, reduction="none")
+
+
+@dataclass(frozen=True)
+class Bent(Categorical):
+    """The right loss, with a slope that is a hundredth too large."""
+
+    def nll_and_slope(self, outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        losses, slope = super().nll_and_slope(outputs, y)
+        return losses, 1.01 * slope
+
+
+class Whole(Focal):
+    """Both overridden, by autograd."""
+
+    def nll_and_slope(self, outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.enable_grad():
+            at = outputs.detach().requires_grad_()
+            losses = self.nll(at, y)
+            return losses.detach(), torch.autograd.grad(losses.sum(), at)[0]
+
+
+def test_a_likelihood_whose_slope_is_not_its_derivative_is_refused(model, clients: FederatedData):
+    """As of a subclass that overrides one of the two: kernels use either, and would train on different losses."""
+    for likelihood in (Focal(), Bent()):
+        with pytest.raises(ValueError, match=rf"{type(likelihood).__name__}: nll_and_slope"):
+            bf.simulate(bf.algorithms.fedavg(model, likelihood=likelihood), clients, **ONCE)
+    with pytest.raises(ValueError, match=r"Huber: nll_and_slope"):
+        bf.simulate(bf.algorithms.fedavg(bf.models.mlp((10,), outputs=1), likelihood=Huber(1.0)), bf.data.diabetes(clients=3), **ONCE)
+    found = [
+        bf.simulate(bf.algorithms.fedavg(model, likelihood=Whole()), clients, engine=bf.Engine(k), **ONCE) for k in ("auto", "reference")
+    ]
+    torch.testing.assert_close(found[0].server, found[1].server)
+
+
+@pytest.mark.parametrize("likelihood", [Categorical(), Categorical(weights=(1.0, 2.0, 0.5), smoothing=0.1)])
+def test_the_librarys_own_likelihoods_pass(model, clients: FederatedData, likelihood: Any):
+    assert bf.simulate(bf.algorithms.fedavg(model, likelihood=likelihood), clients, **ONCE).round == 1
+
+
+class Necked(bf.models.SplitModel):
+    """A layer that is in neither of the two parts."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(8, 4), nn.Linear(4, 3))
+        self.neck = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.neck(self.body(x)))
+
+
+def test_parameters_in_no_block_are_named(clients: FederatedData):
+    """They are never trained: a warning says so, unless they are frozen."""
+    with pytest.warns(UserWarning, match=r"'neck.weight', 'neck.bias'.*2 in all.*requires_grad=False"):
+        bf.simulate(bf.algorithms.fedper(Necked()), clients, **ONCE)
+    frozen = Necked()
+    frozen.neck.requires_grad_(False)
+    assert bf.simulate(bf.algorithms.fedper(frozen), clients, **ONCE).round == 1
+    assert bf.simulate(bf.algorithms.fedavg(Necked()), clients, **ONCE).round == 1
+
+
+def test_frozen_parameters_that_changed_since_are_refused(clients: FederatedData, tmp_path):
+    """They share memory with the user's module: results made before would silently change. A method made anew is another one."""
+    model = bf.models.mlp(8, hidden=4, outputs=3)
+    model.get_submodule("body").requires_grad_(False)
+    method = bf.algorithms.fedavg(model, epochs=1)
+    result = bf.simulate(method, clients, **ONCE)
+    one = result.client(0)
+    model.load_state_dict(bf.models.mlp(8, hidden=4, outputs=3, seed=1).state_dict())
+    for use in (
+        lambda: bf.simulate(method, clients, **ONCE),
+        result.predict,
+        lambda: result.adapt(clients),
+        lambda: result.save(tmp_path),
+        lambda: result.client(1),
+        result.model,
+        lambda: one.predict(torch.zeros(1, 8)),
+    ):
+        with pytest.raises(ValueError, match=r"\['body.0.weight', 'body.0.bias'\].*copy\.deepcopy"):
+            use()
+    assert bf.simulate(bf.algorithms.fedavg(model, epochs=1), clients, **ONCE).round == 1
+    apart = bf.algorithms.fedavg(copy.deepcopy(model), epochs=1)
+    with torch.no_grad():
+        model.get_parameter("body.0.bias").add_(1.0)
+    assert bf.simulate(apart, clients, **ONCE).round == 1
+
+
+def test_a_frozen_embedding_with_max_norm_is_left_alone():
+    """Torch rescales its rows whenever they are read: those of a copy."""
+
+    class Reader(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.fc = nn.Embedding(20, 4, max_norm=0.5), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(self.table(x.long()).mean(1))
+
+    model = Reader()
+    model.table.requires_grad_(False)
+    before = model.table.weight.clone()
+    data = bf.data.from_arrays(torch.randint(0, 20, (40, 5)), torch.arange(40) % 2, client_ids=[0, 1] * 20)
+    result = bf.simulate(bf.algorithms.fedavg(model, epochs=1), data, rounds=2, progress=False)
+    assert torch.equal(model.table.weight, before)
+    assert result.predict().probs is not None
