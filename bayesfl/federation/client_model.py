@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from bayesfl.base.checks import instance, number, whole
@@ -222,6 +222,24 @@ def module_at(algorithm: Algorithm, parts: tuple[str, ...], view: View) -> nn.Mo
         for name in algorithm.layout(part).names:
             network.get_parameter(name).requires_grad_(True)
     return network.eval()
+
+
+def server_module(algorithm: Algorithm, server: Server, like: Tensor) -> nn.Module:
+    """Return the server's network at the means of its beliefs, as a module of its own in evaluation mode.
+
+    Args:
+        algorithm: The method.
+        server: The server's state.
+        like: A number in the precision and on the device of the state.
+
+    Raises:
+        ValueError: The server holds no whole network, or several.
+    """
+    if (parts := algorithm.shared_parts()) is None:
+        private = [name for name in algorithm.parts if algorithm.blocks[name].private]
+        what = f"blocks {private} stay with the clients" if private else "the clients' networks are mixtures of several"
+        raise ValueError(f"the server holds no whole network: {what}; take a client's own, result.client(name).model()")
+    return module_at(algorithm, parts, {name: algorithm.centre(name, server) for name in parts} | {"n": like})
 
 
 def of_client(

@@ -22,7 +22,7 @@ from bayesfl.evaluation.history import History
 from bayesfl.evaluation.predictions import Predictions
 from bayesfl.federation import checkpoint, predict
 from bayesfl.federation.client import Local, State, private_rows
-from bayesfl.federation.client_model import ClientModel, check_file_names, module_at, needs_data, of_client
+from bayesfl.federation.client_model import ClientModel, check_file_names, needs_data, of_client, server_module
 from bayesfl.federation.identity import identity
 from bayesfl.federation.settings import FEDERATION, Settings, name_of
 
@@ -247,12 +247,7 @@ class Result:
         Raises:
             ValueError: The server holds no whole network, or several.
         """
-        if (parts := self.algorithm.shared_parts()) is None:
-            private = [name for name in self.algorithm.parts if self.algorithm.blocks[name].private]
-            what = f"blocks {private} stay with the clients" if private else "the clients' networks are mixtures of several"
-            raise ValueError(f"the server holds no whole network: {what}; take a client's own, result.client(name).model()")
-        view: View = {name: self.algorithm.centre(name, self.server) for name in parts}
-        return module_at(self.algorithm, parts, view | {"n": torch.ones((), dtype=self.dtype, device=self.device)})
+        return server_module(self.algorithm, self.server, torch.ones((), dtype=self.dtype, device=self.device))
 
     def to_arviz(self, client: int | str, block: str, *, draws: int = 1000) -> Any:
         """Draw from a client's posterior of a block, as ArviZ's InferenceData with one variable for each parameter, [chain, draw, ...].

@@ -1,5 +1,6 @@
 """The client's side of a federation over Flower: an algorithm's local work in answer to messages, on data that stay with the client."""
 
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,13 +21,16 @@ from bayesfl.data import ClientData, FederatedData
 from bayesfl.engine import Engine
 from bayesfl.evaluation.predictions import Predictions
 from bayesfl.federation.admission import PROTOCOL
-from bayesfl.federation.client import Local, Received, kept_phases
+from bayesfl.federation.client import Done, Local, Received, kept_phases
+from bayesfl.federation.client_model import of_client
 from bayesfl.federation.fits import check
 from bayesfl.federation.identity import fingerprint
 from bayesfl.federation.predict import of_chunk, scores
 from bayesfl.federation.settings import DTYPES, FEDERATION, METHOD
 from bayesfl.flower import records
 from bayesfl.flower.states import States
+
+log = logging.getLogger(__name__)
 
 
 class Refused(RuntimeError):
@@ -40,6 +44,7 @@ def client_app(
     state_dir: str | os.PathLike[str] | None = None,
     engine: Engine | None = None,
     device: torch.device | str = "cpu",
+    share_measures: bool = False,
 ) -> ClientApp:
     """Make a Flower ClientApp that does an algorithm's local work.
 
@@ -48,19 +53,23 @@ def client_app(
     Args:
         algorithm: The method, with the same options as the server's.
         load_data: Function from the context to the data of this one client, whose splits must be the same each time.
-        state_dir: Folder in which the client keeps its private state, one small file for each round, and the predictions on its test data;
-            None for the node's `state-dir`. Only this client should be able to read it.
+        state_dir: Folder in which the client keeps its private state, one small file for each round, and at the end its own model, which
+            `bayesfl.load_client(state_dir, algorithm)` reads, and the predictions on its test data; None for the node's `state-dir`. Only
+            this client should be able to read it.
         engine: How the client computes; it changes only speed and rounding. None for `Engine()`.
         device: The device that computes.
+        share_measures: Whether the server may keep this client's measures as such; otherwise it keeps their means over clients alone. The
+            node's `share-measures=true` says the same.
 
     Raises:
-        TypeError: `algorithm` is no `Algorithm`.
+        TypeError: `algorithm` is no `Algorithm`, or `share_measures` no truth value.
     """
     instance("algorithm", algorithm, Algorithm, METHOD)
+    instance("share_measures", share_measures, bool, "pass True or False")
     app, engine = ClientApp(), engine or Engine()
 
     def here(context: Context) -> "_Client":
-        return _Client.of(algorithm, load_data, context, state_dir, engine, torch.device(device))
+        return _Client.of(algorithm, load_data, context, state_dir, engine, torch.device(device), share_measures)
 
     @app.query()
     def hello(message: Message, context: Context) -> Message:
@@ -172,6 +181,7 @@ class _Client:
         folder: The folder of its states.
         engine: How it computes.
         device: The device that computes.
+        shares: Whether the server may keep its measures as such.
     """
 
     id: int
@@ -180,6 +190,7 @@ class _Client:
     folder: str | os.PathLike[str]
     engine: Engine
     device: torch.device
+    shares: bool
 
     @classmethod
     def of(
@@ -190,6 +201,7 @@ class _Client:
         state_dir: str | os.PathLike[str] | None,
         engine: Engine,
         device: torch.device,
+        share_measures: bool,
     ) -> "_Client":
         """Make the client that a node's configuration names.
 
@@ -211,7 +223,7 @@ class _Client:
         instance("what load_data returns", data, FederatedData, FEDERATION)
         if data.clients != 1:
             raise Refused(f"load_data must return the data of one client, got {data.clients}; data.select([{id}]) takes one of many")
-        return cls(id, algorithm, data, folder, engine, device)
+        return cls(id, algorithm, data, folder, engine, device, share_measures or node.get("share-measures") is True)
 
     def examples(self, split: str) -> int:
         """Return the number of examples in a split, 0 if there is no such split."""
@@ -261,11 +273,12 @@ class _Client:
         return RecordDict({"scores": record, "config": ConfigRecord({"digest": digest})})
 
     def evaluate(self, order: _Order) -> RecordDict:
-        """Predict the client's test data, and store the predictions in its folder; the reply has the measures alone."""
+        """Store the client's own model in its folder, and the predictions of its test data; the reply has the measures alone."""
         measures: dict[str, float] = {}
+        local, value = self._local(order), None if np.isnan(order.value) else order.value
+        done = local.finetuned(self._ids, self._received(order), order.round)
+        self._keep_model(order, local, done, value)
         if self.examples("test"):
-            local, value = self._local(order), None if np.isnan(order.value) else order.value
-            done = local.finetuned(self._ids, self._received(order), order.round)
             (parts,) = of_chunk(local, done, [self._split("test", order)], round=order.round, draws=None, value=value)
             ((_, found),) = parts
             found = {name: t.cpu() for name, t in found.items()}
@@ -273,7 +286,19 @@ class _Client:
             predictions = Predictions(mask=torch.ones(1, self.examples("test"), dtype=torch.bool), **found)
             summary = predictions.summary(self._of_one("test", order).to("cpu"))
             measures = {name: summary[name] for name in records.MEASURES if np.isfinite(summary.get(name, np.nan))}
-        return RecordDict({"metrics": MetricRecord(dict(measures))})
+        return RecordDict({"metrics": MetricRecord(dict(measures)), "config": ConfigRecord({"share": self.shares})})
+
+    def _keep_model(self, order: _Order, local: Local, done: Done, value: float | None) -> None:
+        """Store the client's own model, which `bayesfl.load_client` reads; at its means where its covariance would take too much."""
+        view, train = tree_map(lambda t: t[0].clone(), done.views), dict(zip("xy", local.train.client(self.id), strict=True))
+        about: dict[str, Any] = {"name": self.data.client_names[0], "client": self.id, "data": self.data, "round": order.round}
+        made = of_client(self.algorithm, done.given, view, train, seed=order.seed, value=value, **about)
+        folder = self._states(order.experiment).folder
+        try:
+            made.save(folder)
+        except ValueError as error:
+            log.warning("the model of this client is stored at the means of its beliefs alone: %s", error)
+            made.save(folder, plug_in=True)
 
     @property
     def _ids(self) -> np.ndarray:

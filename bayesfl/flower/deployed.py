@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from bayesfl.base.checks import instance, whole
+from bayesfl.base.checks import instance, number, whole
 from bayesfl.base.protocols import Server, View
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.evaluation.history import History
 from bayesfl.federation import checkpoint
+from bayesfl.federation.client_model import server_module
 from bayesfl.federation.identity import check_method, identity
 from bayesfl.federation.saved import check_state
 from bayesfl.federation.settings import DTYPES, METHOD, Settings, name_of
@@ -35,6 +37,7 @@ class Deployed:
         base: For each client the name of its last state that was taken, such as `000004-1f6f0c9a`; empty for the initial one.
         history: One row for each round; the last one has the measures of the final evaluation, too.
         dtype: The precision of the state.
+        measures: {client: {measure: number}} of the final evaluation, of the clients that share theirs.
     """
 
     algorithm: Algorithm
@@ -47,11 +50,25 @@ class Deployed:
     base: tuple[str, ...]
     history: History = field(default_factory=History)
     dtype: torch.dtype = torch.float32
+    measures: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return f"Deployed({self.clients} clients, round {self.round} of {self.settings.rounds}; {self.history})"
 
     @property
     def clients(self) -> int:
         """Return the number of clients J."""
         return len(self.base)
+
+    def model(self) -> nn.Module:
+        """Return the server's network at the means of its beliefs: a module of its own, in evaluation mode.
+
+        Each client's own model is on its node, where `bayesfl.load_client` reads it.
+
+        Raises:
+            ValueError: The server holds no whole network, or several.
+        """
+        return server_module(self.algorithm, self.server, torch.ones((), dtype=self.dtype))
 
 
 def load(folder: str | os.PathLike[str], algorithm: Algorithm) -> Deployed:
@@ -104,6 +121,7 @@ def write(folder: str | os.PathLike[str], state: Deployed, keys: Mapping[int, st
         "keys": keys,
         "counts": counts,
         "history": state.history.rows,
+        "measures": state.measures,
         "algorithm": identity(state.algorithm),
     }
     checkpoint.write_round(folder, state.round, meta, {"server": state.server, "start": state.start})
@@ -133,6 +151,7 @@ def read(folder: str | os.PathLike[str], algorithm: Algorithm) -> tuple[Deployed
             base,
             History.read(meta["history"]),
             DTYPES[meta["dtype"]],
+            _measures(meta.get("measures", {})),
         )
         if not (EXPERIMENT.fullmatch(state.experiment) and state.sessions and all(map(SESSION.fullmatch, state.sessions))):
             raise ValueError("experiment and sessions must be names")
@@ -172,6 +191,17 @@ def bases(folder: str | os.PathLike[str], clients: int) -> dict[int, tuple[str, 
             if len(base := _names(meta["base"])) == clients:
                 found[checkpoint.round_of(file)] = base
     return found
+
+
+def _measures(found: Any) -> dict[int, dict[str, float]]:
+    """Return the clients' measures in a checkpoint.
+
+    Raises:
+        ValueError: `found` is no mapping from clients to numbers by name.
+    """
+    if not isinstance(found, Mapping) or not all(isinstance(row, Mapping) for row in found.values()):
+        raise ValueError("measures must be numbers of each client by name")
+    return {whole("client", int(client), least=0): {str(k): number(str(k), v) for k, v in row.items()} for client, row in found.items()}
 
 
 def _names(base: Any) -> tuple[str, ...]:

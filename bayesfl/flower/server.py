@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from flwr.app import Context
+from flwr.app import Context, RecordDict
 from flwr.serverapp import Grid, ServerApp
 
 from bayesfl.base.checks import instance, number, whole
@@ -203,6 +203,7 @@ class _Run:
                 log.warning("nothing is predicted: %s", error)
                 return state
         found: dict[str, list[float]] = {}
+        each: dict[int, dict[str, float]] = {}
         told = orders(state, np.arange(state.clients), set(), self.kept.values(), value=value, tolerant=self.admission.skips)
         for client, reply in self.network.ask("evaluate", told, group="evaluate"):
             if isinstance(reply, Failure):
@@ -211,11 +212,14 @@ class _Run:
             for name in records.MEASURES:
                 if (measured := measure(reply, name)) is not None:
                     found.setdefault(f"personal_{name}", []).append(measured)
+                    if _shares(reply):
+                        each.setdefault(client, {})[name] = measured
         if found:
             last = state.history.rows[-1]
             last |= {name: float(np.mean(values)) for name, values in found.items()} | {"evaluated": max(map(len, found.values()))}
             last |= {} if np.isnan(value) else {"tuned": value}
             log.info("evaluation: %s", ", ".join(f"{k} {v:.4g}" for k, v in last.items() if k.startswith("personal_")))
+            state = replace(state, measures=dict(sorted(each.items())))
             self._save(state)
         return state
 
@@ -255,3 +259,11 @@ class _Run:
             return
         deployed.write(self.folder, state, self.network.roster.keys, self.network.roster.counts)
         self.kept = dict(sorted((self.kept | {state.round: state.base}).items())[-KEPT:])
+
+
+def _shares(reply: RecordDict) -> bool:
+    """Say whether a client agrees that its measures are kept as such."""
+    try:
+        return records.setting(reply, "share", bool)
+    except records.RecordError:
+        return False

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from bayesfl.federation import checkpoint
 from bayesfl.federation.faults import KINDS, Fault
 from bayesfl.federation.predict import choose as chosen
 from bayesfl.federation.settings import Settings
-from bayesfl.flower import BadClients, Deployed, load, records, serve, server_app
+from bayesfl.flower import BadClients, Deployed, client_app, load, records, serve, server_app
 from tests.cases import CASES, Case, burst_by_fine_tuning, federation
 from tests.flower.grid import LocalGrid
 from tests.flower.made import OPTIONS, Killed, asked, assert_same, changed, deploy, grid_of, method, packed, private, simulated, tuned
@@ -50,8 +51,43 @@ def test_a_deployment_is_the_simulation(
     expected = told.predict()
     for client in range(clients.clients):
         assert_close(predictions(found, tmp_path, client)["probs"], expected.client(client).probs, atol=1e-6, rtol=0)
+        own, (x, _) = bf.load_client(tmp_path / f"node-{100 + client}", algorithm), clients.test.client(client)
+        assert own.name == f"client {client}"
+        assert_close(own.predict(x).probs, expected.client(client).probs, atol=1e-6, rtol=0)
     row = found.history.rows[-1]
     assert row["personal_accuracy"] == pytest.approx(expected.summary(clients.test)["accuracy"], abs=1e-12)
+
+
+def test_nodes_without_test_rows_have_their_model_too(model: nn.Module, clients: FederatedData, tmp_path: Path):
+    """It is written before the predictions, which they lack; the server knows its network as the simulation does."""
+    bare = replace(clients, splits={"train": clients.train})
+    algorithm = bf.algorithms.ditto(model, epochs=1, batch_size=10)
+    told = bf.simulate(algorithm, bare, evaluate_every=None, progress=False, **OPTIONS)
+    found = deploy(algorithm, bare, tmp_path)
+    x, _ = clients.test.client(3)
+    own = bf.load_client(tmp_path / "node-103", algorithm)
+    assert_close(own.predict(x).probs, told.client(3).predict(x).probs, atol=1e-6, rtol=0)
+    assert_close(found.model()(x.double()), told.model()(x.double()), atol=1e-6, rtol=0)
+    assert "personal_accuracy" not in found.history.columns
+    assert found.measures == {}
+
+
+def test_measures_of_clients_that_share_them(model: nn.Module, clients: FederatedData, tmp_path: Path):
+    """Of those alone, by an option of the app or by the node's configuration; they are in the checkpoint. Else the means are all."""
+    algorithm = bf.algorithms.fedavg(model, epochs=1, batch_size=10)
+
+    def data_of(context: Any) -> FederatedData:
+        return clients.select([int(context.node_config["client-id"])])
+
+    apps = [client_app(algorithm, data_of, engine=bf.Engine(workers=1), share_measures=client in (1, 4)) for client in range(7)]
+    grid = LocalGrid({100 + client: app for client, app in enumerate(apps)}, tmp_path)
+    found = deploy(algorithm, clients, tmp_path, grid, rounds=1, checkpoint=tmp_path / "server")
+    told = bf.simulate(algorithm, clients, progress=False, **{**OPTIONS, "rounds": 1})
+    assert list(found.measures) == [1, 4]
+    alone = told.predict().client(4).probs.argmax(-1) == clients.test.client(4)[1]
+    assert found.measures[4]["accuracy"] == pytest.approx(alone.double().mean().item())
+    assert found.history["evaluated"][-1] == 7
+    assert load(tmp_path / "server", algorithm).measures == found.measures
 
 
 @pytest.mark.parametrize("every", [1, 2])
