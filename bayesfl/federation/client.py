@@ -152,19 +152,28 @@ class Local:
         sent = [t for key, t in flatten(given).items() if isinstance(t, Tensor) and key.split(".")[0] not in frozen]
         return clients * sum(t.nbytes for t in sent) + sum(t.nbytes for t in tree_leaves(addressed))
 
-    def everyone(self) -> list[np.ndarray]:
-        """Return the ids of all clients, split into chunks."""
+    def chunked(self, ids: np.ndarray | None = None) -> list[np.ndarray]:
+        """Return the ids of some clients, or of all, split into chunks."""
         size = self.engine.chunk_size(self.train.clients, self.algorithm, self.train.x.device)
-        return chunks(np.arange(self.train.clients), self.train.counts, size)
+        return chunks(np.arange(self.train.clients) if ids is None else ids, self.train.counts, size)
 
-    def adapt(self, state: State, crew: Crew) -> None:
+    def adapt(self, state: State, crew: Crew, *, ids: np.ndarray | None = None) -> None:
         """Run the adaptation phases of clients never seen in training, and write their new state into `state.private`.
+
+        Args:
+            state: The federation's state.
+            crew: The threads that compute.
+            ids: The clients; None for all.
 
         Raises:
             DivergenceError: A client's state is no longer finite, whether that is tolerated elsewhere or not.
         """
         strict = replace(self, tolerant=False)
-        for done in crew.over(self.everyone(), lambda ids: strict.run(Stage.ADAPT, ids, state.received(self.algorithm, ids), state.round)):
+
+        def work(some: np.ndarray) -> Done:
+            return strict.run(Stage.ADAPT, some, state.received(self.algorithm, some), state.round)
+
+        for done in crew.over(self.chunked(ids), work):
             write_rows(state.private, done.ids, done.views)
 
     def finetuned(self, ids: np.ndarray, received: Received, round: int) -> Done:

@@ -51,7 +51,7 @@ def personal(
         return of_chunk(local, done, splits, round=state.round, draws=draws, value=value)
 
     collectors = [Collector(split) for split in splits]
-    for found in crew.over(local.everyone(), work):
+    for found in crew.over(local.chunked(), work):
         for collector, parts in zip(collectors, found, strict=True):
             for ids, part in parts:
                 collector.add(ids, part)
@@ -239,7 +239,7 @@ def tune(local: Local, state: State, data: FederatedData, crew: Crew) -> float |
         done = local.finetuned(ids, state.received(local.algorithm, ids), state.round)
         return scores(local, done, data.validation)
 
-    total = torch.stack(list(crew.over(local.everyone(), work))).sum(0)
+    total = torch.stack(list(crew.over(local.chunked(), work))).sum(0)
     return choose(predictor, total, int(data.validation.counts.sum()))
 
 

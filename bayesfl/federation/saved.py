@@ -42,11 +42,28 @@ def load(
         CheckpointError: The folder holds no run, or one that is damaged or was made with another method or on other data; or an earlier
             version wrote it, which can only be loaded with data.
     """
-    if clients is None:
-        instance("algorithm", algorithm, Algorithm, METHOD)
-    else:
+    if clients is not None:
         of_a_run(algorithm, clients)
-    device = present(device)
+    result, made_with, made_on = _read(path, algorithm, clients, present(device))
+    _check_same(f"{str(path)!r}", made_with, made_on, algorithm, result.known)
+    return _checked(path, result)
+
+
+def opened(path: str | os.PathLike[str], algorithm: Algorithm, device: torch.device) -> Result:
+    """Open a saved run whose state has the shapes of this method, which may have other options than the one that made it.
+
+    Raises:
+        TypeError: `algorithm` is no `Algorithm`.
+        CheckpointError: The folder holds no run, or one that is damaged or of another shape.
+    """
+    return _checked(path, _read(path, algorithm, None, device)[0])
+
+
+def _read(
+    path: str | os.PathLike[str], algorithm: Algorithm, clients: FederatedData | None, device: torch.device
+) -> tuple[Result, dict[str, Any], str]:
+    """Return a saved run as its file has it, the identity of the method that made it, and the hash of its data."""
+    instance("algorithm", algorithm, Algorithm, METHOD)
     meta, state = checkpoint.read(path, device)
     if clients is None and "clients" not in meta:
         raise CheckpointError(f"{str(path)!r} does not say who its clients are, as an earlier version wrote it; pass their data, too")
@@ -74,10 +91,13 @@ def load(
             raise ValueError(f"round {result.round} of {result.settings.rounds} with a history of {len(result.history)}")
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise CheckpointError(f"{str(path)!r} is no saved run of this version: {type(error).__name__}, {error}") from error
-    _check_same(f"{str(path)!r}", made_with, made_on, algorithm, known)
-    check_state(
-        str(path), algorithm, result.server, result.private, clients=known.clients, dtype=result.dtype, stacked=True, novel=result.novel
-    )
+    return result, made_with, made_on
+
+
+def _checked(path: str | os.PathLike[str], result: Result) -> Result:
+    """Return a saved run if its state has the shapes of its method."""
+    about = {"clients": result.known.clients, "dtype": result.dtype, "stacked": True, "novel": result.novel}
+    check_state(str(path), result.algorithm, result.server, result.private, **about)
     return result
 
 

@@ -4,6 +4,7 @@ import os
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch.utils._pytree import tree_map
 
@@ -15,7 +16,7 @@ from bayesfl.engine import Engine
 from bayesfl.engine.crew import Crew
 from bayesfl.evaluation.history import History
 from bayesfl.evaluation.predictions import Collector
-from bayesfl.federation import predict
+from bayesfl.federation import predict, warm
 from bayesfl.federation.admission import Admission, attempts
 from bayesfl.federation.checkpoint import claim, held, newest
 from bayesfl.federation.client import Local, State, private_rows, touched
@@ -44,6 +45,7 @@ def simulate(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     resume: "Result | str | os.PathLike[str] | bool | None" = None,
+    start: "Result | str | os.PathLike[str] | None" = None,
     checkpoint: str | os.PathLike[str] | None = None,
     every: int = 1,
     admission: Admission | None = None,
@@ -68,6 +70,9 @@ def simulate(
         resume: A result, or the folder of a saved one or of checkpoints, from which the run continues bit for bit; a result of `adapt`
             cannot be resumed. True: continue from the newest undamaged checkpoint in `checkpoint`, or start anew if there is none, so that
             one command can be repeated. None or False: start anew.
+        start: A result, or the folder of a saved run, from whose state this run begins: next month's rows, further clients, another
+            learning rate. Clients are matched by name and go on with their private state; new ones begin as in `Result.adapt`. The state
+            must have the shapes of this method. Rounds are counted anew. None for the method's own start.
         checkpoint: A folder for checkpoints of this run. The two newest are kept; an interruption never leaves a partly written one.
         every: Rounds between checkpoints; a checkpoint is always written after the last round.
         admission: Which replies are taken, and what happens to a round with too few. None for `Admission("skip")` if there are `faults`,
@@ -122,6 +127,8 @@ def simulate(
     whole("every", every, least=1)
     if checkpoint is not None and (not isinstance(checkpoint, str | os.PathLike) or not os.fspath(checkpoint)):
         raise ValueError(f"checkpoint must name a folder, got {checkpoint!r}; leave it out for none")
+    if start is not None and not isinstance(resume, bool | None):
+        raise ValueError("start begins a new run, resume goes on with one: pass one of them; resume=True may stand beside start")
     resume = _from_where(resume, checkpoint)
     precision(dtype)
     device = present(device)
@@ -135,9 +142,16 @@ def simulate(
         trained = clients.clients if settings.train == "all" else settings.fixed_size(clients.clients)
         engine = engine or Engine()
         engine = replace(engine, chunk=engine.chunk_size(trained, algorithm, device))
-        server = algorithm.init(clients.clients, seed=seed, dtype=dtype, device=device)
-        private = private_rows(algorithm, server, clients.clients)
-        result = Result(algorithm, clients, settings, engine, 0, server, private, History(), device, dtype)
+        if start is None:
+            server, new = algorithm.init(clients.clients, seed=seed, dtype=dtype, device=device), np.arange(0)
+            begin = State(server, private_rows(algorithm, server, clients.clients), 0)
+        else:
+            before = warm.from_where(start, algorithm, seed=seed, device=device)
+            begin, new = warm.continued(before, algorithm, clients.client_names, dtype=dtype, device=device)
+        result = Result(algorithm, clients, settings, engine, 0, begin.server, begin.private, History(), device, dtype)
+        if len(new) and algorithm.adapt:
+            with engine.crew(device) as crew:
+                result.local(clients.to(device, dtype).train).adapt(begin, crew, ids=new)
     else:
         saved = same_run(resume, algorithm, clients) if isinstance(resume, Result) else load(resume, algorithm, clients, device=device)
         result = _resumed(saved, settings, engine, device, dtype)
