@@ -39,7 +39,7 @@ from bayesfl.posteriors import selection
 if TYPE_CHECKING:
     from bayesfl import algorithms, flower
     from bayesfl.evaluation import calibration, detection, plots
-    from bayesfl.federation import faults
+    from bayesfl.federation import callbacks, faults
 
 __version__ = "0.1.0"
 __all__ = [
@@ -57,6 +57,7 @@ __all__ = [
     "SecureSum",
     "algorithms",
     "calibration",
+    "callbacks",
     "compare",
     "curvature",
     "data",
@@ -87,6 +88,7 @@ __all__ = [
 _LATER = {
     "algorithms": "bayesfl.algorithms",
     "calibration": "bayesfl.evaluation.calibration",
+    "callbacks": "bayesfl.federation.callbacks",
     "detection": "bayesfl.evaluation.detection",
     "faults": "bayesfl.federation.faults",
     "flower": "bayesfl.flower",

@@ -1,6 +1,7 @@
 """Federated training on one machine: rounds of local work in chunks of clients, each followed by the server's update."""
 
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -15,9 +16,11 @@ from bayesfl.data import ClientData, FederatedData
 from bayesfl.engine import Engine
 from bayesfl.engine.crew import Crew
 from bayesfl.evaluation.history import History
-from bayesfl.evaluation.predictions import Collector
+from bayesfl.evaluation.own_measures import Measure, check_measures, measured
+from bayesfl.evaluation.predictions import Collector, Predictions
 from bayesfl.federation import predict, warm
 from bayesfl.federation.admission import Admission, attempts
+from bayesfl.federation.callbacks import Callback, checked, ended, finished, over
 from bayesfl.federation.checkpoint import claim, held, newest
 from bayesfl.federation.client import Local, State, private_rows, touched
 from bayesfl.federation.errors import DivergenceError, FailedRound
@@ -51,6 +54,8 @@ def simulate(
     admission: Admission | None = None,
     aggregation: Aggregation | None = None,
     faults: FaultPlan | None = None,
+    on_round: Sequence[Callback] = (),
+    measures: Mapping[str, Measure] = {},
     progress: bool | None = None,
 ) -> Result:
     """Train a federation on this machine.
@@ -80,6 +85,10 @@ def simulate(
         aggregation: How the cohort's uplinks are added up: `bayesfl.SecureSum` or `bayesfl.ClientPrivacy`; None if the server may see every
             uplink.
         faults: A plan of simulated faults, see `bayesfl.faults`; None for none.
+        on_round: Callbacks, called one after another after every round with the run so far, see `bayesfl.callbacks`; one that returns True
+            ends the run.
+        measures: {name: function} of measures beside the library's own, each from one client's predictions and its labels to a number; the
+            mean over clients becomes a column such as `personal_name`.
         progress: Whether to show a progress bar; None shows one if standard error is a terminal.
 
     Raises:
@@ -125,6 +134,8 @@ def simulate(
     if not isinstance(resume, Result | str | os.PathLike | bool | None):
         raise TypeError(f"resume must be a Result or the folder of a saved one, got {type(resume).__name__}; a new run takes resume=None")
     whole("every", every, least=1)
+    callbacks = checked(on_round)
+    check_measures(measures)
     if checkpoint is not None and (not isinstance(checkpoint, str | os.PathLike) or not os.fspath(checkpoint)):
         raise ValueError(f"checkpoint must name a folder, got {checkpoint!r}; leave it out for none")
     if start is not None and not isinstance(resume, bool | None):
@@ -162,7 +173,8 @@ def simulate(
     run = aggregation.start(result, admission, every=None if keep is None else keep.every, repeats=repeats)
     rules = Rules(algorithm, settings, clients.clients, algorithm.uplink(dtype), admission, run, clients.client_names)
     with result.engine.crew(device) as crew:
-        return _rounds(result, clients.to(device, dtype), crew, progress, keep, rules, faults)
+        result = _rounds(result, clients.to(device, dtype), crew, progress, keep, rules, faults, callbacks, measures)
+    return finished(callbacks, result)
 
 
 @dataclass(frozen=True)
@@ -224,15 +236,24 @@ def _resumed(saved: Result, settings: Settings, engine: Engine | None, device: t
 
 
 def _rounds(
-    result: Result, data: FederatedData, crew: Crew, progress: bool | None, keep: Keep | None, rules: Rules, faults: FaultPlan | None
+    result: Result,
+    data: FederatedData,
+    crew: Crew,
+    progress: bool | None,
+    keep: Keep | None,
+    rules: Rules,
+    faults: FaultPlan | None,
+    callbacks: Sequence[Callback],
+    measures: Mapping[str, Measure],
 ) -> Result:
     from tqdm import tqdm
 
     settings, local = result.settings, result.local(data.train)
     before_pool = touched(result.algorithm)  # else predictions before aggregation are of a part that no one has trained yet
+    stopped = over(callbacks, result)
     measure = "personal_accuracy" if data.task == "classification" else "personal_rmse"
     with tqdm(total=settings.rounds, initial=result.round, unit="round", disable=None if progress is None else not progress) as bar:
-        while result.round < settings.rounds:
+        while result.round < settings.rounds and not stopped:
             test = data.test if settings.evaluates(result.round) else None
 
             def once(
@@ -250,10 +271,10 @@ def _rounds(
             server, row, before = (result.server, {"round": result.round + 1, "cohort": 0, **tried.row}, None) if nothing else tried
             result = replace(result, round=result.round + 1, server=server)
             if before is not None and not before.empty:
-                row |= {f"before_pool_{key}": value for key, value in before.predictions().summary(data.test).items()}
+                row |= {f"before_pool_{key}": value for key, value in _summary(before.predictions(), data.test, measures).items()}
             if test is not None:
                 try:
-                    row |= _measure(local, result.state, data, crew)
+                    row |= _measure(local, result.state, data, crew, measures)
                 except DivergenceError as error:  # in fine-tuning; the round itself is finite
                     result.history.append(row)
                     error.result = result
@@ -263,10 +284,19 @@ def _rounds(
             if keep is not None:
                 keep(result)
             bar.update()
+            if stopped := ended(callbacks, result):
+                if keep is not None:
+                    result.save_round(keep.folder)
     return result
 
 
-def _measure(local: Local, state: State, data: FederatedData, crew: Crew) -> dict[str, float]:
+def _summary(predictions: Predictions, split: ClientData, measures: Mapping[str, Measure]) -> dict[str, float]:
+    """Return the library's measures of some predictions, and the user's."""
+    found = predictions.summary(split)
+    return found | measured(measures, predictions, split, found)
+
+
+def _measure(local: Local, state: State, data: FederatedData, crew: Crew, measures: Mapping[str, Measure]) -> dict[str, float]:
     """Return the history's columns that measure the models after aggregation."""
     prefixes = {"test": "personal", "validation": "validation"}
     splits = {name: data.splits[name] for name in prefixes if name in data.splits}
@@ -274,8 +304,8 @@ def _measure(local: Local, state: State, data: FederatedData, crew: Crew) -> dic
     for (name, split), predictions in zip(
         splits.items(), predict.personal(local, state, list(splits.values()), crew, value=value), strict=True
     ):
-        row |= {f"{prefixes[name]}_{key}": value for key, value in predictions.summary(split).items()}
+        row |= {f"{prefixes[name]}_{key}": value for key, value in _summary(predictions, split, measures).items()}
     shared = predict.shared(local, state, data.test)
     if shared is not None:
-        row |= {f"global_{key}": value for key, value in shared.summary(data.test).items()}
+        row |= {f"global_{key}": value for key, value in _summary(shared, data.test, measures).items()}
     return row

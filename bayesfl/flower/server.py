@@ -5,6 +5,7 @@ import inspect
 import logging
 import os
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +18,7 @@ from flwr.serverapp import Grid, ServerApp
 from bayesfl.base.checks import instance, number, whole
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.federation.admission import PROTOCOL, Admission, attempts
+from bayesfl.federation.callbacks import Callback, checked, ended, over
 from bayesfl.federation.checkpoint import KEPT, held
 from bayesfl.federation.errors import FailedRound
 from bayesfl.federation.identity import fingerprint
@@ -67,6 +69,7 @@ def serve(
     admission: Admission = Admission("skip"),
     checkpoint: str | os.PathLike[str] | None = None,
     every: int = 1,
+    on_round: Sequence[Callback] = (),
 ) -> Deployed:
     """Train a federation over Flower's grid; the results equal those of `simulate` with the same seed, up to rounding.
 
@@ -89,9 +92,11 @@ def serve(
             its last state that was taken.
         checkpoint: A folder for checkpoints of the server; without one a server that was killed starts anew.
         every: Rounds between checkpoints; a checkpoint is always written after the last round.
+        on_round: Callbacks, called one after another after every round with the run so far, see `bayesfl.callbacks`; one that returns True
+            ends the run, after which every client predicts.
 
     Raises:
-        TypeError: `algorithm` is no `Algorithm`, or `admission` no `Admission`.
+        TypeError: `algorithm` is no `Algorithm`, `admission` no `Admission`, or `on_round` no list of callbacks.
         ValueError: An option is outside its range, another server uses the folder, it holds a run of other settings, or the method tunes
             a number and no client has validation data.
         CheckpointError: The folder's checkpoints are damaged, or were made with another method.
@@ -112,11 +117,15 @@ def serve(
     if not number("timeout", timeout) > 0:
         raise ValueError(f"timeout is in seconds and must be > 0, got {timeout}")
     precision(dtype)
+    callbacks = checked(on_round)
     with contextlib.nullcontext() if checkpoint is None else deployed.alone(Path(checkpoint)):
         run = _Run(grid, admission, float(timeout), checkpoint, every)
         state = run.begin(algorithm, settings, clients, dtype)
-        while state.round < settings.rounds:
+        stopped = over(callbacks, state)
+        while state.round < settings.rounds and not stopped:
             state = run.round(state)
+            stopped = ended(callbacks, state)
+        run.save(state)
         return run.evaluate(state)
 
 
@@ -171,7 +180,7 @@ class _Run:
                 f"{predictor.tunes} is chosen on validation data, and no client has any: give them some, or give the method a number, as "
                 f"{predictor.tunes}=1.0"
             )
-        self._save(state)  # experiment, session and keys are stored before anything depends on them
+        self.save(state)  # experiment, session and keys are stored before anything depends on them
         return state
 
     def round(self, state: Deployed) -> Deployed:
@@ -189,7 +198,7 @@ class _Run:
         made.history.append(row)
         log.info("round %d of %d: %s", made.round, made.settings.rounds, ", ".join(f"{k} {v:.4g}" for k, v in row.items()))
         if made.round % self.every == 0 or made.round == made.settings.rounds:
-            self._save(made)
+            self.save(made)
         return made
 
     def evaluate(self, state: Deployed) -> Deployed:
@@ -220,7 +229,7 @@ class _Run:
             last |= {} if np.isnan(value) else {"tuned": value}
             log.info("evaluation: %s", ", ".join(f"{k} {v:.4g}" for k, v in last.items() if k.startswith("personal_")))
             state = replace(state, measures=dict(sorted(each.items())))
-            self._save(state)
+            self.save(state)
         return state
 
     def _tuned(self, state: Deployed) -> float:
@@ -254,7 +263,8 @@ class _Run:
             raise ValueError(f"no client has scored the candidates for {predictor.tunes}")
         return choose(predictor, total, examples)
 
-    def _save(self, state: Deployed) -> None:
+    def save(self, state: Deployed) -> None:
+        """Write a checkpoint, if there is a folder for them."""
         if self.folder is None:
             return
         deployed.write(self.folder, state, self.network.roster.keys, self.network.roster.counts)

@@ -1,0 +1,59 @@
+"""Measures of a user's own, which become columns of the history beside those of `bayesfl.metrics`."""
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, TypeAlias
+
+import numpy as np
+from torch import Tensor
+
+from bayesfl.data import ClientData
+from bayesfl.evaluation.predictions import Predictions
+
+Measure: TypeAlias = Callable[[Predictions, Tensor], Any]
+"""Function (one client's predictions [n, ...], its labels [n] or targets [n, ...]) -> a number; NaN where it is not defined."""
+NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
+
+
+def check_measures(measures: Mapping[str, Measure]) -> None:
+    """Check the names and the types of measures.
+
+    Raises:
+        TypeError: `measures` is no mapping, or a measure is no function.
+        ValueError: A name is not of small letters, digits and underscores.
+    """
+    if not isinstance(measures, Mapping):
+        raise TypeError(f"measures must be a mapping {{name: function}}, got {type(measures).__name__}")
+    for name, measure in measures.items():
+        if not isinstance(name, str) or not NAME.fullmatch(name):
+            raise ValueError(f"measures: {name!r} must be a name of small letters, digits and _, as it becomes a part of a column's name")
+        if not callable(measure):
+            raise TypeError(f"measure {name!r} must be a function (predictions, labels) -> number, got {measure!r}")
+
+
+def measured(measures: Mapping[str, Measure], predictions: Predictions, split: ClientData, taken: Collection[str] = ()) -> dict[str, float]:
+    """Compute the measures as means over the clients that have rows; clients for which one is NaN are left out of it.
+
+    Args:
+        measures: The measures by name.
+        predictions: Predictions of all clients.
+        split: The split that was predicted.
+        taken: Names that other measures have.
+
+    Raises:
+        ValueError: A name is taken, or a measure does not give a number.
+    """
+    if clash := sorted(measures.keys() & set(taken)):
+        raise ValueError(f"measures {clash} have names that the library's own have; choose others")
+    out: dict[str, float] = {}
+    for name, measure in measures.items():
+        values = []
+        for j in np.flatnonzero(predictions.mask.any(-1).numpy()).tolist():
+            found = measure(predictions.client(j), split.client(j)[1].cpu())
+            try:
+                values.append(float(found))
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise ValueError(f"measure {name!r} must give one number, got {found!r}") from error
+        known = [value for value in values if not np.isnan(value)]
+        out[name] = float(np.mean(known)) if known else float("nan")
+    return out
