@@ -4,8 +4,12 @@ Whether an objective takes their sum or mean over a client's data is decided by 
 """
 
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from numbers import Real
+from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -23,6 +27,11 @@ def _class_predictive(log_probs: Tensor) -> Tensors:
     return {"probs": mean, "epistemic": (total - expected).clamp_min(0)}
 
 
+def _listed(values: Any) -> Any:
+    """Return the numbers of a tensor or an array as Python's own, in a list where there are several; return anything else as it is."""
+    return values.tolist() if isinstance(values, Tensor | np.ndarray | np.generic) else values
+
+
 @dataclass(frozen=True)
 class Categorical:
     """The likelihood of classes 0 to O - 1 with probabilities softmax(outputs), or a training loss with class weights or label smoothing.
@@ -31,10 +40,11 @@ class Categorical:
 
         (1 - s) w_y nll_y + s / O sum_o w_o nll_o,   nll_o = -log softmax(outputs)_o,
 
-    which is no negative log likelihood of a distribution. Measures are not affected: they compare probabilities with labels.
+    which is no negative log likelihood of a distribution. Measures are not affected: they compare probabilities with labels. A mean loss
+    is the sum of these over n, as of torch's `reduction="none"`, and not torch's weighted mean, which divides by the sum of the weights.
 
     Args:
-        weights: Weight of each class in the loss, O numbers >= 0; None for 1.
+        weights: Weight of each class in the loss, O numbers >= 0, also as an array or a tensor; None for 1.
         smoothing: Share s of the loss that all classes have alike, in [0, 1).
 
     Raises:
@@ -47,7 +57,10 @@ class Categorical:
 
     def __post_init__(self) -> None:
         if self.weights is not None:
-            object.__setattr__(self, "weights", tuple(number("weights", w) for w in self.weights))
+            weights = _listed(self.weights)
+            if not isinstance(weights, Iterable) or isinstance(weights, str | Mapping):
+                raise ValueError(f"weights must be one number for each class, as (1.0, 2.0), got {weights!r}")
+            object.__setattr__(self, "weights", tuple(number("weights", w) for w in weights))
             if not self.weights or not all(0 <= w < math.inf for w in self.weights) or not any(self.weights):
                 raise ValueError(f"weights must be numbers >= 0, one for each class and not all 0, got {self.weights}")
         if not 0 <= number("smoothing", self.smoothing) < 1:
@@ -114,15 +127,22 @@ class Gaussian:
     """The likelihood of targets [..., O] with mean `outputs` and one known standard deviation.
 
     Args:
-        scale: Standard deviation of the noise, in the targets' unit, > 0.
+        scale: Standard deviation of the noise, in the targets' unit, > 0 and finite; one for all targets.
+
+    Raises:
+        ValueError: `scale` is no number, or out of range.
     """
 
     scale: float = 1.0
     task = "regression"
 
     def __post_init__(self) -> None:
-        if not self.scale > 0:
-            raise ValueError(f"scale is a standard deviation and must be > 0, got {self.scale}")
+        scale = _listed(self.scale)
+        if isinstance(scale, bool) or not isinstance(scale, Real):
+            raise ValueError(f"scale is one standard deviation for all targets, a number, got {scale!r}; standardise targets that differ")
+        if not 0 < float(scale) < math.inf:
+            raise ValueError(f"scale is a standard deviation and must be > 0 and finite, got {scale}")
+        object.__setattr__(self, "scale", float(scale))
 
     def nll(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Return the negative log density [..., B] in nats, summed over the outputs; `y` is [..., B] where O is 1, else [..., B, O]."""

@@ -4,9 +4,11 @@
 be clients. The two agree to rounding. A learning rate is a number or a schedule (round, rounds) -> number.
 """
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -30,8 +32,36 @@ def cosine(rate: float, *, final: float = 0.0) -> Schedule:
 
 
 def rate_at(rate: Rate, round: int, rounds: int) -> float:
-    """Return the learning rate of one round."""
-    return rate(round, rounds) if callable(rate) else rate
+    """Return the learning rate of one round.
+
+    Args:
+        rate: A number, or a schedule.
+        round: The round, counted from 0.
+        rounds: Number of rounds in all.
+
+    Raises:
+        ValueError: A schedule does not take two arguments, or returns something else than a number >= 0 that is finite.
+    """
+    if not callable(rate):
+        return rate
+    try:
+        found = rate(round, rounds)
+    except TypeError as error:
+        try:
+            inspect.signature(rate).bind(round, rounds)
+        except TypeError:
+            raise ValueError(
+                "rate must be a number or a schedule of two arguments, as lambda round, rounds: 0.1 * 0.99**round; got one that does not "
+                f"take them: {error}"
+            ) from error
+        raise
+    found = found.item() if isinstance(found, Tensor) and found.numel() == 1 else found
+    if isinstance(found, bool) or not isinstance(found, Real) or not 0 <= found < math.inf:
+        raise ValueError(
+            f"rate must be >= 0 and finite, its schedule returned {found!r} for round {round} of {rounds}, counted from 0; let it return a "
+            "number there"
+        )
+    return float(found)
 
 
 class Optimiser(Protocol):

@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -58,11 +59,26 @@ def test_gaussian_is_torchs_summed_over_outputs(scale):
     assert_close(Gaussian(scale).nll(one, target), -distributions.Normal(one.squeeze(-1), scale).log_prob(target))
 
 
-def test_gaussian_needs_a_positive_scale():
-    """A standard deviation of 0, below, or NaN is refused."""
-    for scale in (0.0, -1.0, math.nan):
-        with pytest.raises(ValueError, match="standard deviation"):
-            Gaussian(scale)
+@pytest.mark.parametrize("scale", [0.0, -1.0, math.nan, math.inf, "1", (1.0, 2.0), None, torch.ones(2), np.ones(2)])
+def test_gaussian_needs_a_positive_scale(scale: Any):
+    """One number above 0 for all targets; a tensor or an array of one number is that number."""
+    with pytest.raises(ValueError, match=r"^scale .*standard deviation.* got "):
+        Gaussian(scale)
+    for one in (torch.tensor(0.5), np.array(0.5), np.float32(0.5)):
+        made: Any = one
+        assert Gaussian(made) == Gaussian(0.5)
+        assert type(Gaussian(made).scale) is float
+
+
+def test_weights_as_tensors():
+    """And as arrays; a single number weights no class."""
+    for weights in (torch.tensor([1.0, 2.0, 3.0]), np.array([1, 2, 3]), [1, 2, 3]):
+        given: Any = weights
+        assert Categorical(weights=given) == Categorical(weights=(1.0, 2.0, 3.0))
+    for wrong in (2.0, torch.tensor(2.0), "12", {0: 1.0}):
+        given = wrong
+        with pytest.raises(ValueError, match=r"^weights .*one number for each class.* got "):
+            Categorical(weights=given)
 
 
 def test_tasks():

@@ -131,6 +131,23 @@ def test_rate_is_a_number_or_a_schedule():
     assert Adam(cosine(0.1)).rate(0, 1) == 0.1
 
 
+@pytest.mark.parametrize("found", [None, -0.1, math.nan, math.inf, "0.1", True, torch.ones(2)])
+def test_schedules_return_rates(found: Any):
+    """A negative rate would climb the loss, silently; the message names the round."""
+    with pytest.raises(ValueError, match=r"^rate .*returned .* round 3 of 10, counted from 0"):
+        rate_at(lambda round, rounds: found, 3, 10)
+    assert rate_at(lambda round, rounds: torch.tensor(0.5), 3, 10) == 0.5  # pyright: ignore[reportArgumentType]
+
+
+def test_schedules_take_two_arguments():
+    """What a schedule itself raises is left as it is."""
+    one: Any = lambda round: 0.1  # noqa: E731
+    with pytest.raises(ValueError, match=r"^rate .*lambda round, rounds: .*missing|^rate .*lambda round, rounds: .*takes 1"):
+        rate_at(one, 0, 10)
+    with pytest.raises(TypeError, match=r"unsupported operand"):
+        rate_at(lambda round, rounds: None + 1, 0, 10)  # pyright: ignore[reportOptionalOperand]
+
+
 @pytest.mark.parametrize(
     ("make", "word"),
     [

@@ -1,6 +1,7 @@
 """Federations of your own data: arrays, tensors, or torch data sets."""
 
 import math
+from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -12,11 +13,15 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from bayesfl.base.random import Purpose, generator
 from bayesfl.data.assembly import assemble, check_shares
 from bayesfl.data.federated import FederatedData
+from bayesfl.data.frames import check_columns, numbers_of
 from bayesfl.data.partitions import TEST, stratified
 from bayesfl.data.sources import SourceInfo, Task
 
 FEW_VALUES = 20
 """So many different whole numbers as floats, or fewer, may be classes as well as targets."""
+
+MISSING = ("", "nan", "NaN", "None", "<NA>", "NaT")
+"""Texts that stand for a missing client id, as `astype(str)` makes them."""
 
 Array: TypeAlias = np.ndarray | Tensor | Sequence[Any]
 """Numbers of one client, or of all: an array, a tensor, or nested lists."""
@@ -37,7 +42,7 @@ def to_tensor(values: Any, name: str) -> Tensor:
             if (
                 array.dtype == object and array.ndim == 2 and hasattr(values, "dtypes")
             ):  # a frame of several types, bools beside floats for instance
-                array = _numbers(values, name)
+                array = numbers_of(values, name)
             if array.dtype.kind in "OUST" and array.ndim == 1 and any(isinstance(value, str) for value in array):
                 raise ValueError(f"{name} holds text: make numbers of it, as codes, class_names = pandas.factorize(values) does")
             if array.dtype.kind not in "fiub":
@@ -51,21 +56,6 @@ def to_tensor(values: Any, name: str) -> Tensor:
     if tensor.is_complex():
         raise ValueError(f"{name} must be real numbers, got {tensor.dtype}")
     return tensor.float() if tensor.is_floating_point() else tensor.long()
-
-
-def _numbers(frame: Any, name: str) -> np.ndarray:
-    """Return a data frame's values as floats.
-
-    Raises:
-        ValueError: A column holds something else than numbers and truth values; it is named.
-    """
-    kinds = {column: getattr(dtype, "numpy_dtype", dtype) for column, dtype in frame.dtypes.items()}  # of pandas' nullable types, too
-    wrong = [str(column) for column, kind in kinds.items() if getattr(kind, "kind", "O") not in "fiub"]
-    if wrong:
-        raise ValueError(
-            f"{name}: columns {wrong[:10]} hold no numbers; make numbers of them first, as pandas.get_dummies does of categories"
-        )
-    return frame.to_numpy(dtype=np.float64, na_value=np.nan)
 
 
 def _kind(value: Any) -> str:
@@ -117,7 +107,9 @@ def _plain(ids: Any, name: str) -> list[Hashable]:
 
 
 def _missing(owner: Any) -> bool:
-    """Say whether a client id is none: None, NaN or a missing value of pandas."""
+    """Say whether a client id is none: None, NaN or a missing value of pandas, or what these become as text."""
+    if isinstance(owner, str):
+        return owner.strip() in MISSING
     return owner is None or type(owner).__name__ in ("NAType", "NaTType") or (isinstance(owner, float) and math.isnan(owner))
 
 
@@ -135,12 +127,19 @@ def _by_client(x: Any, y: Any, ids: Any, known: Sequence[Hashable] | None) -> tu
     if missing := [row for row, owner in enumerate(owners) if _missing(owner)]:
         raise ValueError(
             f"{part}client_ids names no client for {len(missing)} of {len(owners)} rows, the first is row {missing[0]} "
-            f"({owners[missing[0]]!r}); leave these rows out, or find out whose they are"
+            f"({owners[missing[0]]!r}); leave these rows out, or give them the id of their client"
         )
     places: dict[Hashable, list[int]] = {}
     for row, owner in enumerate(owners):
         places.setdefault(owner, []).append(row)
     if known is None:
+        texts: dict[str, Hashable] = {}
+        for owner in places:
+            if (other := texts.setdefault(str(owner), owner)) is not owner:
+                raise ValueError(
+                    f"client_ids {other!r} and {owner!r} would be two clients of one name: give one client's rows one id, as "
+                    "[str(i) for i in client_ids] does"
+                )
         try:
             order: list[Hashable] = sorted(places)  # pyright: ignore[reportArgumentType]
         except TypeError:
@@ -224,27 +223,31 @@ def from_arrays(
         TypeError: An argument is no array, such as a torch data set: pass those to `from_datasets`.
     """
     pooled = client_ids is not None
+    if test is not None and (not isinstance(test, tuple | list) or len(test) != (3 if pooled else 2)):
+        form = "(x, y, client_ids)" if pooled else "(xs, ys)"
+        raise ValueError(f"test must be {form}, in the form of the training data, got {_kind(test)}")
+    if not pooled and isinstance(x, np.ndarray | Tensor):
+        raise ValueError(f"x is one array of shape {list(x.shape)}: pass client_ids, one per row, or a list with one array per client")
+    for name, own, others in (("x", x, test and test[0]), ("y", y, test and test[1])):
+        check_columns(name, own, others, pooled=pooled)
     if pooled:
         xs, ys, order = _by_client(x, y, client_ids, None)
         found = [str(owner) for owner in order]
     else:
-        if isinstance(x, np.ndarray | Tensor):
-            raise ValueError(f"x is one array of shape {list(x.shape)}: pass client_ids, one per row, or a list with one array per client")
         xs, ys = _per_client(x, y)
         order, found = list(range(len(xs))), [f"client {j}" for j in range(len(xs))]
     clients = len(xs)
     named = found if names is None else [str(name) for name in names]
     if len(named) != clients:
         raise ValueError(f"names must name each of the {clients} clients, got {len(named)}")
+    if twice := [name for name, count in Counter(named).items() if count > 1]:
+        raise ValueError(f"names must differ, {twice[:10]} are given to several clients each; add a number to them")
     empty = [name for name, yj in zip(named, ys, strict=True) if not len(yj)]
     if empty:
         raise ValueError(f"client {empty[0]!r} has no training example: leave it out")
 
     tests: tuple[list[Tensor], list[Tensor]] = ([], [])
     if test is not None:
-        if not isinstance(test, tuple | list) or len(test) != (3 if pooled else 2):
-            form = "(x, y, client_ids)" if pooled else "(xs, ys)"
-            raise ValueError(f"test must be {form}, in the form of the training data, got {_kind(test)}")
         tests = _by_client(test[0], test[1], test[2], order)[:2] if pooled else _per_client(test[0], test[1], "test ")
         if len(tests[0]) != clients:
             raise ValueError(
@@ -265,7 +268,8 @@ def from_arrays(
                 "counted): say which they are by task='classification' or task='regression'"
             )
         values = torch.cat([yj.flatten() for yj in every]).unique()
-        if floats[0] and len(values) <= FEW_VALUES and bool((values == values.round()).all()):
+        values = values[~values.isnan()]
+        if floats[0] and 0 < len(values) <= FEW_VALUES and bool((values == values.round()).all()):
             shown = ", ".join(f"{value:g}" for value in values.tolist())
             raise ValueError(
                 f"y holds floats, all of them whole numbers ({shown}), which may be classes or targets: pass task='classification' or "
@@ -273,11 +277,14 @@ def from_arrays(
             )
         task = "regression" if floats[0] else "classification"
     if task == "classification":
+        if bad := sum(int((~yj.isfinite()).sum()) for yj in every):
+            raise ValueError(f"y holds {bad} labels that are NaN or infinite: leave out the rows of examples without a label")
         for yj in every:
             if yj.is_floating_point() and not (yj == yj.round()).all():
                 raise ValueError("task 'classification' needs whole numbers as labels, y holds fractions; pass task='regression'")
             if yj.dim() != 1:
-                raise ValueError(f"labels must be [n], got {list(yj.shape)}; one-hot labels become classes by y.argmax(1)")
+                remedy = "a column becomes labels by y.ravel()" if yj.shape[1:] == (1,) else "one-hot labels become classes by y.argmax(1)"
+                raise ValueError(f"labels must be [n], got {list(yj.shape)}; {remedy}")
         pooled_y = torch.cat([yj.long() for yj in every])
         if outputs is None and len(pooled_y) and int(pooled_y.min()) > 0:
             raise ValueError(

@@ -54,6 +54,12 @@ class ClientData:
             if len(found) and found.min() < 0:
                 raise ValueError(f"environment must hold whole numbers from 0 up, got {int(found.min())}")
 
+    def __repr__(self) -> str:
+        many = f"{self.counts.min()} to {self.counts.max()} examples" if self.clients else "no examples"
+        y = f"{str(self.y.dtype).removeprefix('torch.')} y {list(self.y.shape[1:])}"
+        environments = f"; up to {self.environments} environments each" * bool(self.environments)
+        return f"ClientData({self.clients} clients of {many}; x {list(self.x.shape[1:])}, {y}{environments})"
+
     @property
     def clients(self) -> int:
         """Return the number of clients J."""

@@ -13,7 +13,8 @@ def compare(results: Mapping[str, Any], *, columns: Sequence[str] | None = None,
     """Return a table of results' personal measures in their last evaluated round, and what differs in how they were trained.
 
     Defaults are those of each method's paper, so two methods may differ in steps, batches, rates and momentum as well as in themselves. A
-    second table beneath the first has the settings in which the results differ; it is left out if there are none.
+    second table beneath the first has the settings in which the results differ, the data (by source and hash) and seeds among them; it is
+    left out if there are none.
 
     Args:
         results: {method: a result, or a list of results, one a seed}.
@@ -21,18 +22,25 @@ def compare(results: Mapping[str, Any], *, columns: Sequence[str] | None = None,
         style: `text` for a terminal, or `markdown`.
 
     Raises:
+        TypeError: `results` is no mapping, or an entry is neither a result nor a list of results.
         ValueError: `results` is empty, or a result was not evaluated or has no such measure.
     """
-    if not results:
-        raise ValueError("results is empty: give at least one {method: result}")
+    if not isinstance(results, Mapping):
+        raise TypeError(f"results must give each result a name, as {{'FedAvg': result}}, got {type(results).__name__}")
     runs = {name: list(found) if isinstance(found, Sequence) else [found] for name, found in results.items()}
-    task = next(iter(runs.values()))[0].data.task
+    if not runs or not all(runs.values()):
+        raise ValueError(f"results is empty{' for ' * bool(runs)}{', '.join(runs)}: give at least one {{method: result}}")
+    for name, found in runs.items():
+        if wrong := [run for run in found if not all(hasattr(run, part) for part in ("algorithm", "known", "settings", "history"))]:
+            raise TypeError(
+                f"result {name!r} must be a Result, or a list of them, got {type(wrong[0]).__name__}; pass what simulate returned"
+            )
+    task = next(iter(runs.values()))[0].known.task
     wanted = MEASURES[task] if columns is None else tuple(columns)
     rows = {name: {key: [_last(name, run, key) for run in found] for key in wanted} for name, found in runs.items()}
-    lower = [key for key in wanted if "accuracy" not in key and key not in ("auroc", "macro_f1")]
-    shown = [report.Column(key, better="lower" if key in lower else "higher") for key in wanted]
+    shown = [report.Column(key, better=report.better(key)) for key in wanted]
     table = report.table(rows, columns=shown, style=style)
-    told = {name: _training(found[0]) for name, found in runs.items()}
+    told = {name: _given(found) | _training(found[0]) for name, found in runs.items()}
     apart = [what for what in next(iter(told.values())) if len({one[what] for one in told.values()}) > 1]
     if not apart:
         return table
@@ -52,6 +60,15 @@ def _last(name: str, run: Any, key: str) -> float:
             f"result {name!r} has no measure {key!r} in its history; evaluate it (evaluate_every=), or choose others by columns="
         )
     return values[-1]
+
+
+def _given(runs: Sequence[Any]) -> dict[str, str]:
+    """Name the data, by their source and the beginning of their hash, and the seeds of one method's results."""
+    outlines = [getattr(run.known, "outline", run.known) for run in runs]
+    return {
+        "data": ", ".join(dict.fromkeys(f"{outline.source} {outline.hash[:8]}" for outline in outlines)),
+        "seed": ", ".join(map(str, sorted({run.settings.seed for run in runs}))),
+    }
 
 
 def _training(run: Any) -> dict[str, str]:

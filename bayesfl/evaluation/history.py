@@ -1,9 +1,12 @@
 """The history of a run: measurements, one row for each round."""
 
+import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, overload
 
 import numpy as np
+
+from bayesfl.evaluation.report import better
 
 HEADLINES = ("personal_accuracy", "personal_rmse")
 """Columns that summarise a run: the first for classification, the second for regression."""
@@ -58,29 +61,51 @@ class History:
     def __getitem__(self, column: str) -> np.ndarray: ...
 
     @overload
-    def __getitem__(self, column: int) -> dict[str, Any]: ...
+    def __getitem__(self, column: int | np.integer) -> dict[str, Any]: ...
 
-    def __getitem__(self, column: str | int) -> np.ndarray | dict[str, Any]:
-        """Return one column [rounds], NaN for rounds without a value; or the row at a place, `history[-1]` the last.
+    @overload
+    def __getitem__(self, column: slice) -> "History": ...
+
+    def __getitem__(self, column: str | int | np.integer | slice) -> "np.ndarray | dict[str, Any] | History":
+        """Return one column [rounds], NaN for rounds without a value; the row at a place, `history[-1]` the last; or a history of a slice.
 
         Raises:
-            KeyError: No row has such a column.
+            KeyError: No row has such a column; the message offers the nearest names.
             IndexError: There is no such row.
+            TypeError: `column` is none of these.
         """
-        if isinstance(column, int):
-            return self.rows[column]
+        if isinstance(column, slice):
+            return History(self.rows[column])
+        if isinstance(column, int | np.integer):
+            return self.rows[int(column)]
+        if not isinstance(column, str):
+            raise TypeError(
+                f"column must be a name, a row's place or a slice, got {column!r}; of several columns take one after the other, as "
+                "{name: history[name] for name in names}"
+            )
         if column not in self.columns:
-            raise KeyError(f"no column {column!r}; there are {self.columns}")
+            near = difflib.get_close_matches(column, self.columns, n=4, cutoff=0.5) or self.columns[:4]
+            raise KeyError(f"no column {column!r}; the nearest of {len(self.columns)} are {near}, history.columns has all")
         return np.array([row.get(column, np.nan) for row in self.rows], dtype=np.float64)
 
-    def best(self, column: str, *, lowest: bool = False) -> dict[str, Any]:
+    def best(self, column: str, *, lowest: bool | None = None) -> dict[str, Any]:
         """Return the row in which a column is best; use it with validation columns, never with test columns.
 
         Args:
             column: The column.
-            lowest: Whether the smallest value is best; by default the largest is.
+            lowest: Whether the smallest value is best; None to know it by the measure's name, as of `validation_nll`.
+
+        Raises:
+            KeyError: No row has such a column.
+            ValueError: The column has no values, or `lowest` is None and the column is of no measure whose best values are known.
         """
         values = self[column]
+        if np.isnan(values).all():
+            raise ValueError(f"column {column!r} was never measured, all its values are NaN; choose another column")
+        if lowest is None:
+            if (which := better(column)) is None:
+                raise ValueError(f"column {column!r} is of no measure of which the best is known; pass lowest=True or lowest=False")
+            lowest = which == "lower"
         return self.rows[int(np.nanargmin(values) if lowest else np.nanargmax(values))]
 
     def __repr__(self) -> str:

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bayesfl.base.checks import instance
 from bayesfl.base.protocols import Tensors
 from bayesfl.data import ClientData
 from bayesfl.evaluation import metrics
@@ -23,6 +24,8 @@ class Predictions:
         probs: Class probabilities [J, N, O]; None for regression.
         mean: Predictive means [J, N, O]; None for classes.
         variance: Predictive variances [J, N, O], noise included; None for classes.
+        labels: The labels [J, N] or targets [J, N, ...] of the split that was predicted, by which `summary` knows it; None where they are
+            not known. Rows that pad are 0.
     """
 
     mask: Tensor
@@ -30,11 +33,12 @@ class Predictions:
     probs: Tensor | None = None
     mean: Tensor | None = None
     variance: Tensor | None = None
+    labels: Tensor | None = None
 
     def __repr__(self) -> str:
         rows = self.mask.sum(-1)
         many = f"{len(rows)} clients of {int(rows.min())} to {int(rows.max())} examples" if self.mask.dim() > 1 else f"{int(rows)} examples"
-        tensors = ", ".join(f"{name} {list(t.shape)}" for name, t in vars(self).items() if t is not None and name != "mask")
+        tensors = ", ".join(f"{name} {list(t.shape)}" for name, t in vars(self).items() if t is not None and name not in ("mask", "labels"))
         drawn = "" if bool(self.epistemic[self.mask].isnan().all()) else "; averaged over draws or a closed form"
         return f"Predictions({many}; {tensors}{drawn})"
 
@@ -54,9 +58,32 @@ class Predictions:
         return Predictions(**cut)
 
     def summary(self, split: ClientData) -> dict[str, float]:
-        """Compute the measures of `bayesfl.metrics` that apply, with the labels or targets of `split`, over clients that have rows."""
-        labels, _ = split.padded_labels()
+        """Compute the measures of `bayesfl.metrics` that apply, with the labels or targets of `split`, over clients that have rows.
+
+        Args:
+            split: The split that was predicted.
+
+        Raises:
+            TypeError: `split` is no `ClientData`.
+            ValueError: The predictions are of another split, with other numbers of examples or other labels, or of one client alone.
+        """
+        instance("split", split, ClientData, "pass the split that was predicted, as clients.test")
+        labels, mask = (t.cpu() for t in split.padded_labels())
+        remedy = "pass the split that was predicted, as in result.predict(clients.test).summary(clients.test)"
+        if self.mask.dim() != 2 or len(self.mask) != len(mask):
+            many = f"{len(self.mask)} clients" if self.mask.dim() == 2 else "one client alone"
+            raise ValueError(f"split has {len(mask)} clients, the predictions are of {many}; {remedy}")
+        held = self.mask.any(1).cpu()  # predictions before aggregation are of the cohort alone
+        if (wrong := held & (self.mask.sum(1).cpu() != mask.sum(1))).any():
+            j = int(wrong.nonzero()[0, 0])
+            raise ValueError(
+                f"split has {int(mask[j].sum())} examples of client {j}, the predictions have {int(self.mask[j].sum())}; {remedy}"
+            )
         labels = labels[:, : self.mask.shape[1]]
+        if self.labels is not None:
+            own = self.labels[self.mask]
+            if own.shape != (given := labels[self.mask]).shape or not torch.equal(own, given.to(own.dtype)):
+                raise ValueError(f"split has other labels than the one that was predicted; {remedy}")
         if self.probs is not None:
             return metrics.classification_summary(self.probs, labels.long(), self.mask)
         return metrics.regression_summary(_present(self.mean), _present(self.variance), labels, self.mask)
@@ -71,6 +98,7 @@ class Collector:
     """A collector that puts clients' predictions, as they come chunk by chunk, into padded tensors on the CPU."""
 
     def __init__(self, split: ClientData) -> None:
+        self._split = split
         self._counts = split.counts
         self._width = int(split.counts.max(initial=0))
         self._seen = np.zeros(split.clients, bool)
@@ -95,4 +123,5 @@ class Collector:
     def predictions(self) -> Predictions:
         """Return the predictions of all clients; clients that were not added have no rows."""
         counts = torch.from_numpy(np.where(self._seen, self._counts, 0))
-        return Predictions(mask=torch.arange(self._width) < counts[:, None], **self._tensors)
+        labels = self._split.padded_labels()[0].cpu()
+        return Predictions(mask=torch.arange(self._width) < counts[:, None], labels=labels, **self._tensors)

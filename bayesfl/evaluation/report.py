@@ -29,6 +29,10 @@ from torch import Tensor
 
 from bayesfl.base.files import atomic_write
 
+_BETTER: dict[str, Literal["higher", "lower"]] = {
+    **dict.fromkeys(("accuracy", "accuracy_decile", "macro_f1", "auroc"), "higher"),
+    **dict.fromkeys(("nll", "ece", "mce", "brier", "rmse"), "lower"),
+}
 _ACRONYMS = ("auroc", "ece", "f1", "mce", "nll", "rmse")
 
 
@@ -69,6 +73,11 @@ class Column:
 def is_share(key: str) -> bool:
     """Say whether a quantity of this name is shown in percent, as accuracies and coverages are."""
     return "accuracy" in key or "coverage" in key
+
+
+def better(key: str) -> Literal["higher", "lower"] | None:
+    """Say which values of a quantity of this name are best, whatever stands before the measure's name; None where that is not known."""
+    return next((which for measure, which in _BETTER.items() if key == measure or key.endswith(f"_{measure}")), None)
 
 
 def words(key: str) -> str:

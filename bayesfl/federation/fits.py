@@ -60,12 +60,15 @@ def check(algorithm: Algorithm, data: FederatedData) -> None:
             "own randomness (as F.dropout does) or counts, which no seed could repeat; remove that, or pass training=False there"
         )
     if isinstance(algorithm.likelihood, Bernoulli) and data.outputs != 2:
-        raise ValueError(f"likelihood Bernoulli is for two classes, the data have {data.outputs}; use Categorical()")
+        remedy = "use Categorical()" if data.outputs > 2 else "if class 1 does not occur in them, make them with outputs=2"
+        raise ValueError(f"likelihood Bernoulli is for two classes, the data have {data.outputs}; {remedy}")
     wanted = 1 if isinstance(algorithm.likelihood, Bernoulli) else data.outputs
     if outputs.shape[-1] != wanted:
         what = "targets" if data.task == "regression" else "classes"
+        counts = data.task == "classification" and outputs.shape[-1] < wanted
         raise ValueError(
             f"the model has {outputs.shape[-1]} outputs, the data {data.outputs} {what}; build the model with outputs={wanted}"
+            + ", or make the data with task='regression' if their integers are measurements and no classes" * counts
         )
 
     _check_slope(likelihood, outputs.double(), data.train.y[: len(outputs)].cpu())

@@ -31,7 +31,7 @@ from bayesfl.federation.replies import Aggregation, OpenAggregation
 from bayesfl.federation.result import Result
 from bayesfl.federation.round import Rules, run_round
 from bayesfl.federation.saved import load, same_run
-from bayesfl.federation.settings import Settings, of_a_run, precision, present
+from bayesfl.federation.settings import Settings, changed, of_a_run, precision, present
 
 
 def simulate(
@@ -225,8 +225,8 @@ def _resumed(saved: Result, settings: Settings, engine: Engine | None, device: t
     if settings.rounds < saved.round:
         raise ValueError(f"rounds counts all rounds, and {saved.round} are already done; got {settings.rounds}")
     free = {"rounds": settings.rounds, "evaluate_every": settings.evaluate_every}
-    if replace(saved.settings, **free) != settings or saved.dtype != dtype:
-        raise ValueError(f"a resumed run keeps its settings: saved {saved.settings} in {saved.dtype}, given {settings} in {dtype}")
+    if apart := changed({**vars(saved.settings), **free, "dtype": saved.dtype}, {**vars(settings), "dtype": dtype}):
+        raise ValueError(f"a resumed run keeps its settings: {apart}; pass the saved ones, or begin another run by resume=None")
     chunk, kernel = saved.engine.chunk, saved.engine.kernel
     if engine is not None and (engine.kernel != kernel or engine.chunk not in (None, chunk)):
         raise ValueError(f"a resumed run keeps its kernel and chunk, {kernel!r} and {chunk}; got {engine.kernel!r} and {engine.chunk}")

@@ -18,7 +18,7 @@ from bayesfl.federation import checkpoint
 from bayesfl.federation.client_model import server_module
 from bayesfl.federation.identity import check_method, identity
 from bayesfl.federation.saved import check_state
-from bayesfl.federation.settings import DTYPES, METHOD, Settings, name_of
+from bayesfl.federation.settings import DTYPES, METHOD, Settings, changed, name_of
 from bayesfl.flower.states import EXPERIMENT, SESSION, STATE
 
 
@@ -174,11 +174,9 @@ def resumed(saved: Deployed, settings: Settings, clients: int, dtype: torch.dtyp
     """
     if settings.rounds < saved.round:
         raise ValueError(f"rounds counts all rounds, and {saved.round} are already done; got {settings.rounds}")
-    if (replace(saved.settings, rounds=settings.rounds), saved.clients, saved.dtype) != (settings, clients, dtype):
-        raise ValueError(
-            f"a run that goes on keeps its settings: saved {saved.settings}, {saved.clients} clients, {saved.dtype}; given {settings}, "
-            f"{clients} clients, {dtype}. Another experiment takes another folder of checkpoints"
-        )
+    then = {**vars(saved.settings), "rounds": settings.rounds, "clients": saved.clients, "dtype": saved.dtype}
+    if apart := changed(then, {**vars(settings), "clients": clients, "dtype": dtype}):
+        raise ValueError(f"a run that goes on keeps its settings: {apart}; another experiment takes another folder of checkpoints")
     return replace(saved, settings=settings)
 
 

@@ -30,14 +30,21 @@ def split(module: nn.Module, *, head: str = "fc", example: Tensor | None = None)
     Args:
         module: Any module.
         head: Name of its last submodule, as `named_modules()` gives it: `fc`, `classifier.6`.
-        example: Inputs [B, ...] on which to check that the cut network computes what the module did.
+        example: Inputs [B, ...] on which to check that the cut network computes what the module did. Without them only a step that an
+            `nn.Sequential` takes after `head` is seen; one that a `forward` takes after it is left in the body, before the head.
 
     Raises:
-        ValueError: There is no submodule `head`, it has no parameters or shares them with the rest, or it is not the last step.
+        ValueError: There is no submodule `head`, it has no parameters or shares them with the rest, an `nn.Sequential` has modules after
+            it (without `example`), or the cut network computes something else on `example`.
     """
     names = [name for name, _ in module.named_modules() if name]
     if head not in names:
         raise ValueError(f"the module has no submodule {head!r}; it has {names or 'none at all'}. Pass the name of the last one as head=")
+    if example is None and (after := _after(module, head)):
+        raise ValueError(
+            f"submodule {head!r} is not the last step of the module, {after} come after it: cut at the last one that has parameters, and "
+            "leave out steps after it, such as a softmax"
+        )
     body = copy.deepcopy(module)
     last = body.get_submodule(head)
     if not any(True for _ in last.parameters()):
@@ -52,10 +59,27 @@ def split(module: nn.Module, *, head: str = "fc", example: Tensor | None = None)
         )
     cut = SplitModel(body, last)
     if example is not None:
-        before, after = _outputs(module, example), _outputs(cut, example)
-        if before.shape != after.shape or not torch.allclose(before, after, equal_nan=True):
+        before = _outputs(module, example)
+        try:
+            now = _outputs(cut, example)
+        except (RuntimeError, ValueError, IndexError):  # what comes after the head takes no inputs of the head
+            now = None
+        if now is None or before.shape != now.shape or not torch.allclose(before, now, equal_nan=True):
             raise ValueError(f"submodule {head!r} is not the last step of the module: cut there, it computes something else")
     return cut
+
+
+def _after(module: nn.Module, head: str) -> list[str]:
+    """Return the names of the modules that an `nn.Sequential` on the way to `head` runs after it, those left out that do nothing."""
+    found, at = [], []
+    for child in head.split("."):
+        parent = module.get_submodule(".".join(at))
+        if type(parent).forward is nn.Sequential.forward:
+            names = list(parent._modules)  # named_children leaves out a module that stands there twice
+            later = names[names.index(child) + 1 :]
+            found += [".".join([*at, name]) for name in later if not isinstance(parent.get_submodule(name), nn.Identity)]
+        at.append(child)
+    return found
 
 
 def _outputs(module: nn.Module, example: Tensor) -> Tensor:

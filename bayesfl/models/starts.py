@@ -32,6 +32,12 @@ def seeded(make: Callable[[], SplitModel], seed: int, head_scale: float | None) 
     return model
 
 
+def _listed(layers: list[str]) -> str:
+    """Name layers, of which '' is the whole module."""
+    inner = [name for name in layers if name]
+    return " and ".join(["the module itself"] * ("" in layers) + [f"its layers {inner}"] * bool(inner))
+
+
 def anew(module: nn.Module, *, pattern: Pattern = "*") -> Callable[[np.random.Generator, int], Tensor]:
     """Return a start for a block that draws weights as the module's layers do when they are made: (generator, D) -> [D], float32.
 
@@ -51,8 +57,8 @@ def anew(module: nn.Module, *, pattern: Pattern = "*") -> Callable[[np.random.Ge
     ]
     if stuck:
         raise ValueError(
-            f"layers {stuck} have no reset_parameters, by which their weights could be drawn anew: give them such a method, as torch's "
-            "layers have, or their block another start"
+            f"parameters of {_listed(stuck)} have no reset_parameters(), by which fedem, d_fedem and ifca draw the weights of each copy "
+            "anew: write that method in their class, as torch's layers have it"
         )
     layout = Layout(module, pattern)
 

@@ -37,12 +37,42 @@ def test_pooled_clients_are_sorted_whatever_the_order_of_rows():
     assert len(mixed.client_names) == 3
 
 
-@pytest.mark.parametrize("nothing", [None, math.nan, np.float64("nan"), pd.NA, pd.NaT])
+@pytest.mark.parametrize("nothing", [None, math.nan, np.float64("nan"), pd.NA, pd.NaT, "", " ", "nan", "NaN", "None", "<NA>", "NaT"])
 def test_rows_of_nobody_are_refused(nothing: Any):
     """A hospital called nan, or a client for each missing number, would be made of them."""
     ids = pd.Series([1, nothing, 2, nothing], dtype=object)
     with pytest.raises(ValueError, match=r"client_ids .*2 of 4 rows.* row 1 "):
         from_arrays(np.ones((4, 1)), [0, 1, 0, 1], client_ids=ids.to_numpy(), test_share=0)
+
+
+def test_one_name_is_one_client():
+    """A number and its text look alike in every table, and so do two clients of one name."""
+    ids: Any = [1, "1", 1, "1"]
+    with pytest.raises(ValueError, match=r"client_ids 1 and '1' .*str\(i\)"):
+        from_arrays(np.ones((4, 1)), [0, 1, 0, 1], client_ids=ids, test_share=0)
+    xs, ys = arrays()
+    with pytest.raises(ValueError, match=r"^names .*\['a'\]"):
+        from_arrays(xs, ys, names=["a", "b", "a"])
+
+
+def test_columns_of_frames_are_those_of_the_first():
+    """Columns are joined by their places, so one order is asked for, in the test and for every client; arrays and plain numbers fit."""
+    frame, y, ids = pd.DataFrame(np.ones((4, 3)), columns=list("abc")), [0, 1, 0, 1], [0, 0, 1, 1]
+    other: Any = frame[list("acb")]
+    order = r"\['c', 'b'\] .*\['b', 'c'\].*test\[train\.columns\]"
+    with pytest.raises(ValueError, match=r"^test x .* of x .*" + order):
+        from_arrays(frame, y, client_ids=ids, test=(other, y, ids))
+    with pytest.raises(ValueError, match=r"^x of client 1 .* x of client 0 .*" + order):
+        from_arrays([frame, other], [y, y])
+    with pytest.raises(ValueError, match=r"^test x of client 0 .* x of client 0 .*" + order):
+        from_arrays([frame], [y], test=([other], [y]))
+    with pytest.raises(ValueError, match=r"^test x lacks columns \['b'\] of x and has \['d'\]"):
+        from_arrays(frame, y, client_ids=ids, test=(frame.rename(columns={"b": "d"}), y, ids))
+    targets = pd.DataFrame(np.ones((4, 2)), columns=list("uv"))
+    with pytest.raises(ValueError, match=r"^test y .*\['v', 'u'\]"):
+        from_arrays(frame, targets, client_ids=ids, test=(frame, targets[["v", "u"]], ids))
+    for same in (frame, frame.to_numpy(), pd.DataFrame(frame.to_numpy())):
+        assert from_arrays(frame, y, client_ids=ids, test=(same, y, ids)).inputs == (3,)
 
 
 def test_floats_that_may_be_classes_are_asked_about():
@@ -260,6 +290,15 @@ def test_errors_say_what_and_what_to_do(call, message):
         call(*arrays())
 
 
+def test_labels_that_are_missing():
+    """A label that is NaN is no fraction, nor does it make classes targets."""
+    x, y = np.ones((4, 2)), [0.0, math.nan, 1.0, math.inf]
+    with pytest.raises(ValueError, match=r"^y holds 2 labels that are NaN"):
+        from_arrays(x, y, client_ids=[0, 0, 1, 1], task="classification")
+    with pytest.raises(ValueError, match=r"\(0, 1\).*task='classification'"):
+        from_arrays(x, [0.0, math.nan, 1.0, 1.0], client_ids=[0, 0, 1, 1])
+
+
 def test_given_test_data_have_no_environment_of_their_own():
     xs, ys = arrays(sizes=(20, 30, 25))
     data = from_arrays(xs, ys, test=arrays(sizes=(3, 4, 5)), environments=environments())
@@ -271,6 +310,7 @@ def test_given_test_data_have_no_environment_of_their_own():
     ("y", "words"),
     [
         ([1, 2, 1, 2], r"smallest label is 1.*outputs="),
+        ([[0], [1], [2], [1]], r"labels .*\[2, 1\]; .*y\.ravel\(\)"),
         (["ill", "well", "ill", "well"], r"^y holds text.*factorize"),
         (np.array(["ill", "well", "ill", "well"]), r"^y holds text.*factorize"),
         (pd.Series(["ill", None, "ill", "well"]), r"^y holds text.*factorize"),

@@ -1,5 +1,6 @@
 """Several results in one table, and what of their training differs."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,3 +53,28 @@ def test_what_cannot_be_compared(model: nn.Module, clients: FederatedData):
         compare({"a": one}, columns=["speed"])
     with pytest.raises(ValueError, match=r"'a' .*'accuracy'.*evaluate_every"):
         compare({"a": run(bf.algorithms.fedavg(model, epochs=1), clients)})
+
+
+def test_what_is_no_result(model: nn.Module, clients: FederatedData):
+    """Results without names, a history alone, and no result at all."""
+    one = found(bf.algorithms.fedavg(model, epochs=1), clients)
+    wrong: Any = [one, one]
+    with pytest.raises(TypeError, match=r"^results .*\{'FedAvg': result\}, got list"):
+        compare(wrong)
+    with pytest.raises(TypeError, match=r"^result 'a' .*Result.* got History; .*simulate"):
+        compare({"a": one.history})
+    with pytest.raises(ValueError, match=r"^results is empty for a: "):
+        compare({"a": []})
+
+
+def test_other_data_and_other_seeds_are_told(model: nn.Module, clients: FederatedData, tmp_path: Path):
+    """Numbers on other data cannot be compared; results that were loaded without their data know them, too."""
+    method = bf.algorithms.fedavg(model, epochs=1)
+    few = clients.select(range(clients.clients - 1))
+    one, other = found(method, clients, seed=0), found(method, few, seed=1)
+    one.save(tmp_path / "one")
+    alone = bf.load(tmp_path / "one", method)
+    *_, first, second = compare({"a": alone, "b": [other, one]}).splitlines()
+    assert first.split() == ["a", clients.source.name, clients.hash[:8], "0"]
+    assert second.split() == ["b", few.source.name, few.hash[:8] + ",", clients.source.name, clients.hash[:8], "0,", "1"]
+    assert "data" not in compare({"a": one, "b": found(method, clients, seed=1)})

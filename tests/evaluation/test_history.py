@@ -4,6 +4,7 @@ import csv
 import io
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,19 +39,35 @@ def test_column_is_an_array_with_nan_where_missing():
     np.testing.assert_array_equal(table["personal_pooled_accuracy"], [math.nan, math.nan, 0.7])
 
 
-def test_unknown_column_lists_those_there_are():
-    """The KeyError names what was asked and what there is."""
-    with pytest.raises(KeyError, match=r"no column 'accuracy'.*train_nll.*personal_accuracy"):
+def test_unknown_column_offers_the_nearest():
+    """The KeyError names what was asked and the nearest there is; the first columns where nothing is near."""
+    with pytest.raises(KeyError, match=r"no column 'accuracy'.* 5 .*\['personal_accuracy', 'personal_pooled_accuracy'\]"):
         history()["accuracy"]
+    with pytest.raises(KeyError, match=r"no column 'x'.*\['round', 'train_nll', 'validation_nll', 'personal_accuracy'\]"):
+        history()["x"]
+    several: Any = ["round", "train_nll"]
+    with pytest.raises(TypeError, match=r"^column .*\['round', 'train_nll'\].*for name in names"):
+        history()[several]
 
 
 def test_best_ignores_what_was_not_measured():
-    """The highest, or the lowest on request; a round without a value never wins."""
+    """The highest or the lowest, by the measure's name unless it is said; a round without a value never wins."""
     table = history()
     assert table.best("personal_accuracy")["round"] == 3
     assert table.best("validation_nll", lowest=True)["round"] == 3
-    assert table.best("validation_nll")["round"] == 1
-    assert table.best("train_nll")["round"] == 1
+    assert table.best("validation_nll")["round"] == 3
+    assert table.best("validation_nll", lowest=False)["round"] == 1
+    assert table.best("train_nll")["round"] == 3
+
+
+def test_best_of_what():
+    """The best of a number of rounds is not known, nor that of a column without values."""
+    table = History([{"round": 1, "validation_nll": math.nan}, {"round": 2}])
+    with pytest.raises(ValueError, match=r"'round' .*lowest=True"):
+        table.best("round")
+    assert table.best("round", lowest=True)["round"] == 1
+    with pytest.raises(ValueError, match=r"'validation_nll' .*NaN"):
+        table.best("validation_nll")
 
 
 def test_append_and_iterate():
@@ -87,9 +104,12 @@ def test_repr_shows_the_last_evaluation():
 
 
 def test_rows_by_place():
-    """An integer is a place, as in a list."""
+    """An integer is a place, as in a list, whatever its type; a slice is a history of these rows."""
     history = History([{"round": 1, "a": 2.0}, {"round": 2}])
     assert history[-1] == {"round": 2}
     assert history[0]["a"] == 2.0
+    assert history[np.int64(1)] == {"round": 2}
+    assert history[:1].rows == history.rows[:1]
+    assert isinstance(history[-1:], History)
     with pytest.raises(IndexError):
         history[2]

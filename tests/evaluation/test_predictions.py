@@ -1,8 +1,11 @@
 """Predictions of many clients, padded and put together."""
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch.testing import assert_close
 
@@ -63,3 +66,35 @@ def test_what_is_printed_is_short():
     assert repr(drawn.client(1)).startswith("Predictions(4 examples; ")
     plain = Predictions(mask, torch.full((2, 4), torch.nan), probs=torch.full((2, 4, 3), 1 / 3))
     assert repr(plain) == f"{shown})"
+
+
+def test_measures_are_of_the_split_that_was_predicted():
+    """Another number of clients or examples, or other labels, would make numbers without a meaning; clients without rows are left out."""
+    own = split(2, 3, 1)
+    collector = Collector(own)
+    collector.add(np.array([0, 1]), {"probs": (probs := torch.full((2, 3, 3), 1 / 3)), "epistemic": probs[..., 0]})
+    found = collector.predictions()
+    assert found.summary(own)["nll"] == pytest.approx(math.log(3))
+    assert found.labels is not None
+    assert "labels" not in repr(found)
+    federation: Any = SimpleNamespace(test=own)
+    with pytest.raises(TypeError, match=r"^split .*ClientData, got SimpleNamespace; .*clients\.test"):
+        found.summary(federation)
+    with pytest.raises(ValueError, match=r"^split has 2 clients, .* 3 clients; .*summary\(clients\.test\)"):
+        found.summary(split(2, 3))
+    with pytest.raises(ValueError, match=r"^split has 4 examples of client 1, .* 3; .*summary\(clients\.test\)"):
+        found.summary(split(2, 4, 1))
+    with pytest.raises(ValueError, match=r"^split has other labels .*summary\(clients\.test\)"):
+        found.summary(ClientData(own.x, own.y.flip(0), own.index, own.counts))
+    with pytest.raises(ValueError, match=r"^split has 3 clients, .* one client"):
+        found.client(0).summary(own)
+
+
+def test_targets_may_have_another_precision():
+    """A run in float32 predicts targets that were rounded to it."""
+    rows = torch.arange(3)
+    own = ClientData(torch.zeros(3, 1), torch.tensor([0.1, 0.2, 0.3], dtype=torch.float64), rows, np.array([1, 2]))
+    collector = Collector(own.to(dtype=torch.float32))
+    zeros = torch.zeros(2, 2, 1)
+    collector.add(np.array([0, 1]), {"mean": zeros, "variance": zeros + 1, "epistemic": zeros[..., 0]})
+    assert collector.predictions().summary(own)["rmse"] == pytest.approx((0.1 + math.sqrt((0.04 + 0.09) / 2)) / 2)

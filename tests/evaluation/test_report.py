@@ -68,6 +68,15 @@ def test_methods_that_print_alike_are_best_together():
     assert [line.endswith("*") for line in text.splitlines()[2:]] == [True, True, False]
 
 
+def test_which_values_are_best():
+    """By the measure at the end of a name; of a coverage neither the highest nor the lowest."""
+    assert {report.better(key) for key in ("accuracy", "before_pool_accuracy_decile", "validation_macro_f1", "personal_auroc")} == {
+        "higher"
+    }
+    assert {report.better(key) for key in ("nll", "train_nll", "personal_pooled_ece", "mce", "global_brier", "personal_rmse")} == {"lower"}
+    assert {report.better(key) for key in ("round", "personal_coverage_90", "bytes_up", "none")} == {None}
+
+
 def test_columns():
     """Defaults by name, own choices, all keys when none are given, and errors."""
     assert (Column("pooled_accuracy").title, Column("pooled_accuracy").scale, Column("pooled_accuracy").digits) == (

@@ -30,6 +30,13 @@ def test_model_and_data_must_fit(clients, model):
         bf.simulate(bf.algorithms.fedavg(bf.models.mlp(8, outputs=1), likelihood=Bernoulli()), clients, rounds=1)
     with pytest.raises(ValueError, match=r"3 outputs.* 1 targets"):
         bf.simulate(bf.algorithms.fedavg(bf.models.mlp((10,), outputs=3), likelihood=Gaussian()), bf.data.diabetes(clients=3), rounds=1)
+    x, ids = torch.zeros(8, 8), [0] * 4 + [1] * 4
+    few = bf.data.from_arrays(x, [0] * 8, client_ids=ids)
+    with pytest.raises(ValueError, match=r"Bernoulli .*two classes.* 1;.*outputs=2"):
+        bf.simulate(bf.algorithms.fedavg(bf.models.mlp(8, outputs=1), likelihood=Bernoulli()), few, rounds=1)
+    ages = bf.data.from_arrays(x, [0, *range(50, 57)], client_ids=ids)
+    with pytest.raises(ValueError, match=r"1 outputs.* 57 classes; .*outputs=57.*task='regression'"):
+        bf.simulate(bf.algorithms.fedavg(bf.models.mlp(8, outputs=1)), ages, rounds=1)
     bare = bf.data.FederatedData(
         splits={"train": clients.train}, outputs=3, task="classification", inputs=(8,), client_names=clients.client_names,
         source=clients.source, recipe={},

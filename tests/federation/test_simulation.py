@@ -118,8 +118,12 @@ def test_resume_keeps_the_experiment(clients, model):
         bf.simulate(algorithm, clients, rounds=2, evaluate_every=None, resume=first, engine=bf.Engine(workers=1), progress=False).round == 2
     )
     assert first.round == 1
-    for change in ({"seed": 5}, {"participation": 0.5}, {"dtype": torch.float64}):
-        with pytest.raises(ValueError, match=r"keeps its settings.*Settings\(.*Settings\("):
+    for change, words in (
+        ({"seed": 5}, "saved seed=0, given seed=5;"),
+        ({"participation": 0.5}, r"saved participation=1\.0, given participation=0\.5;"),
+        ({"dtype": torch.float64, "seed": 1}, r"saved seed=0, dtype=torch\.float32, given seed=1, dtype=torch\.float64;"),
+    ):
+        with pytest.raises(ValueError, match="keeps its settings: " + words):
             bf.simulate(algorithm, clients, **{"rounds": 2, "evaluate_every": None, "resume": first, **change})
     with pytest.raises(ValueError, match="keeps its kernel"):
         bf.simulate(algorithm, clients, rounds=2, evaluate_every=None, resume=first, engine=bf.Engine("vmap"))

@@ -50,7 +50,26 @@ def test_split_says_why_not():
         models.split(Pretrained(), head="pool")
     with pytest.raises(ValueError, match="not the last step"):
         models.split(nn.Sequential(nn.Linear(3, 4), nn.Tanh()), head="0", example=torch.randn(2, 3))
+    with pytest.raises(ValueError, match=r"'0' is not the last step"):
+        models.split(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), head="0", example=torch.randn(2, 3))
     tied = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     tied[1].weight = tied[0].weight
     with pytest.raises(ValueError, match="shares parameters"):
         models.split(tied, head="1")
+
+
+def test_a_step_after_the_head_is_seen_without_an_example():
+    """Where an `nn.Sequential` on the way takes it; a module that does nothing is no step, and a forward of its own is not looked into."""
+    with pytest.raises(ValueError, match=r"'0' .*\['1', '2'\] come after"):
+        models.split(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), head="0")
+    inner = nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 2), nn.LogSoftmax(-1)), nn.Identity())
+    with pytest.raises(ValueError, match=r"'1\.0' .*\['1\.1'\] come after .*softmax"):
+        models.split(inner, head="1.0")
+    whole = models.split(inner, head="1")
+    assert_close(whole(torch.ones(2, 3)), inner(torch.ones(2, 3)))
+    twice = nn.ReLU()
+    with pytest.raises(ValueError, match=r"'2' .*\['3'\] come after"):
+        models.split(nn.Sequential(nn.Linear(3, 4), twice, nn.Linear(4, 2), twice), head="2")
+    models.split(Pretrained(), head="conv")
+    with pytest.raises(ValueError, match="'conv' is not the last step"):
+        models.split(Pretrained(), head="conv", example=torch.randn(3, 1, 8, 8))

@@ -66,7 +66,9 @@ def test_what_cannot_draw_anew_is_named():
             super().__init__()
             self.factor = nn.Parameter(torch.ones(1))
 
-    with pytest.raises(ValueError, match=r"layers \['1'\] have no reset_parameters"):
+    with pytest.raises(ValueError, match=r"layers \['1'\] have no reset_parameters\(\).*fedem.*class"):
         models.anew(nn.Sequential(nn.Linear(2, 2), Scale()))
+    with pytest.raises(ValueError, match=r"^parameters of the module itself have no reset_parameters\(\)"):
+        models.anew(Scale())
     with pytest.raises(TypeError, match=r"model .*got str; .*bf\.models\.mlp"):
         models.anew("mlp")  # pyright: ignore[reportArgumentType]

@@ -118,12 +118,19 @@ class Scored:
                 f"labels must lie in [0, {outputs}), the classes that probs has columns for; got {lowest} to {highest}. "
                 "Number the classes from 0, or mask the rows that are padding."
             )
-        finite = probs.isfinite().all(-1)
+        finite, exact = probs.isfinite().all(-1), probs.dtype if probs.is_floating_point() else torch.float64
         probs = probs.to(torch.float64).masked_fill(~(mask & finite)[..., None], 0)
         if probs.numel() and not (-1e-6 <= float(probs.min()) and float(probs.max()) <= 1 + 1e-2):
             raise ValueError(
                 f"probs must be probabilities in [0, 1], got {float(probs.min()):.4g} to {float(probs.max()):.4g}; "
                 "of logits take softmax(-1), of log probabilities exp()"
+            )
+        total = probs.sum(-1)[mask & finite]
+        # Each probability of a row in half precision is rounded, which shows in their sum.
+        if len(total) and float((total - 1).abs().max()) > max(1e-3, 2 * torch.finfo(exact).eps):
+            raise ValueError(
+                f"probs of each example must sum to 1, got sums from {float(total.min()):.4g} to {float(total.max()):.4g}; of scores take "
+                "probs / probs.sum(-1, keepdim=True), of logits softmax(-1)"
             )
         return cls(probs, labels, mask, (mask & ~finite).any(-1))
 

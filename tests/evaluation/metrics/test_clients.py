@@ -34,6 +34,7 @@ def test_bottom_decile_counts_from_the_worst():
     ("change", "message"),
     [
         (lambda p, y, m: (p[0], y, m), r"probs must be \[J, N, O\]"),
+        (lambda p, y, m: (p * 0.99, y, m), r"probs .*sum to 1, got sums from 0\.99 to 0\.99; .*keepdim=True"),
         (lambda p, y, m: (p, y[:, 1:], m), "labels must be"),
         (lambda p, y, m: (p, y, m[1:]), "mask must be"),
         (lambda p, y, m: (p, y, m.float()), "mask must be bool"),

@@ -29,7 +29,7 @@ def test_bins_are_closed_on_the_right():
     np.testing.assert_allclose(bins.edges, [0, 0.25, 0.5, 0.75, 1])
     np.testing.assert_allclose(bins.accuracy, [math.nan, 1, 1, 0.5])
     np.testing.assert_allclose(bins.confidence, [math.nan, 0.5, 0.75, 0.88], rtol=1e-6)
-    assert metrics.reliability_bins(*one([[0.0, 0.0]], [0]), bins=4).count.tolist() == [1, 0, 0, 0]
+    assert metrics.reliability_bins(*one([[0.25] * 4], [0]), bins=4).count.tolist() == [1, 0, 0, 0]
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,56 @@
+"""Data frames among your own arrays: their columns have names, and become numbers."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+
+def numbers_of(frame: Any, name: str) -> np.ndarray:
+    """Return a data frame's values as floats, [n, columns].
+
+    Raises:
+        ValueError: A column holds something else than numbers and truth values; it is named.
+    """
+    kinds = {column: getattr(dtype, "numpy_dtype", dtype) for column, dtype in frame.dtypes.items()}  # of pandas' nullable types, too
+    wrong = [str(column) for column, kind in kinds.items() if getattr(kind, "kind", "O") not in "fiub"]
+    if wrong:
+        raise ValueError(
+            f"{name}: columns {wrong[:10]} hold no numbers; make numbers of them first, as pandas.get_dummies does of categories"
+        )
+    return frame.to_numpy(dtype=np.float64, na_value=np.nan)
+
+
+def check_columns(name: str, train: Any, test: Any, *, pooled: bool) -> None:
+    """Check that all frames have the columns of the first one, in its order; arrays, and frames without names, are not looked at.
+
+    Args:
+        name: Name of the argument, `x` or `y`.
+        train: Values of the training, pooled or one for each client.
+        test: Values of the test, in the same form; None for none.
+        pooled: Which form it is.
+
+    Raises:
+        ValueError: A frame has other columns, or the same in another order; the message names them.
+    """
+    parts = {name: train, f"test {name}": test}
+    if not pooled:
+        parts = {f"{part} of client {j}": v for part, own in parts.items() if isinstance(own, Sequence) for j, v in enumerate(own)}
+    frames = [(part, columns) for part, value in parts.items() if (columns := _columns(value))]
+    for part, columns in frames[1:]:
+        first, known = frames[0]
+        lacks, more = [c for c in known if c not in columns], [c for c in columns if c not in known]
+        if columns == known or ((lacks or more) and list(range(len(columns))) in (columns, known)):
+            continue  # the columns 0 to n - 1 of one of them are numbers, no names
+        if lacks or more:
+            what = f"lacks columns {lacks[:10]} of {first} and has {more[:10]} besides"
+        else:
+            apart = [(a, b) for a, b in zip(columns, known, strict=False) if a != b][:10]
+            what = f"has the columns of {first} in another order, {[a for a, _ in apart]} where that has {[b for _, b in apart]}"
+        raise ValueError(f"{part} {what}: columns are taken by their places, so select the same in one order, as test[train.columns] does")
+
+
+def _columns(value: Any) -> list[Any]:
+    """Return the names of a frame's columns; none of anything else."""
+    columns = getattr(value, "columns", None)
+    return [] if columns is None or callable(columns) else list(columns)
