@@ -348,7 +348,7 @@ def main() -> None:
     parser.add_argument("--no-neighbour", action="store_true", help="leave out the rows with a busy neighbour")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    environment = report.environment()  # before anything is written, which would make the tree dirty
+    environment = report.environment()  # before anything is written, which would count as an uncommitted change
     print(f"torch {torch.__version__}, {environment['cores']} cores, 1 intra-op thread unless said", flush=True)
     results: dict[str, dict] = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() and not arguments.quick else {}
     table = rows(arguments.quick)
