@@ -79,6 +79,14 @@ def test_few_examples_do_not_shout():
         np.testing.assert_allclose(line.get_xydata(), [[middle, centre - half], [middle, centre + half]])
 
 
+@pytest.mark.parametrize(("confidence", "corner"), [(0.9, ("left", "top")), (0.55, ("right", "bottom"))])
+def test_the_numbers_hide_no_bar(confidence: float, corner: tuple[str, str]):
+    """They stand in the upper left corner, unless a bar reaches it."""
+    probs = torch.tensor([[confidence, 1 - confidence]]).expand(30, 2)
+    (numbers,) = plots.reliability(probs, torch.zeros(30, dtype=torch.long), bins=10).texts
+    assert (numbers.get_ha(), numbers.get_va()) == corner
+
+
 @pytest.mark.parametrize(("most", "ticks"), [(1, [1, 10]), (25, [1, 10]), (999, [1, 10, 100]), (3000, [1, 10, 100, 1000])])
 def test_counts_are_on_a_scale_that_shows_all(most: int, ticks: list[int]):
     """A logarithmic one, on which a single example is a bar as well; powers of ten are its ticks."""
