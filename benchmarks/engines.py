@@ -348,7 +348,7 @@ def main() -> None:
     parser.add_argument("--no-neighbour", action="store_true", help="leave out the rows with a busy neighbour")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    environment = report.environment()  # before anything is written, which would make the tree dirty
+    environment = report.environment()  # before anything is written, which would count as an uncommitted change
     print(f"torch {torch.__version__}, {environment['cores']} cores, 1 intra-op thread unless said", flush=True)
     results: dict[str, dict] = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() and not arguments.quick else {}
     table = rows(arguments.quick)
@@ -363,8 +363,8 @@ def main() -> None:
             title = row.title + (", busy neighbour" if busy else "")
             print(title)
             for side, f in sides.items():
-                shares = f"  batches {f['batches']:.1%} noise {f['noise']:.1%} rest {f['rest']:.1%}" if "rest" in f else ""
-                shares += f" (at most {f['rest_at_most']:.0%})" if "rest_at_most" in f else ""
+                shares = f"  shares: batches {f['batches']:.3f} noise {f['noise']:.3f} rest {f['rest']:.3f}" if "rest" in f else ""
+                shares += f" (at most {f['rest_at_most']:.2f})" if "rest_at_most" in f else ""
                 shares += f"  {f['to_one_worker']:.2f} of 1 worker (at most {TWO_TO_ONE})" if busy and "to_one_worker" in f else ""
                 limit = f" (at most {f['at_most']:.2f})" if "at_most" in f and not busy else ""
                 memory = f"  {f['memory_mib']:.0f} MiB" if "memory_mib" in f else ""

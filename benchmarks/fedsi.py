@@ -146,7 +146,7 @@ def main() -> None:
         print(f"{clients.source.name}, {clients.clients} clients, workers: {workers}")
         for name, f in found[str(workers)].items():
             aim = f" (at most {TWICE:g} times {AIMS[name]})" if name in AIMS else ""
-            share = f"  without curvature {f['uncurved_share']:.0%}" if "uncurved_share" in f else ""
+            share = f"  share without curvature {f['uncurved_share']:.2f}" if "uncurved_share" in f else ""
             both = f"{f['times_fedavg']:7.2f} FedAvg  {f['times_fedavg_and_factors']:6.2f} {FACTORS}"
             print(f"  {name:32s} {f['seconds']:8.3f} s {both}{aim}{share}", flush=True)
     memory = {} if arguments.quick else {name: peak_memory(name, arguments.quick, arguments.data_root) for name in methods(clients)}

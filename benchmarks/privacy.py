@@ -27,8 +27,8 @@ NOISE = (0.0, 0.5, 1.0, 2.0, 4.0)
 COLUMNS = [
     report.Column("epsilon", digits=2),
     report.Column("epsilon_own", title="epsilon, own rounds", digits=2),
-    report.Column("accuracy", scale=100.0, digits=1),
-    report.Column("nll", digits=3),
+    report.Column("accuracy"),
+    report.Column("nll"),
     report.Column("megabytes_up", digits=1),
     report.Column("seconds", digits=1),
 ]

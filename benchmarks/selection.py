@@ -397,7 +397,7 @@ def collected(cells: list[dict[str, Any]]) -> dict[str, Any]:
 
 WORDS = {
     "wasserstein": "by Wasserstein distance",
-    "curved_wasserstein": "by Wasserstein distance, if curved",
+    "curved_wasserstein": "by Wasserstein distance among weights with curvature",
     "magnitude": "by magnitude",
     "random": "at random",
     "predictive_variance": "by predictive variance",
@@ -406,9 +406,10 @@ DATASETS = {"mnist": "MNIST", "fashion-mnist": "Fashion-MNIST"}
 
 
 def in_words(name: str) -> str:
-    """A method's name as a label: `5 %: random` is 5 % of weights, at random."""
+    """Return a method's name in the results as a label: `5 %: random, scaled precision` is 0.05 of weights at random, scaled precision."""
     share, _, rule = name.partition(" %: ")
-    return f"{share} % of weights, {WORDS[rule]}" if rule else name[0].upper() + name[1:]
+    rule, comma, rest = rule.partition(", ")
+    return f"{int(share) / 100:g} of weights {WORDS[rule]}{comma}{rest}" if rule else name[0].upper() + name[1:]
 
 
 def draw(saved: dict[str, Any]) -> None:
@@ -423,7 +424,7 @@ def draw(saved: dict[str, Any]) -> None:
         ("nll", "NLL on test images (nats)\nlower is better", {"nll": (blue, "o")}),
         ("near_entropy", "AUROC of unseen classes\nhigher is better", unseen),
     )
-    figure = Figure(figsize=(9, 4.0 * len(panels)), layout="constrained")
+    figure = Figure(figsize=(9, 4.6 * len(panels)), layout="constrained")
     axes = figure.subplots(len(panels), 2, sharey=True, squeeze=False)
     for line, (dataset, scaling, found) in enumerate(panels):
         for ax, (base, title, kinds) in zip(axes[line], marks, strict=True):
@@ -441,7 +442,7 @@ def draw(saved: dict[str, Any]) -> None:
                             capsize=2,
                         )
             ax.axvline(report.mean_and_error(found["rows"]["MAP, one temperature"][base])[0], color=grey, linewidth=1, linestyle="--")
-            ax.set_yticks(range(len(names)), [in_words(name) for name in reversed(names)])
+            ax.set_yticks(range(len(names)), [in_words(name).replace(" among", "\namong") for name in reversed(names)], linespacing=0.9)
             ax.set_xlabel(title)
             ax.grid(axis="x", alpha=0.3)
             ax.spines[["top", "right"]].set_visible(False)

@@ -27,7 +27,7 @@ FIGURE = re.compile(
     r"(?P<sign>[-−]?)(?P<number>\d[\d,]*(?:\.\d+)?|\.\d+)(?P<unit>(?:\s?%|\*\*|\s(?:s|nats|points|MiB|GiB))*)<!-- = (?P<made>.+?) -->"
 )
 _MADE = re.compile(r"<!-- (\w+): begin -->.*?<!-- \1: end -->", re.DOTALL)
-_ASIDE = re.compile(r"```.*?```|<!--.*?-->|\$\$.*?\$\$|\$[^$\n]*\$|`[^`\n]*`|\]\([^)]*\)|^\|[^\n]*$", re.DOTALL | re.MULTILINE)
+_ASIDE = re.compile(r"```.*?```|<!--.*?-->|\$\$.*?\$\$|\$[^$\n]*\$|`[^`\n]*`|\]\([^)]*\)", re.DOTALL)
 _DECIMAL = re.compile(r"(?<![\w.])[-−]?(?:\d+)?\.\d+(?!\.\d)")
 
 
@@ -92,7 +92,7 @@ def written(text: str) -> str:
 
 
 def unmarked(text: str) -> list[str]:
-    """Return the decimals in a page's prose that nothing makes: those outside tables, code, formulas and what docs/tables.py writes."""
+    """Return the decimals of a page that nothing makes: those outside code, formulas and what docs/tables.py writes."""
     return _DECIMAL.findall(_ASIDE.sub(" ", FIGURE.sub(" ", _MADE.sub(" ", text))))
 
 

@@ -12,6 +12,7 @@ import inspect
 import json
 import math
 import re
+import runpy
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
@@ -112,8 +113,8 @@ def engines() -> str:
         "time, 2 workers",
         "time, 1 worker",
         "loop on 2 threads",
-        "overhead, 2 workers",
-        "overhead, 1 worker",
+        "share of overhead, 2 workers",
+        "share of overhead, 1 worker",
         "busy neighbour: 2 workers / 1 worker",
     ]
     lines, origins = [], {}
@@ -125,11 +126,11 @@ def engines() -> str:
         pair = [sides[side] for side in ("2 workers", "1 worker")]
         cells = [f"{side['ratio']:.2f}" + (f" (target {side['at_most']:.2f})" if "at_most" in side else "") for side in pair]
         cells.append(f"{sides['bare, 2 threads']['ratio']:.2f}" if "bare, 2 threads" in sides else "")
-        cells += [f"{side['rest']:.1%}" + (f" (target {side['rest_at_most']:.0%})" if "rest_at_most" in side else "") for side in pair]
+        cells += [f"{side['rest']:.3f}" + (f" (target {side['rest_at_most']:.2f})" if "rest_at_most" in side else "") for side in pair]
         busy = saved["rows"].get(f"{name}_busy", {}).get("sides")
         beside = f"{busy['2 workers']['to_one_worker']:.2f}" if busy else ""
         unit = next(iter(sides))
-        lines.append([row["title"], f"{unit}, {sides[unit]['seconds']:.2f} s", *(cell.replace("%", " %") for cell in cells), beside])
+        lines.append([row["title"], f"{unit}, {sides[unit]['seconds']:.2f} s", *cells, beside])
     return "\n\n".join([ruled(heads, lines), *(f"{origin} Rows {', '.join(names)}." for origin, names in origins.items())])
 
 
@@ -140,6 +141,7 @@ def selection() -> str:
         part: {f"{dataset}, {scaling}": found for dataset, by in saved[part]["results"].items() for scaling, found in by.items()}
         for part in ("alone", "pooled", "control")
     }
+    words = runpy.run_path(str(ROOT / "benchmarks" / "selection.py"))["in_words"]
     cells = parts["alone"]
     rows = {cell: found["rows"] for cell, found in cells.items()}
     names = list(next(iter(rows.values())))
@@ -147,7 +149,9 @@ def selection() -> str:
     def side_by_side(title: str, *keys: str, of: str = "alone", part: str = "rows", scaled: bool = False, **options: Any) -> str:
         found = {cell: by[part] for cell, by in parts[of].items()}
         kept = [name for name, row in next(iter(found.values())).items() if keys[0] in row and (scaled or "scaled" not in name)]
-        table = {name: {f"{cell} {key}": by[name][key] for cell, by in found.items() for key in keys if key in by[name]} for name in kept}
+        table = {
+            words(name): {f"{cell} {key}": by[name][key] for cell, by in found.items() for key in keys if key in by[name]} for name in kept
+        }
         kind = {key: "" if len(keys) == 1 else f": {key.split('_')[-1]}" for key in keys}
         columns = [report.Column(f"{cell} {key}", title=cell + kind[key], **options) for cell in found for key in keys]
         return f"**{title}**\n\n{report.table(table, columns=columns, style='markdown')}"
@@ -155,22 +159,23 @@ def selection() -> str:
     def beyond(title: str, of: str, key: str) -> str:
         found = {cell: by["rows"] for cell, by in parts[of].items()}
         table = {
-            name: {c: [a - b for a, b in zip(by[name][key], by["MAP, one temperature"][key], strict=True)] for c, by in found.items()}
+            words(name): {
+                c: [a - b for a, b in zip(by[name][key], by["MAP, one temperature"][key], strict=True)] for c, by in found.items()
+            }
             for name in next(iter(found.values()))
         }
         lines = report.table(table, columns=[report.Column(cell, title=cell) for cell in found], style="markdown")
         return f"**{title}**\n\n{lines}"
 
-    percent = {"scale": 100.0, "digits": 0}
     network = [
         report.Column("train_nll", title="NLL on training images", digits=4),
-        report.Column("constant_pixels", title="constant pixels (%)", **percent),
-        report.Column("changed_by_themselves", title="test images that change a constant pixel (%)", **percent),
-        report.Column("dead_units", title="dead units (%)", **percent),
-        report.Column("uncurved", title="weights without curvature (%)", **percent),
+        report.Column("constant_pixels", title="share of constant pixels", digits=2),
+        report.Column("changed_by_themselves", title="share of test images that change a constant pixel", digits=2),
+        report.Column("dead_units", title="share of dead units", digits=2),
+        report.Column("uncurved", title="share of weights without curvature", digits=2),
     ]
     costs = {
-        name: {key: [value for of in rows.values() for value in of[name][key]] for key in ("order", "seconds", "predict_seconds")}
+        words(name): {key: [value for of in rows.values() for value in of[name][key]] for key in ("order", "seconds", "predict_seconds")}
         for name in names
         if "order" in rows[next(iter(rows))][name]
     }
@@ -183,7 +188,7 @@ def selection() -> str:
     for name in names:
         if "log10_precision" in rows[next(iter(rows))][name] and "scaled" not in name:
             seeds = [", ".join(f"{value:.1f}" for value in of[name]["log10_precision"]) for of in rows.values()]
-            chosen.append(f"| {name} | " + " | ".join(seeds) + " |")
+            chosen.append(f"| {words(name)} | " + " | ".join(seeds) + " |")
     low, high = (
         f"{value:.0f}" for value in (math.log10(g) for g in (saved["alone"]["sizes"]["grid"][0], saved["alone"]["sizes"]["grid"][-1]))
     )
@@ -195,10 +200,10 @@ def selection() -> str:
     return "\n\n".join(
         [
             f"**The networks**\n\n{networks}",
-            side_by_side("Share of the selected weights without curvature (%)", "uncurved", **percent),
-            side_by_side("Share of the selected weights that lead into dead units (%)", "in_dead_units", **percent),
+            side_by_side("Share of the selected weights without curvature", "uncurved", digits=2),
+            side_by_side("Share of the selected weights that lead into dead units", "in_dead_units", digits=2),
             f"**Chosen precision, log10, seed by seed** (grid {low} to {high})\n\n" + "\n".join(chosen),
-            side_by_side("Accuracy (%)", "accuracy", scaled=True, scale=100.0, digits=1, better="higher"),
+            side_by_side("Accuracy", "accuracy", scaled=True, better="higher"),
             side_by_side("NLL on test images (nats)", "nll", scaled=True, better="lower"),
             beyond("NLL minus that of the MAP with one temperature (nats, paired by seed)", "alone", "nll"),
             side_by_side("NLL of every method with a temperature of its own (nats)", "nll_tempered", scaled=True, better="lower"),
@@ -247,10 +252,10 @@ def fedsi() -> str:
         for name, row in rows.items():
             row |= {f"published_{key}": [value / (100 if key == "accuracy" else 1)] for key, value in published.get(name, {}).items()}
             row["seeds"] = [float(len(row["accuracy"]))]
-        both = [("accuracy", "accuracy (%)", 100.0, 2), ("ece", "ECE", 1.0, 3), ("mce", "MCE", 1.0, 3), ("brier", "Brier", 1.0, 3)]
+        both = [("accuracy", "accuracy", 4), ("ece", "ECE", 3), ("mce", "MCE", 3), ("brier", "Brier", 3)]
         first = [
-            report.Column(f"{prefix}{key}", title=f"{title}, {word}", scale=scale, digits=digits)
-            for key, title, scale, digits in both
+            report.Column(f"{prefix}{key}", title=f"{title}, {word}", digits=digits)
+            for key, title, digits in both
             for prefix, word in (("published_", "published"), ("", "measured"))
         ]
         plain = [
@@ -273,12 +278,12 @@ def fedsi() -> str:
             report.Column("ece_client", title="ECE, a temperature for each client"),
             report.Column("other_entropy_auroc", title="another data set: AUROC by entropy"),
             report.Column("other_epistemic_auroc", title="another data set: AUROC by epistemic part"),
-            report.Column("near_entropy_fpr95", title="unseen labels: FPR at 95 %"),
-            report.Column("far_entropy_fpr95", title="permuted pixels: FPR at 95 %"),
-            report.Column("pooled_aurc", title="AURC (%)", scale=100.0, digits=2),
-            report.Column("accuracy_at_80", title="accuracy on the most confident 80 % (%)", scale=100.0, digits=1),
-            report.Column("coverage", title="conformal coverage, target 90 (%)", scale=100.0, digits=1),
-            report.Column("lowest", title="conformal coverage, lowest client (%)", scale=100.0, digits=1),
+            report.Column("near_entropy_fpr95", title="unseen labels: FPR at TPR 0.95"),
+            report.Column("far_entropy_fpr95", title="permuted pixels: FPR at TPR 0.95"),
+            report.Column("pooled_aurc", title="AURC", digits=4),
+            report.Column("accuracy_at_80", title="accuracy on the most confident four fifths"),
+            report.Column("coverage", title="conformal coverage, target 0.9"),
+            report.Column("lowest", title="conformal coverage, lowest client"),
             report.Column("size", title="classes in a conformal set", digits=2),
         ]
         there = {key for row in rows.values() for key in row}
@@ -345,7 +350,7 @@ def privacy() -> str:
     columns = [
         report.Column("epsilon", title="epsilon", digits=2),
         report.Column("epsilon_own", title="epsilon, own rounds", digits=2),
-        report.Column("accuracy", title="accuracy (%)", scale=100.0, digits=1),
+        report.Column("accuracy"),
         report.Column("nll", title="NLL (nats)", digits=3),
         report.Column("megabytes_up", title="MB sent", digits=1),
         report.Column("seconds", title="seconds", digits=1),
@@ -441,12 +446,11 @@ def fedem() -> str:
         row["seeds"] = [float(len(row["accuracy"]))]
         row["rate"] = row["rate"][:1]  # the same for all seeds
         row |= {f"published_{key}": [value / 100] for key, value in saved["published"].get(name, {}).items()}
-    percent = {"scale": 100.0, "digits": 1}
     columns = [
-        report.Column("published_accuracy", title="average (%), published", **percent),
-        report.Column("accuracy", title="average (%), measured", **percent),
-        report.Column("published_accuracy_decile", title="bottom decile (%), published", **percent),
-        report.Column("accuracy_decile", title="bottom decile (%), measured", **percent),
+        report.Column("published_accuracy", title="average, published"),
+        report.Column("accuracy", title="average, measured"),
+        report.Column("published_accuracy_decile", title="bottom decile, published"),
+        report.Column("accuracy_decile", title="bottom decile, measured"),
         report.Column("nll", title="NLL (nats)"),
         report.Column("l1", title="mixture weights: distance to the true ones"),
         report.Column("rate", title="learning rate", digits=2),
@@ -457,11 +461,11 @@ def fedem() -> str:
         name: {f"{rate:g}": saved["cells"].get(f"{name}/validation/{rate:g}", {}).get("accuracy", math.nan) for rate in rates}
         for name in rows
     }
-    tried = [report.Column(f"{rate:g}", title=f"{rate:g}", **percent) for rate in rates]
+    tried = [report.Column(f"{rate:g}", title=f"{rate:g}") for rate in rates]
     shown = "\n\n".join(
         [
             report.table(rows, columns=columns, style="markdown"),
-            f"**Accuracy on validation data by learning rate (%), seed 0**\n\n{report.table(grid, columns=tried, style='markdown')}",
+            f"**Accuracy on validation data by learning rate, seed 0**\n\n{report.table(grid, columns=tried, style='markdown')}",
         ]
     )
     shown += f"\n\nSizes of the clusters of clustered FL, in clients: {'; '.join(clusters)}." if clusters else ""
@@ -483,10 +487,9 @@ def perinvfl() -> str:
             slope = measure in {f"g{j}" for j in range(4)}  # their size, which signs that differ by seed would hide
             row.setdefault(measure, []).append(abs(value) if slope else value)
     cases = [f"p{p}" for p in (0.1, 0.2, 0.3, 0.4, 0.5)]
-    percent: dict[str, Any] = {"scale": 100.0, "digits": 1}
-    scored = [report.Column(case, title=f"p = {case[1:]} (%)", **percent) for case in cases]
-    scored += [report.Column(key, title=key, **percent) for key in ("worst", "average")]
-    scored += [report.Column("held_back", title="training colours", **percent), report.Column("seeds", digits=0)]
+    scored = [report.Column(case, title=f"p = {case[1:]}") for case in cases]
+    scored += [report.Column(key, title=key) for key in ("worst", "average")]
+    scored += [report.Column("held_back", title="training colours"), report.Column("seeds", digits=0)]
     seen = [report.Column(f"g{j}", title=f"abs(g), client {j}", digits=4) for j in range(4)]
     seen += [report.Column(f"turn{k}", title=f"abs(logit) at {90 * k}°", digits=2) for k in range(4)]
     seen += [report.Column("rate", title="personal rate", digits=4), report.Column("lam", title="pull", digits=1)]
@@ -495,7 +498,7 @@ def perinvfl() -> str:
         for row in rows.values():
             row["seeds"] = [float(len(next(iter(row.values()))))]
         if "p0.1" not in next(iter(rows.values())):
-            columns = [report.Column(key, title=f"{key} (%)", **percent) for key in ("training", "test")]
+            columns = [report.Column(key, title=key) for key in ("training", "test")]
             for method, row in saved["published"].items():
                 rows[f"{method}, published"] = {key: [value / 100] for key, value in row.items()}
             parts.append(f"**{name}**\n\n{report.table(rows, columns=columns, style='markdown')}")

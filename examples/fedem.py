@@ -49,7 +49,7 @@ EXPERIMENT = ("clients", "rounds", "test", "methods", "rates", "seed")
 MIXTURES = ("FedEM", "D-FedEM")
 COLUMNS = (
     report.Column("accuracy", better="higher"),
-    report.Column("accuracy_decile", title="worst tenth (%)", scale=100, digits=1, better="higher"),
+    report.Column("accuracy_decile", title="worst tenth", better="higher"),
     report.Column("nll", title="NLL (nats)", better="lower"),
     report.Column("rate", title="learning rate", digits=2),
     report.Column("clusters", digits=0),

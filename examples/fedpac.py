@@ -42,7 +42,7 @@ METHODS: dict[str, Make] = {
     "FedPAC": lambda model, rate, batch: bf.algorithms.fedpac(model, lr=rate, head_lr=0.1, batch_size=batch, **SGD),
 }
 EXPERIMENT = ("data", "clients", "train", "test", "groups", "rounds", "methods", "rates", "batch", "seeds")
-MEASURES = (("accuracy", "accuracy (%)", "higher"), ("nll", "NLL (nats)", "lower"), ("ece", "ECE", "lower"))
+MEASURES = (("accuracy", "accuracy", "higher"), ("nll", "NLL (nats)", "lower"), ("ece", "ECE", "lower"))
 COLUMNS = (
     *(report.Column(f"before_{key}", title=f"before: {title}", better=better) for key, title, better in MEASURES),
     *(report.Column(f"after_{key}", title=f"after: {title}", better=better) for key, title, better in MEASURES),

@@ -115,15 +115,15 @@ DOUBT = (
     report.Column("other_epistemic_auroc", title="epistemic", better="higher"),
 )
 DECISIONS = (
-    report.Column("pooled_aurc", title="AURC", scale=100, digits=2, better="lower"),
-    report.Column("accuracy_at_80", title="accuracy on the most confident 80 % (%)", scale=100, digits=1, better="higher"),
-    report.Column("coverage", title=f"conformal coverage ({100 * (1 - ALPHA):.0f} %)", scale=100, digits=1),
-    report.Column("lowest", title="lowest client", scale=100, digits=1),
+    report.Column("pooled_aurc", title="AURC", digits=4, better="lower"),
+    report.Column("accuracy_at_80", title="accuracy on the most confident four fifths", better="higher"),
+    report.Column("coverage", title=f"conformal coverage, target {1 - ALPHA:g}"),
+    report.Column("lowest", title="lowest client"),
     report.Column("size", title="classes in a set", digits=2, better="lower"),
 )
 POSTERIOR = (
     report.Column("log10_precision", title="predictive precision, log10", digits=1),
-    report.Column("uncurved", title="without curvature (%)", scale=100, digits=0),
+    report.Column("uncurved", title="share without curvature", digits=2),
     report.Column("seconds", title="a round (ms)", scale=1000, digits=0),
 )
 

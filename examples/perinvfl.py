@@ -212,10 +212,10 @@ def sureness(result: Any, clients: bf.data.FederatedData) -> dict[str, float]:
 
 EXPERIMENT = ("data", "upright", "rounds", "anneal", "methods", "rates", "lams", "seed")
 COLUMNS = [
-    *(report.Column(f"p{p}", title=f"p = {p} (%)", scale=100, digits=1) for p in CASES),
-    report.Column("worst", title="worst", scale=100, digits=1),
-    report.Column("average", title="average", scale=100, digits=1),
-    report.Column("held_back", title="training colours", scale=100, digits=1),
+    *(report.Column(f"p{p}", title=f"p = {p}") for p in CASES),
+    report.Column("worst", title="worst"),
+    report.Column("average", title="average"),
+    report.Column("held_back", title="training colours"),
 ]
 LOOKS = [
     *(report.Column(f"g{j}", title=f"g, client {j}", digits=4) for j in range(4)),

@@ -46,7 +46,7 @@ COLUMNS = (
     report.Column("entropy_auroc", title="far AUROC: entropy", better="higher"),
     report.Column("epistemic_auroc", title="epistemic", better="higher"),
     report.Column("log10_precision", title="precision, log10", digits=1),
-    report.Column("uncurved_share", title="no curvature (%)", scale=100, digits=0),
+    report.Column("uncurved_share", title="share without curvature", digits=2),
     report.Column("order", title="order of the factor", digits=0),
     report.Column("seconds", digits=2),
 )
@@ -101,8 +101,8 @@ def run(arguments: argparse.Namespace, seed: int) -> dict[str, tuple[dict[str, f
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the share is in the table
             chosen = selection.select(name, evidence, count)
-        shares[f"{arguments.share:.0%}: {name}"] = selection.uncurved_share(evidence, chosen)
-        fits[f"{arguments.share:.0%}: {name}"] = lambda chosen=chosen: diagonal.with_structure(x, "subnetwork", indices=chosen)
+        shares[f"{arguments.share:g} of weights: {name}"] = selection.uncurved_share(evidence, chosen)
+        fits[f"{arguments.share:g} of weights: {name}"] = lambda chosen=chosen: diagonal.with_structure(x, "subnetwork", indices=chosen)
 
     with torch.no_grad():
         plain = {name: model(t).softmax(-1).double() for name, t in (("test", test), ("far", far))}

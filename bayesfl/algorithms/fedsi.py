@@ -2,12 +2,12 @@
 
 Model.  body w_j | mu, g ~ N(mu, diag g);  head: one common random head, constant in training.
 MAP        (client)  w_j = argmax log p(D_j | w) - 1/2 sum_r (w_r - mu_r)^2 / g_r, from mu.
-Selection  (client)  S: the share of the weights of largest s_r^2 = 1 / (GGN_rr + 1 / g_r).
-Laplace    (client)  H_S = GGN_S + diag(1 / g_S); sends w_j and sigma_j = diag(H_S^-1)^(1/2) on S, 0 elsewhere (a Dirac).
+Selection  (client)  P: the share of the weights of largest s_r^2 = 1 / (GGN_rr + 1 / g_r).
+Laplace    (client)  H_P = GGN_P + diag(1 / g_P); sends w_j and sigma_j = diag(H_P^-1)^(1/2) on P, 0 elsewhere (a Dirac).
 Server               mu = mean_j w_j,  sigma = mean_j sigma_j;  g_r = sigma_r^2, or alpha where no client selected r.
-Predict    (client)  fine-tune the head, then Laplace at mu: softmax(kappa f), kappa = (1 + pi/8 Sigma)^(-1/2), Sigma = J_S H_S^-1 J_S'.
+Predict    (client)  fine-tune the head, then Laplace at mu: softmax(kappa f), kappa = (1 + pi/8 Sigma)^(-1/2), Sigma = J_P H_P^-1 J_P'.
 
-To predict, H_S has one precision for all weights in place of the server's 1 / g_S: see `fedsi`.
+To predict, H_P has one precision for all weights in place of the server's 1 / g_P: see `fedsi`.
 
 FedSI-Fac keeps every weight of the body uncertain, without covariances. With the whole body uncertain, covariances included, training
 needs no curvature: the prior stays isotropic, and the Laplace approximation is used to predict only.
@@ -85,7 +85,7 @@ def fedsi(
     """Federate `model` by FedSI: the body is averaged, and each client is uncertain about a subnetwork of it.
 
     The nearest to the paper's text is prior_precision=1e4 (its alpha = 1e-4 a variance), predictive_precision=1e4 and centre=False. One
-    step of the text is not here: its prediction takes H_S = GGN_S + diag(1 / g_S) with the variances g that the server learned. Here g is
+    step of the text is not here: its prediction takes H_P = GGN_P + diag(1 / g_P) with the variances g that the server learned. Here g is
     for training only; predictions never read it and have one precision for all weights. With these options that precision is 1 / alpha. The
     text has this value only for weights that no client selected.
 

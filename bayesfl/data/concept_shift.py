@@ -104,8 +104,8 @@ def swapped_labels(
     """Divide a data set evenly among groups of clients that exchange the labels of some classes, in training and test data alike.
 
     Rows are divided as by `iid`, without skew of the inputs. Client j is in group j mod G. The first group keeps all labels; in each other
-    one, `swaps` disjoint pairs of classes, drawn for the group, exchange theirs, no two groups alike. `recipe["names"]` [G, K] holds the
-    label of class k in each group.
+    one, `swaps` disjoint pairs of classes, drawn for the group, exchange theirs, no two groups alike. `recipe["names"]` [G, O] holds,
+    for each group, the label of every one of the O classes.
 
     Args:
         clients: Number of clients.

@@ -85,7 +85,7 @@ def fit_temperature(
     grid = torch.linspace(math.log(low), math.log(high), _GRID, dtype=torch.float64)
     logits = (logits - logits.amax(-1, keepdim=True)).masked_fill(~mask[..., None], 0)  # 0 at every T if all logits are equal
     scored = _Tempered(logits.mT.contiguous(), labels, grid)
-    pooled = scored.minimise(grid.new_zeros(1).clamp(grid[0], grid[-1]), grid.new_zeros(1), pot=True)
+    pooled = scored.minimise(grid.new_zeros(1).clamp(grid[0], grid[-1]), grid.new_zeros(1), together=True)
     own = pooled.expand(len(mask))
     if strength < math.inf:
         own = scored.minimise(own, strength * scored.information(own).sum() / mask.sum())
@@ -154,7 +154,7 @@ class Conformal:
         if probs.dim() != 3 or len(self.threshold) not in (1, len(probs)):
             raise ValueError(
                 f"probs must be [J, N, O] of the {len(self.threshold)} clients that were calibrated, got {list(probs.shape)}; a threshold "
-                "of one pot (by='pooled' or 'mixture') serves any clients"
+                "of pooled scores (by='pooled' or 'mixture') serves any clients"
             )
         return probs.double() >= self.threshold[:, None, None]
 
@@ -334,15 +334,15 @@ class _Tempered:
         """Return `nll` at every value of the grid, [J, K]."""
         return torch.stack([self.nll(g.expand(len(self.labels))) for g in self.grid], -1)
 
-    def minimise(self, centre: Tensor, pull: Tensor, *, pot: bool = False) -> Tensor:
+    def minimise(self, centre: Tensor, pull: Tensor, *, together: bool = False) -> Tensor:
         """Return each client's log T [J] with the smallest nll + 1/2 pull (log T - centre)^2 within the grid, by search and bisection.
 
-        With `pot`, return one [1] for the sum of all clients' nll. The likelihood alone has one optimum (it is convex in 1 / T), but with
-        the quadratic term there may be several: hence the search. If the nll does not depend on T, the result is `centre`.
+        With `together`, return one [1] for the sum of all clients' nll. The likelihood alone has one optimum (it is convex in 1 / T), but
+        with the quadratic term there may be several: hence the search. If the nll does not depend on T, the result is `centre`.
         """
 
         def total(sums: Tensor) -> Tensor:
-            return sums.sum(0, keepdim=True) if pot else sums
+            return sums.sum(0, keepdim=True) if together else sums
 
         values = total(self.tried) + 0.5 * (pull * (self.grid[:, None] - centre).square()).T
         best = values.argmin(-1)

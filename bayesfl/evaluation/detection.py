@@ -269,13 +269,13 @@ def selective_summary(probs: Tensor, labels: Tensor, mask: Tensor, *, score: Ten
     case = score, probs.argmax(-1) == labels, mask
     if broken or bool((score.isnan() & mask).any()):
         return dict.fromkeys(("aurc", "accuracy_at_80", "accuracy_at_90", "pooled_aurc", "pooled_aurc_excess"), math.nan)
-    pot = risk_coverage(*case)
+    pooled = risk_coverage(*case)
     return {
         "aurc": float(aurc(*case).nanmean()),
         "accuracy_at_80": float(selective_accuracy(*case, coverage=0.8).nanmean()),
         "accuracy_at_90": float(selective_accuracy(*case, coverage=0.9).nanmean()),
-        "pooled_aurc": pot.aurc,
-        "pooled_aurc_excess": pot.aurc - pot.best,
+        "pooled_aurc": pooled.aurc,
+        "pooled_aurc_excess": pooled.aurc - pooled.best,
     }
 
 

@@ -2,10 +2,10 @@
 
 >>> rows = {"FedAvg": {"accuracy": [0.811, 0.807]}, "FedEM": {"accuracy": [0.835, 0.841]}}
 >>> print(table(rows, columns=[Column("accuracy", better="higher")]))
-method  accuracy (%)
-------  ------------
-FedAvg   80.9 ± 0.2
-FedEM    83.8 ± 0.3*
+method        accuracy
+------  --------------
+FedAvg  0.809 ± 0.002
+FedEM   0.838 ± 0.003*
 """
 
 import csv
@@ -43,8 +43,8 @@ class Column:
     Args:
         key: The quantity's name in the rows.
         title: The column's title; None derives it from `key`.
-        scale: Factor by which values are multiplied; None for 100 (percent) for accuracies and coverages, else 1.
-        digits: Number of decimals; None for 1 for accuracies and coverages in percent, else 3.
+        scale: Factor by which values are multiplied, 1000 for milliseconds for instance; shares such as accuracies stay fractions.
+        digits: Number of decimals.
         better: Which values are best, `higher` or `lower`, so that the best is marked; None marks nothing.
 
     Raises:
@@ -54,25 +54,15 @@ class Column:
     key: str
     _: KW_ONLY
     title: str | None = None
-    scale: float | None = None
-    digits: int | None = None
+    scale: float = 1.0
+    digits: int = 3
     better: Literal["higher", "lower"] | None = None
 
     def __post_init__(self) -> None:
         if self.better not in ("higher", "lower", None):
             raise ValueError(f"better must be 'higher', 'lower' or None, got {self.better!r}")
-        share = is_share(self.key)
         if self.title is None:
-            object.__setattr__(self, "title", words(self.key) + (" (%)" if share and self.scale is None else ""))
-        if self.digits is None:
-            object.__setattr__(self, "digits", 1 if share and self.scale is None else 3)
-        if self.scale is None:
-            object.__setattr__(self, "scale", 100.0 if share else 1.0)
-
-
-def is_share(key: str) -> bool:
-    """Say whether a quantity of this name is shown in percent, as accuracies and coverages are."""
-    return "accuracy" in key or "coverage" in key
+            object.__setattr__(self, "title", words(self.key))
 
 
 def better(key: str) -> Literal["higher", "lower"] | None:
@@ -145,7 +135,7 @@ def table(
 
 def _cells(spec: Column, rows: Sequence[Mapping[str, Any]], style: str) -> list[str]:
     """Return the cells of one column, with numbers aligned at the decimal point and at the sign ±."""
-    scale, digits = spec.scale or 1.0, spec.digits or 0
+    scale, digits = spec.scale, spec.digits
     stats = [mean_and_error(np.asarray(row[spec.key], dtype=np.float64) * scale) if spec.key in row else None for row in rows]
     means = ["-" if s is None else f"{s[0]:.{digits}f}" for s in stats]
     errors = ["" if s is None or math.isnan(s[1]) else f"{s[1]:.{digits}f}" for s in stats]

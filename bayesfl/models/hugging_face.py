@@ -15,7 +15,7 @@ class _Logits(nn.Module):
         self._pad = getattr(getattr(model, "config", None), "pad_token_id", None)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute logits [B, O] of token numbers [B, T], as whole numbers of any dtype, or of the model's own input, such as images."""
+        """Compute logits [B, O] of T tokens by number, [B, T], whole numbers of any dtype, or of the model's own input, such as images."""
         if self._input != "input_ids":
             return self.model(**{self._input: x}).logits
         tokens = x.long()
@@ -26,9 +26,9 @@ class _Logits(nn.Module):
 def logits(model: nn.Module) -> nn.Module:
     """Wrap a model of Hugging Face's `transformers`, such as a sequence or an image classifier, so that it maps one tensor to its logits.
 
-    Models of text take the tokens' numbers, [B, T]; rows are filled up to one length with the token `model.config.pad_token_id`, which the
-    attention then leaves out. Where the model has no such token, every position counts. Other models take their `main_input_name`, such as
-    `pixel_values` [B, 3, H, W]. The parameters keep their names, with `model.` before them.
+    Models of text take the tokens' numbers, [B, T]; rows are filled up to one length, T tokens, with the token `model.config.pad_token_id`,
+    which the attention then leaves out. Where the model has no such token, every position counts. Other models take their
+    `main_input_name`, such as `pixel_values` [B, 3, height, width]. The parameters keep their names, with `model.` before them.
 
     A model from `from_pretrained` is in evaluation mode. One built from a configuration is in training mode, and methods refuse its dropout
     until `model.eval()` is called.

@@ -268,7 +268,7 @@ def resnet18(
 
 
 class _Reader(nn.Module):
-    """A reader of text: characters [B, L] by number -> the state [B, H] of its last LSTM layer after the last character."""
+    """A reader of text: L characters by number, [B, L] -> the state of its last LSTM layer after the last character, [B, hidden]."""
 
     def __init__(self, characters: int, embedding: int, hidden: int, layers: int) -> None:
         super().__init__()
@@ -291,7 +291,7 @@ def char_lstm(
 ) -> SplitModel:
     """Build a next-character network: embedding, LSTM, its state after the last character | outputs.
 
-    Inputs are characters by number, [B, L], as floats, each within [0, outputs). `torch.func` cannot batch an LSTM, so the vmap kernel
+    Inputs are L characters by number, [B, L], as floats, each within [0, outputs). `torch.func` cannot batch an LSTM, so the vmap kernel
     refuses it, and clients are run one after another; the published size is slow on a CPU.
 
     Args:

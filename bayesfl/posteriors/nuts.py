@@ -87,7 +87,7 @@ class Samples:
 
         Returns:
             `r_hat`: near 1 where the chains agree; above 1.01, run longer. NaN with a single chain.
-            `ess`: effective number of draws for the mean. `ess_tail`: for the 5 and 95 % quantiles. All NaN with fewer than 4 draws.
+            `ess`: effective number of draws for the mean. `ess_tail`: for the 0.05 and 0.95 quantiles. All NaN with fewer than 4 draws.
         """
         import arviz
 

@@ -109,7 +109,7 @@ def run(method: str, rate: float, seed: int, clients: FederatedData, rounds: int
 
 
 def measured(result: Result, clients: FederatedData) -> dict[str, Any]:
-    """What a finished run says: accuracies, distance of the weights, clusters."""
+    """Measure a finished run: accuracies, distance of the weights, clusters."""
     found = result.predict(draws=0).summary(clients.test)
     row: dict[str, Any] = {key: found[key] for key in ("accuracy", "accuracy_decile", "nll")}
     true = np.array(clients.recipe["weights"])

@@ -166,7 +166,7 @@ class Loopback:
         self.until(self.listens, "the SuperLink to listen")
 
     def listens(self) -> bool:
-        """Whether somebody listens on the SuperLink's port."""
+        """Return whether somebody listens on the SuperLink's port."""
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=1.0):
             return True
         return False
@@ -194,7 +194,7 @@ class Loopback:
         )
 
     def flwr(self, *command: str) -> str:
-        """What `flwr` says; the CA's certificate is all it needs."""
+        """Run `flwr` and return what it says; the CA's certificate is all it needs."""
         done = subprocess.run(
             [str(BIN / "flwr"), *command], env=self.environment, cwd=self.folder, capture_output=True, text=True, timeout=120, check=False
         )
@@ -208,11 +208,11 @@ class Loopback:
         return int(self._asked("run", str(app), CONNECTION, *(("--run-config", values) if values else ()))["run-id"])
 
     def status(self, run: int) -> str:
-        """How far a run is, as `running` or `finished:completed`."""
+        """Return how far a run is, as `running` or `finished:completed`."""
         return str(self._asked("list", CONNECTION, "--run-id", str(run))["runs"][0]["status"])
 
     def _asked(self, *command: str) -> Any:
-        """What `flwr` answers as JSON.
+        """Run `flwr` and return its answer, read from JSON.
 
         Raises:
             RuntimeError: It says that it failed.
@@ -229,11 +229,11 @@ class Loopback:
         return self.status(run)
 
     def said(self, run: int) -> str:
-        """What the server's side of a run has logged."""
+        """Return what the server's side of a run has logged."""
         return COLOURS.sub("", self.flwr("log", str(run), CONNECTION, "--show"))
 
     def log(self, name: str) -> str:
-        """What a process has said, without colours."""
+        """Return what a process has said, without colours."""
         return COLOURS.sub("", (self.folder / f"{name}.log").read_text(errors="replace"))
 
     def until(self, there: Any, what: str, *, seconds: float = 60.0, pause: float = 0.2) -> None:

@@ -39,7 +39,7 @@ def test_tempering_is_the_softmax_of_divided_logits():
 
 
 def test_pooled_temperature_is_the_optimum():
-    """Against a bounded scalar search, on everybody's examples in one pot."""
+    """Against a bounded scalar search, on all clients' examples pooled."""
     probs, labels, mask = federation()
     logits, y = probs[mask].log(), labels[mask]
 
@@ -141,7 +141,7 @@ def test_limits_of_the_strength():
 
 
 def test_a_client_that_is_always_right_stays_finite():
-    """Its likelihood wants T = 0: the prior holds it near the pooled one, without it the bound does; nobody's mistake holds the pot."""
+    """Its likelihood wants T = 0: the prior holds it near the pooled one, the bound holds it without; so too all if nobody errs."""
     probs, labels, mask = certain(9, clients=2)
     labels[1, :3] = 1
     fit = fit_temperature(probs, labels, mask)

@@ -27,7 +27,7 @@ def test_what_differs_stands_beneath(model: nn.Module, clients: FederatedData):
     first, second = text.split("\n\n")
     for name, result in results.items():
         (line,) = [line for line in first.splitlines() if line.startswith(name)]
-        assert f"{100 * result.history[-1]['personal_accuracy']:.1f}" in line
+        assert f"{result.history[-1]['personal_accuracy']:.3f}" in line
     head, _, *lines = second.splitlines()
     assert head.split() == ["trained", "with", "participation", "steps", "batch", "optimiser"]
     assert "head: 2 epochs, body: 1 epoch" in lines[1]

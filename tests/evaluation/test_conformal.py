@@ -128,7 +128,7 @@ def test_mixture_covers_clients_that_differ():
 
 
 def test_sets_of_one_pot_serve_newcomers():
-    """Thresholds of one pot fit any number of clients; those of clients only their own."""
+    """Thresholds of pooled scores fit any number of clients; those of clients only their own."""
     probs, labels, mask = federation()
     assert conformal(probs, labels, mask).sets(probs[:2]).shape == (2, 60, 4)
     with pytest.raises(ValueError, match="serves any clients"):
@@ -136,7 +136,7 @@ def test_sets_of_one_pot_serve_newcomers():
 
 
 def test_summary_and_table():
-    """Means over clients, the decile, the pot; the same numbers as columns."""
+    """Means over clients, the decile, pooled shares; the same numbers as columns."""
     probs, labels, mask = federation(clients=12)
     fit = conformal(probs, labels, mask)
     mask[3] = False

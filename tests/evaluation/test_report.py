@@ -36,20 +36,20 @@ def test_text_table():
     """Numbers aligned at the point and the sign, the best marked, what is missing a dash."""
     text = table(ROWS, columns=[Column("accuracy", better="higher"), Column("nll", better="lower"), "seconds"])
     assert text.splitlines() == [
-        "method    accuracy (%)              NLL  seconds",
-        "--------  ------------  ---------------  -------",
-        "FedAvg     80.9 ± 0.2    0.550 ± 0.050*        -",
-        "Ditto      87.0 ± 3.0*  13.300 ± 1.000     3.000",
-        "diverged    nan              -                 -",
+        "method          accuracy              NLL  seconds",
+        "--------  --------------  ---------------  -------",
+        "FedAvg    0.809 ± 0.002    0.550 ± 0.050*        -",
+        "Ditto     0.870 ± 0.030*  13.300 ± 1.000     3.000",
+        "diverged    nan                -                 -",
     ]
 
 
 def test_markdown_table():
     """Valid markdown with bars escaped, the best in bold, columns of equal width."""
     lines = table(ROWS | {"a|b": {"accuracy": [0.5]}}, columns=[Column("accuracy", better="higher"), "nll"], style="markdown").splitlines()
-    assert [cell.strip() for cell in lines[0].strip("|").split("|")] == ["method", "accuracy (%)", "NLL"]
+    assert [cell.strip() for cell in lines[0].strip("|").split("|")] == ["method", "accuracy", "NLL"]
     assert set(lines[1]) == set("|-: ")
-    assert "| **87.0 ± 3.0** |" in lines[3]
+    assert "| **0.870 ± 0.030** |" in lines[3]
     assert "| a\\|b " in lines[5]
     assert len({len(line) for line in lines}) == 1
 
@@ -79,16 +79,12 @@ def test_which_values_are_best():
 
 def test_columns():
     """Defaults by name, own choices, all keys when none are given, and errors."""
-    assert (Column("pooled_accuracy").title, Column("pooled_accuracy").scale, Column("pooled_accuracy").digits) == (
-        "pooled accuracy (%)",
-        100,
-        1,
-    )
-    assert (Column("ece").title, Column("ece").scale, Column("ece").digits) == ("ECE", 1, 3)
+    for key, title in (("pooled_accuracy", "pooled accuracy"), ("coverage", "coverage"), ("ece", "ECE")):
+        assert (Column(key).title, Column(key).scale, Column(key).digits) == (title, 1, 3)
     assert Column("personal_macro_f1").title == "personal macro F1"
-    assert "1.50" in table({"a": {"ece": 0.015}}, columns=[Column("ece", title="ECE (%)", scale=100, digits=2)])
+    assert "0.02" in table({"a": {"ece": 0.016}}, columns=[Column("ece", digits=2)])
     assert "1500 ± 100" in table({"a": {"ms": [1.4, 1.6]}}, columns=[Column("ms", scale=1000, digits=0)])
-    assert table(ROWS).splitlines()[0].split() == ["method", "accuracy", "(%)", "NLL", "seconds"]
+    assert table(ROWS).splitlines()[0].split() == ["method", "accuracy", "NLL", "seconds"]
     with pytest.raises(ValueError, match=r"\['auroc'\] .*\['accuracy', 'nll', 'seconds'\]"):
         table(ROWS, columns=["auroc"])
     with pytest.raises(ValueError, match="style"):

@@ -26,15 +26,15 @@ def classification_summary(probs: Tensor, labels: Tensor, mask: Tensor, *, bins:
         `pooled_nll`, `pooled_ece`, `pooled_mce`, `pooled_brier`: of all clients' examples pooled.
     """
     scored = Scored.of(probs, labels, mask)
-    clients, pot = _measures(scored, bins), scored.pooled()
+    clients, pooled = _measures(scored, bins), scored.pooled()
     summary = {name: mean_of_clients(values, scored.broken) for name, values in clients.items()}
     summary["accuracy_decile"] = math.nan if scored.broken.any() else bottom_decile(clients["accuracy"])
     together = {
-        "accuracy": pot.accuracy(),
-        "nll": pot.nll(),
-        "ece": calibration_error(pot, bins),
-        "mce": calibration_error(pot, bins, "max"),
-        "brier": pot.brier(),
+        "accuracy": pooled.accuracy(),
+        "nll": pooled.nll(),
+        "ece": calibration_error(pooled, bins),
+        "mce": calibration_error(pooled, bins, "max"),
+        "brier": pooled.brier(),
     }
     return summary | {f"pooled_{name}": float(value) for name, value in together.items()}
 

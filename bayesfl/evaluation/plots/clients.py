@@ -61,7 +61,7 @@ def coverage(
         beneath.set_ylim(0, 1.08 * max(widest, 1.0))
         ax.tick_params(labelleft=ax is uppers[0])
         beneath.tick_params(labelleft=beneath is lowers[0])
-    uppers[0].set_ylabel("labels inside their set")
+    uppers[0].set_ylabel("share of labels inside their set")
     lowers[0].set_ylabel("set size", fontsize="small")
     handles, labels = uppers[0].get_legend_handles_labels()
     columns = len(handles) if figure.get_figwidth() > 6.5 else 2
@@ -132,19 +132,18 @@ def _some(clients: int) -> list[int]:
 
 def _covered(ax: "Axes", beneath: "Axes", found: Coverage, level: float, names: Sequence[str] | None) -> None:
     """Draw coverage by client in `ax`, and mean set sizes in `beneath`, with the clients' names if there are any."""
-    from matplotlib.ticker import MaxNLocator, PercentFormatter
+    from matplotlib.ticker import MaxNLocator
 
     some = (found.tested > 0).numpy()
     client, share = np.arange(len(some))[some], found.share.numpy()[some]
     low, high = (t.numpy()[some] for t in found.chance(level))
-    ax.bar(client, high - low, 0.6, bottom=low, color="#D9DDE1", linewidth=0, label=f"{100 * level:.0f}% by chance", gid="chance")
+    ax.bar(client, high - low, 0.6, bottom=low, color="#D9DDE1", linewidth=0, label=f"range by chance, probability {level:g}", gid="chance")
     inside = (low <= share) & (share <= high)
     for which, colour, marker, label in ((inside, BLUE, "o", "a client"), (~inside, "#D55E00", "D", "a client beyond chance")):
         ax.plot(client[which], share[which], marker, color=colour, markersize=4.5, label=label, gid=label)
-    ax.axhline(1 - found.alpha, linestyle=(0, (4, 3)), color=INK, linewidth=1, label=f"asked for: {100 * (1 - found.alpha):g}%")
+    ax.axhline(1 - found.alpha, linestyle=(0, (4, 3)), color=INK, linewidth=1, label=f"asked for: {1 - found.alpha:g}")
     lowest = min(float(share.min()), float(low.min()))
     ax.set(xlim=(-0.7, len(some) - 0.3), ylim=(max(0.0, lowest - 0.05), 1.02))
-    ax.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     ax.tick_params(labelbottom=False)
     beneath.bar(client, found.size.numpy()[some], 0.6, color=GREY, edgecolor="white", linewidth=0.6, gid="size")
     beneath.set(xlim=ax.get_xlim(), xlabel="client")

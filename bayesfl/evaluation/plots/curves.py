@@ -11,7 +11,7 @@ from bayesfl.evaluation.history import HEADLINES
 from bayesfl.evaluation.metrics import reliability_bins
 from bayesfl.evaluation.plots.inputs import predictions
 from bayesfl.evaluation.plots.look import clean, looks, new_figure
-from bayesfl.evaluation.report import is_share, mean_and_error, words
+from bayesfl.evaluation.report import mean_and_error, words
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,8 +33,7 @@ def learning_curves(
         histories: {method: a history, or a list of histories, one a seed}. A history has arrays of equal length under `x` and `metric`,
             as a mapping or data frame, or is a result with such a `history`. Rounds that were not evaluated, NaN, are left out; of several
             seeds the rounds count at which all were evaluated.
-        metric: What to draw; by default the personal accuracy, of regressions the personal RMSE. Accuracies and coverages are shown in
-            percent.
+        metric: What to draw; by default the personal accuracy, of regressions the personal RMSE.
         x: What to draw it against.
         ax: Where to draw; by default a new figure.
         title: Of the axes.
@@ -45,7 +44,7 @@ def learning_curves(
     Raises:
         ValueError: A history has no such column, or nothing was evaluated.
     """
-    from matplotlib.ticker import MaxNLocator, PercentFormatter
+    from matplotlib.ticker import MaxNLocator
 
     if not isinstance(histories, Mapping):
         raise ValueError(f"histories must be {{method: history}}, got {type(histories).__name__}; name it, as in {{'mine': result}}")
@@ -70,8 +69,6 @@ def learning_curves(
         if len(seeds) > 1:
             low, high = stats[:, 0] - stats[:, 1], stats[:, 0] + stats[:, 1]
             ax.fill_between(common, low, high, color=colour, alpha=0.18, linewidth=0)
-    if is_share(metric):
-        ax.yaxis.set_major_formatter(PercentFormatter(1.0))
     if x == "round":
         ax.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True, min_n_ticks=1))
     ax.set_xlabel(words(x))
@@ -101,8 +98,6 @@ def risk_coverage(entries: Mapping[str, Any], *, ax: "Axes | None" = None, title
     Raises:
         ValueError: There is no entry, or one does not fit or has no examples.
     """
-    from matplotlib.ticker import PercentFormatter
-
     if not entries:
         raise ValueError("entries is empty: give at least one {method: result, (probs, labels, mask) or risk-coverage curve}")
     curves = {name: _risks(entry) for name, entry in entries.items()}
@@ -111,12 +106,10 @@ def risk_coverage(entries: Mapping[str, Any], *, ax: "Axes | None" = None, title
         raise ValueError(f"{empty} have no examples; check mask")
     ax = new_figure((5.0, 3.6)).add_subplot() if ax is None else ax
     for (name, curve), (colour, dash) in zip(curves.items(), looks(), strict=False):
-        label = f"{name} (AURC {100 * curve.aurc:.2f}%)"
+        label = f"{name} (AURC {curve.aurc:.4f})"
         ax.plot(curve.coverage, curve.risk, color=colour, linestyle=dash, linewidth=1.8, label=label)
-    ax.set(xlim=(0, 1), xlabel="examples answered", ylabel="errors among the answers", title=title or "")
+    ax.set(xlim=(0, 1), xlabel="share of the examples answered", ylabel="error rate among the answers", title=title or "")
     ax.set_ylim(0, 1.1 * max(1e-3, *(float(curve.risk[curve.coverage >= _SETTLED].max()) for curve in curves.values())))
-    for axis in (ax.xaxis, ax.yaxis):
-        axis.set_major_formatter(PercentFormatter(1.0))
     clean(ax, grid="both")
     ax.legend(frameon=False, fontsize="small", loc="best")
     return ax

@@ -22,6 +22,8 @@ _UNDER: dict[str, Any] = {"facecolor": "none", "edgecolor": "white", "hatch": ".
 _CLIENTS = 12  # panels that by="client" draws unless told which
 _FEW = 20  # a bin of fewer examples is an outline, filled palely
 _PALE = 0.2
+_PALE_OVER = "#ECB78C"  # vermilion, less than half of it, on white
+_BOX = (0.6, 0.75)  # the box of numbers reaches this far right of the upper left corner, and this far down
 
 
 @dataclass(frozen=True)
@@ -62,9 +64,9 @@ def reliability(
     """Draw a reliability diagram: accuracy by bins of confidence, and how many examples each bin holds.
 
     Blue bars are the accuracy of each bin. The gap to the bin's mean confidence is marked: above the bar, hatched in vermilion, where the
-    model claims more than it achieves; inside the bar, dotted, where it claims less. Thin lines are 95 % intervals of a binomial share
-    (Wilson) for each accuracy; bins of fewer than 20 examples are pale with an outline. The expected calibration error (ECE) is the mean of
-    the gaps, weighted by the counts in the histogram beneath, whose scale is logarithmic. Where several clients are pooled, the mean of
+    model claims more than it achieves; inside the bar, dotted, where it claims less. Thin lines are intervals of a binomial share (Wilson,
+    level 0.95) for each accuracy; bins of fewer than 20 examples are pale with an outline. The expected calibration error (ECE) is the mean
+    of the gaps, weighted by the counts in the histogram beneath, whose scale is logarithmic. Where several clients are pooled, the mean of
     their own errors stands beside it: it is larger, since each client has fewer examples. Guo et al., "On calibration of modern neural
     networks", ICML 2017.
 
@@ -99,7 +101,7 @@ def reliability(
         pooled = _Panel.of(probs, labels, mask if clients is None else _only(mask, clients), bins)
         if ax is None:
             return _panels([pooled], [title or ""], 1, size=(3.8, 4.6))[1][0]
-        _diagram(ax, _split(ax), pooled)
+        _diagram(ax, _split(ax), pooled, corner=False)
         ax.legend(handles=_key(), loc="upper left", fontsize="small", handlelength=1.3, edgecolor="none", framealpha=0.9, borderaxespad=0.2)
         ax.set_title(title or "")
         return ax
@@ -167,7 +169,9 @@ def _panels(
     return figure, axes
 
 
-def _diagram(ax: "Axes", beneath: "Axes", panel: _Panel, *, across: bool = True, up: bool = True, tallest: int | None = None) -> None:
+def _diagram(
+    ax: "Axes", beneath: "Axes", panel: _Panel, *, across: bool = True, up: bool = True, corner: bool = True, tallest: int | None = None
+) -> None:
     """Draw one reliability diagram in `ax` and its histogram in `beneath`, which shares the x axis.
 
     Args:
@@ -176,6 +180,7 @@ def _diagram(ax: "Axes", beneath: "Axes", panel: _Panel, *, across: bool = True,
         panel: What to draw.
         across: Whether to write along the x axis.
         up: Whether to write along the y axes.
+        corner: Whether the upper left corner is free for the box of numbers, if no bar is there; else it is in the lower right one.
         tallest: Count that the histogram's axis reaches; by default its own largest.
     """
     from scipy.stats import binomtest
@@ -188,7 +193,7 @@ def _diagram(ax: "Axes", beneath: "Axes", panel: _Panel, *, across: bool = True,
         _paint(bar, BLUE if count < _FEW else "white", 0.85 if count >= _FEW else _PALE)
     low, high = np.fmin(bins.accuracy, bins.confidence), np.fmax(bins.accuracy, bins.confidence)
     over = filled & (bins.confidence >= bins.accuracy)
-    for which, look, edge in ((over, _OVER, _OVER["edgecolor"]), (filled & ~over, _UNDER, BLUE)):
+    for which, look, edge in ((over, _OVER, _PALE_OVER), (filled & ~over, _UNDER, BLUE)):
         gaps = ax.bar(left[which], (high - low)[which], width[which], bottom=low[which], align="edge", linewidth=0.6, **look)
         for gap, count in zip(gaps, bins.count[which], strict=True):
             if count < _FEW:
@@ -199,16 +204,17 @@ def _diagram(ax: "Axes", beneath: "Axes", panel: _Panel, *, across: bool = True,
     ax.plot([0, 1], [0, 1], linestyle=(0, (4, 3)), color=INK, linewidth=1, gid="diagonal")
     ax.set(xlim=(0, 1), ylim=(0, 1))
     clean(ax, grid="y")
+    free = corner and not (filled & (left < _BOX[0]) & (high > _BOX[1])).any()
     ax.text(
-        0.97,
-        0.04,
+        0.03 if free else 0.97,
+        0.97 if free else 0.04,
         panel.numbers,
         transform=ax.transAxes,
-        ha="right",
-        va="bottom",
+        ha="left" if free else "right",
+        va="top" if free else "bottom",
         fontsize="x-small" if panel.mean_ece is not None else "small",
         linespacing=1.4,
-        bbox={"boxstyle": "round,pad=0.35", "facecolor": "white", "edgecolor": "none", "alpha": 0.9},
+        bbox={"boxstyle": "round,pad=0.35", "facecolor": "white", "edgecolor": "none", "alpha": 0.75},
     )
     beneath.bar(left, bins.count, width, align="edge", color=GREY, edgecolor="white", linewidth=0.6, gid="count")
     _count(beneath, tallest or int(bins.count.max()))
@@ -265,7 +271,7 @@ def _key() -> list[Any]:
     return [
         Patch(facecolor=BLUE, alpha=0.85, label="accuracy"),
         *gaps,
-        Line2D([], [], color=INK, linewidth=0.9, label="95 % interval"),
+        Line2D([], [], color=INK, linewidth=0.9, label="interval, level 0.95"),
         few,
     ]
 

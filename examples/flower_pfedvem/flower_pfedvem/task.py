@@ -1,4 +1,4 @@
-"""What is learnt, and from which data. Nothing here knows of a network."""
+"""Define what is learnt, and from which data; nothing here depends on a network."""
 
 import torch
 

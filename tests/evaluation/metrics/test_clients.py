@@ -1,4 +1,4 @@
-"""One pot, the worst-served tenth, and rows that do not fit."""
+"""Pooled examples, the worst-served tenth, and rows that do not fit."""
 
 import math
 

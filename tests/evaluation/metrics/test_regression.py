@@ -32,7 +32,7 @@ def test_regression_by_hand():
 
 
 def test_regression_summary():
-    """Means over clients and the pot; targets may leave out the one output."""
+    """Means over clients and pooled ones; targets may leave out the one output."""
     mean, variance, targets, mask = regression(outputs=1)
     summary = metrics.regression_summary(mean, variance, targets[..., 0], mask)
     keys = ["rmse", "nll", "coverage_50", "coverage_90"]

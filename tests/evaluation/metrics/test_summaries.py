@@ -1,4 +1,4 @@
-"""Summaries and tables: means over clients and the pot; who is left out and who is seen."""
+"""Summaries and tables: means over clients and pooled ones; who is left out and who is seen."""
 
 import math
 
@@ -47,7 +47,7 @@ def test_a_diverged_client_is_seen():
 
 
 def test_summary_is_made_of_the_measures():
-    """Means over clients, the decile, and the pot."""
+    """Means over clients, the decile, and pooled measures."""
     case = federation(clients=12)
     summary = metrics.classification_summary(*case, bins=10)
     for name, measure in CLASSIFICATION.items():
@@ -56,8 +56,8 @@ def test_summary_is_made_of_the_measures():
         if name not in ("macro_f1", "auroc"):
             assert summary[f"pooled_{name}"] == pytest.approx(metrics.pooled(measure, *case, **options))
     assert summary["accuracy_decile"] == metrics.accuracy(*case).sort().values[1]
-    pot = {"pooled_accuracy", "pooled_nll", "pooled_ece", "pooled_mce", "pooled_brier"}
-    assert set(summary) == {*CLASSIFICATION, "accuracy_decile", *pot}
+    pooled = {"pooled_accuracy", "pooled_nll", "pooled_ece", "pooled_mce", "pooled_brier"}
+    assert set(summary) == {*CLASSIFICATION, "accuracy_decile", *pooled}
     assert all(type(value) is float for value in summary.values())
 
 

@@ -52,7 +52,7 @@ def test_diagram_shows_the_bins(own):
     ]
     assert ax.get_title() == "here"
     legend = ax.get_legend() or ax.figure.legends[0]
-    words = ["accuracy", "overconfident", "underconfident", "95 % interval", "fewer than 20 examples"]
+    words = ["accuracy", "overconfident", "underconfident", "interval, level 0.95", "fewer than 20 examples"]
     assert [text.get_text() for text in legend.get_texts()] == words
     ax.figure.canvas.draw()
 
@@ -71,11 +71,20 @@ def test_few_examples_do_not_shout():
     assert len(gaps) == 3
     assert all(gap.get_edgecolor()[3] == 1.0 for gap in gaps.values())
     assert gaps[0.5].get_facecolor()[3] == drawn[0.5].get_facecolor()[3]
+    assert sum(gaps[0.5].get_edgecolor()[:3]) > sum(gaps[0.7].get_edgecolor()[:3])
     lines = [line for line in ax.lines if line.get_gid() == "interval"]
     z = 1.959963984540054
     for line, middle, k, n in zip(lines, (0.55, 0.75, 0.95), (3, 15, 396), (19, 20, 400), strict=True):
         centre, half = (k + z**2 / 2) / (n + z**2), z / (n + z**2) * (k * (n - k) / n + z**2 / 4) ** 0.5
         np.testing.assert_allclose(line.get_xydata(), [[middle, centre - half], [middle, centre + half]])
+
+
+@pytest.mark.parametrize(("confidence", "corner"), [(0.9, ("left", "top")), (0.55, ("right", "bottom"))])
+def test_the_numbers_hide_no_bar(confidence: float, corner: tuple[str, str]):
+    """They stand in the upper left corner, unless a bar reaches it."""
+    probs = torch.tensor([[confidence, 1 - confidence]]).expand(30, 2)
+    (numbers,) = plots.reliability(probs, torch.zeros(30, dtype=torch.long), bins=10).texts
+    assert (numbers.get_ha(), numbers.get_va()) == corner
 
 
 @pytest.mark.parametrize(("most", "ticks"), [(1, [1, 10]), (25, [1, 10]), (999, [1, 10, 100]), (3000, [1, 10, 100, 1000])])
