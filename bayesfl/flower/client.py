@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from bayesfl.base.trees import nest
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import ClientData, FederatedData
 from bayesfl.engine import Engine
+from bayesfl.evaluation.own_measures import Measure, check_measures, measured
 from bayesfl.evaluation.predictions import Predictions
 from bayesfl.federation.admission import PROTOCOL
 from bayesfl.federation.client import Done, Local, Received, kept_phases
@@ -45,6 +46,7 @@ def client_app(
     engine: Engine | None = None,
     device: torch.device | str = "cpu",
     share_measures: bool = False,
+    measures: Mapping[str, Measure] = {},
 ) -> ClientApp:
     """Make a Flower ClientApp that does an algorithm's local work.
 
@@ -60,16 +62,19 @@ def client_app(
         device: The device that computes.
         share_measures: Whether the server may keep this client's measures as such; otherwise it keeps their means over clients alone. The
             node's `share-measures=true` says the same.
+        measures: {name: function} of measures beside the library's own, as of `simulate`; they are sent to the server.
 
     Raises:
-        TypeError: `algorithm` is no `Algorithm`, or `share_measures` no truth value.
+        TypeError: `algorithm` is no `Algorithm`, `share_measures` no truth value, or a measure no function.
+        ValueError: The name of a measure is not of small letters, digits and underscores.
     """
+    check_measures(measures)
     instance("algorithm", algorithm, Algorithm, METHOD)
     instance("share_measures", share_measures, bool, "pass True or False")
     app, engine = ClientApp(), engine or Engine()
 
     def here(context: Context) -> "_Client":
-        return _Client.of(algorithm, load_data, context, state_dir, engine, torch.device(device), share_measures)
+        return _Client.of(algorithm, load_data, context, state_dir, engine, torch.device(device), share_measures, measures)
 
     @app.query()
     def hello(message: Message, context: Context) -> Message:
@@ -182,6 +187,7 @@ class _Client:
         engine: How it computes.
         device: The device that computes.
         shares: Whether the server may keep its measures as such.
+        measures: Measures beside the library's own.
     """
 
     id: int
@@ -191,6 +197,7 @@ class _Client:
     engine: Engine
     device: torch.device
     shares: bool
+    measures: Mapping[str, Measure]
 
     @classmethod
     def of(
@@ -202,6 +209,7 @@ class _Client:
         engine: Engine,
         device: torch.device,
         share_measures: bool,
+        measures: Mapping[str, Measure],
     ) -> "_Client":
         """Make the client that a node's configuration names.
 
@@ -223,7 +231,7 @@ class _Client:
         instance("what load_data returns", data, FederatedData, FEDERATION)
         if data.clients != 1:
             raise Refused(f"load_data must return the data of one client, got {data.clients}; data.select([{id}]) takes one of many")
-        return cls(id, algorithm, data, folder, engine, device, share_measures or node.get("share-measures") is True)
+        return cls(id, algorithm, data, folder, engine, device, share_measures or node.get("share-measures") is True, measures)
 
     def examples(self, split: str) -> int:
         """Return the number of examples in a split, 0 if there is no such split."""
@@ -285,7 +293,9 @@ class _Client:
             self._states(order.experiment).write_predictions(order.round, {name: t[0] for name, t in found.items()})
             predictions = Predictions(mask=torch.ones(1, self.examples("test"), dtype=torch.bool), **found)
             summary = predictions.summary(self._of_one("test", order).to("cpu"))
-            measures = {name: summary[name] for name in records.MEASURES if np.isfinite(summary.get(name, np.nan))}
+            known = {name: summary[name] for name in records.MEASURES if name in summary}
+            known |= measured(self.measures, predictions, self._of_one("test", order).to("cpu"), summary)
+            measures = {name: value for name, value in known.items() if np.isfinite(value)}
         return RecordDict({"metrics": MetricRecord(dict(measures)), "config": ConfigRecord({"share": self.shares})})
 
     def _keep_model(self, order: _Order, local: Local, done: Done, value: float | None) -> None:

@@ -9,17 +9,19 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from torch import Tensor
 
 from bayesfl.base.trees import detached
+from bayesfl.evaluation.own_measures import NAME
 from bayesfl.federation.admission import Declared
 
 BLOB, STYPE = "tensors", "bayesfl.safetensors"
 HEADER = 2**16
 """Least number of bytes that a blob may have beyond its tensors; it may have twice those of names and shapes if that is more."""
 MEASURES = ("accuracy", "nll", "ece", "mce", "brier", "macro_f1", "auroc", "rmse", "coverage_50", "coverage_90")
-"""Measures of their predictions that clients report, by the names of `bayesfl.metrics`; the server ignores other numbers."""
+"""Measures of their predictions that clients report, by the names of `bayesfl.metrics`."""
+OWN = 20  # measures of a user's own that a client may send besides
 T = TypeVar("T", bool, int, float, str, list)
 
 
@@ -80,6 +82,13 @@ def config(content: RecordDict) -> ConfigRecord:
     if not isinstance(found, ConfigRecord):
         raise RecordError("the message has no settings")
     return found
+
+
+def measures(content: RecordDict) -> list[str]:
+    """Return the names of a client's measures: the library's own, and at most `OWN` others."""
+    found = content.get("metrics")
+    other = sorted(name for name in found if name not in MEASURES and NAME.fullmatch(name)) if isinstance(found, MetricRecord) else []
+    return [*MEASURES, *other[:OWN]]
 
 
 def setting(content: RecordDict, key: str, kind: type[T]) -> T:

@@ -218,7 +218,7 @@ class _Run:
             if isinstance(reply, Failure):
                 log.warning("client %d did not predict: %s", client, reply.reason)
                 continue
-            for name in records.MEASURES:
+            for name in records.measures(reply):
                 if (measured := measure(reply, name)) is not None:
                     found.setdefault(f"personal_{name}", []).append(measured)
                     if _shares(reply):

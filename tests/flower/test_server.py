@@ -79,7 +79,11 @@ def test_measures_of_clients_that_share_them(model: nn.Module, clients: Federate
     def data_of(context: Any) -> FederatedData:
         return clients.select([int(context.node_config["client-id"])])
 
-    apps = [client_app(algorithm, data_of, engine=bf.Engine(workers=1), share_measures=client in (1, 4)) for client in range(7)]
+    def errors(predictions: Any, labels: Tensor) -> Tensor:
+        return (predictions.probs.argmax(-1) != labels).double().mean()
+
+    options: dict[str, Any] = {"engine": bf.Engine(workers=1), "measures": {"errors": errors}}
+    apps = [client_app(algorithm, data_of, share_measures=client in (1, 4), **options) for client in range(7)]
     grid = LocalGrid({100 + client: app for client, app in enumerate(apps)}, tmp_path)
     found = deploy(algorithm, clients, tmp_path, grid, rounds=1, checkpoint=tmp_path / "server")
     told = bf.simulate(algorithm, clients, progress=False, **{**OPTIONS, "rounds": 1})
@@ -87,7 +91,31 @@ def test_measures_of_clients_that_share_them(model: nn.Module, clients: Federate
     alone = told.predict().client(4).probs.argmax(-1) == clients.test.client(4)[1]
     assert found.measures[4]["accuracy"] == pytest.approx(alone.double().mean().item())
     assert found.history["evaluated"][-1] == 7
+    assert found.history["personal_errors"][-1] == pytest.approx(1 - found.history["personal_accuracy"][-1])
     assert load(tmp_path / "server", algorithm).measures == found.measures
+
+
+def test_callbacks_end_a_deployment_early(model: nn.Module, clients: FederatedData, tmp_path: Path):
+    """As they end a simulation: in the same round; every node then has its model, the state is saved, and the run stays ended."""
+    algorithm = bf.algorithms.ditto(model, epochs=1, batch_size=10, lr=0.5)
+    seen: list[int] = []
+
+    def stopping() -> list[Any]:
+        return [lambda run: seen.append(run.round), bf.callbacks.EarlyStopping("train_nll", patience=1, lowest=False)]
+
+    told = bf.simulate(algorithm, clients, evaluate_every=None, progress=False, on_round=stopping(), **{**OPTIONS, "rounds": 9})
+    assert told.round < 9
+    options: dict[str, Any] = {"rounds": 9, "checkpoint": tmp_path / "server", "every": 5}
+    for _ in range(2):
+        found = deploy(algorithm, clients, tmp_path, on_round=stopping(), **options)
+        assert found.round == told.round
+        assert_close(flatten(found.server), flatten(told.server), atol=1e-6, rtol=0)
+    assert seen == list(range(1, told.round + 1)) * 2
+    assert load(tmp_path / "server", algorithm).round == told.round
+    x, _ = clients.test.client(2)
+    assert_close(bf.load_client(tmp_path / "node-102", algorithm).predict(x).probs, told.client(2).predict(x).probs, atol=1e-6, rtol=0)
+    with pytest.raises(ValueError, match=r"keep='best' is for simulate"):
+        deploy(algorithm, clients, tmp_path / "other", on_round=[bf.callbacks.EarlyStopping("train_nll", keep="best")])
 
 
 @pytest.mark.parametrize("every", [1, 2])
