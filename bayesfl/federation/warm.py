@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from bayesfl.base.protocols import Server
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.pools import Mixed
 from bayesfl.federation.client import State, private_rows
@@ -29,11 +30,7 @@ def from_where(start: "Result | str | os.PathLike[str]", algorithm: Algorithm, *
     if not isinstance(start, Result | str | os.PathLike):
         raise TypeError(f"start must be a Result or the folder of a saved one, got {type(start).__name__}")
     found = start if isinstance(start, Result) else opened(start, algorithm, device)
-    if found.settings.seed == seed:
-        warnings.warn(
-            f"seed {seed} is that of the run that this one starts from: batches and draws repeat those of its first rounds; pass another",
-            stacklevel=3,
-        )
+    warn_of_seed(found.settings.seed, seed)
     return found
 
 
@@ -59,13 +56,7 @@ def continued(
     new, old = (torch.tensor(found, dtype=torch.int64) for found in _matched(names, before))
     known = start.known.clients
     check_state("start", algorithm, start.server, start.private, clients=known, dtype=start.dtype, stacked=True, novel=start.novel)
-    fresh, more = (algorithm.init(count, dtype=dtype, device=device) for count in (len(names), len(names) + 1))
-    server = tree_map(lambda like, t: t.to(like, copy=True), fresh, start.server)
-    novel = algorithm.newcomers(server, len(names))
-    for name, block in algorithm.blocks.items():
-        if isinstance(block.pool, Mixed):  # in a run everyone has a model, new clients the mean
-            novel[name] = block.pool.start({"loc": novel[name]["loc"]}, len(names))
-    moved = tree_map(lambda one, two, now, then: _moved(one, two, now, then, new, old), fresh, more, novel, server)
+    moved = carried(start.server, algorithm, len(names), new, old, dtype=dtype, device=device)
     rows = private_rows(algorithm, moved, len(names))
     tree_map(lambda kept, was: kept.index_copy_(0, new.to(device), was.index_select(0, old.to(was.device)).to(kept)), rows, start.private)
     fresh_ids = np.setdiff1d(np.arange(len(names)), new.numpy())
@@ -73,6 +64,38 @@ def continued(
     if not len(new):
         warnings.warn("no client has the name of one in the run that this one starts from; all begin as new ones", stacklevel=3)
     return State(moved, rows, 0), fresh_ids
+
+
+def carried(
+    server: Server, algorithm: Algorithm, clients: int, new: Tensor, old: Tensor, *, dtype: torch.dtype, device: torch.device
+) -> Server:
+    """Return the server's state of the run before as a run of `clients` begins with it.
+
+    Args:
+        server: The state.
+        algorithm: The method.
+        clients: Number of clients now.
+        new: Places of known clients now, [known].
+        old: Their places in the run before, [known].
+        dtype: The run's precision.
+        device: The run's device.
+    """
+    fresh, more = (algorithm.init(count, dtype=dtype, device=device) for count in (clients, clients + 1))
+    server = tree_map(lambda like, t: t.to(like, copy=True), fresh, server)
+    novel = algorithm.newcomers(server, clients)
+    for name, block in algorithm.blocks.items():
+        if isinstance(block.pool, Mixed):  # in a run everyone has a model, new clients the mean
+            novel[name] = block.pool.start({"loc": novel[name]["loc"]}, clients)
+    return tree_map(lambda one, two, now, then: _moved(one, two, now, then, new, old), fresh, more, novel, server)
+
+
+def warn_of_seed(before: int, seed: int) -> None:
+    """Warn if a run has the seed of the one that it starts from."""
+    if before == seed:
+        warnings.warn(
+            f"seed {seed} is that of the run that this one starts from: batches and draws repeat those of its first rounds; pass another",
+            stacklevel=4,
+        )
 
 
 def _matched(names: Sequence[str], before: dict[str, int]) -> tuple[list[int], list[int]]:

@@ -91,6 +91,12 @@ def client_app(
         client = here(context)
         return Message(client.train(client.order(message)), reply_to=message)
 
+    @app.train("adapt")
+    def adapt(message: Message, context: Context) -> Message:
+        _same_code(message, algorithm)
+        client = here(context)
+        return Message(client.adapt(client.order(message)), reply_to=message)
+
     @app.evaluate("tune")
     def tune(message: Message, context: Context) -> Message:
         _same_code(message, algorithm)
@@ -140,6 +146,8 @@ class _Order:
         common: What the server sends to every client.
         addressed: What the server sends to this client alone, [1, ...].
         start: The initial state, [1, ...], if the client starts from it; empty otherwise.
+        before: The name of the experiment before, if the client starts from its state there; empty otherwise.
+        before_base: The name of that state.
     """
 
     client: int
@@ -158,11 +166,13 @@ class _Order:
     common: Server
     addressed: View
     start: View
+    before: str
+    before_base: str
 
     @classmethod
     def of(cls, message: Message, device: torch.device | str) -> "_Order":
         content = message.content
-        asked: dict[str, Any] = {key: records.setting(content, key, str) for key in ("experiment", "base")}
+        asked: dict[str, Any] = {key: records.setting(content, key, str) for key in ("experiment", "base", "before", "before_base")}
         asked |= {key: records.setting(content, key, bool) for key in ("keeps", "sends", "tolerant")}
         asked |= {key: records.setting(content, key, int) for key in ("client", "round", "rounds", "seed")}
         asked |= {key: [str(name) for name in records.setting(content, key, list)] for key in ("sessions", "named")}
@@ -272,6 +282,14 @@ class _Client:
             out["up"], config["digest"] = records.pack(sent)
         return RecordDict({**out, "config": ConfigRecord(config)})
 
+    def adapt(self, order: _Order) -> RecordDict:
+        """Run the adaptation of a client that joins a federation trained without it; its state is then on disk."""
+        local, received = self._local(order), self._received(order)
+        with self.engine.crew(self.device) as crew:
+            (done,) = crew.over([received], lambda got: local.run(Stage.ADAPT, self._ids, got, order.round))
+        self._states(order.experiment).write(order.round, order.sessions[-1], {key: done.views[key] for key in received.rows})
+        return RecordDict({"config": ConfigRecord({"protocol": PROTOCOL, "round": order.round})})
+
     def tune(self, order: _Order) -> RecordDict:
         """Return the negative log likelihood of the validation data under each candidate of the method's predictor."""
         local = self._local(order)
@@ -334,5 +352,6 @@ class _Client:
 
     def _received(self, order: _Order) -> Received:
         """Return what the server sent, with the private state that it names, [1, ...]."""
-        own = self._states(order.experiment).read(order.base) if order.base and order.keeps else order.start
+        experiment, base = (order.experiment, order.base) if order.base else (order.before, order.before_base)
+        own = self._states(experiment).read(base) if base and order.keeps else order.start
         return Received(order.common, order.addressed, tree_map(lambda t: t.to(self.device), own))

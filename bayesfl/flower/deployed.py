@@ -14,12 +14,27 @@ from bayesfl.base.checks import instance, number, whole
 from bayesfl.base.protocols import Server, View
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.evaluation.history import History
-from bayesfl.federation import checkpoint
+from bayesfl.federation import checkpoint, warm
 from bayesfl.federation.client_model import server_module
 from bayesfl.federation.identity import check_method, identity
 from bayesfl.federation.saved import check_state
 from bayesfl.federation.settings import DTYPES, METHOD, Settings, changed, name_of
 from bayesfl.flower.states import EXPERIMENT, SESSION, STATE
+
+
+@dataclass(frozen=True)
+class Before:
+    """The run from whose state another begins; clients are those of the same number.
+
+    Args:
+        experiment: Its name, under which clients keep their states.
+        base: For each of its clients the name of its last state that was taken; empty for the initial one.
+        start: A client's private state at its start.
+    """
+
+    experiment: str
+    base: tuple[str, ...]
+    start: View
 
 
 @dataclass(frozen=True)
@@ -38,6 +53,7 @@ class Deployed:
         history: One row for each round; the last one has the measures of the final evaluation, too.
         dtype: The precision of the state.
         measures: {client: {measure: number}} of the final evaluation, of the clients that share theirs.
+        before: The run from whose state this one began; None for the method's own start.
     """
 
     algorithm: Algorithm
@@ -51,6 +67,7 @@ class Deployed:
     history: History = field(default_factory=History)
     dtype: torch.dtype = torch.float32
     measures: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    before: Before | None = None
 
     def __repr__(self) -> str:
         return f"Deployed({self.clients} clients, round {self.round} of {self.settings.rounds}; {self.history})"
@@ -122,13 +139,20 @@ def write(folder: str | os.PathLike[str], state: Deployed, keys: Mapping[int, st
         "counts": counts,
         "history": state.history.rows,
         "measures": state.measures,
+        "before": None if state.before is None else {"experiment": state.before.experiment, "base": state.before.base},
         "algorithm": identity(state.algorithm),
     }
-    checkpoint.write_round(folder, state.round, meta, {"server": state.server, "start": state.start})
+    before = {} if state.before is None else state.before.start
+    checkpoint.write_round(folder, state.round, meta, {"server": state.server, "start": state.start, "before": before})
 
 
-def read(folder: str | os.PathLike[str], algorithm: Algorithm) -> tuple[Deployed, dict[int, str], dict[int, int]]:
+def read(folder: str | os.PathLike[str], algorithm: Algorithm, *, same: bool = True) -> tuple[Deployed, dict[int, str], dict[int, int]]:
     """Return the state in the newest checkpoint, the keys of its clients' nodes, and their numbers of examples.
+
+    Args:
+        folder: The folder of checkpoints.
+        algorithm: The method.
+        same: Whether the method must be the one that made them; otherwise it must keep tensors of the same shapes.
 
     Raises:
         CheckpointError: The folder has no checkpoint, or its checkpoints are damaged or were made with another method.
@@ -152,6 +176,7 @@ def read(folder: str | os.PathLike[str], algorithm: Algorithm) -> tuple[Deployed
             History.read(meta["history"]),
             DTYPES[meta["dtype"]],
             _measures(meta.get("measures", {})),
+            _before(meta.get("before"), tensors.get("before", {})),
         )
         if not (EXPERIMENT.fullmatch(state.experiment) and state.sessions and all(map(SESSION.fullmatch, state.sessions))):
             raise ValueError("experiment and sessions must be names")
@@ -161,9 +186,41 @@ def read(folder: str | os.PathLike[str], algorithm: Algorithm) -> tuple[Deployed
         raise checkpoint.CheckpointError(
             f"{str(folder)!r} is no checkpoint of a deployed federation: {type(error).__name__}, {error}"
         ) from error
-    check_method(repr(str(folder)), made_with, algorithm)
+    if same:
+        check_method(repr(str(folder)), made_with, algorithm)
     check_state(str(folder), algorithm, state.server, state.start, clients=state.clients, dtype=state.dtype, stacked=False)
     return state, keys, counts
+
+
+def started(
+    start: Deployed | str | os.PathLike[str] | None, algorithm: Algorithm, clients: int, seed: int, dtype: torch.dtype
+) -> tuple[Server, Before | None]:
+    """Return the server's state at the start of a run, and the run from whose state it begins.
+
+    Args:
+        start: A deployed federation or the folder of its checkpoints; None for the method's own start.
+        algorithm: The method.
+        clients: Number of clients.
+        seed: The run's seed.
+        dtype: The run's precision.
+
+    Raises:
+        TypeError: `start` is neither.
+        ValueError: It is in another precision.
+        CheckpointError: The folder holds no deployed federation whose state this method could have reached.
+    """
+    if start is None:
+        return algorithm.init(clients, seed=seed, dtype=dtype), None
+    if not isinstance(start, Deployed | str | os.PathLike):
+        raise TypeError(f"start must be a Deployed or the folder of its checkpoints, got {type(start).__name__}")
+    found = start if isinstance(start, Deployed) else read(start, algorithm, same=False)[0]
+    check_state("start", algorithm, found.server, found.start, clients=found.clients, dtype=found.dtype, stacked=False)
+    if found.dtype != dtype:
+        raise ValueError(f"start is in {found.dtype}, as are the states that its clients keep; pass dtype={found.dtype}, got {dtype}")
+    warm.warn_of_seed(found.settings.seed, seed)
+    same = torch.arange(min(clients, found.clients))
+    server = warm.carried(found.server, algorithm, clients, same, same, dtype=dtype, device=torch.device("cpu"))
+    return server, Before(found.experiment, found.base, found.start)
 
 
 def resumed(saved: Deployed, settings: Settings, clients: int, dtype: torch.dtype) -> Deployed:
@@ -200,6 +257,20 @@ def _measures(found: Any) -> dict[int, dict[str, float]]:
     if not isinstance(found, Mapping) or not all(isinstance(row, Mapping) for row in found.values()):
         raise ValueError("measures must be numbers of each client by name")
     return {whole("client", int(client), least=0): {str(k): number(str(k), v) for k, v in row.items()} for client, row in found.items()}
+
+
+def _before(found: Any, start: View) -> Before | None:
+    """Return the run before of a checkpoint, if it has one.
+
+    Raises:
+        KeyError: An entry is missing.
+        ValueError: Its experiment or its states have no valid names.
+    """
+    if found is None:
+        return None
+    if not EXPERIMENT.fullmatch(str(found["experiment"])):
+        raise ValueError("the experiment before must have a name")
+    return Before(str(found["experiment"]), _names(found["base"]), start)
 
 
 def _names(base: Any) -> tuple[str, ...]:

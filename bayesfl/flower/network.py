@@ -169,10 +169,13 @@ def orders(
     found: dict[int, RecordDict] = {}
     for place, client in enumerate(ids.tolist()):
         base = state.base[client]
-        start = {} if base else tree_map(lambda t: t[None], state.start)
+        past = state.before if not base and state.before is not None and client < len(state.before.base) else None
+        begins = state.start if past is None else {} if past.base[client] else past.start
+        start = {} if base else tree_map(lambda t: t[None], begins)
         own, digest = records.pack({"addressed": tree_map(lambda t, i=place: t[i : i + 1], addressed), "start": start})
         named = sorted({base, *(names[client] for names in kept)} - {""})
         config = {**told, "client": client, "base": base, "named": named, "sends": client in senders, "own_digest": digest}
+        config |= {"before": "", "before_base": ""} if past is None else {"before": past.experiment, "before_base": past.base[client]}
         found[client] = RecordDict({"config": ConfigRecord(config), "common": shared, "own": own})
     return found
 

@@ -31,6 +31,7 @@ from bayesfl.flower.deployed import Deployed
 from bayesfl.flower.network import Journey, Network, measure, orders
 from bayesfl.flower.post import Failure
 from bayesfl.flower.roster import REMIND, Roster
+from bayesfl.flower.states import name_of as state_name
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +70,7 @@ def serve(
     admission: Admission = Admission("skip"),
     checkpoint: str | os.PathLike[str] | None = None,
     every: int = 1,
+    start: Deployed | str | os.PathLike[str] | None = None,
     on_round: Sequence[Callback] = (),
 ) -> Deployed:
     """Train a federation over Flower's grid; the results equal those of `simulate` with the same seed, up to rounding.
@@ -92,6 +94,8 @@ def serve(
             its last state that was taken.
         checkpoint: A folder for checkpoints of the server; without one a server that was killed starts anew.
         every: Rounds between checkpoints; a checkpoint is always written after the last round.
+        start: A deployed federation, or the folder of its checkpoints, from whose state this one begins, as by `simulate(start=)`. Clients
+            are those of the same id, and go on with the states that they kept; new ones adapt first. None for the method's own start.
         on_round: Callbacks, called one after another after every round with the run so far, see `bayesfl.callbacks`; one that returns True
             ends the run, after which every client predicts.
 
@@ -120,7 +124,7 @@ def serve(
     callbacks = checked(on_round)
     with contextlib.nullcontext() if checkpoint is None else deployed.alone(Path(checkpoint)):
         run = _Run(grid, admission, float(timeout), checkpoint, every)
-        state = run.begin(algorithm, settings, clients, dtype)
+        state = run.begin(algorithm, settings, clients, dtype, start)
         stopped = over(callbacks, state)
         while state.round < settings.rounds and not stopped:
             state = run.round(state)
@@ -151,7 +155,14 @@ class _Run:
     kept: dict[int, tuple[str, ...]] = field(default_factory=dict)
     """For each checkpoint that is kept, by its round, the state's `base`."""
 
-    def begin(self, algorithm: Algorithm, settings: Settings, clients: int, dtype: torch.dtype) -> Deployed:
+    def begin(
+        self,
+        algorithm: Algorithm,
+        settings: Settings,
+        clients: int,
+        dtype: torch.dtype,
+        begins: Deployed | str | os.PathLike[str] | None,
+    ) -> Deployed:
         """Return the state from which the run starts or continues, once the clients have answered."""
         keys: dict[int, str] = {}
         counts: dict[int, int] = {}
@@ -164,9 +175,9 @@ class _Run:
             log.info("going on after round %d of experiment %s", state.round, state.experiment)
             self.kept = deployed.bases(self.folder, clients)
         else:
-            server = algorithm.init(clients, seed=settings.seed, dtype=dtype)
+            server, before = deployed.started(begins, algorithm, clients, settings.seed, dtype)
             start, base = algorithm.rows(server), ("",) * clients
-            state = Deployed(algorithm, settings, secrets.token_hex(8), (session,), 0, server, start, base, dtype=dtype)
+            state = Deployed(algorithm, settings, secrets.token_hex(8), (session,), 0, server, start, base, dtype=dtype, before=before)
         hello = {"protocol": PROTOCOL, "algorithm": fingerprint(algorithm), "experiment": state.experiment}
         patience = 2 * self.timeout + REMIND  # answers are read between rounds, and a round may last `timeout` seconds
         roster = Roster(clients, hello, patience, keys, counts=counts)
@@ -181,7 +192,21 @@ class _Run:
                 f"{predictor.tunes}=1.0"
             )
         self.save(state)  # experiment, session and keys are stored before anything depends on them
+        if state.before is not None and not state.round and state.start and algorithm.adapt:
+            state = self._adapted(state, [j for j in range(len(state.before.base), clients) if not state.base[j]])
+            self.save(state)
         return state
+
+    def _adapted(self, state: Deployed, ids: Sequence[int]) -> Deployed:
+        """Let new clients adapt to the server's state, from which they then begin; one that does not begins from the method's own start."""
+        base = list(state.base)
+        told = orders(state, np.array(ids, np.int64), set(), self.kept.values())
+        for client, reply in self.network.ask("train.adapt", told, group="adapt"):
+            if isinstance(reply, Failure):
+                log.warning("client %d did not adapt: %s", client, reply.reason)
+            else:
+                base[client] = state_name(0, state.sessions[-1])
+        return replace(state, base=tuple(base))
 
     def round(self, state: Deployed) -> Deployed:
         """Run a round, and return the next state, written to a checkpoint if one is due."""
