@@ -100,6 +100,7 @@ class Layout:
                 f"pattern {pattern!r} matches no parameter; the model has {[name for name, _ in model.named_parameters()]}. Patterns are "
                 "matched against named_parameters(); bf.models.split(module, head=...) gives any module a body and a head."
             )
+        self._check_patterns(model, pattern)
         self.shapes = {name: tuple(p.shape) for name, p in covered.items() if p.requires_grad}
         if not self.shapes:
             raise ValueError(
@@ -109,6 +110,17 @@ class Layout:
         self.names = tuple(self.shapes)
         self.sizes = tuple(math.prod(shape) for shape in self.shapes.values())
         self.size = sum(self.sizes)
+
+    @staticmethod
+    def _check_patterns(model: nn.Module, pattern: Pattern) -> None:
+        """Raise ValueError if one of several patterns matches nothing or frozen parameters alone: a slip, or a part that was lost."""
+        patterns = () if isinstance(pattern, str) else pattern
+        for one in patterns:
+            found = [p.requires_grad for name, p in model.named_parameters() if fnmatchcase(name, one.removeprefix("!"))]
+            if not found or (not any(found) and not one.startswith("!")):
+                what = "matches frozen parameters alone (requires_grad=False)" if found else "matches no parameter"
+                names = [name for name, _ in model.named_parameters()][:20]
+                raise ValueError(f"{one!r} of the patterns {pattern!r} {what}; leave it out, or mend it. The model has {names}")
 
     def ravel(self, leaves: Mapping[str, Tensor]) -> Tensor:
         """Join the named tensors [..., *shape] into one vector [..., D]."""

@@ -62,6 +62,11 @@ class Block:
         instance("prior", self.prior, Prior, "build one, as Flat() or Normal(centre=..., variance=...)")
         if self.pool is not None and (isinstance(self.pool, type) or not isinstance(self.pool, AdditivePool | StackedPool)):
             raise TypeError(f"pool must be a rule such as pools.Mean(), or None for a block that is never sent, got {self.pool!r}")
+        sends = getattr(self.pool, "sends", ("loc",))
+        held = tuple(self.posterior.init(torch.zeros(1)))
+        if not isinstance(sends, tuple) or not sends or not set(sends) <= set(held):
+            kind = type(self.posterior).__name__
+            raise ValueError(f"pool sends {sends!r}, of which a {kind} belief has {held}; name some of these, in a tuple")
         if self.copies is not None and whole("copies", self.copies, least=1) > 1 and self.start == "module":
             raise ValueError(
                 f"block {self.pattern!r}: copies that start alike stay alike; draw their start, as by start=bf.models.anew(model)"

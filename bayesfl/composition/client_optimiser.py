@@ -30,6 +30,8 @@ def with_optimiser(algorithm: Algorithm, optimiser: Optimiser, *, on: Iterable[s
     if isinstance(on, str):
         raise TypeError(f"on must be names of blocks, as ({on!r},), got {on!r}")
     wanted = set(algorithm.blocks if on is None else on)
+    if not wanted:
+        raise ValueError("on names no block; leave it out for all")
     met: set[str] = set()
 
     def changed(phase: Any) -> Any:

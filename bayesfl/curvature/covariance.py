@@ -5,7 +5,8 @@ With G the prior variances, A the rows of all data over the curved weights and M
     primal   H^-1 = G^(1/2) M^-1 G^(1/2)  = R R',        R = G^(1/2) L^-T   [P, P]
     dual     H^-1 = G - G A' M^-1 A G     = G - R R',    R = G A' L^-T      [P, N (O - 1)]
 
-so that J H^-1 J' of rows J at new inputs needs J R and the prior's part J G J' alone.
+so that J H^-1 J' of rows J at new inputs needs J R and the prior's part J G J' alone. In the dual form each column of this R stands for an
+example, whose inputs could be read off; so R is turned to the eigenvectors of R R'. What is left is the posterior's covariance itself.
 """
 
 from dataclasses import dataclass
@@ -59,7 +60,7 @@ class Covariance:
         if inverse.rows is None:
             root, variance, sign = prior.sqrt()[:, None] * back, torch.where(inverse.curved, 0.0, inverse.variance), 1
         else:
-            root, variance, sign = prior[:, None] * inverse.rows.back(back), inverse.variance, -1
+            root, variance, sign = _of_covariance(prior[:, None] * inverse.rows.back(back)), inverse.variance, -1
         return cls(inverse.curvature, variance, root, sign, inverse.curved, inverse.indices)
 
     def tensors(self) -> Tensors:
@@ -99,3 +100,9 @@ class Covariance:
         curved = rows if self.curved.all() else rows.restrict(self.curved.nonzero().squeeze(1))
         half = curved.forward(self.root).view(rows.examples, rows.cotangents, -1)
         return prior + self.sign * (half @ half.mT)
+
+
+def _of_covariance(root: Tensor) -> Tensor:
+    """Return the root of R R' along its eigenvectors, which tells no more than R R' itself; the columns of R [P, K] stand for examples."""
+    values, vectors = torch.linalg.eigh(root.T @ root)
+    return root @ vectors[:, values > 1e-18 * values.max()] if root.numel() else root

@@ -54,6 +54,7 @@ def assemble(
     calibration: float,
     seed: int,
     environment: Tensor | None = None,
+    columns: tuple[str, ...] | None = None,
 ) -> FederatedData:
     """Make federated data of shared tensors and the rows of each client, with validation and calibration taken out of its training rows.
 
@@ -71,6 +72,7 @@ def assemble(
         calibration: The same, disjoint from `validation`.
         seed: Seed of the two draws.
         environment: Environment from which each row comes, [N] int64, from 0 within each client; None for no environments.
+        columns: Names of the inputs' columns; None for inputs without names.
 
     Raises:
         ValueError: A share is out of range, or a client would have no training rows left.
@@ -114,4 +116,5 @@ def assemble(
         source=source,
         recipe=_plain_numbers({**recipe, "validation": validation, "calibration": calibration, "seed": seed}),
         class_names=None if class_names is None else tuple(class_names),
+        columns=columns,
     )

@@ -34,6 +34,7 @@ class FederatedData:
         source: Name, licence and citation of the data.
         recipe: The call that made this partition, JSON-able: its name, every argument and the seed.
         class_names: One name for each class; None for classes without names.
+        columns: Names of the inputs' columns, as of a data frame; None for inputs without names.
 
     Raises:
         ValueError: Labels or inputs are invalid, a client has no training data, the splits do not fit each other, or they share examples.
@@ -47,6 +48,7 @@ class FederatedData:
     source: SourceInfo
     recipe: Mapping[str, Any]
     class_names: tuple[str, ...] | None = None
+    columns: tuple[str, ...] | None = None
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{name} {split.counts.sum()}" for name, split in self.splits.items())
@@ -232,7 +234,7 @@ class FederatedData:
     def outline(self) -> Outline:
         """Return what is known of the clients without their rows."""
         counts = tuple(self.train.counts.tolist())
-        names = (self.client_names, counts, self.inputs, self.outputs, self.task, self.class_names)
+        names = (self.client_names, counts, self.inputs, self.outputs, self.task, self.class_names, self.columns)
         return Outline(*names, source=self.source.name, hash=self.hash)
 
     def select(self, ids: Iterable[int | str]) -> "FederatedData":
@@ -244,7 +246,9 @@ class FederatedData:
         """
         if isinstance(ids, str):
             raise TypeError(f"ids must be a list of clients, as [{ids!r}], got {ids!r}")
-        chosen = [place(j, self.client_names) for j in (ids.tolist() if isinstance(ids, Tensor) else ids)]
+        return self._places([place(j, self.client_names) for j in (ids.tolist() if isinstance(ids, Tensor) else ids)])
+
+    def _places(self, chosen: list[int]) -> "FederatedData":
         if not chosen or len(set(chosen)) < len(chosen):
             raise ValueError(f"ids must be one or more different clients, got {chosen}")
         return replace(
@@ -282,7 +286,7 @@ class FederatedData:
         if isinstance(clients, bool) or (isinstance(clients, float) and not 0 < clients < 1) or not 0 < number < self.clients:
             raise ValueError(f"clients to hold out must be a number within [1, {self.clients - 1}] or a share within (0, 1), got {clients}")
         order = generator(seed, Purpose.SPLIT, phase=NOVEL).permutation(self.clients)
-        return self.select(np.sort(order[number:]).tolist()), self.select(np.sort(order[:number]).tolist())
+        return self._places(np.sort(order[number:]).tolist()), self._places(np.sort(order[:number]).tolist())
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "FederatedData":
         """Move the data to `device`, with floating-point inputs and targets in `dtype`; tensors that splits share stay shared."""

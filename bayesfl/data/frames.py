@@ -50,6 +50,41 @@ def check_columns(name: str, train: Any, test: Any, *, pooled: bool) -> None:
         raise ValueError(f"{part} {what}: columns are taken by their places, so select the same in one order, as test[train.columns] does")
 
 
+def check_index(**parts: Any) -> None:
+    """Check that pandas objects which are joined row by row have the same index, as they have not after one of them was shuffled.
+
+    Raises:
+        ValueError: Two of as many rows have other indices; the message names them.
+    """
+    found = [(name, value.index) for name, value in parts.items() if hasattr(value, "iloc")]
+    for name, index in found[1:]:
+        first, known = found[0]
+        if len(index) == len(known) and not index.equals(known):
+            raise ValueError(
+                f"{name} and {first} have the same number of rows and other indices: they are joined by place, so bring them into one "
+                f"order, as {name}.loc[{first}.index] does, or call reset_index(drop=True) on both if their places are right"
+            )
+
+
+def names_of(x: Any, *, pooled: bool) -> tuple[str, ...] | None:
+    """Return the names of the columns of a frame, or of the first of several; None where they have none."""
+    first = x if pooled or not isinstance(x, Sequence) else next(iter(x), None)
+    columns = _columns(first)
+    return None if not columns or columns == list(range(len(columns))) else tuple(map(str, columns))
+
+
+def same_columns(what: str, found: Sequence[str] | None, known: Sequence[str] | None) -> None:
+    """Check that columns are those that a model was trained on, where both have names.
+
+    Raises:
+        ValueError: They differ, or stand in another order.
+    """
+    if found is not None and known is not None and tuple(found) != tuple(known):
+        raise ValueError(
+            f"{what} has the columns {list(found)[:20]}, the model was trained on {list(known)[:20]}; select these, in this order"
+        )
+
+
 def _columns(value: Any) -> list[Any]:
     """Return the names of a frame's columns; none of anything else."""
     columns = getattr(value, "columns", None)

@@ -21,6 +21,7 @@ class Outline:
         outputs: Number of outputs that a network needs: of classes, or of targets.
         task: `classification` or `regression`.
         class_names: One name for each class; None for classes without names.
+        columns: Names of the inputs' columns; None for inputs without names.
         source: Name of the data.
         hash: SHA-256 over recipe, partition and data, see `FederatedData.hash`.
     """
@@ -31,6 +32,7 @@ class Outline:
     outputs: int
     task: Task
     class_names: tuple[str, ...] | None
+    columns: tuple[str, ...] | None
     source: str
     hash: str
 
@@ -58,11 +60,17 @@ def place(client: int | str, names: Sequence[str]) -> int:
 
     Raises:
         TypeError: `client` is neither text nor a whole number.
-        ValueError: There is no such client, or several have this name; the message offers the nearest names.
+        ValueError: There is no such client, or several have this name, or a number is the name of another client; the message offers the
+            nearest names.
     """
     if isinstance(client, bool) or not isinstance(client, str | int | np.integer):
         raise TypeError(f"client must be a name or a number, got {client!r}")
     if not isinstance(client, str):
+        if str(client) in names and 0 <= client < len(names) and names[client] != str(client):
+            raise ValueError(
+                f"client {client} is ambiguous: number {client} is {names[client]!r}, and {str(client)!r} is the name of another; pass a "
+                "name, as text"
+            )
         if 0 <= client < len(names):
             return int(client)
         also = f"; {str(client)!r} is the name of one: pass it as text" if str(client) in names else ""

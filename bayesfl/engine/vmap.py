@@ -19,13 +19,20 @@ _FAILED: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
 
 def batches(module: nn.Module) -> bool:
-    """Say whether torch.func can batch the module, as far as is known: it has no recurrent layer, and has not failed before."""
-    return module not in _FAILED and not any(isinstance(part, nn.RNNBase) for part in module.modules())
+    """Say whether torch.func can batch the module, as far as is known: no layer has to run alone, and it has not failed before."""
+    return module not in _FAILED and not any(_alone(part) for part in module.modules())
+
+
+def _alone(part: nn.Module) -> bool:
+    """Say whether a layer cannot be batched, or would compute something else then: recurrent ones, embeddings' options, gradient hooks."""
+    embeds = isinstance(part, nn.Embedding) and (part.padding_idx is not None or part.scale_grad_by_freq)
+    return embeds or isinstance(part, nn.RNNBase) or bool(part._backward_hooks or part._backward_pre_hooks)
 
 
 def failed(module: nn.Module, error: RuntimeError) -> bool:
     """Say whether an error is that torch.func cannot batch the module, as when its control flow depends on data; then remember it."""
-    if not any(word in str(error) for word in ("vmap", "functorch", "torch.func", "BatchedTensor")):
+    words = ("vmap", "functorch", "torch.func", "BatchedTensor", "Batching rule", "derivative for aten::")
+    if not any(word in str(error) for word in words):
         return False
     _FAILED.add(module)
     return True

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from bayesfl.composition.phases import Descend, Repeat
 from bayesfl.evaluation import report
+from bayesfl.optim import Clip, Rate, rate_at
 
 MEASURES = {"classification": ("accuracy", "nll", "ece", "pooled_ece", "brier"), "regression": ("rmse", "nll")}
 
@@ -76,6 +77,7 @@ def _training(run: Any) -> dict[str, str]:
     phases = [inner for phase in run.algorithm.phases for inner in (phase.phases if isinstance(phase, Repeat) else (phase,))]
     turns = [phase for phase in run.algorithm.phases if isinstance(phase, Repeat)]
     steps = [phase for phase in phases if isinstance(phase, Descend)]
+    inner = [phase for turn in turns for phase in turn.phases]
 
     def each(of: Any) -> str:
         found = [(", ".join(phase.blocks), of(phase)) for phase in steps]
@@ -83,6 +85,8 @@ def _training(run: Any) -> dict[str, str]:
 
     def length(phase: Descend | Repeat) -> str:
         unit = "batches" if isinstance(phase, Repeat) else "steps"
+        if phase in inner and not phase.steps:
+            return f"{phase.epochs} step{'s' * (phase.epochs > 1)}"
         return f"{phase.steps} {unit}" if phase.steps else f"{phase.epochs} epoch{'s' * (phase.epochs > 1)}"
 
     batches = {phase.batch_size for phase in run.algorithm.phases if hasattr(phase, "batch_size") and phase.batch_size} or {None}
@@ -91,11 +95,15 @@ def _training(run: Any) -> dict[str, str]:
         "participation": f"{run.settings.participation:g} ({run.settings.train} trains)",
         "steps": (f"{length(turns[0])}, each " if turns else "") + (each(length) if steps else "none"),
         "batch": ", ".join("all" if size is None else str(size) for size in sorted(batches, key=str)),
-        "optimiser": each(lambda phase: _optimiser(phase.optimiser)) if steps else "none",
+        "optimiser": each(lambda phase: _optimiser(phase.optimiser, run.settings.rounds)) if steps else "none",
     }
 
 
-def _optimiser(optimiser: Any) -> str:
-    rate = "a schedule" if callable(optimiser.rate) else f"{optimiser.rate:g}"
-    more = "".join(f", {name} {value:g}" for name in ("momentum", "weight_decay", "norm") if (value := getattr(optimiser, name, 0)))
-    return f"{type(optimiser).__name__}({rate}{more})"
+def _optimiser(optimiser: Any, rounds: int) -> str:
+    rate: Rate = optimiser.rate
+    first, last = rate_at(rate, 0, rounds), rate_at(rate, rounds - 1, rounds)
+    told = f"a schedule, {first:g} to {last:g}" if callable(rate) else f"{first:g}"
+    if isinstance(optimiser, Clip):
+        return f"Clip({_optimiser(optimiser.optimiser, rounds)}, norm {optimiser.norm:g})"
+    more = "".join(f", {name} {value:g}" for name in ("momentum", "weight_decay") if (value := getattr(optimiser, name, 0)))
+    return f"{type(optimiser).__name__}({told}{more})"

@@ -49,7 +49,11 @@ def measured(measures: Mapping[str, Measure], predictions: Predictions, split: C
     for name, measure in measures.items():
         values = []
         for j in np.flatnonzero(predictions.mask.any(-1).numpy()).tolist():
-            found = measure(predictions.client(j), split.client(j)[1].cpu())
+            try:
+                found = measure(predictions.client(j), split.client(j)[1].cpu())
+            except Exception as error:
+                error.add_note(f"raised by the measure {name!r} for client {j}")
+                raise
             try:
                 values.append(float(found))
             except (TypeError, ValueError, RuntimeError) as error:

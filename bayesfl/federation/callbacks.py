@@ -1,8 +1,8 @@
 """Callbacks for `simulate(on_round=...)` and `bayesfl.flower.serve(on_round=...)`: early stopping, and records of a run for other programs.
 
 A callback is called after every round, once its checkpoint is written, with the run so far: a `bayesfl.federation.result.Result` on one
-machine, a `bayesfl.flower.Deployed` over a network. It may read all of it, above all `history`; if it returns True, the run ends. Any
-function of that kind will do:
+machine, a `bayesfl.flower.Deployed` over a network. It may read all of it, above all `history`; if it returns True, the run ends. What it
+is given goes on changing with the run: keep `snapshot(result)`. Any function of that kind will do:
 
     def note(result):
         mlflow.log_metrics({key: value for key, value in result.history[-1].items() if value == value}, step=result.round)
@@ -12,15 +12,16 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
+from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from bayesfl.base.checks import whole
 from bayesfl.evaluation import report
 from bayesfl.evaluation.history import History
+from bayesfl.federation.checkpoint import held, newest
 from bayesfl.federation.result import Result
 from bayesfl.federation.saved import load
 
@@ -42,12 +43,18 @@ def checked(on_round: Any) -> list[Callback]:
     return list(on_round)
 
 
+def snapshot(result: Result) -> Result:
+    """Return a copy of the run so far that further rounds do not change; what a callback is given shares the running state."""
+    return replace(result, private=tree_map(lambda t: t.clone(), result.private), history=History(result.history.rows))
+
+
 def ended(callbacks: Sequence[Callback], result: Any) -> bool:
     """Call every callback with the run so far, and say whether one ends it; an error of a callback carries the run as its `result`."""
     said = []
     for callback in callbacks:
         try:
-            said.append(callback(result) is True)
+            answer = callback(result)
+            said.append(isinstance(answer, bool | np.bool_ | Tensor) and bool(answer))
         except Exception as error:
             error.add_note(f"raised by a callback after round {result.round}; the run so far is this error's attribute `result`")
             error.result = result  # type: ignore[attr-defined]
@@ -110,15 +117,21 @@ class EarlyStopping:
         history = result.history
         rows = [row for row in history if np.isfinite(row.get(self.column, np.nan))]
         if not rows:
-            if any(key.startswith(("personal_", "validation_")) for key in history.columns):
+            settings = getattr(result, "settings", None)
+            never = settings is not None and settings.evaluate_every is None and any(row.get("cohort") for row in history)
+            if never or any(key.startswith(("personal_", "validation_")) for key in history.columns):
                 history[self.column]  # names the nearest columns
             return False
         best = History(rows).best(self.column, lowest=self._lowest)
         if self.keep == "best" and best["round"] == result.round:
             if not isinstance(result, Result):
                 raise ValueError("keep='best' is for simulate: over a network clients keep their last states alone; take keep='last'")
-            self._best = replace(result, private=tree_map(lambda t: t.clone(), result.private), history=History(history.rows))
+            if result.settings.sampling == "poisson":
+                raise ValueError("keep='best' would tell the epsilon of fewer rounds than were released; under ClientPrivacy take 'last'")
+            self._best = snapshot(result)
             if self._folder is not None:
+                if newest(self._folder):
+                    raise ValueError(f"folder {str(self._folder)!r} holds the run's checkpoints; give the best state a folder of its own")
                 self._best.save(self._folder)
         return sum(row["round"] > best["round"] for row in rows) >= self.patience
 
@@ -130,16 +143,20 @@ class EarlyStopping:
         if not values:
             return result
         round = History(values).best(self.column, lowest=self._lowest)["round"]
-        if (self._best is None or self._best.round != round) and self._folder is not None and Path(self._folder).is_dir():
+        if not self._is_of(result, round) and self._folder is not None and held(self._folder):
             self._best = load(self._folder, result.algorithm, result.data, device=result.device)
-        if self._best is None or self._best.round != round:
+        if not self._is_of(result, round):
             warnings.warn(
                 f"the best {self.column} is of round {round}, whose state is gone, as of a run that was resumed without a folder; the last "
                 "state is returned. Pass EarlyStopping(folder=...) to keep the best one on disk",
                 stacklevel=3,
             )
             return result
-        return self._best
+        return self._best or result
+
+    def _is_of(self, result: Result, round: int) -> bool:
+        """Say whether the state that is kept is that of this run after so many rounds: its history, with its seconds, is."""
+        return self._best is not None and repr(self._best.history.rows) == repr(result.history.rows[:round])
 
 
 class CSV:

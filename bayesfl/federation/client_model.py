@@ -21,6 +21,7 @@ from bayesfl.base.trees import shapes
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import FederatedData
 from bayesfl.data.arrays import to_tensor
+from bayesfl.data.frames import names_of, same_columns
 from bayesfl.data.outline import Outline
 from bayesfl.evaluation.predictions import Predictions
 from bayesfl.federation import checkpoint, predict
@@ -50,6 +51,7 @@ class ClientModel:
         seed: The run's seed.
         inputs: Shape of one example.
         class_names: One name for each class; None for classes without names, or regression.
+        columns: Names of the inputs' columns; None for inputs without names.
         value: The number that the method's predictor tunes; None where it has none.
         plug_in: Whether it predicts at the means of its beliefs alone.
         predictor: The client's predictor as it was fitted to training data; None where the method has none.
@@ -64,6 +66,7 @@ class ClientModel:
     seed: int
     inputs: tuple[int, ...]
     class_names: tuple[str, ...] | None = None
+    columns: tuple[str, ...] | None = None
     value: float | None = None
     plug_in: bool = False
     predictor: Fitted | None = None
@@ -89,7 +92,7 @@ class ClientModel:
         For rows of the client's test data the predictions are those of `Result.predict`, up to rounding, with the same random draws.
 
         Args:
-            x: Inputs [N, ...] of the shape that the model was trained on: an array, a tensor, or a data frame.
+            x: Inputs [N, ...] of the shape that the model was trained on: an array, a tensor, or a data frame with the same columns.
             draws: Number of posterior draws S to average over; 0 predicts at the mean, None uses the number of the method's paper.
 
         Returns:
@@ -97,9 +100,11 @@ class ClientModel:
 
         Raises:
             TypeError: `x` is no array of numbers.
-            ValueError: `x` has rows of another shape, no rows, or numbers that are not finite, or `draws` is not a whole number >= 0.
+            ValueError: `x` has other columns, rows of another shape, no rows, or numbers that are not finite, or `draws` is not a whole
+                number >= 0.
         """
         refuse_changed(self.algorithm.model)
+        same_columns("x", names_of(x, pooled=True), self.columns)
         rows = to_tensor(x, "x").to(device=self.device, dtype=self.dtype)
         if tuple(rows.shape[1:]) != self.inputs or not rows.dim() or not len(rows):
             wanted = ", ".join(["N", *map(str, self.inputs)])
@@ -135,8 +140,8 @@ class ClientModel:
     def save(self, path: str | os.PathLike[str], *, plug_in: bool = False) -> None:
         """Write the model into the folder `path`, completely or not at all; `load_client` reads it without data.
 
-        No row of the training data is written. Where the method's predictor needs them (FedSI's, `LinearisedLaplace`), the covariance that
-        it made of them is written instead.
+        No row of the training data is written. Where the method's predictor needs them (FedSI's, `LinearisedLaplace`), the covariance of
+        the weights that it made of them is written instead. Of a client with very few examples, it can tell what they were.
 
         Args:
             path: The folder, made if it does not exist.
@@ -159,6 +164,7 @@ class ClientModel:
             "seed": self.seed,
             "inputs": self.inputs,
             "class_names": self.class_names,
+            "columns": self.columns,
             "value": self.value,
             "plug_in": plug_in,
             "dtype": name_of(self.dtype),
@@ -273,7 +279,7 @@ def of_client(
     predictor = None if rule is None else rule(algorithm, given, view, train or {})
     names = _needed(algorithm) if rule is None or isinstance(rule, StoredPredictor) else view
     kept = {key: view[key] for key in names}
-    about = {"inputs": data.inputs, "class_names": data.class_names}
+    about = {"inputs": data.inputs, "class_names": data.class_names, "columns": data.columns}
     return ClientModel(algorithm, name, client, kept, round, seed, value=value, predictor=predictor, **about)
 
 
@@ -281,7 +287,8 @@ def load_client(path: str | os.PathLike[str], algorithm: Algorithm, *, device: t
     """Load one client's model, which `ClientModel.save` or a node of a deployed federation wrote; no data are needed.
 
     Args:
-        path: The folder, or a folder in which only one client's model lies, such as a node's folder of states.
+        path: The folder, or a folder in which only one client's models lie, as a node's folder of states, of which the one written last is
+            taken.
         algorithm: The method that made it, with the same options.
         device: The device that is to hold it and to compute its predictions.
 
@@ -306,6 +313,7 @@ def load_client(path: str | os.PathLike[str], algorithm: Algorithm, *, device: t
             whole("seed", meta["seed"], least=0),
             tuple(meta["inputs"]),
             None if meta["class_names"] is None else tuple(meta["class_names"]),
+            None if meta["columns"] is None else tuple(map(str, meta["columns"])),
             None if meta["value"] is None else number("value", meta["value"]),
             bool(meta["plug_in"]),
             stored=tensors.get("stored", {}),
@@ -361,7 +369,9 @@ def _file(path: Path) -> Path:
     Raises:
         CheckpointError: There is none, or there are several.
     """
-    found = [path / FILE] if (path / FILE).is_file() else sorted(path.rglob(FILE))
+    found = [path / FILE] if (path / FILE).is_file() else sorted(path.rglob(FILE), key=lambda file: file.stat().st_mtime)
+    if len({file.parent.name for file in found}) == 1:
+        return found[-1]  # of one client, in several experiments of a node
     if len(found) != 1:
         several = f"{len(found)} of them: {', '.join(str(file.parent) for file in found[:3])}; pass one of these folders"
         raise CheckpointError(f"{str(path)!r} holds no model of a client, no {FILE}" if not found else f"{str(path)!r} holds {several}")

@@ -16,6 +16,7 @@ from bayesfl.base.protocols import Server, View
 from bayesfl.base.random import Purpose, generator
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import ClientData, FederatedData
+from bayesfl.data.frames import same_columns
 from bayesfl.data.outline import Outline, place
 from bayesfl.engine import Engine
 from bayesfl.evaluation.history import History
@@ -172,6 +173,7 @@ class Result:
                 f"new clients have inputs {novel.inputs} and {novel.outputs} outputs ({novel.task}), the federation "
                 f"{own.inputs} and {own.outputs} ({own.task}); adapt clients of the same problem"
             )
+        same_columns("novel", novel.columns, own.columns)
         kept = [name for name in self.algorithm.parts if self.algorithm.blocks[name].keep]
         if kept and not self.algorithm.adapt:
             raise ValueError(

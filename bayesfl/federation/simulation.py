@@ -13,6 +13,7 @@ from bayesfl.base.checks import whole
 from bayesfl.base.protocols import Server
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import ClientData, FederatedData
+from bayesfl.data.frames import same_columns
 from bayesfl.engine import Engine
 from bayesfl.engine.crew import Crew
 from bayesfl.evaluation.history import History
@@ -140,6 +141,8 @@ def simulate(
         raise ValueError(f"checkpoint must name a folder, got {checkpoint!r}; leave it out for none")
     if start is not None and not isinstance(resume, bool | None):
         raise ValueError("start begins a new run, resume goes on with one: pass one of them; resume=True may stand beside start")
+    if start is not None and settings.sampling == "poisson":
+        raise ValueError("start begins from what another run has released, which the epsilon of ClientPrivacy would not count; use resume=")
     resume = _from_where(resume, checkpoint)
     precision(dtype)
     device = present(device)
@@ -158,6 +161,7 @@ def simulate(
             begin = State(server, private_rows(algorithm, server, clients.clients), 0)
         else:
             before = warm.from_where(start, algorithm, seed=seed, device=device)
+            same_columns("clients", clients.columns, before.known.columns)
             begin, new = warm.continued(before, algorithm, clients.client_names, dtype=dtype, device=device)
         result = Result(algorithm, clients, settings, engine, 0, begin.server, begin.private, History(), device, dtype)
         if len(new) and algorithm.adapt:
@@ -270,14 +274,14 @@ def _rounds(
             nothing = isinstance(tried, FailedRound)
             server, row, before = (result.server, {"round": result.round + 1, "cohort": 0, **tried.row}, None) if nothing else tried
             result = replace(result, round=result.round + 1, server=server)
-            if before is not None and not before.empty:
-                row |= {f"before_pool_{key}": value for key, value in _summary(before.predictions(), data.test, measures).items()}
             if test is not None:
                 try:
+                    if before is not None and not before.empty:
+                        row |= {f"before_pool_{key}": v for key, v in _summary(before.predictions(), data.test, measures).items()}
                     row |= _measure(local, result.state, data, crew, measures)
-                except DivergenceError as error:  # in fine-tuning; the round itself is finite
+                except Exception as error:  # in fine-tuning, or of a user's measure; the round itself is done
                     result.history.append(row)
-                    error.result = result
+                    error.result = result  # type: ignore[attr-defined]
                     raise
                 bar.set_postfix({measure: f"{row[measure]:.3f}"}, refresh=False)
             result.history.append(row)

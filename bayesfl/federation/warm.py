@@ -61,6 +61,13 @@ def continued(
     tree_map(lambda kept, was: kept.index_copy_(0, new.to(device), was.index_select(0, old.to(was.device)).to(kept)), rows, start.private)
     fresh_ids = np.setdiff1d(np.arange(len(names)), new.numpy())
     log.info("%d of %d clients are known from the run before", len(new), len(names))
+    lost = sorted(set(before) - set(names))
+    if len(new) and len(fresh_ids) and lost:
+        warnings.warn(
+            f"clients {[names[j] for j in fresh_ids[:5]]} are new and {lost[:5]} of the run before are gone; give any that were only "
+            "renamed their old names",
+            stacklevel=3,
+        )
     if not len(new):
         warnings.warn("no client has the name of one in the run that this one starts from; all begin as new ones", stacklevel=3)
     return State(moved, rows, 0), fresh_ids

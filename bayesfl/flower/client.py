@@ -312,7 +312,10 @@ class _Client:
             predictions = Predictions(mask=torch.ones(1, self.examples("test"), dtype=torch.bool), **found)
             summary = predictions.summary(self._of_one("test", order).to("cpu"))
             known = {name: summary[name] for name in records.MEASURES if name in summary}
-            known |= measured(self.measures, predictions, self._of_one("test", order).to("cpu"), summary)
+            try:
+                known |= measured(self.measures, predictions, self._of_one("test", order).to("cpu"), summary)
+            except Exception:  # of a user's own function; the library's measures are sent all the same
+                log.exception("the measures of one's own are left out")
             measures = {name: value for name, value in known.items() if np.isfinite(value)}
         return RecordDict({"metrics": MetricRecord(dict(measures)), "config": ConfigRecord({"share": self.shares})})
 
@@ -345,7 +348,7 @@ class _Client:
         self._states(experiment).clean()
 
     def _states(self, experiment: str) -> States:
-        return States(self.folder, experiment, self.id)
+        return States(self.folder, experiment, self.id, self.data.client_names[0])
 
     def _local(self, order: _Order) -> Local:
         return Local(self.algorithm, self.engine, self._split("train", order), order.seed, order.rounds, order.tolerant)

@@ -42,12 +42,14 @@ class States:
         folder: The folder in which clients keep their states.
         experiment: The experiment's name, as the server sent it.
         client: The client's id.
+        name: The client's name, by which a state that is another client's is recognised.
 
     Raises:
         ValueError: `experiment` has other characters than a name may have, so that it could lead out of the folder.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], experiment: str, client: int) -> None:
+    def __init__(self, folder: str | os.PathLike[str], experiment: str, client: int, name: str = "") -> None:
+        self._name = name
         if not EXPERIMENT.fullmatch(experiment):
             raise ValueError(f"the experiment's name must be letters, digits, _ and -, at most 64, got {experiment!r}")
         self.folder = Path(folder) / experiment / f"client-{client}"
@@ -60,7 +62,7 @@ class States:
 
     def write(self, round: int, session: str, rows: Mapping[str, Any]) -> None:
         """Store the state after `round` rounds, completely or not at all."""
-        checkpoint.write(self.folder, {"round": round}, rows, name=f"state-{name_of(round, session)}.safetensors")
+        checkpoint.write(self.folder, {"round": round, "client": self._name}, rows, name=f"state-{name_of(round, session)}.safetensors")
 
     def read(self, name: str) -> dict[str, Any]:
         """Return the state of that name.
@@ -75,7 +77,12 @@ class States:
             raise checkpoint.CheckpointError(
                 f"the client's state {name} is not in {str(self.folder)!r}; bring the folder back, or start another experiment"
             )
-        _, tensors = checkpoint.read_file(file)
+        meta, tensors = checkpoint.read_file(file)
+        if meta.get("client", self._name) != self._name:
+            raise checkpoint.CheckpointError(
+                f"the client's state {name} is of {meta['client']!r}, and this node's data are of {self._name!r}: start each node with the "
+                "client-id that it had"
+            )
         return tensors
 
     def forget(self, round: int, *, named: Collection[str], sessions: Collection[str]) -> None:

@@ -19,9 +19,13 @@ def kappa(variance: Tensor) -> Tensor:
 
 
 def root(covariance: Tensor) -> Tensor:
-    """Return a factor R [..., O, O] of a covariance, R R'; eigenvalues that rounding made negative count as 0, as of centred logits."""
+    """Return the symmetric root R [..., O, O] of a covariance, R R.
+
+    Eigenvalues that rounding made negative count as 0, as of centred logits. Unlike a triangular factor, or eigenvectors alone, it hardly
+    changes where the covariance changes by rounding.
+    """
     values, vectors = torch.linalg.eigh(covariance)
-    return vectors * values.clamp_min(0).sqrt().unsqueeze(-2)
+    return (vectors * values.clamp_min(0).sqrt().unsqueeze(-2)) @ vectors.mT
 
 
 def draws(mean: Tensor, covariance: Tensor, noise: Tensor) -> Tensor:

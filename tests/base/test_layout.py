@@ -142,3 +142,13 @@ def test_tied_parameters_have_all_their_names():
     assert Layout(model, "*").names == ("0.weight", "0.bias", "1.bias")
     assert Layout(model, "*.bias").names == ("0.bias", "1.bias")
     assert Layout(model, "0.*").names == ("0.weight", "0.bias")
+
+
+@pytest.mark.parametrize("pattern", [("*", "!*.bais"), ("first.*", "haed.*"), ("last.*", "first.*")])
+def test_each_of_several_patterns_matches_something_to_train(pattern):
+    """A slip of the pen, or a head that was lost in freezing, is named; what is taken out may be frozen."""
+    model = Tempered()
+    model.last.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"'!\*\.bais'|'haed\.\*'|'last\.\*'"):
+        Layout(model, pattern)
+    assert Layout(model, ("*", "!last.*")).names == ("first.weight", "first.bias", "middle.temperature")

@@ -17,12 +17,13 @@ from tests.federation.made import run
 def test_a_clients_model_predicts_as_the_federation(case: Case, model, clients: FederatedData, tmp_path: Path):
     """To rounding as `Result.predict`, draws included; the file gives the same bits, and holds no row of the training data."""
     result = run(case(model), clients, rounds=2, evaluate_every=None, participation=0.6)
-    together, means = result.predict(), result.predict(draws=0)
+    together, means, drawn = result.predict(), result.predict(draws=0), result.predict(draws=7)
     for j in (0, 3):
         one, (x, _) = result.client(j), clients.test.client(j)
         found = one.predict(x)
         assert_close(found.probs, together.client(j).probs, atol=1e-12, rtol=0)
         assert_close(found.epistemic, together.client(j).epistemic, atol=1e-12, rtol=0, equal_nan=True)
+        assert_close(one.predict(x, draws=7).probs, drawn.client(j).probs, atol=1e-9, rtol=0)
         assert_close(one.predict(x, draws=0).probs, means.client(j).probs, atol=1e-12, rtol=0)
         one.save(tmp_path / str(j))
         again = bf.load_client(tmp_path / str(j), case(model)).predict(x)

@@ -48,6 +48,20 @@ def test_what_it_keeps_are_no_data():
     assert all(t.shape[:1] in ((), (curvature.size,)) for t in tensors.values())
 
 
+def test_the_columns_of_the_dual_factor_are_no_examples():
+    """Divided by its bias, an example's column of a first layer's weights gives the example: no column of the stored factor does."""
+    case = CASES[0]
+    x, curvature = case.data(6), Curvature(case.model())
+    inverse = invert(curvature, x, 1.0, form="dual")
+    root = Covariance.of(inverse, limit=LIMIT).root
+    assert_close(root.T @ root, torch.diag((root.T @ root).diagonal()), atol=1e-10, rtol=0)  # along eigenvectors, which mix examples
+    first = root[: 7 * 6].view(6, 7, -1) / root[42:48].view(6, 1, -1)
+    rows = first.permute(0, 2, 1).reshape(-1, 7)
+    rows = rows[rows.isfinite().all(1)]
+    used = x[(x != 0).any(1)]
+    assert torch.cdist(rows, used).min() > 1e-3
+
+
 def test_a_factor_above_the_limit_is_refused_with_its_size():
     inverse = invert(Curvature(CASES[0].model()), CASES[0].data(6), 1.0, form="dual")
     needed = 8 * inverse.size * inverse.order

@@ -4,6 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+import bayesfl as bf
 from bayesfl.data.frames import check_columns, numbers_of
 
 
@@ -27,3 +28,35 @@ def test_only_names_are_compared():
     check_columns("x", [named, plain], [[]], pooled=False)
     with pytest.raises(ValueError, match=r"^x of client 2 .* x of client 1 "):
         check_columns("x", [[1.0], named, named[["b", "a"]]], None, pooled=False)
+
+
+def test_rows_that_were_shuffled_apart_are_refused():
+    """Frames and columns of the same rows in other orders are joined by place; equal indices, arrays, and others beside them pass."""
+    frame = pd.DataFrame({"a": np.arange(20.0), "b": np.arange(20.0)})
+    label, owner = pd.Series(np.arange(20) % 2), pd.Series(["x", "y"] * 10)
+    shuffled = frame.sample(frac=1, random_state=0)
+    for x, y, ids in ((shuffled, label, owner), (frame, label.iloc[::-1], owner), (frame, label, owner.iloc[::-1])):
+        with pytest.raises(ValueError, match=r"(y|client_ids) and x .*indices.*reset_index"):
+            bf.data.from_arrays(x, y, client_ids=ids)
+    assert bf.data.from_arrays(shuffled, label.loc[shuffled.index], client_ids=owner.loc[shuffled.index]).clients == 2
+    assert bf.data.from_arrays(shuffled, label.to_numpy(), client_ids=owner.tolist()).clients == 2
+
+
+def test_a_model_knows_the_columns_it_was_trained_on(tmp_path):
+    """New rows for a client, new clients, and a later run: other columns, or another order, are refused; arrays have no names."""
+    frame = pd.DataFrame(np.random.default_rng(0).normal(size=(40, 2)), columns=["age", "pressure"])
+    label, owner = np.arange(40) % 2, ["x", "y"] * 20
+    data, turned = (bf.data.from_arrays(f, label, client_ids=owner) for f in (frame, frame[["pressure", "age"]]))
+    method = bf.algorithms.fedavg(bf.models.mlp(2, hidden=4, outputs=2), epochs=1)
+    result = bf.simulate(method, data, rounds=1, progress=False)
+    result.client("x").save(tmp_path)
+    result.save(tmp_path / "run")
+    words = r"\['pressure', 'age'\].*\['age', 'pressure'\]"
+    for one in (result.client("x"), bf.load_client(tmp_path, method), bf.load(tmp_path / "run", method).client("x")):
+        assert one.predict(frame).probs is not None
+        assert one.predict(frame.to_numpy()).probs is not None
+        with pytest.raises(ValueError, match=words):
+            one.predict(frame[["pressure", "age"]])
+    for refused in (lambda: result.adapt(turned), lambda: bf.simulate(method, turned, rounds=1, seed=1, start=result, progress=False)):
+        with pytest.raises(ValueError, match=words):
+            refused()

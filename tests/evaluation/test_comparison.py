@@ -9,6 +9,7 @@ from torch import nn
 import bayesfl as bf
 from bayesfl.data import FederatedData
 from bayesfl.evaluation.comparison import compare
+from bayesfl.optim import SGD, Adam, Clip, cosine, multistep
 from tests.cases import run
 
 
@@ -78,3 +79,16 @@ def test_other_data_and_other_seeds_are_told(model: nn.Module, clients: Federate
     assert first.split() == ["a", clients.source.name, clients.hash[:8], "0"]
     assert second.split() == ["b", few.source.name, few.hash[:8] + ",", clients.source.name, clients.hash[:8], "0,", "1"]
     assert "data" not in compare({"a": one, "b": found(method, clients, seed=1)})
+
+
+def test_what_clip_and_schedules_hold_is_told(model: nn.Module, clients: FederatedData):
+    """The optimiser that is clipped, with its rate; a schedule's first and last rate; steps inside a `Repeat` are steps."""
+    method = bf.algorithms.fedavg(model, epochs=1)
+    one, two = (found(bf.with_optimiser(method, Clip(inner)), clients) for inner in (Adam(1e-3), SGD(1e-3, momentum=0.5)))
+    told = compare({"a": one, "b": two})
+    assert "Clip(Adam(0.001), norm 1)" in told
+    assert "Clip(SGD(0.001, momentum 0.5), norm 1)" in told
+    falling, halved = (found(bf.algorithms.fedavg(model, epochs=1, lr=rate), clients) for rate in (cosine(0.1), multistep(0.5)))
+    assert "a schedule, 0.1 to " in compare({"a": falling, "b": halved})
+    me = found(bf.algorithms.pfedme(model, batches=4, inner_steps=3), clients)
+    assert "4 batches, each 3 steps" in compare({"a": one, "b": me})

@@ -102,6 +102,50 @@ def test_what_is_refused(model, clients: FederatedData):
             run(method, clients, on_round=callbacks)
 
 
+def test_the_best_state_is_that_of_its_own_run(model, clients: FederatedData, tmp_path: Path):
+    """A callback or a folder that has served another run gives nothing of it: the last state, with a warning."""
+    method, used = bf.algorithms.fedavg(model, epochs=1), EarlyStopping("personal_nll", keep="best", folder=tmp_path, lowest=False)
+    run(method, clients, on_round=[used])
+    other = run(method, clients, seed=8, rounds=2)
+    with pytest.warns(UserWarning, match="is gone"):
+        found = run(method, clients, seed=8, rounds=2, resume=other, on_round=[used])
+    assert_close(state(found), state(other), atol=0, rtol=0)
+    folder = tmp_path / "run"
+    with pytest.raises(ValueError, match="holds the run's checkpoints"):
+        run(method, clients, checkpoint=folder, on_round=[EarlyStopping("personal_nll", keep="best", folder=folder)])
+
+
+def test_a_column_that_never_comes_is_named(model, clients: FederatedData):
+    """Also where nothing is measured on the way."""
+    with pytest.raises(KeyError, match="nonsense"):
+        run(bf.algorithms.fedavg(model, epochs=1), clients, evaluate_every=None, on_round=[EarlyStopping("nonsense")])
+
+
+def test_any_truth_value_ends_a_run(model, clients: FederatedData):
+    """As numpy and torch give it for a comparison of numbers; other answers do not."""
+    for yes in (np.bool_(True), torch.tensor(True), True):
+        assert run(bf.algorithms.fedavg(model, epochs=1), clients, on_round=[lambda result, yes=yes: yes]).round == 1
+    assert run(bf.algorithms.fedavg(model, epochs=1), clients, on_round=[lambda result: "yes", lambda result: 1]).round == 3
+
+
+def test_a_snapshot_stays_as_it_was(model, clients: FederatedData):
+    """What a callback is given goes on with the run; its snapshot does not."""
+    kept: list[Any] = []
+    method = bf.algorithms.ditto(model, epochs=1, batch_size=10)
+    run(method, clients, on_round=[lambda result: kept.append(bf.callbacks.snapshot(result))])
+    told = run(method, clients, rounds=1)
+    assert_close(state(kept[0]), state(told), atol=0, rtol=0)
+    assert [len(one.history) for one in kept] == [1, 2, 3]
+
+
+def test_an_error_of_a_measure_loses_nothing(model, clients: FederatedData):
+    """It names the measure and the client, and carries the run."""
+    with pytest.raises(ZeroDivisionError) as error:
+        run(bf.algorithms.fedavg(model, epochs=1), clients, measures={"broken": lambda p, y: 1 / 0})
+    assert "'broken' for client 0" in error.value.__notes__[0]
+    assert error.value.result.round == 1  # type: ignore[attr-defined]
+
+
 def test_functions_see_the_run_and_end_it(model, clients: FederatedData):
     """Every one is called after every round, also where another ends the run; what is not True does not end it."""
     seen: list[tuple[int, int]] = []

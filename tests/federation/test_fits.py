@@ -212,3 +212,69 @@ def test_a_frozen_embedding_with_max_norm_is_left_alone():
     result = bf.simulate(bf.algorithms.fedavg(model, epochs=1), data, rounds=2, progress=False)
     assert torch.equal(model.table.weight, before)
     assert result.predict().probs is not None
+
+
+class Around(nn.Module):
+    """A layer, and something around it."""
+
+    def __init__(self, before: Any = None, after: Any = None) -> None:
+        super().__init__()
+        self.layer, self.before, self.after = nn.Linear(8, 3), before or (lambda x: x), after or (lambda x: x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(self.layer(self.before(x)))
+
+
+class Counting(nn.Module):
+    """Counts its calls in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (lambda: Around(before=lambda x: x.clamp_(-0.1, 0.1)), r"Around .*in place.*x\.clone\(\)"),
+        (lambda: Around(before=lambda x: x.div_(2.0)), r"Around .*in place.*x\.clone\(\)"),
+        (lambda: Around(after=lambda x: x - x.mean(0)), r"Around .*mixes the rows.*GroupNorm"),
+        (lambda: Around(after=lambda x: F.batch_norm(x, None, None, training=True)), r"Around .*mixes the rows.*GroupNorm"),
+        (lambda: Around(after=lambda x: x if torch.rand(()) < 0.999 else x * 0), r"Around .*draws random numbers"),
+        (lambda: Around(after=Counting()), r"Around .*buffers .*'after\.calls'.*eval\(\)"),
+    ],
+)
+def test_what_a_forward_may_not_do_is_refused(clients: FederatedData, model: Any, words: str):
+    """It would write into everybody's data, depend on padding, or could not be repeated; nothing is left changed by the look at it."""
+    torch.manual_seed(0)
+    made, before = model(), clients.train.x.clone()
+    method, generator = bf.algorithms.fedavg(made), torch.get_rng_state()
+    for _ in range(2):
+        with pytest.raises(ValueError, match=words):
+            bf.simulate(method, clients, **ONCE)
+    assert torch.equal(clients.train.x, before)
+    assert torch.equal(torch.get_rng_state(), generator)
+
+
+class Weighted(Categorical):
+    """Holds weights in single precision."""
+
+    def nll(self, outputs: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(outputs, y, weight=torch.tensor([1.0, 2.0, 0.5]), reduction="none")
+
+    def nll_and_slope(self, outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        flat, labels = outputs.flatten(0, -2), y.expand(outputs.shape[:-1]).flatten()
+        with torch.enable_grad():
+            at = flat.detach().requires_grad_()
+            losses = self.nll(at, labels)
+            (slope,) = torch.autograd.grad(losses.sum(), at)
+        return losses.detach().view(outputs.shape[:-1]), slope.view(outputs.shape)
+
+
+def test_a_likelihood_with_tensors_in_single_precision_passes(model, clients: FederatedData):
+    """The check does not ask for more digits than it has."""
+    assert bf.simulate(bf.algorithms.fedavg(model, likelihood=Weighted()), clients, **ONCE).round == 1

@@ -39,7 +39,8 @@ def test_clients_are_matched_by_name(case: Case, model, clients: FederatedData):
     before = run(case(model), clients, rounds=2, evaluate_every=None)
     names = ("client 4", "Bern", "client 1", "client 6", "Chur")
     here, there = torch.tensor([0, 2, 3]), torch.tensor([4, 1, 6])
-    begin, new = continued(before, before.algorithm, names, **PLACE)
+    with pytest.warns(UserWarning, match="are new and"):
+        begin, new = continued(before, before.algorithm, names, **PLACE)
     assert new.tolist() == [1, 4]
     now, then = flatten({"server": begin.server, "private": begin.private}), state(before)
     assert now.keys() == then.keys()
@@ -50,7 +51,8 @@ def test_clients_are_matched_by_name(case: Case, model, clients: FederatedData):
                 found, wanted = found.index_select(axis, here), wanted.index_select(axis, there)
         assert torch.equal(found, wanted), name
     town = replace(clients.select(range(5)), client_names=names)
-    assert run(case(model), town, rounds=1, seed=9, start=before, evaluate_every=None).round == 1
+    with pytest.warns(UserWarning, match="are new and"):
+        assert run(case(model), town, rounds=1, seed=9, start=before, evaluate_every=None).round == 1
 
 
 def test_new_clients_are_adapted_as_by_adapt(model, clients: FederatedData):
@@ -92,6 +94,9 @@ def test_what_does_not_fit_is_refused(model, clients: FederatedData, tmp_path: P
         run(method, clients, seed=9, start=before, resume=before)
     with pytest.warns(UserWarning, match=r"^seed 3 "):
         run(method, clients, start=before, rounds=1, evaluate_every=None)
+    some = replace(clients, client_names=("Bern", *clients.client_names[1:]))
+    with pytest.warns(UserWarning, match=r"\['Bern'\] are new and \['client 0'\]"):
+        run(method, some, seed=9, start=before, rounds=1, evaluate_every=None)
     strangers = replace(clients, client_names=tuple(f"town {j}" for j in range(7)))
     with pytest.warns(UserWarning, match="no client has the name"):
         run(method, strangers, seed=9, start=before, rounds=1, evaluate_every=None)

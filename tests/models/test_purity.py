@@ -38,3 +38,27 @@ def test_wrappers_that_hide_the_model_are_refused():
         refuse_impure(nn.Linear(2, 2, device="meta"))
     with pytest.raises(ValueError, match=r"module '0' \(Embedding\).*sparse=False"):
         refuse_impure(nn.Sequential(nn.Embedding(4, 2, sparse=True)))
+
+
+def test_gradient_hooks_of_parameters_are_refused():
+    """They would be dropped: a part of a weight that was to stay would train."""
+    model = nn.Linear(2, 2)
+    model.weight.register_hook(lambda slope: slope * 0)
+    with pytest.raises(ValueError, match=r"'weight'.*hook.*mask"):
+        refuse_impure(model)
+
+
+def test_embeddings_that_are_rescaled_when_read_are_refused():
+    """Predictions would change them; frozen ones are copied."""
+    model = nn.Sequential(nn.Embedding(4, 2, max_norm=1.0))
+    with pytest.raises(ValueError, match=r"module '0' \(Embedding\).*max_norm=None"):
+        refuse_impure(model)
+    refuse_impure(model.requires_grad_(False))
+
+
+def test_spectral_norm_is_refused_in_training_mode():
+    """It iterates whenever the weight is read; in evaluation mode it is a constant."""
+    model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3)))
+    with pytest.raises(ValueError, match=r"'0\.parametrizations\.weight\.0'.*eval mode"):
+        refuse_impure(model)
+    refuse_impure(model.eval())

@@ -1,0 +1,46 @@
+"""Finding a client by its name or its number."""
+
+from dataclasses import asdict
+from json import dumps, loads
+
+import numpy as np
+import pytest
+import torch
+
+import bayesfl as bf
+from bayesfl.data.outline import Outline, place
+
+NAMES = ("Zurich", "Basel", "7", "1")
+
+
+def test_a_client_is_a_name_or_a_number():
+    assert [place(client, NAMES) for client in ("Basel", 0, np.int64(2), "7")] == [1, 0, 2, 2]
+    for client, words in (("Bsel", r"'Bsel'.*'Basel'"), (4, r"0 to 3, got 4"), (7, r"got 7.*'7' is the name"), (-1, r"got -1")):
+        with pytest.raises(ValueError, match=words):
+            place(client, NAMES)
+    for wrong in (1.0, True, None):
+        with pytest.raises(TypeError, match="client"):
+            place(wrong, NAMES)  # type: ignore[arg-type]
+
+
+def test_a_number_that_is_the_name_of_another_is_refused():
+    """Which of the two is meant is not guessed; where number and name agree, there is nothing to guess."""
+    with pytest.raises(ValueError, match=r"client 1 .*'Basel'.*'1' is the name of another"):
+        place(1, NAMES)
+    assert place(1, ("0", "1", "2")) == 1
+    with pytest.raises(ValueError, match=r"\[0, 2\].*'a'"):
+        place("a", ("a", "b", "a"))
+
+
+def test_hospitals_whose_ids_are_numbers_can_be_held_out():
+    data = bf.data.from_arrays(torch.randn(40, 2), torch.arange(40) % 2, client_ids=[30, 20, 10, 1] * 10)
+    rest, held = data.hold_out(1)
+    assert sorted((*rest.client_names, *held.client_names)) == sorted(data.client_names)
+    assert data.select(["30"]).client_names == ("30",)
+
+
+def test_an_outline_is_read_back():
+    data = bf.data.from_arrays(torch.randn(40, 2), torch.arange(40) % 2, client_ids=["a", "b"] * 20)
+    assert Outline.read(loads(dumps(asdict(data.outline)))) == data.outline
+    with pytest.raises(ValueError, match="2 clients have 1 counts"):
+        Outline.read({**asdict(data.outline), "counts": [3]})
