@@ -7,6 +7,7 @@ With G the prior variances, A the rows of all data over the curved weights and M
 
 so that J H^-1 J' of rows J at new inputs needs J R and the prior's part J G J' alone. In the dual form each column of this R stands for an
 example, whose inputs could be read off; so R is turned to the eigenvectors of R R'. What is left is the posterior's covariance itself.
+That is no protection: where a unit answers to a single example, that example can be computed from it.
 """
 
 from dataclasses import dataclass

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from bayesfl.base.random import Purpose, generator
 from bayesfl.data.assembly import assemble, check_shares
 from bayesfl.data.federated import FederatedData
-from bayesfl.data.frames import check_columns, check_index, names_of, numbers_of
+from bayesfl.data.frames import check_columns, check_rows, names_of, numbers_of
 from bayesfl.data.partitions import TEST, stratified
 from bayesfl.data.sources import SourceInfo, Task
 
@@ -230,7 +230,7 @@ def from_arrays(
         raise ValueError(f"x is one array of shape {list(x.shape)}: pass client_ids, one per row, or a list with one array per client")
     for name, own, others in (("x", x, test and test[0]), ("y", y, test and test[1])):
         check_columns(name, own, others, pooled=pooled)
-    check_index(x=x, y=y, client_ids=client_ids)
+    check_rows(x, y, client_ids, environments, test, pooled=pooled)
     if pooled:
         xs, ys, order = _by_client(x, y, client_ids, None)
         found = [str(owner) for owner in order]

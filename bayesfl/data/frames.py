@@ -50,6 +50,23 @@ def check_columns(name: str, train: Any, test: Any, *, pooled: bool) -> None:
         raise ValueError(f"{part} {what}: columns are taken by their places, so select the same in one order, as test[train.columns] does")
 
 
+def check_rows(x: Any, y: Any, ids: Any, environments: Any, test: Any, *, pooled: bool) -> None:
+    """Check by `check_index` what `from_arrays` joins row by row: of the training and of the test, pooled or client by client.
+
+    Raises:
+        ValueError: Two pandas objects of as many rows have other indices.
+    """
+    if pooled:
+        check_index(x=x, y=y, client_ids=ids, environments=environments)
+        if test is not None:
+            check_index(**dict(zip(("test x", "test y", "test client_ids"), test, strict=False)))
+        return
+    for part, (xs, ys) in {"": (x, y), "test ": test or ([], [])}.items():
+        both = (xs, ys) if isinstance(xs, Sequence) and isinstance(ys, Sequence) else ((), ())  # what is no list is refused elsewhere
+        for j, (one, other) in enumerate(zip(*both, strict=False)):
+            check_index(**{f"{part}x of client {j}": one, f"{part}y of client {j}": other})
+
+
 def check_index(**parts: Any) -> None:
     """Check that pandas objects which are joined row by row have the same index, as they have not after one of them was shuffled.
 

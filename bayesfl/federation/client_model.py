@@ -141,7 +141,8 @@ class ClientModel:
         """Write the model into the folder `path`, completely or not at all; `load_client` reads it without data.
 
         No row of the training data is written. Where the method's predictor needs them (FedSI's, `LinearisedLaplace`), the covariance of
-        the weights that it made of them is written instead. Of a client with very few examples, it can tell what they were.
+        the weights that it made of them is written instead. Rows can still be computed from it, as where a unit answers to a single row;
+        `plug_in=True` leaves it out.
 
         Args:
             path: The folder, made if it does not exist.

@@ -62,7 +62,7 @@ def check(algorithm: Algorithm, data: FederatedData) -> None:
             f"{called} gives other outputs when it sees the same examples again: its forward draws its own randomness or counts, which no "
             "seed could repeat; remove that"
         )
-    if probe.half is not None and _apart(outputs[: len(probe.half)], probe.half, 1e4):
+    if _apart(outputs[len(outputs) // 2 :], probe.half, 1e4) or _apart(outputs, probe.turned, 1e4):
         raise ValueError(
             f"{called} gives an example other outputs beside other examples: its forward mixes the rows of a batch, as x - x.mean(0) or "
             "batch norm do, and batches are filled up with rows of padding here; normalise each example alone, as nn.GroupNorm does"
@@ -133,18 +133,20 @@ def _remedy(error: str) -> str:
 
 
 class _Probe(NamedTuple):
-    """What a forward gives for the same examples twice, for half of them alone, and what it does besides.
+    """What a forward gives for the same examples twice, for half of them alone, for all in reverse order, and what it does besides.
 
     Args:
         outputs: The outputs of all examples.
         again: The same, computed again.
-        half: The outputs of the first half, computed alone; None for a single example.
+        half: The outputs of the second half, computed alone.
+        turned: The outputs of all, computed in reverse order, in the order of the examples.
         does: What the forward does besides, as text.
     """
 
     outputs: Any
     again: Any
     half: Any
+    turned: Any
     does: list[str]
 
 
@@ -161,7 +163,9 @@ def _probe(module: torch.nn.Module, x: Tensor) -> _Probe:
             does += ["changes its inputs in place; let it begin with x = x.clone()"] * (not torch.equal(seen, x))
             changed = [name for name, t in module.named_buffers() if not torch.equal(t, buffers[name])]
             does += [f"changes the buffers {changed[:3]}, which are constants here; call eval() before the method is made"] * bool(changed)
-            return _Probe(outputs, module(x.clone()), module(x[: len(x) // 2].clone()) if len(x) > 1 else None, does)
+            if not isinstance(outputs, Tensor):
+                return _Probe(outputs, None, None, None, does)
+            return _Probe(outputs, module(x.clone()), module(x[len(x) // 2 :].clone()), module(x.flip(0)).flip(0), does)
     finally:
         with torch.no_grad():
             for name, t in module.named_buffers():

@@ -38,6 +38,10 @@ def test_rows_that_were_shuffled_apart_are_refused():
     for x, y, ids in ((shuffled, label, owner), (frame, label.iloc[::-1], owner), (frame, label, owner.iloc[::-1])):
         with pytest.raises(ValueError, match=r"(y|client_ids) and x .*indices.*reset_index"):
             bf.data.from_arrays(x, y, client_ids=ids)
+    with pytest.raises(ValueError, match=r"test y and test x .*indices"):
+        bf.data.from_arrays(frame, label, client_ids=owner, test=(frame, label.iloc[::-1], owner))
+    with pytest.raises(ValueError, match=r"y of client 1 and x of client 1 .*indices"):
+        bf.data.from_arrays([frame, frame], [label, label.iloc[::-1]])
     assert bf.data.from_arrays(shuffled, label.loc[shuffled.index], client_ids=owner.loc[shuffled.index]).clients == 2
     assert bf.data.from_arrays(shuffled, label.to_numpy(), client_ids=owner.tolist()).clients == 2
 

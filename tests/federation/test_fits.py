@@ -243,6 +243,8 @@ class Counting(nn.Module):
         (lambda: Around(before=lambda x: x.clamp_(-0.1, 0.1)), r"Around .*in place.*x\.clone\(\)"),
         (lambda: Around(before=lambda x: x.div_(2.0)), r"Around .*in place.*x\.clone\(\)"),
         (lambda: Around(after=lambda x: x - x.mean(0)), r"Around .*mixes the rows.*GroupNorm"),
+        (lambda: Around(after=lambda x: x - x[:1]), r"Around .*mixes the rows.*GroupNorm"),
+        (lambda: Around(after=lambda x: x.cumsum(0)), r"Around .*mixes the rows.*GroupNorm"),
         (lambda: Around(after=lambda x: F.batch_norm(x, None, None, training=True)), r"Around .*mixes the rows.*GroupNorm"),
         (lambda: Around(after=lambda x: x if torch.rand(()) < 0.999 else x * 0), r"Around .*draws random numbers"),
         (lambda: Around(after=Counting()), r"Around .*buffers .*'after\.calls'.*eval\(\)"),
