@@ -51,7 +51,7 @@ def measured(measures: Mapping[str, Measure], predictions: Predictions, split: C
         for j in np.flatnonzero(predictions.mask.any(-1).numpy()).tolist():
             try:
                 found = measure(predictions.client(j), split.client(j)[1].cpu())
-            except Exception as error:
+            except Exception as error:  # a user's function may raise anything; it is passed on
                 error.add_note(f"raised by the measure {name!r} for client {j}")
                 raise
             try:

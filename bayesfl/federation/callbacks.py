@@ -55,7 +55,7 @@ def ended(callbacks: Sequence[Callback], result: Any) -> bool:
         try:
             answer = callback(result)
             said.append(isinstance(answer, bool | np.bool_ | Tensor) and bool(answer))
-        except Exception as error:
+        except Exception as error:  # a user's function may raise anything; it is passed on
             error.add_note(f"raised by a callback after round {result.round}; the run so far is this error's attribute `result`")
             error.result = result  # type: ignore[attr-defined]
             raise
