@@ -2,7 +2,7 @@
 
 A figure is a number with the expression that makes it in a comment behind it, which no reader sees:
 
-    FedSI reaches 84.7 %<!-- = 100 * mean(cells(papers.fedsi, "mnist/fedsi/*", "rows", "FedSI", "accuracy")) -->
+    FedSI reaches 0.847<!-- = mean(cells(papers.fedsi, "mnist/fedsi/*", "rows", "FedSI", "accuracy")) -->
 
 Names are those of files under benchmarks/results, `papers.fedsi` that of benchmarks/results/papers/fedsi.json; square brackets read them.
 `mean`, `se` (standard error), `median`, `min`, `max`, `abs` and `len` take lists, `cells` collects from every cell whose key matches a
