@@ -23,6 +23,7 @@ _CLIENTS = 12  # panels that by="client" draws unless told which
 _FEW = 20  # a bin of fewer examples is an outline, filled palely
 _PALE = 0.2
 _PALE_OVER = "#ECB78C"  # vermilion, less than half of it, on white
+_PALE_UNDER = "#8FB6D3"  # blue, about half of it, on white
 _BOX = (0.6, 0.75)  # the box of numbers reaches this far right of the upper left corner, and this far down
 
 
@@ -193,7 +194,7 @@ def _diagram(
         _paint(bar, BLUE if count < _FEW else "white", 0.85 if count >= _FEW else _PALE)
     low, high = np.fmin(bins.accuracy, bins.confidence), np.fmax(bins.accuracy, bins.confidence)
     over = filled & (bins.confidence >= bins.accuracy)
-    for which, look, edge in ((over, _OVER, _PALE_OVER), (filled & ~over, _UNDER, BLUE)):
+    for which, look, edge in ((over, _OVER, _PALE_OVER), (filled & ~over, _UNDER, _PALE_UNDER)):
         gaps = ax.bar(left[which], (high - low)[which], width[which], bottom=low[which], align="edge", linewidth=0.6, **look)
         for gap, count in zip(gaps, bins.count[which], strict=True):
             if count < _FEW:
