@@ -57,7 +57,7 @@ def ended(callbacks: Sequence[Callback], result: Any) -> bool:
             said.append(isinstance(answer, bool | np.bool_ | Tensor) and bool(answer))
         except Exception as error:  # a user's function may raise anything; it is passed on
             error.add_note(f"raised by a callback after round {result.round}; the run so far is this error's attribute `result`")
-            error.result = result  # type: ignore[attr-defined]
+            error.result = result  # type: ignore[attr-defined]  # on an error of any class, as a DivergenceError has it
             raise
     return any(said)
 

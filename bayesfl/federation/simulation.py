@@ -281,7 +281,7 @@ def _rounds(
                     row |= _measure(local, result.state, data, crew, measures)
                 except Exception as error:  # in fine-tuning, or of a user's measure; the round itself is done
                     result.history.append(row)
-                    error.result = result  # type: ignore[attr-defined]
+                    error.result = result  # type: ignore[attr-defined]  # on an error of any class, as a DivergenceError has it
                     raise
                 bar.set_postfix({measure: f"{row[measure]:.3f}"}, refresh=False)
             result.history.append(row)

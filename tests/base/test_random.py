@@ -65,16 +65,16 @@ def test_the_address_is_the_documented_one():
 def test_order_of_creation_and_use_does_not_matter():
     """Generators read in turns, or made in another order, draw what each draws alone; no global state is read or moved."""
     alone = {c: generator(0, Purpose.NOISE, client=c).standard_normal(6) for c in range(4)}
-    np.random.seed(0)  # noqa: NPY002
+    np.random.seed(0)  # noqa: NPY002 (numpy's own generator must stay untouched)
     torch.manual_seed(0)
-    before = np.random.get_state()[1].copy(), torch.get_rng_state()  # noqa: NPY002
+    before = np.random.get_state()[1].copy(), torch.get_rng_state()  # noqa: NPY002 (as above)
     turns = {c: generator(0, Purpose.NOISE, client=c) for c in reversed(range(4))}
     drawn: dict[int, list[float]] = {c: [] for c in range(4)}
     for _ in range(3):
         for c in (2, 0, 3, 1):
             drawn[c] += turns[c].standard_normal(2).tolist()
     assert all(drawn[c] == alone[c].tolist() for c in range(4))
-    assert (np.random.get_state()[1] == before[0]).all()  # noqa: NPY002
+    assert (np.random.get_state()[1] == before[0]).all()  # noqa: NPY002 (as above)
     assert torch.equal(torch.get_rng_state(), before[1])
 
 

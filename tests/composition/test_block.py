@@ -159,3 +159,10 @@ def test_what_is_no_part_is_refused(options: dict[str, Any], words: str):
     """Where it is passed, not in the first round."""
     with pytest.raises(TypeError, match=words):
         bf.Block(**options)
+
+
+@pytest.mark.parametrize("sends", [("loc", "sigma"), ("rho",), "loc", ()])
+def test_a_pool_sends_what_the_belief_has(sends: Any):
+    """Of a point the location alone; text and nothing are no names."""
+    with pytest.raises(ValueError, match=r"pool sends .*Point.*'loc'"):
+        bf.Block(pool=Mean(sends=sends))

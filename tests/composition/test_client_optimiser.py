@@ -63,3 +63,8 @@ def test_blocks_that_are_trained_together(model: nn.Module):
         bf.with_optimiser(bf.algorithms.fedper(model), SGD(0.1), on=("body",))
     with pytest.raises(ValueError, match="no gradient step"):
         bf.with_optimiser(replace(bf.algorithms.fedavg(model), phases=()), SGD(0.1))
+
+
+def test_no_block_at_all_is_refused(model: nn.Module):
+    with pytest.raises(ValueError, match="on names no block"):
+        bf.with_optimiser(bf.algorithms.fedper(model), SGD(0.1), on=())

@@ -144,3 +144,10 @@ def test_a_closed_form_over_a_chunk():
     found, info = vmap.run(algorithm, phase, given, views, PhasePlan(phase, split, np.arange(2), dtype=torch.float64), losses=unasked)
     assert_close(found["mean"], torch.stack([split.x[:5].mean(0), split.x[5:].mean(0)]))
     assert info == {}
+
+
+def test_embeddings_with_options_of_their_gradient_run_alone():
+    """torch.func would move the row that fills up, and would not scale gradients by frequency."""
+    assert vmap.batches(nn.Sequential(nn.Embedding(4, 2)))
+    assert not vmap.batches(nn.Sequential(nn.Embedding(4, 2, padding_idx=0)))
+    assert not vmap.batches(nn.Sequential(nn.Embedding(4, 2, scale_grad_by_freq=True)))
