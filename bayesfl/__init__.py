@@ -26,9 +26,9 @@ from bayesfl.composition import (
 )
 from bayesfl.engine import Engine
 from bayesfl.evaluation import metrics
-from bayesfl.evaluation.comparison import compare
 from bayesfl.federation.admission import Admission
 from bayesfl.federation.client_model import ClientModel, load_client
+from bayesfl.federation.comparison import compare
 from bayesfl.federation.errors import DivergenceError
 from bayesfl.federation.privacy import ClientPrivacy
 from bayesfl.federation.saved import load

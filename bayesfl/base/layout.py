@@ -1,8 +1,6 @@
 """The layout of a block's parameters as one vector: which named tensors it covers, and views of the vector in their shapes."""
 
-import copy
 import math
-import weakref
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import TypeAlias
@@ -21,51 +19,6 @@ def covers(pattern: Pattern, name: str) -> bool:
     return (not wanted or any(fnmatchcase(name, one) for one in wanted)) and not any(
         fnmatchcase(name, one[1:]) for one in patterns if one.startswith("!")
     )
-
-
-def copied(module: nn.Module) -> nn.Module:
-    """Return a copy of a module whose frozen parameters share the original's storage; they are never written.
-
-    Embeddings with `max_norm` are an exception, since torch rescales their rows in place whenever they are read.
-
-    Raises:
-        ValueError: The module cannot be copied.
-    """
-    written = {id(p) for part in module.modules() if getattr(part, "max_norm", None) is not None for p in part.parameters(recurse=False)}
-    frozen = [p for p in module.parameters() if not p.requires_grad and id(p) not in written]
-    try:
-        made = copy.deepcopy(module, {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in frozen})
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(
-            f"model {type(module).__name__} cannot be copied: {error} Weights that are computed from others are a usual reason: take "
-            "torch.nn.utils.parametrizations.weight_norm instead of torch.nn.utils.weight_norm, and call prune.remove after pruning"
-        ) from error
-    _VERSIONS[made] = _versions(made)
-    return made
-
-
-_VERSIONS: "weakref.WeakKeyDictionary[nn.Module, dict[str, int]]" = weakref.WeakKeyDictionary()
-"""How often frozen parameters had been changed in place when a copy was made; a copy counts together with its original."""
-
-
-def refuse_changed(made: nn.Module) -> None:
-    """Check that the frozen parameters of a copy by `copied` are as they were then, since they share memory with the original's.
-
-    Changes by way of `p.data`, which torch does not count, are not noticed.
-
-    Raises:
-        ValueError: One was changed in place, as by `load_state_dict` or by training the original.
-    """
-    before = _VERSIONS.get(made, {})
-    if changed := [name for name, version in _versions(made).items() if before.get(name, version) != version]:
-        raise ValueError(
-            f"frozen parameters {changed[:3]} were changed after the method was made, which shares their memory, so that its results would "
-            "change, too; make the method anew, or make it of a copy: copy.deepcopy(model)"
-        )
-
-
-def _versions(module: nn.Module) -> dict[str, int]:
-    return {name: p._version for name, p in module.named_parameters() if not p.requires_grad and not p.is_inference()}
 
 
 def aliases(module: nn.Module) -> dict[str, set[str]]:

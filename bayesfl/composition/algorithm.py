@@ -14,17 +14,9 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map
 
 from bayesfl.base.checks import instance, whole
-from bayesfl.base.layout import Layout, copied
-from bayesfl.base.protocols import (
-    RESERVED,
-    Batch,
-    Likelihood,
-    Predictor,
-    Server,
-    Tensors,
-    Uplink,
-    View,
-)
+from bayesfl.base.copies import copied
+from bayesfl.base.layout import Layout
+from bayesfl.base.protocols import RESERVED, Batch, Likelihood, Predictor, Server, Tensors, Uplink, View
 from bayesfl.base.random import Purpose, generator
 from bayesfl.base.trees import flatten, shapes
 from bayesfl.composition.block import Block

@@ -104,6 +104,7 @@ def assemble(
             torch.from_numpy(np.concatenate([*lists, np.empty(0, np.int64)])),
             np.array([len(r) for r in lists], np.int64),
             environment,
+            columns,
         )
         for name, lists in parts.items()
     }

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -188,7 +189,7 @@ def recoloured(clients: FederatedData, agreement: float) -> ClientData:
     drawn = torch.from_numpy(generator(clients.recipe["seed"], Purpose.PARTITION, phase=_COLOUR).random(len(split.x)))[rows.cpu()]
     x = split.x.clone()
     x[rows] = _coloured(split.x[rows].sum(1), split.y[rows], drawn.to(rows.device), _share("agreement", agreement))
-    return ClientData(x, split.y, rows, split.counts, split.environment)
+    return replace(split, x=x, index=rows)
 
 
 def _grey(source: Source) -> Tensor:

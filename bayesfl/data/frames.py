@@ -84,10 +84,12 @@ def check_index(**parts: Any) -> None:
 
 
 def names_of(x: Any, *, pooled: bool) -> tuple[str, ...] | None:
-    """Return the names of the columns of a frame, or of the first of several; None where they have none."""
-    first = x if pooled or not isinstance(x, Sequence) else next(iter(x), None)
-    columns = _columns(first)
-    return None if not columns or columns == list(range(len(columns))) else tuple(map(str, columns))
+    """Return the names of the columns of a frame, or of the first of several that has some; None where none has."""
+    for one in [x] if pooled or not isinstance(x, Sequence) else x:
+        columns = _columns(one)
+        if columns and columns != list(range(len(columns))):
+            return tuple(map(str, columns))
+    return None
 
 
 def same_columns(what: str, found: Sequence[str] | None, known: Sequence[str] | None) -> None:

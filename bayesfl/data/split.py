@@ -20,6 +20,7 @@ class ClientData:
         counts: Number of examples of each client, [J] int64.
         environment: Environment from which each row comes, [N] int64, numbered from 0 within each client; None for data without
             environments.
+        columns: Names of the inputs' columns, as of a data frame; None for inputs without names.
 
     Raises:
         ValueError: The tensors have wrong types or shapes, or do not fit each other.
@@ -30,6 +31,7 @@ class ClientData:
     index: Tensor
     counts: np.ndarray
     environment: Tensor | None = None
+    columns: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "counts", np.asarray(self.counts, dtype=np.int64))
@@ -89,7 +91,14 @@ class ClientData:
         rows, counts = self.rows(j), np.zeros_like(self.counts)
         counts[j] = len(rows)
         index = torch.arange(len(rows), device=self.index.device)
-        return ClientData(self.x[rows], self.y[rows], index, counts, None if self.environment is None else self.environment[rows])
+        return replace(
+            self,
+            x=self.x[rows],
+            y=self.y[rows],
+            index=index,
+            counts=counts,
+            environment=None if self.environment is None else self.environment[rows],
+        )
 
     def select(self, ids: Iterable[int]) -> "ClientData":
         """Return a split of the clients `ids` only, in that order, numbered from 0."""

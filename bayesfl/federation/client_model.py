@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from bayesfl.base.checks import instance, number, whole
-from bayesfl.base.layout import refuse_changed
+from bayesfl.base.copies import refuse_changed
 from bayesfl.base.protocols import Batch, Fitted, Server, StoredPredictor, Tensors, View
 from bayesfl.base.trees import shapes
 from bayesfl.composition.algorithm import Algorithm

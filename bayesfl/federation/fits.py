@@ -1,15 +1,16 @@
 """Checks, before training, that a method's likelihood and model fit the data."""
 
 import warnings
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from bayesfl.base.layout import refuse_changed
+from bayesfl.base.copies import check_original, refuse_changed
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import FederatedData
 from bayesfl.likelihoods import Bernoulli
+from bayesfl.models.forwards import in_rows, looked_at
 
 PROBE = 32  # examples on which the model's outputs are checked
 
@@ -23,6 +24,7 @@ def check(algorithm: Algorithm, data: FederatedData) -> None:
             repeated; a frozen parameter has changed since; or the likelihood's slope is not its derivative. The message names the remedy.
     """
     refuse_changed(algorithm.model)
+    check_original(algorithm.model)
     likelihood = algorithm.likelihood
     missing = [name for name in ("task", "nll", "nll_and_slope", "predictive") if not hasattr(likelihood, name)]
     if isinstance(likelihood, type) or missing:
@@ -37,36 +39,24 @@ def check(algorithm: Algorithm, data: FederatedData) -> None:
             f"likelihood {type(algorithm.likelihood).__name__} is for {algorithm.likelihood.task}, the data are for {data.task}; "
             "build the algorithm with likelihood=" + ("Gaussian(scale=...)" if data.task == "regression" else "Categorical()")
         )
-    module = algorithm.module(torch.empty(0, dtype=data.train.x.dtype))
+    module, x = algorithm.module(torch.empty(0, dtype=data.train.x.dtype)), data.train.x[:PROBE].cpu()
     try:
-        probe = _probe(module, data.train.x[:PROBE].cpu())
+        outputs, fault = looked_at(module, x)
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         raise ValueError(f"the model does not take inputs of shape {data.inputs} ({error}); {_remedy(str(error))}") from error
     called = f"the model {type(algorithm.model).__name__}"
-    outputs = probe.outputs
     if not isinstance(outputs, Tensor):
         raise TypeError(
             f"{called} returns a {type(outputs).__name__}, not a tensor of outputs; let forward return "
             "the logits, or wrap a model of Hugging Face by bf.models.logits(model)"
         )
-    rows = min(PROBE, len(data.train.x))
-    if outputs.dim() != 2 or len(outputs) != rows or not outputs.is_floating_point():
+    if not in_rows(outputs, x):
         raise ValueError(
-            f"{called} returns {outputs.dtype} outputs of shape {list(outputs.shape)} for {rows} examples; they must be floats [N, O], one "
-            "row for each example: leave out a squeeze at the end, or flatten further axes"
+            f"{called} returns {outputs.dtype} outputs of shape {list(outputs.shape)} for {len(x)} examples; they must be floats [N, O], "
+            "one row for each example: leave out a squeeze at the end, or flatten further axes"
         )
-    if probe.does:
-        raise ValueError(f"{called} is refused: its forward {probe.does[0]}")
-    if _apart(outputs, probe.again, 100):
-        raise ValueError(
-            f"{called} gives other outputs when it sees the same examples again: its forward draws its own randomness or counts, which no "
-            "seed could repeat; remove that"
-        )
-    if _apart(outputs[len(outputs) // 2 :], probe.half, 1e4) or _apart(outputs, probe.turned, 1e4):
-        raise ValueError(
-            f"{called} gives an example other outputs beside other examples: its forward mixes the rows of a batch, as x - x.mean(0) or "
-            "batch norm do, and batches are filled up with rows of padding here; normalise each example alone, as nn.GroupNorm does"
-        )
+    if fault:
+        raise ValueError(f"{called} is refused: its forward {fault}")
     if isinstance(algorithm.likelihood, Bernoulli) and data.outputs != 2:
         remedy = "use Categorical()" if data.outputs > 2 else "if class 1 does not occur in them, make them with outputs=2"
         raise ValueError(f"likelihood Bernoulli is for two classes, the data have {data.outputs}; {remedy}")
@@ -130,48 +120,3 @@ def _remedy(error: str) -> str:
     if "positional argument" in error:
         return "the model is called with one tensor, model(x): join several inputs to one, and split them in forward"
     return "build it with inputs=clients.inputs"
-
-
-class _Probe(NamedTuple):
-    """What a forward gives for the same examples twice, for half of them alone, for all in reverse order, and what it does besides.
-
-    Args:
-        outputs: The outputs of all examples.
-        again: The same, computed again.
-        half: The outputs of the second half, computed alone.
-        turned: The outputs of all, computed in reverse order, in the order of the examples.
-        does: What the forward does besides, as text.
-    """
-
-    outputs: Any
-    again: Any
-    half: Any
-    turned: Any
-    does: list[str]
-
-
-def _probe(module: torch.nn.Module, x: Tensor) -> _Probe:
-    """Run a forward in the mode that training uses; the data, the module's buffers and torch's generator are left as they were."""
-    buffers = {name: t.clone() for name, t in module.named_buffers()}
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(0)
-            state, seen = torch.default_generator.get_state(), x.clone()
-            outputs = module(seen)
-            drew = not torch.equal(torch.default_generator.get_state(), state)
-            does = ["draws random numbers (as F.dropout does); remove that, or pass training=False there"] * drew
-            does += ["changes its inputs in place; let it begin with x = x.clone()"] * (not torch.equal(seen, x))
-            changed = [name for name, t in module.named_buffers() if not torch.equal(t, buffers[name])]
-            does += [f"changes the buffers {changed[:3]}, which are constants here; call eval() before the method is made"] * bool(changed)
-            if not isinstance(outputs, Tensor):
-                return _Probe(outputs, None, None, None, does)
-            return _Probe(outputs, module(x.clone()), module(x[len(x) // 2 :].clone()), module(x.flip(0)).flip(0), does)
-    finally:
-        with torch.no_grad():
-            for name, t in module.named_buffers():
-                t.copy_(buffers[name])
-
-
-def _apart(one: Tensor, other: Tensor, times: float) -> bool:
-    """Say whether two outputs differ by more than so many times the rounding of the largest."""
-    return bool((one - other).abs().max() > times * torch.finfo(one.dtype).eps * other.abs().max())

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesfl.base import digest
-from bayesfl.base.layout import refuse_changed
+from bayesfl.base.copies import refuse_changed
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.federation.errors import CheckpointError
 
@@ -55,15 +55,15 @@ def fingerprint(algorithm: Algorithm) -> str:
     return hashlib.sha256(json.dumps(identity(algorithm), sort_keys=True).encode()).hexdigest()
 
 
-def differences(saved: Any, given: Any, path: str = "") -> list[str]:
-    """Return the places where two identities differ, each as `path: saved this, given that`."""
-    if isinstance(saved, Mapping) and isinstance(given, Mapping):
-        keys = sorted(saved.keys() | given.keys())
-        return [line for key in keys for line in differences(saved.get(key), given.get(key), f"{path}.{key}" if path else key)]
-    if isinstance(saved, list) and isinstance(given, list) and len(saved) == len(given):
-        pairs = enumerate(zip(saved, given, strict=True))
-        return [line for i, (one, other) in pairs for line in differences(one, other, f"{path}[{i}]")]
-    return [] if saved == given else [f"{path}: saved {saved}, given {given}"]
+def differences(one: Any, other: Any, path: str = "") -> dict[str, tuple[Any, Any]]:
+    """Return the places where two identities differ, with what stands there in each."""
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        pairs = [(f"{path}.{key}" if path else key, one.get(key), other.get(key)) for key in sorted(one.keys() | other.keys())]
+    elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        pairs = [(f"{path}[{place}]", *both) for place, both in enumerate(zip(one, other, strict=True))]
+    else:
+        return {} if one == other else {path: (one, other)}
+    return {place: both for inner, a, b in pairs for place, both in differences(a, b, inner).items()}
 
 
 def check_method(what: str, made_with: dict[str, Any], algorithm: Algorithm) -> None:
@@ -78,7 +78,8 @@ def check_method(what: str, made_with: dict[str, Any], algorithm: Algorithm) -> 
         CheckpointError: The two methods differ.
     """
     if different := differences(made_with, identity(algorithm)):
-        raise CheckpointError(f"{what} was made with another algorithm, which differs in {'; '.join(different)}")
+        told = "; ".join(f"{path}: saved {saved}, given {given}" for path, (saved, given) in different.items())
+        raise CheckpointError(f"{what} was made with another algorithm, which differs in {told}")
 
 
 def _plain(value: Any, path: tuple[int, ...] = ()) -> Any:

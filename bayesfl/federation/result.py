@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from bayesfl.base.checks import instance, whole
-from bayesfl.base.layout import refuse_changed
+from bayesfl.base.copies import refuse_changed
 from bayesfl.base.protocols import Server, View
 from bayesfl.base.random import Purpose, generator
 from bayesfl.composition.algorithm import Algorithm
@@ -128,8 +128,8 @@ class Result:
 
         Raises:
             TypeError: `split` is no `ClientData`.
-            ValueError: The split has no examples or is of other clients, `draws` is not a whole number >= 0, or the method's predictor has
-                to be tuned and the data have no validation split.
+            ValueError: The split has no examples, is of other clients or has other columns, `draws` is not a whole number >= 0, or the
+                method's predictor has to be tuned and the data have no validation split.
             DivergenceError: A client's fine-tuning is not finite, and `tolerant` is False.
         """
         if split is not None:
@@ -138,6 +138,7 @@ class Result:
         split = data.test if split is None else split.to(self.device, self.dtype)
         if not split.counts.any():
             raise ValueError("the split has no examples to predict; pass one that has, or make the data with a larger part for it")
+        same_columns("split", split.columns, data.columns)
         if split.clients != data.clients:
             raise ValueError(f"the split has {split.clients} clients, the result {data.clients}; use result.adapt(...) for new clients")
         if not any(_is_part(split, known) for known in data.splits.values()):

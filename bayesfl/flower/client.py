@@ -3,7 +3,7 @@
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -341,7 +341,7 @@ class _Client:
     def _split(self, name: str, order: _Order) -> ClientData:
         """Return a split in which this client has its own id, which selects its random draws, and all other clients have no examples."""
         split = self._of_one(name, order)
-        return ClientData(split.x, split.y, split.index, np.append(np.zeros(self.id, np.int64), split.counts), split.environment)
+        return replace(split, counts=np.append(np.zeros(self.id, np.int64), split.counts))
 
     def clean(self, experiment: str) -> None:
         """Remove temporary files that a killed process of this client has left."""

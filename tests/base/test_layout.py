@@ -5,10 +5,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import prune
 from torch.testing import assert_close
 
-from bayesfl.base.layout import Layout, aliases, copied, refuse_changed
+from bayesfl.base.layout import Layout, aliases
 from bayesfl.models import mlp
 
 
@@ -103,35 +102,6 @@ def test_several_patterns(pattern: Any, names: set[str]):
 def test_what_is_no_pattern(pattern: Any):
     with pytest.raises(TypeError, match=r"^pattern .*got "):
         Layout(mlp(4, hidden=3, outputs=2), pattern)
-
-
-def test_modules_that_cannot_be_copied_say_what_to_take():
-    """Weights that are computed from others: by the old weight norm, and by pruning."""
-    with pytest.raises(ValueError, match=r"Linear cannot be copied.*parametrizations\.weight_norm"):
-        copied(nn.utils.weight_norm(nn.Linear(2, 2)))
-    pruned = nn.Linear(2, 2)
-    prune.l1_unstructured(pruned, "weight", 2)
-    pruned(torch.zeros(1, 2))
-    with pytest.raises(ValueError, match=r"prune\.remove"):
-        copied(pruned)
-
-
-def test_changes_of_shared_parameters_are_noticed():
-    """By the names of those that are frozen; others are copied, and may change."""
-    model = nn.Linear(2, 2)
-    model.weight.requires_grad_(False)
-    made = copied(copied(model))
-    refuse_changed(made)
-    with torch.no_grad():
-        model.bias.add_(1.0)
-    refuse_changed(made)
-    model.requires_grad_(True)
-    torch.optim.SGD([model.weight], lr=0.1).step()
-    refuse_changed(made)
-    model(torch.ones(1, 2)).sum().backward()
-    torch.optim.SGD([model.weight], lr=0.1).step()
-    with pytest.raises(ValueError, match=r"\['weight'\]"):
-        refuse_changed(made)
 
 
 def test_tied_parameters_have_all_their_names():

@@ -61,6 +61,19 @@ def test_a_model_knows_the_columns_it_was_trained_on(tmp_path):
         assert one.predict(frame.to_numpy()).probs is not None
         with pytest.raises(ValueError, match=words):
             one.predict(frame[["pressure", "age"]])
-    for refused in (lambda: result.adapt(turned), lambda: bf.simulate(method, turned, rounds=1, seed=1, start=result, progress=False)):
+    for refused in (
+        lambda: result.predict(turned.train),
+        lambda: result.adapt(turned),
+        lambda: bf.simulate(method, turned, rounds=1, seed=1, start=result, progress=False),
+    ):
         with pytest.raises(ValueError, match=words):
             refused()
+
+
+def test_columns_of_the_first_frame_that_has_names():
+    """A client whose rows came as an array has none to compare."""
+    frame = pd.DataFrame({"a": [1.0, 2.0], "b": [3.0, 4.0]})
+    labels = np.array([0, 1])
+    given = bf.data.from_arrays([frame.to_numpy(), frame], [labels, labels])
+    assert given.columns == given.train.columns == ("a", "b")
+    assert bf.data.from_arrays([frame.to_numpy()] * 2, [labels, labels]).columns is None

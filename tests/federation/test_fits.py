@@ -194,6 +194,18 @@ def test_frozen_parameters_that_changed_since_are_refused(clients: FederatedData
     assert bf.simulate(apart, clients, **ONCE).round == 1
 
 
+def test_a_model_that_was_frozen_after_the_method_was_made_is_refused(clients: FederatedData):
+    """The method trains a copy, in which nothing is frozen; weights that have changed since are warned of."""
+    model = bf.models.mlp(8, hidden=4, outputs=3)
+    method = bf.algorithms.fedavg(model, epochs=1)
+    model.load_state_dict(bf.models.mlp(8, hidden=4, outputs=3, seed=1).state_dict())
+    with pytest.warns(UserWarning, match=r"\['body.0.weight'.*make the method anew"):
+        bf.simulate(method, clients, **ONCE)
+    model.get_submodule("body").requires_grad_(False)
+    with pytest.raises(ValueError, match=r"\['body.0.bias', 'body.0.weight'\].*frozen or unfrozen"):
+        bf.simulate(method, clients, **ONCE)
+
+
 def test_a_frozen_embedding_with_max_norm_is_left_alone():
     """Torch rescales its rows whenever they are read: those of a copy."""
 

@@ -8,7 +8,7 @@ from torch import nn
 
 import bayesfl as bf
 from bayesfl.data import FederatedData
-from bayesfl.evaluation.comparison import compare
+from bayesfl.federation.comparison import compare
 from bayesfl.optim import SGD, Adam, Clip, cosine, multistep
 from tests.cases import run
 
@@ -92,3 +92,34 @@ def test_what_clip_and_schedules_hold_is_told(model: nn.Module, clients: Federat
     assert "a schedule, 0.1 to " in compare({"a": falling, "b": halved})
     me = found(bf.algorithms.pfedme(model, batches=4, inner_steps=3), clients)
     assert "4 batches, each 3 steps" in compare({"a": one, "b": me})
+
+
+def test_options_of_one_method_are_told(model: nn.Module, clients: FederatedData):
+    """What no column has: a proximal weight, betas; and networks of other widths, of which some layers may be frozen."""
+    prox = {name: found(bf.algorithms.fedprox(model, mu=mu, epochs=1), clients) for name, mu in (("a", 0.1), ("b", 2.0), ("c", 0.1))}
+    told = compare(prox)
+    assert [line for line in told.splitlines() if "differs" in line] == [
+        "b differs from a in blocks.w.prior.variance[1]: 2.0, not 0.1",
+    ]
+    assert "trained with" not in told
+    adam = {str(b): found(bf.with_optimiser(bf.algorithms.fedavg(model, epochs=1), Adam(0.1, betas=(b, 0.9))), clients) for b in (0.5, 0.7)}
+    assert "Adam(0.1, betas (0.5, 0.9))" in compare(adam)
+    wide, part = (bf.models.mlp(clients.inputs, hidden=width, outputs=clients.outputs) for width in (9, 4))
+    part.get_submodule("body").requires_grad_(False)
+    told = compare(
+        {"wide": found(bf.algorithms.fedavg(wide, epochs=1), clients), "part": found(bf.algorithms.fedavg(part, epochs=1), clients)}
+    )
+    count = sum(p.numel() for p in wide.parameters())
+    held = sum(p.numel() for p in part.get_submodule("body").parameters())
+    assert f"SplitModel of {count} weights" in told
+    assert f" weights and {held} frozen" in told
+    assert "differs from" not in told
+
+
+def test_schedules_with_equal_ends_differ_by_their_means(model: nn.Module, clients: FederatedData):
+    rates = {"flat": lambda round, rounds: 0.1, "dip": lambda round, rounds: 0.1 if round != 1 else 0.01}
+    told = compare(
+        {name: run(bf.algorithms.fedavg(model, epochs=1, lr=rate), clients, 3, evaluate_every=1) for name, rate in rates.items()}
+    )
+    assert "0.1 to 0.1, mean 0.1," in told
+    assert "0.1 to 0.1, mean 0.07," in told

@@ -1,10 +1,13 @@
 """A table of several results, with the settings of their training that differ beneath."""
 
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, Literal
 
 from bayesfl.composition.phases import Descend, Repeat
 from bayesfl.evaluation import report
+from bayesfl.federation.identity import differences, identity
 from bayesfl.optim import Clip, Rate, rate_at
 
 MEASURES = {"classification": ("accuracy", "nll", "ece", "pooled_ece", "brier"), "regression": ("rmse", "nll")}
@@ -14,8 +17,8 @@ def compare(results: Mapping[str, Any], *, columns: Sequence[str] | None = None,
     """Return a table of results' personal measures in their last evaluated round, and what differs in how they were trained.
 
     Defaults are those of each method's paper, so two methods may differ in steps, batches, rates and momentum as well as in themselves. A
-    second table beneath the first has the settings in which the results differ, the data (by source and hash) and seeds among them; it is
-    left out if there are none.
+    second table beneath the first has the settings in which the results differ, the data (by source and hash), seeds and models among
+    them; it is left out if there are none. Where two results are of one method, lines beneath name the other options in which they differ.
 
     Args:
         results: {method: a result, or a list of results, one a seed}.
@@ -43,15 +46,16 @@ def compare(results: Mapping[str, Any], *, columns: Sequence[str] | None = None,
     table = report.table(rows, columns=shown, style=style)
     told = {name: _given(found) | _training(found[0]) for name, found in runs.items()}
     apart = [what for what in next(iter(told.values())) if len({one[what] for one in told.values()}) > 1]
+    options = "\n".join(_options({name: found[0] for name, found in runs.items()}))
     if not apart:
-        return table
+        return f"{table}\n\n{options}" if options else table
     texts = [["trained with", *apart], *([name, *(one[what] for what in apart)] for name, one in told.items())]
     widths = [max(len(cell) for cell in column) for column in zip(*texts, strict=True)]
     texts.insert(1, ["-" * width for width in widths])
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in texts]
     if style == "markdown":
         lines = ["| " + " | ".join(line) + " |" for line in texts]
-    return table + "\n\n" + "\n".join(lines)
+    return "\n\n".join([table, "\n".join(lines), *([options] if options else [])])
 
 
 def _last(name: str, run: Any, key: str) -> float:
@@ -72,8 +76,29 @@ def _given(runs: Sequence[Any]) -> dict[str, str]:
     }
 
 
+def _options(runs: Mapping[str, Any]) -> Iterator[str]:
+    """Name the options, beyond those of `_training`, in which a result differs from the first one of the same method."""
+    first: dict[str, str] = {}
+    told = ("layers", "parameters", "constants")
+    made = {name: {key: value for key, value in identity(run.algorithm).items() if key not in told} for name, run in runs.items()}
+    for name, one in made.items():
+        known = first.setdefault(str(_kind(one)), name)
+        for path, (before, now) in differences(made[known], one).items():
+            if not path.startswith("phases") or not any(part in path for part in (".optimiser.", ".epochs", ".steps", ".batch_size")):
+                yield f"{name} differs from {known} in {path}: {now}, not {before}"
+
+
+def _kind(identity: Any) -> Any:
+    """Return an identity without its numbers and tensors."""
+    if isinstance(identity, Mapping):
+        return {key: _kind(value) for key, value in identity.items()}
+    if isinstance(identity, list):
+        return [_kind(value) for value in identity]
+    return identity if isinstance(identity, str) and not identity.startswith("Tensor(") else None
+
+
 def _training(run: Any) -> dict[str, str]:
-    """Describe the settings that readers compare: of the run, and of each gradient phase by the blocks it trains."""
+    """Describe the settings that readers compare: the model, those of the run, and of each gradient phase by the blocks it trains."""
     phases = [inner for phase in run.algorithm.phases for inner in (phase.phases if isinstance(phase, Repeat) else (phase,))]
     turns = [phase for phase in run.algorithm.phases if isinstance(phase, Repeat)]
     steps = [phase for phase in phases if isinstance(phase, Descend)]
@@ -90,7 +115,11 @@ def _training(run: Any) -> dict[str, str]:
         return f"{phase.steps} {unit}" if phase.steps else f"{phase.epochs} epoch{'s' * (phase.epochs > 1)}"
 
     batches = {phase.batch_size for phase in run.algorithm.phases if hasattr(phase, "batch_size") and phase.batch_size} or {None}
+    model = run.algorithm.model
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    frozen = sum(p.numel() for p in model.parameters()) - trained
     return {
+        "model": f"{type(model).__name__} of {trained} weights" + f" and {frozen} frozen" * bool(frozen),
         "rounds": str(run.settings.rounds),
         "participation": f"{run.settings.participation:g} ({run.settings.train} trains)",
         "steps": (f"{length(turns[0])}, each " if turns else "") + (each(length) if steps else "none"),
@@ -102,8 +131,10 @@ def _training(run: Any) -> dict[str, str]:
 def _optimiser(optimiser: Any, rounds: int) -> str:
     rate: Rate = optimiser.rate
     first, last = rate_at(rate, 0, rounds), rate_at(rate, rounds - 1, rounds)
-    told = f"a schedule, {first:g} to {last:g}" if callable(rate) else f"{first:g}"
+    mean = statistics.fmean(rate_at(rate, round, rounds) for round in range(rounds)) if callable(rate) else first
+    told = f"a schedule, {first:g} to {last:g}, mean {mean:.3g}" if callable(rate) else f"{first:g}"
     if isinstance(optimiser, Clip):
         return f"Clip({_optimiser(optimiser.optimiser, rounds)}, norm {optimiser.norm:g})"
-    more = "".join(f", {name} {value:g}" for name in ("momentum", "weight_decay") if (value := getattr(optimiser, name, 0)))
+    set_ = [(f.name, getattr(optimiser, f.name), f.default) for f in fields(optimiser)] if is_dataclass(optimiser) else []
+    more = "".join(f", {name} {value}" for name, value, default in set_ if name != "rate" and default is not MISSING and value != default)
     return f"{type(optimiser).__name__}({told}{more})"

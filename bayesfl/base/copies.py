@@ -1,0 +1,147 @@
+"""Copies of a user's module, which share the memory of its frozen parameters, and checks that the original is still what it was."""
+
+import copy
+import warnings
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+COMPARED = 1000
+"""Numbers of each tensor that are compared to notice a change, evenly spaced; of a smaller one all."""
+
+
+class _Mark(NamedTuple):
+    """What tells whether a tensor was changed.
+
+    Args:
+        version: How often it was changed in place, as torch counts; not by way of its `data`.
+        sample: Some of its numbers, as bytes.
+    """
+
+    version: int
+    sample: Tensor
+
+    def same(self, other: "_Mark") -> bool:
+        return self.version == other.version and torch.equal(self.sample, other.sample)
+
+
+class _Origin(NamedTuple):
+    """A user's module as it was when a method was made of it.
+
+    Args:
+        module: The module, None once nobody else holds it.
+        marks: A mark for each of its parameters and buffers.
+        frozen: The names of its frozen parameters.
+        hooks: The numbers that torch gave to its hooks, by the name of the part.
+    """
+
+    module: "weakref.ref[nn.Module]"
+    marks: dict[str, _Mark]
+    frozen: set[str]
+    hooks: dict[str, tuple[int, ...]]
+
+
+_ORIGINS: "weakref.WeakKeyDictionary[nn.Module, _Origin]" = weakref.WeakKeyDictionary()
+"""The user's module of each copy, also of a copy's copy."""
+
+
+def copied(module: nn.Module) -> nn.Module:
+    """Return a copy of a module whose frozen parameters share the original's storage; they are never written.
+
+    Embeddings with `max_norm` are an exception, since torch rescales their rows in place whenever they are read.
+
+    Raises:
+        ValueError: The module cannot be copied.
+    """
+    written = rescaled(module)
+    frozen = [p for name, p in module.named_parameters() if not p.requires_grad and name not in written]
+    try:
+        made = copy.deepcopy(module, {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in frozen})
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"model {type(module).__name__} cannot be copied: {error} Weights that are computed from others are a usual reason: take "
+            "torch.nn.utils.parametrizations.weight_norm instead of torch.nn.utils.weight_norm, and call prune.remove after pruning"
+        ) from error
+    _ORIGINS[made] = _ORIGINS.get(module) or _Origin(weakref.ref(module), _marks(module), _frozen(module), _hooks(module))
+    return made
+
+
+def rescaled(module: nn.Module) -> set[str]:
+    """Return the names of the parameters that torch rescales whenever they are read, as embeddings with `max_norm` do."""
+    owners = [(name, part) for name, part in module.named_modules() if getattr(part, "max_norm", None) is not None]
+    return {f"{name}.{leaf}".removeprefix(".") for name, part in owners for leaf, _ in part.named_parameters(recurse=False)}
+
+
+def refuse_changed(made: nn.Module) -> None:
+    """Check that the frozen parameters of a copy by `copied` are as they were then, since they share memory with the original's.
+
+    Changes by way of `p.data` are noticed if one of the `COMPARED` numbers of a tensor changes.
+
+    Raises:
+        ValueError: One was changed in place, as by `load_state_dict` or by training the original.
+    """
+    origin = _ORIGINS.get(made)
+    if origin is None:
+        return
+    shared = origin.frozen - rescaled(made)
+    if changed := [name for name, mark in _marks(made, shared).items() if not mark.same(origin.marks[name])]:
+        raise ValueError(
+            f"frozen parameters {changed[:3]} were changed after the method was made, which shares their memory, so that its results would "
+            "change, too; make the method anew, or make it of a copy: copy.deepcopy(model)"
+        )
+
+
+def check_original(made: nn.Module) -> None:
+    """Check that a copy by `copied` has not been left behind by its original: a method trains the copy, whatever is done to the original.
+
+    A warning names weights of the original that have changed since.
+
+    Raises:
+        ValueError: Parameters of the original were frozen or unfrozen since, parts were replaced, or hooks were added or removed.
+    """
+    origin = _ORIGINS.get(made)
+    module = origin and origin.module()
+    if origin is None or module is None:
+        return
+    now = _marks(module)
+    what: dict[str, Any] = {
+        "frozen or unfrozen": sorted((_frozen(module) ^ origin.frozen) & now.keys() & origin.marks.keys()),
+        "replaced": sorted(now.keys() ^ origin.marks.keys()),
+        "given other hooks": sorted(dict(_hooks(module).items() ^ origin.hooks.items())),
+    }
+    for how, names in what.items():
+        if names:
+            raise ValueError(
+                f"{names[:3]} of the model {type(module).__name__} were {how} after the method was made, which trains a copy made before; "
+                "make the method anew, or make it of a copy: copy.deepcopy(model)"
+            )
+    if changed := [name for name, mark in now.items() if name not in origin.frozen and not mark.same(origin.marks[name])]:
+        warnings.warn(
+            f"{changed[:3]} of the model {type(module).__name__} have changed since the method was made, which begins with the numbers "
+            "they had then; make the method anew to begin with the present ones",
+            stacklevel=4,
+        )
+
+
+def _marks(module: nn.Module, names: set[str] | None = None) -> dict[str, _Mark]:
+    """Return a mark for each of a module's parameters and buffers, or of those with the given names."""
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return {name: _mark(t.detach()) for name, t in tensors.items() if names is None or name in names}
+
+
+def _mark(tensor: Tensor) -> _Mark:
+    flat = tensor.reshape(-1)
+    sample = flat[:: max(1, len(flat) // COMPARED)].clone().cpu()
+    return _Mark(0 if tensor.is_inference() else tensor._version, sample.view(torch.uint8) if len(sample) else sample)
+
+
+def _frozen(module: nn.Module) -> set[str]:
+    return {name for name, p in module.named_parameters() if not p.requires_grad}
+
+
+def _hooks(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return the numbers of a module's hooks by the name of its part."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return {name: tuple(key for kind in kinds for key in getattr(part, kind)) for name, part in module.named_modules()}

@@ -1,0 +1,109 @@
+"""A look at what a module's forward does besides giving each example its outputs."""
+
+import itertools
+import random
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from bayesfl.base.copies import rescaled
+
+
+def looked_at(module: nn.Module, x: Tensor) -> tuple[Any, str]:
+    """Return a module's outputs, and the first thing that its forward does and may not do here, as text; empty if there is none.
+
+    The examples, the module's buffers and the generators of torch, NumPy and Python are left as they were. Not noticed are generators of
+    the module's own that are rarely asked, and counts kept in containers.
+
+    Args:
+        module: The module, in the mode that training uses; without gradients of its own.
+        x: Examples [N, ...].
+    """
+    buffers = {name: t.clone() for name, t in module.named_buffers()}
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 (what a forward that calls np.random draws from)
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(0)
+            before, seen = _state(module), x.clone()
+            outputs = module(seen)
+            if not torch.equal(seen, x):
+                return outputs, "changes its inputs in place; let it begin with x = x.clone()"
+            if changed := [name for name, t in module.named_buffers() if not torch.equal(t, buffers[name])]:
+                return outputs, f"changes the buffers {changed[:3]}, which are constants here; call eval() before the method is made"
+            faults = itertools.chain(_effects(module, before), _unlike(module, x, outputs) if in_rows(outputs, x) else ())
+            return outputs, next(faults, "")
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002 (as above)
+        with torch.no_grad():
+            for name, t in module.named_buffers():
+                t.copy_(buffers[name])
+
+
+def in_rows(outputs: Any, x: Tensor) -> bool:
+    """Say whether outputs are floats [N, O] with a row for each of the examples `x` [N, ...]."""
+    return isinstance(outputs, Tensor) and outputs.dim() == 2 and len(outputs) == len(x) and outputs.is_floating_point()
+
+
+class _State(NamedTuple):
+    """What a forward may leave changed, beside its inputs and buffers.
+
+    Args:
+        generators: The states of the generators of torch, Python and NumPy, as text.
+        written: How often each parameter was changed in place.
+        numbers: The plain numbers that the module's parts hold, by name.
+    """
+
+    generators: str
+    written: dict[str, int]
+    numbers: dict[str, Any]
+
+
+def _state(module: nn.Module) -> _State:
+    drawn = np.random.get_state(legacy=False)  # noqa: NPY002 (as above)
+    generators = str((torch.default_generator.get_state().tolist(), random.getstate(), drawn))
+    excused = rescaled(module)
+    written = {name: p._version for name, p in module.named_parameters() if name not in excused and not p.is_inference()}
+    held = [(f"{name}.{key}".lstrip("."), value) for name, part in module.named_modules() for key, value in vars(part).items()]
+    return _State(generators, written, {name: value for name, value in held if type(value) in (bool, int, float)})
+
+
+def _effects(module: nn.Module, before: _State) -> Iterator[str]:
+    """Yield what a forward has done besides returning outputs."""
+    after = _state(module)
+    if after.generators != before.generators:
+        yield "draws random numbers (as F.dropout does); remove that, or pass training=False there"
+    if wrote := [name for name, count in after.written.items() if count != before.written[name]]:
+        yield f"writes to the parameters {wrote[:3]}, as F.embedding with max_norm does; remove that"
+    if counted := [name for name, value in after.numbers.items() if value != before.numbers.get(name)]:
+        yield f"changes the numbers {counted[:3]}, so that later calls may differ, which no seed could repeat; remove that"
+
+
+def _unlike(module: nn.Module, x: Tensor, outputs: Tensor) -> Iterator[str]:
+    """Yield why a forward does not give each example the same outputs whenever it is called."""
+    if _apart(outputs, module(x.clone()), 100):
+        yield (
+            "gives other outputs when it sees the same examples again: it draws its own randomness or counts, which no seed could repeat; "
+            "remove that"
+        )
+    with torch.enable_grad():
+        graded = module(x.clone()).detach()
+    if _apart(outputs, graded, 100):
+        yield "gives other outputs where gradients are computed (torch.is_grad_enabled()), and would train another model; remove that"
+    mixes = (
+        "gives an example other outputs beside other examples: it mixes the rows of a batch, as x - x.mean(0) or batch norm do, and "
+        "batches are filled up with rows of padding here; normalise each example alone, as nn.GroupNorm does"
+    )
+    half = len(x) // 2
+    if _apart(outputs[half:], module(x[half:].clone()), 1e4) or _apart(outputs, module(x.flip(0)).flip(0), 1e4):
+        yield mixes
+    if _apart(outputs[:1], module(x[:1].clone()), 1e4):
+        yield "gives other outputs, or another shape, for an example alone; leave out a squeeze that takes the axis of examples away"
+
+
+def _apart(one: Tensor, other: Tensor, times: float) -> bool:
+    """Say whether two outputs differ in shape, or by more than so many times the rounding of the largest."""
+    return one.shape != other.shape or bool((one - other).abs().max() > times * torch.finfo(one.dtype).eps * other.abs().max())

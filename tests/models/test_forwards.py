@@ -1,0 +1,72 @@
+"""What a forward may not do beside giving each example its outputs, and that a look leaves everything as it was."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bayesfl.models.forwards import in_rows, looked_at
+
+
+class After(nn.Module):
+    """A layer, and what follows."""
+
+    def __init__(self, after: Callable[[nn.Module, Tensor], Any]) -> None:
+        super().__init__()
+        self.layer, self.after, self.calls = nn.Linear(4, 3), after, 0
+
+    def forward(self, x: Tensor) -> Any:
+        return self.after(self, self.layer(x))
+
+
+def counting(module: Any, x: Tensor) -> Tensor:
+    module.calls += 1
+    return x
+
+
+def rescaling(module: Any, x: Tensor) -> Tensor:
+    return x + F.embedding(torch.zeros(len(x), dtype=torch.int64), module.layer.weight.T, max_norm=1e-3).sum() * 0
+
+
+@pytest.mark.parametrize(
+    ("after", "words"),
+    [
+        (lambda module, x: x + random.random() * 0, "draws random"),
+        (lambda module, x: x + np.random.rand() * 0, "draws random"),  # noqa: NPY002 (what is refused)
+        (lambda module, x: x + torch.rand(()) * 0, "draws random"),
+        (lambda module, x: x + torch.as_tensor(np.random.default_rng().normal()), "same examples again"),
+        (lambda module, x: x * 2 if torch.is_grad_enabled() else x, "is_grad_enabled"),
+        (counting, "the numbers ['calls']"),
+        (rescaling, "the parameters ['layer.weight']"),
+        (lambda module, x: x / len(x), "beside other examples"),
+        (lambda module, x: x - x.mean(0), "beside other examples"),
+        (lambda module, x: x.squeeze(0), "an example alone"),
+        (lambda module, x: x * 0 if len(x) == 1 else x, "an example alone"),
+        (lambda module, x: x, ""),
+        (lambda module, x: x * module.layer.weight.norm(), ""),
+    ],
+)
+def test_what_a_forward_does_is_named(after: Callable[[nn.Module, Tensor], Any], words: str):
+    """The first thing only; the generators of torch, NumPy and Python are as before."""
+    module, x = After(after).requires_grad_(False), torch.randn(8, 4)
+    states = torch.get_rng_state(), random.getstate(), str(np.random.get_state(legacy=False))  # noqa: NPY002 (compared)
+    outputs, fault = looked_at(module, x)
+    assert (words in fault) if words else not fault
+    assert in_rows(outputs, x)
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
+    assert str(np.random.get_state(legacy=False)) == states[2]  # noqa: NPY002 (compared)
+
+
+def test_outputs_of_another_kind_are_returned_as_they_are():
+    """What they should be is for the caller to say."""
+    x = torch.randn(8, 4)
+    for after in (lambda module, x: {"logits": x}, lambda module, x: x[:, 0], lambda module, x: x.long()):
+        outputs, fault = looked_at(After(after), x)
+        assert not fault
+        assert not in_rows(outputs, x)
