@@ -7,7 +7,8 @@ Laplace    (client)  H_P = GGN_P + diag(1 / g_P); sends w_j and sigma_j = diag(H
 Server               mu = mean_j w_j,  sigma = mean_j sigma_j;  g_r = sigma_r^2, or alpha where no client selected r.
 Predict    (client)  fine-tune the head, then Laplace at mu: softmax(kappa f), kappa = (1 + pi/8 Sigma)^(-1/2), Sigma = J_P H_P^-1 J_P'.
 
-To predict, H_P has one precision for all weights in place of the server's 1 / g_P: see `fedsi`.
+To predict, H_P has one precision for all weights, unless `prior="global"` asks for the paper's 1 / g_P; `link` replaces the paper's
+softmax(kappa f), which can take the label from the most probable class: see `fedsi`.
 
 FedSI-Fac keeps every weight of the body uncertain, without covariances. With the whole body uncertain, covariances included, training
 needs no curvature: the prior stays isotropic, and the Laplace approximation is used to predict only.
@@ -51,12 +52,14 @@ from bayesfl.composition import (
 from bayesfl.curvature import Curvature, invert
 from bayesfl.likelihoods import Categorical
 from bayesfl.optim import Adam, Optimiser
+from bayesfl.posteriors.linearised import Link
 from bayesfl.posteriors.selection import Evidence, Rule, select, uncurved_share
 
 Aggregation = Literal["mean_std", "mean_var", "mean_over_selecting", "moment_match", "product"]
 AGGREGATIONS = get_args(Aggregation)
 Structure = Literal["subnetwork", "diagonal", "full"]
 STRUCTURES = get_args(Structure)
+PRIORS = ("isotropic", "global")
 BOTH = ("body", "head")
 
 
@@ -76,7 +79,9 @@ def fedsi(
     variance_floor: float = 1e-8,
     curvature_every: int = 1,
     train_head: bool = False,
+    prior: Literal["isotropic", "global"] = "isotropic",
     predictive_precision: float | None = None,
+    link: Link | Literal["draws"] = "per_class",
     centre: bool = True,
     finetune_steps: int = 100,
     finetune_lr: float = 1e-2,
@@ -84,10 +89,9 @@ def fedsi(
 ) -> Algorithm:
     """Federate `model` by FedSI: the body is averaged, and each client is uncertain about a subnetwork of it.
 
-    The nearest to the paper's text is prior_precision=1e4 (its alpha = 1e-4 a variance), predictive_precision=1e4 and centre=False. One
-    step of the text is not here: its prediction takes H_P = GGN_P + diag(1 / g_P) with the variances g that the server learned. Here g is
-    for training only; predictions never read it and have one precision for all weights. With these options that precision is 1 / alpha. The
-    text has this value only for weights that no client selected.
+    The paper's text, read literally, is prior_precision=1e4 (its alpha = 1e-4 a variance), prior="global", link="per_class" and
+    centre=False: predictions then take H_P = GGN_P + diag(1 / g_P) with the variances g that the server has learnt. By default g is for
+    training alone, and predictions have one precision for all weights, chosen on validation data.
 
     Args:
         model: A `bf.models.SplitModel`, or any module whose parameters are named `body.*` and `head.*`; its head is the common one.
@@ -112,9 +116,14 @@ def fedsi(
         curvature_every: Number of rounds from one Laplace approximation to the next; between them g stays.
         train_head: Whether every client trains its own head together with the body, as in the authors' code, instead of the frozen common
             head.
-        predictive_precision: Prior precision for predictions; None chooses one for all clients on their validation data.
+        prior: Prior of the weights in predictions: `isotropic`, one precision for all, or `global`, the server's 1 / g (step 4 of the
+            paper's algorithm 1), which needs no validation data.
+        predictive_precision: Prior precision for predictions under an isotropic prior; None chooses one for all clients on their validation
+            data.
+        link: How predictions make probabilities of the Gaussian over the logits: `per_class`, the paper's; `contrasts`, which keeps the
+            most probable class; or `draws`, 100 of them. See `bayesfl.predictors.LinearisedLaplace`.
         centre: Whether predictions remove the part of the logits that is the same for all classes, see
-            `bayesfl.posteriors.Laplace.linearised`.
+            `bayesfl.posteriors.Laplace.linearised`; link="per_class" alone depends on it.
         finetune_steps: Number of mini-batches on which the head is fine-tuned before a client predicts.
         finetune_lr: Adam's learning rate in fine-tuning.
         likelihood: Distribution of y given the model's outputs.
@@ -125,16 +134,20 @@ def fedsi(
     """
     if structure not in STRUCTURES:
         raise ValueError(f"structure must be one of {STRUCTURES}, got {structure!r}")
+    if prior not in PRIORS:
+        raise ValueError(f"prior must be one of {PRIORS}, got {prior!r}")
+    if prior == "global" and predictive_precision is not None:
+        raise ValueError(f"predictive_precision says nothing under prior='global', got {predictive_precision}; leave one of the two out")
     _refuse_idle(structure, locals())
     rule: dict[str, Any] = {"share": share, "selection": selection, "seed": seed} if structure == "subnetwork" else {}
     alpha, train = _alpha(prior_precision), _descent(epochs, steps, batch_size, optimiser, train_head)
-    fit, prior = _Fit(curvature_every, **rule), _Prior(aggregation, alpha, variance_floor)
+    fit, spread = _Fit(curvature_every, **rule), _Prior(aggregation, alpha, variance_floor)
     pool = _Means(aggregation == "product") if aggregation in ("moment_match", "product") else Mean(equal)
 
     def combine(server: Server, ids: Tensor, uplink: Uplink) -> Server:
         if uplink["round"] % curvature_every:
             return {}
-        return {"g": prior(uplink).to(server["g"]), "uncurved_share": uplink["uncurved"].mean().to(server["uncurved_share"])}
+        return {"g": spread(uplink).to(server["g"]), "uncurved_share": uplink["uncurved"].mean().to(server["uncurved_share"])}
 
     isotropic = Algorithm(
         model,
@@ -146,7 +159,10 @@ def fedsi(
         parts=BOTH,
         likelihood=likelihood,
         finetune=(_finetuning(finetune_steps, batch_size, finetune_lr),),
-        predictor=LinearisedLaplace("body", structure, predictive_precision, centre=centre, **rule),
+        predictor=LinearisedLaplace(
+            "body", structure, _learnt if prior == "global" else predictive_precision, link=link, centre=centre, **rule
+        ),
+        draws=100 if link == "draws" else 0,
     )
     if structure == "full":
         return isotropic
@@ -175,11 +191,16 @@ def _refuse_idle(structure: str, given: dict[str, Any]) -> None:
     """Raise ValueError, naming the option, if one is given that the structure does not use."""
     idle = {
         "diagonal": ("share", "selection", "seed"),
-        "full": ("share", "selection", "seed", "aggregation", "variance_floor", "curvature_every"),
+        "full": ("share", "selection", "seed", "prior", "aggregation", "variance_floor", "curvature_every"),
     }
     for name in idle.get(structure, ()):
         if given[name] != inspect.signature(fedsi).parameters[name].default:
             raise ValueError(f"{name} says nothing under structure={structure!r}, got {given[name]!r}; leave it out")
+
+
+def _learnt(given: Server, view: View) -> Tensor:
+    """Return the prior precisions 1 / g of the body's weights, [D], that the server has learnt."""
+    return 1 / given["g"]
 
 
 def _alpha(prior_precision: float) -> float:

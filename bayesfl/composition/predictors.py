@@ -4,19 +4,20 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
 
 from bayesfl.base.checks import instance, number, whole
 from bayesfl.base.protocols import Batch, Fitted, Server, Tensors, View
+from bayesfl.composition.priors import Parameter
 from bayesfl.curvature import Curvature, Inverse
 from bayesfl.curvature.covariance import Covariance
 from bayesfl.likelihoods import Categorical, Gaussian
 from bayesfl.posteriors import prior_precision as precision
 from bayesfl.posteriors.laplace import Laplace, Structure
-from bayesfl.posteriors.linearised import kappa, predictive
+from bayesfl.posteriors.linearised import LINKS, Link, kappa, predictive
 from bayesfl.posteriors.selection import Evidence, Rule, check_rule, select
 
 GRID = precision.GRID[::2]
@@ -33,32 +34,41 @@ class LinearisedLaplace:
     Args:
         block: Name of the block whose weights are uncertain, while the others are constants; None for the first of the method's `parts`.
         structure: `full` (the whole block, in the dual form where N O is less than its weights), `subnetwork`, or `diagonal`.
-        precision: Prior precision, for a likelihood that is a sum over the data; None to choose one for all clients on their validation
-            data.
+        precision: Prior precision, for a likelihood that is a sum over the data: a number; a function of what the client received and its
+            view, for one that the server has learnt, returning a number or one for each weight, [D]; or None to choose a number for all
+            clients on their validation data, under the link by which they predict.
         share: Share of the block's weights that are in a subnetwork, in (0, 1].
         selection: Rule that chooses the subnetwork, one of `bayesfl.selection`, used anew for every client.
         seed: Seed of rules that draw, which give all clients the same subnetwork.
-        centre: Whether logits are centred over classes, see `Laplace.linearised`.
+        link: How the Gaussian over the logits becomes probabilities: in closed form by `contrasts`, or `per_class` as in the papers on
+            linearised networks (see `bayesfl.posteriors.linearised.predictive`); or by the method's number of `draws`. Where that number is
+            not 0, or a caller asks for draws, they take the place of a closed form.
+        centre: Whether logits are centred over classes, see `Laplace.linearised`; `per_class` alone depends on it.
 
     Raises:
         TypeError: `centre` is not a bool.
-        ValueError: `precision` is not > 0 and finite, `share` lies outside (0, 1], `structure` or `selection` is unknown, or `seed` is no
-            whole number >= 0.
+        ValueError: `link` is unknown, or is not `per_class` and `centre` is False; `precision` is not > 0 and finite, `share` lies outside
+            (0, 1], `structure` or `selection` is unknown, or `seed` is no whole number >= 0.
     """
 
     block: str | None = None
     structure: Structure = "full"
-    precision: float | None = None
+    precision: float | Parameter | None = None
     share: float = 0.05
     selection: str | Rule = "wasserstein"
     seed: int = 0
+    link: Link | Literal["draws"] = "contrasts"
     centre: bool = True
     tunes = "predictive_precision"
     reads = ()
     needs_data = True
 
     def __post_init__(self) -> None:
-        if self.precision is not None and not 0 < number("predictive_precision", self.precision) < torch.inf:
+        if (
+            self.precision is not None
+            and not callable(self.precision)
+            and not 0 < number("predictive_precision", self.precision) < torch.inf
+        ):
             raise ValueError(f"predictive_precision must be > 0 and finite, or None to choose it, got {self.precision}")
         if not 0 < number("share", self.share) <= 1:
             raise ValueError(f"share is the part of the weights that stays uncertain and must lie in (0, 1], got {self.share}")
@@ -67,6 +77,10 @@ class LinearisedLaplace:
         check_rule(self.selection)
         whole("seed", self.seed, least=0)
         instance("centre", self.centre, bool, "pass True or False")
+        if self.link not in (*LINKS, "draws"):
+            raise ValueError(f"link must be one of {(*LINKS, 'draws')}, got {self.link!r}")
+        if not self.centre and self.link != "per_class":
+            raise ValueError(f"centre=False changes nothing under link={self.link!r}; leave it out, or take link='per_class'")
 
     def check(self, algorithm: Any) -> None:
         """Raise ValueError if the predictor does not fit the algorithm, see `Predictor`."""
@@ -74,6 +88,8 @@ class LinearisedLaplace:
             raise ValueError(
                 f"block {self.block!r} is none of the predictor's parts {algorithm.parts}; name one of them, or None for the first"
             )
+        if self.link == "draws" and not algorithm.draws:
+            raise ValueError("link='draws' needs a number of draws; give the method one, as draws=100, or take link='contrasts'")
         if isinstance(algorithm.likelihood, Categorical) and not algorithm.likelihood.plain:
             raise ValueError(f"{algorithm.likelihood} is a training loss, of which no Laplace approximation is made; take Categorical()")
         if (copies := algorithm.copies(algorithm.parts)) is not None:
@@ -83,22 +99,25 @@ class LinearisedLaplace:
 
     @property
     def grid(self) -> tuple[float, ...]:
-        """Return the candidate precisions, see `Predictor`."""
+        """Return the candidate precisions, see `Predictor`; none where a function gives the precision."""
+        if callable(self.precision):
+            return ()
         return GRID if self.precision is None else (float(self.precision),)
 
     def __call__(self, algorithm: Any, given: Server, view: View, data: Batch) -> Fitted:
         """Return one client's predictor, see `Predictor`."""
-        kept: dict[float, Laplace] = {}
+        kept: dict[float | None, Laplace] = {}
+        first = self.precision(given, view).double() if callable(self.precision) else self.grid[0]
 
         @cache
         def diagonal() -> Laplace:
             options = {"likelihood": algorithm.likelihood, "pattern": self._layout(algorithm)}
-            return Laplace.fit(algorithm.network(view), data["x"], precision=self.grid[0], structure="diagonal", **options)
+            return Laplace.fit(algorithm.network(view), data["x"], precision=first, structure="diagonal", **options)
 
-        def at(value: float) -> Laplace:
+        def at(value: float | None) -> Laplace:
             if value not in kept:
                 kept.clear()  # one factor at a time, as they take most of the memory
-                kept[value] = self._fit(diagonal(), data["x"], value)
+                kept[value] = self._fit(diagonal(), data["x"], first if value is None else value)
             return kept[value]
 
         return _Linearised(self, algorithm, view, lambda value: at(value).inverse)
@@ -106,7 +125,7 @@ class LinearisedLaplace:
     def stored(self, fitted: Fitted, value: float | None, *, limit: int) -> Tensors:
         """Return the tensors by which `restored` predicts without training data, see `StoredPredictor`."""
         assert isinstance(fitted, _Linearised)
-        inverse = fitted.inverse(self.grid[0] if value is None else value)
+        inverse = fitted.inverse(value)
         covariance = inverse if isinstance(inverse, Covariance) else Covariance.of(cast(Inverse, inverse), limit=limit)
         return covariance.tensors()
 
@@ -119,7 +138,7 @@ class LinearisedLaplace:
     def _layout(self, algorithm: Any) -> Any:
         return algorithm.layout(algorithm.parts[0] if self.block is None else self.block)
 
-    def _fit(self, diagonal: Laplace, x: Tensor, precision: float) -> Laplace:
+    def _fit(self, diagonal: Laplace, x: Tensor, precision: float | Tensor) -> Laplace:
         diagonal = diagonal.with_precision(x, precision)
         if self.structure == "diagonal":
             return diagonal
@@ -137,10 +156,10 @@ class _Linearised:
         rule: The method's predictor.
         algorithm: The method.
         view: The client's view.
-        inverse: Function from the prior precision to the covariance of the weights.
+        inverse: Function from the prior precision that is tuned, or None, to the covariance of the weights.
     """
 
-    def __init__(self, rule: LinearisedLaplace, algorithm: Any, view: View, inverse: Callable[[float], Any]) -> None:
+    def __init__(self, rule: LinearisedLaplace, algorithm: Any, view: View, inverse: Callable[[float | None], Any]) -> None:
         self._rule, self._algorithm, self._view, self.inverse = rule, algorithm, view, inverse
 
     def __call__(self, x: Tensor, *, value: float | None = None, noise: Tensor | None = None, plain: bool = False) -> Tensors:
@@ -148,16 +167,17 @@ class _Linearised:
         if plain:
             found = likelihood.predictive(algorithm.outputs(algorithm.leaves(algorithm.parts, self._view), x).unsqueeze(0))
             return found | {"epistemic": torch.full_like(found["epistemic"], torch.nan)}
-        inverse = self.inverse(rule.grid[0] if value is None else value)
+        inverse = self.inverse(value)
         mean, covariance = inverse.predict(x, centre=rule.centre and isinstance(likelihood, Categorical))
         classes = not isinstance(likelihood, Gaussian)  # kappa is defined for logits, not for the variance of targets
         if rule.precision is not None and classes and float(kappa(covariance.diagonal(dim1=1, dim2=2)).median()) < SHRUNK:
             warnings.warn(
-                f"predictive_precision={rule.precision:g} leaves the predictions to the prior (the median kappa is below {SHRUNK}); "
+                f"predictive_precision={rule.precision} leaves the predictions to the prior (the median kappa is below {SHRUNK}); "
                 "choose it on validation data: predictive_precision=None",
                 stacklevel=2,
             )
-        return {name: t.to(x) for name, t in predictive(likelihood, mean, covariance, noise).items()}
+        link: Link = "contrasts" if rule.link == "draws" else rule.link
+        return {name: t.to(x) for name, t in predictive(likelihood, mean, covariance, noise, link=link).items()}
 
 
 def size_of(share: float, weights: int) -> int:

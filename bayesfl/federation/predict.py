@@ -1,5 +1,6 @@
 """Predictions of every client: by its own model after aggregation, fine-tuned where the method does so, or by the shared model."""
 
+import contextlib
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
@@ -19,7 +20,7 @@ from bayesfl.engine.crew import Crew
 from bayesfl.evaluation.predictions import Collector, Predictions
 from bayesfl.federation.client import Done, Local, State
 from bayesfl.posteriors.linearised import nll
-from bayesfl.posteriors.prior_precision import ALIKE
+from bayesfl.posteriors.prior_precision import largest_alike
 
 Part: TypeAlias = tuple[np.ndarray, Tensors]
 """Clients [C], and their predictions, {name: [C, N, ...]}."""
@@ -221,8 +222,9 @@ def shared(local: Local, state: State, split: ClientData) -> Predictions | None:
 def tune(local: Local, state: State, data: FederatedData, crew: Crew) -> float | None:
     """Choose the number that the method's predictor tunes: of its grid, the candidate that best fits the validation data of all clients.
 
-    Every client scores the whole grid and sends one sum of negative log likelihoods for each. Of candidates that are as good as the best,
-    to `ALIKE` nats an example, the largest is chosen. None where the method has no such number.
+    Every client scores the whole grid and sends sums over its examples: of the negative log likelihoods under each candidate, and of their
+    products for each two candidates, by which they are compared example by example. Of candidates that fit as well as the best, to one
+    standard error of the difference, the largest is chosen, see `largest_alike`. None where the method has no such number.
 
     Raises:
         DivergenceError: A client's fine-tuning is not finite, and `local.tolerant` is False.
@@ -237,48 +239,53 @@ def tune(local: Local, state: State, data: FederatedData, crew: Crew) -> float |
 
     def work(ids: np.ndarray) -> Tensor:
         done = local.finetuned(ids, state.received(local.algorithm, ids), state.round)
-        return scores(local, done, data.validation)
+        return scores(local, done, data.validation, round=state.round)
 
     total = torch.stack(list(crew.over(local.chunked(), work))).sum(0)
     return choose(predictor, total, int(data.validation.counts.sum()))
 
 
-def scores(local: Local, done: Done, validation: ClientData) -> Tensor:
-    """Return the negative log likelihood of a chunk's validation data under each candidate of the grid, [candidates], summed, in nats."""
-    assert local.algorithm.predictor is not None
-    grid = local.algorithm.predictor.grid
-    total = torch.zeros(len(grid), dtype=torch.float64)
+def scores(local: Local, done: Done, validation: ClientData, *, round: int) -> Tensor:
+    """Return how the candidates of the grid fit a chunk's validation data, predicted as the method predicts by default.
+
+    Returns:
+        Sums over examples, [1 + K, K]: first the negative log likelihoods under each of K candidates, in nats, infinite where one does not
+        work; then their products for each two candidates.
+    """
+    algorithm = local.algorithm
+    assert algorithm.predictor is not None
+    grid = algorithm.predictor.grid
+    sums = torch.zeros(1 + len(grid), len(grid), dtype=torch.float64)
     for row, fitted in _fitted(local, done):
-        x, y = validation.client(int(row[0]))
+        client = int(row[0])
+        x, y = validation.client(client)
+        losses = torch.full((len(grid), len(x)), torch.inf, dtype=torch.float64)
         for k, value in enumerate(grid if len(x) else ()):
-            try:
-                total[k] += nll(fitted(x, value=value), y).sum().cpu()
-            except torch.linalg.LinAlgError:
-                total[k] = torch.inf
-    return total
+            rng = _address(algorithm, client, local.seed, round)  # the same draws for each candidate
+            with contextlib.suppress(torch.linalg.LinAlgError):
+                found = _of_fitted(algorithm, fitted, x, rng, value, algorithm.draws, plain=False)
+                losses[k] = nll({name: t[0] for name, t in found.items()}, y).cpu()
+        sums += torch.cat([losses.sum(1)[None], (losses @ losses.T).nan_to_num(nan=torch.inf, posinf=torch.inf)])
+    return sums
 
 
-def choose(predictor: Predictor, total: Tensor, examples: int) -> float:
-    """Choose the candidate of the predictor's grid that fits the validation data best; warn if it is the smallest of the grid.
-
-    Candidates whose loss is within `ALIKE` nats an example of the smallest loss are equally good; the largest of them is returned.
+def choose(predictor: Predictor, sums: Tensor, examples: int) -> float:
+    """Choose the largest candidate of the predictor's grid that fits the validation data as well as the best; warn if it is the smallest.
 
     Args:
-        predictor: The method's predictor, whose grid holds the candidates in ascending order.
-        total: Negative log likelihood of all clients' validation data under each candidate, [candidates], in nats; see `scores`.
+        predictor: The method's predictor, whose grid holds the K candidates in ascending order.
+        sums: The `scores` of all clients, added, [1 + K, K].
         examples: Number of validation examples of all clients together.
 
     Raises:
         ValueError: No candidate gives finite predictions.
     """
-    total = total.clone()
-    total[total.isnan()] = torch.inf
-    alike = total <= total.min() + ALIKE * examples
-    best = int(alike.nonzero().max())
-    if not total[best].isfinite():
+    try:
+        best = largest_alike(sums[0], sums[1:], examples)
+    except ValueError as error:
         raise ValueError(
             f"no {predictor.tunes} of the grid {predictor.grid} gives finite predictions; look at the scale of inputs and weights"
-        )
+        ) from error
     if best == 0:
         warnings.warn(
             f"{predictor.tunes} is at the lower edge of its grid, {predictor.grid[0]:g}: the validation data do not bound it; hold more of "

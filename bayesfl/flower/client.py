@@ -291,10 +291,10 @@ class _Client:
         return RecordDict({"config": ConfigRecord({"protocol": PROTOCOL, "round": order.round})})
 
     def tune(self, order: _Order) -> RecordDict:
-        """Return the negative log likelihood of the validation data under each candidate of the method's predictor."""
+        """Return how each candidate of the method's predictor fits the validation data, as sums."""
         local = self._local(order)
         done = local.finetuned(self._ids, self._received(order), order.round)
-        total = scores(local, done, self._split("validation", order))
+        total = scores(local, done, self._split("validation", order), round=order.round)
         record, digest = records.pack({"scores": total})
         return RecordDict({"scores": record, "config": ConfigRecord({"digest": digest})})
 

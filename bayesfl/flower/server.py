@@ -265,9 +265,10 @@ class _Run:
         """
         predictor = state.algorithm.predictor
         assert predictor is not None
-        total, examples = torch.zeros(len(predictor.grid), dtype=torch.float64), 0
+        shape = 1 + len(predictor.grid), len(predictor.grid)
+        total, examples = torch.zeros(shape, dtype=torch.float64), 0
         asked = np.array([client for client, n in sorted(self.network.roster.validation.items()) if n])
-        wanted = {"scores": ((len(predictor.grid),), torch.float64)}
+        wanted = {"scores": (shape, torch.float64)}
         told = orders(state, asked, set(), self.kept.values(), tolerant=self.admission.skips)
         for client, reply in self.network.ask("evaluate.tune", told, group="tune"):
             try:
@@ -277,7 +278,7 @@ class _Run:
                 shapes = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
                 if shapes != wanted:
                     raise records.RecordError(f"it sent {shapes}, not {wanted}")
-                if bool((tensors["scores"].isnan() | tensors["scores"].isneginf()).any() or tensors["scores"].isposinf().all()):
+                if bool((tensors["scores"].isnan() | tensors["scores"].isneginf()).any() or tensors["scores"][0].isposinf().all()):
                     raise records.RecordError("its scores are not numbers")
             except records.RecordError as error:
                 log.warning("client %d has no part in tuning %s: %s", client, predictor.tunes, error)

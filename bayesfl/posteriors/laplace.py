@@ -33,7 +33,7 @@ from bayesfl.curvature.batches import Inputs, batches
 from bayesfl.curvature.dual import independent, restore
 from bayesfl.curvature.kronecker import Kronecker
 from bayesfl.likelihoods import Bernoulli, Categorical, Gaussian
-from bayesfl.posteriors.linearised import as_labels, as_targets, predictive
+from bayesfl.posteriors.linearised import Link, as_labels, as_targets, predictive
 
 Structure = Literal["full", "subnetwork", "diagonal", "kfac"]
 
@@ -250,18 +250,19 @@ class Laplace:
         centre = centre and isinstance(self.curvature.likelihood, Categorical)
         return self.inverse.predict(x, centre=centre)
 
-    def predict(self, x: Inputs, *, centre: bool = True, noise: Tensor | None = None) -> Tensors:
+    def predict(self, x: Inputs, *, link: Link = "contrasts", centre: bool = True, noise: Tensor | None = None) -> Tensors:
         """Compute the predictive distribution at `x`; for its entries see `bayesfl.posteriors.linearised.predictive`.
 
         Args:
             x: Inputs [N, ...], or batches of them.
-            centre: Whether logits are centred over classes, see `linearised`.
+            link: The closed form for classes, `contrasts` or the papers' `per_class`.
+            centre: Whether logits are centred over classes, see `linearised`; of the links only `per_class` depends on it.
             noise: Standard normals [S, N, O] for S draws of the outputs; None for the closed form.
 
         Raises:
-            ValueError: `noise` has another shape, or S is 0.
+            ValueError: `noise` has another shape, or S is 0; or `link` is unknown.
         """
-        return predictive(self.curvature.likelihood, *self.linearised(x, centre=centre), noise)
+        return predictive(self.curvature.likelihood, *self.linearised(x, centre=centre), noise, link=link)
 
     def with_precision(self, x: Inputs, precision: float | Tensor) -> "Laplace":
         """Return the approximation under another prior precision, for the same `x`; the GGN's diagonal and Kronecker factors are reused.

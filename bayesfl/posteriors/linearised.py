@@ -1,6 +1,7 @@
 """Predictions of a linearised network: from a Gaussian over its outputs to the predictive distribution, in closed form or by draws."""
 
 import math
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -8,6 +9,10 @@ from torch import Tensor
 
 from bayesfl.base.protocols import Likelihood, Tensors
 from bayesfl.likelihoods import Bernoulli, Gaussian
+
+Link = Literal["contrasts", "per_class"]
+"""How a Gaussian over the logits becomes probabilities in closed form, see `predictive`."""
+LINKS = get_args(Link)
 
 
 def kappa(variance: Tensor) -> Tensor:
@@ -33,20 +38,42 @@ def draws(mean: Tensor, covariance: Tensor, noise: Tensor) -> Tensor:
     return mean + torch.einsum("nop,snp->sno", root(covariance), noise.to(mean))
 
 
-def predictive(likelihood: Likelihood, mean: Tensor, covariance: Tensor, noise: Tensor | None = None) -> Tensors:
+def contrasts(mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how far each logit lies below the largest one, f_w - f_o [N, O], and the variance of this difference [N, O].
+
+    They do not change if one number is added to all logits of an input, or one random variable.
+    """
+    most = mean.argmax(-1, keepdim=True)
+    own = covariance.diagonal(dim1=-2, dim2=-1)
+    across = covariance.gather(-2, most.unsqueeze(-1).expand(*most.shape, covariance.shape[-1])).squeeze(-2)
+    return mean.gather(-1, most) - mean, (own.gather(-1, most) + own - 2 * across).clamp_min(0)
+
+
+def predictive(
+    likelihood: Likelihood, mean: Tensor, covariance: Tensor, noise: Tensor | None = None, *, link: Link = "contrasts"
+) -> Tensors:
     """Compute the predictive distribution where the outputs are N(mean [N, O], covariance [N, O, O]).
 
-    For classes, without noise: `probs` [N, O], softmax(kappa f), each logit shrunk by its own variance; `epistemic` is NaN, as the closed
-    form does not split the uncertainty. With standard normals `noise` [S, N, O]: `probs`, the mean of the probabilities over draws of the
-    outputs; `epistemic` [N], the mutual information of label and weights in nats; and `aleatoric` [N], the mean entropy of the draws in
-    nats.
+    For classes, without noise, `probs` [N, O] by one of two links:
+
+    - `contrasts`: proportional to exp(-kappa(s_o^2) (f_w - f_o)), where w is the class of the largest logit and s_o^2 the variance of
+      f_w - f_o. That class stays the most probable one, and for two classes the probabilities are the Bernoulli probit's. With p_0 =
+      softmax(f), `aleatoric` [N] is the entropy of p_0, and `epistemic` [N] is what the entropy of `probs` has more than that, at least 0;
+      both in nats.
+    - `per_class`: softmax(kappa f), each logit shrunk by its own variance, as in the papers on linearised networks. The most probable class
+      may be another one than without uncertainty. `epistemic` is NaN, as this form does not split the uncertainty.
+
+    With standard normals `noise` [S, N, O]: `probs`, the mean of the probabilities over draws of the outputs; `epistemic` [N], the mutual
+    information of label and weights in nats; and `aleatoric` [N], the mean entropy of the draws in nats.
 
     For targets, exactly: `mean` and `variance` [N, O], noise of the data included, and `epistemic` [N], the variance of the outputs summed
     over O.
 
     Raises:
-        ValueError: `noise` has another shape, or S is 0.
+        ValueError: `noise` has another shape, or S is 0; or `link` is unknown.
     """
+    if link not in LINKS:
+        raise ValueError(f"link must be one of {LINKS}, got {link!r}")
     if noise is not None and (noise.dim() != 3 or not len(noise) or noise.shape[1:] != mean.shape):
         wanted = ", ".join(map(str, mean.shape))
         raise ValueError(f"noise must be [S, {wanted}], standard normals for one draw or more of the outputs, got {list(noise.shape)}")
@@ -56,9 +83,21 @@ def predictive(likelihood: Likelihood, mean: Tensor, covariance: Tensor, noise: 
     if noise is not None:
         found = likelihood.predictive(draws(mean, covariance, noise))
         return found | {"aleatoric": torch.special.entr(found["probs"]).sum(-1) - found["epistemic"]}
-    shrunk = mean * kappa(spread)
-    probs = torch.cat([F.sigmoid(-shrunk), F.sigmoid(shrunk)], -1) if isinstance(likelihood, Bernoulli) else shrunk.softmax(-1)
-    return {"probs": probs, "epistemic": torch.full_like(probs[..., 0], torch.nan)}
+    two = isinstance(likelihood, Bernoulli)  # of whose logits 0 and f the second is shrunk in either link
+    if two or link == "per_class":
+        shrunk = mean * kappa(spread)
+    else:
+        below, variance = contrasts(mean, covariance)
+        shrunk = -below * kappa(variance)
+    probs = _of_logits(shrunk, two=two)
+    if link == "per_class":
+        return {"probs": probs, "epistemic": torch.full_like(probs[..., 0], torch.nan)}
+    aleatoric = torch.special.entr(_of_logits(mean, two=two)).sum(-1)
+    return {"probs": probs, "epistemic": (torch.special.entr(probs).sum(-1) - aleatoric).clamp_min(0), "aleatoric": aleatoric}
+
+
+def _of_logits(logits: Tensor, *, two: bool) -> Tensor:
+    return torch.cat([F.sigmoid(-logits), F.sigmoid(logits)], -1) if two else logits.softmax(-1)
 
 
 def nll(found: Tensors, y: Tensor) -> Tensor:

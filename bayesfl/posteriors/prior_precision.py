@@ -1,6 +1,5 @@
 """The choice of a Laplace approximation's prior precision after training, by the evidence of the training data or on validation data."""
 
-import math
 import warnings
 from collections.abc import Callable, Sequence
 
@@ -9,12 +8,10 @@ from torch import Tensor
 
 from bayesfl.curvature.batches import Inputs
 from bayesfl.posteriors.laplace import Laplace
-from bayesfl.posteriors.linearised import nll
+from bayesfl.posteriors.linearised import Link, nll
 
 GRID = tuple(10.0 ** (k / 2) for k in range(-8, 9))
 """Prior precisions from 1e-4 to 1e4, by half decades."""
-ALIKE = 1e-3
-"""Difference of mean negative log likelihoods, in nats, below which candidates count as equally good."""
 
 
 def by_evidence(fitted: Laplace, x: Tensor, y: Tensor, *, centre: float | Tensor = 0.0, grid: Sequence[float] = GRID) -> Laplace:
@@ -37,8 +34,8 @@ def by_evidence(fitted: Laplace, x: Tensor, y: Tensor, *, centre: float | Tensor
         MacKay, "A practical Bayesian framework for backpropagation networks", Neural Computation 4(3), 1992; Immer et al., "Scalable
         marginal likelihood estimation for model selection in deep learning", ICML 2021.
     """
-    scores = _scores(fitted, x, grid, lambda candidate: float(candidate.log_marginal_likelihood(x, y, centre=centre)))
-    precision = max(scores, key=lambda one: scores[one])
+    scores = _scores(fitted, x, grid, lambda candidate: candidate.log_marginal_likelihood(x, y, centre=centre))
+    precision = max(scores, key=lambda one: float(scores[one]))
     if precision in (min(scores), max(scores)):
         warnings.warn(
             f"the log marginal likelihood is largest at {precision:g}, an edge of the grid: it carries no information about the prior "
@@ -50,38 +47,72 @@ def by_evidence(fitted: Laplace, x: Tensor, y: Tensor, *, centre: float | Tensor
 
 
 def by_validation(
-    fitted: Laplace, x: Inputs, held: Tensor, labels: Tensor, *, centre: bool = True, grid: Sequence[float] = GRID
+    fitted: Laplace,
+    x: Inputs,
+    held: Tensor,
+    labels: Tensor,
+    *,
+    link: Link = "contrasts",
+    centre: bool = True,
+    grid: Sequence[float] = GRID,
 ) -> Laplace:
-    """Return the approximation under the precision whose predictions have the smallest mean negative log likelihood on held-out data.
+    """Return the approximation under the largest precision whose predictions fit held-out data as well as the best, see `largest_alike`.
 
-    Among precisions within `ALIKE` nats per example of the best, the largest is taken, which changes the predictions least.
+    Of candidates that the data do not tell apart, the largest changes the predictions least.
 
     Args:
         fitted: The approximation, under any precision.
         x: The inputs that it was fitted to.
         held: Validation inputs [M, ...].
         labels: Labels or targets of `held`.
+        link: The closed form by which the approximation will predict, see `Laplace.predict`.
         centre: Whether predictions are centred, see `Laplace.linearised`.
-        grid: Precisions to try.
+        grid: Precisions to try, ascending.
 
     Raises:
         ValueError: `grid` is empty, no precision of it works, or labels or targets do not fit.
     """
-    scores = _scores(fitted, x, grid, lambda candidate: -predictive_nll(candidate, held, labels, centre=centre))
-    return fitted.with_precision(x, max(precision for precision, value in scores.items() if value >= max(scores.values()) - ALIKE))
+    losses = _scores(fitted, x, sorted(grid), lambda candidate: nll(candidate.predict(held, link=link, centre=centre), labels))
+    each = torch.stack(list(losses.values()))
+    return fitted.with_precision(x, tuple(losses)[largest_alike(each.sum(1), each @ each.T, each.shape[1])])
 
 
-def predictive_nll(fitted: Laplace, x: Inputs, y: Tensor, *, centre: bool = True) -> float:
+def largest_alike(total: Tensor, products: Tensor, examples: int) -> int:
+    """Return the place of the largest candidate that fits as well as the best, to one standard error of their difference.
+
+    The difference is paired by example: d_i = nll_i(candidate) - nll_i(best), whose sum has the standard error sqrt(n var d). Two
+    candidates may differ by far less than the standard error of either.
+
+    Args:
+        total: Negative log likelihood under each candidate, [K], ascending candidates, summed over examples, in nats; infinite where a
+            candidate does not work.
+        products: Sum over examples of nll_i(k) nll_i(l), [K, K], in nats squared.
+        examples: Number n of examples.
+
+    Raises:
+        ValueError: No candidate has a finite loss.
+    """
+    total = torch.where(total.isnan(), torch.inf, total)
+    if not bool(total.isfinite().any()):
+        raise ValueError("no candidate gives finite predictions; look at the scale of inputs and weights")
+    best = int(total.argmin())
+    apart = total - total[best]
+    squares = products.diagonal() + products[best, best] - 2 * products[best]
+    error = (examples * (squares - apart.square() / examples).clamp_min(0) / max(1, examples - 1)).sqrt()
+    return int((total.isfinite() & (apart <= error)).nonzero().max())
+
+
+def predictive_nll(fitted: Laplace, x: Inputs, y: Tensor, *, link: Link = "contrasts", centre: bool = True) -> float:
     """Compute the mean negative log density of `y` under the predictive distribution in closed form, in nats.
 
     Raises:
         ValueError: Labels or targets do not fit the inputs or the classes.
     """
-    return float(nll(fitted.predict(x, centre=centre), y).mean())
+    return float(nll(fitted.predict(x, link=link, centre=centre), y).mean())
 
 
-def _scores(fitted: Laplace, x: Inputs, grid: Sequence[float], score: Callable[[Laplace], float]) -> dict[float, float]:
-    """Compute the score of each precision; those without Cholesky factor or finite score are left out.
+def _scores(fitted: Laplace, x: Inputs, grid: Sequence[float], score: Callable[[Laplace], Tensor]) -> dict[float, Tensor]:
+    """Compute the score, or scores, of each precision; those without Cholesky factor or finite scores are left out.
 
     Raises:
         ValueError: `grid` is empty, or no precision of it works.
@@ -94,7 +125,7 @@ def _scores(fitted: Laplace, x: Inputs, grid: Sequence[float], score: Callable[[
             value = score(fitted.with_precision(x, precision))
         except torch.linalg.LinAlgError:
             continue
-        if math.isfinite(value):
+        if bool(value.isfinite().all()):
             found[precision] = value
     if not found:
         raise ValueError(f"no precision of the grid {tuple(grid)} gives finite predictions; look at the scale of the inputs and weights")

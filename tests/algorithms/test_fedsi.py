@@ -105,9 +105,15 @@ def test_fac_keeps_every_weight_on_its_own(regressions: FederatedData):
 def test_one_client_and_one_round_is_centralised_subnetwork_laplace(model: nn.Module, clients: FederatedData):
     """On a classifier: the same subnetwork, the same variances, and after fine-tuning the same predictions, by `Laplace` alone."""
     one = clients.select([0])
-    algorithm = bf.algorithms.fedsi(
-        model, share=0.3, epochs=5, batch_size=10, prior_precision=0.5, predictive_precision=3.0, finetune_steps=7
-    )
+    options: dict[str, Any] = {
+        "share": 0.3,
+        "epochs": 5,
+        "batch_size": 10,
+        "prior_precision": 0.5,
+        "predictive_precision": 3.0,
+        "finetune_steps": 7,
+    }
+    algorithm = bf.algorithms.fedsi(model, **options)
     result = run(keeping(algorithm), one)
     x = one.train.client(0)[0].double()
     network = bf.models.mlp(8, hidden=16, outputs=3).double()
@@ -130,12 +136,55 @@ def test_one_client_and_one_round_is_centralised_subnetwork_laplace(model: nn.Mo
     assert_close(result.private["std"][0].square(), subnetwork(0.5).moments()[1], atol=1e-12, rtol=1e-9)
     head = fine_tuned_head(algorithm, result, one)
     at(result.server["body"]["loc"], head)
-    expected = subnetwork(3.0).predict(one.test.client(0)[0].double())["probs"]
+    expected = subnetwork(3.0).predict(one.test.client(0)[0].double(), link="per_class")["probs"]
     assert_close(result.predict().client(0).probs, expected, atol=1e-9, rtol=0)
     with torch.no_grad():
         plain = network(one.test.client(0)[0].double()).softmax(-1)
     assert_close(result.predict(draws=0).client(0).probs, plain, atol=1e-9, rtol=0)
     assert float((plain - expected).abs().max()) > 1e-3
+    other = replace(result, algorithm=bf.algorithms.fedsi(model, link="contrasts", **options))
+    contrasts = subnetwork(3.0).predict(one.test.client(0)[0].double())["probs"]
+    assert_close(other.predict().client(0).probs, contrasts, atol=1e-9, rtol=0)
+    assert float((contrasts - expected).abs().max()) > 1e-4
+
+
+@pytest.mark.parametrize("structure", ["subnetwork", "diagonal"])
+def test_the_papers_literal_reading_predicts_with_the_servers_variances(model: nn.Module, clients: FederatedData, structure: Any):
+    """Step 4 of its algorithm 1: H = GGN + diag(1 / g), the same g for the choice of the subnetwork; no validation data are needed."""
+    share = {"share": 0.3} if structure == "subnetwork" else {}
+    algorithm = bf.algorithms.fedsi(
+        model, structure=structure, prior="global", centre=False, prior_precision=2.0, epochs=2, finetune_steps=3, **share
+    )
+    result = run(algorithm, clients)
+    assert result.tuned is None
+    g = result.server["g"].double()
+    assert len(g.unique()) > 3
+    x, _ = clients.train.client(2)
+    network = bf.models.mlp(8, hidden=16, outputs=3).double()
+    own = result.client(2).model().double()
+    network.load_state_dict(own.state_dict())
+    whole = Laplace.fit(network, x.double(), precision=1 / g, structure="diagonal", pattern="body.*")
+    if structure == "subnetwork":
+        chosen = select("wasserstein", Evidence(whole.loc, whole.diagonal, g), int(0.3 * len(g)))
+        whole = whole.with_structure(x.double(), "subnetwork", indices=chosen)
+    new = clients.test.client(2)[0].double()
+    expected = whole.predict(new, link="per_class", centre=False)["probs"]
+    assert_close(result.predict().client(2).probs, expected, atol=1e-9, rtol=0)
+
+
+def test_what_predictions_do_not_read(model: nn.Module):
+    """A precision beside the server's, a learnt prior where nothing is learnt, centring that changes nothing."""
+    with pytest.raises(ValueError, match=r"predictive_precision .*prior='global'.*got 2\.0"):
+        bf.algorithms.fedsi(model, prior="global", predictive_precision=2.0)
+    with pytest.raises(ValueError, match=r"prior .*structure='full'.*'global'"):
+        bf.algorithms.fedsi(model, structure="full", prior="global")
+    with pytest.raises(ValueError, match=r"prior .*got 'local'"):
+        bf.algorithms.fedsi(model, prior="local")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"centre=False .*link='contrasts'"):
+        bf.algorithms.fedsi(model, link="contrasts", centre=False)
+    with pytest.raises(ValueError, match=r"link .*got 'probit'"):
+        bf.algorithms.fedsi(model, link="probit")  # type: ignore[arg-type]
+    assert bf.algorithms.fedsi(model, link="draws").draws == 100
 
 
 def fine_tuned_head(algorithm: bf.Algorithm, result: Any, data: FederatedData) -> Tensor:

@@ -70,7 +70,7 @@ def check(fitted: Laplace, other, task: str, x: Tensor, new: Tensor) -> None:
     assert_close(fitted.log_marginal_likelihood(x, labels(task, len(x))), other.log_marginal_likelihood().detach(), **NEAR)
     if task == "classification":
         probs = other(new, pred_type="glm", link_approx="probit")
-        assert_close(fitted.predict(new, centre=False)["probs"], probs.detach(), **NEAR)
+        assert_close(fitted.predict(new, link="per_class", centre=False)["probs"], probs.detach(), **NEAR)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import Tensor
 from torch.testing import assert_close
 
 import bayesfl as bf
@@ -14,15 +15,18 @@ from tests.posteriors.made import linear_model, network
 
 
 def test_a_constant_added_to_all_logits_changes_nothing():
-    """With centring; without, softmax(kappa f) reads it."""
+    """Under contrasts never; class by class with centring alone, since softmax(kappa f) reads it."""
     model, x = network(), numbers(12, 4)
     fitted = Laplace.fit(model, x, precision=0.3)
     shifted = bf.models.mlp(4, hidden=6, outputs=3, seed=1).double()
     with torch.no_grad():
         shifted.head.bias.add_(5.0)
     other = Laplace.fit(shifted, x, precision=0.3)
-    assert_close(other.predict(x)["probs"], fitted.predict(x)["probs"])
-    assert (other.predict(x, centre=False)["probs"] - fitted.predict(x, centre=False)["probs"]).abs().max() > 1e-3
+    for centre in (True, False):
+        assert_close(other.predict(x, centre=centre)["probs"], fitted.predict(x)["probs"])
+    assert_close(other.predict(x, link="per_class")["probs"], fitted.predict(x, link="per_class")["probs"])
+    apart = [one.predict(x, link="per_class", centre=False)["probs"] for one in (other, fitted)]
+    assert (apart[0] - apart[1]).abs().max() > 1e-3
 
 
 def test_probit_golden_values():
@@ -31,13 +35,83 @@ def test_probit_golden_values():
     assert_close(float(predictive(Bernoulli(), two, one)["probs"][0, 1]), 0.8448456150189875)
     mean = torch.tensor([[2.0, 0.0, -1.0]], dtype=torch.float64)
     covariance = torch.diag(torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64))[None]
-    probs = predictive(Categorical(), mean, covariance)["probs"][0]
+    probs = predictive(Categorical(), mean, covariance, link="per_class")["probs"][0]
     assert_close(probs, torch.tensor([0.795, 0.146, 0.059], dtype=torch.float64), atol=6e-4, rtol=0)
     project = torch.eye(3, dtype=torch.float64) - 1 / 3
-    centred = predictive(Categorical(), mean @ project, project @ covariance @ project)["probs"][0]
+    centred = predictive(Categorical(), mean @ project, project @ covariance @ project, link="per_class")["probs"][0]
     assert_close(centred, torch.tensor([0.805, 0.140, 0.055], dtype=torch.float64), atol=6e-4, rtol=0)
     drawn = predictive(Categorical(), mean, covariance, numbers(200000, 1, 3))["probs"][0]
     assert_close(drawn, torch.tensor([0.748, 0.193, 0.058], dtype=torch.float64), atol=3e-3, rtol=0)
+
+
+def gaussians(count: int, classes: int, scale: float, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Return means [N, O] and full covariances [N, O, O] of random Gaussians over logits."""
+    factor = numbers(count, classes, classes, seed=seed + 1) * scale / classes**0.5
+    return 2 * numbers(count, classes, seed=seed), factor @ factor.mT
+
+
+@pytest.mark.parametrize("scale", [0.1, 1.0, 10.0, 100.0])
+def test_contrasts_keep_the_most_probable_class(scale: float):
+    """For any covariance, where the class-wise link takes another one in some cases; more variance, less confidence."""
+    mean, covariance = gaussians(500, 5, scale)
+    found = predictive(Categorical(), mean, covariance)
+    assert torch.equal(found["probs"].argmax(-1), mean.argmax(-1))
+    assert (found["probs"].amax(-1) <= mean.softmax(-1).amax(-1) + 1e-12).all()
+    assert_close(found["probs"].sum(-1), torch.ones(500, dtype=torch.float64))
+    if scale >= 1:
+        other = predictive(Categorical(), mean, covariance, link="per_class")["probs"]
+        assert not torch.equal(other.argmax(-1), mean.argmax(-1))
+
+
+def test_contrasts_of_two_classes_are_bernoullis_probit():
+    """In difference 2 and variance 4 both have .777 for an exact .775; the class-wise link sees a quarter of the variance."""
+    mean, covariance = gaussians(50, 2, 2.0)
+    difference = mean[:, 1:] - mean[:, :1]
+    variance = covariance[:, :1, :1] + covariance[:, 1:, 1:] - 2 * covariance[:, :1, 1:]
+    one, other = predictive(Bernoulli(), difference, variance), predictive(Categorical(), mean, covariance)
+    for name in ("probs", "epistemic", "aleatoric"):
+        assert_close(one[name], other[name])
+    mean, covariance = torch.tensor([[0.0, 2.0]], dtype=torch.float64), 2 * torch.eye(2, dtype=torch.float64)[None]
+    exact = float((2 + 2 * numbers(2000000)).sigmoid().mean())
+    assert_close(exact, 0.775, atol=1e-3, rtol=0)
+    assert_close(float(predictive(Categorical(), mean, covariance)["probs"][0, 1]), 0.7768, atol=1e-4, rtol=0)
+    project = torch.eye(2, dtype=torch.float64) - 0.5
+    class_wise = predictive(Categorical(), mean @ project, project @ covariance @ project, link="per_class")["probs"][0, 1]
+    assert_close(float(class_wise), 0.845, atol=1e-3, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("classes", "expected"), [(3, (0.008, 0.024, 0.029)), (5, (0.020, 0.044, 0.042)), (10, (0.044, 0.053, 0.055))])
+def test_contrasts_lie_nearer_to_the_gaussian(classes: int, expected: tuple[float, float, float]):
+    """Mean divergence in nats from the mean softmax of 100,000 draws each; with ten classes the two links are nearly alike."""
+    mean, covariance = gaussians(200, classes, 2.0)
+    noise = torch.randn(100000, 1, classes, generator=torch.Generator().manual_seed(0))
+    cases = zip(mean.split(1), covariance.split(1), strict=True)
+    truth = torch.cat([predictive(Categorical(), one, spread, noise)["probs"] for one, spread in cases])
+    project = torch.eye(classes, dtype=torch.float64) - 1 / classes
+    found = (
+        predictive(Categorical(), mean, covariance),
+        predictive(Categorical(), mean @ project, project @ covariance @ project, link="per_class"),
+        predictive(Categorical(), mean, covariance, link="per_class"),
+    )
+    apart = [float((truth * (truth / one["probs"]).log()).sum(-1).mean()) for one in found]
+    assert_close(apart, list(expected), atol=2e-3, rtol=0)
+    assert apart[0] < min(apart[1:])
+
+
+def test_contrasts_part_the_uncertainty():
+    """The entropy of the probabilities is the entropy at the mean and what the weights add; nothing where nothing is uncertain."""
+    mean, covariance = gaussians(200, 4, 2.0)
+    found = predictive(Categorical(), mean, covariance)
+    assert_close(found["aleatoric"], torch.special.entr(mean.softmax(-1)).sum(-1))
+    more = torch.special.entr(found["probs"]).sum(-1) - found["aleatoric"]
+    assert_close(found["epistemic"], more.clamp_min(0))
+    assert (more > 0).float().mean() > 0.9
+    still = predictive(Categorical(), mean, 0 * covariance)
+    assert_close(still["probs"], mean.softmax(-1))
+    assert_close(still["epistemic"], torch.zeros(200, dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"link .*'contrasts'.*got 'probit'"):
+        predictive(Categorical(), mean, covariance, link="probit")  # type: ignore[arg-type]
 
 
 def test_draws_part_the_uncertainty():

@@ -1,13 +1,15 @@
 """Prior precisions by evidence and by validation."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 from torch.testing import assert_close
 
 from bayesfl.posteriors import Laplace
-from bayesfl.posteriors import prior_precision as precision
-from bayesfl.posteriors.prior_precision import ALIKE, GRID, by_evidence, by_validation, predictive_nll
+from bayesfl.posteriors.linearised import nll
+from bayesfl.posteriors.prior_precision import GRID, by_evidence, by_validation, largest_alike, predictive_nll
 from tests.cases import numbers
 from tests.posteriors.made import network
 
@@ -37,28 +39,58 @@ def test_precision_by_evidence(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_precision_by_validation():
-    """The smallest NLL of the grid; overflowing ones are passed over."""
+    """The largest that is within one standard error of the best; overflowing ones are passed over."""
     model, x = network(), numbers(40, 4)
     held, labels = numbers(30, 4, seed=7), torch.arange(30) % 3
     best = by_validation(Laplace.fit(model, x), x, held, labels)
-    scores = [predictive_nll(Laplace.fit(model, x, precision=p), held, labels) for p in GRID]
-    alike = [p for p, score in zip(GRID, scores, strict=True) if score <= min(scores) + ALIKE]
-    assert float(best.precision[0]) == max(alike)
+    scores = {p: nll(Laplace.fit(model, x, precision=p).predict(held), labels) for p in GRID}
+    least = min(scores, key=lambda p: float(scores[p].sum()))
+    apart = {p: score - scores[least] for p, score in scores.items()}
+    assert float(best.precision[0]) == max(p for p, d in apart.items() if d.mean() <= d.std() / len(d) ** 0.5)
     probs = best.predict(held)["probs"]
     assert_close(predictive_nll(best, held, labels), float(-probs[torch.arange(30), labels].log().mean()))
     with pytest.raises(ValueError, match=r"precision .*\(0\.0001, .*finite"):
         by_validation(Laplace.fit(model, x), x, held.fill_(1e200), labels)
 
 
-@pytest.mark.parametrize(("alike", "expected"), [(0.0, 10.0), (0.011, 100.0), (0.5, 1000.0)])
-def test_precisions_that_are_alike(alike: float, expected: float, monkeypatch: pytest.MonkeyPatch):
-    """Of those within `ALIKE` of the best the largest, whatever the order of the grid."""
-    score = {1.0: 0.9, 10.0: 0.5, 100.0: 0.51, 1000.0: 0.8}
-    monkeypatch.setattr(precision, "ALIKE", alike)
-    monkeypatch.setattr(precision, "predictive_nll", lambda fitted, x, y, *, centre: score[float(fitted.precision[0])])
+@pytest.mark.parametrize(("more", "wide", "expected"), [(0.01, 0.005, 0), (0.001, 0.005, 1), (0.001, 0.2, 2)])
+def test_the_largest_that_is_alike(more: float, wide: float, expected: int):
+    """Pairs decide: losses that differ widely between examples are told apart by a difference that is nearly the same for each."""
+    base, noise = 3 * numbers(50, seed=1).abs(), numbers(50, 2, seed=2)
+    noise = noise - noise.mean(0)
+    losses = torch.stack([base, base + more + 0.01 * noise[:, 0], base + 0.01 + wide * noise[:, 1]])
+    apart = losses - losses[0]
+    error = apart.std(1) / 50**0.5
+    assert largest_alike(losses.sum(1), losses @ losses.T, 50) == int((apart.mean(1) <= error).nonzero().max()) == expected
+
+
+def test_candidates_that_do_not_work_are_passed_over():
+    """Infinite and undefined losses; one example has no standard error, and equal candidates are alike."""
+    losses = torch.tensor([[1.0, 2.0], [1.0, 2.0], [torch.inf, 1.0], [torch.nan, 1.0]], dtype=torch.float64)
+    assert largest_alike(losses.sum(1), losses @ losses.T, 2) == 1
+    assert largest_alike(losses[:2, 0], losses[:2, :1] @ losses[:2, :1].T, 1) == 1
+    one = torch.tensor([[1.0], [1.1]], dtype=torch.float64)
+    assert largest_alike(one.sum(1), one @ one.T, 1) == 0
+    with pytest.raises(ValueError, match="no candidate"):
+        largest_alike(losses[2:].sum(1), losses[2:] @ losses[2:].T, 2)
+
+
+@pytest.mark.parametrize("link", ["contrasts", "per_class"])
+def test_the_precision_is_chosen_under_the_link_that_predicts(link: Any, monkeypatch: pytest.MonkeyPatch):
+    """In whatever order the grid comes."""
+    asked, honest = [], Laplace.predict
+
+    def predict(self: Laplace, x: Any, **options: Any) -> Any:
+        asked.append(options["link"])
+        return honest(self, x, **options)
+
+    monkeypatch.setattr(Laplace, "predict", predict)
     model, x = network(), numbers(10, 4)
-    best = by_validation(Laplace.fit(model, x), x, x, torch.zeros(10).long(), grid=(1000.0, 1.0, 100.0, 10.0))
-    assert float(best.precision[0]) == expected
+    fitted, labels = Laplace.fit(model, x), torch.zeros(10).long()
+    best = by_validation(fitted, x, x, labels, link=link, grid=(1000.0, 1.0, 100.0, 10.0))
+    assert set(asked) == {link}
+    again = by_validation(fitted, x, x, labels, link=link, grid=(1.0, 10.0, 100.0, 1000.0))
+    assert_close(best.precision, again.precision)
 
 
 def test_an_empty_grid():
