@@ -235,7 +235,7 @@ def of_posterior(fitted: Laplace, noise: Tensor) -> Predict:
     def predict(x: Tensor) -> tuple[Tensor, Tensor]:
         moments = fitted.linearised(x)
         likelihood = fitted.curvature.likelihood
-        return predictive(likelihood, *moments)["probs"], predictive(likelihood, *moments, noise[:, : len(x)])["epistemic"]
+        return predictive(likelihood, *moments, link="per_class")["probs"], predictive(likelihood, *moments, noise[:, : len(x)])["epistemic"]
 
     return predict
 
