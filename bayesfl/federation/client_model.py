@@ -140,9 +140,10 @@ class ClientModel:
     def save(self, path: str | os.PathLike[str], *, plug_in: bool = False) -> None:
         """Write the model into the folder `path`, completely or not at all; `load_client` reads it without data.
 
-        No row of the training data is written. Where the method's predictor needs them (FedSI's, `LinearisedLaplace`), the covariance of
-        the weights that it made of them is written instead. Rows can still be computed from it, as where a unit answers to a single row;
-        `plug_in=True` leaves it out.
+        No training row is written as it is. Where the method's predictor needs training data (FedSI's, `LinearisedLaplace`), the covariance
+        of the weights that it made of them is written instead. Such a file is as confidential as the training data and must not leave the
+        client: rows can be computed from a covariance, exactly so where a unit of the network answers to a single one. `plug_in=True`
+        leaves it out, for a file that is to leave; the means that remain were trained on the data and can tell about them, too.
 
         Args:
             path: The folder, made if it does not exist.

@@ -228,9 +228,12 @@ class Result:
     def save_clients(self, path: str | os.PathLike[str], *, plug_in: bool = False) -> None:
         """Write every client's model into a folder of its name in the folder `path`; `load_client` reads them.
 
+        Where the method's predictor needs training data (FedSI's), a client's file is as confidential as these and must not leave the
+        client, see `ClientModel.save`; `plug_in=True` is for files that are to leave.
+
         Args:
             path: The folder, made if it does not exist.
-            plug_in: Whether to store the means of the beliefs alone, see `ClientModel.save`.
+            plug_in: Whether to store the means of the beliefs alone, without the covariances made of training data.
 
         Raises:
             ValueError: A client's name cannot be that of a folder; nothing is written then. Or as by `client` and `ClientModel.save`.

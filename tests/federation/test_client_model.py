@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.testing import assert_close
 
@@ -193,6 +194,35 @@ def test_no_training_row_is_written(named: FederatedData, model, tmp_path: Path)
     for row in rows:
         for dtype in (torch.float32, torch.float64):
             assert row.to(dtype).numpy().tobytes() not in content
+
+
+def test_a_stored_covariance_is_as_confidential_as_the_rows(named: FederatedData, tmp_path: Path):
+    """What the documentation warns of: a row to which a unit answers alone is read off the file, and not with `plug_in=True`."""
+    rows, _ = named.train.client(0)
+    direction = torch.randn(8, generator=torch.Generator().manual_seed(0))
+    best, next_best = (rows @ direction).topk(2)[0].tolist()
+    secret = rows[int((rows @ direction).argmax())].double()
+    model = bf.models.mlp(8, hidden=16, outputs=3)
+    with torch.no_grad():  # the first unit answers to this row of the client alone
+        model.get_parameter("body.0.weight")[0] = direction
+        model.get_parameter("body.0.bias")[0] = -(best + next_best) / 2
+    method = replace(bf.algorithms.fedper(model, epochs=1, lr=1e-9), predictor=LinearisedLaplace(precision=1.0))
+    one = run(method, named, rounds=1, evaluate_every=None).client(0)
+    one.save(tmp_path / "stays")
+    one.save(tmp_path / "leaves", plug_in=True)
+
+    stays, leaves = load_file(tmp_path / "stays" / FILE), load_file(tmp_path / "leaves" / FILE)
+    unit, curved = torch.tensor([*range(8), 16 * 8]), stays["stored.curved"]  # its weights, and its bias after those of all units
+    assert bool(curved[unit].all())
+    root = stays["stored.root"][curved.cumsum(0)[unit] - 1]
+    covariance = stays["stored.variance"][unit].diag() + stays["stored.sign"] * root @ root.T
+    taken = torch.eye(9) - covariance  # what the data took away from the prior, along (row, 1)
+    row = torch.linalg.eigh(taken)[1][:, -1]
+    assert_close(row[:8] / row[8], secret, atol=1e-9, rtol=1e-9)
+
+    assert sorted(leaves) == sorted(name for name in stays if name.startswith("view."))
+    assert all(torch.equal(leaves[name], stays[name]) for name in leaves)  # the means alone, of which this unit's hold another direction
+    assert abs(float(torch.nn.functional.cosine_similarity(leaves["view.body.loc"][:8], secret, dim=0))) < 0.9
 
 
 def test_all_clients_are_saved_under_their_names(ditto: Result, named: FederatedData, tmp_path: Path):
