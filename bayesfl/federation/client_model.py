@@ -114,7 +114,7 @@ class ClientModel:
             raise ValueError(f"x holds NaN or infinite numbers, first in row {bad}; fill them in as before training, or drop the rows")
         if draws is not None:
             whole("draws (None is the paper's number)", draws, least=0)
-        found = predict.alone(
+        found: dict[str, Any] = predict.alone(
             self.algorithm,
             self.view,
             rows,

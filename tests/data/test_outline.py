@@ -28,6 +28,9 @@ def test_a_number_that_is_the_name_of_another_is_refused():
     with pytest.raises(ValueError, match=r"client 1 .*'Basel'.*'1' is the name of another"):
         place(1, NAMES)
     assert place(1, ("0", "1", "2")) == 1
+    assert place(0, ("1", "2", "3")) == 0  # a place, which is no name
+    with pytest.raises(ValueError, match=r"got 3; '3' is the name of one"):
+        place(3, ("1", "2", "3"))
     with pytest.raises(ValueError, match=r"\[0, 2\].*'a'"):
         place("a", ("a", "b", "a"))
 

@@ -40,6 +40,7 @@ def test_a_client_is_found_by_name_or_number(ditto: Result, named: FederatedData
     x, _ = named.test.client(2)
     assert torch.equal(one.predict(x).probs, ditto.client(np.int64(2)).predict(x).probs)
     assert repr(one) == "ClientModel('Bern' after round 3; inputs (8,))"
+    assert_close(ditto.predict().client("Bern").probs, one.predict(x).probs, atol=1e-12, rtol=0)
     with pytest.raises(ValueError, match=r"no client 'Zürich'.*7 names .*'Zurich'"):
         ditto.client("Zürich")
     with pytest.raises(ValueError, match=r"0 to 6, got 7"):
