@@ -92,16 +92,17 @@ class ClientModel:
         For rows of the client's test data the predictions are those of `Result.predict`, up to rounding, with the same random draws.
 
         Args:
-            x: Inputs [N, ...] of the shape that the model was trained on: an array, a tensor, or a data frame with the same columns.
+            x: Inputs [N, ...] of the shape that the model was trained on: an array, a tensor, or a data frame with the same columns. Floats
+                of any precision, integers and truth values are converted, to float32 as training data are, then to the model's precision.
             draws: Number of posterior draws S to average over; 0 predicts at the mean, None uses the number of the method's paper.
 
         Returns:
             The predictions, tensors [N, ...] without an axis of clients.
 
         Raises:
-            TypeError: `x` is no array of numbers.
-            ValueError: `x` has other columns, rows of another shape, no rows, or numbers that are not finite, or `draws` is not a whole
-                number >= 0.
+            TypeError: `x` is no array.
+            ValueError: `x` has other columns, rows of another shape, no rows, something else than real numbers (complex ones, text, dates,
+                objects), or numbers that are not finite; or `draws` is not a whole number >= 0.
         """
         refuse_changed(self.algorithm.model)
         same_columns("x", names_of(x, pooled=True), self.columns)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -74,21 +75,43 @@ def test_rows_of_any_kind(ditto: Result):
     probs = one.predict(x).probs
     assert probs is not None
     assert probs.shape == (5, 3)
-    for other in (x.numpy(), x.tolist(), x.double().numpy()):
+    for other in (x.numpy(), x.tolist(), x.double().numpy(), x.numpy().astype(np.longdouble)):
         assert_close(one.predict(other).probs, probs, atol=0, rtol=0)
     assert_close(torch.cat([p for r in range(5) if (p := one.predict(x[r : r + 1]).probs) is not None]), probs, atol=1e-12, rtol=0)
+
+
+KINDS = ("float16", "float32", "float64", "int8", "int32", "int64", "uint8", "uint16", "bool")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_real_numbers_of_any_type_are_converted(model, named: FederatedData, dtype: torch.dtype):
+    """As users of numpy and pandas hold them; the predictions are those of the same numbers in float32."""
+    one = run(bf.algorithms.fedavg(model, epochs=1), named, rounds=1, evaluate_every=None, dtype=dtype).client(0)
+    whole = np.arange(16).reshape(2, 8) % 2
+    probs = one.predict(whole.astype("float32")).probs
+    for kind in KINDS:
+        assert torch.equal(one.predict(whole.astype(kind)).probs, probs)  # type: ignore[arg-type]
+        assert torch.equal(one.predict(torch.from_numpy(whole.astype(kind))).probs, probs)  # type: ignore[arg-type]
+    assert torch.equal(one.predict(torch.from_numpy(whole).bfloat16()).probs, probs)  # type: ignore[arg-type]
+    assert torch.equal(one.predict(pd.DataFrame(whole, dtype="Int64")).probs, probs)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("x", "error", "words"),
     [
+        (np.ones((2, 8)) * 1j, ValueError, r"^x must be .*got complex128; make real numbers"),
+        (np.ones((2, 8), dtype=object), ValueError, r"^x must be .*got object; .*astype\(float\)"),
+        (np.full((2, 8), "1.0"), ValueError, r"^x must be .*got <U3; .*astype\(float\)"),
+        (np.zeros((2, 8), dtype="datetime64[D]"), ValueError, r"^x must be .*got datetime64\[D\]; make real numbers"),
+        (np.zeros((2, 8), dtype="timedelta64[s]"), ValueError, r"^x must be .*got timedelta64\[s\]; make real numbers"),
+        (pd.DataFrame({"town": ["Bern"], "age": [1.0]}), ValueError, r"^x: columns \['town'\] hold no numbers; .*get_dummies"),
         (torch.randn(5, 7), ValueError, r"\[N, 8\], got \[5, 7\]"),
         (torch.randn(8), ValueError, r"\[N, 8\], got \[8\]"),
         (torch.randn(0, 8), ValueError, r"got \[0, 8\]"),
         (torch.tensor(1.0), ValueError, r"got \[\]"),
         (torch.tensor([[1.0] * 8, [float("nan")] * 8]), ValueError, "first in row 1"),
         ([["a"] * 8], ValueError, r"x must be an array of numbers"),
-        (torch.randn(2, 8, dtype=torch.complex64), ValueError, "complex64"),
+        (torch.randn(2, 8, dtype=torch.complex64), ValueError, r"^x must be real numbers, got torch.complex64; pass real and imaginary"),
         (None, TypeError, "None"),
     ],
 )
