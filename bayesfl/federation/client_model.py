@@ -19,6 +19,7 @@ from bayesfl.base.layout import refuse_changed
 from bayesfl.base.protocols import Batch, Fitted, Server, StoredPredictor, Tensors, View
 from bayesfl.base.trees import shapes
 from bayesfl.composition.algorithm import Algorithm
+from bayesfl.composition.predictors import Mixture
 from bayesfl.data import FederatedData
 from bayesfl.data.arrays import to_tensor
 from bayesfl.data.frames import names_of, same_columns
@@ -131,10 +132,11 @@ class ClientModel:
     def model(self) -> nn.Module:
         """Return the network at the means of the client's beliefs: a module of its own, in evaluation mode.
 
-        Its outputs are what the likelihood reads, such as logits. It knows nothing of the uncertainty, for which `predict` is.
+        Its outputs are what the likelihood reads, such as logits. It knows nothing of the uncertainty, for which `predict` is. Of several
+        networks it is the one that the client chose, as in IFCA.
 
         Raises:
-            ValueError: The client predicts with several models together, as in a mixture.
+            ValueError: The client predicts with several networks together, as in a mixture.
         """
         return module_at(self.algorithm, self.algorithm.parts, self.view)
 
@@ -215,16 +217,24 @@ class ClientModel:
 def module_at(algorithm: Algorithm, parts: tuple[str, ...], view: View) -> nn.Module:
     """Return the method's network at the means of some beliefs, as a module of its own in evaluation mode; frozen parameters stay so.
 
+    Of blocks with copies it is the copy that alone has weight in the view's mixture.
+
     Args:
         algorithm: The method.
         parts: Names of the blocks that make the network.
-        view: Beliefs about these blocks [...], and "n".
+        view: Beliefs about these blocks [...], "n", and what the method's predictor reads.
 
     Raises:
-        ValueError: One of the blocks has copies.
+        ValueError: Several copies of a block predict together.
     """
     if (copies := algorithm.copies(parts)) is not None:
-        raise ValueError(f"there is no single network: {copies} copies of it predict together; use predict(x), which mixes them")
+        rule = algorithm.predictor
+        weighted = view[rule.weights].nonzero().flatten().tolist() if isinstance(rule, Mixture) else range(copies)
+        if len(weighted) != 1:
+            raise ValueError(
+                f"there is no single network: {len(weighted)} of {copies} copies predict together; use predict(x), which mixes them"
+            )
+        view = view | {part: tree_map(lambda t: t[weighted[0]], view[part]) for part in parts if algorithm.blocks[part].copies}
     refuse_changed(algorithm.model)
     network = copy.deepcopy(algorithm.network(view, parts))
     for part in parts:

@@ -182,6 +182,23 @@ def test_what_needs_too_much_is_refused_unless_the_means_are_asked_for(model, na
     assert bf.load_client(tmp_path / "again", result.algorithm).plug_in
 
 
+def test_the_network_that_a_client_chose_is_its_module(model, named: FederatedData, tmp_path: Path):
+    """Of IFCA's several; from a file, too, and for clients that chose differently."""
+    result = run(bf.algorithms.ifca(model, clusters=3, epochs=1, batch_size=10), named, evaluate_every=None)
+    chosen = {}
+    for j in range(named.clients):
+        (x, _), one = named.test.client(j), result.client(j)
+        one.save(tmp_path / str(j))
+        for made in (one, bf.load_client(tmp_path / str(j), result.algorithm)):
+            outputs = made.model()(x.double()).detach()
+            assert_close(outputs.softmax(-1), one.predict(x).probs, atol=1e-12, rtol=0)
+        found = torch.cat([p.detach().flatten() for p in one.model().parameters()])
+        m = int(one.view["cluster"].argmax())
+        assert torch.equal(found, result.server["models"]["loc"][m])
+        chosen[m] = j
+    assert len(chosen) > 1
+
+
 @dataclass(frozen=True)
 class Nearest:
     """A predictor that gives the class of the nearest training example: it cannot do without the data."""
