@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from bayesfl.base.checks import instance, number, whole
+from bayesfl.base.files import folder
 from bayesfl.base.layout import refuse_changed
 from bayesfl.base.protocols import Batch, Fitted, Server, StoredPredictor, Tensors, View
 from bayesfl.base.trees import shapes
@@ -37,6 +38,8 @@ VERSION = 1
 LIMIT = 2**28
 """Bytes that a tensor of the predictor may take in a file, where the method's predictor needs training data."""
 SAFE = re.compile(r"[^/\\\0]+")
+LONGEST = 255
+"""Bytes that the name of a folder may have."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,7 +156,9 @@ class ClientModel:
             plug_in: Whether to leave the covariance out, and to predict at the means of the beliefs.
 
         Raises:
-            ValueError: `path` is a file, or lies under one; or the method's predictor cannot be stored, or takes more than `LIMIT` bytes.
+            TypeError: `path` is neither text nor a path.
+            ValueError: `path` is empty, or is a file, or lies under one; or the method's predictor cannot be stored, or takes more than
+                `LIMIT` bytes.
         """
         plug_in = plug_in or self.plug_in
         try:
@@ -306,12 +311,12 @@ def load_client(path: str | os.PathLike[str], algorithm: Algorithm, *, device: t
         device: The device that is to hold it and to compute its predictions.
 
     Raises:
-        TypeError: `algorithm` is no `Algorithm`.
-        ValueError: The device is absent.
+        TypeError: `algorithm` is no `Algorithm`, or `path` is neither text nor a path.
+        ValueError: The device is absent, or `path` is empty.
         CheckpointError: There is no model of a client, or several; or the file is damaged, or was made with another method.
     """
     instance("algorithm", algorithm, Algorithm, METHOD)
-    file = _file(Path(path))
+    file = _file(folder("path", path))
     meta, tensors = checkpoint.read_file(file, present(device))
     try:
         if meta["kind"] != "client" or meta["version"] != VERSION:
@@ -355,11 +360,15 @@ def check_file_names(names: Sequence[str]) -> None:
     """Check that clients' names can be names of folders, none of which lies outside the folder that holds them.
 
     Raises:
-        ValueError: A name is empty, `.` or `..`, or holds a slash or another character that no folder may have; or two are alike.
+        ValueError: A name is empty, `.` or `..`, or holds a slash or another character that no folder may have, or is too long; or two are
+            alike.
     """
     bad = [name for name in names if not SAFE.fullmatch(name) or name in (".", "..")]
-    if bad or len({name.casefold() for name in names}) < len(names):
+    long = [name for name in names if len(os.fsencode(name)) > LONGEST]
+    if bad or long or len({name.casefold() for name in names}) < len(names):
         what = f"{bad[0]!r} is not" if bad else "two are alike, or differ in case only:"
+        if long and not bad:
+            what = f"{long[0][:40]!r}... has {len(os.fsencode(long[0]))} bytes, more than the {LONGEST} that are"
         raise ValueError(f"clients' names become folders, and {what} fit for that; save single clients by result.client(...).save(path)")
 
 

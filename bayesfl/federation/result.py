@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from bayesfl.base.checks import instance, whole
+from bayesfl.base.files import folder
 from bayesfl.base.layout import refuse_changed
 from bayesfl.base.protocols import Server, View
 from bayesfl.base.random import Purpose, generator
@@ -236,13 +237,15 @@ class Result:
             plug_in: Whether to store the means of the beliefs alone, without the covariances made of training data.
 
         Raises:
-            ValueError: A client's name cannot be that of a folder; nothing is written then. Or as by `client` and `ClientModel.save`.
+            TypeError: `path` is neither text nor a path.
+            ValueError: `path` is empty, or a client's name cannot be that of a folder; nothing is written then. Or as by `client` and
+                `ClientModel.save`.
             DivergenceError: A client's fine-tuning is not finite, and `tolerant` is False.
         """
-        names = self.known.client_names
+        inside, names = folder("path", path), self.known.client_names
         check_file_names(names)
         for j, name in enumerate(names):
-            self.client(j).save(os.path.join(path, name), plug_in=plug_in)
+            self.client(j).save(inside / name, plug_in=plug_in)
 
     def model(self) -> nn.Module:
         """Return the server's network, at the means of its beliefs: a module of its own, in evaluation mode.

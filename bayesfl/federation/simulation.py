@@ -10,6 +10,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from bayesfl.base.checks import whole
+from bayesfl.base.files import folder
 from bayesfl.base.protocols import Server
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import ClientData, FederatedData
@@ -94,7 +95,8 @@ def simulate(
         progress: Whether to show a progress bar; None shows one if standard error is a terminal.
 
     Raises:
-        TypeError: The method, its likelihood, the data, the aggregation, the admission rules, the faults or `resume` have the wrong type.
+        TypeError: The method, its likelihood, the data, the aggregation, the admission rules, the faults, `resume`, `start` or `checkpoint`
+            have the wrong type.
         ValueError: An argument is out of range, or does not fit the method or the data; the message names it and the remedy.
         ImportError: `ClientPrivacy` needs dp-accounting, which is not installed.
         CheckpointError: The run to resume is damaged, or was made with another method or on other data.
@@ -138,8 +140,11 @@ def simulate(
     whole("every", every, least=1)
     callbacks = checked(on_round)
     check_measures(measures)
-    if checkpoint is not None and (not isinstance(checkpoint, str | os.PathLike) or not os.fspath(checkpoint)):
-        raise ValueError(f"checkpoint must name a folder, got {checkpoint!r}; leave it out for none")
+    if checkpoint is not None:
+        folder("checkpoint", checkpoint)
+    for name, given in {"resume": resume, "start": start}.items():
+        if isinstance(given, str):
+            folder(name, given)
     if start is not None and not isinstance(resume, bool | None):
         raise ValueError("start begins a new run, resume goes on with one: pass one of them; resume=True may stand beside start")
     if start is not None and settings.sampling == "poisson":

@@ -277,6 +277,32 @@ def test_all_clients_are_saved_under_their_names(ditto: Result, named: Federated
     assert sorted(p.name for p in tmp_path.iterdir()) == ["models"]
 
 
+@pytest.mark.parametrize(("path", "error"), [("", ValueError), (3, TypeError), (None, TypeError)])
+def test_a_path_that_names_no_folder_is_refused(ditto: Result, path: Any, error: type, tmp_path: Path, monkeypatch):
+    """Wherever one is read or written; nothing is written."""
+    monkeypatch.chdir(tmp_path)
+    for use in (
+        ditto.save,
+        ditto.client(0).save,
+        ditto.save_clients,
+        lambda path: bf.load(path, ditto.algorithm),
+        lambda path: bf.load_client(path, ditto.algorithm),
+    ):
+        with pytest.raises(error, match=rf"^path must name a folder.*got {path!r}; pass one"):
+            use(path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_names_too_long_for_folders_are_refused(ditto: Result, named: FederatedData, tmp_path: Path):
+    """Counted in bytes, before anything is written."""
+    for name, bytes_ in (("x" * 300, 300), ("ü" * 128, 256)):
+        long = replace(ditto, known=replace(named, client_names=(*NAMES[:6], name)))
+        with pytest.raises(ValueError, match=rf"'{name[:40]}'\.\.\. has {bytes_} bytes, more than the 255.*result\.client\(\.\.\.\)\.save"):
+            long.save_clients(tmp_path / "models")
+    assert not list(tmp_path.iterdir())
+    replace(ditto, known=replace(named, client_names=(*NAMES[:6], "x" * 255))).save_clients(tmp_path)
+
+
 def test_the_servers_network_is_a_module(ditto: Result, model, named: FederatedData):
     network = ditto.model()
     assert_close(network(torch.ones(1, 8).double()).shape, torch.Size([1, 3]))
