@@ -193,12 +193,12 @@ class Result:
         It is fine-tuned once where the method does so before it predicts. Later training of this federation does not change it.
 
         Args:
-            client: The client's name, or its number.
+            client: The client's name, or its number, as in `FederatedData.select`.
 
         Raises:
             TypeError: `client` is neither.
-            ValueError: There is no such client; or the model needs training data, which this result was loaded without, or validation data
-                to tune its predictor.
+            ValueError: There is no such client, or a number is the name of another; or the model needs training data, which this result was
+                loaded without, or validation data to tune its predictor.
             DivergenceError: The client's fine-tuning is not finite, and `tolerant` is False.
         """
         name = self.known.client_names[j := place(client, self.known.client_names)]

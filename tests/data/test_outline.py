@@ -42,6 +42,17 @@ def test_hospitals_whose_ids_are_numbers_can_be_held_out():
     assert data.select(["30"]).client_names == ("30",)
 
 
+def test_numbers_are_places_where_names_are_numbers_too():
+    """In a selection as in `place`: what could be either of two clients is refused, with the remedy."""
+    data = bf.data.from_arrays(torch.randn(30, 2), torch.arange(30) % 2, client_ids=[1, 2, 3] * 10)
+    assert data.select([0]).client_names == data.select(["1"]).client_names == ("1",)
+    assert data.select(["3", "1"]).client_names == ("3", "1")
+    with pytest.raises(ValueError, match=r"client 1 is ambiguous: number 1 is '2', and '1' is the name of another; pass a name, as text"):
+        data.select([0, 1])
+    with pytest.raises(ValueError, match=r"0 to 2, got 3; '3' is the name of one: pass it as text"):
+        data.select([3])
+
+
 def test_an_outline_is_read_back():
     data = bf.data.from_arrays(torch.randn(40, 2), torch.arange(40) % 2, client_ids=["a", "b"] * 20)
     assert Outline.read(loads(dumps(asdict(data.outline)))) == data.outline
