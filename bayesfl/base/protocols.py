@@ -212,7 +212,9 @@ class StoredPredictor(Predictor, Protocol):
         ...
 
     def stored(self, fitted: Fitted, value: float | None, *, limit: int) -> Tensors:
-        """Return the tensors by which `restored` predicts; none of them holds a row of the training data.
+        """Return the tensors by which `restored` predicts; none of them holds a row of the training data as it is.
+
+        They can be as confidential as the rows, which may be computed from them, see `ClientModel.save`.
 
         Args:
             fitted: One client's predictor, as the rule itself or `restored` made it.

@@ -2,7 +2,11 @@
 
 A callback is called after every round, once its checkpoint is written, with the run so far: a `bayesfl.federation.result.Result` on one
 machine, a `bayesfl.flower.Deployed` over a network. It may read all of it, above all `history`; if it returns True, the run ends. What it
-is given goes on changing with the run: keep `snapshot(result)`. Any function of that kind will do:
+is given goes on changing with the run: keep `snapshot(result)`.
+
+A round may be told twice. A resumed run first calls its callbacks for the round that it goes on from, of which they may not have heard if
+the process was killed. So a run that was ended by a callback stays ended, and goes on if that callback is left out. A simulation that is
+ended between evaluations is measured then, and its callbacks are called once more with the measures. Any function of that kind will do:
 
     def note(result):
         mlflow.log_metrics({key: value for key, value in result.history[-1].items() if value == value}, step=result.round)
@@ -63,8 +67,8 @@ def ended(callbacks: Sequence[Callback], result: Any) -> bool:
 
 
 def over(callbacks: Sequence[Callback], result: Any) -> bool:
-    """Say whether a run that goes on had been ended by a callback with a `finish`, as `EarlyStopping`, asked before any further round."""
-    return bool(result.round) and ended([callback for callback in callbacks if hasattr(callback, "finish")], result)
+    """Say whether a run that goes on is ended already; its callbacks are asked before any further round."""
+    return bool(result.round) and ended(callbacks, result)
 
 
 def finished(callbacks: Sequence[Any], result: Result) -> Result:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from bayesfl.base import digest
-from bayesfl.base.files import atomic_path, remove_leftovers
+from bayesfl.base.files import atomic_path, folder, remove_leftovers
 from bayesfl.base.trees import detached, nest
 from bayesfl.federation.errors import CheckpointError
 
@@ -41,14 +41,15 @@ def write(path: str | os.PathLike[str], meta: Mapping[str, Any], tensors: Mappin
     """Write a nest of tensors and JSON-able `meta` into one file of the folder `path`, completely or not at all.
 
     Raises:
-        ValueError: `path` is a file, or lies under one.
+        TypeError: `path` is neither text nor a path.
+        ValueError: `path` is empty, or is a file, or lies under one.
     """
     from safetensors.torch import save_file
 
-    folder = _folder(path)
+    made = _folder(path)
     flat = detached(tensors)
     text = json.dumps({**meta, "format": FORMAT})
-    with atomic_path(folder / name) as temporary:
+    with atomic_path(made / name) as temporary:
         save_file(flat, str(temporary), metadata={"bayesfl": text, "digest": digest.of_tensors(text, flat)})
 
 
@@ -75,13 +76,13 @@ def claim(path: str | os.PathLike[str], *, resumed: bool) -> None:
     Raises:
         ValueError: `path` is a file or lies under one, or the folder holds a saved result or another run.
     """
-    folder = _folder(path)
-    remove_leftovers(folder, ".safetensors")
-    if held(folder) and not resumed:
+    claimed = _folder(path)
+    remove_leftovers(claimed, ".safetensors")
+    if held(claimed) and not resumed:
         raise ValueError(
             f"checkpoint folder {str(path)!r} holds a run already; pass resume=True to go on from its newest checkpoint, or another folder"
         )
-    if (folder / STATE).is_file():
+    if (claimed / STATE).is_file():
         raise ValueError(f"checkpoint folder {str(path)!r} holds a saved result, {STATE}; keep checkpoints in a folder of their own")
 
 
@@ -115,9 +116,11 @@ def read(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> tu
     A warning is issued where a newer file is damaged.
 
     Raises:
+        TypeError: `path` is neither text nor a path.
+        ValueError: `path` is empty.
         CheckpointError: The folder holds no run, or every file is damaged or of another format.
     """
-    files, damage = held(path), []
+    files, damage = held(folder("path", path)), []
     if not files:
         raise CheckpointError(f"{str(path)!r} holds no saved run: neither {STATE} nor a checkpoint round-*.safetensors is there")
     for file in files:
@@ -165,15 +168,15 @@ def read_file(file: Path, device: torch.device | str = "cpu") -> tuple[dict[str,
 
 
 def _folder(path: str | os.PathLike[str]) -> Path:
-    folder = Path(path)
+    made = folder("path", path)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        made.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
         raise ValueError(f"path must name a folder, but {str(path)!r} is a file, or lies under one; pass another") from error
-    return folder
+    return made
 
 
-def _rounds(folder: Path) -> list[Path]:
+def _rounds(path: Path) -> list[Path]:
     """Return the checkpoints in a folder, the newest first."""
-    found = {int(match[1]): file for file in folder.glob("round-*") if (match := ROUND.fullmatch(file.name))}
+    found = {int(match[1]): file for file in path.glob("round-*") if (match := ROUND.fullmatch(file.name))}
     return [found[round] for round in sorted(found, reverse=True)]

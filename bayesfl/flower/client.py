@@ -306,8 +306,8 @@ class _Client:
         self._keep_model(order, local, done, value)
         if self.examples("test"):
             (parts,) = of_chunk(local, done, [self._split("test", order)], round=order.round, draws=None, value=value)
-            ((_, found),) = parts
-            found = {name: t.cpu() for name, t in found.items()}
+            ((_, computed),) = parts
+            found: dict[str, Any] = {name: t.cpu() for name, t in computed.items()}
             self._states(order.experiment).write_predictions(order.round, {name: t[0] for name, t in found.items()})
             predictions = Predictions(mask=torch.ones(1, self.examples("test"), dtype=torch.bool), **found)
             summary = predictions.summary(self._of_one("test", order).to("cpu"))

@@ -97,7 +97,7 @@ def serve(
         start: A deployed federation, or the folder of its checkpoints, from whose state this one begins, as by `simulate(start=)`. Clients
             are those of the same id, and go on with the states that they kept; new ones adapt first. None for the method's own start.
         on_round: Callbacks, called one after another after every round with the run so far, see `bayesfl.callbacks`; one that returns True
-            ends the run, after which every client predicts.
+            ends the run, after which every client predicts. A run that goes on calls them first for the round that it goes on from.
 
     Raises:
         TypeError: `algorithm` is no `Algorithm`, `admission` no `Admission`, or `on_round` no list of callbacks.
