@@ -46,7 +46,8 @@ class Network:
             if client not in self._named:
                 self._named.add(client)
                 median = np.median(counts[counts > 0])
-                log.warning("client %d says that it has %d training examples, the median client %g", client, counts[client], median)
+                who = self.roster.called(client)
+                log.warning("%s says that it has %d training examples, the median client %g", who, counts[client], median)
         return counts
 
     def ask(self, kind: str, orders: Mapping[int, RecordDict], *, group: str) -> Iterator[tuple[int, RecordDict | Failure]]:
@@ -168,14 +169,12 @@ def orders(
     }
     found: dict[int, RecordDict] = {}
     for place, client in enumerate(ids.tolist()):
-        base = state.base[client]
-        past = state.before if not base and state.before is not None and client < len(state.before.base) else None
-        begins = state.start if past is None else {} if past.base[client] else past.start
-        start = {} if base else tree_map(lambda t: t[None], begins)
+        kept_at = state.place(client)
+        start = {} if kept_at.base else tree_map(lambda t: t[None], state.initial(kept_at.experiment))
         own, digest = records.pack({"addressed": tree_map(lambda t, i=place: t[i : i + 1], addressed), "start": start})
-        named = sorted({base, *(names[client] for names in kept)} - {""})
-        config = {**told, "client": client, "base": base, "named": named, "sends": client in senders, "own_digest": digest}
-        config |= {"before": "", "before_base": ""} if past is None else {"before": past.experiment, "before_base": past.base[client]}
+        named = sorted({state.base[client], *(names[client] for names in kept)} - {""})
+        config = {**told, "client": client, "named": named, "sends": client in senders, "own_digest": digest}
+        config |= {"base": kept_at.base, "kept_in": kept_at.experiment, "kept_as": kept_at.client}
         found[client] = RecordDict({"config": ConfigRecord(config), "common": shared, "own": own})
     return found
 

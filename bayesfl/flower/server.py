@@ -95,14 +95,14 @@ def serve(
         checkpoint: A folder for checkpoints of the server; without one a server that was killed starts anew.
         every: Rounds between checkpoints; a checkpoint is always written after the last round.
         start: A deployed federation, or the folder of its checkpoints, from whose state this one begins, as by `simulate(start=)`. Clients
-            are those of the same id, and go on with the states that they kept; new ones adapt first. None for the method's own start.
+            are matched by name and go on with the states that they kept; new ones adapt first. None for the method's own start.
         on_round: Callbacks, called one after another after every round with the run so far, see `bayesfl.callbacks`; one that returns True
             ends the run, after which every client predicts.
 
     Raises:
         TypeError: `algorithm` is no `Algorithm`, `admission` no `Admission`, or `on_round` no list of callbacks.
-        ValueError: An option is outside its range, another server uses the folder, it holds a run of other settings, or the method tunes
-            a number and no client has validation data.
+        ValueError: An option is outside its range, another server uses the folder, it holds a run of other settings, the method tunes
+            a number and no client has validation data, or `start` is given and clients have the same name.
         CheckpointError: The folder's checkpoints are damaged, or were made with another method.
         BadClients: A reply is missing or bad, and bad clients stop the run.
         FailedRound: With `below_minimum="repeat"`, a round failed three times.
@@ -166,25 +166,28 @@ class _Run:
         """Return the state from which the run starts or continues, once the clients have answered."""
         keys: dict[int, str] = {}
         counts: dict[int, int] = {}
-        goes_on = self.folder is not None and bool(held(self.folder))
-        session = secrets.token_hex(4)
-        if self.folder is not None and goes_on:
+        state, before, session = None, None, secrets.token_hex(4)
+        if self.folder is not None and held(self.folder):
             state, keys, counts = deployed.read(self.folder, algorithm)
             state = deployed.resumed(state, settings, clients, dtype)
             state = replace(state, sessions=(*state.sessions, session))
             log.info("going on after round %d of experiment %s", state.round, state.experiment)
             self.kept = deployed.bases(self.folder, clients)
         else:
-            server, before = deployed.started(begins, algorithm, clients, settings.seed, dtype)
-            start, base = algorithm.rows(server), ("",) * clients
-            state = Deployed(algorithm, settings, secrets.token_hex(8), (session,), 0, server, start, base, dtype=dtype, before=before)
-        hello = {"protocol": PROTOCOL, "algorithm": fingerprint(algorithm), "experiment": state.experiment}
+            before = deployed.opened(begins, algorithm, seed=settings.seed, dtype=dtype)
+        experiment = secrets.token_hex(8) if state is None else state.experiment
+        known = {} if state is None else {client: name for client, name in enumerate(state.names) if name}
+        hello = {"protocol": PROTOCOL, "algorithm": fingerprint(algorithm), "experiment": experiment}
         patience = 2 * self.timeout + REMIND  # answers are read between rounds, and a round may last `timeout` seconds
-        roster = Roster(clients, hello, patience, keys, counts=counts)
+        roster = Roster(clients, hello, patience, keys, counts=counts, names=known)
         self.network = Network(self.grid, roster, self.timeout)
-        roster.wait(self.grid, least=self.admission.min_clients, patience=self.timeout if goes_on else None)
+        roster.wait(self.grid, least=self.admission.min_clients, patience=None if state is None else self.timeout)
+        names = roster.everyone()
+        if state is None:
+            state = deployed.begun(before, algorithm, settings, names, dtype=dtype, experiment=experiment, session=session)
+        state = replace(state, names=names)
         run = OpenRun(algorithm, settings, clients, self.admission.min_clients)
-        self.rules = Rules(algorithm, settings, clients, algorithm.uplink(dtype), self.admission, run)
+        self.rules = Rules(algorithm, settings, clients, algorithm.uplink(dtype), self.admission, run, names)
         predictor = algorithm.predictor
         if predictor is not None and len(predictor.grid) > 1 and not sum(roster.validation.values()):
             raise ValueError(
@@ -193,7 +196,7 @@ class _Run:
             )
         self.save(state)  # experiment, session and keys are stored before anything depends on them
         if state.before is not None and not state.round and state.start and algorithm.adapt:
-            state = self._adapted(state, [j for j in range(len(state.before.base), clients) if not state.base[j]])
+            state = self._adapted(state, [j for j, place in enumerate(state.before.places) if place is None and not state.base[j]])
             self.save(state)
         return state
 
@@ -203,7 +206,7 @@ class _Run:
         told = orders(state, np.array(ids, np.int64), set(), self.kept.values())
         for client, reply in self.network.ask("train.adapt", told, group="adapt"):
             if isinstance(reply, Failure):
-                log.warning("client %d did not adapt: %s", client, reply.reason)
+                log.warning("%s did not adapt: %s", self.network.roster.called(client), reply.reason)
             else:
                 base[client] = state_name(0, state.sessions[-1])
         return replace(state, base=tuple(base))
@@ -220,6 +223,7 @@ class _Run:
         if isinstance(tried, FailedRound):
             tried = replace(state, round=state.round + 1), {"round": state.round + 1, "cohort": 0, **tried.row}
         made, row = tried
+        made = replace(made, names=self.network.roster.everyone())
         made.history.append(row)
         log.info("round %d of %d: %s", made.round, made.settings.rounds, ", ".join(f"{k} {v:.4g}" for k, v in row.items()))
         if made.round % self.every == 0 or made.round == made.settings.rounds:
@@ -241,7 +245,7 @@ class _Run:
         told = orders(state, np.arange(state.clients), set(), self.kept.values(), value=value, tolerant=self.admission.skips)
         for client, reply in self.network.ask("evaluate", told, group="evaluate"):
             if isinstance(reply, Failure):
-                log.warning("client %d did not predict: %s", client, reply.reason)
+                log.warning("%s did not predict: %s", self.network.roster.called(client), reply.reason)
                 continue
             for name in records.measures(reply):
                 if (measured := measure(reply, name)) is not None:
@@ -280,7 +284,7 @@ class _Run:
                 if bool((tensors["scores"].isnan() | tensors["scores"].isneginf()).any() or tensors["scores"].isposinf().all()):
                     raise records.RecordError("its scores are not numbers")
             except records.RecordError as error:
-                log.warning("client %d has no part in tuning %s: %s", client, predictor.tunes, error)
+                log.warning("%s has no part in tuning %s: %s", self.network.roster.called(client), predictor.tunes, error)
                 continue
             total += tensors["scores"]
             examples += self.network.roster.validation[client]

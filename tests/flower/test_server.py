@@ -23,7 +23,21 @@ from bayesfl.federation.settings import Settings
 from bayesfl.flower import BadClients, Deployed, client_app, load, records, serve, server_app
 from tests.cases import CASES, Case, burst_by_fine_tuning, federation
 from tests.flower.grid import LocalGrid
-from tests.flower.made import OPTIONS, Killed, asked, assert_same, changed, deploy, grid_of, method, packed, private, simulated, tuned
+from tests.flower.made import (
+    OPTIONS,
+    TOWNS,
+    Killed,
+    asked,
+    assert_same,
+    changed,
+    deploy,
+    grid_of,
+    method,
+    packed,
+    private,
+    simulated,
+    tuned,
+)
 
 
 def predictions(deployed: Deployed, folder: Path, client: int) -> dict[str, Tensor]:
@@ -151,6 +165,21 @@ def test_a_bad_reply_may_stop_the_run(model: nn.Module, clients: FederatedData, 
     with pytest.raises(BadClients, match=r"round 0\b.*client 4\b.* 0\.3 seconds"):
         deploy(algorithm, clients, tmp_path, grid, timeout=0.3, admission=bf.Admission("stop"), checkpoint=tmp_path / "server")
     assert load(tmp_path / "server", algorithm).round == 0
+
+
+def test_clients_are_called_by_their_names(model: nn.Module, clients: FederatedData, tmp_path: Path, caplog: Any):
+    """In the log, in errors, and where the node itself says what went wrong."""
+    algorithm, towns = burst_by_fine_tuning(model), replace(clients, client_names=TOWNS)
+    grid = grid_of(algorithm, towns, tmp_path)
+    grid.alter = lambda client, message, reply: None if client == 4 and message.metadata.message_type == "train" else reply
+    options: dict[str, Any] = {"rounds": 1, "timeout": 0.3}
+    deploy(algorithm, towns, tmp_path, grid, admission=bf.Admission("skip"), **options)
+    assert "client 4 ('Genf') is left out: it did not reply" in caplog.text
+    with pytest.raises(BadClients, match=r"client 4 \('Genf'\): it did not reply"):
+        deploy(algorithm, towns, tmp_path, grid, admission=bf.Admission("stop"), **options)
+    grid.alter = None
+    deploy(algorithm, towns, tmp_path, grid, admission=bf.Admission("stop"), **options)
+    assert re.search(r"WARNING .*client (\d) \('(\w+)'\) did not predict: .*client \1 \('\2'\) is no longer finite", caplog.text)
 
 
 def test_a_cohort_below_the_minimum(model: nn.Module, clients: FederatedData, tmp_path: Path):
