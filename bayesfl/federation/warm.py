@@ -29,7 +29,9 @@ def from_where(start: "Result | str | os.PathLike[str]", algorithm: Algorithm, *
         CheckpointError: The folder holds no run that this method could have reached.
     """
     if not isinstance(start, Result | str | os.PathLike):
-        raise TypeError(f"start must be a Result or the folder of a saved one, got {type(start).__name__}")
+        raise TypeError(
+            f"start must be a Result or a saved one's folder, got {type(start).__name__}; bayesfl.flower.serve(start=) takes a Deployed"
+        )
     found = start if isinstance(start, Result) else opened(start, algorithm, device)
     warn_of_seed(found.settings.seed, seed)
     return found

@@ -185,7 +185,7 @@ def read(folder: str | os.PathLike[str], algorithm: Algorithm, *, same: bool = T
     Raises:
         CheckpointError: The folder has no checkpoint, or its checkpoints are damaged or were made with another method.
     """
-    meta, tensors = checkpoint.read(folder)
+    meta, tensors = checkpoint.read(folder, checkpoint.DEPLOYMENT)
     try:
         made_with, base = meta["algorithm"], _names(meta["base"])
         keys = {whole("client", int(client), least=0): bytes.fromhex(key).hex() for client, key in meta["keys"].items()}
@@ -238,7 +238,9 @@ def opened(start: Deployed | str | os.PathLike[str] | None, algorithm: Algorithm
     if start is None:
         return None
     if not isinstance(start, Deployed | str | os.PathLike):
-        raise TypeError(f"start must be a Deployed or the folder of its checkpoints, got {type(start).__name__}")
+        raise TypeError(
+            f"start must be a Deployed or the folder of its checkpoints, got {type(start).__name__}; bf.simulate(start=) takes a Result"
+        )
     found = start if isinstance(start, Deployed) else read(start, algorithm, same=False)[0]
     check_state("start", algorithm, found.server, found.start, clients=found.clients, dtype=found.dtype, stacked=False)
     if found.dtype != dtype:

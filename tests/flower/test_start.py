@@ -90,19 +90,42 @@ def test_clients_of_one_name_are_never_confused(model: nn.Module, clients: Feder
     assert_close(private(found, tmp_path), flatten(told.private), atol=1e-6, rtol=0)
 
 
+def test_folders_of_another_kind(model: nn.Module, clients: FederatedData, tmp_path: Path):
+    """Each says what it is, and what reads it."""
+    algorithm = bf.algorithms.ditto(model, epochs=1, batch_size=10)
+    deploy(algorithm, clients, tmp_path, rounds=1, checkpoint=tmp_path / "server")
+    simulated(algorithm, clients, rounds=1).save(tmp_path / "run")
+    told = r"server' holds the checkpoints of a deployment over Flower, not a run of bf\.simulate: .*flower\.serve\(start=path\).*nodes"
+    for begin in ({"start": tmp_path / "server"}, {"resume": tmp_path / "server"}):
+        with pytest.raises(CheckpointError, match=told):
+            simulated(algorithm, clients, **begin)
+    with pytest.raises(CheckpointError, match=told):
+        bf.load(tmp_path / "server", algorithm)
+    with pytest.raises(CheckpointError, match=r"run' holds a run of bf\.simulate, not the checkpoints of .* bf\.simulate\(start=path\)"):
+        deploy(algorithm, clients, tmp_path, start=tmp_path / "run", **LATER)
+    for node in (tmp_path / "node-102", *(tmp_path / "node-102").glob("*")):
+        with pytest.raises(
+            CheckpointError, match=r"holds no saved run: .*it holds states that clients keep on a node.*the server's folder"
+        ):
+            deploy(algorithm, clients, tmp_path, start=node, **LATER)
+    bf.load_client(tmp_path / "node-102", algorithm).save(tmp_path / "one")
+    with pytest.raises(CheckpointError, match=r"one' holds no saved run: .*a client's own model, which bf\.load_client"):
+        simulated(algorithm, clients, start=tmp_path / "one")
+
+
 def test_a_folder_without_names_goes_by_number(model: nn.Module, clients: FederatedData, tmp_path: Path):
     """As bayesfl 0.2 wrote it, at the start of a run, and in the middle of one that began from another."""
     algorithm = bf.algorithms.ditto(model, epochs=1, batch_size=10)
     few, first = clients.select(range(5)), tmp_path / "first"
     before = deploy(algorithm, few, tmp_path, rounds=1, participation=0.4, train="cohort", checkpoint=first)
-    meta, tensors = checkpoint.read(first)
+    meta, tensors = checkpoint.read(first, checkpoint.DEPLOYMENT)
     checkpoint.write_round(first, 1, {key: value for key, value in meta.items() if key != "names"}, tensors)
     first_told = simulated(algorithm, few, rounds=1, participation=0.4, train="cohort")
     told = simulated(algorithm, clients, start=first_told, participation=0.5, **LATER)
     options: dict[str, Any] = {**LATER, "checkpoint": tmp_path / "later", "start": first}
     with pytest.warns(UserWarning, match=r"matched by number"):
         deploy(algorithm, clients, tmp_path, on_round=[lambda run: run.round == 1], participation=0.5, **options)
-    meta, tensors = checkpoint.read(tmp_path / "later")
+    meta, tensors = checkpoint.read(tmp_path / "later", checkpoint.DEPLOYMENT)
     meta |= {"names": [], "before": {"experiment": before.experiment, "base": before.base}}
     checkpoint.write_round(tmp_path / "later", 1, meta, {**tensors, "before": before.start})
     found = deploy(algorithm, clients, tmp_path, participation=0.5, **options)
@@ -139,6 +162,10 @@ def test_what_does_not_fit_is_refused(model: nn.Module, clients: FederatedData, 
     before = deploy(algorithm, clients, tmp_path, rounds=1)
     with pytest.raises(TypeError, match=r"start .*Deployed.*got int"):
         deploy(algorithm, clients, tmp_path, start=3)
+    with pytest.raises(TypeError, match=r"start .*Deployed.*got Result; bf\.simulate\(start=\)"):
+        deploy(algorithm, clients, tmp_path, start=simulated(algorithm, clients, rounds=1))
+    with pytest.raises(TypeError, match=r"start .*Result.*got Deployed; bayesfl\.flower\.serve\(start=\)"):
+        simulated(algorithm, clients, start=before)
     with pytest.raises(ValueError, match=r"float64.*dtype="):
         deploy(algorithm, clients, tmp_path, start=before, dtype=torch.float32)
     with pytest.warns(UserWarning, match=r"^seed 3 "):
