@@ -119,7 +119,12 @@ class EarlyStopping:
         if not rows:
             settings = getattr(result, "settings", None)
             never = settings is not None and settings.evaluate_every is None and any(row.get("cohort") for row in history)
-            if never or any(key.startswith(("personal_", "validation_")) for key in history.columns):
+            if never and self.column not in history.columns:
+                raise KeyError(
+                    f"no column {self.column!r}: nothing is measured on the way; pass evaluate_every=1, or take a column of "
+                    f"{history.columns}"
+                )
+            if any(key.startswith(("personal_", "validation_")) for key in history.columns):
                 history[self.column]  # names the nearest columns
             return False
         best = History(rows).best(self.column, lowest=self._lowest)

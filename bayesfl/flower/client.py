@@ -19,6 +19,7 @@ from bayesfl.base.trees import nest
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import ClientData, FederatedData
 from bayesfl.engine import Engine
+from bayesfl.evaluation.history import PREFIXES
 from bayesfl.evaluation.own_measures import Measure, check_measures, measured
 from bayesfl.evaluation.predictions import Predictions
 from bayesfl.federation.admission import PROTOCOL
@@ -302,24 +303,29 @@ class _Client:
 
     def evaluate(self, order: _Order) -> RecordDict:
         """Store the client's own model in its folder, and the predictions of its test data; the reply has the measures alone."""
-        measures: dict[str, float] = {}
         local, value = self._local(order), None if np.isnan(order.value) else order.value
         done = local.finetuned(self._ids, self._received(order), order.round)
         self._keep_model(order, local, done, value)
-        if self.examples("test"):
-            (parts,) = of_chunk(local, done, [self._split("test", order)], round=order.round, draws=None, value=value)
-            ((_, found),) = parts
-            found = {name: t.cpu() for name, t in found.items()}
-            self._states(order.experiment).write_predictions(order.round, {name: t[0] for name, t in found.items()})
-            predictions = Predictions(mask=torch.ones(1, self.examples("test"), dtype=torch.bool), **found)
-            summary = predictions.summary(self._of_one("test", order).to("cpu"))
-            known = {name: summary[name] for name in records.MEASURES if name in summary}
-            try:
-                known |= measured(self.measures, predictions, self._of_one("test", order).to("cpu"), summary)
-            except Exception:  # of a user's own function; the library's measures are sent all the same
-                log.exception("the measures of one's own are left out")
-            measures = {name: value for name, value in known.items() if np.isfinite(value)}
-        return RecordDict({"metrics": MetricRecord(dict(measures)), "config": ConfigRecord({"share": self.shares})})
+        names = [name for name in PREFIXES if self.examples(name)]
+        parts = of_chunk(local, done, [self._split(name, order) for name in names], round=order.round, draws=None, value=value)
+        reply: dict[str, Any] = {}
+        for name, ((_, found),) in zip(names, parts, strict=True):
+            found = {key: t.cpu() for key, t in found.items()}
+            if name == "test":
+                self._states(order.experiment).write_predictions(order.round, {key: t[0] for key, t in found.items()})
+            predictions = Predictions(mask=torch.ones(1, self.examples(name), dtype=torch.bool), **found)
+            reply[name] = MetricRecord(dict(self._measures(predictions, self._of_one(name, order).to("cpu"))))
+        return RecordDict({**reply, "config": ConfigRecord({"share": self.shares})})
+
+    def _measures(self, predictions: Predictions, split: ClientData) -> dict[str, float]:
+        """Return the library's measures of predictions that are sent, and the client's own."""
+        summary = predictions.summary(split)
+        known = {name: summary[name] for name in records.MEASURES if name in summary}
+        try:
+            known |= measured(self.measures, predictions, split, summary)
+        except Exception:  # of a user's own function; the library's measures are sent all the same
+            log.exception("the measures of one's own are left out")
+        return {name: value for name, value in known.items() if np.isfinite(value)}
 
     def _keep_model(self, order: _Order, local: Local, done: Done, value: float | None) -> None:
         """Store the client's own model, which `bayesfl.load_client` reads; at its means where its covariance would take too much."""

@@ -66,9 +66,9 @@ class Deployed:
         server: The server's state.
         start: A client's private state at its start.
         base: For each client the name of its last state that was taken, such as `000004-1f6f0c9a`; empty for the initial one.
-        history: One row for each round; the last one has the measures of the final evaluation, too.
+        history: One row for each round; rows of rounds that were evaluated, as the last, have the clients' mean measures, too.
         dtype: The precision of the state.
-        measures: {client: {measure: number}} of the final evaluation, of the clients that share theirs.
+        measures: {client: {measure: number}} of the last evaluation on test data, of the clients that share theirs.
         before: The states from which the clients began; None for the method's own start.
         names: The clients' names, as their nodes told them; empty text, or no names at all, where they are not known.
     """
@@ -289,14 +289,15 @@ def begun(
 
 
 def resumed(saved: Deployed, settings: Settings, clients: int, dtype: torch.dtype) -> Deployed:
-    """Return a saved state under new settings; only `rounds` may change, any other change would make it another experiment.
+    """Return a saved state under new settings; `rounds` and `evaluate_every` may change, any other change would make it another experiment.
 
     Raises:
         ValueError: Another setting has changed, or `rounds` is less than the number of rounds done.
     """
     if settings.rounds < saved.round:
         raise ValueError(f"rounds counts all rounds, and {saved.round} are already done; got {settings.rounds}")
-    then = {**vars(saved.settings), "rounds": settings.rounds, "clients": saved.clients, "dtype": saved.dtype}
+    then = {**vars(saved.settings), "rounds": settings.rounds, "evaluate_every": settings.evaluate_every}
+    then |= {"clients": saved.clients, "dtype": saved.dtype}
     if apart := changed(then, {**vars(settings), "clients": clients, "dtype": dtype}):
         raise ValueError(f"a run that goes on keeps its settings: {apart}; another experiment takes another folder of checkpoints")
     return replace(saved, settings=settings)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 from flwr.serverapp import Grid
 from torch.utils._pytree import tree_map
 
@@ -117,7 +117,7 @@ class Journey:
                 continue
             self._acknowledged.add(client)
             if sends:
-                yield self._replies(client, message, measure(reply, "train_nll"))
+                yield self._replies(client, message, records.measure(reply, "metrics", "train_nll"))
 
     def _replies(self, client: int, message: Message, loss: float | None) -> Replies:
         state = self._state
@@ -177,13 +177,6 @@ def orders(
         config |= {"base": kept_at.base, "kept_in": kept_at.experiment, "kept_as": kept_at.client}
         found[client] = RecordDict({"config": ConfigRecord(config), "common": shared, "own": own})
     return found
-
-
-def measure(reply: RecordDict, name: str) -> float | None:
-    """Return a number that a client measured; None if it is absent or not finite."""
-    found = reply.get("metrics")
-    value = found.get(name) if isinstance(found, MetricRecord) else None
-    return float(value) if isinstance(value, float) and np.isfinite(value) else None
 
 
 def _message(reply: RecordDict, most: int | None) -> Message:

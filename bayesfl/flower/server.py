@@ -17,6 +17,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from bayesfl.base.checks import instance, number, whole
 from bayesfl.composition.algorithm import Algorithm
+from bayesfl.evaluation.history import PREFIXES
 from bayesfl.federation.admission import PROTOCOL, Admission, attempts
 from bayesfl.federation.callbacks import Callback, checked, ended, over
 from bayesfl.federation.checkpoint import KEPT, held
@@ -28,7 +29,7 @@ from bayesfl.federation.round import Rules, run_round
 from bayesfl.federation.settings import METHOD, Settings, precision
 from bayesfl.flower import deployed, records
 from bayesfl.flower.deployed import Deployed
-from bayesfl.flower.network import Journey, Network, measure, orders
+from bayesfl.flower.network import Journey, Network, orders
 from bayesfl.flower.post import Failure
 from bayesfl.flower.roster import REMIND, Roster
 from bayesfl.flower.states import name_of as state_name
@@ -71,6 +72,7 @@ def serve(
     checkpoint: str | os.PathLike[str] | None = None,
     every: int = 1,
     start: Deployed | str | os.PathLike[str] | None = None,
+    evaluate_every: int | None = None,
     on_round: Sequence[Callback] = (),
 ) -> Deployed:
     """Train a federation over Flower's grid; the results equal those of `simulate` with the same seed, up to rounding.
@@ -96,6 +98,8 @@ def serve(
         every: Rounds between checkpoints; a checkpoint is always written after the last round.
         start: A deployed federation, or the folder of its checkpoints, from whose state this one begins, as by `simulate(start=)`. Clients
             are matched by name and go on with the states that they kept; new ones adapt first. None for the method's own start.
+        evaluate_every: Rounds between evaluations on the clients' test and validation data, as of `simulate`. None: the final model alone,
+            after the last callback.
         on_round: Callbacks, called one after another after every round with the run so far, see `bayesfl.callbacks`; one that returns True
             ends the run, after which every client predicts.
 
@@ -111,7 +115,7 @@ def serve(
     """
     instance("algorithm", algorithm, Algorithm, METHOD)
     drawn, trained = algorithm.sampling if sampling is None else sampling, algorithm.train if train is None else train
-    settings = Settings(rounds, participation, drawn, trained, seed, None)
+    settings = Settings(rounds, participation, drawn, trained, seed, evaluate_every)
     instance("admission", admission, Admission, "build one, as bf.Admission('skip', min_clients=3)")
     whole("clients", clients, least=1)
     whole("every", every, least=1)
@@ -130,7 +134,10 @@ def serve(
             state = run.round(state)
             stopped = ended(callbacks, state)
         run.save(state)
-        return run.evaluate(state)
+        if run.evaluated != state.round:
+            state = run.evaluate(state)
+            run.save(state)
+        return state
 
 
 @dataclass
@@ -154,6 +161,8 @@ class _Run:
     rules: Rules = field(init=False)
     kept: dict[int, tuple[str, ...]] = field(default_factory=dict)
     """For each checkpoint that is kept, by its round, the state's `base`."""
+    evaluated: int = -1
+    """Number of rounds that were done at the last evaluation of this server."""
 
     def begin(
         self,
@@ -226,13 +235,15 @@ class _Run:
         made = replace(made, names=self.network.roster.everyone())
         made.history.append(row)
         log.info("round %d of %d: %s", made.round, made.settings.rounds, ", ".join(f"{k} {v:.4g}" for k, v in row.items()))
+        if made.settings.evaluates(state.round):
+            made = self.evaluate(made)
         if made.round % self.every == 0 or made.round == made.settings.rounds:
             self.save(made)
         return made
 
     def evaluate(self, state: Deployed) -> Deployed:
-        """Send the final model to every client, which predicts its test data, and add the mean of their measures to the history."""
-        predictor, value = state.algorithm.predictor, float("nan")
+        """Send the model to every client, which stores its own and predicts; the means of the clients' measures go into the history."""
+        predictor, value, self.evaluated = state.algorithm.predictor, float("nan"), state.round
         self.network.roster.look(self.grid)
         if predictor is not None and predictor.grid:
             try:
@@ -247,18 +258,17 @@ class _Run:
             if isinstance(reply, Failure):
                 log.warning("%s did not predict: %s", self.network.roster.called(client), reply.reason)
                 continue
-            for name in records.measures(reply):
-                if (measured := measure(reply, name)) is not None:
-                    found.setdefault(f"personal_{name}", []).append(measured)
-                    if _shares(reply):
-                        each.setdefault(client, {})[name] = measured
+            for split, prefix in PREFIXES.items():
+                for name, measured in records.measures(reply, split).items():
+                    found.setdefault(f"{prefix}_{name}", []).append(measured)
+            if _shares(reply) and (own := records.measures(reply, "test")):
+                each[client] = own
         if found:
             last = state.history.rows[-1]
             last |= {name: float(np.mean(values)) for name, values in found.items()} | {"evaluated": max(map(len, found.values()))}
             last |= {} if np.isnan(value) else {"tuned": value}
-            log.info("evaluation: %s", ", ".join(f"{k} {v:.4g}" for k, v in last.items() if k.startswith("personal_")))
+            log.info("evaluation: %s", ", ".join(f"{k} {v:.4g}" for k, v in last.items() if k in found))
             state = replace(state, measures=dict(sorted(each.items())))
-            self.save(state)
         return state
 
     def _tuned(self, state: Deployed) -> float:

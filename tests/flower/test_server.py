@@ -132,6 +132,45 @@ def test_callbacks_end_a_deployment_early(model: nn.Module, clients: FederatedDa
         deploy(algorithm, clients, tmp_path / "other", on_round=[bf.callbacks.EarlyStopping("train_nll", keep="best")])
 
 
+@pytest.mark.parametrize("name", ["ditto", pytest.param("fedsi", marks=pytest.mark.slow)])
+def test_evaluations_on_the_way_are_the_simulations(name: str, tmp_path: Path):
+    """In the same rounds the same numbers, on test and validation data; the last round is not evaluated twice."""
+    algorithm, parted = tuned()
+    algorithm = algorithm if name == "fedsi" else bf.algorithms.ditto(bf.models.mlp(64, hidden=8, outputs=5), epochs=1, batch_size=10)
+    options: dict[str, Any] = {"rounds": 3, "evaluate_every": 2}
+    told = bf.simulate(algorithm, parted, progress=False, **{**OPTIONS, **options})
+    grid, seen = grid_of(algorithm, parted, tmp_path), []
+    found = deploy(algorithm, parted, tmp_path, grid, on_round=[lambda run: seen.append(dict(run.history[-1]))], **options)
+    columns = [f"{prefix}_{measure}" for prefix in ("personal", "validation") for measure in ("accuracy", "nll", "brier", "ece")]
+    for row, expected, shown in zip(found.history, told.history, seen, strict=True):
+        assert row == shown
+        assert ("personal_nll" in row) == (row["round"] > 1)
+        for column in columns:
+            assert row.get(column) == pytest.approx(expected.get(column), abs=1e-6)
+    assert sum(message.metadata.message_type == "evaluate" for message in grid.sent) == 2 * parted.clients
+    assert found.history["tuned"].tolist()[1:] == [told.tuned] * 2 if name == "fedsi" else "tuned" not in found.history.columns
+
+
+def test_early_stopping_on_validation_data(tmp_path: Path):
+    """A deployment ends in the simulation's round, resumed or not; where nothing is measured on the way, the error says what to pass."""
+    parted = bf.data.concept_drift("digits", clients=4, seed=0, validation=0.2)
+    algorithm = bf.algorithms.ditto(bf.models.mlp(64, hidden=8, outputs=5), epochs=1, batch_size=20, lr=0.3)
+    options: dict[str, Any] = {"rounds": 40, "evaluate_every": 1}
+    stop = bf.callbacks.EarlyStopping("validation_nll", patience=2)
+    told = bf.simulate(algorithm, parted, progress=False, on_round=[stop], **{**OPTIONS, **options})
+    assert told.round < 40
+    folder = tmp_path / "server"
+    deploy(algorithm, parted, tmp_path, on_round=[lambda run: run.round == 2], checkpoint=folder, **{**options, "evaluate_every": 2})
+    (folder / "round-000002.safetensors").unlink()  # goes on from round 1, which was not evaluated
+    with pytest.raises(ValueError, match=r"keeps its settings: saved participation=1\.0"):
+        deploy(algorithm, parted, tmp_path, checkpoint=folder, participation=0.5, **options)
+    found = deploy(algorithm, parted, tmp_path, on_round=[stop], checkpoint=folder, **options)
+    assert found.round == told.round
+    assert_close(flatten(found.server), flatten(told.server), atol=1e-6, rtol=0)
+    with pytest.raises(KeyError, match=r"no column 'validation_nll': .*evaluate_every=1"):
+        deploy(algorithm, parted, tmp_path / "other", on_round=[stop], rounds=3)
+
+
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("name", ["ditto", "pfedvem"])
 def test_a_killed_server_goes_on(name: str, every: int, model: nn.Module, clients: FederatedData, tmp_path: Path):
