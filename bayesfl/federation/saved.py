@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import replace
+from functools import singledispatch
 from typing import Any
 
 import torch
@@ -47,6 +48,16 @@ def load(
     result, made_with, made_on = _read(path, algorithm, clients, present(device))
     _check_same(f"{str(path)!r}", made_with, made_on, algorithm, result.known)
     return _checked(path, result)
+
+
+@singledispatch
+def reloaded(run: Any, path: str | os.PathLike[str]) -> Any:
+    """Return a state of the run, a `Result` or one of another kind that has registered how it is read, that its `save` wrote.
+
+    Raises:
+        CheckpointError: As by `load`.
+    """
+    return load(path, run.algorithm, run.data, device=run.device)
 
 
 def opened(path: str | os.PathLike[str], algorithm: Algorithm, device: torch.device) -> Result:

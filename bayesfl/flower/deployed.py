@@ -18,7 +18,7 @@ from bayesfl.evaluation.history import History
 from bayesfl.federation import checkpoint, warm
 from bayesfl.federation.client_model import server_module
 from bayesfl.federation.identity import check_method, identity
-from bayesfl.federation.saved import check_state
+from bayesfl.federation.saved import check_state, reloaded
 from bayesfl.federation.settings import DTYPES, METHOD, Settings, changed, name_of
 from bayesfl.flower.states import EXPERIMENT, SESSION, STATE
 
@@ -104,6 +104,14 @@ class Deployed:
         """Return a client's private state at the start of this experiment, or of one before."""
         return self.start if self.before is None or experiment == self.experiment else self.before.starts.get(experiment, {})
 
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the state into the folder `path`, completely or not at all, for `bayesfl.flower.load` and `serve(start=)`.
+
+        Raises:
+            ValueError: `path` is a file, or lies under one.
+        """
+        checkpoint.write(path, *_content(self, {}, {}))
+
     def model(self) -> nn.Module:
         """Return the server's network at the means of its beliefs: a module of its own, in evaluation mode.
 
@@ -116,10 +124,10 @@ class Deployed:
 
 
 def load(folder: str | os.PathLike[str], algorithm: Algorithm) -> Deployed:
-    """Load the newest checkpoint of a deployed federation.
+    """Load a deployed federation: the newest of its checkpoints, or what `Deployed.save` wrote.
 
     Args:
-        folder: The server's folder of checkpoints.
+        folder: The server's folder of checkpoints, or that of a saved state.
         algorithm: The method that made them.
 
     Raises:
@@ -153,8 +161,18 @@ def alone(folder: Path) -> Iterator[None]:
         yield
 
 
+@reloaded.register
+def _(run: Deployed, path: str | os.PathLike[str]) -> Deployed:
+    return load(path, run.algorithm)
+
+
 def write(folder: str | os.PathLike[str], state: Deployed, keys: Mapping[int, str], counts: Mapping[int, int]) -> None:
     """Write a checkpoint of a state, with the keys of its clients' nodes and their numbers of examples."""
+    checkpoint.write_round(folder, state.round, *_content(state, keys, counts))
+
+
+def _content(state: Deployed, keys: Mapping[int, str], counts: Mapping[int, int]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what the file of a state holds: its metadata and its tensors."""
     meta = {
         "settings": asdict(state.settings),
         "experiment": state.experiment,
@@ -171,7 +189,7 @@ def write(folder: str | os.PathLike[str], state: Deployed, keys: Mapping[int, st
         "algorithm": identity(state.algorithm),
     }
     before = {} if state.before is None else state.before.starts
-    checkpoint.write_round(folder, state.round, meta, {"server": state.server, "start": state.start, "before": before})
+    return meta, {"server": state.server, "start": state.start, "before": before}
 
 
 def read(folder: str | os.PathLike[str], algorithm: Algorithm, *, same: bool = True) -> tuple[Deployed, dict[int, str], dict[int, int]]:

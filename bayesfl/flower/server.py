@@ -19,7 +19,7 @@ from bayesfl.base.checks import instance, number, whole
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.evaluation.history import PREFIXES
 from bayesfl.federation.admission import PROTOCOL, Admission, attempts
-from bayesfl.federation.callbacks import Callback, checked, ended, over
+from bayesfl.federation.callbacks import Callback, checked, ended, finished, over
 from bayesfl.federation.checkpoint import KEPT, held
 from bayesfl.federation.errors import FailedRound
 from bayesfl.federation.identity import fingerprint
@@ -101,7 +101,8 @@ def serve(
         evaluate_every: Rounds between evaluations on the clients' test and validation data, as of `simulate`. None: the final model alone,
             after the last callback.
         on_round: Callbacks, called one after another after every round with the run so far, see `bayesfl.callbacks`; one that returns True
-            ends the run, after which every client predicts.
+            ends the run, after which every client predicts. The state that is returned, and by which clients predict, is the one that
+            they choose, as `EarlyStopping(keep="best")` does; checkpoints are of the last one.
 
     Raises:
         TypeError: `algorithm` is no `Algorithm`, `admission` no `Admission`, or `on_round` no list of callbacks.
@@ -127,17 +128,19 @@ def serve(
     precision(dtype)
     callbacks = checked(on_round)
     with contextlib.nullcontext() if checkpoint is None else deployed.alone(Path(checkpoint)):
-        run = _Run(grid, admission, float(timeout), checkpoint, every)
+        run = _Run(grid, admission, float(timeout), checkpoint, every, callbacks)
         state = run.begin(algorithm, settings, clients, dtype, start)
         stopped = over(callbacks, state)
         while state.round < settings.rounds and not stopped:
             state = run.round(state)
             stopped = ended(callbacks, state)
         run.save(state)
-        if run.evaluated != state.round:
-            state = run.evaluate(state)
-            run.save(state)
-        return state
+        chosen = finished(callbacks, state)
+        if run.evaluated != chosen.round:
+            chosen = run.evaluate(chosen)
+        if chosen.round == state.round:
+            run.save(chosen)
+        return chosen
 
 
 @dataclass
@@ -150,6 +153,7 @@ class _Run:
         timeout: Seconds that a client has for its reply.
         folder: The folder for checkpoints; None for no checkpoints.
         every: Rounds between checkpoints.
+        callbacks: What is called after each round.
     """
 
     grid: Grid
@@ -157,6 +161,7 @@ class _Run:
     timeout: float
     folder: str | os.PathLike[str] | None
     every: int
+    callbacks: Sequence[Callback]
     network: Network = field(init=False)
     rules: Rules = field(init=False)
     kept: dict[int, tuple[str, ...]] = field(default_factory=dict)
@@ -209,10 +214,15 @@ class _Run:
             self.save(state)
         return state
 
+    def _named(self, state: Deployed) -> list[tuple[str, ...]]:
+        """Return the `base` of each state that may be asked for again: of checkpoints, and of the best states that callbacks keep."""
+        best = [found for callback in self.callbacks if isinstance(found := getattr(callback, "best", None), Deployed)]
+        return [*self.kept.values(), *(one.base for one in best if one.experiment == state.experiment)]
+
     def _adapted(self, state: Deployed, ids: Sequence[int]) -> Deployed:
         """Let new clients adapt to the server's state, from which they then begin; one that does not begins from the method's own start."""
         base = list(state.base)
-        told = orders(state, np.array(ids, np.int64), set(), self.kept.values())
+        told = orders(state, np.array(ids, np.int64), set(), self._named(state))
         for client, reply in self.network.ask("train.adapt", told, group="adapt"):
             if isinstance(reply, Failure):
                 log.warning("%s did not adapt: %s", self.network.roster.called(client), reply.reason)
@@ -224,7 +234,7 @@ class _Run:
         """Run a round, and return the next state, written to a checkpoint if one is due."""
 
         def once(attempt: int) -> tuple[Deployed, dict[str, Any]]:
-            journey = Journey(self.network, state, self.kept.values())
+            journey = Journey(self.network, state, self._named(state))
             server, row = run_round(self.rules, state.server, state.round, state.history, journey, attempt=attempt)
             return replace(state, round=state.round + 1, server=server, base=journey.base), row
 
@@ -253,7 +263,7 @@ class _Run:
                 return state
         found: dict[str, list[float]] = {}
         each: dict[int, dict[str, float]] = {}
-        told = orders(state, np.arange(state.clients), set(), self.kept.values(), value=value, tolerant=self.admission.skips)
+        told = orders(state, np.arange(state.clients), set(), self._named(state), value=value, tolerant=self.admission.skips)
         for client, reply in self.network.ask("evaluate", told, group="evaluate"):
             if isinstance(reply, Failure):
                 log.warning("%s did not predict: %s", self.network.roster.called(client), reply.reason)
@@ -282,7 +292,7 @@ class _Run:
         total, examples = torch.zeros(len(predictor.grid), dtype=torch.float64), 0
         asked = np.array([client for client, n in sorted(self.network.roster.validation.items()) if n])
         wanted = {"scores": ((len(predictor.grid),), torch.float64)}
-        told = orders(state, asked, set(), self.kept.values(), tolerant=self.admission.skips)
+        told = orders(state, asked, set(), self._named(state), tolerant=self.admission.skips)
         for client, reply in self.network.ask("evaluate.tune", told, group="tune"):
             try:
                 if isinstance(reply, Failure):

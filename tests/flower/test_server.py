@@ -128,8 +128,6 @@ def test_callbacks_end_a_deployment_early(model: nn.Module, clients: FederatedDa
     assert load(tmp_path / "server", algorithm).round == told.round
     x, _ = clients.test.client(2)
     assert_close(bf.load_client(tmp_path / "node-102", algorithm).predict(x).probs, told.client(2).predict(x).probs, atol=1e-6, rtol=0)
-    with pytest.raises(ValueError, match=r"keep='best' is for simulate"):
-        deploy(algorithm, clients, tmp_path / "other", on_round=[bf.callbacks.EarlyStopping("train_nll", keep="best")])
 
 
 @pytest.mark.parametrize("name", ["ditto", pytest.param("fedsi", marks=pytest.mark.slow)])
@@ -169,6 +167,35 @@ def test_early_stopping_on_validation_data(tmp_path: Path):
     assert_close(flatten(found.server), flatten(told.server), atol=1e-6, rtol=0)
     with pytest.raises(KeyError, match=r"no column 'validation_nll': .*evaluate_every=1"):
         deploy(algorithm, parted, tmp_path / "other", on_round=[stop], rounds=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("every", [1, 2])
+def test_the_best_state_is_kept(every: int, tmp_path: Path):
+    """The server's, and the nodes', whose models are of its round; also where the run was stopped and goes on, from the folder."""
+    parted = bf.data.concept_drift("digits", clients=4, seed=0, validation=0.2)
+    algorithm = bf.algorithms.ditto(bf.models.mlp(64, hidden=8, outputs=5), epochs=3, batch_size=20, lr=0.3)
+    options: dict[str, Any] = {"rounds": 40, "evaluate_every": 1}
+
+    def best(folder: Path | None = None) -> bf.callbacks.EarlyStopping:
+        return bf.callbacks.EarlyStopping("validation_nll", patience=3, keep="best", folder=folder)
+
+    told = bf.simulate(algorithm, parted, progress=False, on_round=[best()], **{**OPTIONS, **options})
+    whole = deploy(algorithm, parted, tmp_path / "whole", on_round=[best()], **options)
+    resumed = {**options, "checkpoint": tmp_path / "server", "every": every}
+    folder = tmp_path / "best"
+    deploy(algorithm, parted, tmp_path, on_round=[best(folder), lambda run: run.round == told.round + 2], **resumed)
+    found = deploy(algorithm, parted, tmp_path, on_round=[best(folder)], **resumed)
+    for state, nodes in ((whole, tmp_path / "whole"), (found, tmp_path), (load(folder, algorithm), tmp_path)):
+        assert state.round == told.round == len(state.history)
+        assert_same(state, nodes, told)
+        for client in range(4):
+            own, (x, _) = bf.load_client(nodes / f"node-{100 + client}", algorithm), parted.test.client(client)
+            assert own.round == told.round
+            assert_close(own.predict(x).probs, told.client(client).predict(x).probs, atol=1e-6, rtol=0)
+    assert load(tmp_path / "server", algorithm).round == told.round + 3
+    later = deploy(algorithm, parted, tmp_path, start=folder, rounds=1, seed=9)
+    assert_same(later, tmp_path, simulated(algorithm, parted, start=told, rounds=1, seed=9))
 
 
 @pytest.mark.parametrize("every", [1, 2])
