@@ -37,6 +37,20 @@ ROUND = re.compile(r"round-(\d{6,})\.safetensors")
 KEPT = 2
 
 
+RUN, DEPLOYMENT = "run", "deployment"
+
+
+KINDS = {
+    RUN: ("a run of bf.simulate", "bf.load(path, algorithm) reads it, and bf.simulate(start=path) begins from it"),
+    DEPLOYMENT: (
+        "the checkpoints of a deployment over Flower",
+        "bayesfl.flower.load(path, algorithm) reads them, and bayesfl.flower.serve(start=path) begins from them; its clients' states are "
+        "on their nodes",
+    ),
+}
+"""What a folder holds, and what reads it."""
+
+
 def write(path: str | os.PathLike[str], meta: Mapping[str, Any], tensors: Mapping[str, Any], *, name: str = STATE) -> None:
     """Write a nest of tensors and JSON-able `meta` into one file of the folder `path`, completely or not at all.
 
@@ -110,25 +124,34 @@ def newest(path: str | os.PathLike[str]) -> int:
     return int(match[1]) if match else 0
 
 
-def read(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> tuple[dict[str, Any], dict[str, Any]]:
+def read(path: str | os.PathLike[str], kind: str, device: torch.device | str = "cpu") -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the metadata and the nest of tensors that `write` put into the folder `path`, from its newest undamaged file.
 
     A warning is issued where a newer file is damaged.
 
+    Args:
+        path: The folder.
+        kind: What it is to hold, one of `KINDS`.
+        device: The device for the tensors.
+
     Raises:
         TypeError: `path` is neither text nor a path.
         ValueError: `path` is empty.
-        CheckpointError: The folder holds no run, or every file is damaged or of another format.
+        CheckpointError: The folder holds nothing of this kind, or every file is damaged or of another format.
     """
     files, damage = held(folder("path", path)), []
     if not files:
-        raise CheckpointError(f"{str(path)!r} holds no saved run: neither {STATE} nor a checkpoint round-*.safetensors is there")
+        raise CheckpointError(
+            f"{str(path)!r} holds no saved run: neither {STATE} nor a checkpoint round-*.safetensors is there{_other(path)}"
+        )
     for file in files:
         try:
             meta, tensors = read_file(file, device)
         except CheckpointError as error:
             damage.append(str(error))
             continue
+        if (found := DEPLOYMENT if "sessions" in meta else RUN) != kind:
+            raise CheckpointError(f"{str(path)!r} holds {KINDS[found][0]}, not {KINDS[kind][0]}: {KINDS[found][1]}")
         if damage:
             warnings.warn(f"{'; '.join(damage)}; taking {file.name} instead", stacklevel=2)
         return meta, tensors
@@ -165,6 +188,15 @@ def read_file(file: Path, device: torch.device | str = "cpu") -> tuple[dict[str,
             f"{str(file)!r} has format {found}; this version of bayesfl reads {FORMAT}: take the version that wrote it, or run again"
         )
     return meta, tensors
+
+
+def _other(path: str | os.PathLike[str]) -> str:
+    """Say what else a folder without a run holds, and what reads it; empty for nothing known."""
+    if next(Path(path).glob("client.safetensors"), None):
+        return "; it holds a client's own model, which bf.load_client(path, algorithm) reads"
+    if any(next(Path(path).glob(f"{above}state-*.safetensors"), None) for above in ("", "*/", "*/*/")):
+        return "; it holds states that clients keep on a node of a deployment over Flower: pass the server's folder of checkpoints"
+    return ""
 
 
 def _folder(path: str | os.PathLike[str]) -> Path:

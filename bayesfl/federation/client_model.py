@@ -38,8 +38,7 @@ VERSION = 1
 LIMIT = 2**28
 """Bytes that a tensor of the predictor may take in a file, where the method's predictor needs training data."""
 SAFE = re.compile(r"[^/\\\0]+")
-LONGEST = 255
-"""Bytes that the name of a folder may have."""
+LONGEST = 255  # bytes of a folder's name
 
 
 @dataclass(frozen=True, eq=False)
@@ -392,9 +391,10 @@ def _file(path: Path) -> Path:
         CheckpointError: There is none, or there are several.
     """
     found = [path / FILE] if (path / FILE).is_file() else sorted(path.rglob(FILE), key=lambda file: file.stat().st_mtime)
-    if len({file.parent.name for file in found}) == 1:
-        return found[-1]  # of one client, in several experiments of a node
-    if len(found) != 1:
-        several = f"{len(found)} of them: {', '.join(str(file.parent) for file in found[:3])}; pass one of these folders"
-        raise CheckpointError(f"{str(path)!r} holds no model of a client, no {FILE}" if not found else f"{str(path)!r} holds {several}")
-    return found[0]
+    if not found:
+        raise CheckpointError(f"{str(path)!r} holds no model of a client, no {FILE}")
+    experiments = {file.parent.parent.name for file in found}  # a client has another folder in each, and perhaps another number
+    if len(found) > 1 and (len(experiments) < len(found) or len({checkpoint.read_file(file)[0].get("name") for file in found}) > 1):
+        several = ", ".join(str(file.parent) for file in found[:3])
+        raise CheckpointError(f"{str(path)!r} holds models of several clients, {len(found)} of them: {several}; pass one of these folders")
+    return found[-1]

@@ -17,7 +17,7 @@ from bayesfl.data import ClientData, FederatedData
 from bayesfl.data.frames import same_columns
 from bayesfl.engine import Engine
 from bayesfl.engine.crew import Crew
-from bayesfl.evaluation.history import History
+from bayesfl.evaluation.history import PREFIXES, History
 from bayesfl.evaluation.own_measures import Measure, check_measures, measured
 from bayesfl.evaluation.predictions import Collector, Predictions
 from bayesfl.federation import predict, warm
@@ -318,13 +318,12 @@ def _summary(predictions: Predictions, split: ClientData, measures: Mapping[str,
 
 def _measure(local: Local, state: State, data: FederatedData, crew: Crew, measures: Mapping[str, Measure]) -> dict[str, float]:
     """Return the history's columns that measure the models after aggregation."""
-    prefixes = {"test": "personal", "validation": "validation"}
-    splits = {name: data.splits[name] for name in prefixes if name in data.splits}
+    splits = {name: data.splits[name] for name in PREFIXES if name in data.splits}
     value, row = predict.tune(local, state, data, crew), {}
     for (name, split), predictions in zip(
         splits.items(), predict.personal(local, state, list(splits.values()), crew, value=value), strict=True
     ):
-        row |= {f"{prefixes[name]}_{key}": value for key, value in _summary(predictions, split, measures).items()}
+        row |= {f"{PREFIXES[name]}_{key}": value for key, value in _summary(predictions, split, measures).items()}
     shared = predict.shared(local, state, data.test)
     if shared is not None:
         row |= {f"global_{key}": value for key, value in _summary(shared, data.test, measures).items()}

@@ -143,6 +143,10 @@ def test_damaged_and_foreign_files_are_refused(ditto: Result, tmp_path: Path):
     ditto.client(1).save(tmp_path / "two")
     with pytest.raises(CheckpointError, match=r"2 of them.*one.*two"):
         bf.load_client(tmp_path, method)
+    for number in (0, 1):  # of two nodes that call their clients the same
+        ditto.client(1).save(tmp_path / "shared" / "experiment" / f"client-{number}")
+    with pytest.raises(CheckpointError, match=r"several clients, 2 of them.*client-0.*client-1"):
+        bf.load_client(tmp_path / "shared", method)
     with pytest.raises(CheckpointError, match=r"another algorithm.*phases"):
         bf.load_client(tmp_path / "two", bf.algorithms.ditto(bf.models.mlp(8, hidden=16, outputs=3), epochs=2, batch_size=10))
     with pytest.raises(CheckpointError, match=r"parameters"):
