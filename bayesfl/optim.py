@@ -96,10 +96,18 @@ def check_optimiser(name: str, value: object) -> None:
     """Check that `value` is an optimiser of this file, or has the same methods.
 
     Raises:
-        ValueError: `value` is something else, such as a learning rate or a class.
+        ValueError: `value` is something else, such as a learning rate or a class; or a subclass overrides one of `update` and `update_`,
+            which are one step in two forms, of which kernels take either.
     """
     if isinstance(value, type) or not all(hasattr(value, method) for method in ("rate", "init", "update", "update_")):
         raise ValueError(f"{name} must be one of bayesfl.optim, such as SGD(0.1), got {value!r}")
+    owners = {method: next(kind for kind in type(value).__mro__ if method in vars(kind)) for method in ("update", "update_")}
+    if owners["update"] is not owners["update_"]:
+        kind = type(value).__name__
+        raise ValueError(
+            f"{name}: {kind} takes update from {owners['update'].__name__} and update_ from {owners['update_'].__name__}; the two are one "
+            f"step, as new tensors and in place, and kernels take either: define both in {kind}"
+        )
 
 
 def _check(**values: Any) -> None:

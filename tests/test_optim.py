@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 from torch.testing import assert_close
+from torch.utils._pytree import tree_map
 
-from bayesfl.optim import SGD, Adam, Clip, cosine, multistep, rate_at
+from bayesfl.optim import SGD, Adam, Clip, check_optimiser, cosine, multistep, rate_at
 from tests.cases import numbers
 
 RULES = {
@@ -208,3 +209,23 @@ def test_a_gradient_of_zero_is_not_divided_by():
 def test_what_is_no_clip(options: dict[str, Any], words: str):
     with pytest.raises(ValueError, match=words):
         Clip(**{"optimiser": SGD(0.1), **options})
+
+
+def test_a_step_is_overridden_in_both_forms():
+    """Kernels take either; the one that is left would be another optimiser's. An optimiser inside Clip, too."""
+
+    class Sign(SGD):
+        def update(self, params: Any, grads: Any, state: Any, rate: float) -> tuple[Any, Any]:
+            return super().update(params, tree_map(torch.sign, grads), state, rate)
+
+    class Both(Sign):
+        def update(self, *given: Any) -> tuple[Any, Any]:
+            return super().update(*given)
+
+        def update_(self, *given: Any) -> None:
+            super().update_(*given)
+
+    for wrong in (lambda: check_optimiser("optimiser", Sign(0.1)), lambda: Clip(Sign(0.1))):
+        with pytest.raises(ValueError, match=r"Sign takes update from Sign and update_ from SGD.*define both in Sign"):
+            wrong()
+    check_optimiser("optimiser", Both(0.1))

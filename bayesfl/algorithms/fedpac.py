@@ -8,7 +8,8 @@ A client of the cohort:
    |h_j|^2) / n_j, the trace of its covariance over n_j, which measures the uncertainty of that mean.
 2. Head: SGD on the mean loss, the body fixed.
 3. Body: SGD on the mean loss + lambda mean |z - c_y|^2 / d, the head fixed. c_k is the centroid received; if no client has sent one
-   yet, the client's own m_jk of step 1. There is no pull in the first round.
+   yet, the client's own m_jk of step 1. There is no pull before the server has centroids: in the first round, unless the run starts
+   from another (`simulate(start=)`), whose centroids it goes on with.
 4. With the body after training: centroids c_jk, the means of z.
 
 The server: body = sum_j (n_j / n) body_j, c_k = sum_j n_jk c_jk / sum_j n_jk, and for every client i of the cohort
@@ -104,7 +105,7 @@ def fedpac(
         assert features is not None
         target = F.one_hot(batch["y"], classes).to(features) @ view["target"]  # quicker than picking rows
         apart = (features - target).square().mean(-1) * batch["weight"]
-        return lam * (given["round"] > 0) * apart.sum(-1) / batch["weight"].sum(-1)
+        return lam * apart.sum(-1) / batch["weight"].sum(-1) * given["seen"].any()
 
     def start(blocks: Server, clients: int) -> Server:
         trained = {"head": blocks["head"]["loc"].new_zeros(0, len(blocks["head"]["loc"])), "h": torch.zeros(0, classes * width)}

@@ -1,4 +1,4 @@
-"""Writing files so that they are complete or absent."""
+"""Folders by their names, and writing files so that they are complete or absent."""
 
 import contextlib
 import os
@@ -6,6 +6,21 @@ import re
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+
+def folder(name: str, path: Any) -> Path:
+    """Return the path of a folder that a user names by the argument `name`; it need not exist.
+
+    Raises:
+        TypeError: `path` is neither text nor a path.
+        ValueError: `path` is empty, or holds a null character.
+    """
+    if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
+        raise TypeError(f"{name} must name a folder, as text or a path, got {path!r}; pass one, such as 'models'")
+    if not os.fspath(path) or "\0" in os.fspath(path):
+        raise ValueError(f"{name} must name a folder, got {path!r}; pass one, such as 'models', or '.' for the present one")
+    return Path(path)
 
 
 @contextlib.contextmanager

@@ -86,19 +86,6 @@ class Prior(Protocol):
 
 
 @runtime_checkable
-class GaussianPrior(Prior, Protocol):
-    """The interface of a prior with constant centre and variance in a phase, so that kernels add (loc - centre) / variance in place."""
-
-    def centre(self, given: Server, view: View) -> Tensor:
-        """Return the centre, which broadcasts against [..., D]."""
-        ...
-
-    def variance(self, given: Server, view: View) -> Tensor:
-        """Return the variance, which broadcasts against [..., D]; one number per client is [..., 1]."""
-        ...
-
-
-@runtime_checkable
 class AdditivePool(Protocol):
     """The interface of a pool that is a sum over clients, then a closed form.
 
@@ -212,7 +199,9 @@ class StoredPredictor(Predictor, Protocol):
         ...
 
     def stored(self, fitted: Fitted, value: float | None, *, limit: int) -> Tensors:
-        """Return the tensors by which `restored` predicts; none of them holds a row of the training data.
+        """Return the tensors by which `restored` predicts; none of them holds a row of the training data as it is.
+
+        They can be as confidential as the rows, which may be computed from them, see `ClientModel.save`.
 
         Args:
             fitted: One client's predictor, as the rule itself or `restored` made it.

@@ -2,19 +2,20 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from bayesfl.base.checks import whole
-from bayesfl.base.protocols import Batch, Carry, GaussianPrior, Info, Server, View
+from bayesfl.base.protocols import Batch, Carry, Info, Server, View
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.block import Block
 from bayesfl.composition.energy import Energy
-from bayesfl.composition.priors import Flat
+from bayesfl.composition.priors import Flat, is_normal
 from bayesfl.optim import SGD, Optimiser, check_optimiser, rate_at
+from bayesfl.posteriors.point import Point
 
 Noise: TypeAlias = dict[str, Tensor]
 Update: TypeAlias = Callable[[Algorithm, Server, View, Batch], View]
@@ -126,6 +127,12 @@ class Descend:
         if self.energy.penalty is not None and drawn:
             raise ValueError(f"a penalty is defined for one model at its weights, but blocks {drawn} draw or have copies; use Point blocks")
         pulled = [name for name in self.blocks if not isinstance(algorithm.blocks[name].prior, Flat)]
+        predicts = {name for part in algorithm.parts for name in algorithm.layout(part).names}
+        if left := sorted(predicts - {name for part in self.energy.parts for name in algorithm.layout(part).names}):
+            raise ValueError(
+                f"the energy of {self.blocks} has the parts {self.energy.parts}, which leave out {left[:3]}: these would stay at the "
+                f"weights of the model as it was given, and not be those with which a client predicts; name all parts, as {algorithm.parts}"
+            )
         if self.prox and not all(_solvable(algorithm.blocks[name]) for name in pulled):
             raise ValueError(
                 f"prox solves a Gaussian prior of Point blocks after each step, which blocks {pulled} have not; use prox=False"
@@ -164,7 +171,7 @@ class Descend:
         pace = self.optimiser.pace(beliefs, state, rate) if self.prox else {}
         for name in pace:
             prior = algorithm.blocks[name].prior
-            if isinstance(prior, GaussianPrior):
+            if is_normal(prior):
                 pull = pace[name]["loc"] * weight / prior.variance(given, view)
                 beliefs = beliefs | {name: {"loc": (beliefs[name]["loc"] + pull * prior.centre(given, view)) / (1 + pull)}}
         return beliefs, state, total + nll.detach(), count + 1
@@ -177,7 +184,15 @@ class Descend:
 
 
 def _solvable(block: Block) -> bool:
-    return isinstance(block.prior, GaussianPrior) and not block.stochastic
+    return is_normal(block.prior) and type(block.posterior) is Point
+
+
+def by_algebra(phase: Any) -> TypeGuard[Descend]:
+    """Say whether kernels may take a phase's steps by algebra of their own: it is a `Descend` whose energy overrides nothing.
+
+    A subclass may have a step, or an energy, of its own.
+    """
+    return type(phase) is Descend and all(getattr(type(phase.energy), name) is getattr(Energy, name) for name in ("__call__", "loss"))
 
 
 class _NoData(dict[str, Any]):
@@ -254,7 +269,7 @@ class Repeat:
         batch_size: Number of examples of a batch; None for all of the client's.
 
     Raises:
-        ValueError: A number is no whole number >= 1.
+        ValueError: A number is no whole number >= 1, there is no inner phase, or one is a `Repeat` or has a batch size of its own.
     """
 
     phases: tuple[Descend | Once, ...]
@@ -268,6 +283,13 @@ class Repeat:
         for name, value in {"times": self.times, "batch_size": self.batch_size}.items():
             if value is not None:
                 whole(name, value, least=1)
+        if not self.phases:
+            raise ValueError("phases is empty, so nothing would be done with a batch; name at least one")
+        if wrong := [phase for phase in self.phases if isinstance(phase, Repeat) or phase.batch_size is not None]:
+            raise ValueError(
+                f"a phase inside a Repeat works on the batch that the Repeat draws, got {wrong[0]!r}; give batch_size to the Repeat alone, "
+                "and no Repeat inside another"
+            )
 
     @property
     def steps(self) -> int | None:

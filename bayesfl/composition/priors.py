@@ -3,13 +3,13 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
 
 from bayesfl.base.checks import number
-from bayesfl.base.protocols import Server, View
+from bayesfl.base.protocols import Prior, Server, View
 
 Parameter: TypeAlias = Callable[[Server, View], Tensor]
 """Function that reads a prior's parameter from what was received and from the client's view at the start of a phase:
@@ -54,6 +54,11 @@ class Normal:
         variance = self.variance(given, view)
         squares = ((loc - self.centre(given, view)).square() + var) / variance
         return 0.5 * (squares + (2 * math.pi * variance).log()).sum(-1)
+
+
+def is_normal(prior: Prior) -> TypeGuard[Normal]:
+    """Say whether a prior is a `Normal` with the energy of its class, whose slope is (w - centre) / variance."""
+    return isinstance(prior, Normal) and type(prior).energy is Normal.energy
 
 
 def server_mean(block: str) -> Parameter:

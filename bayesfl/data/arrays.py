@@ -46,15 +46,15 @@ def to_tensor(values: Any, name: str) -> Tensor:
             if array.dtype.kind in "OUST" and array.ndim == 1 and any(isinstance(value, str) for value in array):
                 raise ValueError(f"{name} holds text: make numbers of it, as codes, class_names = pandas.factorize(values) does")
             if array.dtype.kind not in "fiub":
-                raise TypeError(f"numbers of type {array.dtype}")
+                raise TypeError(f"got {array.dtype}; make real numbers of it, as values.astype(float) does of numbers kept as text")
         except (TypeError, ValueError) as error:
             if str(error).startswith(name):
                 raise
             raise ValueError(f"{name} must be an array of numbers, all rows of one shape: {error}") from None
-        native = array.dtype.newbyteorder("=")
-        tensor = torch.from_numpy(np.array(array, dtype=np.int64 if array.dtype.kind == "u" else native, order="C"))
+        kind = np.int64 if array.dtype.kind == "u" else np.float64 if array.dtype.char == "g" else array.dtype.newbyteorder("=")
+        tensor = torch.from_numpy(array.astype(kind, order="C"))
     if tensor.is_complex():
-        raise ValueError(f"{name} must be real numbers, got {tensor.dtype}")
+        raise ValueError(f"{name} must be real numbers, got {tensor.dtype}; pass real and imaginary parts as columns of their own")
     return tensor.float() if tensor.is_floating_point() else tensor.long()
 
 

@@ -238,11 +238,15 @@ class FederatedData:
         return Outline(*names, source=self.source.name, hash=self.hash)
 
     def select(self, ids: Iterable[int | str]) -> "FederatedData":
-        """Return a federation of some clients only, given by number or name, in that order, numbered from 0.
+        """Return a federation of some clients only, in that order, numbered from 0.
+
+        Args:
+            ids: Their names, or their numbers. A number is a place in `client_names`, counted from 0, also where names are numbers: of
+                clients called 1, 2 and 3, `[0]` selects the one called 1, `["1"]` too, and `[1]` is refused, as it could be either of two.
 
         Raises:
             TypeError: `ids` is text, or an entry is neither a name nor a number.
-            ValueError: A client does not exist or is given twice, or `ids` is empty.
+            ValueError: A client does not exist or is given twice, a number is the name of another client, or `ids` is empty.
         """
         if isinstance(ids, str):
             raise TypeError(f"ids must be a list of clients, as [{ids!r}], got {ids!r}")

@@ -55,8 +55,16 @@ class Outline:
         return cls(**made)
 
 
+def known_names(names: Sequence[str] | None, clients: int) -> Sequence[str]:
+    """Return the names by which `place` finds clients: their numbers, where there are no names."""
+    return [str(j) for j in range(clients)] if names is None else names
+
+
 def place(client: int | str, names: Sequence[str]) -> int:
     """Return a client's number, given that number or the client's name.
+
+    A number is a place, counted from 0. So of clients called 1, 2 and 3, 0 is the first; 1 and 2 are refused, which are also other
+    clients' names, and 3, at which there is none.
 
     Raises:
         TypeError: `client` is neither text nor a whole number.

@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from bayesfl.base.protocols import Batch, GaussianPrior, Info, Server, Tensors, View
+from bayesfl.base.protocols import Batch, Info, Server, Tensors, View
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.energy import Energy
 from bayesfl.composition.phases import Descend
-from bayesfl.composition.priors import Flat
+from bayesfl.composition.priors import Flat, Normal, is_normal
 from bayesfl.engine.network import Kernel, Network, Through
 from bayesfl.engine.plan import PhasePlan
 from bayesfl.optim import rate_at
+from bayesfl.posteriors.point import Point
 
 
 class Descent:
@@ -163,6 +164,11 @@ class _Losses:
             outputs, each = through.outputs.detach().requires_grad_(), losses.detach().requires_grad_()
             features = None if through.features is None else through.features.detach().requires_grad_()
             value = self._energy.penalty(features, outputs, each, data, self._given, self._front)
+            if value.shape[:1] != outputs.shape[:1]:
+                raise ValueError(
+                    f"the energy's penalty returns shape {list(value.shape)} for {len(outputs)} clients; it must be one number for each, "
+                    "so reduce over the last axes alone, as .sum(-1) or (batch['weight'] * each).sum(-1)"
+                )
             if not value.requires_grad:
                 return None, None
             ends = [outputs, each] if features is None else [outputs, each, features]
@@ -187,7 +193,7 @@ class _Held:
     def narrow(self, front: View) -> None:
         """Continue with the clients of `front` [c, ...]."""
         self._belief = front[self._name]
-        self._leaves = {} if self._drawn else self._layout.leaves(self._belief["loc"])
+        self._leaves = {} if self._drawn else self._layout.leaves(draw(self._algorithm, self._name, self._belief, {}))
 
     def leaves(self, noise: Tensors) -> tuple[Tensors, Tensors]:
         """Return the leaves of a step, and no slopes, as nothing is trained."""
@@ -252,7 +258,7 @@ class _Points(_Vectors):
 class _Gaussian:
     """A Gaussian prior of points like `loc` [C, ...]: its centre, and its strength, weight / variance. Both are constant."""
 
-    def __init__(self, prior: GaussianPrior, given: Server, views: View, loc: Tensor, weight: Tensor) -> None:
+    def __init__(self, prior: Normal, given: Server, views: View, loc: Tensor, weight: Tensor) -> None:
         strength = weight.view(-1, *[1] * (loc.dim() - 1)) / prior.variance(given, views)
         room = torch.empty_like(loc, memory_format=torch.contiguous_format)
         self._whole = prior.centre(given, views).expand_as(loc), strength, room
@@ -305,9 +311,9 @@ class _Beliefs(_Vectors):
 def _trained(algorithm: Algorithm, phase: Descend, name: str, given: Server, views: View) -> _Points | _Beliefs:
     """Return a block of the phase, ready to be trained."""
     block, belief, (_, weight) = algorithm.blocks[name], views[name], phase.energy.scales(views["n"])
-    if block.stochastic or not isinstance(block.prior, Flat | GaussianPrior):
+    if type(block.posterior) is not Point or not (type(block.prior) is Flat or is_normal(block.prior)):
         return _Beliefs(algorithm, name, belief, given, weight)
-    prior = None if isinstance(block.prior, Flat) else _Gaussian(block.prior, given, views, belief["loc"], weight)
+    prior = _Gaussian(block.prior, given, views, belief["loc"], weight) if is_normal(block.prior) else None
     return _Points(algorithm, name, belief, prior, prox=phase.prox)
 
 

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map
 from bayesfl.base.checks import whole
 from bayesfl.base.protocols import Batch, Info, Server, View
 from bayesfl.composition.algorithm import Algorithm
-from bayesfl.composition.phases import Descend, Phase, Repeat
+from bayesfl.composition.phases import Descend, Phase, Repeat, by_algebra
 from bayesfl.engine import descent, layers, live, network, reference, vmap
 from bayesfl.engine.crew import Crew
 from bayesfl.engine.plan import PhasePlan
@@ -136,8 +136,8 @@ class Engine:
     def _run(self, algorithm: Algorithm, phase: Phase | Repeat, given: Server, views: View, plan: PhasePlan) -> tuple[View, Info]:
         device = views["n"].device
         algorithm.module(views["n"])  # made here, since no copy can be made inside torch.func
-        kernel = self.choose(algorithm, phase if type(phase) is Descend else None, device)
-        descends = any(type(p) is Descend for p in getattr(phase, "phases", (phase,)))
+        kernel = self.choose(algorithm, phase if by_algebra(phase) else None, device)
+        descends = any(by_algebra(p) for p in getattr(phase, "phases", (phase,)))
         if kernel == "reference" or not phase.batched or not (descends or vmap.batches(algorithm.model)):
             return reference.run(algorithm, phase, given, views, plan)
         if kernel != "live" or not descends:
@@ -155,7 +155,7 @@ class Engine:
         for inner, batch in plan.turns(phase):
             active = len(plan.ids) if batch is None else len(batch["weight"])
             front = views if active == len(plan.ids) else tree_map(lambda t, a=active: t[:a], views)
-            if type(inner) is Descend:  # a subclass may have a step of its own
+            if by_algebra(inner):
                 new, seen = descent.descend(algorithm, inner, given, front, plan, KERNEL_OF[kernel], batch=batch)
             else:
                 new, seen = vmap.run(algorithm, inner, given, front, plan, batch, losses=self._losses)

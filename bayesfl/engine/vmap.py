@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from bayesfl.base.protocols import Batch, Info, Server, View
 from bayesfl.composition.algorithm import Algorithm
@@ -75,23 +75,34 @@ def run(
 
     Args:
         algorithm: The algorithm that has the phase.
-        phase: The phase; the state that its steps carry must be a nest of tensors.
+        phase: The phase; the state that its steps carry must be a nest of tensors, numbers and None, of one form in all steps.
         given: The entries that every client received this round.
         views: The clients' views, [C, ...] throughout.
         plan: Plan of the batches and the noise.
         batch: The batch that `Repeat` shares among its phases; None outside a `Repeat`.
         losses: (algorithm, parts, views, batch) -> the losses of the chunk that a `Once` with `losses` reads.
     """
-    carry = vmap(lambda view: phase.begin(algorithm, given, view))(views)
+    forms: list[tuple[Any, list[bool]]] = []
+
+    def listed(carry: Any) -> list[Tensor]:  # vmap returns tensors only
+        leaves, spec = tree_flatten(carry)
+        forms[:] = [(spec, [leaf is None for leaf in leaves])]
+        return [torch.as_tensor(leaf) for leaf in leaves if leaf is not None]
+
+    def nested(tensors: list[Tensor]) -> Any:
+        ((spec, absent),), rest = forms, iter(tensors)
+        return tree_unflatten([None if none else next(rest) for none in absent], spec)
+
+    carry = vmap(lambda view: listed(phase.begin(algorithm, given, view)))(views)
     for active, data, noise in plan.walk(phase, phase.noise(algorithm), batch):
         carried, seen = tree_map(lambda leaf, a=active: leaf[:a], (carry, views))
         if parts := getattr(phase, "losses", ()):
             assert losses is not None
             data = {**data, "losses": losses(algorithm, parts, seen, data)}
 
-        def step(carry: Any, view: View, batch: Batch, noise: dict[str, Tensor]) -> Any:
-            return phase.step(algorithm, carry, given, view, batch, noise)
+        def step(carry: list[Tensor], view: View, batch: Batch, noise: dict[str, Tensor]) -> list[Tensor]:
+            return listed(phase.step(algorithm, nested(carry), given, view, batch, noise))
 
         new = vmap(step)(carried, seen, data, noise)
         carry = new if active == len(plan.ids) else tree_map(lambda n, c, a=active: torch.cat([n, c[a:]]), new, carry)
-    return vmap(lambda carry, view: phase.end(algorithm, carry, given, view))(carry, views)
+    return vmap(lambda carry, view: phase.end(algorithm, nested(carry), given, view))(carry, views)

@@ -10,6 +10,8 @@ from bayesfl.evaluation.report import better
 
 HEADLINES = ("personal_accuracy", "personal_rmse")
 """Columns that summarise a run: the first for classification, the second for regression."""
+PREFIXES = {"test": "personal", "validation": "validation"}
+"""Prefixes of columns that measure each client's own predictor, by the split that it predicts."""
 
 
 class History:

@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from bayesfl.data import ClientData
-from bayesfl.evaluation.predictions import Predictions
+from bayesfl.evaluation.predictions import Predictions, of_client
 
 Measure: TypeAlias = Callable[[Predictions, Tensor], Any]
 """Function (one client's predictions [n, ...], its labels [n] or targets [n, ...]) -> a number; NaN where it is not defined."""
@@ -50,7 +50,7 @@ def measured(measures: Mapping[str, Measure], predictions: Predictions, split: C
         values = []
         for j in np.flatnonzero(predictions.mask.any(-1).numpy()).tolist():
             try:
-                found = measure(predictions.client(j), split.client(j)[1].cpu())
+                found = measure(of_client(predictions, j), split.client(j)[1].cpu())
             except Exception as error:  # a user's function may raise anything; it is passed on
                 error.add_note(f"raised by the measure {name!r} for client {j}")
                 raise

@@ -10,6 +10,7 @@ from torch import Tensor
 from bayesfl.base.checks import instance
 from bayesfl.base.protocols import Tensors
 from bayesfl.data import ClientData
+from bayesfl.data.outline import known_names, place
 from bayesfl.evaluation import metrics
 
 
@@ -26,6 +27,7 @@ class Predictions:
         variance: Predictive variances [J, N, O], noise included; None for classes.
         labels: The labels [J, N] or targets [J, N, ...] of the split that was predicted, by which `summary` knows it; None where they are
             not known. Rows that pad are 0.
+        names: The clients' names, by which `client` finds them; None where they are not known.
     """
 
     mask: Tensor
@@ -34,11 +36,13 @@ class Predictions:
     mean: Tensor | None = None
     variance: Tensor | None = None
     labels: Tensor | None = None
+    names: tuple[str, ...] | None = None
 
     def __repr__(self) -> str:
         rows = self.mask.sum(-1)
         many = f"{len(rows)} clients of {int(rows.min())} to {int(rows.max())} examples" if self.mask.dim() > 1 else f"{int(rows)} examples"
-        tensors = ", ".join(f"{name} {list(t.shape)}" for name, t in vars(self).items() if t is not None and name not in ("mask", "labels"))
+        shown = {name: t for name, t in vars(self).items() if isinstance(t, Tensor) and name not in ("mask", "labels")}
+        tensors = ", ".join(f"{name} {list(t.shape)}" for name, t in shown.items())
         drawn = "" if bool(self.epistemic[self.mask].isnan().all()) else "; averaged over draws or a closed form"
         return f"Predictions({many}; {tensors}{drawn})"
 
@@ -51,11 +55,19 @@ class Predictions:
         total = torch.special.entr(self.probs).sum(-1) if self.probs is not None else _present(self.variance).sum(-1)
         return total - self.epistemic
 
-    def client(self, j: int) -> "Predictions":
-        """Return client j's predictions alone, without padding: tensors [n_j, ...]."""
-        inside = self.mask[j]
-        cut: dict[str, Any] = {k: None if v is None else v[j][inside] for k, v in vars(self).items()}
-        return Predictions(**cut)
+    def client(self, client: int | str) -> "Predictions":
+        """Return one client's predictions alone, without padding: tensors [n_j, ...].
+
+        Args:
+            client: The client's name, where names are known, or its number; see `Result.client`.
+
+        Raises:
+            TypeError: `client` is neither.
+            ValueError: There is no such client, or the predictions are of one client alone.
+        """
+        if self.mask.dim() != 2:
+            raise ValueError(f"client {client!r}: these predictions are of one client alone; use them as they are")
+        return of_client(self, place(client, known_names(self.names, len(self.mask))))
 
     def summary(self, split: ClientData) -> dict[str, float]:
         """Compute the measures of `bayesfl.metrics` that apply, with the labels or targets of `split`, over clients that have rows.
@@ -89,16 +101,28 @@ class Predictions:
         return metrics.regression_summary(_present(self.mean), _present(self.variance), labels, self.mask)
 
 
+def of_client(predictions: Predictions, j: int) -> Predictions:
+    """Return the predictions of the client at place j alone, without padding: tensors [n_j, ...]."""
+    inside = predictions.mask[j]
+    cut: dict[str, Any] = {name: t[j][inside] for name, t in vars(predictions).items() if isinstance(t, Tensor)}
+    return Predictions(**cut)
+
+
 def _present(t: Tensor | None) -> Tensor:
     assert t is not None
     return t
 
 
 class Collector:
-    """A collector that puts clients' predictions, as they come chunk by chunk, into padded tensors on the CPU."""
+    """A collector that puts clients' predictions, as they come chunk by chunk, into padded tensors on the CPU.
 
-    def __init__(self, split: ClientData) -> None:
-        self._split = split
+    Args:
+        split: The split that is predicted.
+        names: The clients' names; none where they are not known.
+    """
+
+    def __init__(self, split: ClientData, names: tuple[str, ...] = ()) -> None:
+        self._split, self._names = split, names or None
         self._counts = split.counts
         self._width = int(split.counts.max(initial=0))
         self._seen = np.zeros(split.clients, bool)
@@ -124,4 +148,4 @@ class Collector:
         """Return the predictions of all clients; clients that were not added have no rows."""
         counts = torch.from_numpy(np.where(self._seen, self._counts, 0))
         labels = self._split.padded_labels()[0].cpu()
-        return Predictions(mask=torch.arange(self._width) < counts[:, None], labels=labels, **self._tensors)
+        return Predictions(mask=torch.arange(self._width) < counts[:, None], labels=labels, names=self._names, **self._tensors)

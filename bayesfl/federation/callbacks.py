@@ -2,7 +2,11 @@
 
 A callback is called after every round, once its checkpoint is written, with the run so far: a `bayesfl.federation.result.Result` on one
 machine, a `bayesfl.flower.Deployed` over a network. It may read all of it, above all `history`; if it returns True, the run ends. What it
-is given goes on changing with the run: keep `snapshot(result)`. Any function of that kind will do:
+is given goes on changing with the run: keep `snapshot(result)`.
+
+A round may be told twice. A resumed run first calls its callbacks for the round that it goes on from, of which they may not have heard if
+the process was killed. So a run that was ended by a callback stays ended, and goes on if that callback is left out. A simulation that is
+ended between evaluations is measured then, and its callbacks are called once more with the measures. Any function of that kind will do:
 
     def note(result):
         mlflow.log_metrics({key: value for key, value in result.history[-1].items() if value == value}, step=result.round)
@@ -23,7 +27,7 @@ from bayesfl.evaluation import report
 from bayesfl.evaluation.history import History
 from bayesfl.federation.checkpoint import held, newest
 from bayesfl.federation.result import Result
-from bayesfl.federation.saved import load
+from bayesfl.federation.saved import reloaded
 
 Callback: TypeAlias = Callable[[Any], Any]
 """Function from the run so far; True ends the run."""
@@ -43,9 +47,10 @@ def checked(on_round: Any) -> list[Callback]:
     return list(on_round)
 
 
-def snapshot(result: Result) -> Result:
+def snapshot(result: Any) -> Any:
     """Return a copy of the run so far that further rounds do not change; what a callback is given shares the running state."""
-    return replace(result, private=tree_map(lambda t: t.clone(), result.private), history=History(result.history.rows))
+    own = {"private": tree_map(lambda t: t.clone(), result.private)} if isinstance(result, Result) else {}
+    return replace(result, history=History(result.history.rows), **own)
 
 
 def ended(callbacks: Sequence[Callback], result: Any) -> bool:
@@ -63,11 +68,11 @@ def ended(callbacks: Sequence[Callback], result: Any) -> bool:
 
 
 def over(callbacks: Sequence[Callback], result: Any) -> bool:
-    """Say whether a run that goes on had been ended by a callback with a `finish`, as `EarlyStopping`, asked before any further round."""
-    return bool(result.round) and ended([callback for callback in callbacks if hasattr(callback, "finish")], result)
+    """Say whether a run that goes on is ended already; its callbacks are asked before any further round."""
+    return bool(result.round) and ended(callbacks, result)
 
 
-def finished(callbacks: Sequence[Any], result: Result) -> Result:
+def finished(callbacks: Sequence[Any], result: Any) -> Any:
     """Return the state that a run returns, as the callbacks with a `finish` choose."""
     for callback in callbacks:
         if hasattr(callback, "finish"):
@@ -85,7 +90,9 @@ class EarlyStopping:
         column: Name of the column, as `validation_nll`.
         patience: Number of evaluations without a better value after which the run ends.
         keep: Whether the run returns its `last` state, or that of the `best` evaluation, with the history up to it.
-        folder: For `best`, a folder for that state, from which a resumed run finds it again; None to hold it in memory alone.
+        folder: For `best`, a folder for that state, from which a resumed run finds it again; None to hold it in memory alone. A
+            deployment's best state is read from it by `bayesfl.flower.load`; nodes keep their states of that round, and end with their
+            models of it.
         lowest: Whether smaller values are better; None to know it by the measure's name.
 
     Raises:
@@ -106,7 +113,8 @@ class EarlyStopping:
         if folder is not None and keep == "last":
             raise ValueError(f"folder is for keep='best', got {folder!r} with keep='last'; leave one of them out")
         self.column, self.patience, self.keep = column, whole("patience", patience, least=1), keep
-        self._folder, self._lowest, self._best = folder, lowest, None
+        self._folder, self._lowest = folder, lowest
+        self.best: Any = None
 
     def __call__(self, result: Any) -> bool:
         """Say whether the run ends; keep its state if it is the best so far.
@@ -119,23 +127,28 @@ class EarlyStopping:
         if not rows:
             settings = getattr(result, "settings", None)
             never = settings is not None and settings.evaluate_every is None and any(row.get("cohort") for row in history)
-            if never or any(key.startswith(("personal_", "validation_")) for key in history.columns):
+            if never and self.column not in history.columns:
+                raise KeyError(
+                    f"no column {self.column!r}: nothing is measured on the way; pass evaluate_every=1, or take a column of "
+                    f"{history.columns}"
+                )
+            if any(key.startswith(("personal_", "validation_")) for key in history.columns):
                 history[self.column]  # names the nearest columns
             return False
         best = History(rows).best(self.column, lowest=self._lowest)
         if self.keep == "best" and best["round"] == result.round:
-            if not isinstance(result, Result):
-                raise ValueError("keep='best' is for simulate: over a network clients keep their last states alone; take keep='last'")
             if result.settings.sampling == "poisson":
                 raise ValueError("keep='best' would tell the epsilon of fewer rounds than were released; under ClientPrivacy take 'last'")
-            self._best = snapshot(result)
+            self.best = snapshot(result)
             if self._folder is not None:
                 if newest(self._folder):
                     raise ValueError(f"folder {str(self._folder)!r} holds the run's checkpoints; give the best state a folder of its own")
-                self._best.save(self._folder)
+                self.best.save(self._folder)
+        elif self.keep == "best":
+            self._restore(result, best["round"])  # now: the nodes of a deployment that goes on must not forget their states of that round
         return sum(row["round"] > best["round"] for row in rows) >= self.patience
 
-    def finish(self, result: Result) -> Result:
+    def finish(self, result: Any) -> Any:
         """Return the state that the run returns: the best one if that is wanted, else `result`."""
         if self.keep == "last":
             return result
@@ -143,8 +156,6 @@ class EarlyStopping:
         if not values:
             return result
         round = History(values).best(self.column, lowest=self._lowest)["round"]
-        if not self._is_of(result, round) and self._folder is not None and held(self._folder):
-            self._best = load(self._folder, result.algorithm, result.data, device=result.device)
         if not self._is_of(result, round):
             warnings.warn(
                 f"the best {self.column} is of round {round}, whose state is gone, as of a run that was resumed without a folder; the last "
@@ -152,11 +163,16 @@ class EarlyStopping:
                 stacklevel=3,
             )
             return result
-        return self._best or result
+        return self.best or result
 
-    def _is_of(self, result: Result, round: int) -> bool:
+    def _restore(self, result: Any, round: int) -> None:
+        """Read the best state from its folder, if the one in memory is not that of this run after so many rounds."""
+        if not self._is_of(result, round) and self._folder is not None and held(self._folder):
+            self.best = reloaded(result, self._folder)
+
+    def _is_of(self, result: Any, round: int) -> bool:
         """Say whether the state that is kept is that of this run after so many rounds: its history, with its seconds, is."""
-        return self._best is not None and repr(self._best.history.rows) == repr(result.history.rows[:round])
+        return self.best is not None and repr(self.best.history.rows) == repr(result.history.rows[:round])
 
 
 class CSV:

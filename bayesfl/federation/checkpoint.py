@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from bayesfl.base import digest
-from bayesfl.base.files import atomic_path, remove_leftovers
+from bayesfl.base.files import atomic_path, folder, remove_leftovers
 from bayesfl.base.trees import detached, nest
 from bayesfl.federation.errors import CheckpointError
 
@@ -37,18 +37,33 @@ ROUND = re.compile(r"round-(\d{6,})\.safetensors")
 KEPT = 2
 
 
+RUN, DEPLOYMENT = "run", "deployment"
+
+
+KINDS = {
+    RUN: ("a run of bf.simulate", "bf.load(path, algorithm) reads it, and bf.simulate(start=path) begins from it"),
+    DEPLOYMENT: (
+        "the checkpoints of a deployment over Flower",
+        "bayesfl.flower.load(path, algorithm) reads them, and bayesfl.flower.serve(start=path) begins from them; its clients' states are "
+        "on their nodes",
+    ),
+}
+"""What a folder holds, and what reads it."""
+
+
 def write(path: str | os.PathLike[str], meta: Mapping[str, Any], tensors: Mapping[str, Any], *, name: str = STATE) -> None:
     """Write a nest of tensors and JSON-able `meta` into one file of the folder `path`, completely or not at all.
 
     Raises:
-        ValueError: `path` is a file, or lies under one.
+        TypeError: `path` is neither text nor a path.
+        ValueError: `path` is empty, or is a file, or lies under one.
     """
     from safetensors.torch import save_file
 
-    folder = _folder(path)
+    made = _folder(path)
     flat = detached(tensors)
     text = json.dumps({**meta, "format": FORMAT})
-    with atomic_path(folder / name) as temporary:
+    with atomic_path(made / name) as temporary:
         save_file(flat, str(temporary), metadata={"bayesfl": text, "digest": digest.of_tensors(text, flat)})
 
 
@@ -75,13 +90,13 @@ def claim(path: str | os.PathLike[str], *, resumed: bool) -> None:
     Raises:
         ValueError: `path` is a file or lies under one, or the folder holds a saved result or another run.
     """
-    folder = _folder(path)
-    remove_leftovers(folder, ".safetensors")
-    if held(folder) and not resumed:
+    claimed = _folder(path)
+    remove_leftovers(claimed, ".safetensors")
+    if held(claimed) and not resumed:
         raise ValueError(
             f"checkpoint folder {str(path)!r} holds a run already; pass resume=True to go on from its newest checkpoint, or another folder"
         )
-    if (folder / STATE).is_file():
+    if (claimed / STATE).is_file():
         raise ValueError(f"checkpoint folder {str(path)!r} holds a saved result, {STATE}; keep checkpoints in a folder of their own")
 
 
@@ -109,23 +124,34 @@ def newest(path: str | os.PathLike[str]) -> int:
     return int(match[1]) if match else 0
 
 
-def read(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> tuple[dict[str, Any], dict[str, Any]]:
+def read(path: str | os.PathLike[str], kind: str, device: torch.device | str = "cpu") -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the metadata and the nest of tensors that `write` put into the folder `path`, from its newest undamaged file.
 
     A warning is issued where a newer file is damaged.
 
+    Args:
+        path: The folder.
+        kind: What it is to hold, one of `KINDS`.
+        device: The device for the tensors.
+
     Raises:
-        CheckpointError: The folder holds no run, or every file is damaged or of another format.
+        TypeError: `path` is neither text nor a path.
+        ValueError: `path` is empty.
+        CheckpointError: The folder holds nothing of this kind, or every file is damaged or of another format.
     """
-    files, damage = held(path), []
+    files, damage = held(folder("path", path)), []
     if not files:
-        raise CheckpointError(f"{str(path)!r} holds no saved run: neither {STATE} nor a checkpoint round-*.safetensors is there")
+        raise CheckpointError(
+            f"{str(path)!r} holds no saved run: neither {STATE} nor a checkpoint round-*.safetensors is there{_other(path)}"
+        )
     for file in files:
         try:
             meta, tensors = read_file(file, device)
         except CheckpointError as error:
             damage.append(str(error))
             continue
+        if (found := DEPLOYMENT if "sessions" in meta else RUN) != kind:
+            raise CheckpointError(f"{str(path)!r} holds {KINDS[found][0]}, not {KINDS[kind][0]}: {KINDS[found][1]}")
         if damage:
             warnings.warn(f"{'; '.join(damage)}; taking {file.name} instead", stacklevel=2)
         return meta, tensors
@@ -164,16 +190,25 @@ def read_file(file: Path, device: torch.device | str = "cpu") -> tuple[dict[str,
     return meta, tensors
 
 
+def _other(path: str | os.PathLike[str]) -> str:
+    """Say what else a folder without a run holds, and what reads it; empty for nothing known."""
+    if next(Path(path).glob("client.safetensors"), None):
+        return "; it holds a client's own model, which bf.load_client(path, algorithm) reads"
+    if any(next(Path(path).glob(f"{above}state-*.safetensors"), None) for above in ("", "*/", "*/*/")):
+        return "; it holds states that clients keep on a node of a deployment over Flower: pass the server's folder of checkpoints"
+    return ""
+
+
 def _folder(path: str | os.PathLike[str]) -> Path:
-    folder = Path(path)
+    made = folder("path", path)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        made.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
         raise ValueError(f"path must name a folder, but {str(path)!r} is a file, or lies under one; pass another") from error
-    return folder
+    return made
 
 
-def _rounds(folder: Path) -> list[Path]:
+def _rounds(path: Path) -> list[Path]:
     """Return the checkpoints in a folder, the newest first."""
-    found = {int(match[1]): file for file in folder.glob("round-*") if (match := ROUND.fullmatch(file.name))}
+    found = {int(match[1]): file for file in path.glob("round-*") if (match := ROUND.fullmatch(file.name))}
     return [found[round] for round in sorted(found, reverse=True)]

@@ -13,7 +13,7 @@ from bayesfl.base.protocols import Info, Server, View
 from bayesfl.base.random import Stage
 from bayesfl.base.trees import flatten
 from bayesfl.composition.algorithm import Algorithm
-from bayesfl.composition.phases import Descend, Repeat, by_chance, described, trained
+from bayesfl.composition.phases import Descend, Repeat, by_algebra, by_chance, described, trained
 from bayesfl.data import ClientData
 from bayesfl.engine import Engine
 from bayesfl.engine.crew import Crew
@@ -230,7 +230,7 @@ def kept_phases(algorithm: Algorithm) -> int:
     """
     count = len(algorithm.phases)
     for phase in reversed(algorithm.phases):
-        if type(phase) is not Descend or phase.persist or any(algorithm.blocks[name].keep for name in phase.blocks):
+        if not by_algebra(phase) or phase.persist or any(algorithm.blocks[name].keep for name in phase.blocks):
             break  # a phase of another kind may keep something
         count -= 1
     return count

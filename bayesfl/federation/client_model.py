@@ -16,9 +16,11 @@ from torch.utils._pytree import tree_map
 
 from bayesfl.base.checks import instance, number, whole
 from bayesfl.base.copies import refuse_changed
+from bayesfl.base.files import folder
 from bayesfl.base.protocols import Batch, Fitted, Server, StoredPredictor, Tensors, View
 from bayesfl.base.trees import shapes
 from bayesfl.composition.algorithm import Algorithm
+from bayesfl.composition.predictors import Mixture
 from bayesfl.data import FederatedData
 from bayesfl.data.arrays import to_tensor
 from bayesfl.data.frames import names_of, same_columns
@@ -36,6 +38,7 @@ VERSION = 1
 LIMIT = 2**28
 """Bytes that a tensor of the predictor may take in a file, where the method's predictor needs training data."""
 SAFE = re.compile(r"[^/\\\0]+")
+LONGEST = 255  # bytes of a folder's name
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,16 +95,17 @@ class ClientModel:
         For rows of the client's test data the predictions are those of `Result.predict`, up to rounding, with the same random draws.
 
         Args:
-            x: Inputs [N, ...] of the shape that the model was trained on: an array, a tensor, or a data frame with the same columns.
+            x: Inputs [N, ...] of the shape that the model was trained on: an array, a tensor, or a data frame with the same columns. Floats
+                of any precision, integers and truth values are converted, to float32 as training data are, then to the model's precision.
             draws: Number of posterior draws S to average over; 0 predicts at the mean, None uses the number of the method's paper.
 
         Returns:
             The predictions, tensors [N, ...] without an axis of clients.
 
         Raises:
-            TypeError: `x` is no array of numbers.
-            ValueError: `x` has other columns, rows of another shape, no rows, or numbers that are not finite, or `draws` is not a whole
-                number >= 0.
+            TypeError: `x` is no array.
+            ValueError: `x` has other columns, rows of another shape, no rows, something else than real numbers (complex ones, text, dates,
+                objects), or numbers that are not finite; or `draws` is not a whole number >= 0.
         """
         refuse_changed(self.algorithm.model)
         same_columns("x", names_of(x, pooled=True), self.columns)
@@ -114,7 +118,7 @@ class ClientModel:
             raise ValueError(f"x holds NaN or infinite numbers, first in row {bad}; fill them in as before training, or drop the rows")
         if draws is not None:
             whole("draws (None is the paper's number)", draws, least=0)
-        found = predict.alone(
+        found: dict[str, Any] = predict.alone(
             self.algorithm,
             self.view,
             rows,
@@ -130,26 +134,30 @@ class ClientModel:
     def model(self) -> nn.Module:
         """Return the network at the means of the client's beliefs: a module of its own, in evaluation mode.
 
-        Its outputs are what the likelihood reads, such as logits. It knows nothing of the uncertainty, for which `predict` is.
+        Its outputs are what the likelihood reads, such as logits. It knows nothing of the uncertainty, for which `predict` is. Of several
+        networks it is the one that the client chose, as in IFCA.
 
         Raises:
-            ValueError: The client predicts with several models together, as in a mixture.
+            ValueError: The client predicts with several networks together, as in a mixture.
         """
         return module_at(self.algorithm, self.algorithm.parts, self.view)
 
     def save(self, path: str | os.PathLike[str], *, plug_in: bool = False) -> None:
         """Write the model into the folder `path`, completely or not at all; `load_client` reads it without data.
 
-        No row of the training data is written. Where the method's predictor needs them (FedSI's, `LinearisedLaplace`), the covariance of
-        the weights that it made of them is written instead. Rows can still be computed from it, as where a unit answers to a single row;
-        `plug_in=True` leaves it out.
+        No training row is written as it is. Where the method's predictor needs training data (FedSI's, `LinearisedLaplace`), the covariance
+        of the weights that it made of them is written instead. Such a file is as confidential as the training data and must not leave the
+        client: rows can be computed from a covariance, exactly so where a unit of the network answers to a single one. `plug_in=True`
+        leaves it out, for a file that is to leave; the means that remain were trained on the data and can tell about them, too.
 
         Args:
             path: The folder, made if it does not exist.
             plug_in: Whether to leave the covariance out, and to predict at the means of the beliefs.
 
         Raises:
-            ValueError: `path` is a file, or lies under one; or the method's predictor cannot be stored, or takes more than `LIMIT` bytes.
+            TypeError: `path` is neither text nor a path.
+            ValueError: `path` is empty, or is a file, or lies under one; or the method's predictor cannot be stored, or takes more than
+                `LIMIT` bytes.
         """
         plug_in = plug_in or self.plug_in
         try:
@@ -213,16 +221,24 @@ class ClientModel:
 def module_at(algorithm: Algorithm, parts: tuple[str, ...], view: View) -> nn.Module:
     """Return the method's network at the means of some beliefs, as a module of its own in evaluation mode; frozen parameters stay so.
 
+    Of blocks with copies it is the copy that alone has weight in the view's mixture.
+
     Args:
         algorithm: The method.
         parts: Names of the blocks that make the network.
-        view: Beliefs about these blocks [...], and "n".
+        view: Beliefs about these blocks [...], "n", and what the method's predictor reads.
 
     Raises:
-        ValueError: One of the blocks has copies.
+        ValueError: Several copies of a block predict together.
     """
     if (copies := algorithm.copies(parts)) is not None:
-        raise ValueError(f"there is no single network: {copies} copies of it predict together; use predict(x), which mixes them")
+        rule = algorithm.predictor
+        weighted = view[rule.weights].nonzero().flatten().tolist() if isinstance(rule, Mixture) else range(copies)
+        if len(weighted) != 1:
+            raise ValueError(
+                f"there is no single network: {len(weighted)} of {copies} copies predict together; use predict(x), which mixes them"
+            )
+        view = view | {part: tree_map(lambda t: t[weighted[0]], view[part]) for part in parts if algorithm.blocks[part].copies}
     refuse_changed(algorithm.model)
     network = copy.deepcopy(algorithm.network(view, parts))
     for part in parts:
@@ -294,12 +310,12 @@ def load_client(path: str | os.PathLike[str], algorithm: Algorithm, *, device: t
         device: The device that is to hold it and to compute its predictions.
 
     Raises:
-        TypeError: `algorithm` is no `Algorithm`.
-        ValueError: The device is absent.
+        TypeError: `algorithm` is no `Algorithm`, or `path` is neither text nor a path.
+        ValueError: The device is absent, or `path` is empty.
         CheckpointError: There is no model of a client, or several; or the file is damaged, or was made with another method.
     """
     instance("algorithm", algorithm, Algorithm, METHOD)
-    file = _file(Path(path))
+    file = _file(folder("path", path))
     meta, tensors = checkpoint.read_file(file, present(device))
     try:
         if meta["kind"] != "client" or meta["version"] != VERSION:
@@ -343,11 +359,15 @@ def check_file_names(names: Sequence[str]) -> None:
     """Check that clients' names can be names of folders, none of which lies outside the folder that holds them.
 
     Raises:
-        ValueError: A name is empty, `.` or `..`, or holds a slash or another character that no folder may have; or two are alike.
+        ValueError: A name is empty, `.` or `..`, or holds a slash or another character that no folder may have, or is too long; or two are
+            alike.
     """
     bad = [name for name in names if not SAFE.fullmatch(name) or name in (".", "..")]
-    if bad or len({name.casefold() for name in names}) < len(names):
+    long = [name for name in names if len(os.fsencode(name)) > LONGEST]
+    if bad or long or len({name.casefold() for name in names}) < len(names):
         what = f"{bad[0]!r} is not" if bad else "two are alike, or differ in case only:"
+        if long and not bad:
+            what = f"{long[0][:40]!r}... has {len(os.fsencode(long[0]))} bytes, more than the {LONGEST} that are"
         raise ValueError(f"clients' names become folders, and {what} fit for that; save single clients by result.client(...).save(path)")
 
 
@@ -371,9 +391,10 @@ def _file(path: Path) -> Path:
         CheckpointError: There is none, or there are several.
     """
     found = [path / FILE] if (path / FILE).is_file() else sorted(path.rglob(FILE), key=lambda file: file.stat().st_mtime)
-    if len({file.parent.name for file in found}) == 1:
-        return found[-1]  # of one client, in several experiments of a node
-    if len(found) != 1:
-        several = f"{len(found)} of them: {', '.join(str(file.parent) for file in found[:3])}; pass one of these folders"
-        raise CheckpointError(f"{str(path)!r} holds no model of a client, no {FILE}" if not found else f"{str(path)!r} holds {several}")
-    return found[0]
+    if not found:
+        raise CheckpointError(f"{str(path)!r} holds no model of a client, no {FILE}")
+    experiments = {file.parent.parent.name for file in found}  # a client has another folder in each, and perhaps another number
+    if len(found) > 1 and (len(experiments) < len(found) or len({checkpoint.read_file(file)[0].get("name") for file in found}) > 1):
+        several = ", ".join(str(file.parent) for file in found[:3])
+        raise CheckpointError(f"{str(path)!r} holds models of several clients, {len(found)} of them: {several}; pass one of these folders")
+    return found[-1]

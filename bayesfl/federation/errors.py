@@ -51,5 +51,5 @@ class CheckpointError(RuntimeError):
 
 def called(client: int, names: Sequence[str]) -> str:
     """Return how a person calls a client: by its number and, where it has one that says more, its name."""
-    plain = not names or names[client] in (str(client), f"client {client}")
+    plain = not names or names[client] in ("", str(client), f"client {client}")
     return f"client {client}" if plain else f"client {client} ({names[client]!r})"

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from bayesfl.base.copies import check_original, refuse_changed
 from bayesfl.composition.algorithm import Algorithm
+from bayesfl.composition.phases import trained
 from bayesfl.data import FederatedData
 from bayesfl.likelihoods import Bernoulli
 from bayesfl.models.forwards import in_rows, looked_at
@@ -70,6 +71,8 @@ def check(algorithm: Algorithm, data: FederatedData) -> None:
         )
 
     _check_slope(likelihood, outputs, data.train.y[: len(outputs)].cpu())
+    for told in lost(algorithm):
+        warnings.warn(told, stacklevel=3)
     covered = {name for block in algorithm.blocks for name in algorithm.layout(block).names}
     if idle := [name for name, p in algorithm.model.named_parameters() if p.requires_grad and name not in covered]:
         warnings.warn(
@@ -77,6 +80,23 @@ def check(algorithm: Algorithm, data: FederatedData) -> None:
             "(requires_grad=False) if that is meant, else rename them or widen a block's pattern",
             stacklevel=3,
         )
+
+
+def lost(algorithm: Algorithm) -> list[str]:
+    """Name what a method learns in vain, or not at all: trained tensors that nobody keeps, parts of the predictor that nothing trains."""
+    if not algorithm.phases:
+        return ["the method has no phases, so that nothing is trained"]
+    told = []
+    for name in dict.fromkeys(name for phase in algorithm.phases for name in trained(phase)):
+        block = algorithm.blocks[name]
+        held = algorithm.belief(name, {"loc": torch.zeros(algorithm.layout(name).size)})
+        gone = [] if block.keep else [key for key in held if block.pool is None or key not in block.pool.sends]
+        if gone:
+            told.append(
+                f"block {name!r} is trained, and what is learnt of its {gone} is thrown away after every round, as the client does not "
+                f"keep it and does not send it; pass keep=True, or a pool that sends it, as pools.Mean(sends={tuple(held)})"
+            )
+    return told
 
 
 def _check_slope(likelihood: Any, outputs: Tensor, y: Tensor) -> None:
@@ -99,6 +119,13 @@ def _check_slope(likelihood: Any, outputs: Tensor, y: Tensor) -> None:
 def _slope_apart(likelihood: Any, outputs: Tensor, y: Tensor, tolerance: float) -> float | None:
     """Return how far a likelihood's slope is from its derivative, or None if it is no farther than rounding."""
     y = y.to(outputs) if y.is_floating_point() else y
+    shapes = [list(t.shape) for t in (likelihood.nll(outputs, y), *likelihood.nll_and_slope(outputs, y))]
+    if shapes != [[len(outputs)], [len(outputs)], list(outputs.shape)]:
+        raise ValueError(
+            f"likelihood {type(likelihood).__name__}: nll returns shape {shapes[0]}, nll_and_slope {shapes[1]} and {shapes[2]}, "
+            f"for outputs {list(outputs.shape)}; losses must be one for each example, as with reduction='none', and slopes must have the "
+            "outputs' shape"
+        )
     with torch.enable_grad():
         at = outputs.detach().requires_grad_()
         nll = likelihood.nll(at, y)

@@ -51,7 +51,7 @@ def personal(
         done = local.finetuned(ids, state.received(local.algorithm, ids), state.round)
         return of_chunk(local, done, splits, round=state.round, draws=draws, value=value)
 
-    collectors = [Collector(split) for split in splits]
+    collectors = [Collector(split, local.names) for split in splits]
     for found in crew.over(local.chunked(), work):
         for collector, parts in zip(collectors, found, strict=True):
             for ids, part in parts:
@@ -213,7 +213,7 @@ def shared(local: Local, state: State, split: ClientData) -> Predictions | None:
     views["n"] = torch.ones(1, dtype=split.x.dtype, device=split.x.device)
     everyone = ClientData(split.x, split.y, split.index, np.array([len(split.index)]))
     flat = _of_views(local.engine, algorithm, parts, views, everyone, np.zeros(1, np.int64), {})
-    collector = Collector(split)
+    collector = Collector(split, local.names)
     for j, (start, n) in enumerate(zip(split.offsets, split.counts, strict=True)):
         collector.add(np.array([j]), {name: value[:, start : start + n] for name, value in flat.items()})
     return collector.predictions()

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map
 
 from bayesfl.base.checks import instance, whole
 from bayesfl.base.copies import refuse_changed
+from bayesfl.base.files import folder
 from bayesfl.base.protocols import Server, View
 from bayesfl.base.random import Purpose, generator
 from bayesfl.composition.algorithm import Algorithm
@@ -193,12 +194,12 @@ class Result:
         It is fine-tuned once where the method does so before it predicts. Later training of this federation does not change it.
 
         Args:
-            client: The client's name, or its number.
+            client: The client's name, or its number, as in `FederatedData.select`.
 
         Raises:
             TypeError: `client` is neither.
-            ValueError: There is no such client; or the model needs training data, which this result was loaded without, or validation data
-                to tune its predictor.
+            ValueError: There is no such client, or a number is the name of another; or the model needs training data, which this result was
+                loaded without, or validation data to tune its predictor.
             DivergenceError: The client's fine-tuning is not finite, and `tolerant` is False.
         """
         name = self.known.client_names[j := place(client, self.known.client_names)]
@@ -229,18 +230,23 @@ class Result:
     def save_clients(self, path: str | os.PathLike[str], *, plug_in: bool = False) -> None:
         """Write every client's model into a folder of its name in the folder `path`; `load_client` reads them.
 
+        Where the method's predictor needs training data (FedSI's), a client's file is as confidential as these and must not leave the
+        client, see `ClientModel.save`; `plug_in=True` is for files that are to leave.
+
         Args:
             path: The folder, made if it does not exist.
-            plug_in: Whether to store the means of the beliefs alone, see `ClientModel.save`.
+            plug_in: Whether to store the means of the beliefs alone, without the covariances made of training data.
 
         Raises:
-            ValueError: A client's name cannot be that of a folder; nothing is written then. Or as by `client` and `ClientModel.save`.
+            TypeError: `path` is neither text nor a path.
+            ValueError: `path` is empty, or a client's name cannot be that of a folder; nothing is written then. Or as by `client` and
+                `ClientModel.save`.
             DivergenceError: A client's fine-tuning is not finite, and `tolerant` is False.
         """
-        names = self.known.client_names
+        inside, names = folder("path", path), self.known.client_names
         check_file_names(names)
         for j, name in enumerate(names):
-            self.client(j).save(os.path.join(path, name), plug_in=plug_in)
+            self.client(j).save(inside / name, plug_in=plug_in)
 
     def model(self) -> nn.Module:
         """Return the server's network, at the means of its beliefs: a module of its own, in evaluation mode.

@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import replace
+from functools import singledispatch
 from typing import Any
 
 import torch
@@ -39,14 +40,24 @@ def load(
     Raises:
         TypeError: `algorithm` is no `Algorithm`, or `clients` is no `FederatedData`.
         ValueError: The device is absent.
-        CheckpointError: The folder holds no run, or one that is damaged or was made with another method or on other data; or an earlier
-            version wrote it, which can only be loaded with data.
+        CheckpointError: The folder holds no run of `simulate`, or one that is damaged or was made with another method or on other data; or
+            an earlier version wrote it, which can only be loaded with data.
     """
     if clients is not None:
         of_a_run(algorithm, clients)
     result, made_with, made_on = _read(path, algorithm, clients, present(device))
     _check_same(f"{str(path)!r}", made_with, made_on, algorithm, result.known)
     return _checked(path, result)
+
+
+@singledispatch
+def reloaded(run: Any, path: str | os.PathLike[str]) -> Any:
+    """Return a state of the run, a `Result` or one of another kind that has registered how it is read, that its `save` wrote.
+
+    Raises:
+        CheckpointError: As by `load`.
+    """
+    return load(path, run.algorithm, run.data, device=run.device)
 
 
 def opened(path: str | os.PathLike[str], algorithm: Algorithm, device: torch.device) -> Result:
@@ -64,7 +75,7 @@ def _read(
 ) -> tuple[Result, dict[str, Any], str]:
     """Return a saved run as its file has it, the identity of the method that made it, and the hash of its data."""
     instance("algorithm", algorithm, Algorithm, METHOD)
-    meta, state = checkpoint.read(path, device)
+    meta, state = checkpoint.read(path, checkpoint.RUN, device)
     if clients is None and "clients" not in meta:
         raise CheckpointError(f"{str(path)!r} does not say who its clients are, as an earlier version wrote it; pass their data, too")
     try:

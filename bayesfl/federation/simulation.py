@@ -10,13 +10,14 @@ import torch
 from torch.utils._pytree import tree_map
 
 from bayesfl.base.checks import whole
+from bayesfl.base.files import folder
 from bayesfl.base.protocols import Server
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import ClientData, FederatedData
 from bayesfl.data.frames import same_columns
 from bayesfl.engine import Engine
 from bayesfl.engine.crew import Crew
-from bayesfl.evaluation.history import History
+from bayesfl.evaluation.history import PREFIXES, History
 from bayesfl.evaluation.own_measures import Measure, check_measures, measured
 from bayesfl.evaluation.predictions import Collector, Predictions
 from bayesfl.federation import predict, warm
@@ -69,7 +70,8 @@ def simulate(
         sampling: How a cohort is drawn: `fixed` number of clients, or `bernoulli`; None for the method's default.
         train: Which clients train: the `cohort`, or `all`, of whom only the cohort is gathered; None for the method's default.
         seed: The same seed gives the same draws, whatever the engine.
-        evaluate_every: Rounds between evaluations; the last round is always evaluated. None: never.
+        evaluate_every: Rounds between evaluations; the last round is always evaluated, also where a callback ends the run (but for
+            `before_pool_` columns, which only a planned evaluation has). None: never.
         engine: How the run is computed. It changes only speed and rounding, and under `ClientPrivacy` the noise. None for `Engine()`.
         device: The device that computes.
         dtype: The floating-point type of data and state.
@@ -87,13 +89,14 @@ def simulate(
             uplink.
         faults: A plan of simulated faults, see `bayesfl.faults`; None for none.
         on_round: Callbacks, called one after another after every round with the run so far, see `bayesfl.callbacks`; one that returns True
-            ends the run.
+            ends the run. A resumed run calls them first for the round that it goes on from: ended by one, it stays so.
         measures: {name: function} of measures beside the library's own, each from one client's predictions and its labels to a number; the
             mean over clients becomes a column such as `personal_name`.
         progress: Whether to show a progress bar; None shows one if standard error is a terminal.
 
     Raises:
-        TypeError: The method, its likelihood, the data, the aggregation, the admission rules, the faults or `resume` have the wrong type.
+        TypeError: The method, its likelihood, the data, the aggregation, the admission rules, the faults, `resume`, `start` or `checkpoint`
+            have the wrong type.
         ValueError: An argument is out of range, or does not fit the method or the data; the message names it and the remedy.
         ImportError: `ClientPrivacy` needs dp-accounting, which is not installed.
         CheckpointError: The run to resume is damaged, or was made with another method or on other data.
@@ -137,8 +140,11 @@ def simulate(
     whole("every", every, least=1)
     callbacks = checked(on_round)
     check_measures(measures)
-    if checkpoint is not None and (not isinstance(checkpoint, str | os.PathLike) or not os.fspath(checkpoint)):
-        raise ValueError(f"checkpoint must name a folder, got {checkpoint!r}; leave it out for none")
+    if checkpoint is not None:
+        folder("checkpoint", checkpoint)
+    for name, given in {"resume": resume, "start": start}.items():
+        if isinstance(given, str):
+            folder(name, given)
     if start is not None and not isinstance(resume, bool | None):
         raise ValueError("start begins a new run, resume goes on with one: pass one of them; resume=True may stand beside start")
     if start is not None and settings.sampling == "poisson":
@@ -274,24 +280,34 @@ def _rounds(
             nothing = isinstance(tried, FailedRound)
             server, row, before = (result.server, {"round": result.round + 1, "cohort": 0, **tried.row}, None) if nothing else tried
             result = replace(result, round=result.round + 1, server=server)
-            if test is not None:
-                try:
-                    if before is not None and not before.empty:
-                        row |= {f"before_pool_{key}": v for key, v in _summary(before.predictions(), data.test, measures).items()}
-                    row |= _measure(local, result.state, data, crew, measures)
-                except Exception as error:  # in fine-tuning, or of a user's measure; the round itself is done
-                    result.history.append(row)
-                    error.result = result  # type: ignore[attr-defined]  # on an error of any class, as a DivergenceError has it
-                    raise
-                bar.set_postfix({measure: f"{row[measure]:.3f}"}, refresh=False)
             result.history.append(row)
+            if test is not None:
+                _evaluate(result, before, local, data, crew, measures)
+                bar.set_postfix({measure: f"{result.history[-1][measure]:.3f}"}, refresh=False)
             if keep is not None:
                 keep(result)
             bar.update()
-            if stopped := ended(callbacks, result):
-                if keep is not None:
-                    result.save_round(keep.folder)
+            stopped = ended(callbacks, result)
+    if stopped and settings.evaluate_every is not None and measure not in result.history[-1]:  # ended between evaluations
+        _evaluate(result, None, local, data, crew, measures)
+        ended(callbacks, result)  # once more, with the measures
+    if stopped and keep is not None:
+        result.save_round(keep.folder)
     return result
+
+
+def _evaluate(
+    result: Result, before: Collector | None, local: Local, data: FederatedData, crew: Crew, measures: Mapping[str, Measure]
+) -> None:
+    """Add the measures of the models to the last row of the history; an error carries the run as its `result`."""
+    row = result.history[-1]
+    try:
+        if before is not None and not before.empty:
+            row |= {f"before_pool_{key}": v for key, v in _summary(before.predictions(), data.test, measures).items()}
+        row |= _measure(local, result.state, data, crew, measures)
+    except Exception as error:  # in fine-tuning, or of a user's measure; the round itself is done
+        error.result = result  # type: ignore[attr-defined]  # on an error of any class, as a DivergenceError has it
+        raise
 
 
 def _summary(predictions: Predictions, split: ClientData, measures: Mapping[str, Measure]) -> dict[str, float]:
@@ -302,13 +318,12 @@ def _summary(predictions: Predictions, split: ClientData, measures: Mapping[str,
 
 def _measure(local: Local, state: State, data: FederatedData, crew: Crew, measures: Mapping[str, Measure]) -> dict[str, float]:
     """Return the history's columns that measure the models after aggregation."""
-    prefixes = {"test": "personal", "validation": "validation"}
-    splits = {name: data.splits[name] for name in prefixes if name in data.splits}
+    splits = {name: data.splits[name] for name in PREFIXES if name in data.splits}
     value, row = predict.tune(local, state, data, crew), {}
     for (name, split), predictions in zip(
         splits.items(), predict.personal(local, state, list(splits.values()), crew, value=value), strict=True
     ):
-        row |= {f"{prefixes[name]}_{key}": value for key, value in _summary(predictions, split, measures).items()}
+        row |= {f"{PREFIXES[name]}_{key}": value for key, value in _summary(predictions, split, measures).items()}
     shared = predict.shared(local, state, data.test)
     if shared is not None:
         row |= {f"global_{key}": value for key, value in _summary(shared, data.test, measures).items()}

@@ -3,6 +3,7 @@
 import logging
 import os
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -28,7 +29,9 @@ def from_where(start: "Result | str | os.PathLike[str]", algorithm: Algorithm, *
         CheckpointError: The folder holds no run that this method could have reached.
     """
     if not isinstance(start, Result | str | os.PathLike):
-        raise TypeError(f"start must be a Result or the folder of a saved one, got {type(start).__name__}")
+        raise TypeError(
+            f"start must be a Result or a saved one's folder, got {type(start).__name__}; bayesfl.flower.serve(start=) takes a Deployed"
+        )
     found = start if isinstance(start, Result) else opened(start, algorithm, device)
     warn_of_seed(found.settings.seed, seed)
     return found
@@ -51,26 +54,15 @@ def continued(
 
     Raises:
         CheckpointError: The method keeps other tensors than the run before has; the message names the first.
+        ValueError: Clients have the same name.
     """
-    before = {name: place for place, name in enumerate(start.known.client_names)}
-    new, old = (torch.tensor(found, dtype=torch.int64) for found in _matched(names, before))
+    new, old = matched(names, start.known.client_names)
     known = start.known.clients
     check_state("start", algorithm, start.server, start.private, clients=known, dtype=start.dtype, stacked=True, novel=start.novel)
     moved = carried(start.server, algorithm, len(names), new, old, dtype=dtype, device=device)
     rows = private_rows(algorithm, moved, len(names))
     tree_map(lambda kept, was: kept.index_copy_(0, new.to(device), was.index_select(0, old.to(was.device)).to(kept)), rows, start.private)
-    fresh_ids = np.setdiff1d(np.arange(len(names)), new.numpy())
-    log.info("%d of %d clients are known from the run before", len(new), len(names))
-    lost = sorted(set(before) - set(names))
-    if len(new) and len(fresh_ids) and lost:
-        warnings.warn(
-            f"clients {[names[j] for j in fresh_ids[:5]]} are new and {lost[:5]} of the run before are gone; give any that were only "
-            "renamed their old names",
-            stacklevel=3,
-        )
-    if not len(new):
-        warnings.warn("no client has the name of one in the run that this one starts from; all begin as new ones", stacklevel=3)
-    return State(moved, rows, 0), fresh_ids
+    return State(moved, rows, 0), np.setdiff1d(np.arange(len(names)), new.numpy())
 
 
 def carried(
@@ -105,10 +97,47 @@ def warn_of_seed(before: int, seed: int) -> None:
         )
 
 
-def _matched(names: Sequence[str], before: dict[str, int]) -> tuple[list[int], list[int]]:
-    """Return the places of the known clients among `names`, and their places before."""
-    new = [place for place, name in enumerate(names) if name in before]
-    return new, [before[names[place]] for place in new]
+def matched(names: Sequence[str], before: Sequence[str]) -> tuple[Tensor, Tensor]:
+    """Return the places of known clients among `names`, and their places in the run before, [known] int64 each.
+
+    Clients are matched by name, and by number, with a warning, where names of the run before are not known.
+
+    Args:
+        names: The clients' names.
+        before: Those of the run before; empty text where a name is not known.
+
+    Raises:
+        ValueError: Clients have the same name.
+    """
+    if not all(before):
+        warnings.warn("the names of clients in the run before are not known: clients are matched by number", stacklevel=4)
+        both = torch.arange(min(len(names), len(before)))
+        return both, both
+    if twice := repeated(names):
+        raise ValueError(f"start matches clients by name, and {twice}; give each a name of its own, as from_arrays(client_ids=...) does")
+    if twice := repeated(before):
+        raise ValueError(
+            f"start matches clients by name, and in the run before {twice}; over Flower, begin from "
+            "dataclasses.replace(bayesfl.flower.load(folder, algorithm), names=()), which matches clients by number"
+        )
+    places = {name: place for place, name in enumerate(before)}
+    new = [place for place, name in enumerate(names) if name in places]
+    log.info("%d of %d clients are known from the run before", len(new), len(names))
+    fresh, lost = [name for name in names if name not in places], sorted(set(before) - set(names))
+    if new and fresh and lost:
+        warnings.warn(
+            f"clients {fresh[:5]} are new and {lost[:5]} of the run before are gone; give any that were only renamed their old names",
+            stacklevel=4,
+        )
+    if not new:
+        warnings.warn("no client has the name of one in the run that this one starts from; all begin as new ones", stacklevel=4)
+    return torch.tensor(new, dtype=torch.int64), torch.tensor([places[names[place]] for place in new], dtype=torch.int64)
+
+
+def repeated(names: Sequence[str]) -> str:
+    """Say which clients have the same name, as `clients [0, 2] are all called 'ward'`; empty where none do."""
+    name, count = Counter(names).most_common(1)[0]
+    return f"clients {[j for j, other in enumerate(names) if other == name]} are all called {name!r}" if count > 1 else ""
 
 
 def _moved(one: Tensor, two: Tensor, now: Tensor, then: Tensor, new: Tensor, old: Tensor) -> Tensor:

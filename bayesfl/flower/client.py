@@ -19,11 +19,13 @@ from bayesfl.base.trees import nest
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import ClientData, FederatedData
 from bayesfl.engine import Engine
+from bayesfl.evaluation.history import PREFIXES
 from bayesfl.evaluation.own_measures import Measure, check_measures, measured
 from bayesfl.evaluation.predictions import Predictions
 from bayesfl.federation.admission import PROTOCOL
 from bayesfl.federation.client import Done, Local, Received, kept_phases
 from bayesfl.federation.client_model import of_client
+from bayesfl.federation.errors import called
 from bayesfl.federation.fits import check
 from bayesfl.federation.identity import fingerprint
 from bayesfl.federation.predict import of_chunk, scores
@@ -82,8 +84,9 @@ def client_app(
         client = here(context)
         check(algorithm, client.data)
         client.clean(records.setting(message.content, "experiment", str))
-        found = {"client": client.id, "n": int(client.data.train.counts[0]), "validation": client.examples("validation")}
-        return Message(RecordDict({"config": ConfigRecord({"protocol": PROTOCOL, **found})}), reply_to=message)
+        n, validation = int(client.data.train.counts[0]), client.examples("validation")
+        found = {"protocol": PROTOCOL, "client": client.id, "name": client.name, "n": n, "validation": validation}
+        return Message(RecordDict({"config": ConfigRecord(found)}), reply_to=message)
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
@@ -138,6 +141,8 @@ class _Order:
         dtype: The run's precision.
         sessions: Sessions of the servers that have run the experiment, the present one last.
         base: The name of the state from which the client starts; empty for the initial one.
+        kept_in: The experiment under which the client keeps that state: this one, or one before.
+        kept_as: The client's id in that experiment.
         named: Names of the states that may be asked for again.
         keeps: Whether the method's clients have a private state.
         sends: Whether the reply is gathered.
@@ -146,8 +151,6 @@ class _Order:
         common: What the server sends to every client.
         addressed: What the server sends to this client alone, [1, ...].
         start: The initial state, [1, ...], if the client starts from it; empty otherwise.
-        before: The name of the experiment before, if the client starts from its state there; empty otherwise.
-        before_base: The name of that state.
     """
 
     client: int
@@ -158,6 +161,8 @@ class _Order:
     dtype: torch.dtype
     sessions: list[str]
     base: str
+    kept_in: str
+    kept_as: int
     named: list[str]
     keeps: bool
     sends: bool
@@ -166,15 +171,13 @@ class _Order:
     common: Server
     addressed: View
     start: View
-    before: str
-    before_base: str
 
     @classmethod
     def of(cls, message: Message, device: torch.device | str) -> "_Order":
         content = message.content
-        asked: dict[str, Any] = {key: records.setting(content, key, str) for key in ("experiment", "base", "before", "before_base")}
+        asked: dict[str, Any] = {key: records.setting(content, key, str) for key in ("experiment", "base", "kept_in")}
         asked |= {key: records.setting(content, key, bool) for key in ("keeps", "sends", "tolerant")}
-        asked |= {key: records.setting(content, key, int) for key in ("client", "round", "rounds", "seed")}
+        asked |= {key: records.setting(content, key, int) for key in ("client", "round", "rounds", "seed", "kept_as")}
         asked |= {key: [str(name) for name in records.setting(content, key, list)] for key in ("sessions", "named")}
         asked["value"] = records.setting(content, "value", float)
         dtype = DTYPES[records.setting(content, "dtype", str)]
@@ -256,8 +259,8 @@ class _Client:
         order = _Order.of(message, self.device)
         if order.client != self.id:
             raise Refused(
-                f"the server takes this node for client {order.client}, and it says now that it is client {self.id}; start each node with "
-                "the client-id that it had, or start a new experiment"
+                f"the server takes this node for client {order.client}, and it says now that it is {called(self.id, self._names)}; start "
+                "each node with the client-id that it had, or start a new experiment"
             )
         return order
 
@@ -300,29 +303,34 @@ class _Client:
 
     def evaluate(self, order: _Order) -> RecordDict:
         """Store the client's own model in its folder, and the predictions of its test data; the reply has the measures alone."""
-        measures: dict[str, float] = {}
         local, value = self._local(order), None if np.isnan(order.value) else order.value
         done = local.finetuned(self._ids, self._received(order), order.round)
         self._keep_model(order, local, done, value)
-        if self.examples("test"):
-            (parts,) = of_chunk(local, done, [self._split("test", order)], round=order.round, draws=None, value=value)
-            ((_, found),) = parts
-            found = {name: t.cpu() for name, t in found.items()}
-            self._states(order.experiment).write_predictions(order.round, {name: t[0] for name, t in found.items()})
-            predictions = Predictions(mask=torch.ones(1, self.examples("test"), dtype=torch.bool), **found)
-            summary = predictions.summary(self._of_one("test", order).to("cpu"))
-            known = {name: summary[name] for name in records.MEASURES if name in summary}
-            try:
-                known |= measured(self.measures, predictions, self._of_one("test", order).to("cpu"), summary)
-            except Exception:  # of a user's own function; the library's measures are sent all the same
-                log.exception("the measures of one's own are left out")
-            measures = {name: value for name, value in known.items() if np.isfinite(value)}
-        return RecordDict({"metrics": MetricRecord(dict(measures)), "config": ConfigRecord({"share": self.shares})})
+        names = [name for name in PREFIXES if self.examples(name)]
+        parts = of_chunk(local, done, [self._split(name, order) for name in names], round=order.round, draws=None, value=value)
+        reply: dict[str, Any] = {}
+        for name, ((_, computed),) in zip(names, parts, strict=True):
+            found: dict[str, Any] = {key: t.cpu() for key, t in computed.items()}
+            if name == "test":
+                self._states(order.experiment).write_predictions(order.round, {key: t[0] for key, t in found.items()})
+            predictions = Predictions(mask=torch.ones(1, self.examples(name), dtype=torch.bool), **found)
+            reply[name] = MetricRecord(dict(self._measures(predictions, self._of_one(name, order).to("cpu"))))
+        return RecordDict({**reply, "config": ConfigRecord({"share": self.shares})})
+
+    def _measures(self, predictions: Predictions, split: ClientData) -> dict[str, float]:
+        """Return the library's measures of predictions that are sent, and the client's own."""
+        summary = predictions.summary(split)
+        known = {name: summary[name] for name in records.MEASURES if name in summary}
+        try:
+            known |= measured(self.measures, predictions, split, summary)
+        except Exception:  # of a user's own function; the library's measures are sent all the same
+            log.exception("the measures of one's own are left out")
+        return {name: value for name, value in known.items() if np.isfinite(value)}
 
     def _keep_model(self, order: _Order, local: Local, done: Done, value: float | None) -> None:
         """Store the client's own model, which `bayesfl.load_client` reads; at its means where its covariance would take too much."""
         view, train = tree_map(lambda t: t[0].clone(), done.views), dict(zip("xy", local.train.client(self.id), strict=True))
-        about: dict[str, Any] = {"name": self.data.client_names[0], "client": self.id, "data": self.data, "round": order.round}
+        about: dict[str, Any] = {"name": self.name, "client": self.id, "data": self.data, "round": order.round}
         made = of_client(self.algorithm, done.given, view, train, seed=order.seed, value=value, **about)
         folder = self._states(order.experiment).folder
         try:
@@ -330,6 +338,16 @@ class _Client:
         except ValueError as error:
             log.warning("the model of this client is stored at the means of its beliefs alone: %s", error)
             made.save(folder, plug_in=True)
+
+    @property
+    def name(self) -> str:
+        """Return the client's name, as its data have it."""
+        return self.data.client_names[0]
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        """Return names for messages, of which this client's alone is known."""
+        return ("",) * self.id + (self.name,)
 
     @property
     def _ids(self) -> np.ndarray:
@@ -348,13 +366,15 @@ class _Client:
         self._states(experiment).clean()
 
     def _states(self, experiment: str) -> States:
-        return States(self.folder, experiment, self.id, self.data.client_names[0])
+        return States(self.folder, experiment, self.id, self.name)
 
     def _local(self, order: _Order) -> Local:
-        return Local(self.algorithm, self.engine, self._split("train", order), order.seed, order.rounds, order.tolerant)
+        train = self._split("train", order)
+        return Local(self.algorithm, self.engine, train, order.seed, order.rounds, order.tolerant, self._names)
 
     def _received(self, order: _Order) -> Received:
         """Return what the server sent, with the private state that it names, [1, ...]."""
-        experiment, base = (order.experiment, order.base) if order.base else (order.before, order.before_base)
-        own = self._states(experiment).read(base) if base and order.keeps else order.start
+        own = order.start
+        if order.base and order.keeps:
+            own = States(self.folder, order.kept_in, order.kept_as, self.name).read(order.base)
         return Received(order.common, order.addressed, tree_map(lambda t: t.to(self.device), own))

@@ -1,8 +1,9 @@
 """The state of a deployed federation that the server keeps, and its folder of checkpoints."""
 
 import contextlib
+import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,24 +18,39 @@ from bayesfl.evaluation.history import History
 from bayesfl.federation import checkpoint, warm
 from bayesfl.federation.client_model import server_module
 from bayesfl.federation.identity import check_method, identity
-from bayesfl.federation.saved import check_state
+from bayesfl.federation.saved import check_state, reloaded
 from bayesfl.federation.settings import DTYPES, METHOD, Settings, changed, name_of
 from bayesfl.flower.states import EXPERIMENT, SESSION, STATE
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of a client's last state that was taken.
+
+    Args:
+        experiment: Name of the experiment under which the client keeps it.
+        client: The client's number in that experiment.
+        base: The state's name; empty for the initial one of that experiment.
+    """
+
+    experiment: str
+    client: int
+    base: str
 
 
 @dataclass(frozen=True)
 class Before:
-    """The run from whose state another begins; clients are those of the same number.
+    """The states of earlier runs from which the clients of a run begin.
 
     Args:
-        experiment: Its name, under which clients keep their states.
-        base: For each of its clients the name of its last state that was taken; empty for the initial one.
-        start: A client's private state at its start.
+        places: For each client of this run the place of its state; None for a new client.
+        starts: {experiment: a client's private state at its start}, of the experiments from whose initial state a client begins.
     """
 
-    experiment: str
-    base: tuple[str, ...]
-    start: View
+    places: tuple[Place | None, ...]
+    starts: Mapping[str, View]
 
 
 @dataclass(frozen=True)
@@ -50,10 +66,11 @@ class Deployed:
         server: The server's state.
         start: A client's private state at its start.
         base: For each client the name of its last state that was taken, such as `000004-1f6f0c9a`; empty for the initial one.
-        history: One row for each round; the last one has the measures of the final evaluation, too.
+        history: One row for each round; rows of rounds that were evaluated, as the last, have the clients' mean measures, too.
         dtype: The precision of the state.
-        measures: {client: {measure: number}} of the final evaluation, of the clients that share theirs.
-        before: The run from whose state this one began; None for the method's own start.
+        measures: {client: {measure: number}} of the last evaluation on test data, of the clients that share theirs.
+        before: The states from which the clients began; None for the method's own start.
+        names: The clients' names, as their nodes told them; empty text, or no names at all, where they are not known.
     """
 
     algorithm: Algorithm
@@ -68,6 +85,7 @@ class Deployed:
     dtype: torch.dtype = torch.float32
     measures: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     before: Before | None = None
+    names: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         return f"Deployed({self.clients} clients, round {self.round} of {self.settings.rounds}; {self.history})"
@@ -76,6 +94,23 @@ class Deployed:
     def clients(self) -> int:
         """Return the number of clients J."""
         return len(self.base)
+
+    def place(self, client: int) -> Place:
+        """Return the place of a client's last state that was taken, in this run or in one before."""
+        past = None if self.before is None or self.base[client] else self.before.places[client]
+        return past or Place(self.experiment, client, self.base[client])
+
+    def initial(self, experiment: str) -> View:
+        """Return a client's private state at the start of this experiment, or of one before."""
+        return self.start if self.before is None or experiment == self.experiment else self.before.starts.get(experiment, {})
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the state into the folder `path`, completely or not at all, for `bayesfl.flower.load` and `serve(start=)`.
+
+        Raises:
+            ValueError: `path` is a file, or lies under one.
+        """
+        checkpoint.write(path, *_content(self, {}, {}))
 
     def model(self) -> nn.Module:
         """Return the server's network at the means of its beliefs: a module of its own, in evaluation mode.
@@ -89,10 +124,10 @@ class Deployed:
 
 
 def load(folder: str | os.PathLike[str], algorithm: Algorithm) -> Deployed:
-    """Load the newest checkpoint of a deployed federation.
+    """Load a deployed federation: the newest of its checkpoints, or what `Deployed.save` wrote.
 
     Args:
-        folder: The server's folder of checkpoints.
+        folder: The server's folder of checkpoints, or that of a saved state.
         algorithm: The method that made them.
 
     Raises:
@@ -126,8 +161,18 @@ def alone(folder: Path) -> Iterator[None]:
         yield
 
 
+@reloaded.register
+def _(run: Deployed, path: str | os.PathLike[str]) -> Deployed:
+    return load(path, run.algorithm)
+
+
 def write(folder: str | os.PathLike[str], state: Deployed, keys: Mapping[int, str], counts: Mapping[int, int]) -> None:
     """Write a checkpoint of a state, with the keys of its clients' nodes and their numbers of examples."""
+    checkpoint.write_round(folder, state.round, *_content(state, keys, counts))
+
+
+def _content(state: Deployed, keys: Mapping[int, str], counts: Mapping[int, int]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what the file of a state holds: its metadata and its tensors."""
     meta = {
         "settings": asdict(state.settings),
         "experiment": state.experiment,
@@ -139,11 +184,12 @@ def write(folder: str | os.PathLike[str], state: Deployed, keys: Mapping[int, st
         "counts": counts,
         "history": state.history.rows,
         "measures": state.measures,
-        "before": None if state.before is None else {"experiment": state.before.experiment, "base": state.before.base},
+        "before": None if state.before is None else [place and asdict(place) for place in state.before.places],
+        "names": state.names,
         "algorithm": identity(state.algorithm),
     }
-    before = {} if state.before is None else state.before.start
-    checkpoint.write_round(folder, state.round, meta, {"server": state.server, "start": state.start, "before": before})
+    before = {} if state.before is None else state.before.starts
+    return meta, {"server": state.server, "start": state.start, "before": before}
 
 
 def read(folder: str | os.PathLike[str], algorithm: Algorithm, *, same: bool = True) -> tuple[Deployed, dict[int, str], dict[int, int]]:
@@ -157,7 +203,7 @@ def read(folder: str | os.PathLike[str], algorithm: Algorithm, *, same: bool = T
     Raises:
         CheckpointError: The folder has no checkpoint, or its checkpoints are damaged or were made with another method.
     """
-    meta, tensors = checkpoint.read(folder)
+    meta, tensors = checkpoint.read(folder, checkpoint.DEPLOYMENT)
     try:
         made_with, base = meta["algorithm"], _names(meta["base"])
         keys = {whole("client", int(client), least=0): bytes.fromhex(key).hex() for client, key in meta["keys"].items()}
@@ -176,7 +222,8 @@ def read(folder: str | os.PathLike[str], algorithm: Algorithm, *, same: bool = T
             History.read(meta["history"]),
             DTYPES[meta["dtype"]],
             _measures(meta.get("measures", {})),
-            _before(meta.get("before"), tensors.get("before", {})),
+            _before(meta.get("before"), tensors.get("before", {}), len(base)),
+            _called(meta.get("names", []), len(base)),
         )
         if not (EXPERIMENT.fullmatch(state.experiment) and state.sessions and all(map(SESSION.fullmatch, state.sessions))):
             raise ValueError("experiment and sessions must be names")
@@ -192,15 +239,12 @@ def read(folder: str | os.PathLike[str], algorithm: Algorithm, *, same: bool = T
     return state, keys, counts
 
 
-def started(
-    start: Deployed | str | os.PathLike[str] | None, algorithm: Algorithm, clients: int, seed: int, dtype: torch.dtype
-) -> tuple[Server, Before | None]:
-    """Return the server's state at the start of a run, and the run from whose state it begins.
+def opened(start: Deployed | str | os.PathLike[str] | None, algorithm: Algorithm, *, seed: int, dtype: torch.dtype) -> Deployed | None:
+    """Return the run from whose state another begins, with a warning if its seed is the same; None for the method's own start.
 
     Args:
         start: A deployed federation or the folder of its checkpoints; None for the method's own start.
         algorithm: The method.
-        clients: Number of clients.
         seed: The run's seed.
         dtype: The run's precision.
 
@@ -210,28 +254,68 @@ def started(
         CheckpointError: The folder holds no deployed federation whose state this method could have reached.
     """
     if start is None:
-        return algorithm.init(clients, seed=seed, dtype=dtype), None
+        return None
     if not isinstance(start, Deployed | str | os.PathLike):
-        raise TypeError(f"start must be a Deployed or the folder of its checkpoints, got {type(start).__name__}")
+        raise TypeError(
+            f"start must be a Deployed or the folder of its checkpoints, got {type(start).__name__}; bf.simulate(start=) takes a Result"
+        )
     found = start if isinstance(start, Deployed) else read(start, algorithm, same=False)[0]
     check_state("start", algorithm, found.server, found.start, clients=found.clients, dtype=found.dtype, stacked=False)
     if found.dtype != dtype:
         raise ValueError(f"start is in {found.dtype}, as are the states that its clients keep; pass dtype={found.dtype}, got {dtype}")
     warm.warn_of_seed(found.settings.seed, seed)
-    same = torch.arange(min(clients, found.clients))
-    server = warm.carried(found.server, algorithm, clients, same, same, dtype=dtype, device=torch.device("cpu"))
-    return server, Before(found.experiment, found.base, found.start)
+    return found
+
+
+def begun(
+    before: Deployed | None,
+    algorithm: Algorithm,
+    settings: Settings,
+    names: Sequence[str],
+    *,
+    dtype: torch.dtype,
+    experiment: str,
+    session: str,
+) -> Deployed:
+    """Return the state with which an experiment begins.
+
+    Args:
+        before: The run from whose state it begins; None for the method's own start.
+        algorithm: The method.
+        settings: The run's settings.
+        names: The clients' names, by which they are matched with those before.
+        dtype: The run's precision.
+        experiment: The experiment's name.
+        session: The server's session.
+
+    Raises:
+        ValueError: The experiment begins from another run, and clients have the same name.
+    """
+    clients, past = len(names), None
+    if before is None:
+        server = algorithm.init(clients, seed=settings.seed, dtype=dtype)
+        if twice := warm.repeated(names):
+            log.warning("%s: a run that starts from this one could not tell them apart; let load_data name its client", twice)
+    else:
+        new, old = warm.matched(names, before.names or ("",) * before.clients)
+        server = warm.carried(before.server, algorithm, clients, new, old, dtype=dtype, device=torch.device("cpu"))
+        known = dict(zip(new.tolist(), map(before.place, old.tolist()), strict=True))
+        initial = {place.experiment for place in known.values() if not place.base}
+        past = Before(tuple(map(known.get, range(clients))), {name: before.initial(name) for name in sorted(initial)})
+    start, base = algorithm.rows(server), ("",) * clients
+    return Deployed(algorithm, settings, experiment, (session,), 0, server, start, base, dtype=dtype, before=past)
 
 
 def resumed(saved: Deployed, settings: Settings, clients: int, dtype: torch.dtype) -> Deployed:
-    """Return a saved state under new settings; only `rounds` may change, any other change would make it another experiment.
+    """Return a saved state under new settings; `rounds` and `evaluate_every` may change, any other change would make it another experiment.
 
     Raises:
         ValueError: Another setting has changed, or `rounds` is less than the number of rounds done.
     """
     if settings.rounds < saved.round:
         raise ValueError(f"rounds counts all rounds, and {saved.round} are already done; got {settings.rounds}")
-    then = {**vars(saved.settings), "rounds": settings.rounds, "clients": saved.clients, "dtype": saved.dtype}
+    then = {**vars(saved.settings), "rounds": settings.rounds, "evaluate_every": settings.evaluate_every}
+    then |= {"clients": saved.clients, "dtype": saved.dtype}
     if apart := changed(then, {**vars(settings), "clients": clients, "dtype": dtype}):
         raise ValueError(f"a run that goes on keeps its settings: {apart}; another experiment takes another folder of checkpoints")
     return replace(saved, settings=settings)
@@ -259,18 +343,37 @@ def _measures(found: Any) -> dict[int, dict[str, float]]:
     return {whole("client", int(client), least=0): {str(k): number(str(k), v) for k, v in row.items()} for client, row in found.items()}
 
 
-def _before(found: Any, start: View) -> Before | None:
-    """Return the run before of a checkpoint, if it has one.
+def _before(found: Any, starts: Mapping[str, Any], clients: int) -> Before | None:
+    """Return where the clients of a checkpoint began, if they began from states of earlier runs.
 
     Raises:
         KeyError: An entry is missing.
-        ValueError: Its experiment or its states have no valid names.
+        ValueError: There is not one place for each client, or an experiment or a state has no valid name.
     """
     if found is None:
         return None
-    if not EXPERIMENT.fullmatch(str(found["experiment"])):
-        raise ValueError("the experiment before must have a name")
-    return Before(str(found["experiment"]), _names(found["base"]), start)
+    if isinstance(found, Mapping):  # as bayesfl 0.2 wrote it, which matched clients by number
+        base = _names(found["base"])[:clients]
+        starts = {str(found["experiment"]): starts}
+        found = [{"experiment": found["experiment"], "client": client, "base": name} for client, name in enumerate(base)]
+        found += [None] * (clients - len(base))
+    places = tuple(
+        None if one is None else Place(str(one["experiment"]), whole("client", one["client"], least=0), one["base"]) for one in found
+    )
+    if len(places) != clients or not all(EXPERIMENT.fullmatch(place.experiment) and _names([place.base]) for place in places if place):
+        raise ValueError("before must place the state of each client")
+    return Before(places, starts)
+
+
+def _called(names: Any, clients: int) -> tuple[str, ...]:
+    """Return the clients' names in a checkpoint.
+
+    Raises:
+        ValueError: They are not one text for each client.
+    """
+    if not isinstance(names, list) or len(names) not in (0, clients) or not all(isinstance(name, str) for name in names):
+        raise ValueError("names must be one text for each client")
+    return tuple(names)
 
 
 def _names(base: Any) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 from flwr.serverapp import Grid
 from torch.utils._pytree import tree_map
 
@@ -46,7 +46,8 @@ class Network:
             if client not in self._named:
                 self._named.add(client)
                 median = np.median(counts[counts > 0])
-                log.warning("client %d says that it has %d training examples, the median client %g", client, counts[client], median)
+                who = self.roster.called(client)
+                log.warning("%s says that it has %d training examples, the median client %g", who, counts[client], median)
         return counts
 
     def ask(self, kind: str, orders: Mapping[int, RecordDict], *, group: str) -> Iterator[tuple[int, RecordDict | Failure]]:
@@ -116,7 +117,7 @@ class Journey:
                 continue
             self._acknowledged.add(client)
             if sends:
-                yield self._replies(client, message, measure(reply, "train_nll"))
+                yield self._replies(client, message, records.measure(reply, "metrics", "train_nll"))
 
     def _replies(self, client: int, message: Message, loss: float | None) -> Replies:
         state = self._state
@@ -168,23 +169,14 @@ def orders(
     }
     found: dict[int, RecordDict] = {}
     for place, client in enumerate(ids.tolist()):
-        base = state.base[client]
-        past = state.before if not base and state.before is not None and client < len(state.before.base) else None
-        begins = state.start if past is None else {} if past.base[client] else past.start
-        start = {} if base else tree_map(lambda t: t[None], begins)
+        kept_at = state.place(client)
+        start = {} if kept_at.base else tree_map(lambda t: t[None], state.initial(kept_at.experiment))
         own, digest = records.pack({"addressed": tree_map(lambda t, i=place: t[i : i + 1], addressed), "start": start})
-        named = sorted({base, *(names[client] for names in kept)} - {""})
-        config = {**told, "client": client, "base": base, "named": named, "sends": client in senders, "own_digest": digest}
-        config |= {"before": "", "before_base": ""} if past is None else {"before": past.experiment, "before_base": past.base[client]}
+        named = sorted({state.base[client], *(names[client] for names in kept)} - {""})
+        config = {**told, "client": client, "named": named, "sends": client in senders, "own_digest": digest}
+        config |= {"base": kept_at.base, "kept_in": kept_at.experiment, "kept_as": kept_at.client}
         found[client] = RecordDict({"config": ConfigRecord(config), "common": shared, "own": own})
     return found
-
-
-def measure(reply: RecordDict, name: str) -> float | None:
-    """Return a number that a client measured; None if it is absent or not finite."""
-    found = reply.get("metrics")
-    value = found.get(name) if isinstance(found, MetricRecord) else None
-    return float(value) if isinstance(value, float) and np.isfinite(value) else None
 
 
 def _message(reply: RecordDict, most: int | None) -> Message:

@@ -5,6 +5,7 @@ any amount of memory. A record is checked in the order of cost: number of bytes,
 """
 
 import hashlib
+import math
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -84,11 +85,18 @@ def config(content: RecordDict) -> ConfigRecord:
     return found
 
 
-def measures(content: RecordDict) -> list[str]:
-    """Return the names of a client's measures: the library's own, and at most `OWN` others."""
-    found = content.get("metrics")
+def measures(content: RecordDict, split: str) -> dict[str, float]:
+    """Return a client's measures on a split that are finite numbers: the library's own, and at most `OWN` others."""
+    found = content.get(split)
     other = sorted(name for name in found if name not in MEASURES and NAME.fullmatch(name)) if isinstance(found, MetricRecord) else []
-    return [*MEASURES, *other[:OWN]]
+    return {name: value for name in (*MEASURES, *other[:OWN]) if (value := measure(content, split, name)) is not None}
+
+
+def measure(content: RecordDict, record: str, name: str) -> float | None:
+    """Return a number that a client measured; None if it is absent or not finite."""
+    found = content.get(record)
+    value = found.get(name) if isinstance(found, MetricRecord) else None
+    return float(value) if isinstance(value, float) and math.isfinite(value) else None
 
 
 def setting(content: RecordDict, key: str, kind: type[T]) -> T:

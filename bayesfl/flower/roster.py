@@ -11,12 +11,15 @@ from flwr.app import ConfigRecord, RecordDict
 from flwr.serverapp import Grid
 
 from bayesfl.federation.admission import PROTOCOL
+from bayesfl.federation.errors import called
 from bayesfl.flower import records
 from bayesfl.flower.post import Failure, pull, push
 
 log = logging.getLogger(__name__)
 REMIND = 30.0
 """Seconds between two log lines on missing clients, and after which a node that failed is asked again."""
+LONGEST = 200
+"""Most characters of a client's name."""
 
 
 @dataclass
@@ -34,6 +37,7 @@ class Roster:
         nodes: Nodes of the clients, {client: node}.
         counts: Numbers of training examples, {client: n}.
         validation: Numbers of validation examples, {client: n}.
+        names: Names of the clients, {client: name}.
     """
 
     clients: int
@@ -43,6 +47,7 @@ class Roster:
     nodes: dict[int, int] = field(default_factory=dict)
     counts: dict[int, int] = field(default_factory=dict)
     validation: dict[int, int] = field(default_factory=dict)
+    names: dict[int, str] = field(default_factory=dict)
     _again: dict[int, float] = field(default_factory=dict)
     _pending: dict[int, str] = field(default_factory=dict)
 
@@ -56,15 +61,26 @@ class Roster:
         """
         start, said = time.monotonic(), -REMIND
         while missing := [client for client in range(self.clients) if client not in self.nodes]:
-            now, names = time.monotonic(), missing if len(missing) <= 10 else f"{missing[:10]} and {len(missing) - 10} more"
+            now, names = (
+                time.monotonic(),
+                ", ".join(map(self.called, missing[:10])) + f" and {len(missing) - 10} more" * (len(missing) > 10),
+            )
             if patience is not None and now - start > patience and len(self.nodes) >= least:
-                log.warning("going on without clients %s", names)
+                log.warning("going on without %s", names)
                 return
             if now - said > REMIND:
-                log.warning("waiting for clients %s", names)
+                log.warning("waiting for %s", names)
                 said = now
             if not self.look(grid):
                 time.sleep(1.0)
+
+    def everyone(self) -> tuple[str, ...]:
+        """Return the names of all clients; empty text for clients that have not answered."""
+        return tuple(self.names.get(client, "") for client in range(self.clients))
+
+    def called(self, client: int) -> str:
+        """Return how a person calls a client."""
+        return called(client, self.everyone())
 
     def sizes(self) -> np.ndarray:
         """Return the numbers of training examples of all clients, [J]; 0 for clients that have not answered."""
@@ -109,22 +125,33 @@ class Roster:
             raise records.RecordError(reply.reason)
         if (protocol := records.setting(reply, "protocol", int)) != PROTOCOL:
             raise records.RecordError(f"it speaks protocol {protocol}, the server {PROTOCOL}")
-        client, n, validation = (records.setting(reply, name, int) for name in ("client", "n", "validation"))
+        client, n, validation = (records.setting(reply, key, int) for key in ("client", "n", "validation"))
+        name = records.setting(reply, "name", str)
         if not 0 <= client < self.clients:
             raise records.RecordError(f"it says that it is client {client}, and clients are 0 to {self.clients - 1}")
+        if not 1 <= len(name) <= LONGEST:
+            raise records.RecordError(f"client {client} must have a name of 1 to {LONGEST} characters, got {len(name)}")
+        if (known := self.names.get(client, name)) != name:
+            raise records.RecordError(
+                f"client {client} was called {known!r}, and its data call it {name!r} now; start each node with the client-id and the data "
+                "that it had, or start a new experiment"
+            )
         if n < 1 or validation < 0:
             raise records.RecordError(f"client {client} says that it has {n} training and {validation} validation examples")
         if client in self.nodes and self.nodes[client] in there and self.nodes[client] != node:
-            raise records.RecordError(f"client {client} is node {self.nodes[client]} already; give every node a client-id of its own")
+            raise records.RecordError(
+                f"{self.called(client)} is node {self.nodes[client]} already; give every node a client-id of its own, got {name!r}"
+            )
         if client in self.keys and self.keys[client] != key:
             raise records.RecordError(
-                f"client {client} is bound to another node's key; start the node with the key file that it had (without one it makes a new "
-                "key at each start), or start a new experiment"
+                f"{self.called(client)} is bound to another node's key; start the node with the key file that it had (without one it makes "
+                "a new key at each start), or start a new experiment"
             )
         if key and (other := next((c for c, known in self.keys.items() if known == key and c != client), None)) is not None:
-            raise records.RecordError(f"its key is that of client {other}; give every node a key of its own")
+            raise records.RecordError(f"its key is that of {self.called(other)}; give every node a key of its own")
+        self.names[client] = name
         if self.counts.get(client, n) != n:
-            log.warning("client %d has %d training examples now, %d before", client, n, self.counts[client])
+            log.warning("%s has %d training examples now, %d before", self.called(client), n, self.counts[client])
         if not key:
-            log.warning("node %d of client %d has no key: anyone could be this client", node, client)
+            log.warning("node %d of %s has no key: anyone could be this client", node, self.called(client))
         self.keys[client], self.nodes[client], self.counts[client], self.validation[client] = key, node, n, validation

@@ -17,8 +17,9 @@ from flwr.serverapp import Grid, ServerApp
 
 from bayesfl.base.checks import instance, number, whole
 from bayesfl.composition.algorithm import Algorithm
+from bayesfl.evaluation.history import PREFIXES
 from bayesfl.federation.admission import PROTOCOL, Admission, attempts
-from bayesfl.federation.callbacks import Callback, checked, ended, over
+from bayesfl.federation.callbacks import Callback, checked, ended, finished, over
 from bayesfl.federation.checkpoint import KEPT, held
 from bayesfl.federation.errors import FailedRound
 from bayesfl.federation.identity import fingerprint
@@ -28,7 +29,7 @@ from bayesfl.federation.round import Rules, run_round
 from bayesfl.federation.settings import METHOD, Settings, precision
 from bayesfl.flower import deployed, records
 from bayesfl.flower.deployed import Deployed
-from bayesfl.flower.network import Journey, Network, measure, orders
+from bayesfl.flower.network import Journey, Network, orders
 from bayesfl.flower.post import Failure
 from bayesfl.flower.roster import REMIND, Roster
 from bayesfl.flower.states import name_of as state_name
@@ -71,6 +72,7 @@ def serve(
     checkpoint: str | os.PathLike[str] | None = None,
     every: int = 1,
     start: Deployed | str | os.PathLike[str] | None = None,
+    evaluate_every: int | None = None,
     on_round: Sequence[Callback] = (),
 ) -> Deployed:
     """Train a federation over Flower's grid; the results equal those of `simulate` with the same seed, up to rounding.
@@ -95,14 +97,18 @@ def serve(
         checkpoint: A folder for checkpoints of the server; without one a server that was killed starts anew.
         every: Rounds between checkpoints; a checkpoint is always written after the last round.
         start: A deployed federation, or the folder of its checkpoints, from whose state this one begins, as by `simulate(start=)`. Clients
-            are those of the same id, and go on with the states that they kept; new ones adapt first. None for the method's own start.
+            are matched by name and go on with the states that they kept; new ones adapt first. None for the method's own start.
+        evaluate_every: Rounds between evaluations on the clients' test and validation data, as of `simulate`. None: the final model alone,
+            after the last callback.
         on_round: Callbacks, called one after another after every round with the run so far, see `bayesfl.callbacks`; one that returns True
-            ends the run, after which every client predicts.
+            ends the run, after which every client predicts. A run that goes on calls them first for the round that it goes on from. The
+            state that is returned, and by which clients predict, is the one that they choose, as `EarlyStopping(keep="best")` does;
+            checkpoints are of the last one.
 
     Raises:
         TypeError: `algorithm` is no `Algorithm`, `admission` no `Admission`, or `on_round` no list of callbacks.
-        ValueError: An option is outside its range, another server uses the folder, it holds a run of other settings, or the method tunes
-            a number and no client has validation data.
+        ValueError: An option is outside its range, another server uses the folder, it holds a run of other settings, the method tunes
+            a number and no client has validation data, or `start` is given and clients have the same name.
         CheckpointError: The folder's checkpoints are damaged, or were made with another method.
         BadClients: A reply is missing or bad, and bad clients stop the run.
         FailedRound: With `below_minimum="repeat"`, a round failed three times.
@@ -111,7 +117,7 @@ def serve(
     """
     instance("algorithm", algorithm, Algorithm, METHOD)
     drawn, trained = algorithm.sampling if sampling is None else sampling, algorithm.train if train is None else train
-    settings = Settings(rounds, participation, drawn, trained, seed, None)
+    settings = Settings(rounds, participation, drawn, trained, seed, evaluate_every)
     instance("admission", admission, Admission, "build one, as bf.Admission('skip', min_clients=3)")
     whole("clients", clients, least=1)
     whole("every", every, least=1)
@@ -123,14 +129,19 @@ def serve(
     precision(dtype)
     callbacks = checked(on_round)
     with contextlib.nullcontext() if checkpoint is None else deployed.alone(Path(checkpoint)):
-        run = _Run(grid, admission, float(timeout), checkpoint, every)
+        run = _Run(grid, admission, float(timeout), checkpoint, every, callbacks)
         state = run.begin(algorithm, settings, clients, dtype, start)
         stopped = over(callbacks, state)
         while state.round < settings.rounds and not stopped:
             state = run.round(state)
             stopped = ended(callbacks, state)
         run.save(state)
-        return run.evaluate(state)
+        chosen = finished(callbacks, state)
+        if run.evaluated != chosen.round:
+            chosen = run.evaluate(chosen)
+        if chosen.round == state.round:
+            run.save(chosen)
+        return chosen
 
 
 @dataclass
@@ -143,6 +154,7 @@ class _Run:
         timeout: Seconds that a client has for its reply.
         folder: The folder for checkpoints; None for no checkpoints.
         every: Rounds between checkpoints.
+        callbacks: What is called after each round.
     """
 
     grid: Grid
@@ -150,10 +162,13 @@ class _Run:
     timeout: float
     folder: str | os.PathLike[str] | None
     every: int
+    callbacks: Sequence[Callback]
     network: Network = field(init=False)
     rules: Rules = field(init=False)
     kept: dict[int, tuple[str, ...]] = field(default_factory=dict)
     """For each checkpoint that is kept, by its round, the state's `base`."""
+    evaluated: int = -1
+    """Number of rounds that were done at the last evaluation of this server."""
 
     def begin(
         self,
@@ -166,25 +181,28 @@ class _Run:
         """Return the state from which the run starts or continues, once the clients have answered."""
         keys: dict[int, str] = {}
         counts: dict[int, int] = {}
-        goes_on = self.folder is not None and bool(held(self.folder))
-        session = secrets.token_hex(4)
-        if self.folder is not None and goes_on:
+        state, before, session = None, None, secrets.token_hex(4)
+        if self.folder is not None and held(self.folder):
             state, keys, counts = deployed.read(self.folder, algorithm)
             state = deployed.resumed(state, settings, clients, dtype)
             state = replace(state, sessions=(*state.sessions, session))
             log.info("going on after round %d of experiment %s", state.round, state.experiment)
             self.kept = deployed.bases(self.folder, clients)
         else:
-            server, before = deployed.started(begins, algorithm, clients, settings.seed, dtype)
-            start, base = algorithm.rows(server), ("",) * clients
-            state = Deployed(algorithm, settings, secrets.token_hex(8), (session,), 0, server, start, base, dtype=dtype, before=before)
-        hello = {"protocol": PROTOCOL, "algorithm": fingerprint(algorithm), "experiment": state.experiment}
+            before = deployed.opened(begins, algorithm, seed=settings.seed, dtype=dtype)
+        experiment = secrets.token_hex(8) if state is None else state.experiment
+        known = {} if state is None else {client: name for client, name in enumerate(state.names) if name}
+        hello = {"protocol": PROTOCOL, "algorithm": fingerprint(algorithm), "experiment": experiment}
         patience = 2 * self.timeout + REMIND  # answers are read between rounds, and a round may last `timeout` seconds
-        roster = Roster(clients, hello, patience, keys, counts=counts)
+        roster = Roster(clients, hello, patience, keys, counts=counts, names=known)
         self.network = Network(self.grid, roster, self.timeout)
-        roster.wait(self.grid, least=self.admission.min_clients, patience=self.timeout if goes_on else None)
+        roster.wait(self.grid, least=self.admission.min_clients, patience=None if state is None else self.timeout)
+        names = roster.everyone()
+        if state is None:
+            state = deployed.begun(before, algorithm, settings, names, dtype=dtype, experiment=experiment, session=session)
+        state = replace(state, names=names)
         run = OpenRun(algorithm, settings, clients, self.admission.min_clients)
-        self.rules = Rules(algorithm, settings, clients, algorithm.uplink(dtype), self.admission, run)
+        self.rules = Rules(algorithm, settings, clients, algorithm.uplink(dtype), self.admission, run, names)
         predictor = algorithm.predictor
         if predictor is not None and len(predictor.grid) > 1 and not sum(roster.validation.values()):
             raise ValueError(
@@ -193,17 +211,22 @@ class _Run:
             )
         self.save(state)  # experiment, session and keys are stored before anything depends on them
         if state.before is not None and not state.round and state.start and algorithm.adapt:
-            state = self._adapted(state, [j for j in range(len(state.before.base), clients) if not state.base[j]])
+            state = self._adapted(state, [j for j, place in enumerate(state.before.places) if place is None and not state.base[j]])
             self.save(state)
         return state
+
+    def _named(self, state: Deployed) -> list[tuple[str, ...]]:
+        """Return the `base` of each state that may be asked for again: of checkpoints, and of the best states that callbacks keep."""
+        best = [found for callback in self.callbacks if isinstance(found := getattr(callback, "best", None), Deployed)]
+        return [*self.kept.values(), *(one.base for one in best if one.experiment == state.experiment)]
 
     def _adapted(self, state: Deployed, ids: Sequence[int]) -> Deployed:
         """Let new clients adapt to the server's state, from which they then begin; one that does not begins from the method's own start."""
         base = list(state.base)
-        told = orders(state, np.array(ids, np.int64), set(), self.kept.values())
+        told = orders(state, np.array(ids, np.int64), set(), self._named(state))
         for client, reply in self.network.ask("train.adapt", told, group="adapt"):
             if isinstance(reply, Failure):
-                log.warning("client %d did not adapt: %s", client, reply.reason)
+                log.warning("%s did not adapt: %s", self.network.roster.called(client), reply.reason)
             else:
                 base[client] = state_name(0, state.sessions[-1])
         return replace(state, base=tuple(base))
@@ -212,7 +235,7 @@ class _Run:
         """Run a round, and return the next state, written to a checkpoint if one is due."""
 
         def once(attempt: int) -> tuple[Deployed, dict[str, Any]]:
-            journey = Journey(self.network, state, self.kept.values())
+            journey = Journey(self.network, state, self._named(state))
             server, row = run_round(self.rules, state.server, state.round, state.history, journey, attempt=attempt)
             return replace(state, round=state.round + 1, server=server, base=journey.base), row
 
@@ -220,15 +243,18 @@ class _Run:
         if isinstance(tried, FailedRound):
             tried = replace(state, round=state.round + 1), {"round": state.round + 1, "cohort": 0, **tried.row}
         made, row = tried
+        made = replace(made, names=self.network.roster.everyone())
         made.history.append(row)
         log.info("round %d of %d: %s", made.round, made.settings.rounds, ", ".join(f"{k} {v:.4g}" for k, v in row.items()))
+        if made.settings.evaluates(state.round):
+            made = self.evaluate(made)
         if made.round % self.every == 0 or made.round == made.settings.rounds:
             self.save(made)
         return made
 
     def evaluate(self, state: Deployed) -> Deployed:
-        """Send the final model to every client, which predicts its test data, and add the mean of their measures to the history."""
-        predictor, value = state.algorithm.predictor, float("nan")
+        """Send the model to every client, which stores its own and predicts; the means of the clients' measures go into the history."""
+        predictor, value, self.evaluated = state.algorithm.predictor, float("nan"), state.round
         self.network.roster.look(self.grid)
         if predictor is not None and predictor.grid:
             try:
@@ -238,23 +264,22 @@ class _Run:
                 return state
         found: dict[str, list[float]] = {}
         each: dict[int, dict[str, float]] = {}
-        told = orders(state, np.arange(state.clients), set(), self.kept.values(), value=value, tolerant=self.admission.skips)
+        told = orders(state, np.arange(state.clients), set(), self._named(state), value=value, tolerant=self.admission.skips)
         for client, reply in self.network.ask("evaluate", told, group="evaluate"):
             if isinstance(reply, Failure):
-                log.warning("client %d did not predict: %s", client, reply.reason)
+                log.warning("%s did not predict: %s", self.network.roster.called(client), reply.reason)
                 continue
-            for name in records.measures(reply):
-                if (measured := measure(reply, name)) is not None:
-                    found.setdefault(f"personal_{name}", []).append(measured)
-                    if _shares(reply):
-                        each.setdefault(client, {})[name] = measured
+            for split, prefix in PREFIXES.items():
+                for name, measured in records.measures(reply, split).items():
+                    found.setdefault(f"{prefix}_{name}", []).append(measured)
+            if _shares(reply) and (own := records.measures(reply, "test")):
+                each[client] = own
         if found:
             last = state.history.rows[-1]
             last |= {name: float(np.mean(values)) for name, values in found.items()} | {"evaluated": max(map(len, found.values()))}
             last |= {} if np.isnan(value) else {"tuned": value}
-            log.info("evaluation: %s", ", ".join(f"{k} {v:.4g}" for k, v in last.items() if k.startswith("personal_")))
+            log.info("evaluation: %s", ", ".join(f"{k} {v:.4g}" for k, v in last.items() if k in found))
             state = replace(state, measures=dict(sorted(each.items())))
-            self.save(state)
         return state
 
     def _tuned(self, state: Deployed) -> float:
@@ -269,7 +294,7 @@ class _Run:
         total, examples = torch.zeros(shape, dtype=torch.float64), 0
         asked = np.array([client for client, n in sorted(self.network.roster.validation.items()) if n])
         wanted = {"scores": (shape, torch.float64)}
-        told = orders(state, asked, set(), self.kept.values(), tolerant=self.admission.skips)
+        told = orders(state, asked, set(), self._named(state), tolerant=self.admission.skips)
         for client, reply in self.network.ask("evaluate.tune", told, group="tune"):
             try:
                 if isinstance(reply, Failure):
@@ -281,7 +306,7 @@ class _Run:
                 if bool((tensors["scores"].isnan() | tensors["scores"].isneginf()).any() or tensors["scores"][0].isposinf().all()):
                     raise records.RecordError("its scores are not numbers")
             except records.RecordError as error:
-                log.warning("client %d has no part in tuning %s: %s", client, predictor.tunes, error)
+                log.warning("%s has no part in tuning %s: %s", self.network.roster.called(client), predictor.tunes, error)
                 continue
             total += tensors["scores"]
             examples += self.network.roster.validation[client]

@@ -119,6 +119,20 @@ def test_without_pull_and_mixing_it_is_fedrep(clients: FederatedData, model: nn.
     assert_close(pac.predict().probs, rep.predict().probs, atol=1e-10, rtol=0, equal_nan=True)
 
 
+def test_a_run_that_starts_from_another_goes_on_with_its_centroids(clients: FederatedData, model: nn.Module):
+    """Without chance, its first round is the next round of the run before: with the pull, which matters."""
+    found = {}
+    for lam in (0.0, 0.7):
+        method = bf.algorithms.fedpac(model, head_epochs=1, body_epochs=2, batch_size=None, lam=lam)
+        before = run(method, clients, 2)
+        found[lam], whole = run(method, clients, 1, seed=9, start=before).server, run(method, clients, 3).server
+        for block in ("body", "head"):
+            assert_close(found[lam][block]["loc"], whole[block]["loc"], atol=1e-12, rtol=0)
+    before = run(bf.algorithms.fedpac(model, head_epochs=1, body_epochs=2, batch_size=None, lam=0.0), clients, 2)
+    pulled = run(bf.algorithms.fedpac(model, head_epochs=1, body_epochs=2, batch_size=None, lam=0.7), clients, 1, seed=9, start=before)
+    assert (pulled.server["body"]["loc"] - found[0.0]["body"]["loc"]).abs().max() > 1e-5
+
+
 def test_the_first_round_has_no_pull(clients: FederatedData, model: nn.Module):
     """Whatever lambda is; from the second round on it matters."""
     one, other = (bf.algorithms.fedpac(model, lam=lam) for lam in (0.0, 50.0))

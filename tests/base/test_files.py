@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,15 @@ def test_failed_writer_leaves_the_old_file_and_nothing_else(tmp_path: Path):
         pass
     assert [p.name for p in tmp_path.iterdir()] == ["result.json"]
     assert json.loads(path.read_text()) == {"round": 1}
+
+
+def test_a_folder_has_a_name(tmp_path: Path):
+    """Which the message asks for under the argument's own; whether the folder exists does not matter."""
+    assert files.folder("path", "a/b") == Path("a/b")
+    assert files.folder("path", tmp_path) == tmp_path
+    for wrong, error in (("", ValueError), ("a\0b", ValueError), (3, TypeError), (None, TypeError), (b"a", TypeError)):
+        with pytest.raises(error, match=rf"^start must name a folder.*got {re.escape(repr(wrong))}; pass one, such as 'models'"):
+            files.folder("start", wrong)
 
 
 def test_atomic_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

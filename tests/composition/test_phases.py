@@ -119,17 +119,18 @@ def test_passes_of_a_repeat_are_passes_of_its_only_phase(clients: FederatedData,
         return run(bf.Algorithm(net, {"w": block}, (phase,), parts=("w",)), clients, rounds=2, kernel=kernel).server["w"]
 
     step = Descend(Energy("w", ("w",), likelihood="mean"), optimiser=SGD(0.05), batch_size=10, epochs=2)
-    one = replace(step, epochs=1)
+    one = replace(step, epochs=1, batch_size=None)
     close(trained(Repeat((one,), epochs=2, batch_size=10))["loc"], trained(step)["loc"])
     most = -(-int(clients.train.counts.max()) // 10)
     assert (trained(Repeat((one,), times=2 * most, batch_size=10))["loc"] - trained(step)["loc"]).abs().max() > 1e-4
 
 
 def test_a_repeat_counts_batches_or_passes():
-    assert Repeat((), times=3).steps == 3
-    assert Repeat((), epochs=3).steps is None
+    once = (Once(lambda algorithm, given, view, batch: view),)
+    assert Repeat(once, times=3).steps == 3
+    assert Repeat(once, epochs=3).steps is None
     with pytest.raises(ValueError, match=r"epochs.*0"):
-        Repeat((), epochs=0)
+        Repeat(once, epochs=0)
 
 
 @pytest.mark.parametrize("kernel", ["reference", "layers", "live", "vmap"])
@@ -204,3 +205,20 @@ def test_a_phase_of_another_kind_may_keep_something(model: nn.Module, clients: F
     for every in (None, 1):
         found = run(made, clients, 4, participation=0.5, train="all", evaluate_every=every)
         assert found.private["count"].tolist() == [4] * clients.clients
+
+
+def test_an_energy_names_all_parts_of_the_predictor(model: nn.Module):
+    """A part that it leaves out would stay at the weights of the model as it was given."""
+    blocks = {"body": Block("body.*"), "head": Block("head.*")}
+    with pytest.raises(ValueError, match=r"\('body',\).*leave out \['head\.bias', 'head\.weight'\].*\('body', 'head'\)"):
+        bf.Algorithm(model, blocks, (Descend(Energy("body", ("body",), likelihood="mean")),), parts=("body", "head"))
+
+
+def test_what_a_repeat_cannot_hold():
+    """Nothing, another Repeat, or a phase that would draw batches of its own."""
+    step = Descend(Energy("w", ("w",), likelihood="mean"))
+    with pytest.raises(ValueError, match=r"phases is empty"):
+        Repeat(())
+    for inner in (Repeat((step,)), replace(step, batch_size=7)):
+        with pytest.raises(ValueError, match=r"Repeat .*batch.*got (Repeat|Descend)"):
+            Repeat((inner,))  # type: ignore[arg-type]

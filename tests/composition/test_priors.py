@@ -1,14 +1,17 @@
 """Priors against torch's densities, and empirical Bayes against the derivative of its bound."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, distributions
 from torch.testing import assert_close
 
-from bayesfl.base.protocols import GaussianPrior, Prior
+from bayesfl.base.protocols import Prior
 from bayesfl.composition.energy import Energy
-from bayesfl.composition.priors import Flat, Normal, closest_variance, inverse_size, own_mean, server_mean
+from bayesfl.composition.priors import Flat, Normal, closest_variance, inverse_size, is_normal, own_mean, server_mean
 from tests.cases import numbers
 
 
@@ -75,12 +78,22 @@ def test_a_centre_that_nobody_was_sent():
         server_mean("head")({"body": {"loc": torch.zeros(2)}, "round": 0, "rounds": 1}, {})
 
 
-def test_protocols():
-    """A Normal's pull may be added analytically; a Flat has none."""
-    prior = normal(numbers(3), numbers(3).exp())
-    assert isinstance(prior, GaussianPrior)
+def test_what_is_normal():
+    """A Normal's pull may be added by algebra; that of a subclass with another energy may not, nor that of a prior with like names."""
+
+    class Wider(Normal):
+        pass
+
+    class Huber(Normal):
+        def energy(self, loc: Tensor, var: Tensor, given: Any, view: Any) -> Tensor:
+            return F.huber_loss(loc, self.centre(given, view).expand_as(loc), reduction="none").sum(-1)
+
+    parameters = normal(numbers(3), numbers(3).exp())
+    assert is_normal(parameters)
+    assert is_normal(Wider(centre=parameters.centre, variance=parameters.variance))
+    assert not is_normal(Huber(centre=parameters.centre, variance=parameters.variance))
+    assert not is_normal(Flat())
     assert isinstance(Flat(), Prior)
-    assert not isinstance(Flat(), GaussianPrior)
 
 
 # Scales

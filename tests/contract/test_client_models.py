@@ -15,7 +15,7 @@ from tests.federation.made import run
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_clients_model_predicts_as_the_federation(case: Case, model, clients: FederatedData, tmp_path: Path):
-    """To rounding as `Result.predict`, draws included; the file gives the same bits, and holds no row of the training data."""
+    """To rounding as `Result.predict`, draws included; the file gives the same bits."""
     result = run(case(model), clients, rounds=2, evaluate_every=None, participation=0.6)
     together, means, drawn = result.predict(), result.predict(draws=0), result.predict(draws=7)
     for j in (0, 3):
@@ -29,12 +29,12 @@ def test_a_clients_model_predicts_as_the_federation(case: Case, model, clients: 
         again = bf.load_client(tmp_path / str(j), case(model)).predict(x)
         assert torch.equal(again.probs, found.probs)
         assert torch.equal(again.epistemic.nan_to_num(), found.epistemic.nan_to_num())
-        if result.algorithm.copies(result.algorithm.parts) is None:
+        if result.algorithm.copies(result.algorithm.parts) is None or case.name == "ifca":  # which chooses one of its copies
             with torch.no_grad():
                 outputs = one.model()(x.double())
             assert_close(outputs.softmax(-1), means.client(j).probs, atol=1e-12, rtol=0)
         else:
-            with pytest.raises(ValueError, match=r"2 copies.*predict\(x\)"):
+            with pytest.raises(ValueError, match=r"2 of 2 copies.*predict\(x\)"):
                 one.model()
 
 

@@ -28,6 +28,9 @@ def test_a_number_that_is_the_name_of_another_is_refused():
     with pytest.raises(ValueError, match=r"client 1 .*'Basel'.*'1' is the name of another"):
         place(1, NAMES)
     assert place(1, ("0", "1", "2")) == 1
+    assert place(0, ("1", "2", "3")) == 0  # a place, which is no name
+    with pytest.raises(ValueError, match=r"got 3; '3' is the name of one"):
+        place(3, ("1", "2", "3"))
     with pytest.raises(ValueError, match=r"\[0, 2\].*'a'"):
         place("a", ("a", "b", "a"))
 
@@ -37,6 +40,17 @@ def test_hospitals_whose_ids_are_numbers_can_be_held_out():
     rest, held = data.hold_out(1)
     assert sorted((*rest.client_names, *held.client_names)) == sorted(data.client_names)
     assert data.select(["30"]).client_names == ("30",)
+
+
+def test_numbers_are_places_where_names_are_numbers_too():
+    """In a selection as in `place`: what could be either of two clients is refused, with the remedy."""
+    data = bf.data.from_arrays(torch.randn(30, 2), torch.arange(30) % 2, client_ids=[1, 2, 3] * 10)
+    assert data.select([0]).client_names == data.select(["1"]).client_names == ("1",)
+    assert data.select(["3", "1"]).client_names == ("3", "1")
+    with pytest.raises(ValueError, match=r"client 1 is ambiguous: number 1 is '2', and '1' is the name of another; pass a name, as text"):
+        data.select([0, 1])
+    with pytest.raises(ValueError, match=r"0 to 2, got 3; '3' is the name of one: pass it as text"):
+        data.select([3])
 
 
 def test_an_outline_is_read_back():

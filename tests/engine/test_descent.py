@@ -5,11 +5,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils._pytree import tree_map
 
 import bayesfl as bf
+from bayesfl.base.protocols import Tensors
 from bayesfl.composition.block import Block
 from bayesfl.composition.energy import Energy
 from bayesfl.composition.phases import Descend
@@ -17,6 +19,7 @@ from bayesfl.composition.priors import Normal, server_mean
 from bayesfl.data import FederatedData
 from bayesfl.engine.plan import PhasePlan
 from bayesfl.optim import SGD, Adam
+from bayesfl.posteriors import Point
 from tests.cases import run
 
 
@@ -66,3 +69,58 @@ def test_a_state_that_persists_is_not_written_into(model: nn.Module, clients: Fe
     after, _ = bf.Engine("layers").run(algorithm, step, given, views, plan)
     assert_close(rows, before, atol=0, rtol=0)
     assert float(after["moments"]["steps"].sum()) == 7
+
+
+class Halved(Energy):
+    """Counts half of the loss."""
+
+    def loss(self, *given: Any) -> tuple[Tensor, Tensor]:
+        loss, nll = super().loss(*given)
+        return loss / 2, nll
+
+
+class Huber(Normal):
+    """A prior of another shape."""
+
+    def energy(self, loc: Tensor, var: Tensor, given: Any, view: Any) -> Tensor:
+        return 5 * F.huber_loss(loc, self.centre(given, view).expand_as(loc), reduction="none", delta=0.1).sum(-1)
+
+
+class Rounded(Point):
+    """A point whose weights are squashed before they are used."""
+
+    def sample(self, q: Tensors, noise: Tensor | None = None) -> Tensor:
+        return q["loc"].tanh()
+
+
+@pytest.mark.parametrize("kernel", ["layers", "live", "vmap"])
+@pytest.mark.parametrize("kind", ["energy", "prior", "posterior", "held"])
+def test_what_a_subclass_overrides_is_what_runs(model: nn.Module, clients: FederatedData, kernel: str, kind: str):
+    """Kernels have algebra of their own for the library's classes, and take no subclass for one of these."""
+    tie: dict[str, Any] = {"centre": server_mean("body"), "variance": lambda given, view: torch.full_like(view["n"], 0.5)[..., None]}
+
+    def method(own: bool) -> bf.Algorithm:
+        prior = (Huber if own and kind == "prior" else Normal)(**tie)
+        energy = (Halved if own and kind == "energy" else Energy)("body", ("body", "head"), likelihood="sum")
+        body = Rounded() if own and kind == "posterior" else Point()
+        head = Rounded() if own and kind == "held" else Point()
+        blocks = {"body": Block("body.*", prior=prior, posterior=body), "head": Block("head.*", posterior=head)}
+        return bf.Algorithm(model, blocks, (Descend(energy, optimiser=SGD(0.003), epochs=2, batch_size=10),), parts=("body", "head"))
+
+    expected = run(method(True), clients, kernel="reference").server["body"]["loc"]
+    assert_close(run(method(True), clients, kernel=kernel).server["body"]["loc"], expected, atol=1e-12, rtol=0)
+    plain = run(method(False), clients, kernel="reference").server["body"]["loc"]
+    assert (plain - expected).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("kernel", ["layers", "live"])
+def test_a_penalty_that_mixes_clients_is_refused(model: nn.Module, clients: FederatedData, kernel: str):
+    """It is computed for many clients at once, and must reduce over the last axes alone."""
+
+    def mixed(features: Any, outputs: Tensor, *rest: Any) -> Tensor:
+        return outputs.square().mean()
+
+    energy = Energy("w", ("w",), likelihood="mean", penalty=mixed)
+    algorithm = bf.Algorithm(model, {"w": Block()}, (Descend(energy),), parts=("w",))
+    with pytest.raises(ValueError, match=r"penalty returns shape \[\] for .*\.sum\(-1\)"):
+        run(algorithm, clients, kernel=kernel)

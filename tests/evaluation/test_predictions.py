@@ -46,6 +46,28 @@ def test_a_client_alone_has_no_padding():
     assert alone.mean is alone.variance is None
 
 
+def test_a_client_is_found_by_name_or_number():
+    """As `Result.client` finds it; without names by numbers alone. One client's own predictions have no clients."""
+    probs, mask = torch.rand(3, 2, 4), torch.ones(3, 2, dtype=torch.bool)
+    found = Predictions(mask=mask, epistemic=torch.rand(3, 2), probs=probs, names=("Bern", "Basel", "1"))
+    assert "Bern" not in repr(found)
+    for client, j in {"Basel": 1, 0: 0, np.int64(2): 2, "1": 2}.items():
+        assert torch.equal(found.client(client).probs, probs[j])  # type: ignore[arg-type]
+    unnamed = Predictions(mask=mask, epistemic=torch.rand(3, 2), probs=probs)
+    assert torch.equal(unnamed.client(1).probs, probs[1])
+    for one, client, error, words in (
+        (found, "Bsel", ValueError, r"no client 'Bsel'.*'Basel'"),
+        (found, 3, ValueError, r"0 to 2, got 3"),
+        (found, 1, ValueError, r"client 1 is ambiguous"),
+        (unnamed, "Basel", ValueError, r"no client 'Basel'.*3 names"),
+        (unnamed, -1, ValueError, r"0 to 2, got -1"),
+        (found, 1.0, TypeError, r"got 1\.0"),
+        (found.client("Bern"), 0, ValueError, r"client 0.*of one client alone"),
+    ):
+        with pytest.raises(error, match=words):
+            one.client(client)  # type: ignore[arg-type]
+
+
 def test_what_more_data_would_leave():
     """The entropy, or the variance over all targets, less the epistemic part; NaN at the plug-in."""
     mask = torch.tensor([[True, True]])

@@ -160,6 +160,41 @@ def test_functions_see_the_run_and_end_it(model, clients: FederatedData):
     assert result.predict().probs is not None
 
 
+@pytest.mark.parametrize("keep", ["last", "best"])
+def test_a_run_ended_between_evaluations_is_measured(method, parted: FederatedData, tmp_path: Path, keep: Any):
+    """As the last round of any run is; callbacks and the checkpoint have the measures, and the best state may be this one."""
+    best = EarlyStopping("validation_nll", patience=9, keep=keep)
+    options: dict[str, Any] = {"evaluate_every": 2, "checkpoint": tmp_path / "run", "every": 5}
+    callbacks = [CSV(tmp_path / "rows.csv"), best, lambda result: result.round == 3]
+    found = run(method, parted, rounds=9, on_round=callbacks, **options)
+    told = run(method, parted, rounds=3, evaluate_every=2)
+    names = [name for name in told.history.columns if name.startswith(("personal_", "global_", "validation_"))]
+    assert found.round == 3
+    assert {name: found.history[-1][name] for name in names} == {name: told.history[-1][name] for name in names}
+    assert [row["validation_nll"] for row in csv.DictReader((tmp_path / "rows.csv").open())][-1] == str(found.history[-1]["validation_nll"])
+    assert bf.load(tmp_path / "run", method, parted).history.rows == found.history.rows
+    unmeasured = run(method, parted, rounds=9, evaluate_every=None, on_round=[lambda result: result.round == 3])
+    assert not [name for name in unmeasured.history.columns if name.startswith("personal_")]
+
+
+def test_a_run_that_was_ended_stays_so(model, clients: FederatedData, tmp_path: Path):
+    """Resumed, it first asks every callback about the round that it goes on from; without the one that ended it, it goes on."""
+    method, seen = bf.algorithms.fedavg(model, epochs=1, batch_size=10), []
+    options: dict[str, Any] = {"rounds": 4, "checkpoint": tmp_path, "resume": True}
+
+    def low(result: Any) -> bool:
+        seen.append(result.round)
+        return result.round >= 2
+
+    once = run(method, clients, on_round=[low], **options)
+    again = run(method, clients, on_round=[low], **options)
+    assert (once.round, again.round, seen) == (2, 2, [1, 2, 2])
+    assert_close(state(again), state(once), atol=0, rtol=0)
+    assert again.history.rows == once.history.rows
+    whole = run(method, clients, **options)
+    assert_close(state(whole), state(run(method, clients, rounds=4)), atol=0, rtol=0)
+
+
 def test_an_error_of_a_callback_loses_nothing(model, clients: FederatedData):
     """It carries the run so far."""
 

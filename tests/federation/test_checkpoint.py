@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import bayesfl as bf
-from bayesfl.federation.checkpoint import STATE, read, write
+from bayesfl.federation.checkpoint import RUN, STATE, read, write
 from bayesfl.federation.errors import CheckpointError
 from tests.federation.made import algorithm
 
@@ -16,7 +16,7 @@ def test_tensors_come_back_to_the_bit(tmp_path: Path):
     base = torch.randn(3, 4)
     tree = {"a": {"b": base, "c": base[1:]}, "d": torch.tensor(2.5).double(), "e": torch.zeros(0, 3), "f": torch.tensor([1, 2])}
     write(tmp_path / "x", {"k": [1, "two"]}, tree)
-    meta, back = read(tmp_path / "x")
+    meta, back = read(tmp_path / "x", RUN)
     assert meta["k"] == [1, "two"]
     assert torch.equal(back["a"]["b"], base)
     assert torch.equal(back["a"]["c"], base[1:])

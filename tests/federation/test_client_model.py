@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.testing import assert_close
 
@@ -39,6 +41,7 @@ def test_a_client_is_found_by_name_or_number(ditto: Result, named: FederatedData
     x, _ = named.test.client(2)
     assert torch.equal(one.predict(x).probs, ditto.client(np.int64(2)).predict(x).probs)
     assert repr(one) == "ClientModel('Bern' after round 3; inputs (8,))"
+    assert_close(ditto.predict().client("Bern").probs, one.predict(x).probs, atol=1e-12, rtol=0)
     with pytest.raises(ValueError, match=r"no client 'Zürich'.*7 names .*'Zurich'"):
         ditto.client("Zürich")
     with pytest.raises(ValueError, match=r"0 to 6, got 7"):
@@ -72,21 +75,43 @@ def test_rows_of_any_kind(ditto: Result):
     probs = one.predict(x).probs
     assert probs is not None
     assert probs.shape == (5, 3)
-    for other in (x.numpy(), x.tolist(), x.double().numpy()):
+    for other in (x.numpy(), x.tolist(), x.double().numpy(), x.numpy().astype(np.longdouble)):
         assert_close(one.predict(other).probs, probs, atol=0, rtol=0)
     assert_close(torch.cat([p for r in range(5) if (p := one.predict(x[r : r + 1]).probs) is not None]), probs, atol=1e-12, rtol=0)
+
+
+KINDS = ("float16", "float32", "float64", "int8", "int32", "int64", "uint8", "uint16", "bool")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_real_numbers_of_any_type_are_converted(model, named: FederatedData, dtype: torch.dtype):
+    """As users of numpy and pandas hold them; the predictions are those of the same numbers in float32."""
+    one = run(bf.algorithms.fedavg(model, epochs=1), named, rounds=1, evaluate_every=None, dtype=dtype).client(0)
+    whole = np.arange(16).reshape(2, 8) % 2
+    probs = one.predict(whole.astype("float32")).probs
+    for kind in KINDS:
+        assert torch.equal(one.predict(whole.astype(kind)).probs, probs)  # type: ignore[arg-type]
+        assert torch.equal(one.predict(torch.from_numpy(whole.astype(kind))).probs, probs)  # type: ignore[arg-type]
+    assert torch.equal(one.predict(torch.from_numpy(whole).bfloat16()).probs, probs)  # type: ignore[arg-type]
+    assert torch.equal(one.predict(pd.DataFrame(whole, dtype="Int64")).probs, probs)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("x", "error", "words"),
     [
+        (np.ones((2, 8)) * 1j, ValueError, r"^x must be .*got complex128; make real numbers"),
+        (np.ones((2, 8), dtype=object), ValueError, r"^x must be .*got object; .*astype\(float\)"),
+        (np.full((2, 8), "1.0"), ValueError, r"^x must be .*got <U3; .*astype\(float\)"),
+        (np.zeros((2, 8), dtype="datetime64[D]"), ValueError, r"^x must be .*got datetime64\[D\]; make real numbers"),
+        (np.zeros((2, 8), dtype="timedelta64[s]"), ValueError, r"^x must be .*got timedelta64\[s\]; make real numbers"),
+        (pd.DataFrame({"town": ["Bern"], "age": [1.0]}), ValueError, r"^x: columns \['town'\] hold no numbers; .*get_dummies"),
         (torch.randn(5, 7), ValueError, r"\[N, 8\], got \[5, 7\]"),
         (torch.randn(8), ValueError, r"\[N, 8\], got \[8\]"),
         (torch.randn(0, 8), ValueError, r"got \[0, 8\]"),
         (torch.tensor(1.0), ValueError, r"got \[\]"),
         (torch.tensor([[1.0] * 8, [float("nan")] * 8]), ValueError, "first in row 1"),
         ([["a"] * 8], ValueError, r"x must be an array of numbers"),
-        (torch.randn(2, 8, dtype=torch.complex64), ValueError, "complex64"),
+        (torch.randn(2, 8, dtype=torch.complex64), ValueError, r"^x must be real numbers, got torch.complex64; pass real and imaginary"),
         (None, TypeError, "None"),
     ],
 )
@@ -118,6 +143,10 @@ def test_damaged_and_foreign_files_are_refused(ditto: Result, tmp_path: Path):
     ditto.client(1).save(tmp_path / "two")
     with pytest.raises(CheckpointError, match=r"2 of them.*one.*two"):
         bf.load_client(tmp_path, method)
+    for number in (0, 1):  # of two nodes that call their clients the same
+        ditto.client(1).save(tmp_path / "shared" / "experiment" / f"client-{number}")
+    with pytest.raises(CheckpointError, match=r"several clients, 2 of them.*client-0.*client-1"):
+        bf.load_client(tmp_path / "shared", method)
     with pytest.raises(CheckpointError, match=r"another algorithm.*phases"):
         bf.load_client(tmp_path / "two", bf.algorithms.ditto(bf.models.mlp(8, hidden=16, outputs=3), epochs=2, batch_size=10))
     with pytest.raises(CheckpointError, match=r"parameters"):
@@ -155,6 +184,23 @@ def test_what_needs_too_much_is_refused_unless_the_means_are_asked_for(model, na
     assert repr(plain).endswith("at the means)")
     plain.save(tmp_path / "again")
     assert bf.load_client(tmp_path / "again", result.algorithm).plug_in
+
+
+def test_the_network_that_a_client_chose_is_its_module(model, named: FederatedData, tmp_path: Path):
+    """Of IFCA's several; from a file, too, and for clients that chose differently."""
+    result = run(bf.algorithms.ifca(model, clusters=3, epochs=1, batch_size=10), named, evaluate_every=None)
+    chosen = {}
+    for j in range(named.clients):
+        (x, _), one = named.test.client(j), result.client(j)
+        one.save(tmp_path / str(j))
+        for made in (one, bf.load_client(tmp_path / str(j), result.algorithm)):
+            outputs = made.model()(x.double()).detach()
+            assert_close(outputs.softmax(-1), one.predict(x).probs, atol=1e-12, rtol=0)
+        found = torch.cat([p.detach().flatten() for p in one.model().parameters()])
+        m = int(one.view["cluster"].argmax())
+        assert torch.equal(found, result.server["models"]["loc"][m])
+        chosen[m] = j
+    assert len(chosen) > 1
 
 
 @dataclass(frozen=True)
@@ -195,6 +241,35 @@ def test_no_training_row_is_written(named: FederatedData, model, tmp_path: Path)
             assert row.to(dtype).numpy().tobytes() not in content
 
 
+def test_a_stored_covariance_is_as_confidential_as_the_rows(named: FederatedData, tmp_path: Path):
+    """What the documentation warns of: a row to which a unit answers alone is read off the file, and not with `plug_in=True`."""
+    rows, _ = named.train.client(0)
+    direction = torch.randn(8, generator=torch.Generator().manual_seed(0))
+    best, next_best = (rows @ direction).topk(2)[0].tolist()
+    secret = rows[int((rows @ direction).argmax())].double()
+    model = bf.models.mlp(8, hidden=16, outputs=3)
+    with torch.no_grad():  # the first unit answers to this row of the client alone
+        model.get_parameter("body.0.weight")[0] = direction
+        model.get_parameter("body.0.bias")[0] = -(best + next_best) / 2
+    method = replace(bf.algorithms.fedper(model, epochs=1, lr=1e-9), predictor=LinearisedLaplace(precision=1.0))
+    one = run(method, named, rounds=1, evaluate_every=None).client(0)
+    one.save(tmp_path / "stays")
+    one.save(tmp_path / "leaves", plug_in=True)
+
+    stays, leaves = load_file(tmp_path / "stays" / FILE), load_file(tmp_path / "leaves" / FILE)
+    unit, curved = torch.tensor([*range(8), 16 * 8]), stays["stored.curved"]  # its weights, and its bias after those of all units
+    assert bool(curved[unit].all())
+    root = stays["stored.root"][curved.cumsum(0)[unit] - 1]
+    covariance = stays["stored.variance"][unit].diag() + stays["stored.sign"] * root @ root.T
+    taken = torch.eye(9) - covariance  # what the data took away from the prior, along (row, 1)
+    row = torch.linalg.eigh(taken)[1][:, -1]
+    assert_close(row[:8] / row[8], secret, atol=1e-9, rtol=1e-9)
+
+    assert sorted(leaves) == sorted(name for name in stays if name.startswith("view."))
+    assert all(torch.equal(leaves[name], stays[name]) for name in leaves)  # the means alone, of which this unit's hold another direction
+    assert abs(float(torch.nn.functional.cosine_similarity(leaves["view.body.loc"][:8], secret, dim=0))) < 0.9
+
+
 def test_all_clients_are_saved_under_their_names(ditto: Result, named: FederatedData, tmp_path: Path):
     ditto.save_clients(tmp_path / "models")
     assert sorted(p.name for p in (tmp_path / "models").iterdir()) == sorted(NAMES)
@@ -204,6 +279,32 @@ def test_all_clients_are_saved_under_their_names(ditto: Result, named: Federated
         with pytest.raises(ValueError, match="folders"):
             other.save_clients(tmp_path / "bad")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["models"]
+
+
+@pytest.mark.parametrize(("path", "error"), [("", ValueError), (3, TypeError), (None, TypeError)])
+def test_a_path_that_names_no_folder_is_refused(ditto: Result, path: Any, error: type, tmp_path: Path, monkeypatch):
+    """Wherever one is read or written; nothing is written."""
+    monkeypatch.chdir(tmp_path)
+    for use in (
+        ditto.save,
+        ditto.client(0).save,
+        ditto.save_clients,
+        lambda path: bf.load(path, ditto.algorithm),
+        lambda path: bf.load_client(path, ditto.algorithm),
+    ):
+        with pytest.raises(error, match=rf"^path must name a folder.*got {path!r}; pass one"):
+            use(path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_names_too_long_for_folders_are_refused(ditto: Result, named: FederatedData, tmp_path: Path):
+    """Counted in bytes, before anything is written."""
+    for name, bytes_ in (("x" * 300, 300), ("ü" * 128, 256)):
+        long = replace(ditto, known=replace(named, client_names=(*NAMES[:6], name)))
+        with pytest.raises(ValueError, match=rf"'{name[:40]}'\.\.\. has {bytes_} bytes, more than the 255.*result\.client\(\.\.\.\)\.save"):
+            long.save_clients(tmp_path / "models")
+    assert not list(tmp_path.iterdir())
+    replace(ditto, known=replace(named, client_names=(*NAMES[:6], "x" * 255))).save_clients(tmp_path)
 
 
 def test_the_servers_network_is_a_module(ditto: Result, model, named: FederatedData):

@@ -97,9 +97,9 @@ def test_what_cannot_be(model: nn.Module, clients: FederatedData, tmp_path: Path
         run(algorithm, clients, admission=bf.Admission(min_clients=5), participation=0.7)
     with pytest.raises(TypeError, match=r"faults .*plan"):
         run(algorithm, clients, faults="lost")
-    for checkpoint in (3, ""):
-        with pytest.raises(ValueError, match="checkpoint must name a folder"):
-            run(algorithm, clients, checkpoint=checkpoint)
+    for name, path, error in (("checkpoint", 3, TypeError), *((name, "", ValueError) for name in ("checkpoint", "resume", "start"))):
+        with pytest.raises(error, match=rf"^{name} must name a folder.*got {path!r}"):
+            run(algorithm, clients, **{name: path})
     with pytest.raises(ValueError, match=r"pool .*Mean\(\), got Median"):
         Clipped(Median(), 1.0)  # type: ignore[arg-type]
     assert not list(tmp_path.iterdir())

@@ -10,8 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import bayesfl as bf
+from bayesfl.composition.block import Block
+from bayesfl.composition.energy import Energy
+from bayesfl.composition.phases import Descend
+from bayesfl.composition.priors import Normal, server_mean
 from bayesfl.data import FederatedData
 from bayesfl.likelihoods import Bernoulli, Categorical, Gaussian
+from bayesfl.optim import SGD
+from bayesfl.posteriors import MeanField
 
 ONCE: dict[str, Any] = {"rounds": 1, "evaluate_every": None, "progress": False}
 
@@ -272,6 +278,41 @@ def test_what_a_forward_may_not_do_is_refused(clients: FederatedData, model: Any
             bf.simulate(method, clients, **ONCE)
     assert torch.equal(clients.train.x, before)
     assert torch.equal(torch.get_rng_state(), generator)
+
+
+class Averaged(Categorical):
+    """A loss as torch reduces it by default."""
+
+    def nll(self, outputs: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(outputs, y)
+
+    def nll_and_slope(self, outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return self.nll(outputs, y), (outputs.softmax(-1) - F.one_hot(y, outputs.shape[-1])) / len(y)
+
+
+def test_a_loss_for_each_example(model: nn.Module, clients: FederatedData):
+    """A mean over the batch would be divided once more, by some kernels."""
+    with pytest.raises(ValueError, match=r"Averaged: nll returns shape \[\].*\[32, 3\].*reduction='none'"):
+        bf.simulate(bf.algorithms.fedavg(model, likelihood=Averaged()), clients, **ONCE)
+
+
+def test_what_is_learnt_in_vain_is_warned_of(model: nn.Module, clients: FederatedData):
+    """Widths that are not sent, blocks that nobody keeps, methods without phases; what is kept or sent is silent."""
+    prior = Normal(centre=server_mean("w"), variance=lambda given, view: torch.ones_like(view["n"])[..., None])
+    step = (Descend(Energy("w", ("w",), likelihood="sum"), optimiser=SGD(1e-3)),)
+
+    def method(**options: Any) -> bf.Algorithm:
+        return bf.Algorithm(model, {"w": Block(**options)}, step, parts=("w",))
+
+    belief: dict[str, Any] = {"posterior": MeanField(), "prior": prior}
+    with pytest.warns(UserWarning, match=r"block 'w' .*\['rho'\].*keep=True.*sends=\('loc', 'rho'\)"):
+        bf.simulate(method(**belief), clients, **ONCE)
+    with pytest.warns(UserWarning, match=r"block 'w' .*\['loc'\].*keep=True"):
+        bf.simulate(method(pool=None), clients, **ONCE)
+    with pytest.warns(UserWarning, match=r"no phases"):
+        bf.simulate(bf.Algorithm(model, {"w": Block()}, (), parts=("w",)), clients, **ONCE)
+    for silent in (method(keep=True, **belief), method(pool=bf.pools.Mean(sends=("loc", "rho")), **belief), method(pool=None, keep=True)):
+        bf.simulate(silent, clients, **ONCE)
 
 
 class Weighted(Categorical):

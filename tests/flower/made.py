@@ -1,6 +1,6 @@
 """Deployments over a grid of this process, replies gone wrong, and the simulation to compare with."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from bayesfl.flower import Deployed, client_app, records, serve
 from tests.flower.grid import LocalGrid
 
 OPTIONS: dict[str, Any] = {"rounds": 3, "seed": 3, "dtype": torch.float64}
+TOWNS = ("Basel", "Bern", "Brig", "Chur", "Genf", "Thun", "Visp")
 METHODS: dict[str, dict[str, Any]] = {
     "fedavg": {"epochs": 1, "batch_size": 10},
     "ditto": {"epochs": 1, "batch_size": 10},
@@ -27,13 +28,14 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 def grid_of(algorithm: bf.Algorithm, clients: FederatedData, folder: Path, **options: Any) -> LocalGrid:
-    """A node for each client, numbered from 100."""
+    """A node for each client, numbered from 100, or as `nodes` says."""
 
     def data_of(context: Any) -> FederatedData:
         return clients.select([int(context.node_config["client-id"])])
 
     app = client_app(algorithm, data_of, engine=bf.Engine(workers=1))
-    return LocalGrid({100 + client: app for client in range(clients.clients)}, folder, **options)
+    nodes = options.pop("nodes", range(100, 100 + clients.clients))
+    return LocalGrid(dict.fromkeys(nodes, app), folder, **{"ids": {node: client for client, node in enumerate(nodes)}, **options})
 
 
 def deploy(algorithm: bf.Algorithm, clients: FederatedData, folder: Path, grid: LocalGrid | None = None, **options: Any) -> Deployed:
@@ -41,15 +43,16 @@ def deploy(algorithm: bf.Algorithm, clients: FederatedData, folder: Path, grid: 
     return serve(grid, algorithm, clients=clients.clients, **{**OPTIONS, "timeout": 5.0, **options})
 
 
-def private(deployed: Deployed, folder: Path) -> dict[str, Tensor]:
-    """The states of all clients as the server knows them, [J, ...]."""
+def private(deployed: Deployed, folder: Path, nodes: Sequence[int] | None = None) -> dict[str, Tensor]:
+    """The states of all clients as the server knows them, [J, ...]; `nodes` are theirs where they moved."""
     rows = []
-    for client, base in enumerate(deployed.base):
-        if base:
-            file = folder / f"node-{100 + client}" / deployed.experiment / f"client-{client}" / f"state-{base}.safetensors"
+    for client in range(deployed.clients):
+        place, node = deployed.place(client), 100 + client if nodes is None else nodes[client]
+        if place.base:
+            file = folder / f"node-{node}" / place.experiment / f"client-{place.client}" / f"state-{place.base}.safetensors"
             rows.append(flatten(checkpoint.read_file(file)[1]))
         else:
-            rows.append({name: t[None] for name, t in flatten(deployed.start).items()})
+            rows.append({name: t[None] for name, t in flatten(deployed.initial(place.experiment)).items()})
     return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
 
 

@@ -1,6 +1,7 @@
 """Which node is which client."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +13,9 @@ from torch import nn
 
 from bayesfl.data import FederatedData
 from bayesfl.federation.faults import KINDS, Fault
-from bayesfl.flower import client_app
+from bayesfl.flower import client_app, load
 from bayesfl.flower.roster import Roster
-from tests.flower.made import OPTIONS, asked, assert_same, changed, deploy, grid_of, method, simulated, waits
+from tests.flower.made import OPTIONS, TOWNS, asked, assert_same, changed, deploy, grid_of, method, simulated, waits
 
 
 def test_nodes_that_go_are_forgotten(model: nn.Module, clients: FederatedData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -65,6 +66,19 @@ def test_a_client_is_bound_to_its_key(model: nn.Module, clients: FederatedData, 
     assert re.search(r"node 103 .*not taken.*client 3 .*key", caplog.text)
 
 
+def test_a_client_keeps_its_name(model: nn.Module, clients: FederatedData, tmp_path: Path, monkeypatch: Any, caplog: Any):
+    """In a run that goes on, data of another name are somebody else's; those who are awaited are called by their names."""
+    algorithm = method("fedavg", model)
+    towns = replace(clients, client_names=TOWNS)
+    options: dict[str, Any] = {"checkpoint": tmp_path / "server"}
+    assert deploy(algorithm, towns, tmp_path, **options).names == load(tmp_path / "server", algorithm).names == TOWNS
+    other = replace(clients, client_names=(*TOWNS[:3], "Zug", *TOWNS[4:]))
+    options |= {"algorithm": algorithm, "clients": clients.clients, **OPTIONS, "rounds": 4}
+    waits(grid_of(algorithm, other, tmp_path), monkeypatch, **options)
+    assert re.search(r"node 103 .*not taken: client 3 was called 'Chur', .*'Zug' now", caplog.text)
+    assert re.search(r"waiting for client 0 \('Basel'\), .*client 3 \('Chur'\), ", caplog.text)
+
+
 def test_nodes_without_keys_are_named(model: nn.Module, clients: FederatedData, tmp_path: Path, caplog: pytest.LogCaptureFixture):
     """They work, as in a trial, and the log says what that means."""
     algorithm = method("fedavg", model)
@@ -73,7 +87,9 @@ def test_nodes_without_keys_are_named(model: nn.Module, clients: FederatedData, 
     assert re.search(r"node 100 .*client 0 .*no key", caplog.text)
 
 
-@pytest.mark.parametrize(("key", "value"), [("validation", "x"), ("validation", -5), ("n", 0), ("n", 2.5)])
+@pytest.mark.parametrize(
+    ("key", "value"), [("validation", "x"), ("validation", -5), ("n", 0), ("n", 2.5), ("name", ""), ("name", "x" * 201), ("name", 7)]
+)
 def test_a_greeting_is_checked_before_it_counts(
     key: str, value: Any, model: nn.Module, clients: FederatedData, tmp_path: Path, monkeypatch: Any, caplog: pytest.LogCaptureFixture
 ):
@@ -109,7 +125,7 @@ def test_a_run_that_goes_on_does_so_without_the_missing(model: nn.Module, client
 
     grid.alter = comes_back
     found = deploy(algorithm, clients, tmp_path, grid, rounds=4, checkpoint=tmp_path / "server", timeout=0.05)
-    assert "without clients [4]" in caplog.text
+    assert "going on without client 4\n" in caplog.text
     assert re.search(r"client 4 .*left out.*not come", caplog.text)
 
     def plan(round: int, attempt: int, ids: np.ndarray) -> dict[int, Fault]:

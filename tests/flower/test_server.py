@@ -23,7 +23,21 @@ from bayesfl.federation.settings import Settings
 from bayesfl.flower import BadClients, Deployed, client_app, load, records, serve, server_app
 from tests.cases import CASES, Case, burst_by_fine_tuning, federation
 from tests.flower.grid import LocalGrid
-from tests.flower.made import OPTIONS, Killed, asked, assert_same, changed, deploy, grid_of, method, packed, private, simulated, tuned
+from tests.flower.made import (
+    OPTIONS,
+    TOWNS,
+    Killed,
+    asked,
+    assert_same,
+    changed,
+    deploy,
+    grid_of,
+    method,
+    packed,
+    private,
+    simulated,
+    tuned,
+)
 
 
 def predictions(deployed: Deployed, folder: Path, client: int) -> dict[str, Tensor]:
@@ -110,12 +124,79 @@ def test_callbacks_end_a_deployment_early(model: nn.Module, clients: FederatedDa
         found = deploy(algorithm, clients, tmp_path, on_round=stopping(), **options)
         assert found.round == told.round
         assert_close(flatten(found.server), flatten(told.server), atol=1e-6, rtol=0)
-    assert seen == list(range(1, told.round + 1)) * 2
+    rounds = list(range(1, told.round + 1))
+    assert seen == [*rounds, *rounds, told.round]  # of the simulation, the deployment, and the deployment that goes on
     assert load(tmp_path / "server", algorithm).round == told.round
     x, _ = clients.test.client(2)
     assert_close(bf.load_client(tmp_path / "node-102", algorithm).predict(x).probs, told.client(2).predict(x).probs, atol=1e-6, rtol=0)
-    with pytest.raises(ValueError, match=r"keep='best' is for simulate"):
-        deploy(algorithm, clients, tmp_path / "other", on_round=[bf.callbacks.EarlyStopping("train_nll", keep="best")])
+
+
+@pytest.mark.parametrize("name", ["ditto", pytest.param("fedsi", marks=pytest.mark.slow)])
+def test_evaluations_on_the_way_are_the_simulations(name: str, tmp_path: Path):
+    """In the same rounds the same numbers, on test and validation data; the last round is not evaluated twice."""
+    algorithm, parted = tuned()
+    algorithm = algorithm if name == "fedsi" else bf.algorithms.ditto(bf.models.mlp(64, hidden=8, outputs=5), epochs=1, batch_size=10)
+    options: dict[str, Any] = {"rounds": 3, "evaluate_every": 2}
+    told = bf.simulate(algorithm, parted, progress=False, **{**OPTIONS, **options})
+    grid, seen = grid_of(algorithm, parted, tmp_path), []
+    found = deploy(algorithm, parted, tmp_path, grid, on_round=[lambda run: seen.append(dict(run.history[-1]))], **options)
+    columns = [f"{prefix}_{measure}" for prefix in ("personal", "validation") for measure in ("accuracy", "nll", "brier", "ece")]
+    for row, expected, shown in zip(found.history, told.history, seen, strict=True):
+        assert row == shown
+        assert ("personal_nll" in row) == (row["round"] > 1)
+        for column in columns:
+            assert row.get(column) == pytest.approx(expected.get(column), abs=1e-6)
+    assert sum(message.metadata.message_type == "evaluate" for message in grid.sent) == 2 * parted.clients
+    assert found.history["tuned"].tolist()[1:] == [told.tuned] * 2 if name == "fedsi" else "tuned" not in found.history.columns
+
+
+def test_early_stopping_on_validation_data(tmp_path: Path):
+    """A deployment ends in the simulation's round, resumed or not; where nothing is measured on the way, the error says what to pass."""
+    parted = bf.data.concept_drift("digits", clients=4, seed=0, validation=0.2)
+    algorithm = bf.algorithms.ditto(bf.models.mlp(64, hidden=8, outputs=5), epochs=1, batch_size=20, lr=0.3)
+    options: dict[str, Any] = {"rounds": 40, "evaluate_every": 1}
+    stop = bf.callbacks.EarlyStopping("validation_nll", patience=2)
+    told = bf.simulate(algorithm, parted, progress=False, on_round=[stop], **{**OPTIONS, **options})
+    assert told.round < 40
+    folder = tmp_path / "server"
+    deploy(algorithm, parted, tmp_path, on_round=[lambda run: run.round == 2], checkpoint=folder, **{**options, "evaluate_every": 2})
+    (folder / "round-000002.safetensors").unlink()  # goes on from round 1, which was not evaluated
+    with pytest.raises(ValueError, match=r"keeps its settings: saved participation=1\.0"):
+        deploy(algorithm, parted, tmp_path, checkpoint=folder, participation=0.5, **options)
+    found = deploy(algorithm, parted, tmp_path, on_round=[stop], checkpoint=folder, **options)
+    assert found.round == told.round
+    assert_close(flatten(found.server), flatten(told.server), atol=1e-6, rtol=0)
+    with pytest.raises(KeyError, match=r"no column 'validation_nll': .*evaluate_every=1"):
+        deploy(algorithm, parted, tmp_path / "other", on_round=[stop], rounds=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("every", [1, 2])
+def test_the_best_state_is_kept(every: int, tmp_path: Path):
+    """The server's, and the nodes', whose models are of its round; also where the run was stopped and goes on, from the folder."""
+    parted = bf.data.concept_drift("digits", clients=4, seed=0, validation=0.2)
+    algorithm = bf.algorithms.ditto(bf.models.mlp(64, hidden=8, outputs=5), epochs=3, batch_size=20, lr=0.3)
+    options: dict[str, Any] = {"rounds": 40, "evaluate_every": 1}
+
+    def best(folder: Path | None = None) -> bf.callbacks.EarlyStopping:
+        return bf.callbacks.EarlyStopping("validation_nll", patience=3, keep="best", folder=folder)
+
+    told = bf.simulate(algorithm, parted, progress=False, on_round=[best()], **{**OPTIONS, **options})
+    whole = deploy(algorithm, parted, tmp_path / "whole", on_round=[best()], **options)
+    resumed = {**options, "checkpoint": tmp_path / "server", "every": every}
+    folder = tmp_path / "best"
+    deploy(algorithm, parted, tmp_path, on_round=[best(folder), lambda run: run.round == told.round + 2], **resumed)
+    found = deploy(algorithm, parted, tmp_path, on_round=[best(folder)], **resumed)
+    for state, nodes in ((whole, tmp_path / "whole"), (found, tmp_path), (load(folder, algorithm), tmp_path)):
+        assert state.round == told.round == len(state.history)
+        assert_same(state, nodes, told)
+        for client in range(4):
+            own, (x, _) = bf.load_client(nodes / f"node-{100 + client}", algorithm), parted.test.client(client)
+            assert own.round == told.round
+            assert_close(own.predict(x).probs, told.client(client).predict(x).probs, atol=1e-6, rtol=0)
+    assert load(tmp_path / "server", algorithm).round == told.round + 3
+    later = deploy(algorithm, parted, tmp_path, start=folder, rounds=1, seed=9)
+    assert_same(later, tmp_path, simulated(algorithm, parted, start=told, rounds=1, seed=9))
 
 
 @pytest.mark.parametrize("every", [1, 2])
@@ -151,6 +232,21 @@ def test_a_bad_reply_may_stop_the_run(model: nn.Module, clients: FederatedData, 
     with pytest.raises(BadClients, match=r"round 0\b.*client 4\b.* 0\.3 seconds"):
         deploy(algorithm, clients, tmp_path, grid, timeout=0.3, admission=bf.Admission("stop"), checkpoint=tmp_path / "server")
     assert load(tmp_path / "server", algorithm).round == 0
+
+
+def test_clients_are_called_by_their_names(model: nn.Module, clients: FederatedData, tmp_path: Path, caplog: Any):
+    """In the log, in errors, and where the node itself says what went wrong."""
+    algorithm, towns = burst_by_fine_tuning(model), replace(clients, client_names=TOWNS)
+    grid = grid_of(algorithm, towns, tmp_path)
+    grid.alter = lambda client, message, reply: None if client == 4 and message.metadata.message_type == "train" else reply
+    options: dict[str, Any] = {"rounds": 1, "timeout": 0.3}
+    deploy(algorithm, towns, tmp_path, grid, admission=bf.Admission("skip"), **options)
+    assert "client 4 ('Genf') is left out: it did not reply" in caplog.text
+    with pytest.raises(BadClients, match=r"client 4 \('Genf'\): it did not reply"):
+        deploy(algorithm, towns, tmp_path, grid, admission=bf.Admission("stop"), **options)
+    grid.alter = None
+    deploy(algorithm, towns, tmp_path, grid, admission=bf.Admission("stop"), **options)
+    assert re.search(r"WARNING .*client (\d) \('(\w+)'\) did not predict: .*client \1 \('\2'\) is no longer finite", caplog.text)
 
 
 def test_a_cohort_below_the_minimum(model: nn.Module, clients: FederatedData, tmp_path: Path):

@@ -1,5 +1,7 @@
 """A deployment that begins where another ended is the simulation that does so: known clients with their states, new ones adapted."""
 
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,28 +13,124 @@ from torch.testing import assert_close
 import bayesfl as bf
 from bayesfl.base.trees import flatten
 from bayesfl.data import FederatedData
+from bayesfl.federation import checkpoint
 from bayesfl.federation.errors import CheckpointError
-from bayesfl.flower import load
+from bayesfl.flower import client_app, load
 from tests.cases import CASES, Case
-from tests.flower.made import OPTIONS, deploy, grid_of, private, simulated
+from tests.flower.grid import LocalGrid
+from tests.flower.made import METHODS, OPTIONS, deploy, grid_of, method, private, simulated
 
 LATER: dict[str, Any] = {"rounds": 2, "seed": 9}
+MOVED = [4, 6, 1, 5, 0]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_it_is_the_simulation(case: Case, model: nn.Module, clients: FederatedData, tmp_path: Path):
-    """Five clients at half participation, so that some never trained; then all seven, of whom two are new."""
+    """Five clients at half participation, so that some never trained; then two are gone, two are new, and numbers have moved."""
     algorithm, few = case(model), clients.select(range(5))
     half: dict[str, Any] = {"participation": 0.5, "rounds": 1, "train": "cohort"}
     told = simulated(algorithm, few, **half)
     found = deploy(algorithm, few, tmp_path, checkpoint=tmp_path / "first", **half)
-    later_told = simulated(algorithm, clients, start=told, **LATER)
+    moved, nodes = clients.select(MOVED), [100 + client for client in MOVED]
+    with pytest.warns(UserWarning, match=r"'client 6', 'client 5'\] are new and \['client 2', 'client 3'\]"):
+        later_told = simulated(algorithm, moved, start=told, **LATER)
     for start in (found, tmp_path / "first"):
-        later = deploy(algorithm, clients, tmp_path, start=start, **LATER)
+        with pytest.warns(UserWarning, match=r"'client 6', 'client 5'\] are new and \['client 2', 'client 3'\]"):
+            later = deploy(algorithm, moved, tmp_path, grid_of(algorithm, moved, tmp_path, nodes=nodes), start=start, **LATER)
         assert_close(flatten(later.server), flatten(later_told.server), atol=1e-6, rtol=0)
         if later_told.private:
-            assert_close(private(later, tmp_path), flatten(later_told.private), atol=1e-6, rtol=0)
+            assert_close(private(later, tmp_path, nodes), flatten(later_told.private), atol=1e-6, rtol=0)
         assert later.experiment != found.experiment
+        assert later.names == moved.client_names
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_run_after_a_run_after_a_run(name: str, model: nn.Module, clients: FederatedData, tmp_path: Path):
+    """A client that was never in a cohort of the second run goes on from the first; one that was in none, from its first start."""
+    algorithm, some = method(name, model), {"participation": 0.3, "rounds": 1, "train": "cohort"}
+    told, found = simulated(algorithm, clients, **some), deploy(algorithm, clients, tmp_path, **some)
+    order = [6, 2, 0, 4, 1, 3, 5]
+    moved, nodes = clients.select(order), [100 + client for client in order]
+    grid = grid_of(algorithm, moved, tmp_path, nodes=nodes)
+    for seed in (11, 12):
+        told = simulated(algorithm, moved, start=told, **{**some, "seed": seed})
+        found = deploy(algorithm, moved, tmp_path, grid, start=found, checkpoint=tmp_path / f"server-{seed}", **{**some, "seed": seed})
+        assert_close(flatten(found.server), flatten(told.server), atol=1e-6, rtol=0)
+        again = load(tmp_path / f"server-{seed}", algorithm)
+        for known in (found, again) if told.private else ():
+            assert_close(private(known, tmp_path, nodes), flatten(told.private), atol=1e-6, rtol=0)
+    assert found.before is not None
+    assert len({place.experiment for place in found.before.places if place}) == 2
+    x, _ = clients.test.client(2)
+    assert_close(bf.load_client(tmp_path / "node-102", algorithm).predict(x).probs, told.client(1).predict(x).probs, atol=1e-6, rtol=0)
+
+
+def alike(algorithm: bf.Algorithm, clients: FederatedData, folder: Path) -> LocalGrid:
+    """Nodes whose data all call their client the same."""
+
+    def data_of(context: Any) -> FederatedData:
+        return replace(clients.select([int(context.node_config["client-id"])]), client_names=("ward",))
+
+    app = client_app(algorithm, data_of, engine=bf.Engine(workers=1))
+    return LocalGrid({100 + client: app for client in range(clients.clients)}, folder)
+
+
+def test_clients_of_one_name_are_never_confused(model: nn.Module, clients: FederatedData, tmp_path: Path, caplog: Any):
+    """Said when they first train, refused where names would matter; by number if that is asked for."""
+    algorithm = bf.algorithms.ditto(model, epochs=1, batch_size=10)
+    before = deploy(algorithm, clients, tmp_path, alike(algorithm, clients, tmp_path), rounds=1)
+    assert re.search(r"clients \[0, 1, 2, 3, 4, 5, 6\] are all called 'ward': .*load_data", caplog.text)
+    with pytest.raises(ValueError, match=r"clients \[0, 1, 2, 3, 4, 5, 6\] are all called 'ward'; .*client_ids"):
+        deploy(algorithm, clients, tmp_path, alike(algorithm, clients, tmp_path), start=before, **LATER)
+    with pytest.raises(ValueError, match=r"in the run before clients \[0, .* called 'ward'; .*names=\(\)"):
+        deploy(algorithm, clients, tmp_path, start=before, **LATER)
+    with pytest.warns(UserWarning, match=r"matched by number"):
+        found = deploy(algorithm, clients, tmp_path, alike(algorithm, clients, tmp_path), start=replace(before, names=()), **LATER)
+    told = simulated(algorithm, clients, start=simulated(algorithm, clients, rounds=1), **LATER)
+    assert_close(private(found, tmp_path), flatten(told.private), atol=1e-6, rtol=0)
+
+
+def test_folders_of_another_kind(model: nn.Module, clients: FederatedData, tmp_path: Path):
+    """Each says what it is, and what reads it."""
+    algorithm = bf.algorithms.ditto(model, epochs=1, batch_size=10)
+    deploy(algorithm, clients, tmp_path, rounds=1, checkpoint=tmp_path / "server")
+    simulated(algorithm, clients, rounds=1).save(tmp_path / "run")
+    told = r"server' holds the checkpoints of a deployment over Flower, not a run of bf\.simulate: .*flower\.serve\(start=path\).*nodes"
+    for begin in ({"start": tmp_path / "server"}, {"resume": tmp_path / "server"}):
+        with pytest.raises(CheckpointError, match=told):
+            simulated(algorithm, clients, **begin)
+    with pytest.raises(CheckpointError, match=told):
+        bf.load(tmp_path / "server", algorithm)
+    with pytest.raises(CheckpointError, match=r"run' holds a run of bf\.simulate, not the checkpoints of .* bf\.simulate\(start=path\)"):
+        deploy(algorithm, clients, tmp_path, start=tmp_path / "run", **LATER)
+    for node in (tmp_path / "node-102", *(tmp_path / "node-102").glob("*")):
+        with pytest.raises(
+            CheckpointError, match=r"holds no saved run: .*it holds states that clients keep on a node.*the server's folder"
+        ):
+            deploy(algorithm, clients, tmp_path, start=node, **LATER)
+    bf.load_client(tmp_path / "node-102", algorithm).save(tmp_path / "one")
+    with pytest.raises(CheckpointError, match=r"one' holds no saved run: .*a client's own model, which bf\.load_client"):
+        simulated(algorithm, clients, start=tmp_path / "one")
+
+
+def test_a_folder_without_names_goes_by_number(model: nn.Module, clients: FederatedData, tmp_path: Path):
+    """As bayesfl 0.2 wrote it, at the start of a run, and in the middle of one that began from another."""
+    algorithm = bf.algorithms.ditto(model, epochs=1, batch_size=10)
+    few, first = clients.select(range(5)), tmp_path / "first"
+    before = deploy(algorithm, few, tmp_path, rounds=1, participation=0.4, train="cohort", checkpoint=first)
+    meta, tensors = checkpoint.read(first, checkpoint.DEPLOYMENT)
+    checkpoint.write_round(first, 1, {key: value for key, value in meta.items() if key != "names"}, tensors)
+    first_told = simulated(algorithm, few, rounds=1, participation=0.4, train="cohort")
+    told = simulated(algorithm, clients, start=first_told, participation=0.5, **LATER)
+    options: dict[str, Any] = {**LATER, "checkpoint": tmp_path / "later", "start": first}
+    with pytest.warns(UserWarning, match=r"matched by number"):
+        deploy(algorithm, clients, tmp_path, on_round=[lambda run: run.round == 1], participation=0.5, **options)
+    meta, tensors = checkpoint.read(tmp_path / "later", checkpoint.DEPLOYMENT)
+    meta |= {"names": [], "before": {"experiment": before.experiment, "base": before.base}}
+    checkpoint.write_round(tmp_path / "later", 1, meta, {**tensors, "before": before.start})
+    found = deploy(algorithm, clients, tmp_path, participation=0.5, **options)
+    assert_close(private(found, tmp_path), flatten(told.private), atol=1e-6, rtol=0)
+    assert found.names == clients.client_names
 
 
 def test_a_server_that_goes_on_knows_where_it_began(model: nn.Module, clients: FederatedData, tmp_path: Path):
@@ -64,6 +162,10 @@ def test_what_does_not_fit_is_refused(model: nn.Module, clients: FederatedData, 
     before = deploy(algorithm, clients, tmp_path, rounds=1)
     with pytest.raises(TypeError, match=r"start .*Deployed.*got int"):
         deploy(algorithm, clients, tmp_path, start=3)
+    with pytest.raises(TypeError, match=r"start .*Deployed.*got Result; bf\.simulate\(start=\)"):
+        deploy(algorithm, clients, tmp_path, start=simulated(algorithm, clients, rounds=1))
+    with pytest.raises(TypeError, match=r"start .*Result.*got Deployed; bayesfl\.flower\.serve\(start=\)"):
+        simulated(algorithm, clients, start=before)
     with pytest.raises(ValueError, match=r"float64.*dtype="):
         deploy(algorithm, clients, tmp_path, start=before, dtype=torch.float32)
     with pytest.warns(UserWarning, match=r"^seed 3 "):

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bayesfl.base.checks import whole
+from bayesfl.data.outline import place
 from bayesfl.evaluation.metrics import ReliabilityBins, ece, reliability_bins
-from bayesfl.evaluation.plots.inputs import check_names, names_of, predictions
+from bayesfl.evaluation.plots.inputs import names_of, predictions
 from bayesfl.evaluation.plots.look import BLUE, GREY, INK, clean, new_figure
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def reliability(
     *,
     bins: int = 15,
     by: Literal["pooled", "client"] = "pooled",
-    clients: Sequence[int] | None = None,
+    clients: Sequence[int | str] | None = None,
     names: Sequence[str] | None = None,
     ax: "Axes | None" = None,
     title: str | None = None,
@@ -77,7 +77,7 @@ def reliability(
         mask: Which rows are examples, bool and shaped as `labels`; by default all.
         bins: Number of bins of equal width.
         by: `pooled`, one diagram of all examples; `client`, one per client under its name.
-        clients: Which clients, by number; by default all when pooled, and the first 12 that have examples by client.
+        clients: Which clients, by name or number; by default all when pooled, and the first 12 that have examples by client.
         names: Names of all clients, the titles of their diagrams; by default those of the result's data, or numbers.
         ax: Where to draw a pooled diagram; it makes room for the histogram beneath. By default a new figure.
         title: Of the diagram, or of the figure.
@@ -86,20 +86,19 @@ def reliability(
         The diagram's matplotlib Axes; by client an array of them, in the order of `clients`. `axes.figure` is the figure.
 
     Raises:
+        TypeError: A client is neither a name nor a number.
         ValueError: The shapes do not fit, or a client is not there.
     """
     probs, labels, mask = predictions(source, labels, mask)
-    total = len(probs)
+    called = names_of(source, names, len(probs))
+    chosen = None
     if clients is not None:
-        given = clients.tolist() if hasattr(clients, "tolist") else clients  # pyright: ignore[reportAttributeAccessIssue]
-        clients = [whole("clients", j, least=0) for j in (given if isinstance(given, list | tuple | range) else [given])]
-    wrong = [j for j in clients or () if not 0 <= j < total]
-    if wrong:
-        raise ValueError(f"clients {wrong} are not there; the predictions are of clients 0 to {total - 1}")
-    if clients == []:
+        given: Any = clients.tolist() if hasattr(clients, "tolist") else clients  # pyright: ignore[reportAttributeAccessIssue]
+        chosen = [place(client, called) for client in (given if isinstance(given, list | tuple | range) else [given])]
+    if chosen == []:
         raise ValueError("clients is empty: name at least one, or leave it out for all")
     if by == "pooled":
-        pooled = _Panel.of(probs, labels, mask if clients is None else _only(mask, clients), bins)
+        pooled = _Panel.of(probs, labels, mask if chosen is None else _only(mask, chosen), bins)
         if ax is None:
             return _panels([pooled], [title or ""], 1, size=(3.8, 4.6))[1][0]
         _diagram(ax, _split(ax), pooled, corner=False)
@@ -110,15 +109,14 @@ def reliability(
         raise ValueError(f"by must be 'pooled' or 'client', got {by!r}")
     if ax is not None:
         raise ValueError("by='client' makes a figure of its own; leave ax out, or draw one client with by='pooled', clients=[j], ax=ax")
-    if clients is None:
-        clients = mask.any(-1).nonzero().flatten().tolist()[:_CLIENTS]
-    if not clients:
+    if chosen is None:
+        chosen = mask.any(-1).nonzero().flatten().tolist()[:_CLIENTS]
+    if not chosen:
         raise ValueError("there is no client with examples to draw; check mask")
-    check_names(names, total)
-    names = names_of(source, total) if names is None else list(names)
-    panels = [_Panel.of(probs, labels, _only(mask, [j]), bins) for j in clients]
+    panels = [_Panel.of(probs, labels, _only(mask, [j]), bins) for j in chosen]
     lines = -(-len(panels) // 4)
-    figure, axes = _panels(panels, [names[j] for j in clients], -(-len(panels) // lines))  # lines of the same length
+    titles = [f"client {called[j]}" if names is None and called[j].isdigit() else called[j] for j in chosen]
+    figure, axes = _panels(panels, titles, -(-len(panels) // lines))  # lines of the same length
     if title:
         figure.suptitle(title)
     return axes
@@ -158,11 +156,11 @@ def _panels(
     grid = figure.add_gridspec(2 * lines, columns, height_ratios=(4, 1) * lines)
     tallest = max(int(panel.bins.count.max()) for panel in panels)
     axes = np.empty(len(panels), dtype=object)
-    for place, (title, panel) in enumerate(zip(titles, panels, strict=True)):
-        line, column = divmod(place, columns)
-        axes[place] = ax = figure.add_subplot(grid[2 * line, column])
+    for spot, (title, panel) in enumerate(zip(titles, panels, strict=True)):
+        line, column = divmod(spot, columns)
+        axes[spot] = ax = figure.add_subplot(grid[2 * line, column])
         beneath = figure.add_subplot(grid[2 * line + 1, column], sharex=ax, label="histogram")
-        _diagram(ax, beneath, panel, across=place + columns >= len(panels), up=column == 0, tallest=tallest)
+        _diagram(ax, beneath, panel, across=spot + columns >= len(panels), up=column == 0, tallest=tallest)
         ax.set_title(title, fontsize="medium")
     figure.legend(
         handles=_key(), loc="outside lower center", ncols={1: 2, 2: 3}.get(columns, 5), frameon=False, fontsize="small", handlelength=1.3

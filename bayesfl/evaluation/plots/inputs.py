@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bayesfl.data.outline import known_names
+
 
 def predictions(source: Any, labels: Tensor | None, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Find what to score, [J, N, O], [J, N] and [J, N], of a result or of what was given.
@@ -30,10 +32,16 @@ def predictions(source: Any, labels: Tensor | None, mask: Tensor | None) -> tupl
     return (probs[None], labels[None], mask[None]) if probs.dim() == 2 else (probs, labels, mask)
 
 
-def names_of(source: Any, clients: int) -> list[str]:
-    """Return the clients' names, of a result those of its data; a name that is only a number becomes `client 3`."""
-    names = source.data.client_names if hasattr(source, "data") and hasattr(source, "predict") else range(clients)
-    return [f"client {name}" if str(name).isdigit() else str(name) for name in names]
+def names_of(source: Any, given: Sequence[str] | None, clients: int) -> Sequence[str]:
+    """Return the clients' names as they are given, else of a result those of its data, else their numbers.
+
+    Raises:
+        ValueError: Names are given, but not one for each client.
+    """
+    check_names(given, clients)
+    if given is None and hasattr(source, "data") and hasattr(source, "predict"):
+        given = source.data.client_names
+    return known_names(given, clients)
 
 
 def check_names(names: Sequence[str] | None, clients: int) -> None:

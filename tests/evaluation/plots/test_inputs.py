@@ -20,7 +20,10 @@ def test_sources_are_equivalent():
             return labels, mask
 
     test = Test()
-    result = SimpleNamespace(data=SimpleNamespace(test=test), predict=lambda data: SimpleNamespace(probs=probs if data is test else None))
+    result = SimpleNamespace(
+        data=SimpleNamespace(test=test, client_names=[str(j) for j in range(len(probs))]),
+        predict=lambda data: SimpleNamespace(probs=probs if data is test else None),
+    )
     drawn = [plots.reliability(probs, labels, mask), plots.reliability((probs, labels, mask)), plots.reliability(result)]
     heights = [[bar.get_height() for bar in bars(ax, "accuracy")] for ax in drawn]
     assert heights[0] == heights[1] == heights[2]
