@@ -235,7 +235,8 @@ def of_posterior(fitted: Laplace, noise: Tensor) -> Predict:
     def predict(x: Tensor) -> tuple[Tensor, Tensor]:
         moments = fitted.linearised(x)
         likelihood = fitted.curvature.likelihood
-        return predictive(likelihood, *moments, link="per_class")["probs"], predictive(likelihood, *moments, noise[:, : len(x)])["epistemic"]
+        probs = predictive(likelihood, *moments, link="per_class")["probs"]
+        return probs, predictive(likelihood, *moments, noise[:, : len(x)])["epistemic"]
 
     return predict
 

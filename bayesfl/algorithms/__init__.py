@@ -21,7 +21,7 @@ from bayesfl.algorithms.local import local
 from bayesfl.algorithms.perinvfl import perinvfl
 from bayesfl.algorithms.pfedmap import pfedmap
 from bayesfl.algorithms.pfedme import pfedme
-from bayesfl.algorithms.pfedvem import pfedvem
+from bayesfl.algorithms.pfedvem import pfedvem, pfedvem_held
 from bayesfl.composition import Algorithm
 
 PAPERS: dict[str, tuple[Callable[..., Algorithm], str, str]] = {
@@ -38,6 +38,7 @@ PAPERS: dict[str, tuple[Callable[..., Algorithm], str, str]] = {
     "pfedme": (pfedme, "pFedMe", "Dinh, Tran, Nguyen, NeurIPS 2020"),
     "pfedmap": (pfedmap, "pFedMAP", "Zhu, Ma, Blaschko, FL-NeurIPS 2022"),
     "pfedvem": (pfedvem, "pFedVEM", "Zhu, Ma, Blaschko, FL-NeurIPS 2022"),
+    "pfedvem_held": (pfedvem_held, "pFedVEM, scales held", "after Zhu, Ma, Blaschko, FL-NeurIPS 2022"),
     "clustered": (clustered, "Clustered FL", "Sattler, Müller, Samek, TNNLS 2021"),
     "ifca": (ifca, "IFCA", "Ghosh et al., NeurIPS 2020"),
     "fedem": (fedem, "FedEM", "Marfoq et al., NeurIPS 2021"),

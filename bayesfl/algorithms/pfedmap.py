@@ -24,7 +24,7 @@ from bayesfl.base.checks import number
 from bayesfl.base.protocols import Likelihood
 from bayesfl.composition import Algorithm, Block, Descend, Energy, Mean, Normal, equal, server_mean, tempering
 from bayesfl.likelihoods import Categorical
-from bayesfl.optim import SGD
+from bayesfl.optim import SGD, rate_at
 
 
 def pfedmap(
@@ -56,10 +56,16 @@ def pfedmap(
         likelihood: Distribution of y given the model's outputs.
 
     Raises:
-        ValueError: `precision` is not positive, or `likelihood_scale` is neither `sum` nor `mean`.
+        ValueError: `precision` is not positive, or steps of rate `head_lr` towards the centre diverge under it; or `likelihood_scale` is
+            neither `sum` nor `mean`.
     """
     if not number("precision", precision) > 0:
         raise ValueError(f"precision is 1 / rho^2 and must be > 0, got {precision}; fedrep(...) has heads without a tie")
+    if (pull := rate_at(head_lr, 0, 1) * precision) >= 2 * (1 + momentum):
+        raise ValueError(
+            f"head_lr {head_lr} times precision {precision:g} is {pull:g}: at 2 (1 + momentum) = {2 * (1 + momentum):g} and above, steps "
+            f"towards the centre diverge; take head_lr below {2 * (1 + momentum) / precision:.2g}, or a smaller precision"
+        )
     both = ("body", "head")
     prior = Normal(centre=server_mean("head"), variance=lambda given, view: torch.full_like(view["n"], 1 / precision)[..., None])
     energy = Energy("head", both, likelihood="sum", weight=tempering(likelihood_scale))

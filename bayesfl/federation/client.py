@@ -18,6 +18,7 @@ from bayesfl.data import ClientData
 from bayesfl.engine import Engine
 from bayesfl.engine.crew import Crew
 from bayesfl.engine.plan import PhasePlan, chunks
+from bayesfl.federation import stability
 from bayesfl.federation.errors import DivergenceError, called
 
 log = logging.getLogger(__name__)
@@ -130,6 +131,8 @@ class Local:
             plan = PhasePlan(phase, self.train, ids, seed=self.seed, round=round, stage=stage, position=place, dtype=dtype)
             place += by_chance(phase, algorithm)
             before = views
+            if stage is Stage.TRAIN and stability.looked_at(round) and stability.watched(algorithm, phase):
+                self._look(phase, given, views, int(ids[0]), round)
             views, new = self.engine.run(algorithm, phase, given, views, plan)
             info |= new
             seconds = {key: seconds.get(key, 0.0) + value for key, value in plan.seconds.items()}
@@ -145,6 +148,12 @@ class Local:
             views = _set_aside(views, started, torch.from_numpy(diverged).to(device))
         algorithm.check_reported(started, views)
         return Done(ids, given, views, info, seconds, self._bytes(given, received.addressed, len(ids)), diverged)
+
+    def _look(self, phase: Any, given: Server, views: View, client: int, round: int) -> None:
+        """Look at the chunk's first client, who has most examples, and warn if its steps on a head are unstable."""
+        view = tree_map(lambda t: t[0], views)
+        x, y = self.train.client(client)
+        stability.warn_if_unstable(self.algorithm, phase, given, view, {"x": x, "y": y}, called(client, self.names))
 
     def _bytes(self, given: Server, addressed: View, clients: int) -> int:
         """Return how many bytes the clients receive in a round; frozen blocks do not count, since clients have them from the start."""

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bayesfl.base.checks import number
 from bayesfl.base.numerics import inverse_softplus, log_softplus
 from bayesfl.base.protocols import Tensors
 
@@ -19,11 +20,19 @@ class MeanField:
 
     Args:
         init_scale: Standard deviation of every weight at the start, > 0.
+        scale_rate: How fast gradient steps move rho, as a multiple of the optimiser's rate, >= 0; 0 holds the standard deviations. Adam
+            heeds only whether it is 0, as its steps do not depend on the size of gradients.
+
+    Raises:
+        ValueError: `init_scale` or `scale_rate` is out of range.
     """
 
     init_scale: float = 0.1
+    scale_rate: float = 1.0
 
     def __post_init__(self) -> None:
+        if not 0 <= number("scale_rate", self.scale_rate) < math.inf:
+            raise ValueError(f"scale_rate must be >= 0 and finite, got {self.scale_rate}")
         if not 0 < self.init_scale < math.inf:
             raise ValueError(f"init_scale is a standard deviation and must be > 0 and finite, got {self.init_scale}")
 
@@ -40,12 +49,16 @@ class MeanField:
         """Return one reparameterised draw [..., D] from standard normal `noise` [..., D]; the mean if `noise` is None."""
         if noise is None:
             return q["loc"]
-        return q["loc"] + F.softplus(q["rho"]) * noise
+        return q["loc"] + F.softplus(self._slowed(q["rho"])) * noise
 
     def moments(self, q: Tensors) -> tuple[Tensor, Tensor]:
         """Return mean and variance of each weight, [..., D] each."""
-        return q["loc"], F.softplus(q["rho"]).square()
+        return q["loc"], F.softplus(self._slowed(q["rho"])).square()
 
     def entropy(self, q: Tensors) -> Tensor:
         """Compute the differential entropy [...] in nats."""
-        return (log_softplus(q["rho"]) + 0.5 * math.log(2 * math.pi * math.e)).sum(-1)
+        return (log_softplus(self._slowed(q["rho"])) + 0.5 * math.log(2 * math.pi * math.e)).sum(-1)
+
+    def _slowed(self, rho: Tensor) -> Tensor:
+        """Return rho itself, whose gradient is `scale_rate` times as long."""
+        return rho if self.scale_rate == 1 else rho.detach() + self.scale_rate * (rho - rho.detach())

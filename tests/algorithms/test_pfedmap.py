@@ -56,3 +56,12 @@ def test_pfedmap_under_a_mean_likelihood_is_tempered(regressions: FederatedData)
     n = torch.tensor(COUNTS).double()[:, None]
     expected = torch.linalg.solve(a / n[..., None] + lam * torch.eye(DIM).double(), b / n + lam * start.double())
     assert_close(result.private["head"]["loc"], expected, atol=1e-8, rtol=0)
+
+
+def test_a_tie_under_which_steps_diverge_is_refused():
+    """At rate times precision 2 (1 + momentum), the heavy ball's limit; just below it stands."""
+    model = bf.models.mlp(8, hidden=4, outputs=3)
+    with pytest.raises(ValueError, match=r"head_lr 0\.001 times precision 3800 is 3\.8.*below 0\.001"):
+        bf.algorithms.pfedmap(model, precision=3800.0)
+    bf.algorithms.pfedmap(model, precision=3799.0)
+    bf.algorithms.pfedmap(model, precision=3800.0, head_lr=9e-4)

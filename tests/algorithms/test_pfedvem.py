@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from bayesfl.data import FederatedData
 from bayesfl.likelihoods import Gaussian
 from bayesfl.models import SplitModel
 from bayesfl.posteriors import MeanField
-from tests.cases import federation
+from tests.cases import federation, run
 
 
 @pytest.mark.slow
@@ -164,7 +165,7 @@ def test_a_collapsed_client_dictates_unless_the_scale_has_a_prior():
 def test_the_floor_keeps_a_collapse_finite(clients: FederatedData):
     """One client alone is its own centre: its scale falls to the floor and stays there, and everything stays finite."""
     alone = clients.select([2])
-    algorithm = exact("before", scale_floor=1e-2)
+    algorithm = exact("before", scale_floor=1e-2, head_lr=1e-5)
     result = bf.simulate(algorithm, alone, rounds=4000, dtype=torch.float64, evaluate_every=None, progress=False)
     assert_close(result.private["rho2"], torch.tensor([1e-4]).double())
     x, y = (t.double() for t in alone.train.client(0))
@@ -221,3 +222,66 @@ def test_the_first_scale_is_the_initial_one_in_the_other_order_too():
     """Where rho_j is updated after the head, the first E step runs under init_scale^2."""
     algorithm = bf.algorithms.pfedvem(linear(), init_scale=0.3, scale_update="after")
     assert_close(algorithm.rows(algorithm.init(1, dtype=torch.float64))["rho2"].item(), 0.09)
+
+
+def test_a_scale_that_is_never_updated(clients: FederatedData):
+    """The prior's scale stays what was asked for, for clients that join later, too; all clients have one weight in the centre."""
+    algorithm = bf.algorithms.pfedvem(linear(), scale_update="never", prior_scale=0.7, likelihood=Gaussian(NOISE), head_epochs=2)
+    result = run(algorithm, clients, rounds=3)
+    assert_close(result.private["rho2"], torch.full((5,), 0.49, dtype=torch.float64))
+    assert_close(result.server["head"]["loc"], result.private["head"]["loc"].mean(0))
+    assert_close(result.adapt(clients).private["rho2"], result.private["rho2"])
+    plain = run(bf.algorithms.pfedvem(linear(), scale_update="never", likelihood=Gaussian(NOISE)), clients)
+    assert_close(plain.private["rho2"], torch.ones(5, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("scale_lr", [0.0, 3e-4])
+def test_the_scales_have_a_rate_of_their_own(clients: FederatedData, scale_lr: float):
+    """One step of SGD with it; 0 holds them. The means move as ever."""
+    options: dict[str, Any] = {"head_epochs": 1, "body_epochs": 1, "momentum": 0.0, "likelihood": Gaussian(NOISE)}
+    plain, slow = (run(bf.algorithms.pfedvem(linear(), **options, **more), clients) for more in ({}, {"scale_lr": scale_lr}))
+    start = inverse_softplus(torch.tensor(1.0, dtype=torch.float64))
+    moved = plain.private["head"]["rho"] - start
+    assert moved.abs().max() > 1e-3
+    assert_close(slow.private["head"]["rho"] - start, moved * scale_lr / 1e-3, atol=1e-12, rtol=0)
+    assert_close(slow.private["head"]["loc"], plain.private["head"]["loc"], atol=1e-12, rtol=0)
+
+
+def test_heads_may_start_as_the_modules(clients: FederatedData):
+    """The preset does, with all that it says; options replace what it says."""
+    model = bf.models.mlp(8, hidden=4, outputs=3, seed=2)
+    preset = bf.algorithms.pfedvem_held(model)
+    own = torch.cat([p.flatten() for name, p in model.named_parameters() if name.startswith("head.")])
+    assert_close(preset.init(3)["head"]["loc"], own)
+    assert (bf.algorithms.pfedvem(model).init(3)["head"]["loc"] - own).abs().max() > 0.1
+    result = run(bf.algorithms.pfedvem_held(model, head_epochs=2), federation(), rounds=2)
+    width = result.algorithm.blocks["head"].posterior.moments(result.private["head"])[1].sqrt()
+    assert_close(width, torch.full_like(width, 0.2))
+    assert_close(result.private["rho2"], torch.ones(7, dtype=torch.float64))
+    assert bf.algorithms.pfedvem_held(model, init_scale=0.3).blocks["head"].posterior == MeanField(init_scale=0.3, scale_rate=0.0)
+
+
+def test_the_floor_is_where_steps_to_the_centre_diverge():
+    """For rates 1e-3 and momentum .9 that is .016; a larger floor stands."""
+    model = bf.models.mlp(8, hidden=4, outputs=3)
+    view = {"head": {"loc": torch.zeros(15), "rho": torch.full((15,), -20.0)}, "rho2": torch.ones(())}
+    given = {"head": {"loc": torch.zeros(15)}}
+    for options, floor in (({}, 1e-3 / 3.8), ({"scale_floor": 0.5}, 0.25), ({"head_lr": 1e-8}, 1e-6)):
+        update = bf.algorithms.pfedvem(model, **options).phases[0].fn
+        assert_close(float(update(None, given, view, {})["rho2"]), floor, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"scale_update": "always"}, r"scale_update .*'never', got 'always'"),
+        ({"head_start": "zero"}, r"head_start .*got 'zero'"),
+        ({"prior_scale": 1.0}, r"prior_scale=1\.0 .*'before'.*'never'"),
+        ({"scale_update": "never", "scale_prior": (1.0, 1.0)}, r"scale_prior=\(1\.0, 1\.0\).*'never'"),
+        ({"scale_update": "never", "prior_scale": 0.0}, r"prior_scale .*> 0.*got 0\.0"),
+        ({"scale_lr": -1.0}, r"scale_rate .*got -1000"),
+    ],
+)
+def test_options_that_do_not_fit(options: dict[str, Any], words: str):
+    with pytest.raises(ValueError, match=words):
+        bf.algorithms.pfedvem(bf.models.mlp(8, hidden=4, outputs=3), **options)

@@ -19,6 +19,7 @@ from bayesfl.engine.plan import PhasePlan
 from bayesfl.likelihoods import Gaussian
 from bayesfl.optim import SGD
 from bayesfl.posteriors import MeanField
+from tests.cases import numbers
 
 
 def belief(*shape: int) -> dict[str, Tensor]:
@@ -210,3 +211,20 @@ def test_energy_at_the_optimum_is_evidence_and_divergence():
     )
     assert divergence > 0.1
     assert_close(value, divergence - evidence, rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.3, 2.0])
+def test_the_rate_of_the_scales(rate: float):
+    """Draws, moments and entropy are the same to the bit; gradients at rho are that much longer, others as ever."""
+    noise, found = numbers(4, seed=3), []
+    for posterior in (MeanField(), MeanField(scale_rate=rate)):
+        q = {"loc": numbers(4, seed=1).requires_grad_(), "rho": numbers(4, seed=2).requires_grad_()}
+        values = (posterior.sample(q, noise), *posterior.moments(q), posterior.entropy(q))
+        slopes = torch.autograd.grad(sum(value.sum() for value in values), [q["loc"], q["rho"]])
+        found.append((values, slopes))
+    (plain, slope), (slowed, slow) = found
+    assert all(torch.equal(one, other) for one, other in zip(plain, slowed, strict=True))
+    assert_close(slow[0], slope[0])
+    assert_close(slow[1], rate * slope[1])
+    with pytest.raises(ValueError, match=r"scale_rate .*got -0\.1"):
+        MeanField(scale_rate=-0.1)
