@@ -41,7 +41,8 @@ def named_clients(given: Any, order: Sequence[Hashable], *, pooled: bool) -> lis
 
     Raises:
         TypeError: `given` is no list.
-        ValueError: There is another number of names, two are alike, or a column of names has ids in another order.
+        ValueError: There is another number of names, two are alike, or they are the ids, or have them as index, in
+            another order.
     """
     if given is None:
         named = [str(owner) for owner in order] if pooled else generated(len(order))
@@ -57,6 +58,8 @@ def named_clients(given: Any, order: Sequence[Hashable], *, pooled: bool) -> lis
                 raise ValueError(f"names has the clients in the order {reprlib.repr(list(index))}, they are in another: {remedy}")
         named = [str(name) for name in given]
         check_names(named, len(order))
+        if pooled and named != [str(owner) for owner in order] and set(named) == {str(owner) for owner in order}:
+            raise ValueError(f"names {reprlib.repr(named)} are the client_ids in another order than their own: leave them out, or {remedy}")
     if twice := [name for name, count in Counter(named).items() if count > 1]:
         raise ValueError(f"names must differ, {twice[:10]} are given to several clients each; add a number to them")
     alike: dict[str, list[str]] = {}
