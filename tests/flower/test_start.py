@@ -61,7 +61,7 @@ def test_a_node_that_lost_its_state_is_left_out(model: nn.Module, clients: Feder
 
 def test_what_does_not_fit_is_refused(model: nn.Module, clients: FederatedData, tmp_path: Path):
     algorithm = bf.algorithms.fedavg(model, epochs=1)
-    before = deploy(algorithm, clients, tmp_path, rounds=1)
+    before = deploy(algorithm, clients, tmp_path, rounds=1, checkpoint=tmp_path / "first")
     with pytest.raises(TypeError, match=r"start .*Deployed.*got int"):
         deploy(algorithm, clients, tmp_path, start=3)
     with pytest.raises(ValueError, match=r"float64.*dtype="):
@@ -69,5 +69,8 @@ def test_what_does_not_fit_is_refused(model: nn.Module, clients: FederatedData, 
     with pytest.warns(UserWarning, match=r"^seed 3 "):
         deploy(algorithm, clients, tmp_path, start=before, rounds=1)
     wide = bf.algorithms.fedavg(bf.models.mlp(8, hidden=5, outputs=3), epochs=1)
-    with pytest.raises(CheckpointError, match=r"server\.w\.loc"):
-        deploy(wide, clients, tmp_path, grid_of(wide, clients, tmp_path), start=before, **{**OPTIONS, **LATER})
+    smooth = bf.algorithms.fedavg(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3)), epochs=1)
+    for other in (wide, smooth):
+        for start, what in ((before, "start"), (tmp_path / "first", "first'")):
+            with pytest.raises(CheckpointError, match=rf"{what} has the state of another network.* layers\."):
+                deploy(other, clients, tmp_path, grid_of(other, clients, tmp_path), start=start, **{**OPTIONS, **LATER})
