@@ -154,6 +154,8 @@ def test_unnamed_clients_of_another_number_are_told(model, clients: FederatedDat
         assert "matched by their places" in caplog.text
         caplog.clear()
         run(method, fewer, **options)  # which names say who is left
+        back = run(method, fewer, rounds=1, evaluate_every=None)
+        run(method, unnamed, **{**options, "start": back})  # and who comes back
         assert "places" not in caplog.text
     with pytest.warns(UserWarning, match=r"before has 7 clients and this one 6, .*places .*names=.*client_ids=") as told:
         run(method, shifted, **options)
