@@ -19,6 +19,7 @@ from tests.flower.made import OPTIONS, deploy, grid_of, private, simulated
 LATER: dict[str, Any] = {"rounds": 2, "seed": 9}
 
 
+@pytest.mark.filterwarnings("ignore:the run before has 5 clients")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_it_is_the_simulation(case: Case, model: nn.Module, clients: FederatedData, tmp_path: Path):
     """Five clients at half participation, so that some never trained; then all seven, of whom two are new."""
