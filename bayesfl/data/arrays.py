@@ -1,7 +1,6 @@
 """Federations of your own data: arrays, tensors, or torch data sets."""
 
 import math
-from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -14,6 +13,7 @@ from bayesfl.base.random import Purpose, generator
 from bayesfl.data.assembly import assemble, check_shares
 from bayesfl.data.federated import FederatedData
 from bayesfl.data.frames import check_columns, check_rows, names_of, numbers_of
+from bayesfl.data.names import named_clients
 from bayesfl.data.partitions import TEST, stratified
 from bayesfl.data.sources import SourceInfo, Task
 
@@ -44,7 +44,7 @@ def to_tensor(values: Any, name: str) -> Tensor:
             ):  # a frame of several types, bools beside floats for instance
                 array = numbers_of(values, name)
             if array.dtype.kind in "OUST" and array.ndim == 1 and any(isinstance(value, str) for value in array):
-                raise ValueError(f"{name} holds text: make numbers of it, as codes, class_names = pandas.factorize(values) does")
+                raise ValueError(f"{name} holds text: make numbers of it, as codes, class_names = pandas.factorize(values, sort=True) does")
             if array.dtype.kind not in "fiub":
                 raise TypeError(f"got {array.dtype}; make real numbers of it, as values.astype(float) does of numbers kept as text")
         except (TypeError, ValueError) as error:
@@ -210,8 +210,10 @@ def from_arrays(
         calibration: The same for temperatures and conformal thresholds, disjoint from `validation`.
         outputs: Number of classes or targets; None for one more than the largest label, or the number of targets.
         task: `classification` or `regression`; None for regression if `y` holds floats, else classification.
-        names: One name for each client; by default its id, or `client 0` and so on.
-        class_names: One name for each class; None for classes without names.
+        names: A list with one name for each client: in the order of the *sorted* ids where `client_ids` is given, not of their first
+            rows, otherwise in the order of `x`; by default a client's id, or `client 0` and so on. `[names[i] for i in
+            sorted(set(client_ids))]` makes it of {id: name}.
+        class_names: A list with one name for each class, in the order of their numbers; None for classes without names.
         source: Name, licence and citation of the data.
         environments: Environment (instrument, day, site) from which each row of the training data comes, in the form of `y`: whole numbers
             from 0 within each client, no gaps. Environment 0 of one client is unrelated to that of another. They serve methods that
@@ -220,7 +222,7 @@ def from_arrays(
 
     Raises:
         ValueError: Arrays do not fit each other, or a client has too few examples for its splits.
-        TypeError: An argument is no array, such as a torch data set: pass those to `from_datasets`.
+        TypeError: An argument is no array, such as a torch data set: pass those to `from_datasets`; or names are no list.
     """
     pooled = client_ids is not None
     if test is not None and (not isinstance(test, tuple | list) or len(test) != (3 if pooled else 2)):
@@ -233,16 +235,10 @@ def from_arrays(
     check_rows(x, y, client_ids, environments, test, pooled=pooled)
     if pooled:
         xs, ys, order = _by_client(x, y, client_ids, None)
-        found = [str(owner) for owner in order]
     else:
         xs, ys = _per_client(x, y)
-        order, found = list(range(len(xs))), [f"client {j}" for j in range(len(xs))]
-    clients = len(xs)
-    named = found if names is None else [str(name) for name in names]
-    if len(named) != clients:
-        raise ValueError(f"names must name each of the {clients} clients, got {len(named)}")
-    if twice := [name for name, count in Counter(named).items() if count > 1]:
-        raise ValueError(f"names must differ, {twice[:10]} are given to several clients each; add a number to them")
+        order = list(range(len(xs)))
+    clients, named = len(xs), named_clients(names, order, pooled=pooled)
     empty = [name for name, yj in zip(named, ys, strict=True) if not len(yj)]
     if empty:
         raise ValueError(f"client {empty[0]!r} has no training example: leave it out")

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from bayesfl.base.random import Purpose, generator
 from bayesfl.data.federated import FederatedData
+from bayesfl.data.names import named_classes
 from bayesfl.data.partitions import SHARES, stratified
 from bayesfl.data.sources import SourceInfo, Task
 from bayesfl.data.split import ClientData
@@ -75,7 +76,8 @@ def assemble(
         columns: Names of the inputs' columns; None for inputs without names.
 
     Raises:
-        ValueError: A share is out of range, or a client would have no training rows left.
+        ValueError: A share is out of range, a client would have no training rows left, or there is not one name for each class.
+        TypeError: `class_names` is no list.
     """
     check_shares(validation=validation, calibration=calibration)
     parts = {"train": [np.asarray(r, dtype=np.int64) for r in rows["train"]]}
@@ -116,6 +118,6 @@ def assemble(
         client_names=tuple(names),
         source=source,
         recipe=_plain_numbers({**recipe, "validation": validation, "calibration": calibration, "seed": seed}),
-        class_names=None if class_names is None else tuple(class_names),
+        class_names=None if class_names is None else named_classes(class_names, outputs),
         columns=columns,
     )

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from bayesfl.base.checks import whole
 from bayesfl.base.random import Purpose, generator
+from bayesfl.data.names import named_classes, ordered
 from bayesfl.data.outline import Outline, place
 from bayesfl.data.partitions import NOVEL
 from bayesfl.data.sources import SourceInfo, Task, label_remedy
@@ -38,6 +39,7 @@ class FederatedData:
 
     Raises:
         ValueError: Labels or inputs are invalid, a client has no training data, the splits do not fit each other, or they share examples.
+        TypeError: `client_names` or `class_names` is no list.
     """
 
     splits: Mapping[str, ClientData]
@@ -62,8 +64,9 @@ class FederatedData:
         if self.task not in ("classification", "regression"):
             raise ValueError(f"task must be 'classification' or 'regression', got {self.task!r}")
         object.__setattr__(self, "outputs", whole("outputs", self.outputs, least=1))
-        if self.class_names is not None and len(self.class_names) != self.outputs:
-            raise ValueError(f"class_names must name each of the {self.outputs} classes, got {len(self.class_names)} names")
+        ordered("client_names", self.client_names, "pass a list in the order of the clients")
+        if self.class_names is not None:
+            object.__setattr__(self, "class_names", named_classes(self.class_names, self.outputs))
         try:
             json.dumps(dict(self.recipe))
         except TypeError as error:

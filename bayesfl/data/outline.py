@@ -1,6 +1,7 @@
 """The outline of a federation's data: what is known of its clients without their rows."""
 
 import difflib
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -64,7 +65,7 @@ def place(client: int | str, names: Sequence[str]) -> int:
     """Return a client's number, given that number or the client's name.
 
     A number is a place, counted from 0. So of clients called 1, 2 and 3, 0 is the first; 1 and 2 are refused, which are also other
-    clients' names, and 3, at which there is none.
+    clients' names, and 3, at which there is none. Names that read as numbers, `01` or `1.0`, are like 1 in this.
 
     Raises:
         TypeError: `client` is neither text nor a whole number.
@@ -74,14 +75,15 @@ def place(client: int | str, names: Sequence[str]) -> int:
     if isinstance(client, bool) or not isinstance(client, str | int | np.integer):
         raise TypeError(f"client must be a name or a number, got {client!r}")
     if not isinstance(client, str):
-        if str(client) in names and 0 <= client < len(names) and names[client] != str(client):
-            raise ValueError(
-                f"client {client} is ambiguous: number {client} is {names[client]!r}, and {str(client)!r} is the name of another; pass a "
-                "name, as text"
-            )
+        called = _numbers(tuple(names)).get(float(client), ())
         if 0 <= client < len(names):
+            if called and names[client] not in called:
+                raise ValueError(
+                    f"client {client} is ambiguous: number {client} is {names[client]!r}, and {called[0]!r} is the name of another; pass a "
+                    "name, as text"
+                )
             return int(client)
-        also = f"; {str(client)!r} is the name of one: pass it as text" if str(client) in names else ""
+        also = f"; {called[0]!r} is the name of one: pass it as text" if called else ""
         raise ValueError(f"client must be a name or a number from 0 to {len(names) - 1}, got {client}{also}")
     found = [j for j, name in enumerate(names) if name == client]
     if len(found) == 1:
@@ -90,3 +92,16 @@ def place(client: int | str, names: Sequence[str]) -> int:
         raise ValueError(f"clients {found} are all called {client!r}; pass a number")
     near = difflib.get_close_matches(client, names, n=3, cutoff=0.5) or list(names[:3])
     raise ValueError(f"there is no client {client!r}; the nearest of {len(names)} names are {near}")
+
+
+@functools.lru_cache(maxsize=8)
+def _numbers(names: tuple[str, ...]) -> dict[float, tuple[str, ...]]:
+    """Return the names that read as numbers, by these."""
+    found: dict[float, tuple[str, ...]] = {}
+    for name in names:
+        try:
+            value = float(name)
+        except ValueError:
+            continue
+        found[value] = (*found.get(value, ()), name)
+    return found

@@ -17,6 +17,7 @@ from torch import Tensor
 from bayesfl.base.checks import whole
 from bayesfl.data.assembly import assemble
 from bayesfl.data.federated import FederatedData
+from bayesfl.data.names import generated
 from bayesfl.data.readers import load
 from bayesfl.data.sources import Source
 
@@ -98,7 +99,7 @@ class Options:
             {"train": train, "test": test if pooled else [rows + source.train for rows in test]},
             outputs=source.outputs if outputs is None else outputs,
             task=source.task,
-            names=[f"client {j}" for j in range(len(train))] if names is None else names,
+            names=generated(len(train)) if names is None else names,
             class_names=source.class_names if class_names is None else class_names,
             source=source.info,
             recipe=recipe,

@@ -7,6 +7,8 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from bayesfl.data.names import named_classes
+
 Task: TypeAlias = Literal["classification", "regression"]
 
 
@@ -46,7 +48,9 @@ class Source:
         scale: Mean and standard deviation by which regression targets were standardised; None for others.
 
     Raises:
-        ValueError: `x` and `y` have different numbers of rows, `train` is out of range, or a label is outside [0, `outputs`).
+        ValueError: `x` and `y` have different numbers of rows, `train` is out of range, a label is outside [0, `outputs`), or there is not
+            one name for each class.
+        TypeError: `class_names` is no list.
     """
 
     x: Tensor
@@ -63,6 +67,8 @@ class Source:
     scale: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
+        if self.class_names is not None:
+            object.__setattr__(self, "class_names", named_classes(self.class_names, self.outputs))
         if len(self.x) != len(self.y) or not 0 < self.train <= len(self.x):
             raise ValueError(
                 f"x and y must have as many rows, train of them for training; got {len(self.x)}, {len(self.y)} and {self.train}"

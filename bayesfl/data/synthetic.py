@@ -6,6 +6,7 @@ import torch
 from bayesfl.base.checks import number, whole
 from bayesfl.data.assembly import assemble
 from bayesfl.data.federated import FederatedData
+from bayesfl.data.names import generated
 from bayesfl.data.sources import SourceInfo
 
 MARFOQ = (
@@ -85,7 +86,7 @@ def linear_mixture(
         rows,
         outputs=2,
         task="classification",
-        names=[f"client {j}" for j in range(clients)],
+        names=generated(clients),
         class_names=None,
         source=SourceInfo(name="linear mixture", licence="made up", citation=MARFOQ, url="https://github.com/omarfoq/FedEM"),
         recipe={

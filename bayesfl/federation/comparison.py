@@ -7,8 +7,11 @@ from typing import Any, Literal
 
 from bayesfl.composition.phases import Descend, Repeat
 from bayesfl.evaluation import report
-from bayesfl.federation.identity import differences, identity
+from bayesfl.federation.identity import ADDRESS, differences, identity
+from bayesfl.federation.settings import name_of
 from bayesfl.optim import Clip, Rate, rate_at
+
+LINES = 8  # most lines that name the options of one result
 
 MEASURES = {"classification": ("accuracy", "nll", "ece", "pooled_ece", "brier"), "regression": ("rmse", "nll")}
 
@@ -17,8 +20,10 @@ def compare(results: Mapping[str, Any], *, columns: Sequence[str] | None = None,
     """Return a table of results' personal measures in their last evaluated round, and what differs in how they were trained.
 
     Defaults are those of each method's paper, so two methods may differ in steps, batches, rates and momentum as well as in themselves. A
-    second table beneath the first has the settings in which the results differ, the data (by source and hash), seeds and models among
-    them; it is left out if there are none. Where two results are of one method, lines beneath name the other options in which they differ.
+    second table beneath the first has the settings in which the results differ, the data (by source and hash), seeds, models, likelihoods
+    and precisions among them; it is left out if there are none. Of a list of results it has every distinct setting, and of a run that was
+    ended the rounds done, as `12 of 40`. Where two results are of one method, lines beneath name the other options, and the layers, in
+    which they differ, at most 8 for each result.
 
     Args:
         results: {method: a result, or a list of results, one a seed}.
@@ -44,9 +49,9 @@ def compare(results: Mapping[str, Any], *, columns: Sequence[str] | None = None,
     rows = {name: {key: [_last(name, run, key) for run in found] for key in wanted} for name, found in runs.items()}
     shown = [report.Column(key, better=report.better(key)) for key in wanted]
     table = report.table(rows, columns=shown, style=style)
-    told = {name: _given(found) | _training(found[0]) for name, found in runs.items()}
+    told = {name: _given(found) | _together([_training(run) for run in found]) for name, found in runs.items()}
     apart = [what for what in next(iter(told.values())) if len({one[what] for one in told.values()}) > 1]
-    options = "\n".join(_options({name: found[0] for name, found in runs.items()}))
+    options = "\n".join(_options(runs))
     if not apart:
         return f"{table}\n\n{options}" if options else table
     texts = [["trained with", *apart], *([name, *(one[what] for what in apart)] for name, one in told.items())]
@@ -76,16 +81,27 @@ def _given(runs: Sequence[Any]) -> dict[str, str]:
     }
 
 
-def _options(runs: Mapping[str, Any]) -> Iterator[str]:
-    """Name the options, beyond those of `_training`, in which a result differs from the first one of the same method."""
-    first: dict[str, str] = {}
-    told = ("layers", "parameters", "constants")
-    made = {name: {key: value for key, value in identity(run.algorithm).items() if key not in told} for name, run in runs.items()}
-    for name, one in made.items():
-        known = first.setdefault(str(_kind(one)), name)
-        for path, (before, now) in differences(made[known], one).items():
-            if not path.startswith("phases") or not any(part in path for part in (".optimiser.", ".epochs", ".steps", ".batch_size")):
-                yield f"{name} differs from {known} in {path}: {now}, not {before}"
+def _together(told: Sequence[dict[str, str]]) -> dict[str, str]:
+    """Join the distinct settings of several results."""
+    return {what: ", ".join(dict.fromkeys(one[what] for one in told)) for what in told[0]}
+
+
+def _options(runs: Mapping[str, Sequence[Any]]) -> Iterator[str]:
+    """Name the options and layers, beyond those of `_training`, in which results differ from the first one of the same method."""
+    first: dict[str, tuple[str, dict[str, Any]]] = {}
+    for name, found in runs.items():
+        lines: list[str] = []
+        for run in found:
+            one = {key: value for key, value in identity(run.algorithm).items() if key not in ("likelihood", "parameters", "constants")}
+            known, other = first.setdefault(str(_kind({**one, "layers": None})), (name, one))
+            whom = "its first run" if known == name else known
+            for path, (before, now) in differences(other, one).items():
+                if not path.startswith("phases") or not any(part in path for part in (".optimiser.", ".epochs", ".steps", ".batch_size")):
+                    lines.append(f"{name} differs from {whom} in {path.rstrip('.')}: {now}, not {before}")
+        lines = list(dict.fromkeys(lines))
+        yield from lines[:LINES]
+        if len(lines) > LINES:
+            yield f"{name} differs in {len(lines) - LINES} more"
 
 
 def _kind(identity: Any) -> Any:
@@ -118,13 +134,16 @@ def _training(run: Any) -> dict[str, str]:
     model = run.algorithm.model
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     frozen = sum(p.numel() for p in model.parameters()) - trained
+    drawn = f", {run.settings.sampling}" * (run.settings.participation < 1 and run.settings.sampling != "fixed")
     return {
         "model": f"{type(model).__name__} of {trained} weights" + f" and {frozen} frozen" * bool(frozen),
-        "rounds": str(run.settings.rounds),
-        "participation": f"{run.settings.participation:g} ({run.settings.train} trains)",
+        "rounds": f"{run.round} of {run.settings.rounds}" if run.round != run.settings.rounds else str(run.round),
+        "participation": f"{run.settings.participation:g} ({run.settings.train} trains{drawn})",
         "steps": (f"{length(turns[0])}, each " if turns else "") + (each(length) if steps else "none"),
         "batch": ", ".join("all" if size is None else str(size) for size in sorted(batches, key=str)),
         "optimiser": each(lambda phase: _optimiser(phase.optimiser, run.settings.rounds)) if steps else "none",
+        "likelihood": ADDRESS.sub("", repr(run.algorithm.likelihood)),
+        "dtype": name_of(run.dtype),
     }
 
 

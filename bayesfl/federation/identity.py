@@ -82,6 +82,32 @@ def check_method(what: str, made_with: dict[str, Any], algorithm: Algorithm) -> 
         raise CheckpointError(f"{what} was made with another algorithm, which differs in {told}")
 
 
+def check_network(what: str, made_with: Mapping[str, Any], algorithm: Algorithm) -> None:
+    """Check by its identity that a saved state is one of this method's network; the method's options are free.
+
+    The state's tensors alone would not tell another activation, or another frozen backbone.
+
+    Args:
+        what: The state's name, which begins the error message.
+        made_with: Identity of the method that made it, see `identity`.
+        algorithm: The method that is to go on from it.
+
+    Raises:
+        CheckpointError: The layers, the shapes of the parameters, or the values of frozen parameters and buffers differ.
+    """
+    now = identity(algorithm)
+    different = {}
+    for part in ("layers", "parameters", "constants"):
+        different |= differences(made_with.get(part), now[part], part)
+    if different:
+        told = "; ".join(f"{path.rstrip('.')}: there {then}, here {given}" for path, (then, given) in list(different.items())[:3])
+        more = f", and {len(different) - 3} more" if len(different) > 3 else ""
+        raise CheckpointError(
+            f"{what} has the state of another network, which differs in {told}{more}; build the method on the network of that run, frozen "
+            "weights and buffers included"
+        )
+
+
 def _plain(value: Any, path: tuple[int, ...] = ()) -> Any:
     """Return a JSON-able description of any value, without memory addresses; values inside themselves or nested too deeply are cut off."""
     if isinstance(value, np.generic):

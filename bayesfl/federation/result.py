@@ -1,6 +1,7 @@
 """The result of a federation: predictions, adaptation to new clients, and saving."""
 
 import os
+import warnings
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -16,6 +17,7 @@ from bayesfl.base.files import folder
 from bayesfl.base.protocols import Server, View
 from bayesfl.base.random import Purpose, generator
 from bayesfl.composition.algorithm import Algorithm
+from bayesfl.composition.phases import Descend, Repeat
 from bayesfl.data import ClientData, FederatedData
 from bayesfl.data.frames import same_columns
 from bayesfl.data.outline import Outline, place
@@ -26,7 +28,8 @@ from bayesfl.federation import checkpoint, predict
 from bayesfl.federation.client import Local, State, private_rows
 from bayesfl.federation.client_model import ClientModel, check_file_names, needs_data, of_client, server_module
 from bayesfl.federation.identity import identity
-from bayesfl.federation.settings import FEDERATION, Settings, name_of
+from bayesfl.federation.settings import FEDERATION, Settings, name_of, same_problem
+from bayesfl.optim import rate_at
 
 
 @dataclass(frozen=True)
@@ -158,35 +161,46 @@ class Result:
         """Return the federation with clients never seen in training: their state starts from the server's and is adapted once.
 
         The server's entries for single clients are made anew for them (`Algorithm.newcomers`). The new result predicts, and can be saved;
-        training cannot continue from it.
+        training cannot continue from it. Schedules are read at the present round; a warning says where a rate has fallen below a tenth.
 
         Args:
             novel: The new clients' data; the method's `adapt` phases use their training data.
 
         Raises:
             TypeError: `novel` is no `FederatedData`.
-            ValueError: Their inputs, outputs or task differ from the federation's.
+            ValueError: Their inputs, outputs, task, columns or class names differ from the federation's, or the order of these names.
             DivergenceError: A new client's training is not finite.
         """
         instance("novel", novel, FederatedData, FEDERATION)
-        own = self.known
-        if (novel.inputs, novel.outputs, novel.task) != (own.inputs, own.outputs, own.task):
-            raise ValueError(
-                f"new clients have inputs {novel.inputs} and {novel.outputs} outputs ({novel.task}), the federation "
-                f"{own.inputs} and {own.outputs} ({own.task}); adapt clients of the same problem"
-            )
-        same_columns("novel", novel.columns, own.columns)
+        same_problem("novel", novel, self.known)
         kept = [name for name in self.algorithm.parts if self.algorithm.blocks[name].keep]
         if kept and not self.algorithm.adapt:
             raise ValueError(
                 f"each client predicts with its own {kept}, and the method has no `adapt` phases, by which a new client would learn them; "
                 "give it some, as dataclasses.replace(algorithm, adapt=algorithm.phases)"
             )
+        if slowed := self._slowed():
+            warnings.warn(slowed, stacklevel=2)
         server = self.algorithm.newcomers(self.server, novel.clients)
         private = private_rows(self.algorithm, server, novel.clients)
         with self.engine.crew(self.device) as crew:
             self.local(novel.to(self.device, self.dtype).train).adapt(State(server, private, self.round), crew)
         return replace(self, known=novel, server=server, private=private, history=History(), novel=True, chosen=self._known())
+
+    def _slowed(self) -> str:
+        """Say where the rate of a phase of `adapt` has fallen below a tenth of its first; '' if none has."""
+        inner = [one for phase in self.algorithm.adapt for one in (phase.phases if isinstance(phase, Repeat) else (phase,))]
+        rates = [phase.optimiser.rate for phase in inner if isinstance(phase, Descend)]
+        last = min(self.round, self.settings.rounds - 1)  # as in `Algorithm.given`
+        pairs = [tuple(rate_at(rate, round, self.settings.rounds) for round in (0, last)) for rate in rates]
+        fallen = [f"{first:.3g} to {now:.3g}" for first, now in pairs if now < 0.1 * first]
+        if not fallen:
+            return ""
+        return (
+            f"the learning rate of the method's adapt phases has fallen from {', '.join(dict.fromkeys(fallen))} after {self.round} rounds, "
+            "so new clients hardly learn; adapt them at a constant rate, as dataclasses.replace(result, algorithm=dataclasses.replace("
+            "result.algorithm, adapt=bf.with_optimiser(result.algorithm, SGD(0.1)).adapt)).adapt(novel)"
+        )
 
     def client(self, client: int | str) -> ClientModel:
         """Return a client's own model, which predicts for new rows and can be saved.

@@ -18,9 +18,9 @@ from bayesfl.engine import Engine
 from bayesfl.evaluation.history import History
 from bayesfl.federation import checkpoint
 from bayesfl.federation.errors import CheckpointError
-from bayesfl.federation.identity import check_method, identity
+from bayesfl.federation.identity import check_method, check_network, identity
 from bayesfl.federation.result import Result
-from bayesfl.federation.settings import DTYPES, METHOD, Settings, of_a_run, present
+from bayesfl.federation.settings import DTYPES, METHOD, Settings, of_a_run, present, same_problem
 
 
 def load(
@@ -39,14 +39,16 @@ def load(
 
     Raises:
         TypeError: `algorithm` is no `Algorithm`, or `clients` is no `FederatedData`.
-        ValueError: The device is absent.
+        ValueError: The device is absent, or the data's columns or classes have other names than those of the run, or another order.
         CheckpointError: The folder holds no run of `simulate`, or one that is damaged or was made with another method or on other data; or
             an earlier version wrote it, which can only be loaded with data.
     """
     if clients is not None:
         of_a_run(algorithm, clients)
-    result, made_with, made_on = _read(path, algorithm, clients, present(device))
+    result, made_with, made_on, before = _read(path, algorithm, clients, present(device))
     _check_same(f"{str(path)!r}", made_with, made_on, algorithm, result.known)
+    if clients is not None and before is not None:
+        same_problem("clients", clients, before)
     return _checked(path, result)
 
 
@@ -61,26 +63,29 @@ def reloaded(run: Any, path: str | os.PathLike[str]) -> Any:
 
 
 def opened(path: str | os.PathLike[str], algorithm: Algorithm, device: torch.device) -> Result:
-    """Open a saved run whose state has the shapes of this method, which may have other options than the one that made it.
+    """Open a saved run of this method's network, whose state has its shapes; the method may have other options than the one that made it.
 
     Raises:
         TypeError: `algorithm` is no `Algorithm`.
-        CheckpointError: The folder holds no run, or one that is damaged or of another shape.
+        CheckpointError: The folder holds no run, or one that is damaged, of another network or of another shape.
     """
-    return _checked(path, _read(path, algorithm, None, device)[0])
+    result, made_with, *_ = _read(path, algorithm, None, device)
+    check_network(f"{str(path)!r}", made_with, algorithm)
+    return _checked(path, result)
 
 
 def _read(
     path: str | os.PathLike[str], algorithm: Algorithm, clients: FederatedData | None, device: torch.device
-) -> tuple[Result, dict[str, Any], str]:
-    """Return a saved run as its file has it, the identity of the method that made it, and the hash of its data."""
+) -> tuple[Result, dict[str, Any], str, Outline | None]:
+    """Return a saved run as its file has it, the identity of the method that made it, and the hash and the outline of its data."""
     instance("algorithm", algorithm, Algorithm, METHOD)
     meta, state = checkpoint.read(path, checkpoint.RUN, device)
     if clients is None and "clients" not in meta:
         raise CheckpointError(f"{str(path)!r} does not say who its clients are, as an earlier version wrote it; pass their data, too")
     try:
         made_with, made_on = meta["algorithm"], str(meta["data"])
-        known = Outline.read(meta["clients"]) if clients is None else clients
+        before = Outline.read(meta["clients"]) if "clients" in meta else None
+        known = clients or Outline.read(meta["clients"])
         result = Result(
             algorithm,
             known,
@@ -102,7 +107,7 @@ def _read(
             raise ValueError(f"round {result.round} of {result.settings.rounds} with a history of {len(result.history)}")
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise CheckpointError(f"{str(path)!r} is no saved run of this version: {type(error).__name__}, {error}") from error
-    return result, made_with, made_on
+    return result, made_with, made_on, before
 
 
 def _checked(path: str | os.PathLike[str], result: Result) -> Result:
@@ -117,8 +122,10 @@ def same_run(result: Result, algorithm: Algorithm, clients: FederatedData) -> Re
 
     Raises:
         CheckpointError: `result` was made with another method or on other data.
+        ValueError: The data's columns or classes have other names, or another order.
     """
     _check_same("the result", identity(result.algorithm), result.known.hash, algorithm, clients)
+    same_problem("clients", clients, result.known)
     return replace(result, known=clients)
 
 

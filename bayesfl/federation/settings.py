@@ -11,6 +11,9 @@ from bayesfl.base.checks import instance, number, whole
 from bayesfl.base.random import Purpose, generator
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import FederatedData
+from bayesfl.data.frames import same_columns
+from bayesfl.data.names import same_classes
+from bayesfl.data.outline import Outline
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float64)}
 
@@ -151,6 +154,25 @@ def of_a_run(algorithm: Algorithm, clients: FederatedData) -> None:
     """
     instance("algorithm", algorithm, Algorithm, METHOD)
     instance("clients", clients, FederatedData, FEDERATION)
+
+
+def same_problem(what: str, found: FederatedData, known: FederatedData | Outline) -> None:
+    """Check that data are of the problem that a model was trained on: inputs, outputs, columns and classes.
+
+    Raises:
+        ValueError: Shapes, outputs or task differ; or columns or class names do, where both have them, or their order.
+    """
+    if (found.inputs, found.outputs, found.task) != (known.inputs, known.outputs, known.task):
+        remedy = "pass data of the same problem"
+        if (found.inputs, found.task) == (known.inputs, "classification") and found.outputs < known.outputs:
+            remedy = f"if the last classes do not occur in them, make them with outputs={known.outputs}, as from_arrays(..., "
+            remedy += f"outputs={known.outputs}) does"
+        raise ValueError(
+            f"{what} has inputs {found.inputs} and {found.outputs} outputs ({found.task}), the federation {known.inputs} and "
+            f"{known.outputs} ({known.task}); {remedy}"
+        )
+    same_columns(what, found.columns, known.columns)
+    same_classes(what, found.class_names, known.class_names)
 
 
 def present(device: torch.device | str) -> torch.device:

@@ -14,7 +14,6 @@ from bayesfl.base.files import folder
 from bayesfl.base.protocols import Server
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import ClientData, FederatedData
-from bayesfl.data.frames import same_columns
 from bayesfl.engine import Engine
 from bayesfl.engine.crew import Crew
 from bayesfl.evaluation.history import PREFIXES, History
@@ -79,8 +78,9 @@ def simulate(
             cannot be resumed. True: continue from the newest undamaged checkpoint in `checkpoint`, or start anew if there is none, so that
             one command can be repeated. None or False: start anew.
         start: A result, or the folder of a saved run, from whose state this run begins: next month's rows, further clients, another
-            learning rate. Clients are matched by name and go on with their private state; new ones begin as in `Result.adapt`. The state
-            must have the shapes of this method. Rounds are counted anew. None for the method's own start.
+            learning rate. Clients are matched by name and go on with their private state; new ones begin as in `Result.adapt`. The network
+            must be the same, its frozen weights included, and the state must have the shapes of this method; columns and classes must have
+            the same names in the same order. Rounds are counted anew. None for the method's own start.
         checkpoint: A folder for checkpoints of this run. The two newest are kept; an interruption never leaves a partly written one.
         every: Rounds between checkpoints; a checkpoint is always written after the last round.
         admission: Which replies are taken, and what happens to a round with too few. None for `Admission("skip")` if there are `faults`,
@@ -99,7 +99,8 @@ def simulate(
             have the wrong type.
         ValueError: An argument is out of range, or does not fit the method or the data; the message names it and the remedy.
         ImportError: `ClientPrivacy` needs dp-accounting, which is not installed.
-        CheckpointError: The run to resume is damaged, or was made with another method or on other data.
+        CheckpointError: The run to resume is damaged, or was made with another method or on other data; or that to start from is damaged,
+            or of another network.
         DivergenceError: Training is no longer finite; the error carries the result up to the last finite round.
         FailedRound: With `below_minimum="repeat"`, a round failed three times.
     """
@@ -152,6 +153,9 @@ def simulate(
     resume = _from_where(resume, checkpoint)
     precision(dtype)
     device = present(device)
+    before = None
+    if start is not None and resume is None:
+        before = warm.from_where(start, algorithm, clients, seed=seed, device=device)
     check(algorithm, clients)
     if evaluate_every is not None and "test" not in clients.splits:
         raise ValueError("the data have no test split to evaluate on; give them one, or pass evaluate_every=None")
@@ -162,12 +166,10 @@ def simulate(
         trained = clients.clients if settings.train == "all" else settings.fixed_size(clients.clients)
         engine = engine or Engine()
         engine = replace(engine, chunk=engine.chunk_size(trained, algorithm, device))
-        if start is None:
+        if before is None:
             server, new = algorithm.init(clients.clients, seed=seed, dtype=dtype, device=device), np.arange(0)
             begin = State(server, private_rows(algorithm, server, clients.clients), 0)
         else:
-            before = warm.from_where(start, algorithm, seed=seed, device=device)
-            same_columns("clients", clients.columns, before.known.columns)
             begin, new = warm.continued(before, algorithm, clients.client_names, dtype=dtype, device=device)
         result = Result(algorithm, clients, settings, engine, 0, begin.server, begin.private, History(), device, dtype)
         if len(new) and algorithm.adapt:

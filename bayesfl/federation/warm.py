@@ -14,25 +14,35 @@ from torch.utils._pytree import tree_map
 from bayesfl.base.protocols import Server
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.pools import Mixed
+from bayesfl.data import FederatedData
+from bayesfl.data.names import generated
 from bayesfl.federation.client import State, private_rows
+from bayesfl.federation.identity import check_network, identity
 from bayesfl.federation.result import Result
 from bayesfl.federation.saved import check_state, opened
+from bayesfl.federation.settings import same_problem
 
 log = logging.getLogger(__name__)
 
 
-def from_where(start: "Result | str | os.PathLike[str]", algorithm: Algorithm, *, seed: int, device: torch.device) -> Result:
+def from_where(
+    start: "Result | str | os.PathLike[str]", algorithm: Algorithm, clients: FederatedData, *, seed: int, device: torch.device
+) -> Result:
     """Return the run from whose state another begins, with a warning if its seed is the same.
 
     Raises:
         TypeError: `start` is neither a result nor a folder.
-        CheckpointError: The folder holds no run that this method could have reached.
+        ValueError: The data are of another problem than those of the run, see `same_problem`.
+        CheckpointError: The folder holds no run that this method could have reached, or the run is of another network.
     """
     if not isinstance(start, Result | str | os.PathLike):
         raise TypeError(
             f"start must be a Result or a saved one's folder, got {type(start).__name__}; bayesfl.flower.serve(start=) takes a Deployed"
         )
+    if isinstance(start, Result):
+        check_network("start", identity(start.algorithm), algorithm)
     found = start if isinstance(start, Result) else opened(start, algorithm, device)
+    same_problem("clients", clients, found.known)
     warn_of_seed(found.settings.seed, seed)
     return found
 
@@ -123,6 +133,16 @@ def matched(names: Sequence[str], before: Sequence[str]) -> tuple[Tensor, Tensor
     places = {name: place for place, name in enumerate(before)}
     new = [place for place, name in enumerate(names) if name in places]
     log.info("%d of %d clients are known from the run before", len(new), len(names))
+    if list(names) == generated(len(names)) and list(before) == generated(len(before)):
+        if len(names) == len(before):
+            log.info("no client has a name of its own: they are matched by their places")
+        else:
+            warnings.warn(
+                f"the run before has {len(before)} clients and this one {len(names)}, none with a name of its own: they are matched by "
+                "their places ('client 0' with 'client 0'), which mixes them up if one has left or joined before others; pass names=, or "
+                "client_ids=, to both runs, or here the names that the same clients had there",
+                stacklevel=4,
+            )
     fresh, lost = [name for name in names if name not in places], sorted(set(before) - set(names))
     if new and fresh and lost:
         warnings.warn(

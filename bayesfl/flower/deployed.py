@@ -17,7 +17,7 @@ from bayesfl.composition.algorithm import Algorithm
 from bayesfl.evaluation.history import History
 from bayesfl.federation import checkpoint, warm
 from bayesfl.federation.client_model import server_module
-from bayesfl.federation.identity import check_method, identity
+from bayesfl.federation.identity import check_method, check_network, identity
 from bayesfl.federation.saved import check_state, reloaded
 from bayesfl.federation.settings import DTYPES, METHOD, Settings, changed, name_of
 from bayesfl.flower.states import EXPERIMENT, SESSION, STATE
@@ -198,7 +198,7 @@ def read(folder: str | os.PathLike[str], algorithm: Algorithm, *, same: bool = T
     Args:
         folder: The folder of checkpoints.
         algorithm: The method.
-        same: Whether the method must be the one that made them; otherwise it must keep tensors of the same shapes.
+        same: Whether the method must be the one that made them; otherwise it must have their network, and keep tensors of the same shapes.
 
     Raises:
         CheckpointError: The folder has no checkpoint, or its checkpoints are damaged or were made with another method.
@@ -233,8 +233,7 @@ def read(folder: str | os.PathLike[str], algorithm: Algorithm, *, same: bool = T
         raise checkpoint.CheckpointError(
             f"{str(folder)!r} is no checkpoint of a deployed federation: {type(error).__name__}, {error}"
         ) from error
-    if same:
-        check_method(repr(str(folder)), made_with, algorithm)
+    (check_method if same else check_network)(repr(str(folder)), made_with, algorithm)
     check_state(str(folder), algorithm, state.server, state.start, clients=state.clients, dtype=state.dtype, stacked=False)
     return state, keys, counts
 
@@ -260,6 +259,7 @@ def opened(start: Deployed | str | os.PathLike[str] | None, algorithm: Algorithm
             f"start must be a Deployed or the folder of its checkpoints, got {type(start).__name__}; bf.simulate(start=) takes a Result"
         )
     found = start if isinstance(start, Deployed) else read(start, algorithm, same=False)[0]
+    check_network("start", identity(found.algorithm), algorithm)
     check_state("start", algorithm, found.server, found.start, clients=found.clients, dtype=found.dtype, stacked=False)
     if found.dtype != dtype:
         raise ValueError(f"start is in {found.dtype}, as are the states that its clients keep; pass dtype={found.dtype}, got {dtype}")

@@ -35,6 +35,18 @@ def test_a_number_that_is_the_name_of_another_is_refused():
         place("a", ("a", "b", "a"))
 
 
+def test_names_that_read_as_a_number_are_that_number():
+    """Ids with zeros in front, and those that pandas made floats of; a client's own name is no other's."""
+    for names in (("01", "02", "03"), ("1.0", "2.0", "3.0")):
+        with pytest.raises(ValueError, match=rf"client 1 is ambiguous: number 1 is '{names[1]}', and '{names[0]}' is the name of another"):
+            place(1, names)
+        with pytest.raises(ValueError, match=rf"got 3; '{names[2]}' is the name of one"):
+            place(3, names)
+        assert place(0, names) == 0
+    assert place(1, ("00", "01", "x", "nan", "1e400")) == 1
+    assert place(1, ("01", "1", "2")) == 1
+
+
 def test_hospitals_whose_ids_are_numbers_can_be_held_out():
     data = bf.data.from_arrays(torch.randn(40, 2), torch.arange(40) % 2, client_ids=[30, 20, 10, 1] * 10)
     rest, held = data.hold_out(1)

@@ -4,11 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import bayesfl as bf
 from bayesfl.data import FederatedData
 from bayesfl.federation.comparison import compare
+from bayesfl.likelihoods import Categorical
 from bayesfl.optim import SGD, Adam, Clip, cosine, multistep
 from tests.cases import run
 
@@ -113,7 +115,7 @@ def test_options_of_one_method_are_told(model: nn.Module, clients: FederatedData
     held = sum(p.numel() for p in part.get_submodule("body").parameters())
     assert f"SplitModel of {count} weights" in told
     assert f" weights and {held} frozen" in told
-    assert "differs from" not in told
+    assert "part differs from wide in layers.body.0: Linear(in_features=8, out_features=4" in told
 
 
 def test_schedules_with_equal_ends_differ_by_their_means(model: nn.Module, clients: FederatedData):
@@ -123,3 +125,59 @@ def test_schedules_with_equal_ends_differ_by_their_means(model: nn.Module, clien
     )
     assert "0.1 to 0.1, mean 0.1," in told
     assert "0.1 to 0.1, mean 0.07," in told
+
+
+def test_all_of_a_list_is_told(model: nn.Module, clients: FederatedData):
+    """Not of the first result alone: rounds, optimisers, and the options that no column has."""
+    one, two = (
+        run(bf.algorithms.fedprox(model, mu=mu, lr=lr, epochs=1), clients, 2, evaluate_every=1) for mu, lr in ((0.1, 0.01), (2.0, 0.5))
+    )
+    three = run(bf.algorithms.fedprox(model, mu=0.1, lr=0.5, epochs=1), clients, 3, evaluate_every=1)
+    told = compare({"mixed": [one, two, three], "b": three})
+    mixed, b = ([line for line in told.splitlines() if line.startswith(name)][1] for name in ("mixed", "b"))
+    assert "2, 3" in mixed
+    assert "SGD(0.01), SGD(0.5)" in mixed
+    assert "0.01" not in b
+    assert [line for line in told.splitlines() if "differs" in line] == [
+        "mixed differs from its first run in blocks.w.prior.variance[1]: 2.0, not 0.1",
+    ]
+
+
+def test_rounds_of_a_run_that_was_ended(model: nn.Module, clients: FederatedData):
+    method = bf.algorithms.fedavg(model, epochs=1)
+    ended, whole = found(method, clients, on_round=[lambda result: result.round == 1]), found(method, clients)
+    told = compare({"ended": ended, "whole": whole}).splitlines()
+    assert told[-2].split() == ["ended", "1", "of", "2"]
+    assert told[-1].split() == ["whole", "2"]
+
+
+def test_likelihood_precision_and_sampling_are_told(model: nn.Module, clients: FederatedData):
+    """In columns, also between methods; who is drawn matters only where not everyone is."""
+    smooth = bf.algorithms.fedavg(model, epochs=1, likelihood=Categorical(smoothing=0.2))
+    told = compare({"a": found(smooth, clients), "b": found(bf.algorithms.ditto(model, epochs=1), clients)})
+    assert "smoothing=0.2" in told
+    assert "smoothing=0.0" in told
+    assert "differs" not in compare({"a": found(smooth, clients), "b": found(bf.algorithms.fedavg(model, epochs=1), clients)})
+    method = bf.algorithms.fedavg(model, epochs=1)
+    half, single = found(method, clients), found(method, clients, dtype=torch.float32)
+    assert half.dtype != single.dtype
+    assert [line.split()[-1] for line in compare({"a": half, "b": single}).splitlines()[-4:]] == ["dtype", "-------", "float64", "float32"]
+    for share, alike in ((0.5, False), (1.0, True)):
+        some = {kind: found(method, clients, participation=share, sampling=kind) for kind in ("fixed", "bernoulli")}
+        assert ("trained with" not in compare(some)) == alike
+        assert ("0.5 (cohort trains, bernoulli)" in compare(some)) != alike
+
+
+def test_layers_are_told_and_lines_are_few(clients: FederatedData):
+    """Activations, of which no shape tells; of many differences the first eight."""
+
+    def network(activation: type[nn.Module], depth: int) -> Any:
+        layers = [layer for _ in range(depth) for layer in (nn.Linear(8, 8), activation())]
+        return found(bf.algorithms.fedavg(nn.Sequential(*layers, nn.Linear(8, 3)), epochs=1), clients)
+
+    assert compare({"relu": network(nn.ReLU, 1), "tanh": network(nn.Tanh, 1)}).splitlines()[-1] == (
+        "tanh differs from relu in layers.1: Tanh(), not ReLU()"
+    )
+    *_, eighth, last = compare({"relu": network(nn.ReLU, 10), "tanh": network(nn.Tanh, 10)}).splitlines()
+    assert eighth == "tanh differs from relu in layers.5: Tanh(), not ReLU()"  # in the order of their names
+    assert last == "tanh differs in 2 more"

@@ -1,5 +1,7 @@
 """What a result offers: predictions for its clients, for newcomers, draws."""
 
+import dataclasses
+import warnings
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +14,7 @@ import bayesfl as bf
 from bayesfl import pools, priors
 from bayesfl.composition.priors import Normal, server_mean
 from bayesfl.data import ClientData, FederatedData
-from bayesfl.optim import cosine
+from bayesfl.optim import SGD, Clip, Rate, cosine, multistep
 from bayesfl.posteriors import MeanField
 from tests.cases import SIZES, federation, run
 from tests.federation.made import one_head_each
@@ -57,6 +59,34 @@ def test_adapting_under_a_schedule_still_learns(clients, model):
     assert (result.adapt(novel).private["head"]["loc"] - start).abs().max() > 1e-4
 
 
+@pytest.mark.parametrize("form", ["steps", "clipped", "repeated"])
+def test_adapting_at_a_rate_that_has_fallen_is_told(form: str, clients: FederatedData, model: nn.Module):
+    """With both rates, and a remedy that works; a constant rate, or one that has not fallen to a tenth, is not mentioned."""
+
+    def made(rate: Rate) -> bf.Algorithm:
+        if form == "repeated":
+            repeated = bf.with_optimiser(bf.algorithms.pfedme(model, batches=4), SGD(rate))
+            return replace(repeated, adapt=repeated.phases)
+        plain = bf.algorithms.fedper(model, lr=rate, epochs=3)
+        return bf.with_optimiser(plain, Clip(SGD(rate), norm=5.0)) if form == "clipped" else plain
+
+    name = "theta" if form == "repeated" else "head"
+    result = run(made(multistep(0.1)), clients, 4)
+    with pytest.warns(UserWarning, match=r"fallen from 0\.1 to 0\.001 after 4 rounds.*with_optimiser\(.*SGD\(0\.1\)") as told:
+        slow = result.adapt(clients)
+    assert told[0].filename == __file__
+    remedy = str(told[0].message).split(", as ")[1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        names = {"dataclasses": dataclasses, "bf": bf, "SGD": SGD, "result": result, "novel": clients}
+        fast = eval(remedy, names)
+        for rate in (0.1, multistep(0.1, factor=0.5)):
+            run(made(rate), clients, 4).adapt(clients)
+    start = result.algorithm.rows(result.server)[name]["loc"]
+    slow_way, fast_way = ((one.private[name]["loc"] - start).norm() for one in (slow, fast))
+    assert fast_way > 2 * slow_way > 0
+
+
 def test_other_clients_are_refused(result):
     """A split of other clients needs adapt, however many they are; adapted data must be of the same problem."""
     data = result.data
@@ -78,6 +108,20 @@ def test_other_clients_are_refused(result):
         result.predict(draws=-1)
     with pytest.raises(ValueError, match="same problem"):
         result.adapt(federation((5,)))
+
+
+def test_new_clients_of_other_classes_are_refused(model: nn.Module):
+    """The same classes under other numbers; and rows in which the last class does not occur, with the remedy in words."""
+    x, y = np.random.default_rng(0).normal(size=(60, 8)), np.arange(60) % 3
+    known, turned = (bf.data.from_arrays([x], [y], class_names=names) for names in (["a", "b", "c"], ["b", "a", "c"]))
+    result = run(bf.algorithms.fedavg(model, epochs=1), known, 1)
+    with pytest.raises(ValueError, match=r"^novel has the classes \['b', 'a', 'c'\], .*\['a', 'b', 'c'\]"):
+        result.adapt(turned)
+    with pytest.raises(ValueError, match=r"^novel has .* 2 outputs .* 3 .*from_arrays\(\.\.\., outputs=3\)"):
+        result.adapt(bf.data.from_arrays([x[y < 2]], [y[y < 2]]))
+    with pytest.raises(ValueError, match=r"^novel has .* 4 outputs .*same problem"):
+        result.adapt(bf.data.from_arrays([x], [y], outputs=4))
+    assert result.adapt(bf.data.from_arrays([x[y < 2]], [y[y < 2]], outputs=3)).novel
 
 
 @pytest.mark.filterwarnings("ignore:no block of the method covers")

@@ -1,5 +1,6 @@
 """A saved run is opened with its own method and its own data."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -40,3 +41,27 @@ def test_other_data_are_refused(saved: Path, clients):
     """By the hash of the partition."""
     with pytest.raises(CheckpointError, match="other data"):
         bf.load(saved, algorithm(), clients.select([1, 0, 2, 3, 4, 5, 6]))
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        ({"class_names": ("b", "a", "c")}, r"^clients has the classes \['b', 'a', 'c'\], .*\['a', 'b', 'c'\]"),
+        ({"columns": tuple("hgfedcba")}, r"^clients has the columns \['h', .*\['a', 'b', "),
+    ],
+    ids=["classes", "columns"],
+)
+def test_other_names_are_refused(names, words: str, clients, tmp_path: Path):
+    """Of classes and of columns, which the hash does not hold; loaded or resumed, and data without names fit."""
+    named = replace(clients, class_names=("a", "b", "c"), columns=tuple("abcdefgh"))
+    turned, method = replace(named, **names), bf.algorithms.fedavg(bf.models.mlp(8, hidden=4, outputs=3), epochs=1)
+    result = bf.simulate(method, named, rounds=1, evaluate_every=None, progress=False)
+    result.save(tmp_path)
+    for refused in (
+        lambda: bf.load(tmp_path, method, turned),
+        lambda: bf.simulate(method, turned, rounds=2, evaluate_every=None, progress=False, resume=tmp_path),
+        lambda: bf.simulate(method, turned, rounds=2, evaluate_every=None, progress=False, resume=result),
+    ):
+        with pytest.raises(ValueError, match=words):
+            refused()
+    assert bf.load(tmp_path, method, clients).data is clients

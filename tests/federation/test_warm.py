@@ -1,5 +1,6 @@
 """A run that begins where another ended: the same clients, others, more of them, other options."""
 
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.testing import assert_close
 
 import bayesfl as bf
@@ -60,7 +62,8 @@ def test_new_clients_are_adapted_as_by_adapt(model, clients: FederatedData):
     made = bf.algorithms.ditto(model, epochs=1, batch_size=None, adapt_epochs=3)
     before = run(made, clients.select(range(5)), rounds=2, evaluate_every=None)
     novel = before.adapt(clients.select([5, 6]))
-    begun = run(replace(made, phases=()), clients, rounds=1, seed=9, start=before, evaluate_every=None)
+    with pytest.warns(UserWarning, match="by their places"):
+        begun = run(replace(made, phases=()), clients, rounds=1, seed=9, start=before, evaluate_every=None)
     for name, t in flatten(begun.private).items():
         assert_close(t[5:], flatten(novel.private)[name], atol=1e-12, rtol=0)
         assert torch.equal(t[:5], flatten(before.private)[name])
@@ -84,8 +87,12 @@ def test_next_month(model, clients: FederatedData, tmp_path: Path):
 def test_what_does_not_fit_is_refused(model, clients: FederatedData, tmp_path: Path):
     before = run(bf.algorithms.fedavg(model, epochs=1), clients, rounds=1, evaluate_every=None)
     wide, method = bf.algorithms.fedavg(bf.models.mlp(8, hidden=5, outputs=3)), before.algorithm
-    with pytest.raises(CheckpointError, match=r"start.*server\.w\.loc is .*\[195\], not .*\[63\]"):
+    with pytest.raises(
+        CheckpointError, match=r"^start .*another network.*layers\.body\.0: there Linear.*=16.*, here Linear.*=5.*more; build"
+    ):
         run(wide, clients, seed=9, start=before)
+    with pytest.raises(CheckpointError, match=r"'start' .*another state.*private\.v\.loc is absent, not .*\[7, 195\]"):
+        run(bf.algorithms.ditto(model, epochs=1), clients, seed=9, start=before)
     with pytest.raises(CheckpointError, match=r"no saved run"):
         run(method, clients, seed=9, start=tmp_path)
     with pytest.raises(TypeError, match=r"start .*Result.*got int"):
@@ -109,3 +116,63 @@ def test_a_start_in_another_precision(model, clients: FederatedData):
     assert np.array_equal(new, [])
     now, then = flatten(begin.server), flatten(before.server)
     assert all(t.dtype == (torch.float32 if then[name].is_floating_point() else then[name].dtype) for name, t in now.items())
+
+
+@pytest.mark.parametrize("form", ["result", "folder"])
+def test_another_network_is_refused(form: str, clients: FederatedData, tmp_path: Path):
+    """Other activations, or another frozen backbone, have tensors of the same shapes; other options of the method are free."""
+
+    def network(activation: type[nn.Module] = nn.ReLU, seed: int = 0) -> bf.Algorithm:
+        torch.manual_seed(seed)
+        layers = nn.Sequential(nn.Linear(8, 4), activation(), nn.Linear(4, 3))
+        layers[0].requires_grad_(False)
+        return bf.algorithms.fedavg(layers, epochs=1)
+
+    before = run(network(), clients, rounds=1, evaluate_every=None)
+    before.save(tmp_path)
+    start = before if form == "result" else tmp_path
+    options: dict[str, Any] = {"rounds": 1, "seed": 9, "evaluate_every": None, "start": start}
+    what = "^start has" if form == "result" else f"^'{tmp_path}' has"
+    with pytest.raises(CheckpointError, match=rf"{what} .*another network.* layers\.1: there ReLU\(\), here Tanh\(\); build"):
+        run(network(nn.Tanh), clients, **options)
+    with pytest.raises(CheckpointError, match=rf"{what} .*constants\.0\.bias: there .*; constants\.0\.weight: there .*frozen"):
+        run(network(seed=1), clients, **options)
+    assert run(bf.with_optimiser(network(), bf.optim.SGD(0.5)), clients, **options).round == 1
+
+
+def test_unnamed_clients_of_another_number_are_told(model, clients: FederatedData, caplog: pytest.LogCaptureFixture):
+    """Places are all that is known of them: the same number goes on, another warns, also where clients have only gone; names do not."""
+    method = bf.algorithms.fedavg(model, epochs=1)
+    unnamed = replace(clients, client_names=tuple(f"client {j}" for j in range(7)))
+    before = run(method, unnamed, rounds=1, evaluate_every=None)
+    options: dict[str, Any] = {"rounds": 1, "seed": 9, "evaluate_every": None, "start": before}
+    fewer = unnamed.select(range(1, 7))
+    shifted = replace(fewer, client_names=tuple(f"client {j}" for j in range(6)))
+    with warnings.catch_warnings(), caplog.at_level("INFO", "bayesfl"):
+        warnings.simplefilter("error")
+        run(method, unnamed, **options)
+        assert "matched by their places" in caplog.text
+        caplog.clear()
+        run(method, fewer, **options)  # which names say who is left
+        back = run(method, fewer, rounds=1, evaluate_every=None)
+        run(method, unnamed, **{**options, "start": back})  # and who comes back
+        assert "places" not in caplog.text
+    with pytest.warns(UserWarning, match=r"before has 7 clients and this one 6, .*places .*names=.*client_ids=") as told:
+        run(method, shifted, **options)
+    assert told[0].filename.endswith("made.py")
+
+
+def test_data_of_another_problem_are_refused(clients: FederatedData, tmp_path: Path):
+    """Classes under other numbers; a last class that this month's rows lack, with the remedy in words."""
+    x, y, ids = np.random.default_rng(0).normal(size=(60, 4)), np.arange(60) % 3, np.arange(60) // 20
+    named: dict[str, Any] = {"client_ids": ids, "class_names": ["healthy", "ill", "dead"]}
+    data, turned = bf.data.from_arrays(x, y, **named), bf.data.from_arrays(x, y, **{**named, "class_names": ["ill", "healthy", "dead"]})
+    before = run(bf.algorithms.fedavg(bf.models.mlp(4, outputs=3), epochs=1), data, rounds=1, evaluate_every=None)
+    before.save(tmp_path)
+    for start in (before, tmp_path):
+        with pytest.raises(ValueError, match=r"^clients has the classes \['ill', 'healthy', 'dead'\], .*\['healthy', 'ill', 'dead'\]"):
+            run(before.algorithm, turned, seed=9, start=start)
+        with pytest.raises(ValueError, match=r"^clients has inputs \(4,\) and 2 outputs .* 3 .*from_arrays\(\.\.\., outputs=3\)"):
+            run(before.algorithm, bf.data.from_arrays(x[y < 2], y[y < 2], client_ids=ids[y < 2]), seed=9, start=start)
+    whole = bf.data.from_arrays(x[y < 2], y[y < 2], client_ids=ids[y < 2], outputs=3)
+    assert run(before.algorithm, whole, rounds=1, seed=9, start=before).round == 1

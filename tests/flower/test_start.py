@@ -24,6 +24,7 @@ LATER: dict[str, Any] = {"rounds": 2, "seed": 9}
 MOVED = [4, 6, 1, 5, 0]
 
 
+@pytest.mark.filterwarnings("ignore:the run before has 5 clients")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_it_is_the_simulation(case: Case, model: nn.Module, clients: FederatedData, tmp_path: Path):
     """Five clients at half participation, so that some never trained; then two are gone, two are new, and numbers have moved."""
@@ -159,7 +160,7 @@ def test_a_node_that_lost_its_state_is_left_out(model: nn.Module, clients: Feder
 
 def test_what_does_not_fit_is_refused(model: nn.Module, clients: FederatedData, tmp_path: Path):
     algorithm = bf.algorithms.fedavg(model, epochs=1)
-    before = deploy(algorithm, clients, tmp_path, rounds=1)
+    before = deploy(algorithm, clients, tmp_path, rounds=1, checkpoint=tmp_path / "first")
     with pytest.raises(TypeError, match=r"start .*Deployed.*got int"):
         deploy(algorithm, clients, tmp_path, start=3)
     with pytest.raises(TypeError, match=r"start .*Deployed.*got Result; bf\.simulate\(start=\)"):
@@ -171,5 +172,8 @@ def test_what_does_not_fit_is_refused(model: nn.Module, clients: FederatedData, 
     with pytest.warns(UserWarning, match=r"^seed 3 "):
         deploy(algorithm, clients, tmp_path, start=before, rounds=1)
     wide = bf.algorithms.fedavg(bf.models.mlp(8, hidden=5, outputs=3), epochs=1)
-    with pytest.raises(CheckpointError, match=r"server\.w\.loc"):
-        deploy(wide, clients, tmp_path, grid_of(wide, clients, tmp_path), start=before, **{**OPTIONS, **LATER})
+    smooth = bf.algorithms.fedavg(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3)), epochs=1)
+    for other in (wide, smooth):
+        for start, what in ((before, "start"), (tmp_path / "first", "first'")):
+            with pytest.raises(CheckpointError, match=rf"{what} has the state of another network.* layers\."):
+                deploy(other, clients, tmp_path, grid_of(other, clients, tmp_path), start=start, **{**OPTIONS, **LATER})

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
+from bayesfl.data.names import check_names
 from bayesfl.evaluation.metrics.clients import bottom_decile, mean_of_clients
 from bayesfl.evaluation.metrics.reliability import calibration_error
 from bayesfl.evaluation.metrics.scores import Scored
@@ -55,8 +56,7 @@ def per_client_table(
         `client` (names or numbers) and `examples` (integers), `accuracy`, `nll`, `ece`, `mce`, `brier`, `macro_f1`, `auroc`.
     """
     scored = Scored.of(probs, labels, mask)
-    if names is not None and len(names) != len(scored.mask):
-        raise ValueError(f"names must name each of the {len(scored.mask)} clients, got {len(names)}")
+    check_names(names, len(scored.mask))
     index = {"client": np.arange(len(scored.mask)) if names is None else np.array(names), "examples": scored.mask.sum(-1).numpy()}
     return index | {name: values.numpy() for name, values in _measures(scored, bins).items()}
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
+from bayesfl.data.names import check_names
 from bayesfl.evaluation.calibration import Coverage
-from bayesfl.evaluation.plots.inputs import check_names
 from bayesfl.evaluation.plots.look import BLUE, GREY, INK, clean, new_figure
 
 if TYPE_CHECKING:

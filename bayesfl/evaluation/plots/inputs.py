@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bayesfl.data.names import check_names
 from bayesfl.data.outline import known_names
 
 
@@ -36,15 +37,10 @@ def names_of(source: Any, given: Sequence[str] | None, clients: int) -> Sequence
     """Return the clients' names as they are given, else of a result those of its data, else their numbers.
 
     Raises:
+        TypeError: Names are given, but no list.
         ValueError: Names are given, but not one for each client.
     """
     check_names(given, clients)
     if given is None and hasattr(source, "data") and hasattr(source, "predict"):
         given = source.data.client_names
     return known_names(given, clients)
-
-
-def check_names(names: Sequence[str] | None, clients: int) -> None:
-    """Raise ValueError if there are names, but not one for each client."""
-    if names is not None and len(names) != clients:
-        raise ValueError(f"names must name each of the {clients} clients, got {len(names)}")

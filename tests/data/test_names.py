@@ -1,0 +1,127 @@
+"""Names of clients and classes: in lists alone, and the same classes under the same numbers."""
+
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+import bayesfl as bf
+from bayesfl.data import Source, from_arrays
+from bayesfl.data.names import same_classes
+from tests.data.made import small
+
+X, Y, IDS = np.arange(24.0)[:, None], np.arange(24) % 3, ["c", "a", "b"] * 8
+
+
+@pytest.mark.parametrize("given", [{"c": "Zurich", "a": "Basel", "b": "Bern"}, {"Zurich", "Basel", "Bern"}, "abc", 3], ids=str)
+def test_names_are_a_list(given: Any):
+    """A mapping would have given its keys, in its own order, to the sorted ids; a set gives some order."""
+    with pytest.raises(TypeError, match=r"^names must be a list.*(Zurich|abc|3).* sorted client_ids, \['a', 'b', 'c'\]"):
+        from_arrays(X, Y, client_ids=IDS, names=given)
+    with pytest.raises(TypeError, match=r"^names must be a list.*in the order of x"):
+        from_arrays([X, X, X], [Y, Y, Y], names=given)
+
+
+def test_the_remedy_makes_the_list_of_a_mapping():
+    names, client_ids = {"c": "Zurich", "a": "Basel", "b": "Bern"}, IDS
+    remedy = "[names[i] for i in sorted(set(client_ids))]"
+    with pytest.raises(TypeError) as error:
+        from_arrays(X, Y, client_ids=client_ids, names=names)  # type: ignore[arg-type]
+    assert remedy in str(error.value)
+    listed = eval(remedy, {"names": names, "client_ids": client_ids})
+    data = from_arrays(X, Y, client_ids=client_ids, names=listed, test_share=0)
+    assert data.client_names == ("Basel", "Bern", "Zurich")
+    assert data.train.client(2)[0][0].item() == 0.0
+
+
+def test_a_column_of_names_in_another_order_is_refused():
+    """By its index, where that holds the ids; a column with other indices is a list."""
+    towns = pd.Series({"c": "Zurich", "a": "Basel", "b": "Bern"})
+    with pytest.raises(ValueError, match=r"^names .*\['c', 'a', 'b'\].*\['a', 'b', 'c'\]"):
+        from_arrays(X, Y, client_ids=IDS, names=towns)  # type: ignore[arg-type]
+    for fits in (towns.sort_index(), pd.Series(["Basel", "Bern", "Zurich"]), pd.Index(["Basel", "Bern", "Zurich"])):
+        given: Any = fits
+        assert from_arrays(X, Y, client_ids=IDS, names=given).client_names == ("Basel", "Bern", "Zurich")
+
+
+def test_ids_in_another_order_are_refused():
+    """As they come in the rows: each client would have had another's id as its name."""
+    with pytest.raises(ValueError, match=r"^names \['c', 'a', 'b'\] are the client_ids in another order.*\['a', 'b', 'c'\]"):
+        from_arrays(X, Y, client_ids=IDS, names=["c", "a", "b"])
+    assert from_arrays(X, Y, client_ids=IDS, names=["a", "b", "c"]).client_names == ("a", "b", "c")
+
+
+@pytest.mark.parametrize(
+    ("given", "remedy"),
+    [
+        ({2: "dead", 0: "healthy", 1: "ill"}, "[class_names[k] for k in sorted(class_names)]"),
+        ({"dead": 2, "ill": 1, "healthy": 0}, "sorted(class_names, key=class_names.get)"),
+        ({"healthy", "ill", "dead"}, "numbers, 0 to 2"),
+        ("abc", "numbers, 0 to 2"),
+    ],
+    ids=str,
+)
+def test_class_names_are_a_list(given: Any, remedy: str):
+    """Wherever they are given; the remedy makes the list of either mapping."""
+    data, source = from_arrays(X, Y, client_ids=IDS), small(3)
+    for refused in (
+        lambda: from_arrays(X, Y, client_ids=IDS, class_names=given),
+        lambda: replace(data, class_names=given),
+        lambda: replace(source, class_names=given),
+    ):
+        with pytest.raises(TypeError, match=r"^class_names must be a list") as error:
+            refused()
+        assert remedy in str(error.value)
+    if isinstance(given, dict):
+        assert eval(remedy, {"class_names": given}) == ["healthy", "ill", "dead"]
+
+
+def test_class_names_are_texts_one_for_each_class():
+    data = from_arrays(X, Y, client_ids=IDS, class_names=np.array(["a", "b", "c"]))  # type: ignore[arg-type]
+    assert data.class_names == ("a", "b", "c")
+    assert all(type(name) is str for name in data.class_names or ())
+    with pytest.raises(ValueError, match=r"^class_names .*3 classes, got 2"):
+        replace(small(3), class_names=("a", "b"))
+    assert isinstance(replace(small(3), class_names=("a", "b", "c")), Source)
+
+
+def test_other_lists_of_names_are_lists():
+    """Those of diagrams and tables, and of federated data made by hand."""
+    data = from_arrays(X, Y, client_ids=IDS)
+    wrong: Any = {"a": "Basel", "b": "Bern", "c": "Zurich"}
+    probs, (labels, mask) = torch.full((3, 2, 3), 1 / 3), data.test.padded_labels()
+    for refused in (
+        lambda: bf.metrics.per_client_table(probs, labels, mask, names=wrong),
+        lambda: bf.plots.reliability(probs, labels, mask, by="client", names=wrong),
+        lambda: bf.plots.collaboration(np.ones((3, 3)), names=wrong),
+        lambda: replace(data, client_names=wrong),
+    ):
+        with pytest.raises(TypeError, match=r"names must be a list.*'Basel'.*in the order of the clients"):
+            refused()
+
+
+def test_names_that_are_almost_alike_are_told():
+    """Case and surrounding space; they stay clients of their own."""
+    ids = [{"c": "Bern", "a": "Bern ", "b": "bern"}[i] for i in IDS]
+    with pytest.warns(UserWarning, match=r"\['Bern', 'Bern ', 'bern'\] differ only by case or surrounding space.*client_ids") as told:
+        data = from_arrays(X, Y, client_ids=ids)
+    assert data.clients == 3
+    assert told[0].filename == __file__
+    with pytest.warns(UserWarning, match=r"\['Bern', 'BERN'\]"):
+        from_arrays([X, X, X], [Y, Y, Y], names=["Bern", "Chur", "BERN"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        from_arrays(X, Y, client_ids=IDS)
+
+
+def test_the_same_classes():
+    same_classes("clients", ("a", "b"), ["a", "b"])
+    same_classes("clients", None, ("a", "b"))
+    same_classes("clients", ("a", "b"), None)
+    for other in (("b", "a"), ("a", "c"), ("a",)):
+        with pytest.raises(ValueError, match=r"^clients has the classes .*'a', 'b'\].*Categorical.*class_names"):
+            same_classes("clients", other, ("a", "b"))
