@@ -1,0 +1,104 @@
+"""Does pFedVEM fall when it trains for long, and do held scales mend it? Ten clients of five classes, 800 rounds.
+
+    python benchmarks/pfedvem.py [--quick] [--part {chosen,table}] [--datasets ...] [--seeds ...]
+
+The partition is that of FedSI's small tables: 50 training and 950 test images of each of a client's classes. Everybody trains and is
+gathered. At each milestone the table has a client's accuracy before pooling (its own head and its own body, as the authors report it) and
+after it (the same head on the averaged body), the negative log likelihood at the mean and by 20 draws, and means over clients of rho, of
+the beliefs' widths and of the heads' distance to the centre, each for one weight. The part `chosen` compares widths on a fifth of the
+training images, with other seeds than those of the table. Results: benchmarks/results/pfedvem.json; finished cells are passed over.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import bayesfl as bf
+from bayesfl.data import FederatedData
+from bayesfl.evaluation import report
+
+RESULTS = Path(__file__).parent / "results" / "pfedvem.json"
+MILESTONES = (20, 100, 200, 400, 800)
+DRAWS = 20
+METHODS: dict[str, Any] = {
+    "pFedVEM": lambda model: bf.algorithms.pfedvem(model, init_scale=0.1),
+    "pFedVEM, scales held": bf.algorithms.pfedvem_held,
+    "pFedMAP": bf.algorithms.pfedmap,
+    "FedRep": lambda model: bf.algorithms.fedrep(model, head_epochs=5, body_epochs=5, batch_size=50, lr=0.01, momentum=0.9),
+    "Local": lambda model: bf.algorithms.local(model, epochs=5, batch_size=50, lr=0.01, momentum=0.9),
+}
+WIDTHS = (0.05, 0.1, 0.2, 0.3, 0.5)
+
+
+def milestones(algorithm: bf.Algorithm, clients: FederatedData, split: str, rounds: tuple[int, ...], seed: int) -> dict[str, Any]:
+    """Train to each milestone, and measure there on a split, {round: measures}."""
+    found, result = {}, None
+    data = getattr(clients, split)
+    for milestone in rounds:
+        options: dict[str, Any] = {"evaluate_every": milestone if split == "test" else None, "seed": seed, "sampling": "fixed"}
+        result = bf.simulate(algorithm, clients, rounds=milestone, resume=result, progress=False, **options)
+        row = result.history[-1]
+        at_mean, drawn = (result.predict(data, draws=count).summary(data) for count in (0, DRAWS))
+        found[str(milestone)] = {
+            **({"before_accuracy": row.get("before_pool_accuracy", row["personal_accuracy"])} if split == "test" else {}),
+            "accuracy": at_mean["accuracy"],
+            "nll": at_mean["nll"],
+            "nll_drawn": drawn["nll"],
+            **_scales(result),
+        }
+    return found
+
+
+def _scales(result: Any) -> dict[str, float]:
+    """Return the means over clients of rho, of the beliefs' widths and of the root mean squared distance of heads to the centre."""
+    if "head" not in result.private or result.algorithm.blocks["head"].pool is None:
+        return {}
+    posterior = result.algorithm.blocks["head"].posterior
+    loc, variance = posterior.moments(result.private["head"])
+    out = {"width": float(variance.mean(-1).sqrt().mean())}
+    out["distance"] = float((loc - result.server["head"]["loc"]).square().mean(-1).sqrt().mean())
+    return out | ({"rho": float(result.private["rho2"].sqrt().mean())} if "rho2" in result.private else {})
+
+
+def federation(dataset: str, seed: int, *, validation: float, quick: bool) -> FederatedData:
+    """Return the clients."""
+    size: dict[str, Any] = {"train": 24, "test": 10} if quick else {"train": 50, "test": 950}
+    return bf.data.label_groups("digits" if quick else dataset, seed=seed, validation=validation, **size)
+
+
+def main() -> None:
+    """Runs the cells that are missing, writing each as it is done."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a few rounds on digits: shows that it runs; nothing is written")
+    parser.add_argument("--part", choices=["chosen", "table"], default="table")
+    parser.add_argument("--datasets", nargs="+", choices=["mnist", "fashion-mnist"], default=["mnist", "fashion-mnist"])
+    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=None, help="default: 0 1 2 for the table, 10 11 12 for the choice")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    saved: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() and not arguments.quick else {"chosen": {}, "table": {}}
+    chosen = arguments.part == "chosen"
+    rounds = (2, 4) if arguments.quick else (100, 200) if chosen else MILESTONES
+    entries = {str(width): width for width in WIDTHS} if chosen else {name: None for name in arguments.methods}
+    for seed in arguments.seeds or ([10, 11, 12] if chosen else [0, 1, 2]):
+        for dataset in arguments.datasets[: 1 if arguments.quick else None]:
+            clients = federation(dataset, seed, validation=0.2 if chosen else 0.0, quick=arguments.quick)
+            model = bf.models.mlp(clients.inputs, hidden=100, outputs=clients.classes, seed=seed)
+            for name, width in entries.items():
+                key = f"{dataset}/{name}/{seed}"
+                if key in saved[arguments.part]:
+                    continue
+                algorithm = METHODS[name](model) if width is None else bf.algorithms.pfedvem_held(model, init_scale=width)
+                found = milestones(algorithm, clients, "validation" if chosen else "test", rounds, seed)
+                last = found[str(rounds[-1])]
+                print(f"{key}: " + ", ".join(f"{measure} {value:.4f}" for measure, value in last.items()), flush=True)
+                saved[arguments.part][key] = {"milestones": found, "environment": report.environment()}
+                if not arguments.quick:
+                    report.write_json(RESULTS, saved | {"command": "python benchmarks/pfedvem.py"})
+
+
+if __name__ == "__main__":
+    main()
