@@ -63,7 +63,7 @@ def test_ids_in_another_order_are_refused():
         ({"healthy", "ill", "dead"}, "numbers, 0 to 2"),
         ("abc", "numbers, 0 to 2"),
     ],
-    ids=str,
+    ids=["by number", "by name", "set", "text"],
 )
 def test_class_names_are_a_list(given: Any, remedy: str):
     """Wherever they are given; the remedy makes the list of either mapping."""
