@@ -17,7 +17,9 @@ from tests.data.made import small
 X, Y, IDS = np.arange(24.0)[:, None], np.arange(24) % 3, ["c", "a", "b"] * 8
 
 
-@pytest.mark.parametrize("given", [{"c": "Zurich", "a": "Basel", "b": "Bern"}, {"Zurich", "Basel", "Bern"}, "abc", 3], ids=["mapping", "set", "text", "number"])
+@pytest.mark.parametrize(
+    "given", [{"c": "Zurich", "a": "Basel", "b": "Bern"}, {"Zurich", "Basel", "Bern"}, "abc", 3], ids=["mapping", "set", "text", "number"]
+)
 def test_names_are_a_list(given: Any):
     """A mapping would have given its keys, in its own order, to the sorted ids; a set gives some order."""
     with pytest.raises(TypeError, match=r"^names must be a list.*(Zurich|abc|3).* sorted client_ids, \['a', 'b', 'c'\]"):
