@@ -17,7 +17,9 @@ from tests.data.made import small
 X, Y, IDS = np.arange(24.0)[:, None], np.arange(24) % 3, ["c", "a", "b"] * 8
 
 
-@pytest.mark.parametrize("given", [{"c": "Zurich", "a": "Basel", "b": "Bern"}, {"Zurich", "Basel", "Bern"}, "abc", 3], ids=str)
+@pytest.mark.parametrize(
+    "given", [{"c": "Zurich", "a": "Basel", "b": "Bern"}, {"Zurich", "Basel", "Bern"}, "abc", 3], ids=["mapping", "set", "text", "number"]
+)
 def test_names_are_a_list(given: Any):
     """A mapping would have given its keys, in its own order, to the sorted ids; a set gives some order."""
     with pytest.raises(TypeError, match=r"^names must be a list.*(Zurich|abc|3).* sorted client_ids, \['a', 'b', 'c'\]"):
@@ -63,7 +65,7 @@ def test_ids_in_another_order_are_refused():
         ({"healthy", "ill", "dead"}, "numbers, 0 to 2"),
         ("abc", "numbers, 0 to 2"),
     ],
-    ids=str,
+    ids=["by number", "by name", "set", "text"],
 )
 def test_class_names_are_a_list(given: Any, remedy: str):
     """Wherever they are given; the remedy makes the list of either mapping."""
