@@ -24,6 +24,7 @@ from bayesfl.base.checks import number
 from bayesfl.base.protocols import Likelihood
 from bayesfl.composition import Algorithm, Block, Descend, Energy, Mean, Normal, equal, server_mean, tempering
 from bayesfl.likelihoods import Categorical
+from bayesfl.models.cutting import has_body
 from bayesfl.optim import SGD, rate_at
 
 
@@ -43,7 +44,8 @@ def pfedmap(
     """Federate `model` by pFedMAP: a shared body, and personal heads that a Gaussian prior pulls towards their mean.
 
     Args:
-        model: A `bf.models.SplitModel`, or any module whose parameters are named `body.*` and `head.*`.
+        model: A `bf.models.SplitModel`, or any module whose parameters are named `body.*` and `head.*`. It may be all head, as
+            `bf.models.mlp(inputs, outputs=2, hidden=())` is: then nothing of the body is done.
         precision: 1 / rho^2 of the prior on a head.
         head_epochs: Number of full-batch steps on the head each round; also of a client that joins later.
         body_epochs: Number of passes over a client's data for the body after that.
@@ -66,15 +68,16 @@ def pfedmap(
             f"head_lr {head_lr} times precision {precision:g} is {pull:g}: at 2 (1 + momentum) = {2 * (1 + momentum):g} and above, steps "
             f"towards the centre diverge; take head_lr below {2 * (1 + momentum) / precision:.2g}, or a smaller precision"
         )
-    both = ("body", "head")
+    both = ("body", "head") if has_body(model) else ("head",)
     prior = Normal(centre=server_mean("head"), variance=lambda given, view: torch.full_like(view["n"], 1 / precision)[..., None])
     energy = Energy("head", both, likelihood="sum", weight=tempering(likelihood_scale))
     fit_head = Descend(energy, epochs=head_epochs, optimiser=SGD(head_lr, momentum))
     fit_body = Descend(Energy("body", both, likelihood="mean"), epochs=body_epochs, batch_size=batch_size, optimiser=SGD(body_lr, momentum))
+    blocks = {"body": Block("body.*"), "head": Block("head.*", prior=prior, pool=Mean(equal), keep=True)}
     return Algorithm(
         model,
-        {"body": Block("body.*"), "head": Block("head.*", prior=prior, pool=Mean(equal), keep=True)},
-        (fit_head, fit_body),
+        {name: blocks[name] for name in both},
+        (fit_head, fit_body) if "body" in both else (fit_head,),
         parts=both,
         likelihood=likelihood,
         adapt=(fit_head,),

@@ -40,6 +40,7 @@ from bayesfl.composition import (
     tempering,
 )
 from bayesfl.likelihoods import Categorical
+from bayesfl.models.cutting import has_body
 from bayesfl.optim import SGD, rate_at
 from bayesfl.posteriors import MeanField
 
@@ -68,7 +69,8 @@ def pfedvem(
     """Federate `model` by pFedVEM: a shared body, and personal heads with Gaussian posteriors around a common mean.
 
     Args:
-        model: A `bf.models.SplitModel`, or any module whose parameters are named `body.*` and `head.*`.
+        model: A `bf.models.SplitModel`, or any module whose parameters are named `body.*` and `head.*`. It may be all head, as
+            `bf.models.mlp(inputs, outputs=2, hidden=())` is: then this is a hierarchical logistic regression, without a body.
         head_epochs: Number of full-batch variational steps on the head each round; the authors' code calls one step an epoch.
         body_epochs: Number of passes over the client's data for the body each round, while the head's posterior is fixed.
         batch_size: Number of examples of a step on the body; None for all of the client's.
@@ -113,7 +115,7 @@ def pfedvem(
         raise ValueError(f"scale_floor must be > 0 and scale_prior's shape and scale >= 0, got {scale_floor} and {scale_prior}")
     if not 0 <= beta < 1:
         raise ValueError(f"beta is the share of the old state that is kept and must lie in [0, 1), got {beta}")
-    both = ("body", "head")
+    both = ("body", "head") if has_body(model) else ("head",)
     floor = max((scale_floor * init_scale) ** 2, rate_at(head_lr, 0, 1) / (2 * (1 + momentum)))
     rho2 = (init_scale if prior_scale is None else _positive("prior_scale", prior_scale)) ** 2
     pace = 1.0 if scale_lr is None else number("scale_lr", scale_lr) / rate_at(head_lr, 0, 1)
@@ -156,8 +158,8 @@ def pfedvem(
     adapt = (head_step,) if scale_update == "never" else (Once(pooled_scale), head_step, scale_step, head_step)
     return Algorithm(
         model,
-        blocks={"body": Block("body.*", pool=relaxed(Mean())), "head": head},
-        phases=(*steps, body_step),
+        blocks={"body": Block("body.*", pool=relaxed(Mean())), "head": head} if "body" in both else {"head": head},
+        phases=(*steps, body_step) if "body" in both else steps,
         private={"rho2": rho2},
         reports={"rho2": rho2},
         server=lambda blocks, clients: {"log_rho2": torch.tensor(math.log(rho2)), "largest_share": torch.tensor(1 / clients)},

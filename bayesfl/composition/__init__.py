@@ -8,7 +8,7 @@ from bayesfl.composition.invariance import Annealed, Estimator, anew_at, by_envi
 from bayesfl.composition.personal import with_personal
 from bayesfl.composition.phases import Descend, Once, Repeat
 from bayesfl.composition.pools import Mean, Mixed, MomentMatched, Relaxed, Stack, by_size, counted, equal
-from bayesfl.composition.predictors import LinearisedLaplace, Mixture, size_of
+from bayesfl.composition.predictors import LinearisedBelief, LinearisedLaplace, Mixture, size_of
 from bayesfl.composition.priors import Normal, Parameter, closest_variance, inverse_size, own_mean, server_mean
 from bayesfl.composition.server_optimiser import with_server_optimiser
 from bayesfl.composition.topology import check_mixing, erdos_renyi, metropolis
@@ -20,6 +20,7 @@ __all__ = [
     "Descend",
     "Energy",
     "Estimator",
+    "LinearisedBelief",
     "LinearisedLaplace",
     "Mean",
     "Mixed",

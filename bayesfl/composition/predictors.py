@@ -14,6 +14,7 @@ from bayesfl.base.protocols import Batch, Fitted, Server, Tensors, View
 from bayesfl.composition.priors import Parameter
 from bayesfl.curvature import Curvature, Inverse
 from bayesfl.curvature.covariance import Covariance
+from bayesfl.curvature.dual import independent
 from bayesfl.likelihoods import Categorical, Gaussian
 from bayesfl.posteriors import prior_precision as precision
 from bayesfl.posteriors.laplace import Laplace, Structure
@@ -76,11 +77,7 @@ class LinearisedLaplace:
             raise ValueError(f"structure must be 'full', 'subnetwork' or 'diagonal', got {self.structure!r}")
         check_rule(self.selection)
         whole("seed", self.seed, least=0)
-        instance("centre", self.centre, bool, "pass True or False")
-        if self.link not in (*LINKS, "draws"):
-            raise ValueError(f"link must be one of {(*LINKS, 'draws')}, got {self.link!r}")
-        if not self.centre and self.link != "per_class":
-            raise ValueError(f"centre=False changes nothing under link={self.link!r}; leave it out, or take link='per_class'")
+        _check_link(self.link, centre=self.centre)
 
     def check(self, algorithm: Any) -> None:
         """Raise ValueError if the predictor does not fit the algorithm, see `Predictor`."""
@@ -88,14 +85,10 @@ class LinearisedLaplace:
             raise ValueError(
                 f"block {self.block!r} is none of the predictor's parts {algorithm.parts}; name one of them, or None for the first"
             )
-        if self.link == "draws" and not algorithm.draws:
-            raise ValueError("link='draws' needs a number of draws; give the method one, as draws=100, or take link='contrasts'")
+        _check_drawn(self.link, algorithm)
         if isinstance(algorithm.likelihood, Categorical) and not algorithm.likelihood.plain:
             raise ValueError(f"{algorithm.likelihood} is a training loss, of which no Laplace approximation is made; take Categorical()")
-        if (copies := algorithm.copies(algorithm.parts)) is not None:
-            raise ValueError(
-                f"a Laplace approximation is of one model, and parts {algorithm.parts} have {copies} copies; take Mixture() for these"
-            )
+        _check_single(algorithm)
 
     @property
     def grid(self) -> tuple[float, ...]:
@@ -149,6 +142,85 @@ class LinearisedLaplace:
         return diagonal.with_structure(x, self.structure, indices=indices)
 
 
+@dataclass(frozen=True)
+class LinearisedBelief:
+    """A predictor by the Gaussian that a block already holds, with the network linearised around its mean.
+
+    Any block whose posterior draws can have it, as that of `pfedvem`, of a mean-field posterior on all weights, or of online Laplace. It
+    needs no training data and no validation data. Where weights are many, draws of them leave the region in which the network is as it
+    was trained, and predict badly; the linearised network with the same Gaussian does not.
+
+    Args:
+        block: Name of the block; None for the first of the method's `parts` that draws. The other blocks are constants, at their means.
+        link: As of `LinearisedLaplace`.
+        centre: As of `LinearisedLaplace`.
+
+    Raises:
+        TypeError: `centre` is not a bool.
+        ValueError: `link` is unknown, or is not `per_class` and `centre` is False.
+
+    References:
+        Immer, Korzepa, Bauer, "Improving predictions of Bayesian neural nets via local linearization", AISTATS 2021.
+    """
+
+    block: str | None = None
+    link: Link | Literal["draws"] = "contrasts"
+    centre: bool = True
+    precision = None
+    tunes = ""
+    grid = ()
+    reads = ()
+    needs_data = False
+
+    def __post_init__(self) -> None:
+        _check_link(self.link, centre=self.centre)
+
+    def check(self, algorithm: Any) -> None:
+        """Raise ValueError if the predictor does not fit the algorithm, see `Predictor`."""
+        drawn = [name for name in algorithm.parts if algorithm.blocks[name].stochastic]
+        if not drawn or self.block not in (None, *drawn):
+            raise ValueError(
+                f"block {self.block!r} holds no Gaussian: of the parts {algorithm.parts} those that draw are {drawn}; name one of them, or "
+                "take LinearisedLaplace(), which makes a Gaussian of training data"
+            )
+        _check_drawn(self.link, algorithm)
+        _check_single(algorithm)
+
+    def __call__(self, algorithm: Any, given: Server, view: View, data: Batch) -> Fitted:
+        """Return one client's predictor, see `Predictor`."""
+        name = self.block or next(part for part in algorithm.parts if algorithm.blocks[part].stochastic)
+        curvature = Curvature(algorithm.network(view), algorithm.likelihood, pattern=algorithm.layout(name))
+        _, variance = algorithm.blocks[name].posterior.moments(view[name])
+        inverse = independent(curvature, 1 / variance.double(), torch.zeros_like(variance, dtype=torch.float64))
+        return _Linearised(self, algorithm, view, lambda value: inverse)
+
+    def stored(self, fitted: Fitted, value: float | None, *, limit: int) -> Tensors:
+        """Return nothing, since the belief is all, see `StoredPredictor`."""
+        return {}
+
+    def restored(self, algorithm: Any, view: View, tensors: Tensors) -> Fitted:
+        """Return one client's predictor, see `StoredPredictor`."""
+        return self(algorithm, {}, view, {})
+
+
+def _check_link(link: str, *, centre: bool) -> None:
+    instance("centre", centre, bool, "pass True or False")
+    if link not in (*LINKS, "draws"):
+        raise ValueError(f"link must be one of {(*LINKS, 'draws')}, got {link!r}")
+    if not centre and link != "per_class":
+        raise ValueError(f"centre=False changes nothing under link={link!r}; leave it out, or take link='per_class'")
+
+
+def _check_drawn(link: str, algorithm: Any) -> None:
+    if link == "draws" and not algorithm.draws:
+        raise ValueError("link='draws' needs a number of draws; give the method one, as draws=100, or take link='contrasts'")
+
+
+def _check_single(algorithm: Any) -> None:
+    if (copies := algorithm.copies(algorithm.parts)) is not None:
+        raise ValueError(f"a linearised network is one model, and parts {algorithm.parts} have {copies} copies; take Mixture() for these")
+
+
 class _Linearised:
     """One client's predictor by the linearised network, see `Fitted`.
 
@@ -159,7 +231,9 @@ class _Linearised:
         inverse: Function from the prior precision that is tuned, or None, to the covariance of the weights.
     """
 
-    def __init__(self, rule: LinearisedLaplace, algorithm: Any, view: View, inverse: Callable[[float | None], Any]) -> None:
+    def __init__(
+        self, rule: LinearisedLaplace | LinearisedBelief, algorithm: Any, view: View, inverse: Callable[[float | None], Any]
+    ) -> None:
         self._rule, self._algorithm, self._view, self.inverse = rule, algorithm, view, inverse
 
     def __call__(self, x: Tensor, *, value: float | None = None, noise: Tensor | None = None, plain: bool = False) -> Tensors:

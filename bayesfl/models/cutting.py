@@ -24,6 +24,11 @@ class SplitModel(nn.Module):
         return self.head(self.body(x))
 
 
+def has_body(module: nn.Module) -> bool:
+    """Say whether any parameter named `body.*` is trained; if not, the model is all head, as for logistic regression."""
+    return any(name.startswith("body.") for name, p in module.named_parameters() if p.requires_grad)
+
+
 def split(module: nn.Module, *, head: str = "fc", example: Tensor | None = None) -> SplitModel:
     """Cut any module whose last step is the submodule `head` into a body and that head; the module itself is not changed.
 

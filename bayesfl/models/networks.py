@@ -61,7 +61,7 @@ def mlp(
     Args:
         inputs: Number of features, or the shape of one example, which is flattened.
         outputs: Number of outputs.
-        hidden: Width of the hidden layer, or of each of several.
+        hidden: Width of the hidden layer, or of each of several; () for none: a linear model that is all head, as for logistic regression.
         start: Rule by which weights are drawn: `torch` for torch's default, or `xavier`, uniformly by Glorot and Bengio's rule with biases
             of 0.
         head_scale: Draw the head's weights and biases from N(0, head_scale^2) instead; None not to.
@@ -73,13 +73,14 @@ def mlp(
     shape = _shape(inputs, outputs)
     if start not in ("torch", "xavier"):
         raise ValueError(f"start must be 'torch' or 'xavier', got {start!r}")
-    widths = _sizes("hidden", hidden, "one width or several, each a whole number of at least 1, since the head alone would leave no body")
+    what = "one width, several, or () for none, each a whole number of at least 1"
+    widths = () if isinstance(hidden, tuple | list) and not hidden else _sizes("hidden", hidden, what)
 
     def make() -> SplitModel:
         layers: list[nn.Module] = [nn.Flatten()] if len(shape) > 1 else []
         for before, after in zip((math.prod(shape), *widths), widths, strict=False):
             layers += [nn.Linear(before, after), nn.ReLU()]
-        made = SplitModel(nn.Sequential(*layers), nn.Linear(widths[-1], outputs))
+        made = SplitModel(nn.Sequential(*layers), nn.Linear((math.prod(shape), *widths)[-1], outputs))
         for layer in made.modules() if start == "xavier" else ():
             if isinstance(layer, nn.Linear):
                 nn.init.xavier_uniform_(layer.weight)

@@ -10,7 +10,7 @@ from bayesfl.data import FederatedData
 from bayesfl.likelihoods import Gaussian
 from bayesfl.models import SplitModel
 from tests.algorithms.made import COUNTS, DIM, moments
-from tests.cases import run
+from tests.cases import federation, run
 
 
 def linear(head: Tensor | None = None) -> SplitModel:
@@ -65,3 +65,15 @@ def test_a_tie_under_which_steps_diverge_is_refused():
         bf.algorithms.pfedmap(model, precision=3800.0)
     bf.algorithms.pfedmap(model, precision=3799.0)
     bf.algorithms.pfedmap(model, precision=3800.0, head_lr=9e-4)
+
+
+def test_a_model_that_is_all_head():
+    """The heads move as those of a model whose body is the identity, held still; nothing of a body is sent."""
+    data, flat = federation(), bf.models.mlp(8, hidden=(), outputs=3, seed=1)
+    still = SplitModel(nn.Linear(8, 8, bias=False), flat.head)
+    with torch.no_grad():
+        still.get_parameter("body.weight").copy_(torch.eye(8))
+    alone = run(bf.algorithms.pfedmap(flat, head_epochs=4), data, rounds=2)
+    held = run(bf.algorithms.pfedmap(still, head_epochs=4, body_lr=0.0), data, rounds=2)
+    assert list(alone.server) == ["head"]
+    assert_close(alone.private["head"]["loc"], held.private["head"]["loc"], atol=1e-12, rtol=0)

@@ -285,3 +285,14 @@ def test_the_floor_is_where_steps_to_the_centre_diverge():
 def test_options_that_do_not_fit(options: dict[str, Any], words: str):
     with pytest.raises(ValueError, match=words):
         bf.algorithms.pfedvem(bf.models.mlp(8, hidden=4, outputs=3), **options)
+
+
+def test_a_hierarchical_logistic_regression(clients: FederatedData):
+    """A model that is all head: with exact E steps the same bound is climbed as with a body that is held; no body is sent."""
+    flat = bf.models.mlp(DIM, hidden=(), outputs=1)
+    method = bf.algorithms.pfedvem(flat, likelihood=Gaussian(NOISE), head_epochs=3)
+    assert list(method.blocks) == list(method.parts) == ["head"]
+    assert len(method.phases) == 2
+    result = run(method, clients, rounds=2)
+    assert "body" not in result.server
+    assert_close(result.client(1).predict(torch.zeros(1, DIM)).mean, result.client(1).model()(torch.zeros(1, DIM).double()).detach())

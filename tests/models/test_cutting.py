@@ -6,6 +6,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from bayesfl import models
+from bayesfl.models.cutting import has_body
 
 
 class Pretrained(nn.Module):
@@ -73,3 +74,12 @@ def test_a_step_after_the_head_is_seen_without_an_example():
     models.split(Pretrained(), head="conv")
     with pytest.raises(ValueError, match="'conv' is not the last step"):
         models.split(Pretrained(), head="conv", example=torch.randn(3, 1, 8, 8))
+
+
+def test_whether_there_is_a_body_to_train():
+    """A model without hidden layers has none, nor one whose body is frozen."""
+    model = models.mlp(4, outputs=2, hidden=3)
+    assert has_body(model)
+    assert not has_body(models.mlp(4, outputs=2, hidden=()))
+    model.get_submodule("body").requires_grad_(False)
+    assert not has_body(model)

@@ -117,7 +117,6 @@ def test_the_cifar100_network_pools_with_padding():
         (lambda: models.mlp((1, 28.5), outputs=3), r"inputs .*got \(1, 28.5\)"),  # pyright: ignore[reportArgumentType]
         (lambda: models.mlp(4, outputs=0), r"outputs .*1.* got 0"),
         (lambda: models.mlp(4, outputs=2.5), r"outputs .*got 2.5"),  # pyright: ignore[reportArgumentType]
-        (lambda: models.mlp(4, outputs=2, hidden=()), "hidden must be"),
         (lambda: models.mlp(4, outputs=2, hidden=(3, 0)), "hidden must be"),
         (lambda: models.mlp(4, outputs=2, hidden="100"), r"hidden .*got '100'"),  # pyright: ignore[reportArgumentType]
         (lambda: models.mlp(4, outputs=2, hidden=10.5), r"hidden .*got 10.5"),  # pyright: ignore[reportArgumentType]
@@ -175,3 +174,11 @@ def test_the_leaky_network_takes_any_size(depth, side):
     model = models.leaky_cnn((depth, side, side + 3), outputs=4)
     assert model(torch.randn(2, depth, side, side + 3)).shape == (2, 4)
     assert {layer.negative_slope for layer in model.modules() if isinstance(layer, nn.LeakyReLU)} == {0.01}
+
+
+def test_a_linear_model_is_all_head():
+    """Without hidden layers, for features and for images."""
+    plain, image = models.mlp(4, outputs=3, hidden=()), models.mlp((1, 2, 2), outputs=3, hidden=())
+    for model, x in ((plain, torch.randn(5, 4)), (image, torch.randn(5, 1, 2, 2))):
+        assert [name for name, _ in model.named_parameters()] == ["head.weight", "head.bias"]
+        assert_close(model(x), x.flatten(1) @ model.get_parameter("head.weight").T + model.get_parameter("head.bias"))

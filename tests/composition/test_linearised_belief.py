@@ -1,0 +1,70 @@
+"""Predictions by the Gaussian that a block holds, linearised around its mean."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+import bayesfl as bf
+from bayesfl.composition.block import Block
+from bayesfl.composition.predictors import LinearisedBelief
+from bayesfl.composition.priors import Normal, server_mean
+from bayesfl.data import FederatedData
+from bayesfl.posteriors import MeanField
+from bayesfl.posteriors.linearised import predictive
+
+
+def diffuse(model: nn.Module, scale: float = 0.2, **options: Any) -> bf.Algorithm:
+    """FedAvg whose clients hold a Gaussian on all weights."""
+    prior = Normal(centre=server_mean("w"), variance=lambda given, view: torch.ones_like(view["n"])[..., None])
+    block = Block(posterior=MeanField(init_scale=scale), prior=prior, keep=True)
+    plain = bf.algorithms.fedavg(model, epochs=2, lr=0.01)
+    phases = (replace(plain.phases[0], energy=replace(plain.phases[0].energy, parts=("w",))),)
+    return replace(plain, blocks={"w": block}, phases=phases, parts=("w",), **options)
+
+
+def test_predictions_by_the_belief_that_a_block_holds(clients: FederatedData, model: nn.Module, tmp_path: Any):
+    """J diag(var) J' by autograd, row by row, under the link; from a file, the same bits."""
+    method = diffuse(model, predictor=LinearisedBelief())
+    result = bf.simulate(method, clients, rounds=2, dtype=torch.float64, progress=False, evaluate_every=None)
+    assert result.tuned is None
+    found = result.predict().client(1)
+    loc, variance = method.blocks["w"].posterior.moments({key: t[1] for key, t in result.private["w"].items()})
+    x = clients.test.client(1)[0].double()
+
+    def outputs(vector: Tensor) -> Tensor:
+        return method.outputs(method.layout("w").leaves(vector), x)
+
+    mean = outputs(loc)
+    jacobian = torch.func.jacrev(outputs)(loc)
+    covariance = torch.einsum("nod,d,npd->nop", jacobian, variance, jacobian)
+    expected = predictive(method.likelihood, mean, covariance)
+    assert_close(found.probs, expected["probs"], atol=1e-9, rtol=0)
+    assert_close(found.epistemic, expected["epistemic"], atol=1e-9, rtol=0)
+    result.client(1).save(tmp_path)
+    assert torch.equal(bf.load_client(tmp_path, method).predict(x).probs, result.client(1).predict(x).probs)
+
+
+def test_a_wide_belief_is_linearised_better_than_drawn(clients: FederatedData, model: nn.Module):
+    """Raw draws of all weights leave the region in which the network was trained; the Gaussian's own mean and contrasts stay there."""
+    plain = diffuse(model, scale=1.5)
+    result = bf.simulate(replace(plain, predictor=LinearisedBelief()), clients, rounds=2, dtype=torch.float64, progress=False)
+    drawn = replace(result, algorithm=plain).predict(draws=50)
+    own = result.predict()
+    assert torch.equal(own.probs.argmax(-1)[own.mask], result.predict(draws=0).probs.argmax(-1)[own.mask])
+    assert not torch.equal(drawn.probs.argmax(-1)[own.mask], own.probs.argmax(-1)[own.mask])
+
+
+def test_blocks_without_a_gaussian(model: nn.Module):
+    """Points, parts that are none, mixtures, and draws without a number."""
+    with pytest.raises(ValueError, match=r"block None .*draw are \[\].*LinearisedLaplace"):
+        replace(bf.algorithms.fedavg(model), predictor=LinearisedBelief())
+    with pytest.raises(ValueError, match=r"block 'body' .*\['head'\]"):
+        replace(bf.algorithms.pfedvem(model), predictor=LinearisedBelief("body"))
+    with pytest.raises(ValueError, match=r"link='draws' .*draws=100"):
+        replace(bf.algorithms.pfedvem(model), predictor=LinearisedBelief(link="draws"))
+    with pytest.raises(ValueError, match=r"centre=False"):
+        LinearisedBelief(centre=False)
