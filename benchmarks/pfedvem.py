@@ -1,6 +1,6 @@
 """Does pFedVEM fall when it trains for long, and do held scales mend it? Ten clients of five classes, 800 rounds.
 
-    python benchmarks/pfedvem.py [--quick] [--part {chosen,table}] [--datasets ...] [--seeds ...]
+    python benchmarks/pfedvem.py [--quick] [--part {chosen,cells}] [--datasets ...] [--seeds ...]
 
 The partition is that of FedSI's small tables: 50 training and 950 test images of each of a client's classes. Everybody trains and is
 gathered. At each milestone the table has a client's accuracy before pooling (its own head and its own body, as the authors report it) and
@@ -73,13 +73,13 @@ def main() -> None:
     """Runs the cells that are missing, writing each as it is done."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a few rounds on digits: shows that it runs; nothing is written")
-    parser.add_argument("--part", choices=["chosen", "table"], default="table")
+    parser.add_argument("--part", choices=["chosen", "cells"], default="cells")
     parser.add_argument("--datasets", nargs="+", choices=["mnist", "fashion-mnist"], default=["mnist", "fashion-mnist"])
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
     parser.add_argument("--seeds", nargs="+", type=int, default=None, help="default: 0 1 2 for the table, 10 11 12 for the choice")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    saved: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() and not arguments.quick else {"chosen": {}, "table": {}}
+    saved: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() and not arguments.quick else {"chosen": {}, "cells": {}}
     chosen = arguments.part == "chosen"
     rounds = (2, 4) if arguments.quick else (100, 200) if chosen else MILESTONES
     entries = {str(width): width for width in WIDTHS} if chosen else {name: None for name in arguments.methods}
