@@ -2,7 +2,7 @@
 
 What is implemented comes from the compositions themselves, the demo's table from benchmarks/results/demo.json (`make demo` writes it to
 runs/demo/table.json), speed from benchmarks/results/engines.json (`make benchmarks`), rules of subnetworks from
-benchmarks/results/selection.json (python benchmarks/selection.py), noise from benchmarks/results/privacy.json, papers' tables from
+benchmarks/results/selection.json (python benchmarks/selection.py), pFedVEM over many rounds from benchmarks/results/pfedvem.json, noise from benchmarks/results/privacy.json, papers' tables from
 benchmarks/results/papers.
 """
 
@@ -358,6 +358,29 @@ def privacy() -> str:
     return f"{report.table(saved['rows'], columns=columns, style='markdown')}\n\n{made(saved)}"
 
 
+def pfedvem() -> str:
+    """Return accuracy before and after pooling and NLL of pFedVEM and its kin at each milestone, means and standard errors over seeds."""
+    saved = json.loads((RESULTS / "pfedvem.json").read_text())
+    rows: dict[str, dict[str, list[float]]] = {}
+    for key, cell in saved["cells"].items():
+        dataset, method, _ = key.split("/")
+        for round, found in cell["milestones"].items():
+            row = rows.setdefault(f"{method}, round {round}", {})
+            for name in ("before_accuracy", "accuracy", "nll", "nll_drawn", "rho", "width", "distance"):
+                if dataset == "mnist" and name in found:
+                    row.setdefault(name, []).append(found[name])
+    columns = [
+        report.Column("before_accuracy", title="before pooling", better="higher"),
+        report.Column("accuracy", title="after", better="higher"),
+        report.Column("nll", title="NLL (nats)", better="lower"),
+        report.Column("nll_drawn", title="by 20 draws", better="lower"),
+        report.Column("rho", title="rho"),
+        report.Column("width", title="width"),
+        report.Column("distance", title="distance"),
+    ]
+    return report.table(rows, columns=columns, style="markdown") + "\n\n" + made(next(iter(saved["cells"].values())) | saved)
+
+
 def ruled(heads: list[str], lines: list[list[str]]) -> str:
     """A table of texts."""
     return "\n".join("| " + " | ".join(line) + " |" for line in (heads, ["---"] * len(heads), *lines))
@@ -557,6 +580,7 @@ PAGES = {
     ROOT / "docs" / "methods.md": (implemented,),
     ROOT / "docs" / "api" / "names.md": (names,),
     ROOT / "docs" / "selection.md": (selection,),
+    ROOT / "docs" / "derivations" / "pfedvem.md": (pfedvem,),
     ROOT / "docs" / "privacy.md": (privacy,),
     ROOT / "docs" / "speed.md": (engines, curvature, fedsi_round, programs),
     ROOT / "docs" / "papers" / "fedsi.md": (fedsi,),
