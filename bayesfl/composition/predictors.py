@@ -13,6 +13,7 @@ from bayesfl.base.checks import instance, number, whole
 from bayesfl.base.protocols import Batch, Fitted, Server, Tensors, View
 from bayesfl.curvature import Curvature, Inverse
 from bayesfl.curvature.covariance import Covariance
+from bayesfl.curvature.roots import check_known
 from bayesfl.likelihoods import Categorical, Gaussian
 from bayesfl.posteriors import prior_precision as precision
 from bayesfl.posteriors.laplace import Laplace, Structure
@@ -69,11 +70,12 @@ class LinearisedLaplace:
         instance("centre", self.centre, bool, "pass True or False")
 
     def check(self, algorithm: Any) -> None:
-        """Raise ValueError if the predictor does not fit the algorithm, see `Predictor`."""
+        """Raise ValueError, or TypeError for a likelihood of unknown curvature, if the predictor does not fit the algorithm."""
         if self.block is not None and self.block not in algorithm.parts:
             raise ValueError(
                 f"block {self.block!r} is none of the predictor's parts {algorithm.parts}; name one of them, or None for the first"
             )
+        check_known(algorithm.likelihood)
         if isinstance(algorithm.likelihood, Categorical) and not algorithm.likelihood.plain:
             raise ValueError(f"{algorithm.likelihood} is a training loss, of which no Laplace approximation is made; take Categorical()")
         if (copies := algorithm.copies(algorithm.parts)) is not None:
