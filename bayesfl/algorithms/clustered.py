@@ -54,10 +54,11 @@ def clustered(
 ) -> Algorithm:
     """Federate `model` by clustered FL: FedAvg within clusters of clients; a cluster splits where its clients' updates disagree.
 
-    The server holds `models` [clusters, D], each client's `cluster` [J] (-1 before the first round), the first round's `unit` |u|, and
+    The server holds `models` [clusters, D], each client's `cluster` [J] (-1 before its first round), the first round's `unit` |u|, and
     `norms` [clusters, 2], |u| and max |u_j| of the last round in this unit, which tell how close a cluster is to a split. It sends a client
     its cluster's model. A cluster splits only in a round in which all of its clients take part, so let every client take part in each
-    round. A client never seen receives all models and predicts by the one that fits its training data best, as in `ifca`.
+    round. A client never seen receives all models and takes the one that fits its training data best, as in `ifca`: to predict and, where
+    it joins in training, as its cluster.
 
     Args:
         model: Any module.
@@ -93,19 +94,26 @@ def clustered(
 
     def address(server: Server, ids: Tensor) -> View:
         models, cluster = server["models"], server["cluster"][ids]
+        own = {"w": {"loc": models[cluster.clamp_min(0)]}}
         if len(models) > 1 and bool((cluster < 0).any()):  # newcomers choose among all of them
-            return {"models": models.expand(len(ids), *models.shape)}
-        return {"w": {"loc": models[cluster.clamp_min(0)]}}
+            return own | {"models": models.expand(len(ids), *models.shape), "known": cluster}
+        return own
 
     def choose(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
         if "models" not in view:
             return view
         layout = algorithm.layout("w")
         total = torch.stack([(algorithm.losses(layout.leaves(loc), data) * data["weight"]).sum(-1) for loc in view["models"]])
-        return view | {"w": {"loc": view["models"][total.argmin()]}}
+        chosen = torch.where(view["known"] < 0, total.argmin(), view["known"])
+        return view | {"w": {"loc": view["models"].index_select(0, chosen.view(1)).squeeze(0)}, "joined": chosen}
 
     def combine(server: Server, ids: Tensor, uplink: Uplink) -> Server:
-        cluster, models = server["cluster"].clamp_min(0), list(server["models"].double())
+        models = list(server["models"].double())
+        cluster = server["cluster"]
+        if len(models) == 1:
+            cluster = cluster.clamp_min(0)
+        elif len(new := (cluster[ids] < 0).nonzero().flatten()):
+            cluster = cluster.index_copy(0, ids[new], uplink["joined"][new])
         updates = uplink["w"]["loc"].double() - torch.stack(models)[cluster[ids]]
         counts = counted(weight, server, uplink, "w")
 
@@ -133,7 +141,7 @@ def clustered(
             models[c] = centre + mean(places)
         loc, made = server["w"]["loc"], torch.stack(models)
         return {
-            "w": {"loc": made[member].mean(0).to(loc)},
+            "w": {"loc": made[member[member >= 0]].mean(0).to(loc)},
             "models": made.to(loc),
             "cluster": member,
             "unit": unit.to(loc),
@@ -142,8 +150,17 @@ def clustered(
 
     options = {"epochs": epochs, "batch_size": batch_size, "lr": lr, "momentum": momentum, "weight_decay": weight_decay}
     plain = fedavg(model, **options, likelihood=likelihood)
-    finetune = (Once(choose, data=True),)
-    return replace(plain, blocks={"w": Block(pool=Stack())}, server=server, address=address, combine=combine, finetune=finetune)
+    choice = (Once(choose, data=True),)
+    return replace(
+        plain,
+        blocks={"w": Block(pool=Stack())},
+        phases=choice + plain.phases,
+        server=server,
+        address=address,
+        reports={"joined": torch.tensor(0)},
+        combine=combine,
+        finetune=choice,
+    )
 
 
 def bipartition(updates: Tensor) -> Tensor:

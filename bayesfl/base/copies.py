@@ -24,6 +24,7 @@ class _Mark(NamedTuple):
     sample: Tensor
 
     def same(self, other: "_Mark") -> bool:
+        """Say whether nothing was changed, not even to the same number."""
         return self.version == other.version and torch.equal(self.sample, other.sample)
 
 
@@ -117,7 +118,9 @@ def check_original(made: nn.Module) -> None:
                 f"{names[:3]} of the model {type(module).__name__} were {how} after the method was made, which trains a copy made before; "
                 "make the method anew, or make it of a copy: copy.deepcopy(model)"
             )
-    if changed := [name for name, mark in now.items() if name not in origin.frozen and not mark.same(origin.marks[name])]:
+    if changed := [
+        name for name, mark in now.items() if name not in origin.frozen and not torch.equal(mark.sample, origin.marks[name].sample)
+    ]:
         warnings.warn(
             f"{changed[:3]} of the model {type(module).__name__} have changed since the method was made, which begins with the numbers "
             "they had then; make the method anew to begin with the present ones",

@@ -126,7 +126,7 @@ class Descend:
         drawn = [name for name in self.energy.parts if algorithm.blocks[name].stochastic or algorithm.blocks[name].copies]
         if self.energy.penalty is not None and drawn:
             raise ValueError(f"a penalty is defined for one model at its weights, but blocks {drawn} draw or have copies; use Point blocks")
-        pulled = [name for name in self.blocks if not isinstance(algorithm.blocks[name].prior, Flat)]
+        pulled = [name for name in self.blocks if type(algorithm.blocks[name].prior) is not Flat]
         predicts = {name for part in algorithm.parts for name in algorithm.layout(part).names}
         if left := sorted(predicts - {name for part in self.energy.parts for name in algorithm.layout(part).names}):
             raise ValueError(

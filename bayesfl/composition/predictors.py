@@ -15,6 +15,7 @@ from bayesfl.composition.priors import Parameter
 from bayesfl.curvature import Curvature, Inverse
 from bayesfl.curvature.covariance import Covariance
 from bayesfl.curvature.dual import independent
+from bayesfl.curvature.roots import check_known
 from bayesfl.likelihoods import Categorical, Gaussian
 from bayesfl.posteriors import prior_precision as precision
 from bayesfl.posteriors.laplace import Laplace, Structure
@@ -80,15 +81,14 @@ class LinearisedLaplace:
         _check_link(self.link, centre=self.centre)
 
     def check(self, algorithm: Any) -> None:
-        """Raise ValueError if the predictor does not fit the algorithm, see `Predictor`."""
+        """Raise ValueError, or TypeError for a likelihood of unknown curvature, if the predictor does not fit the algorithm."""
         if self.block is not None and self.block not in algorithm.parts:
             raise ValueError(
                 f"block {self.block!r} is none of the predictor's parts {algorithm.parts}; name one of them, or None for the first"
             )
-        _check_drawn(self.link, algorithm)
+        _check_linearised(self, algorithm)
         if isinstance(algorithm.likelihood, Categorical) and not algorithm.likelihood.plain:
             raise ValueError(f"{algorithm.likelihood} is a training loss, of which no Laplace approximation is made; take Categorical()")
-        _check_single(algorithm)
 
     @property
     def grid(self) -> tuple[float, ...]:
@@ -176,15 +176,14 @@ class LinearisedBelief:
         _check_link(self.link, centre=self.centre)
 
     def check(self, algorithm: Any) -> None:
-        """Raise ValueError if the predictor does not fit the algorithm, see `Predictor`."""
+        """Raise ValueError, or TypeError for a likelihood of unknown curvature, if the predictor does not fit the algorithm."""
         drawn = [name for name in algorithm.parts if algorithm.blocks[name].stochastic]
         if not drawn or self.block not in (None, *drawn):
             raise ValueError(
                 f"block {self.block!r} holds no Gaussian: of the parts {algorithm.parts} those that draw are {drawn}; name one of them, or "
                 "take LinearisedLaplace(), which makes a Gaussian of training data"
             )
-        _check_drawn(self.link, algorithm)
-        _check_single(algorithm)
+        _check_linearised(self, algorithm)
 
     def __call__(self, algorithm: Any, given: Server, view: View, data: Batch) -> Fitted:
         """Return one client's predictor, see `Predictor`."""
@@ -211,12 +210,11 @@ def _check_link(link: str, *, centre: bool) -> None:
         raise ValueError(f"centre=False changes nothing under link={link!r}; leave it out, or take link='per_class'")
 
 
-def _check_drawn(link: str, algorithm: Any) -> None:
-    if link == "draws" and not algorithm.draws:
+def _check_linearised(rule: "LinearisedLaplace | LinearisedBelief", algorithm: Any) -> None:
+    """Check that an algorithm is of one model and of a known likelihood, and has a number of draws where the rule draws."""
+    check_known(algorithm.likelihood)
+    if rule.link == "draws" and not algorithm.draws:
         raise ValueError("link='draws' needs a number of draws; give the method one, as draws=100, or take link='contrasts'")
-
-
-def _check_single(algorithm: Any) -> None:
     if (copies := algorithm.copies(algorithm.parts)) is not None:
         raise ValueError(f"a linearised network is one model, and parts {algorithm.parts} have {copies} copies; take Mixture() for these")
 

@@ -7,6 +7,23 @@ from bayesfl.base.protocols import Likelihood
 from bayesfl.likelihoods import Bernoulli, Categorical, Gaussian
 
 
+def check_known(likelihood: Likelihood) -> None:
+    """Check that a likelihood is one whose curvature and predictive distribution are known here, and overrides neither.
+
+    Raises:
+        TypeError: It is another one, or a subclass with a distribution of its own.
+    """
+    for kind in (Categorical, Bernoulli, Gaussian):
+        if isinstance(likelihood, kind):
+            if changed := [name for name in ("nll", "predictive") if getattr(type(likelihood), name) is not getattr(kind, name)]:
+                raise TypeError(
+                    f"the curvature of {type(likelihood).__name__}, which overrides {changed} of {kind.__name__}, is not known; take "
+                    f"{kind.__name__} itself, or predictions without a Laplace approximation"
+                )
+            return
+    raise TypeError(f"the curvature of {type(likelihood).__name__} is not known; there are Categorical, Bernoulli and Gaussian")
+
+
 def root(likelihood: Likelihood, outputs: Tensor) -> Tensor:
     """Compute a factor R of the curvature of the loss in the network's outputs: R R' is the Hessian of the negative log likelihood.
 
@@ -19,12 +36,13 @@ def root(likelihood: Likelihood, outputs: Tensor) -> Tensor:
     It contains no subtraction, so it stays exact where p is nearly one-hot.
 
     Raises:
-        TypeError: The curvature of `likelihood` is not known here.
+        TypeError: The curvature of `likelihood` is not known here, see `check_known`.
 
     References:
         Tanabe, Sagae, "An exact Cholesky decomposition and the generalized inverse of the variance-covariance matrix of the
         multinomial distribution, with applications", JRSS B 54(1), 1992.
     """
+    check_known(likelihood)
     outputs = outputs.double()
     if isinstance(likelihood, Categorical):
         probs = outputs.softmax(-1)
@@ -36,10 +54,9 @@ def root(likelihood: Likelihood, outputs: Tensor) -> Tensor:
         return (one - ratios.tril(-1)) * scale[..., None, :]
     if isinstance(likelihood, Bernoulli):
         return (outputs.sigmoid() * (-outputs).sigmoid()).sqrt().unsqueeze(-1)
-    if isinstance(likelihood, Gaussian):
-        one = torch.eye(outputs.shape[-1], dtype=outputs.dtype, device=outputs.device)
-        return (one / likelihood.scale).expand(*outputs.shape, -1)
-    raise TypeError(f"the curvature of {type(likelihood).__name__} is not known; there are Categorical, Bernoulli and Gaussian")
+    assert isinstance(likelihood, Gaussian)
+    one = torch.eye(outputs.shape[-1], dtype=outputs.dtype, device=outputs.device)
+    return (one / likelihood.scale).expand(*outputs.shape, -1)
 
 
 def basis(outputs: int, centre: bool) -> Tensor:

@@ -37,6 +37,8 @@ def to_tensor(values: Any, name: str) -> Tensor:
     if isinstance(values, Tensor):
         tensor = values.detach().cpu()
     else:
+        if np.ma.is_masked(values):
+            raise ValueError(f"{name} has masked values, below which there may be any numbers; fill them in, as values.filled(...) does")
         try:
             array = np.asarray(values)
             if (

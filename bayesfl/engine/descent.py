@@ -304,8 +304,9 @@ class _Beliefs(_Vectors):
     def slopes(self) -> list[Tensor]:
         """Return the energy's slopes at the belief's tensors, through the draw and through the KL."""
         divergence = self._weight * self._algorithm.divergence(self._name, self._live, self._given, self._front)
-        ends = [self._slope, torch.ones_like(divergence)]
-        return list(torch.autograd.grad([self._drawn, divergence], list(self._live.values()), ends))
+        ends = [(self._drawn, self._slope), (divergence, torch.ones_like(divergence))]
+        outputs, slopes = zip(*[pair for pair in ends if pair[0].requires_grad], strict=True)
+        return list(torch.autograd.grad(outputs, list(self._live.values()), slopes))
 
 
 def _trained(algorithm: Algorithm, phase: Descend, name: str, given: Server, views: View) -> _Points | _Beliefs:

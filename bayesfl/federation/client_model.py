@@ -1,6 +1,5 @@
 """One client's own model after training: its predictions for new rows, as a module, and in a file, without data or server."""
 
-import copy
 import os
 import re
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._pytree import tree_map
 
 from bayesfl.base.checks import instance, number, whole
@@ -20,7 +19,6 @@ from bayesfl.base.files import folder
 from bayesfl.base.protocols import Batch, Fitted, Server, StoredPredictor, Tensors, View
 from bayesfl.base.trees import shapes
 from bayesfl.composition.algorithm import Algorithm
-from bayesfl.composition.predictors import Mixture
 from bayesfl.data import FederatedData
 from bayesfl.data.arrays import to_tensor
 from bayesfl.data.frames import names_of, same_columns
@@ -30,6 +28,7 @@ from bayesfl.federation import checkpoint, predict
 from bayesfl.federation.client import State, private_rows
 from bayesfl.federation.errors import CheckpointError
 from bayesfl.federation.identity import check_method, identity
+from bayesfl.federation.modules import module_at
 from bayesfl.federation.settings import DTYPES, METHOD, name_of, present
 
 FILE = "client.safetensors"
@@ -216,53 +215,6 @@ class ClientModel:
                 "bayesfl.base.protocols.StoredPredictor, or pass plug_in=True to store the means alone"
             )
         return rule.stored(self.predictor, self.value, limit=LIMIT)
-
-
-def module_at(algorithm: Algorithm, parts: tuple[str, ...], view: View) -> nn.Module:
-    """Return the method's network at the means of some beliefs, as a module of its own in evaluation mode; frozen parameters stay so.
-
-    Of blocks with copies it is the copy that alone has weight in the view's mixture.
-
-    Args:
-        algorithm: The method.
-        parts: Names of the blocks that make the network.
-        view: Beliefs about these blocks [...], "n", and what the method's predictor reads.
-
-    Raises:
-        ValueError: Several copies of a block predict together.
-    """
-    if (copies := algorithm.copies(parts)) is not None:
-        rule = algorithm.predictor
-        weighted = view[rule.weights].nonzero().flatten().tolist() if isinstance(rule, Mixture) else range(copies)
-        if len(weighted) != 1:
-            raise ValueError(
-                f"there is no single network: {len(weighted)} of {copies} copies predict together; use predict(x), which mixes them"
-            )
-        view = view | {part: tree_map(lambda t: t[weighted[0]], view[part]) for part in parts if algorithm.blocks[part].copies}
-    refuse_changed(algorithm.model)
-    network = copy.deepcopy(algorithm.network(view, parts))
-    for part in parts:
-        for name in algorithm.layout(part).names:
-            network.get_parameter(name).requires_grad_(True)
-    return network.eval()
-
-
-def server_module(algorithm: Algorithm, server: Server, like: Tensor) -> nn.Module:
-    """Return the server's network at the means of its beliefs, as a module of its own in evaluation mode.
-
-    Args:
-        algorithm: The method.
-        server: The server's state.
-        like: A number in the precision and on the device of the state.
-
-    Raises:
-        ValueError: The server holds no whole network, or several.
-    """
-    if (parts := algorithm.shared_parts()) is None:
-        private = [name for name in algorithm.parts if algorithm.blocks[name].private]
-        what = f"blocks {private} stay with the clients" if private else "the clients' networks are mixtures of several"
-        raise ValueError(f"the server holds no whole network: {what}; take a client's own, result.client(name).model()")
-    return module_at(algorithm, parts, {name: algorithm.centre(name, server) for name in parts} | {"n": like})
 
 
 def of_client(

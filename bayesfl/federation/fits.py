@@ -83,7 +83,7 @@ def check(algorithm: Algorithm, data: FederatedData) -> None:
 
 
 def lost(algorithm: Algorithm) -> list[str]:
-    """Name what a method learns in vain, or not at all: trained tensors that nobody keeps, parts of the predictor that nothing trains."""
+    """Name what a method learns in vain: trained tensors that nobody keeps; or that it learns nothing."""
     if not algorithm.phases:
         return ["the method has no phases, so that nothing is trained"]
     told = []

@@ -26,8 +26,9 @@ from bayesfl.evaluation.history import History
 from bayesfl.evaluation.predictions import Predictions
 from bayesfl.federation import checkpoint, predict
 from bayesfl.federation.client import Local, State, private_rows
-from bayesfl.federation.client_model import ClientModel, check_file_names, needs_data, of_client, server_module
+from bayesfl.federation.client_model import ClientModel, check_file_names, needs_data, of_client
 from bayesfl.federation.identity import identity
+from bayesfl.federation.modules import server_module
 from bayesfl.federation.settings import FEDERATION, Settings, name_of, same_problem
 from bayesfl.optim import rate_at
 
@@ -270,7 +271,7 @@ class Result:
         Raises:
             ValueError: The server holds no whole network, or several.
         """
-        return server_module(self.algorithm, self.server, torch.ones((), dtype=self.dtype, device=self.device))
+        return server_module(self.algorithm, self.server, self.known.clients, torch.ones((), dtype=self.dtype, device=self.device))
 
     def to_arviz(self, client: int | str, block: str, *, draws: int = 1000) -> Any:
         """Draw from a client's posterior of a block, as ArviZ's InferenceData with one variable for each parameter, [chain, draw, ...].

@@ -16,8 +16,8 @@ from bayesfl.base.protocols import Server, View
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.evaluation.history import History
 from bayesfl.federation import checkpoint, warm
-from bayesfl.federation.client_model import server_module
 from bayesfl.federation.identity import check_method, check_network, identity
+from bayesfl.federation.modules import server_module
 from bayesfl.federation.saved import check_state, reloaded
 from bayesfl.federation.settings import DTYPES, METHOD, Settings, changed, name_of
 from bayesfl.flower.states import EXPERIMENT, SESSION, STATE
@@ -120,7 +120,7 @@ class Deployed:
         Raises:
             ValueError: The server holds no whole network, or several.
         """
-        return server_module(self.algorithm, self.server, torch.ones((), dtype=self.dtype))
+        return server_module(self.algorithm, self.server, self.clients, torch.ones((), dtype=self.dtype))
 
 
 def load(folder: str | os.PathLike[str], algorithm: Algorithm) -> Deployed:

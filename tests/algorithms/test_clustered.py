@@ -207,6 +207,31 @@ def test_a_new_client_takes_the_model_that_fits_it_best(planted: FederatedData):
     assert_close(mean.flatten(), planted.test.client(4)[0].double() @ result.server["models"][int(result.server["cluster"][6])])
 
 
+@pytest.mark.parametrize("chunk", [1, 3, 20])
+def test_a_new_client_joins_the_cluster_that_fits_it_best(planted: FederatedData, chunk: int):
+    """In a run that begins from another; the others train as they would without it, whoever shares their chunk."""
+    first = run(started(eps1=0.02, eps2=0.1, first_split=4), planted.select([j for j in range(planted.clients) if j != 5]), 60)
+    assert len(first.server["models"]) == 3
+    then: dict[str, Any] = {"seed": 1, "start": first, "progress": False, "evaluate_every": None, "dtype": torch.float64}
+    method, engine = first.algorithm, bf.Engine(chunk=chunk)
+    joined = bf.simulate(method, planted, rounds=1, engine=engine, **then)
+    of = {j: int(joined.server["cluster"][j]) for j in range(planted.clients)}
+    assert of[5] == next(of[j] for j in range(planted.clients) if j != 5 and OWNER[j] == OWNER[5])
+    alone = bf.simulate(method, first.data, rounds=1, engine=engine, **then)
+    untouched = [c for c in range(3) if c != of[5]]
+    assert_close(joined.server["models"][untouched], alone.server["models"][untouched], atol=1e-12, rtol=0)
+    few = bf.simulate(method, planted, rounds=1, participation=0.2, **then).server["cluster"]
+    assert few[5] in (-1, of[5])
+
+
+def test_clusters_have_no_model_in_common(planted: FederatedData):
+    """The mean over clusters is nobody's; before the first split there is one network for all."""
+    algorithm = started(eps1=0.02, eps2=0.1, first_split=4)
+    assert run(algorithm, planted, 2).model() is not None
+    with pytest.raises(ValueError, match=r"several networks.*result\.client\(name\)"):
+        run(algorithm, planted, 60).model()
+
+
 def test_two_groups_by_complete_linkage():
     """As by hand; the first one's group is not the new one; an update of length 0 is as far from one as from another."""
     rng = np.random.default_rng(0)

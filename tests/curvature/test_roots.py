@@ -2,8 +2,11 @@
 
 import pytest
 import torch
+from torch import Tensor
 from torch.testing import assert_close
 
+import bayesfl as bf
+from bayesfl.base.protocols import Tensors
 from bayesfl.curvature.roots import basis, root
 from bayesfl.likelihoods import Categorical
 from tests.curvature import brute
@@ -40,3 +43,24 @@ def test_basis():
         u = basis(5, centre)
         assert_close(u.T @ u, torch.eye(columns, dtype=torch.float64))
     assert_close(u @ u.T, torch.eye(5, dtype=torch.float64) - 0.2)
+
+
+class Colder(Categorical):
+    """A likelihood with a distribution of its own."""
+
+    def predictive(self, outputs: Tensor) -> Tensors:
+        return super().predictive(outputs / 4)
+
+
+class Named(Categorical):
+    """Nothing but another name."""
+
+
+def test_likelihoods_of_unknown_curvature():
+    """A subclass that overrides the loss or the predictive distribution is another likelihood; for Laplace it is refused at once."""
+    outputs = torch.zeros(2, 3)
+    assert_close(root(Named(), outputs), root(Categorical(), outputs))
+    with pytest.raises(TypeError, match=r"Colder, which overrides \['predictive'\] of Categorical"):
+        root(Colder(), outputs)
+    with pytest.raises(TypeError, match=r"Colder"):
+        bf.algorithms.fedsi(bf.models.mlp(4, outputs=3, hidden=3), likelihood=Colder())

@@ -321,3 +321,13 @@ def test_labels_that_are_no_classes_from_0(y: Any, words: str):
     with pytest.raises(ValueError, match=words):
         from_arrays(np.ones((4, 2)), y, client_ids=[0, 0, 1, 1])
     assert from_arrays(np.ones((4, 2)), [1, 2, 1, 2], client_ids=[0, 0, 1, 1], outputs=3).outputs == 3
+
+
+def test_masked_values_are_refused():
+    """Below the mask there may be any numbers, which would be taken for data; a mask of nothing is none."""
+    x, y = np.ma.masked_array(np.ones((6, 2)), mask=False), np.arange(6) % 2
+    assert from_arrays([x], [y], test_share=0).train.counts.sum() == 6
+    x[2, 1] = np.ma.masked
+    for given in (lambda: from_arrays([x], [y]), lambda: from_arrays([np.ones((6, 2))], [np.ma.masked_array(y, mask=y == 1)])):
+        with pytest.raises(ValueError, match=r"(x|y) of client 0 has masked values.*filled"):
+            given()

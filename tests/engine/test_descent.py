@@ -1,5 +1,6 @@
 """Gradient steps of a chunk: optimisers that persist, for clients that took different numbers of steps."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from bayesfl.base.protocols import Tensors
 from bayesfl.composition.block import Block
 from bayesfl.composition.energy import Energy
 from bayesfl.composition.phases import Descend
-from bayesfl.composition.priors import Normal, server_mean
+from bayesfl.composition.priors import Flat, Normal, server_mean
 from bayesfl.data import FederatedData
 from bayesfl.engine.plan import PhasePlan
 from bayesfl.optim import SGD, Adam
@@ -124,3 +125,19 @@ def test_a_penalty_that_mixes_clients_is_refused(model: nn.Module, clients: Fede
     algorithm = bf.Algorithm(model, {"w": Block()}, (Descend(energy),), parts=("w",))
     with pytest.raises(ValueError, match=r"penalty returns shape \[\] for .*\.sum\(-1\)"):
         run(algorithm, clients, kernel=kernel)
+
+
+@pytest.mark.parametrize("kernel", ["reference", "layers", "live"])
+def test_a_point_of_ones_own_needs_no_prior(model: nn.Module, clients: FederatedData, kernel: str):
+    """Its divergence has no slope; and `prox` solves no prior with an energy of its own, one that derives from Flat neither."""
+
+    class Lasso(Flat):
+        def energy(self, loc: Tensor, var: Tensor, given: Any, view: Any) -> Tensor:
+            return loc.abs().sum(-1)
+
+    step = Descend(Energy("w", ("w",), likelihood="mean"), optimiser=SGD(0.05))
+    method = bf.Algorithm(model, {"w": Block(posterior=Rounded())}, (step,), parts=("w",))
+    found, expected = (run(method, clients, kernel=one).server["w"]["loc"] for one in (kernel, "reference"))
+    assert_close(found, expected, atol=1e-12, rtol=0)
+    with pytest.raises(ValueError, match=r"prox .*\['w'\]"):
+        bf.Algorithm(model, {"w": Block(prior=Lasso())}, (replace(step, prox=True),), parts=("w",))
