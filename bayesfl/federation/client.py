@@ -132,7 +132,7 @@ class Local:
             place += by_chance(phase, algorithm)
             before = views
             if stage is Stage.TRAIN and stability.looked_at(round) and stability.watched(algorithm, phase):
-                self._look(phase, given, views, int(ids[0]), round)
+                self._look(phase, given, views, plan)
             views, new = self.engine.run(algorithm, phase, given, views, plan)
             info |= new
             seconds = {key: seconds.get(key, 0.0) + value for key, value in plan.seconds.items()}
@@ -149,11 +149,10 @@ class Local:
         algorithm.check_reported(started, views)
         return Done(ids, given, views, info, seconds, self._bytes(given, received.addressed, len(ids)), diverged)
 
-    def _look(self, phase: Any, given: Server, views: View, client: int, round: int) -> None:
+    def _look(self, phase: Any, given: Server, views: View, plan: PhasePlan) -> None:
         """Look at the chunk's first client, who has most examples, and warn if its steps on a head are unstable."""
-        view = tree_map(lambda t: t[0], views)
-        x, y = self.train.client(client)
-        stability.warn_if_unstable(self.algorithm, phase, given, view, {"x": x, "y": y}, called(client, self.names))
+        view, batch = (tree_map(lambda t: t[0], of) for of in (views, plan.batch(0, 1)))
+        stability.warn_if_unstable(self.algorithm, phase, given, view, batch, called(int(plan.ids[0]), self.names))
 
     def _bytes(self, given: Server, addressed: View, clients: int) -> int:
         """Return how many bytes the clients receive in a round; frozen blocks do not count, since clients have them from the start."""

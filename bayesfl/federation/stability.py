@@ -36,7 +36,7 @@ def looked_at(round: int) -> bool:
     return round & (round + 1) == 0
 
 
-def warn_if_unstable(algorithm: Algorithm, phase: Any, given: Server, view: View, data: Batch, who: str) -> None:
+def warn_if_unstable(algorithm: Algorithm, phase: Any, given: Server, view: View, batch: Batch, who: str) -> None:
     """Warn, with a rate that fits, if a phase's steps on a head are unstable at the client's weights; nothing for phases of another kind.
 
     Args:
@@ -44,7 +44,7 @@ def warn_if_unstable(algorithm: Algorithm, phase: Any, given: Server, view: View
         phase: A phase.
         given: What every client received this round.
         view: The client's view at the start of the phase.
-        data: The client's examples x and y.
+        batch: All of the client's examples.
         who: The client, for the message.
     """
     if not watched(algorithm, phase):
@@ -55,7 +55,7 @@ def warn_if_unstable(algorithm: Algorithm, phase: Any, given: Server, view: View
     assert is_normal(prior)
     precision = float((weight / prior.variance(given, view)).max())
     try:
-        curvature = float(scale * largest(algorithm, phase, given, view, data))
+        curvature = float(scale * largest(algorithm, phase, given, view, batch))
     except TypeError:  # a likelihood whose curvature is not known
         return
     assert isinstance(phase.optimiser, SGD)
@@ -87,7 +87,7 @@ def limit(curvature: float, precision: float, momentum: float, *, prox: bool) ->
     return 2 * (1 + momentum) / left if left > 0 else torch.inf
 
 
-def largest(algorithm: Algorithm, phase: Descend, given: Server, view: View, data: Batch) -> Tensor:
+def largest(algorithm: Algorithm, phase: Descend, given: Server, view: View, batch: Batch) -> Tensor:
     """Compute the largest eigenvalue of the curvature of a phase's weighted mean loss in its one block, at the means of all beliefs.
 
     Raises:
@@ -95,9 +95,9 @@ def largest(algorithm: Algorithm, phase: Descend, given: Server, view: View, dat
     """
     (name,) = phase.blocks
     layout, leaves = algorithm.layout(name), algorithm.leaves(phase.energy.parts, view)
-    features, outputs = algorithm.features(leaves, data["x"])
+    features, outputs = algorithm.features(leaves, batch["x"])
     factor = root(algorithm.likelihood, outputs).to(outputs)
-    shares = phase.energy.shares(given, view, {**data, "weight": torch.ones_like(outputs[:, 0])})
+    shares = phase.energy.shares(given, view, batch)
     constant = {leaf: t if leaf.startswith("body.") else torch.zeros_like(t) for leaf, t in leaves.items()}
     head = algorithm.module(outputs).get_submodule("head")
 

@@ -50,7 +50,7 @@ def test_the_curvature_is_that_of_the_heads_matrix(clients: FederatedData, scale
     model = bf.models.mlp(8, hidden=6, outputs=3, seed=3)
     algorithm = bf.algorithms.pfedmap(model, likelihood_scale=scale)
     x, y = clients.train.client(1)
-    batch = {"x": x.double(), "y": y}
+    batch = {"x": x.double(), "y": y, "weight": torch.ones(len(x), dtype=torch.float64)}
     phase = algorithm.phases[0]
     server = algorithm.init(2, dtype=torch.float64)
     given = algorithm.given({name: server[name] for name in server}, 0, 1)
