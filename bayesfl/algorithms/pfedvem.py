@@ -174,7 +174,7 @@ def pfedvem(
 
 
 def pfedvem_held(model: nn.Module, **options: Any) -> Algorithm:
-    """Federate `model` by pFedVEM with nothing learned of its scales: prior scale 1, widths 0.2, heads that start as the module's.
+    """Federate `model` by pFedVEM with nothing learned of its scales: prior scale 1, widths 0.1, heads that start as the module's.
 
     It is `pfedmap` with noise of fixed size on the weights of the heads, and does not fall as `pfedvem` does when it is trained for long.
     The numbers were chosen on validation data (docs/derivations/pfedvem.md).
@@ -183,7 +183,7 @@ def pfedvem_held(model: nn.Module, **options: Any) -> Algorithm:
         model: As of `pfedvem`.
         **options: Options of `pfedvem`, which replace these.
     """
-    held: dict[str, Any] = {"scale_update": "never", "prior_scale": 1.0, "init_scale": 0.2, "scale_lr": 0.0, "head_start": "module"}
+    held: dict[str, Any] = {"scale_update": "never", "prior_scale": 1.0, "init_scale": 0.1, "scale_lr": 0.0, "head_start": "module"}
     return pfedvem(model, **{**held, **options})
 
 

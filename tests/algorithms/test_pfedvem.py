@@ -256,7 +256,7 @@ def test_heads_may_start_as_the_modules(clients: FederatedData):
     assert (bf.algorithms.pfedvem(model).init(3)["head"]["loc"] - own).abs().max() > 0.1
     result = run(bf.algorithms.pfedvem_held(model, head_epochs=2), federation(), rounds=2)
     width = result.algorithm.blocks["head"].posterior.moments(result.private["head"])[1].sqrt()
-    assert_close(width, torch.full_like(width, 0.2))
+    assert_close(width, torch.full_like(width, 0.1))
     assert_close(result.private["rho2"], torch.ones(7, dtype=torch.float64))
     assert bf.algorithms.pfedvem_held(model, init_scale=0.3).blocks["head"].posterior == MeanField(init_scale=0.3, scale_rate=0.0)
 
