@@ -26,7 +26,8 @@ from bayesfl.evaluation.history import History
 from bayesfl.evaluation.predictions import Predictions
 from bayesfl.federation import checkpoint, predict
 from bayesfl.federation.client import Local, State, private_rows
-from bayesfl.federation.client_model import ClientModel, check_file_names, needs_data, of_client, server_module
+from bayesfl.federation.client_files import check_file_names
+from bayesfl.federation.client_model import ClientModel, needs_data, of_client, server_module
 from bayesfl.federation.identity import identity
 from bayesfl.federation.settings import FEDERATION, Settings, name_of, same_problem
 from bayesfl.optim import rate_at
