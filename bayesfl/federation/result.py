@@ -53,6 +53,7 @@ class Result:
             saved; None where it is not.
         tolerant: Whether a client whose fine-tuning is no longer finite predicts without it, as where bad clients are skipped; otherwise
             it raises `DivergenceError`.
+        began: What the run began from, in words that differ for other states; None where an earlier version wrote it.
     """
 
     algorithm: Algorithm
@@ -68,6 +69,7 @@ class Result:
     novel: bool = False
     chosen: float | None = None
     tolerant: bool = False
+    began: str | None = None
 
     def __repr__(self) -> str:
         source = self.known.source if isinstance(self.known, Outline) else self.known.source.name
@@ -337,6 +339,7 @@ class Result:
             "dtype": name_of(self.dtype),
             "novel": self.novel,
             "tolerant": self.tolerant,
+            "began": self.began,
             "chosen": self.chosen if self.chosen is not None else self.__dict__.get("tuned"),
             "history": self.history.rows,
             "algorithm": identity(self.algorithm),

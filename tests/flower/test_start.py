@@ -1,6 +1,7 @@
 """A deployment that begins where another ended is the simulation that does so: known clients with their states, new ones adapted."""
 
 import re
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -177,3 +178,31 @@ def test_what_does_not_fit_is_refused(model: nn.Module, clients: FederatedData, 
         for start, what in ((before, "start"), (tmp_path / "first", "first'")):
             with pytest.raises(CheckpointError, match=rf"{what} has the state of another network.* layers\."):
                 deploy(other, clients, tmp_path, grid_of(other, clients, tmp_path), start=start, **{**OPTIONS, **LATER})
+
+
+def test_a_server_that_goes_on_began_from_the_same_start(model: nn.Module, clients: FederatedData, tmp_path: Path):
+    """The same command goes on without a word; another start, and the folder of its own checkpoints, are refused."""
+    algorithm = bf.algorithms.ditto(model, epochs=1, batch_size=10)
+    before = deploy(algorithm, clients, tmp_path, rounds=1, checkpoint=tmp_path / "first")
+    options: dict[str, Any] = {**LATER, "checkpoint": tmp_path / "later"}
+    deploy(algorithm, clients, tmp_path, start=before, on_round=[lambda run: run.round == 1], **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for start in (before, tmp_path / "first", None):
+            assert deploy(algorithm, clients, tmp_path, start=start, **options).round == 2
+    later = load(tmp_path / "later", algorithm)
+    there = rf"later' holds a run that began from round 1 of experiment {before.experiment} \(digest \w{{16}}\), and start is"
+    for start, what in (
+        (later, rf"round 2 of experiment {later.experiment}"),
+        (replace(before, names=("Bern", *before.names[1:])), rf"round 1 of experiment {before.experiment}"),
+    ):
+        with pytest.raises(ValueError, match=rf"{there} {what} \(digest \w{{16}}\); pass another folder .*or leave start out"):
+            deploy(algorithm, clients, tmp_path, start=start, **options)
+    with pytest.raises(ValueError, match=r"first' holds a run that began from the method's own start, and start is round 2"):
+        deploy(algorithm, clients, tmp_path, start=later, checkpoint=tmp_path / "first", rounds=1)
+    with pytest.raises(ValueError, match=r"start and checkpoint name the same folder, '.*first'; pass another one .*or leave start out"):
+        deploy(algorithm, clients, tmp_path, start=tmp_path / "first", checkpoint=tmp_path / "first", rounds=1)
+    meta, tensors = checkpoint.read(tmp_path / "later", checkpoint.DEPLOYMENT)
+    checkpoint.write_round(tmp_path / "later", 2, {key: value for key, value in meta.items() if key != "began"}, tensors)
+    with pytest.warns(UserWarning, match=r"later' goes on, and start is not looked at: an earlier version .*another folder"):
+        deploy(algorithm, clients, tmp_path, start=later, **options)
