@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map
 
 from bayesfl.base.trees import nest
 from bayesfl.federation.admission import LARGEST, PROTOCOL, Message, objection, shares
+from bayesfl.federation.errors import CheckpointError
 from bayesfl.federation.identity import fingerprint
 from bayesfl.federation.replies import Replies
 from bayesfl.federation.round import Absence, Round
@@ -21,6 +22,7 @@ from bayesfl.flower import records
 from bayesfl.flower.deployed import Deployed
 from bayesfl.flower.post import Failure, ask
 from bayesfl.flower.roster import Roster
+from bayesfl.flower.states import ABSENT
 from bayesfl.flower.states import name_of as state_name
 
 log = logging.getLogger(__name__)
@@ -38,6 +40,7 @@ class Network:
     def __init__(self, grid: Grid, roster: Roster, timeout: float) -> None:
         self.grid, self.roster, self.timeout = grid, roster, timeout
         self._named: set[int] = set()
+        self._lost: set[int] = set()
 
     def counts(self) -> np.ndarray:
         """Return the numbers of training examples of all clients, [J], 0 where unknown; log clients that claim very many."""
@@ -51,12 +54,28 @@ class Network:
         return counts
 
     def ask(self, kind: str, orders: Mapping[int, RecordDict], *, group: str) -> Iterator[tuple[int, RecordDict | Failure]]:
-        """Send each client its request, and yield each client with its reply, or a `Failure`, as they arrive."""
+        """Send each client its request, and yield each client with its reply, or a `Failure`, as they arrive.
+
+        Raises:
+            CheckpointError: All clients that have a node have said that it has lost their state, so that none can go on.
+        """
         nodes = {client: node for client in orders if (node := self.roster.nodes.get(client, 0))}
         there = {client: (nodes[client], orders[client]) for client in nodes}
-        yield from ask(self.grid, kind, there, timeout=self.timeout, group=group)
+        for client, reply in ask(self.grid, kind, there, timeout=self.timeout, group=group):
+            if not isinstance(reply, Failure):
+                self._lost.discard(client)
+            elif ABSENT in reply.reason:
+                self._lost.add(client)
+            yield client, reply
         for client in orders.keys() - nodes.keys():
             yield client, Failure("its node has not come")
+        if self._lost and self._lost.issuperset(self.roster.nodes):
+            some = ", ".join(map(self.roster.called, sorted(self._lost)[:3])) + ", ..." * (len(self._lost) > 3)
+            raise CheckpointError(
+                f"no client has the state from which it is to go on: {some}. If start= is a state of a run that went on after it, "
+                "of which nodes keep the newest states alone, pass start= that run's folder of checkpoints; otherwise bring back the "
+                "folders of the nodes' states"
+            )
 
 
 class Journey:

@@ -1,6 +1,7 @@
 """A deployment that begins where another ended is the simulation that does so: known clients with their states, new ones adapted."""
 
 import re
+import shutil
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -157,6 +158,45 @@ def test_a_node_that_lost_its_state_is_left_out(model: nn.Module, clients: Feder
     found = deploy(algorithm, clients, tmp_path, start=before, **{**LATER, "rounds": 1})
     assert found.history["rejected"][-1] == 1
     assert found.base[2] == ""
+
+
+def test_a_client_whose_state_is_lost_begins_anew_where_the_server_says_so(
+    model: nn.Module, clients: FederatedData, tmp_path: Path, caplog: Any
+):
+    """Its message has the line; it then begins as a new client of a simulation does."""
+    algorithm = bf.algorithms.ditto(model, epochs=1, batch_size=10)
+    before = deploy(algorithm, clients, tmp_path, rounds=1, checkpoint=tmp_path / "first")
+    shutil.rmtree(tmp_path / "node-102")
+    deploy(algorithm, clients, tmp_path, start=before, **LATER)
+    words = (
+        r"client 2 .*node-102.* holds no state 000001-\w+, this node has lost the client's state; bring the folder back, or let the client "
+    )
+    assert re.search(words + r"begin anew: on the server, pass start=dataclasses\.replace\(.*load\(folder, .*names=\[", caplog.text)
+    told = simulated(algorithm, clients, rounds=1)
+    others = ["client 0", "client 1", "before its disk failed", *before.names[3:]]
+    with pytest.warns(UserWarning, match=r"\['client 2'\] are new"):
+        later_told = simulated(algorithm, clients, start=replace(told, known=replace(clients, client_names=tuple(others))), **LATER)
+    shutil.rmtree(tmp_path / "node-102")
+    with pytest.warns(UserWarning, match=r"\['client 2'\] are new"):
+        later = deploy(algorithm, clients, tmp_path, start=replace(load(tmp_path / "first", algorithm), names=others), **LATER)
+    assert_close(flatten(later.server), flatten(later_told.server), atol=1e-6, rtol=0)
+    assert_close(private(later, tmp_path), flatten(later_told.private), atol=1e-6, rtol=0)
+
+
+def test_a_start_that_all_nodes_have_forgotten(model: nn.Module, clients: FederatedData, tmp_path: Path):
+    """That of the best round, after the run went on without the callback: an error, whoever is asked; the newest state is there."""
+    algorithm = bf.algorithms.ditto(model, epochs=1, batch_size=10)
+    folder = tmp_path / "best"
+    best = bf.callbacks.EarlyStopping("train_nll", patience=1, keep="best", folder=folder, lowest=False)
+    deploy(algorithm, clients, tmp_path, on_round=[best], checkpoint=tmp_path / "server", rounds=5)
+    forgotten = load(folder, algorithm)
+    deploy(algorithm, clients, tmp_path, checkpoint=tmp_path / "server", rounds=5)
+    assert forgotten.round < 4
+    words = r"no client has the state .*go on: client 0, client 1, client 2, \.\.\.\. If start= .*start= that run's folder of checkpoints"
+    for participation in (1.0, 0.3):
+        with pytest.raises(CheckpointError, match=words):
+            deploy(algorithm, clients, tmp_path, start=folder, participation=participation, train="cohort", **LATER)
+    assert deploy(algorithm, clients, tmp_path, start=tmp_path / "server", **LATER).round == 2
 
 
 def test_what_does_not_fit_is_refused(model: nn.Module, clients: FederatedData, tmp_path: Path):
