@@ -22,7 +22,7 @@ from bayesfl.flower import records
 from bayesfl.flower.deployed import Deployed
 from bayesfl.flower.post import Failure, ask
 from bayesfl.flower.roster import Roster
-from bayesfl.flower.states import ABSENT
+from bayesfl.flower.states import FORGOTTEN
 from bayesfl.flower.states import name_of as state_name
 
 log = logging.getLogger(__name__)
@@ -57,24 +57,23 @@ class Network:
         """Send each client its request, and yield each client with its reply, or a `Failure`, as they arrive.
 
         Raises:
-            CheckpointError: All clients that have a node have said that it has lost their state, so that none can go on.
+            CheckpointError: All clients have said that they have lost their states of the run from which this one began.
         """
         nodes = {client: node for client in orders if (node := self.roster.nodes.get(client, 0))}
         there = {client: (nodes[client], orders[client]) for client in nodes}
         for client, reply in ask(self.grid, kind, there, timeout=self.timeout, group=group):
             if not isinstance(reply, Failure):
                 self._lost.discard(client)
-            elif ABSENT in reply.reason:
+            elif FORGOTTEN in reply.reason:
                 self._lost.add(client)
             yield client, reply
         for client in orders.keys() - nodes.keys():
             yield client, Failure("its node has not come")
-        if self._lost and self._lost.issuperset(self.roster.nodes):
-            some = ", ".join(map(self.roster.called, sorted(self._lost)[:3])) + ", ..." * (len(self._lost) > 3)
+        if len(self._lost) == self.roster.clients:
             raise CheckpointError(
-                f"no client has the state from which it is to go on: {some}. If start= is a state of a run that went on after it, "
-                "of which nodes keep the newest states alone, pass start= that run's folder of checkpoints; otherwise bring back the "
-                "folders of the nodes' states"
+                "no client has kept its state of the run from which this one begins: if that run went on after the state that start= is, "
+                "nodes keep its newest states alone, so pass start= its folder of checkpoints; otherwise bring back the folders of the "
+                "nodes' states, or leave start= out to begin anew"
             )
 
 

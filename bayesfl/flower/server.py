@@ -112,8 +112,8 @@ def serve(
         ValueError: An option is outside its range, another server uses the folder, it holds a run of other settings, the method tunes
             a number and no client has validation data; `start` is given and clients have the same name, or it names the folder of
             checkpoints, or the run in that folder began from another state.
-        CheckpointError: The folder's checkpoints are damaged, or were made with another method; or no client has kept the state from which
-            it is to go on.
+        CheckpointError: The folder's checkpoints are damaged, or were made with another method; or no client has kept its state of the
+            run that `start` is.
         BadClients: A reply is missing or bad, and bad clients stop the run.
         FailedRound: With `below_minimum="repeat"`, a round failed three times.
         DivergenceError: The server's state is no longer finite.

@@ -22,8 +22,8 @@ from bayesfl.federation import checkpoint
 EXPERIMENT = re.compile(r"[0-9a-zA-Z_-]{1,64}")
 SESSION = re.compile(r"[0-9a-f]{8}")
 STATE = re.compile(r"\d{6,}-[0-9a-f]{8}")
-ABSENT = "this node has lost the client's state"
-"""What a node says when it has not the state that the server names; the server knows the case by these words."""
+FORGOTTEN = "of the run from which this one began"
+"""What a node says of a state that it has not kept until another run began from it; the server knows the case by these words."""
 ANEW = (
     "let the client begin anew: on the server, pass start=dataclasses.replace(bayesfl.flower.load(folder, algorithm), names=[...]) with "
     "another name in this client's place"
@@ -85,8 +85,9 @@ class States:
         round, _, session = name.partition("-")
         file = self.folder / f"state-{name_of(int(round), session)}.safetensors"
         if not file.is_file():
-            remedy = "start another experiment" if now == self.folder.parent.name else ANEW
-            raise checkpoint.CheckpointError(f"{str(self.folder)!r} holds no state {name}, {ABSENT}; bring the folder back, or {remedy}")
+            before = now != self.folder.parent.name
+            what, remedy = (f" {FORGOTTEN}", ANEW) if before else ("", "start another experiment")
+            raise checkpoint.CheckpointError(f"{str(self.folder)!r} holds no state {name}{what}; bring the folder back, or {remedy}")
         meta, tensors = checkpoint.read_file(file)
         if meta.get("client", self._name) != self._name:
             raise checkpoint.CheckpointError(

@@ -194,7 +194,8 @@ def test_a_run_that_goes_on_began_from_the_same_start(model, clients: FederatedD
             assert_close(state(run(method, clients, start=start, **options)), state(whole), atol=0, rtol=0)
     renamed = replace(before, known=replace(clients, client_names=tuple(f"town {j}" for j in range(7))))
     words = r"run' holds a run that began from round 1 of a run with seed 3 \(digest \w{16}\), and start is round 1 of a run with seed"
-    for start, seed in ((other, 4), (renamed, 3)):
+    longer = run(bf.algorithms.fedavg(model, epochs=2), clients, rounds=1, evaluate_every=None)
+    for start, seed in ((other, 4), (renamed, 3), (longer, 3)):
         with pytest.raises(ValueError, match=rf"{words} {seed} \(digest \w{{16}}\); pass another folder .*or leave start out"):
             run(method, clients, start=start, **options)
     own = {**options, "checkpoint": tmp_path / "own"}
