@@ -103,9 +103,9 @@ def serve(
         evaluate_every: Rounds between evaluations on the clients' test and validation data, as of `simulate`. None: the final model alone,
             after the last callback.
         on_round: Callbacks, called one after another after every round with the run so far, see `bayesfl.callbacks`; one that returns True
-            ends the run, after which every client predicts. A run that goes on calls them first for the round that it goes on from. The
-            state that is returned, and by which clients predict, is the one that they choose, as `EarlyStopping(keep="best")` does;
-            checkpoints are of the last one.
+            ends the run, after which every client predicts; between evaluations it is measured first, as by `simulate`. A run that goes
+            on calls them first for the round that it goes on from. The state that is returned, and by which clients predict, is the one
+            that they choose, as `EarlyStopping(keep="best")` does; checkpoints are of the last one.
 
     Raises:
         TypeError: `algorithm` is no `Algorithm`, `admission` no `Admission`, or `on_round` no list of callbacks.
