@@ -5,8 +5,8 @@ machine, a `bayesfl.flower.Deployed` over a network. It may read all of it, abov
 is given goes on changing with the run: keep `snapshot(result)`.
 
 A round may be told twice. A resumed run first calls its callbacks for the round that it goes on from, of which they may not have heard if
-the process was killed. So a run that was ended by a callback stays ended, and goes on if that callback is left out. A simulation that is
-ended between evaluations is measured then, and its callbacks are called once more with the measures. Any function of that kind will do:
+the process was killed. So a run that was ended by a callback stays ended, and goes on if that callback is left out. A run that is ended
+between evaluations is measured then, and its callbacks are called once more with the measures. Any function of that kind will do:
 
     def note(result):
         mlflow.log_metrics({key: value for key, value in result.history[-1].items() if value == value}, step=result.round)

@@ -1,11 +1,8 @@
 """One client's own model after training: its predictions for new rows, as a module, and in a file, without data or server."""
 
 import os
-import re
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,18 +23,16 @@ from bayesfl.data.outline import Outline
 from bayesfl.evaluation.predictions import Predictions
 from bayesfl.federation import checkpoint, predict
 from bayesfl.federation.client import State, private_rows
+from bayesfl.federation.client_files import FILE, now, only_file
 from bayesfl.federation.errors import CheckpointError
 from bayesfl.federation.identity import check_method, identity
 from bayesfl.federation.modules import module_at
 from bayesfl.federation.settings import DTYPES, METHOD, name_of, present
 
-FILE = "client.safetensors"
 VERSION = 1
 """The version of what a file of a client says beside its tensors."""
 LIMIT = 2**28
 """Bytes that a tensor of the predictor may take in a file, where the method's predictor needs training data."""
-SAFE = re.compile(r"[^/\\\0]+")
-LONGEST = 255  # bytes of a folder's name
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,6 +161,7 @@ class ClientModel:
         meta = {
             "kind": "client",
             "version": VERSION,
+            "written": now(),
             "name": self.name,
             "client": self.client,
             "round": self.round,
@@ -257,17 +253,18 @@ def load_client(path: str | os.PathLike[str], algorithm: Algorithm, *, device: t
 
     Args:
         path: The folder, or a folder in which only one client's models lie, as a node's folder of states, of which the one written last is
-            taken.
+            taken; the files say when that was, so that they may be copied.
         algorithm: The method that made it, with the same options.
         device: The device that is to hold it and to compute its predictions.
 
     Raises:
         TypeError: `algorithm` is no `Algorithm`, or `path` is neither text nor a path.
         ValueError: The device is absent, or `path` is empty.
-        CheckpointError: There is no model of a client, or several; or the file is damaged, or was made with another method.
+        CheckpointError: There is no model of a client, or several clients', or several of which none says that it was written last; or the
+            file is damaged, or was made with another method.
     """
     instance("algorithm", algorithm, Algorithm, METHOD)
-    file = _file(folder("path", path))
+    file = only_file(folder("path", path))
     meta, tensors = checkpoint.read_file(file, present(device))
     try:
         if meta["kind"] != "client" or meta["version"] != VERSION:
@@ -307,22 +304,6 @@ def needs_data(algorithm: Algorithm) -> bool:
     return bool(algorithm.finetune) or (rule is not None and getattr(rule, "needs_data", True))
 
 
-def check_file_names(names: Sequence[str]) -> None:
-    """Check that clients' names can be names of folders, none of which lies outside the folder that holds them.
-
-    Raises:
-        ValueError: A name is empty, `.` or `..`, or holds a slash or another character that no folder may have, or is too long; or two are
-            alike.
-    """
-    bad = [name for name in names if not SAFE.fullmatch(name) or name in (".", "..")]
-    long = [name for name in names if len(os.fsencode(name)) > LONGEST]
-    if bad or long or len({name.casefold() for name in names}) < len(names):
-        what = f"{bad[0]!r} is not" if bad else "two are alike, or differ in case only:"
-        if long and not bad:
-            what = f"{long[0][:40]!r}... has {len(os.fsencode(long[0]))} bytes, more than the {LONGEST} that are"
-        raise ValueError(f"clients' names become folders, and {what} fit for that; save single clients by result.client(...).save(path)")
-
-
 def _needed(algorithm: Algorithm) -> tuple[str, ...]:
     """Return the names of the view's entries from which a client predicts."""
     return (*algorithm.parts, *getattr(algorithm.predictor, "reads", ()), "n")
@@ -334,19 +315,3 @@ def _start(algorithm: Algorithm, dtype: torch.dtype) -> View:
     got = State(server, private_rows(algorithm, server, 1), 0).received(algorithm, np.zeros(1, np.int64))
     views = algorithm.views(algorithm.given(got.common, 0, 1), got.addressed, got.rows, torch.ones(1, dtype=dtype))
     return {key: tree_map(lambda t: t[0], views[key]) for key in _needed(algorithm)}
-
-
-def _file(path: Path) -> Path:
-    """Return the file of the only client's model in a folder or below it.
-
-    Raises:
-        CheckpointError: There is none, or there are several.
-    """
-    found = [path / FILE] if (path / FILE).is_file() else sorted(path.rglob(FILE), key=lambda file: file.stat().st_mtime)
-    if not found:
-        raise CheckpointError(f"{str(path)!r} holds no model of a client, no {FILE}")
-    experiments = {file.parent.parent.name for file in found}  # a client has another folder in each, and perhaps another number
-    if len(found) > 1 and (len(experiments) < len(found) or len({checkpoint.read_file(file)[0].get("name") for file in found}) > 1):
-        several = ", ".join(str(file.parent) for file in found[:3])
-        raise CheckpointError(f"{str(path)!r} holds models of several clients, {len(found)} of them: {several}; pass one of these folders")
-    return found[-1]

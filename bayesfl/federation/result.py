@@ -26,7 +26,8 @@ from bayesfl.evaluation.history import History
 from bayesfl.evaluation.predictions import Predictions
 from bayesfl.federation import checkpoint, predict
 from bayesfl.federation.client import Local, State, private_rows
-from bayesfl.federation.client_model import ClientModel, check_file_names, needs_data, of_client
+from bayesfl.federation.client_files import check_file_names
+from bayesfl.federation.client_model import ClientModel, needs_data, of_client
 from bayesfl.federation.identity import identity
 from bayesfl.federation.modules import server_module
 from bayesfl.federation.settings import FEDERATION, Settings, name_of, same_problem
@@ -53,6 +54,7 @@ class Result:
             saved; None where it is not.
         tolerant: Whether a client whose fine-tuning is no longer finite predicts without it, as where bad clients are skipped; otherwise
             it raises `DivergenceError`.
+        began: What the run began from, in words that differ for other states; None where an earlier version wrote it.
     """
 
     algorithm: Algorithm
@@ -68,6 +70,7 @@ class Result:
     novel: bool = False
     chosen: float | None = None
     tolerant: bool = False
+    began: str | None = None
 
     def __repr__(self) -> str:
         source = self.known.source if isinstance(self.known, Outline) else self.known.source.name
@@ -337,6 +340,7 @@ class Result:
             "dtype": name_of(self.dtype),
             "novel": self.novel,
             "tolerant": self.tolerant,
+            "began": self.began,
             "chosen": self.chosen if self.chosen is not None else self.__dict__.get("tuned"),
             "history": self.history.rows,
             "algorithm": identity(self.algorithm),

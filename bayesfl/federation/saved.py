@@ -100,6 +100,7 @@ def _read(
             meta["novel"],
             None if meta["chosen"] is None else number("chosen", meta["chosen"]),
             meta["tolerant"],
+            None if meta.get("began") is None else str(meta["began"]),
         )
         for name in ("novel", "tolerant"):
             instance(name, meta[name], bool, "save writes True or False")

@@ -179,10 +179,13 @@ def present(device: torch.device | str) -> torch.device:
     """Return the device, with its index.
 
     Raises:
-        ValueError: This machine has no such device.
+        ValueError: This machine has no such device, or it is one that holds no numbers.
     """
     try:
-        return torch.empty(0, device=device).device
+        found = torch.empty(0, device=device).device
     except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch has another one for each kind of absence
         reason = str(error).splitlines()[0]
         raise ValueError(f"device {str(device)!r} is absent ({reason}); use device='cpu'") from error
+    if found.type == "meta":
+        raise ValueError("device 'meta' holds shapes and no numbers; use device='cpu'")
+    return found

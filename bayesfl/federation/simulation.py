@@ -80,7 +80,8 @@ def simulate(
         start: A result, or the folder of a saved run, from whose state this run begins: next month's rows, further clients, another
             learning rate. Clients are matched by name and go on with their private state; new ones begin as in `Result.adapt`. The network
             must be the same, its frozen weights included, and the state must have the shapes of this method; columns and classes must have
-            the same names in the same order. Rounds are counted anew. None for the method's own start.
+            the same names in the same order. Rounds are counted anew. A run that goes on by `resume=True` must have begun from the same
+            state. None for the method's own start.
         checkpoint: A folder for checkpoints of this run. The two newest are kept; an interruption never leaves a partly written one.
         every: Rounds between checkpoints; a checkpoint is always written after the last round.
         admission: Which replies are taken, and what happens to a round with too few. None for `Admission("skip")` if there are `faults`,
@@ -150,6 +151,7 @@ def simulate(
         raise ValueError("start begins a new run, resume goes on with one: pass one of them; resume=True may stand beside start")
     if start is not None and settings.sampling == "poisson":
         raise ValueError("start begins from what another run has released, which the epsilon of ClientPrivacy would not count; use resume=")
+    warm.check_apart(start, checkpoint)
     resume = _from_where(resume, checkpoint)
     precision(dtype)
     device = present(device)
@@ -171,13 +173,16 @@ def simulate(
             begin = State(server, private_rows(algorithm, server, clients.clients), 0)
         else:
             begin, new = warm.continued(before, algorithm, clients.client_names, dtype=dtype, device=device)
-        result = Result(algorithm, clients, settings, engine, 0, begin.server, begin.private, History(), device, dtype)
+        about = {"device": device, "dtype": dtype, "began": warm.origin(before)}
+        result = Result(algorithm, clients, settings, engine, 0, begin.server, begin.private, History(), **about)
         if len(new) and algorithm.adapt:
             with engine.crew(device) as crew:
                 result.local(clients.to(device, dtype).train).adapt(begin, crew, ids=new)
     else:
         saved = same_run(resume, algorithm, clients) if isinstance(resume, Result) else load(resume, algorithm, clients, device=device)
         result = _resumed(saved, settings, engine, device, dtype)
+        if start is not None:
+            warm.check_resumed(result, start, algorithm, checkpoint)
         repeats = 0 if isinstance(resume, Result) else max(0, newest(resume) - saved.round)
     result = replace(result, tolerant=admission.skips)
     admission.check(settings.largest(clients.clients))

@@ -1,17 +1,21 @@
 """The start of a run from the state that another run has reached: next month's rows, further clients, another learning rate."""
 
+import json
 import logging
 import os
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from bayesfl.base import digest
 from bayesfl.base.protocols import Server
+from bayesfl.base.trees import detached
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.pools import Mixed
 from bayesfl.data import FederatedData
@@ -23,6 +27,8 @@ from bayesfl.federation.saved import check_state, opened
 from bayesfl.federation.settings import same_problem
 
 log = logging.getLogger(__name__)
+OWN = "the method's own start"
+"""What a run began from that did not begin from another."""
 
 
 def from_where(
@@ -35,16 +41,79 @@ def from_where(
         ValueError: The data are of another problem than those of the run, see `same_problem`.
         CheckpointError: The folder holds no run that this method could have reached, or the run is of another network.
     """
+    found = _found(start, algorithm, device)
+    same_problem("clients", clients, found.known)
+    warn_of_seed(found.settings.seed, seed)
+    return found
+
+
+def _found(start: "Result | str | os.PathLike[str]", algorithm: Algorithm, device: torch.device) -> Result:
+    """Return the run that `start` is or holds."""
     if not isinstance(start, Result | str | os.PathLike):
         raise TypeError(
             f"start must be a Result or a saved one's folder, got {type(start).__name__}; bayesfl.flower.serve(start=) takes a Deployed"
         )
     if isinstance(start, Result):
         check_network("start", identity(start.algorithm), algorithm)
-    found = start if isinstance(start, Result) else opened(start, algorithm, device)
-    same_problem("clients", clients, found.known)
-    warn_of_seed(found.settings.seed, seed)
-    return found
+    return start if isinstance(start, Result) else opened(start, algorithm, device)
+
+
+def origin(start: Result | None) -> str:
+    """Say what a run begins from, in words that differ for other states; None for the method's own start."""
+    if start is None:
+        return OWN
+    state = {"server": start.server, "private": start.private}
+    return told(f"round {start.round} of a run with seed {start.settings.seed}", start.known.client_names, state)
+
+
+def told(what: str, names: Sequence[str], state: Mapping[str, Any]) -> str:
+    """Return words for the state that a run begins from, with a digest of that state and of the clients' names."""
+    return f"{what} (digest {digest.of_tensors(json.dumps(list(names)), detached(state))[:16]})"
+
+
+def check_resumed(
+    resumed: Result, start: "Result | str | os.PathLike[str]", algorithm: Algorithm, folder: str | os.PathLike[str] | None
+) -> None:
+    """Check that a run that goes on began from `start`.
+
+    Raises:
+        TypeError: `start` is neither a result nor a folder.
+        ValueError: It began from another state.
+        CheckpointError: The folder holds no run that this method could have reached, or the run is of another network.
+    """
+    check_start(folder, resumed.began, origin(_found(start, algorithm, resumed.device)))
+
+
+def check_start(folder: str | os.PathLike[str] | None, began: str | None, given: str) -> None:
+    """Check that what the run in a checkpoint folder began from is what `start` is now, by their words; a warning where it is not known.
+
+    Raises:
+        ValueError: It is another.
+    """
+    if began is None:
+        warnings.warn(
+            f"the run in checkpoint folder {str(folder)!r} goes on, and start is not looked at: an earlier version began it, which did not "
+            "say from what; if it began from another state, pass another folder",
+            stacklevel=4,
+        )
+    elif began != given:
+        raise ValueError(
+            f"checkpoint folder {str(folder)!r} holds a run that began from {began}, and start is {given}; pass another folder for a run "
+            "that begins from start, or leave start out to go on with the one that is there"
+        )
+
+
+def check_apart(start: Any, folder: str | os.PathLike[str] | None) -> None:
+    """Check that the folder of checkpoints is not the one that a run begins from.
+
+    Raises:
+        ValueError: It is.
+    """
+    if isinstance(start, str | os.PathLike) and folder is not None and os.path.realpath(start) == os.path.realpath(folder):
+        raise ValueError(
+            f"start and checkpoint name the same folder, {str(folder)!r}; pass another one for the checkpoints of the run that begins from "
+            "it, or leave start out to go on with the run that is there"
+        )
 
 
 def continued(

@@ -376,5 +376,5 @@ class _Client:
         """Return what the server sent, with the private state that it names, [1, ...]."""
         own = order.start
         if order.base and order.keeps:
-            own = States(self.folder, order.kept_in, order.kept_as, self.name).read(order.base)
+            own = States(self.folder, order.kept_in, order.kept_as, self.name).read(order.base, now=order.experiment)
         return Received(order.common, order.addressed, tree_map(lambda t: t.to(self.device), own))

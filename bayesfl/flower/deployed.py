@@ -71,6 +71,7 @@ class Deployed:
         measures: {client: {measure: number}} of the last evaluation on test data, of the clients that share theirs.
         before: The states from which the clients began; None for the method's own start.
         names: The clients' names, as their nodes told them; empty text, or no names at all, where they are not known.
+        began: What the run began from, in words that differ for other states; None where an earlier version wrote it.
     """
 
     algorithm: Algorithm
@@ -86,6 +87,7 @@ class Deployed:
     measures: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     before: Before | None = None
     names: tuple[str, ...] = ()
+    began: str | None = None
 
     def __repr__(self) -> str:
         return f"Deployed({self.clients} clients, round {self.round} of {self.settings.rounds}; {self.history})"
@@ -94,6 +96,12 @@ class Deployed:
     def clients(self) -> int:
         """Return the number of clients J."""
         return len(self.base)
+
+    @property
+    def origin(self) -> str:
+        """Return words for this state, in which a run that begins from it keeps what it began from."""
+        state = {"server": self.server, "start": self.start}
+        return warm.told(f"round {self.round} of experiment {self.experiment}", (*self.names, *self.base), state)
 
     def place(self, client: int) -> Place:
         """Return the place of a client's last state that was taken, in this run or in one before."""
@@ -186,6 +194,7 @@ def _content(state: Deployed, keys: Mapping[int, str], counts: Mapping[int, int]
         "measures": state.measures,
         "before": None if state.before is None else [place and asdict(place) for place in state.before.places],
         "names": state.names,
+        "began": state.began,
         "algorithm": identity(state.algorithm),
     }
     before = {} if state.before is None else state.before.starts
@@ -224,6 +233,7 @@ def read(folder: str | os.PathLike[str], algorithm: Algorithm, *, same: bool = T
             _measures(meta.get("measures", {})),
             _before(meta.get("before"), tensors.get("before", {}), len(base)),
             _called(meta.get("names", []), len(base)),
+            None if meta.get("began") is None else str(meta["began"]),
         )
         if not (EXPERIMENT.fullmatch(state.experiment) and state.sessions and all(map(SESSION.fullmatch, state.sessions))):
             raise ValueError("experiment and sessions must be names")
@@ -238,13 +248,12 @@ def read(folder: str | os.PathLike[str], algorithm: Algorithm, *, same: bool = T
     return state, keys, counts
 
 
-def opened(start: Deployed | str | os.PathLike[str] | None, algorithm: Algorithm, *, seed: int, dtype: torch.dtype) -> Deployed | None:
-    """Return the run from whose state another begins, with a warning if its seed is the same; None for the method's own start.
+def opened(start: Deployed | str | os.PathLike[str] | None, algorithm: Algorithm, *, dtype: torch.dtype) -> Deployed | None:
+    """Return the run from whose state another begins; None for the method's own start.
 
     Args:
         start: A deployed federation or the folder of its checkpoints; None for the method's own start.
         algorithm: The method.
-        seed: The run's seed.
         dtype: The run's precision.
 
     Raises:
@@ -263,7 +272,6 @@ def opened(start: Deployed | str | os.PathLike[str] | None, algorithm: Algorithm
     check_state("start", algorithm, found.server, found.start, clients=found.clients, dtype=found.dtype, stacked=False)
     if found.dtype != dtype:
         raise ValueError(f"start is in {found.dtype}, as are the states that its clients keep; pass dtype={found.dtype}, got {dtype}")
-    warm.warn_of_seed(found.settings.seed, seed)
     return found
 
 
@@ -303,7 +311,8 @@ def begun(
         initial = {place.experiment for place in known.values() if not place.base}
         past = Before(tuple(map(known.get, range(clients))), {name: before.initial(name) for name in sorted(initial)})
     start, base = algorithm.rows(server), ("",) * clients
-    return Deployed(algorithm, settings, experiment, (session,), 0, server, start, base, dtype=dtype, before=past)
+    began = warm.OWN if before is None else before.origin
+    return Deployed(algorithm, settings, experiment, (session,), 0, server, start, base, dtype=dtype, before=past, began=began)
 
 
 def resumed(saved: Deployed, settings: Settings, clients: int, dtype: torch.dtype) -> Deployed:

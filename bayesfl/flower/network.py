@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map
 
 from bayesfl.base.trees import nest
 from bayesfl.federation.admission import LARGEST, PROTOCOL, Message, objection, shares
+from bayesfl.federation.errors import CheckpointError
 from bayesfl.federation.identity import fingerprint
 from bayesfl.federation.replies import Replies
 from bayesfl.federation.round import Absence, Round
@@ -21,6 +22,7 @@ from bayesfl.flower import records
 from bayesfl.flower.deployed import Deployed
 from bayesfl.flower.post import Failure, ask
 from bayesfl.flower.roster import Roster
+from bayesfl.flower.states import FORGOTTEN
 from bayesfl.flower.states import name_of as state_name
 
 log = logging.getLogger(__name__)
@@ -38,6 +40,7 @@ class Network:
     def __init__(self, grid: Grid, roster: Roster, timeout: float) -> None:
         self.grid, self.roster, self.timeout = grid, roster, timeout
         self._named: set[int] = set()
+        self._lost: set[int] = set()
 
     def counts(self) -> np.ndarray:
         """Return the numbers of training examples of all clients, [J], 0 where unknown; log clients that claim very many."""
@@ -51,12 +54,27 @@ class Network:
         return counts
 
     def ask(self, kind: str, orders: Mapping[int, RecordDict], *, group: str) -> Iterator[tuple[int, RecordDict | Failure]]:
-        """Send each client its request, and yield each client with its reply, or a `Failure`, as they arrive."""
+        """Send each client its request, and yield each client with its reply, or a `Failure`, as they arrive.
+
+        Raises:
+            CheckpointError: All clients have said that they have lost their states of the run from which this one began.
+        """
         nodes = {client: node for client in orders if (node := self.roster.nodes.get(client, 0))}
         there = {client: (nodes[client], orders[client]) for client in nodes}
-        yield from ask(self.grid, kind, there, timeout=self.timeout, group=group)
+        for client, reply in ask(self.grid, kind, there, timeout=self.timeout, group=group):
+            if not isinstance(reply, Failure):
+                self._lost.discard(client)
+            elif FORGOTTEN in reply.reason:
+                self._lost.add(client)
+            yield client, reply
         for client in orders.keys() - nodes.keys():
             yield client, Failure("its node has not come")
+        if len(self._lost) == self.roster.clients:
+            raise CheckpointError(
+                "no client has kept its state of the run from which this one begins: if that run went on after the state that start= is, "
+                "nodes keep its newest states alone, so pass start= its folder of checkpoints; otherwise bring back the folders of the "
+                "nodes' states, or leave start= out to begin anew"
+            )
 
 
 class Journey:

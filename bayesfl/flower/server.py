@@ -18,6 +18,7 @@ from flwr.serverapp import Grid, ServerApp
 from bayesfl.base.checks import instance, number, whole
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.evaluation.history import PREFIXES
+from bayesfl.federation import warm
 from bayesfl.federation.admission import PROTOCOL, Admission, attempts
 from bayesfl.federation.callbacks import Callback, checked, ended, finished, over
 from bayesfl.federation.checkpoint import KEPT, held
@@ -97,19 +98,22 @@ def serve(
         checkpoint: A folder for checkpoints of the server; without one a server that was killed starts anew.
         every: Rounds between checkpoints; a checkpoint is always written after the last round.
         start: A deployed federation, or the folder of its checkpoints, from whose state this one begins, as by `simulate(start=)`. Clients
-            are matched by name and go on with the states that they kept; new ones adapt first. None for the method's own start.
+            are matched by name and go on with the states that they kept; new ones adapt first. A run that goes on from its own checkpoints
+            must have begun from the same state. None for the method's own start.
         evaluate_every: Rounds between evaluations on the clients' test and validation data, as of `simulate`. None: the final model alone,
             after the last callback.
         on_round: Callbacks, called one after another after every round with the run so far, see `bayesfl.callbacks`; one that returns True
-            ends the run, after which every client predicts. A run that goes on calls them first for the round that it goes on from. The
-            state that is returned, and by which clients predict, is the one that they choose, as `EarlyStopping(keep="best")` does;
-            checkpoints are of the last one.
+            ends the run, after which every client predicts; between evaluations it is measured first, as by `simulate`. A run that goes
+            on calls them first for the round that it goes on from. The state that is returned, and by which clients predict, is the one
+            that they choose, as `EarlyStopping(keep="best")` does; checkpoints are of the last one.
 
     Raises:
         TypeError: `algorithm` is no `Algorithm`, `admission` no `Admission`, or `on_round` no list of callbacks.
         ValueError: An option is outside its range, another server uses the folder, it holds a run of other settings, the method tunes
-            a number and no client has validation data, or `start` is given and clients have the same name.
-        CheckpointError: The folder's checkpoints are damaged, or were made with another method.
+            a number and no client has validation data; `start` is given and clients have the same name, or it names the folder of
+            checkpoints, or the run in that folder began from another state.
+        CheckpointError: The folder's checkpoints are damaged, or were made with another method; or no client has kept its state of the
+            run that `start` is.
         BadClients: A reply is missing or bad, and bad clients stop the run.
         FailedRound: With `below_minimum="repeat"`, a round failed three times.
         DivergenceError: The server's state is no longer finite.
@@ -128,6 +132,7 @@ def serve(
         raise ValueError(f"timeout is in seconds and must be > 0, got {timeout}")
     precision(dtype)
     callbacks = checked(on_round)
+    warm.check_apart(start, checkpoint)
     with contextlib.nullcontext() if checkpoint is None else deployed.alone(Path(checkpoint)):
         run = _Run(grid, admission, float(timeout), checkpoint, every, callbacks)
         state = run.begin(algorithm, settings, clients, dtype, start)
@@ -136,6 +141,10 @@ def serve(
             state = run.round(state)
             stopped = ended(callbacks, state)
         run.save(state)
+        if stopped and settings.evaluate_every is not None and "evaluated" not in state.history[-1]:  # ended between evaluations
+            state = run.evaluate(state)
+            run.save(state)
+            ended(callbacks, state)  # once more, with the measures, as in a simulation
         chosen = finished(callbacks, state)
         if run.evaluated != chosen.round:
             chosen = run.evaluate(chosen)
@@ -181,15 +190,18 @@ class _Run:
         """Return the state from which the run starts or continues, once the clients have answered."""
         keys: dict[int, str] = {}
         counts: dict[int, int] = {}
-        state, before, session = None, None, secrets.token_hex(4)
+        state, session = None, secrets.token_hex(4)
+        before = deployed.opened(begins, algorithm, dtype=dtype)
         if self.folder is not None and held(self.folder):
             state, keys, counts = deployed.read(self.folder, algorithm)
             state = deployed.resumed(state, settings, clients, dtype)
+            if before is not None:
+                warm.check_start(self.folder, state.began, before.origin)
             state = replace(state, sessions=(*state.sessions, session))
             log.info("going on after round %d of experiment %s", state.round, state.experiment)
             self.kept = deployed.bases(self.folder, clients)
-        else:
-            before = deployed.opened(begins, algorithm, seed=settings.seed, dtype=dtype)
+        elif before is not None:
+            warm.warn_of_seed(before.settings.seed, settings.seed)
         experiment = secrets.token_hex(8) if state is None else state.experiment
         known = {} if state is None else {client: name for client, name in enumerate(state.names) if name}
         hello = {"protocol": PROTOCOL, "algorithm": fingerprint(algorithm), "experiment": experiment}

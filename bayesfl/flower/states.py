@@ -22,6 +22,13 @@ from bayesfl.federation import checkpoint
 EXPERIMENT = re.compile(r"[0-9a-zA-Z_-]{1,64}")
 SESSION = re.compile(r"[0-9a-f]{8}")
 STATE = re.compile(r"\d{6,}-[0-9a-f]{8}")
+FORGOTTEN = "of the run from which this one began"
+"""What a node says of a state that it has not kept until another run began from it; the server knows the case by these words."""
+ANEW = (
+    "let the client begin anew: on the server, pass start=dataclasses.replace(bayesfl.flower.load(folder, algorithm), names=[...]) with "
+    "another name in this client's place"
+)
+"""What to do where a state of the run before is lost."""
 
 
 def name_of(round: int, session: str) -> str:
@@ -64,8 +71,12 @@ class States:
         """Store the state after `round` rounds, completely or not at all."""
         checkpoint.write(self.folder, {"round": round, "client": self._name}, rows, name=f"state-{name_of(round, session)}.safetensors")
 
-    def read(self, name: str) -> dict[str, Any]:
+    def read(self, name: str, *, now: str) -> dict[str, Any]:
         """Return the state of that name.
+
+        Args:
+            name: The state's name.
+            now: The experiment that asks for it, which may have begun from this one; the remedy depends on it.
 
         Raises:
             CheckpointError: The state is absent or damaged.
@@ -74,9 +85,9 @@ class States:
         round, _, session = name.partition("-")
         file = self.folder / f"state-{name_of(int(round), session)}.safetensors"
         if not file.is_file():
-            raise checkpoint.CheckpointError(
-                f"the client's state {name} is not in {str(self.folder)!r}; bring the folder back, or start another experiment"
-            )
+            before = now != self.folder.parent.name
+            what, remedy = (f" {FORGOTTEN}", ANEW) if before else ("", "start another experiment")
+            raise checkpoint.CheckpointError(f"{str(self.folder)!r} holds no state {name}{what}; bring the folder back, or {remedy}")
         meta, tensors = checkpoint.read_file(file)
         if meta.get("client", self._name) != self._name:
             raise checkpoint.CheckpointError(

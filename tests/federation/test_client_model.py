@@ -16,7 +16,7 @@ import bayesfl as bf
 from bayesfl.composition.predictors import LinearisedLaplace
 from bayesfl.data import FederatedData
 from bayesfl.federation import client_model
-from bayesfl.federation.client_model import FILE
+from bayesfl.federation.client_files import FILE
 from bayesfl.federation.errors import CheckpointError
 from bayesfl.federation.result import Result
 from bayesfl.likelihoods import Gaussian

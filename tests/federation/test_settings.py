@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import bayesfl as bf
-from bayesfl.federation.settings import Settings, changed
+from bayesfl.federation.settings import Settings, changed, present
 
 SETTINGS = {"rounds": 100, "participation": 0.29, "sampling": "fixed", "train": "cohort", "seed": 0, "evaluate_every": None}
 
@@ -100,3 +100,10 @@ def test_what_changed():
     saved = {**SETTINGS, "seed": 3, "dtype": torch.float32}
     assert changed(saved, dict(saved)) == ""
     assert changed(saved, {**saved, "seed": 4, "train": "all"}) == "saved train='cohort', seed=3, given train='all', seed=4"
+
+
+def test_a_device_without_numbers_is_refused():
+    """Torch has it everywhere, for shapes alone."""
+    with pytest.raises(ValueError, match=r"device 'meta' holds shapes and no numbers; use device='cpu'"):
+        present("meta")
+    assert present("cpu") == torch.device("cpu")

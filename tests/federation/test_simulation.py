@@ -131,8 +131,9 @@ def test_resume_keeps_the_experiment(clients, model):
         bf.simulate(bf.algorithms.fedavg(model, lr=9.0), clients, rounds=2, evaluate_every=None, resume=first)
     with pytest.raises(CheckpointError, match="other data"):
         bf.simulate(algorithm, federation(sizes=(6, 7)), rounds=2, evaluate_every=None, resume=first)
-    with pytest.raises(ValueError, match=r"'cpu'.*device='meta'.*device='cpu'"):
-        bf.simulate(algorithm, clients, rounds=2, evaluate_every=None, resume=first, device="meta")
+    elsewhere = replace(first, device=torch.device("meta"))
+    with pytest.raises(ValueError, match=r"resume is on device 'meta', given device='cpu'; pass device='meta'"):
+        bf.simulate(algorithm, clients, rounds=2, evaluate_every=None, resume=elsewhere)
     with pytest.raises(ValueError, match="already done"):
         bf.simulate(algorithm, clients, rounds=1, evaluate_every=None, resume=bf.simulate(algorithm, clients, rounds=2, progress=False))
 

@@ -14,6 +14,7 @@ from torch.testing import assert_close
 import bayesfl as bf
 from bayesfl.base.trees import flatten
 from bayesfl.data import FederatedData
+from bayesfl.federation import checkpoint
 from bayesfl.federation.errors import CheckpointError
 from bayesfl.federation.warm import continued
 from tests.cases import CASES, Case, federation
@@ -176,3 +177,51 @@ def test_data_of_another_problem_are_refused(clients: FederatedData, tmp_path: P
             run(before.algorithm, bf.data.from_arrays(x[y < 2], y[y < 2], client_ids=ids[y < 2]), seed=9, start=start)
     whole = bf.data.from_arrays(x[y < 2], y[y < 2], client_ids=ids[y < 2], outputs=3)
     assert run(before.algorithm, whole, rounds=1, seed=9, start=before).round == 1
+
+
+def test_a_run_that_goes_on_began_from_the_same_start(model, clients: FederatedData, tmp_path: Path):
+    """Killed and repeated, from a result or its folder, it goes on without a word; from another start it does not."""
+    method = bf.algorithms.fedavg(model, epochs=1)
+    quiet: dict[str, Any] = {"evaluate_every": None, "seed": 9}
+    before, other = (run(method, clients, rounds=1, **{**quiet, "seed": seed}) for seed in (3, 4))
+    before.save(tmp_path / "before")
+    options = {**quiet, "checkpoint": tmp_path / "run", "resume": True}
+    whole = run(method, clients, start=before, **quiet)
+    run(method, clients, rounds=3, start=before, on_round=[lambda so_far: so_far.round == 1], **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for start in (before, tmp_path / "before", bf.load(tmp_path / "before", method), None):
+            assert_close(state(run(method, clients, start=start, **options)), state(whole), atol=0, rtol=0)
+    renamed = replace(before, known=replace(clients, client_names=tuple(f"town {j}" for j in range(7))))
+    words = r"run' holds a run that began from round 1 of a run with seed 3 \(digest \w{16}\), and start is round 1 of a run with seed"
+    longer = run(bf.algorithms.fedavg(model, epochs=2), clients, rounds=1, evaluate_every=None)
+    for start, seed in ((other, 4), (renamed, 3), (longer, 3)):
+        with pytest.raises(ValueError, match=rf"{words} {seed} \(digest \w{{16}}\); pass another folder .*or leave start out"):
+            run(method, clients, start=start, **options)
+    own = {**options, "checkpoint": tmp_path / "own"}
+    run(method, clients, rounds=1, **own)
+    with pytest.raises(ValueError, match=r"own' holds a run that began from the method's own start, and start is round 1"):
+        run(method, clients, rounds=1, start=before, **own)
+    with pytest.raises(TypeError, match=r"start .*Result.*got int"):
+        run(method, clients, start=3, **options)
+
+
+def test_a_run_of_an_earlier_version_does_not_say_where_it_began(model, clients: FederatedData, tmp_path: Path):
+    method = bf.algorithms.fedavg(model, epochs=1)
+    before = run(method, clients, rounds=1, evaluate_every=None)
+    options: dict[str, Any] = {"seed": 9, "evaluate_every": None, "start": before, "checkpoint": tmp_path / "run", "resume": True}
+    found = run(method, clients, rounds=1, **options)
+    meta, tensors = checkpoint.read(tmp_path / "run", checkpoint.RUN)
+    checkpoint.write_round(tmp_path / "run", 1, {key: value for key, value in meta.items() if key != "began"}, tensors)
+    with pytest.warns(UserWarning, match=r"run' goes on, and start is not looked at: an earlier version .*another folder"):
+        again = run(method, clients, rounds=1, **options)
+    assert_close(state(again), state(found), atol=0, rtol=0)
+
+
+def test_checkpoints_have_a_folder_of_their_own(model, clients: FederatedData, tmp_path: Path):
+    method = bf.algorithms.fedavg(model, epochs=1)
+    folder = tmp_path / "run"
+    run(method, clients, rounds=1, evaluate_every=None, checkpoint=folder)
+    for resume in (False, True):
+        with pytest.raises(ValueError, match=r"start and checkpoint name the same folder, '.*run'; pass another one .*or leave start out"):
+            run(method, clients, rounds=1, seed=9, start=str(folder), checkpoint=folder, resume=resume)

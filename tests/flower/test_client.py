@@ -80,7 +80,7 @@ def test_a_client_that_lost_its_state_says_so(model: nn.Module, clients: Federat
 
     found = deploy(algorithm, clients, tmp_path, grid_of(algorithm, clients, tmp_path, alter=alter))
     assert re.search(r"client 1 .*left out.*error 2", caplog.text)
-    assert f"state 000001-{found.sessions[0]} is not in" in caplog.text
+    assert f"holds no state 000001-{found.sessions[0]}; bring the folder back, or start another experiment" in caplog.text
     assert rounds_of(found.base) == [3, 1, 3, 3, 3, 3, 3]
     assert found.history["cohort"].tolist() == [7.0, 6.0, 6.0]
 

@@ -170,6 +170,25 @@ def test_early_stopping_on_validation_data(tmp_path: Path):
         deploy(algorithm, parted, tmp_path / "other", on_round=[stop], rounds=3)
 
 
+def test_a_round_at_which_it_ended_may_be_the_best(tmp_path: Path):
+    """Between evaluations, by another callback: it is measured before the best state is chosen, as in a simulation; also if repeated."""
+    parted = bf.data.concept_drift("digits", clients=4, seed=0, validation=0.2)
+    algorithm = bf.algorithms.ditto(bf.models.mlp(64, hidden=8, outputs=5), epochs=1, batch_size=20, lr=0.05)
+    options: dict[str, Any] = {"rounds": 9, "evaluate_every": 3}
+
+    def stopping() -> list[Any]:
+        return [bf.callbacks.EarlyStopping("validation_nll", patience=50, keep="best"), lambda run: run.round == 4]
+
+    told = bf.simulate(algorithm, parted, progress=False, on_round=stopping(), **{**OPTIONS, **options})
+    assert told.round == 4
+    for _ in range(2):
+        found = deploy(algorithm, parted, tmp_path, on_round=stopping(), checkpoint=tmp_path / "server", **options)
+        assert found.round == 4
+        assert found.history["validation_nll"] == pytest.approx(told.history["validation_nll"], abs=1e-6, nan_ok=True)
+        assert load(tmp_path / "server", algorithm).history.rows == found.history.rows
+        assert bf.load_client(tmp_path / "node-102", algorithm).round == 4
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 2])
 def test_the_best_state_is_kept(every: int, tmp_path: Path):

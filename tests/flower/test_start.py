@@ -1,6 +1,8 @@
 """A deployment that begins where another ended is the simulation that does so: known clients with their states, new ones adapted."""
 
 import re
+import shutil
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -158,6 +160,43 @@ def test_a_node_that_lost_its_state_is_left_out(model: nn.Module, clients: Feder
     assert found.base[2] == ""
 
 
+def test_a_client_whose_state_is_lost_begins_anew_where_the_server_says_so(
+    model: nn.Module, clients: FederatedData, tmp_path: Path, caplog: Any
+):
+    """Its message has the line; it then begins as a new client of a simulation does."""
+    algorithm = bf.algorithms.ditto(model, epochs=1, batch_size=10)
+    before = deploy(algorithm, clients, tmp_path, rounds=1, checkpoint=tmp_path / "first")
+    shutil.rmtree(tmp_path / "node-102")
+    deploy(algorithm, clients, tmp_path, start=before, **LATER)
+    words = r"client 2 .*node-102.* holds no state 000001-\w+ of the run from which .*; bring the folder back, or let the client "
+    assert re.search(words + r"begin anew: on the server, pass start=dataclasses\.replace\(.*load\(folder, .*names=\[", caplog.text)
+    told = simulated(algorithm, clients, rounds=1)
+    others = ["client 0", "client 1", "before its disk failed", *before.names[3:]]
+    with pytest.warns(UserWarning, match=r"\['client 2'\] are new"):
+        later_told = simulated(algorithm, clients, start=replace(told, known=replace(clients, client_names=tuple(others))), **LATER)
+    shutil.rmtree(tmp_path / "node-102")
+    with pytest.warns(UserWarning, match=r"\['client 2'\] are new"):
+        later = deploy(algorithm, clients, tmp_path, start=replace(load(tmp_path / "first", algorithm), names=others), **LATER)
+    assert_close(flatten(later.server), flatten(later_told.server), atol=1e-6, rtol=0)
+    assert_close(private(later, tmp_path), flatten(later_told.private), atol=1e-6, rtol=0)
+
+
+def test_a_start_that_all_nodes_have_forgotten(model: nn.Module, clients: FederatedData, tmp_path: Path):
+    """That of the best round, after the run went on without the callback: an error, whoever is asked; the newest state is there."""
+    algorithm = bf.algorithms.ditto(model, epochs=1, batch_size=10)
+    folder = tmp_path / "best"
+    best = bf.callbacks.EarlyStopping("train_nll", patience=1, keep="best", folder=folder, lowest=False)
+    deploy(algorithm, clients, tmp_path, on_round=[best], checkpoint=tmp_path / "server", rounds=5)
+    forgotten = load(folder, algorithm)
+    deploy(algorithm, clients, tmp_path, checkpoint=tmp_path / "server", rounds=5)
+    assert forgotten.round < 4
+    words = r"no client has kept its state of .*: if that run went on .*pass start= its folder of checkpoints; otherwise .*leave start= out"
+    for participation in (1.0, 0.3):
+        with pytest.raises(CheckpointError, match=words):
+            deploy(algorithm, clients, tmp_path, start=folder, participation=participation, train="cohort", **LATER)
+    assert deploy(algorithm, clients, tmp_path, start=tmp_path / "server", **LATER).round == 2
+
+
 def test_what_does_not_fit_is_refused(model: nn.Module, clients: FederatedData, tmp_path: Path):
     algorithm = bf.algorithms.fedavg(model, epochs=1)
     before = deploy(algorithm, clients, tmp_path, rounds=1, checkpoint=tmp_path / "first")
@@ -177,3 +216,31 @@ def test_what_does_not_fit_is_refused(model: nn.Module, clients: FederatedData, 
         for start, what in ((before, "start"), (tmp_path / "first", "first'")):
             with pytest.raises(CheckpointError, match=rf"{what} has the state of another network.* layers\."):
                 deploy(other, clients, tmp_path, grid_of(other, clients, tmp_path), start=start, **{**OPTIONS, **LATER})
+
+
+def test_a_server_that_goes_on_began_from_the_same_start(model: nn.Module, clients: FederatedData, tmp_path: Path):
+    """The same command goes on without a word; another start, and the folder of its own checkpoints, are refused."""
+    algorithm = bf.algorithms.ditto(model, epochs=1, batch_size=10)
+    before = deploy(algorithm, clients, tmp_path, rounds=1, checkpoint=tmp_path / "first")
+    options: dict[str, Any] = {**LATER, "checkpoint": tmp_path / "later"}
+    deploy(algorithm, clients, tmp_path, start=before, on_round=[lambda run: run.round == 1], **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for start in (before, tmp_path / "first", None):
+            assert deploy(algorithm, clients, tmp_path, start=start, **options).round == 2
+    later = load(tmp_path / "later", algorithm)
+    there = rf"later' holds a run that began from round 1 of experiment {before.experiment} \(digest \w{{16}}\), and start is"
+    for start, what in (
+        (later, rf"round 2 of experiment {later.experiment}"),
+        (replace(before, names=("Bern", *before.names[1:])), rf"round 1 of experiment {before.experiment}"),
+    ):
+        with pytest.raises(ValueError, match=rf"{there} {what} \(digest \w{{16}}\); pass another folder .*or leave start out"):
+            deploy(algorithm, clients, tmp_path, start=start, **options)
+    with pytest.raises(ValueError, match=r"first' holds a run that began from the method's own start, and start is round 2"):
+        deploy(algorithm, clients, tmp_path, start=later, checkpoint=tmp_path / "first", rounds=1)
+    with pytest.raises(ValueError, match=r"start and checkpoint name the same folder, '.*first'; pass another one .*or leave start out"):
+        deploy(algorithm, clients, tmp_path, start=tmp_path / "first", checkpoint=tmp_path / "first", rounds=1)
+    meta, tensors = checkpoint.read(tmp_path / "later", checkpoint.DEPLOYMENT)
+    checkpoint.write_round(tmp_path / "later", 2, {key: value for key, value in meta.items() if key != "began"}, tensors)
+    with pytest.warns(UserWarning, match=r"later' goes on, and start is not looked at: an earlier version .*another folder"):
+        deploy(algorithm, clients, tmp_path, start=later, **options)
