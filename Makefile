@@ -54,6 +54,8 @@ examples: $(VENV)/.plain
 	$(BIN)/python benchmarks/gpu.py --quick --device cpu
 	$(BIN)/python benchmarks/fedsi.py --quick
 	$(BIN)/python benchmarks/selection.py --quick
+	$(BIN)/python benchmarks/pfedvem.py --quick
+	$(BIN)/python benchmarks/links.py --quick
 	$(BIN)/python benchmarks/simplex.py --quick
 	$(BIN)/python benchmarks/privacy.py --quick
 	$(BIN)/python benchmarks/papers/fedsi.py --quick

@@ -1,0 +1,91 @@
+"""What links and precisions of a Laplace approximation cost and give: FedSI over the whole body, trained once, predicted in four ways.
+
+    python benchmarks/links.py [--quick] [--datasets ...] [--seeds ...]
+
+Ten clients of five classes, 50 training images each, of which a tenth chooses the precision, by the paired rule under the link that
+predicts, and two tenths fit one temperature for all clients; 950 test images of each class; 100 rounds. AUROC: a client's own test images
+against those of classes that it never saw. Results: benchmarks/results/links.json; finished cells are passed over.
+"""
+
+import argparse
+import json
+import runpy
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+import bayesfl as bf
+from bayesfl.evaluation import calibration, detection, report
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "links.json"
+LINKS = {"MAP": None, "class by class": "per_class", "contrasts": "contrasts", "100 draws": "draws"}
+example = SimpleNamespace(**runpy.run_path(str(ROOT / "examples" / "fedsi.py")))
+
+
+def measured(result: Any, outside: dict[str, Any], draws: int | None) -> dict[str, float]:
+    """Return the measures of a result's predictions, with the given number of draws."""
+    data = result.data
+    own, labels, mask = result.predict(draws=draws), *data.test.padded_labels()
+    found = {key: value for key, value in own.summary(data.test).items() if key in ("accuracy", "nll", "ece", "brier")}
+    seen, (truth, inside) = result.predict(data.calibration, draws=draws), data.calibration.padded_labels()
+    one = calibration.fit_temperature(seen.probs, truth, inside).pooled
+    tempered = bf.metrics.classification_summary(calibration.temper(own.probs, one), labels, mask)
+    found |= {f"{key}_tempered": tempered[key] for key in ("nll", "ece")}
+    here, there = (result.predict(outside[name][0], draws=draws) for name in ("own", "near"))
+    for score in ("entropy",) if draws == 0 else ("entropy", "epistemic"):
+        inside_, outside_ = (detection.scores(where).get(score) for where in (here, there))
+        if inside_ is not None and outside_ is not None:
+            told = detection.detection_summary({score: inside_}, {score: outside_}, here.mask, there.mask)
+            found[f"{score}_auroc"] = told[f"{score}_auroc"]
+    return found
+
+
+def run(dataset: str, seed: int, root: Path | None, *, quick: bool) -> dict[str, Any]:
+    """One cell: measures under each link, and the precisions that were chosen."""
+    preset = example.PRESETS[dataset]
+    clients = example.federation(dataset, preset, seed, root)
+    model = bf.models.mlp(clients.inputs, hidden=100, outputs=clients.classes, seed=seed)
+    body = example._body(preset)
+    result = bf.simulate(
+        bf.algorithms.fedsi_full(model, **body), clients, rounds=2 if quick else 100, seed=seed, evaluate_every=None, progress=False
+    )
+    outside, rows, tuned = example.strangers(clients, seed), {}, {}
+    for name, link in LINKS.items():
+        by = result if link is None else replace(result, algorithm=bf.algorithms.fedsi_full(model, link=link, **body))
+        rows[name] = measured(by, outside, 0 if link is None else None)
+        if link is not None:
+            tuned[name] = by.tuned
+        print(
+            f"{dataset}/{seed}: {name}: " + ", ".join(f"{key} {value:.4f}" for key, value in rows[name].items()),
+            tuned.get(name),
+            flush=True,
+        )
+    return {"rows": rows, "precision": tuned, "environment": report.environment()}
+
+
+def main() -> None:
+    """Runs the cells that are missing, writing each as it is done."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="two rounds on digits: shows that it runs; nothing is written")
+    parser.add_argument("--datasets", nargs="+", choices=["mnist", "fashion-mnist"], default=["fashion-mnist", "mnist"])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--data-root", type=Path, default=None, help="folder of the data (default: BAYESFL_DATA, else the user's cache)")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    if arguments.quick:
+        run("digits", 0, None, quick=True)
+        return
+    saved: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"cells": {}}
+    for seed in arguments.seeds:
+        for dataset in arguments.datasets:
+            if f"{dataset}/{seed}" not in saved["cells"]:
+                saved["cells"][f"{dataset}/{seed}"] = run(dataset, seed, arguments.data_root, quick=False)
+                report.write_json(RESULTS, saved | {"command": "python benchmarks/links.py"})
+
+
+if __name__ == "__main__":
+    main()
