@@ -68,6 +68,8 @@ def check(algorithm: Algorithm, data: FederatedData) -> None:
         raise ValueError(
             f"the model has {outputs.shape[-1]} outputs, the data {data.outputs} {what}; build the model with outputs={wanted}"
             + ", or make the data with task='regression' if their integers are measurements and no classes" * counts
+            + f", or make the data with outputs={outputs.shape[-1]} if some classes do not occur in them"
+            * (data.task == "classification" and outputs.shape[-1] > wanted)
         )
 
     _check_slope(likelihood, outputs, data.train.y[: len(outputs)].cpu())

@@ -63,6 +63,14 @@ class Dropping(nn.Module):
         return self.layer(F.dropout(x, self.p, training=self.training))
 
 
+def test_classes_that_do_not_occur(model: nn.Module, clients: FederatedData):
+    """Next month's data without the last class: the data may be told how many there are."""
+    few = bf.data.from_arrays([torch.randn(20, 8)], [torch.arange(20) % 2])
+    with pytest.raises(ValueError, match=r"3 outputs, the data 2 classes.*make the data with outputs=3"):
+        bf.simulate(bf.algorithms.fedavg(model), few, **ONCE)
+    assert bf.simulate(bf.algorithms.fedavg(model), bf.data.from_arrays([torch.randn(20, 8)], [torch.arange(20) % 2], outputs=3), **ONCE)
+
+
 def test_a_forward_that_draws_is_refused(clients):
     """Equal seeds would give unequal weights; torch's own generator is not moved by the look at it."""
     options = {"rounds": 1, "evaluate_every": None, "progress": False}
