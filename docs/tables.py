@@ -2,8 +2,8 @@
 
 What is implemented comes from the compositions themselves, the demo's table from benchmarks/results/demo.json (`make demo` writes it to
 runs/demo/table.json), speed from benchmarks/results/engines.json (`make benchmarks`), rules of subnetworks from
-benchmarks/results/selection.json (python benchmarks/selection.py), pFedVEM over many rounds from benchmarks/results/pfedvem.json, noise from benchmarks/results/privacy.json, papers' tables from
-benchmarks/results/papers.
+benchmarks/results/selection.json (python benchmarks/selection.py), pFedVEM over many rounds from benchmarks/results/pfedvem.json, links from
+benchmarks/results/links.json, noise from benchmarks/results/privacy.json, papers' tables from benchmarks/results/papers.
 """
 
 import ast
@@ -362,8 +362,10 @@ def pfedvem() -> str:
     """Return accuracy before and after pooling and NLL of pFedVEM and its kin at each milestone, means and standard errors over seeds."""
     saved = json.loads((RESULTS / "pfedvem.json").read_text())
     rows: dict[str, dict[str, list[float]]] = {}
+    origins: dict[str, list[str]] = {}
     for key, cell in saved["cells"].items():
         dataset, method, _ = key.split("/")
+        origins.setdefault(made(cell | {"command": saved["command"]}), []).append(method)
         for round, found in cell["milestones"].items():
             row = rows.setdefault(f"{method}, round {round}", {})
             for name in ("before_accuracy", "accuracy", "nll", "nll_drawn", "rho", "width", "distance"):
@@ -378,7 +380,31 @@ def pfedvem() -> str:
         report.Column("width", title="width"),
         report.Column("distance", title="distance"),
     ]
-    return report.table(rows, columns=columns, style="markdown") + "\n\n" + made(next(iter(saved["cells"].values())) | saved)
+    told = [f"{origin} Rows of {', '.join(dict.fromkeys(names))}." for origin, names in origins.items()]
+    return "\n\n".join([report.table(rows, columns=columns, style="markdown"), *told])
+
+
+def links() -> str:
+    """Return the measures of FedSI's whole body under each link, means and standard errors over seeds, one table for each data set."""
+    saved = json.loads((RESULTS / "links.json").read_text())
+    tables: dict[str, dict[str, dict[str, list[float]]]] = {}
+    for key, cell in saved["cells"].items():
+        rows = tables.setdefault(key.split("/")[0], {})
+        for name, row in cell["rows"].items():
+            for measure, value in row.items():
+                rows.setdefault(name, {}).setdefault(measure, []).append(value)
+    columns = [
+        report.Column("accuracy", better="higher"),
+        report.Column("nll", title="NLL (nats)", better="lower"),
+        report.Column("nll_tempered", title="with one temperature", better="lower"),
+        report.Column("ece", title="ECE", better="lower"),
+        report.Column("brier", title="Brier", better="lower"),
+        report.Column("entropy_auroc", title="AUROC of unseen classes, entropy", better="higher"),
+        report.Column("epistemic_auroc", title="epistemic", better="higher"),
+    ]
+    titles = {"mnist": "MNIST", "fashion-mnist": "Fashion-MNIST"}
+    parts = [f"{titles[name]}:\n\n{report.table(rows, columns=columns, style='markdown')}" for name, rows in tables.items()]
+    return "\n\n".join([*parts, made(next(iter(saved["cells"].values())) | saved)])
 
 
 def ruled(heads: list[str], lines: list[list[str]]) -> str:
@@ -581,6 +607,7 @@ PAGES = {
     ROOT / "docs" / "api" / "names.md": (names,),
     ROOT / "docs" / "selection.md": (selection,),
     ROOT / "docs" / "derivations" / "pfedvem.md": (pfedvem,),
+    ROOT / "docs" / "derivations" / "fedsi.md": (links,),
     ROOT / "docs" / "privacy.md": (privacy,),
     ROOT / "docs" / "speed.md": (engines, curvature, fedsi_round, programs),
     ROOT / "docs" / "papers" / "fedsi.md": (fedsi,),
