@@ -2,8 +2,8 @@
 
 What is implemented comes from the compositions themselves, the demo's table from benchmarks/results/demo.json (`make demo` writes it to
 runs/demo/table.json), speed from benchmarks/results/engines.json (`make benchmarks`), rules of subnetworks from
-benchmarks/results/selection.json (python benchmarks/selection.py), pFedVEM over many rounds from benchmarks/results/pfedvem.json, links from
-benchmarks/results/links.json, noise from benchmarks/results/privacy.json, papers' tables from benchmarks/results/papers.
+benchmarks/results/selection.json (python benchmarks/selection.py), pFedVEM over many rounds from benchmarks/results/pfedvem.json, links
+from benchmarks/results/links.json, noise from benchmarks/results/privacy.json, papers' tables from benchmarks/results/papers.
 """
 
 import ast
