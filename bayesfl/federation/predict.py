@@ -249,8 +249,8 @@ def scores(local: Local, done: Done, validation: ClientData, *, round: int) -> T
     """Return how the candidates of the grid fit a chunk's validation data, predicted as the method predicts by default.
 
     Returns:
-        Sums over examples, [1 + K, K]: first the negative log likelihoods under each of K candidates, in nats, infinite where one does not
-        work; then their products for each two candidates.
+        Sums over examples, [1 + K, K], first of the negative log likelihoods under each of K candidates, in nats, infinite where one does
+        not work, then of their products for each two candidates.
     """
     algorithm = local.algorithm
     assert algorithm.predictor is not None
