@@ -72,16 +72,15 @@ PRESETS = {
 }
 EXPERIMENT = ("dataset", "methods", "seeds", "rounds", "train", "test")
 OTHER = {"mnist": "fashion-mnist", "fashion-mnist": "mnist"}
-METHODS: dict[str, Callable[[torch.nn.Module, Preset], bf.Algorithm]] = {
-    "fedsi": lambda model, preset: bf.algorithms.fedsi(model, **_body(preset)),
-    "fedsi_predictive": lambda model, preset: bf.algorithms.fedsi(model, selection="predictive_variance", **_body(preset)),
-    "fedsi_fac": lambda model, preset: bf.algorithms.fedsi_fac(model, **_body(preset)),
-    "fedsi_full": lambda model, preset: bf.algorithms.fedsi_full(model, **_body(preset)),
+METHODS: dict[str, Callable[..., bf.Algorithm]] = {
+    "fedsi": lambda model, preset, **rule: bf.algorithms.fedsi(model, **_body(preset), **rule),
+    "fedsi_predictive": lambda model, preset, **rule: bf.algorithms.fedsi(model, selection="predictive_variance", **_body(preset), **rule),
+    "fedsi_fac": lambda model, preset, **rule: bf.algorithms.fedsi_fac(model, **_body(preset), **rule),
+    "fedsi_full": lambda model, preset, **rule: bf.algorithms.fedsi_full(model, **_body(preset), **rule),
     "fedbabu": lambda model, preset: replace(_plain(bf.algorithms.fedbabu(model), preset), finetune=_head(model, preset)),
     "fedavg_ft": lambda model, preset: replace(fedavg(model, preset), finetune=_head(model, preset)),
-    "pfedvem": lambda model, preset: bf.algorithms.pfedvem(
-        model, body_epochs=max(1, preset.steps // 5), batch_size=preset.batch_size, init_scale=preset.init_scale
-    ),
+    "pfedvem": lambda model, preset: bf.algorithms.pfedvem(model, init_scale=preset.init_scale, **_both(preset)),
+    "pfedvem_held": lambda model, preset: bf.algorithms.pfedvem_held(model, **_both(preset)),
 }
 TITLES = {
     "fedsi": "FedSI",
@@ -91,8 +90,9 @@ TITLES = {
     "fedbabu": "FedBABU",
     "fedavg_ft": "FedAvg-FT",
     "pfedvem": "pFedVEM",
+    "pfedvem_held": "pFedVEM, scales held",
 }
-COVERED = ("FedSI", "FedSI, whole body", "FedAvg-FT", "pFedVEM, mean")
+COVERED = ("FedSI", "FedSI, whole body, contrasts", "FedAvg-FT", "pFedVEM, scales held, mean")
 QUALITY = (
     report.Column("accuracy", better="higher"),
     report.Column("nll", title="NLL (nats)", better="lower"),
@@ -106,6 +106,7 @@ QUALITY = (
 )
 DOUBT = (
     report.Column("near_entropy_auroc", title="unseen labels: AUROC, entropy", better="higher"),
+    report.Column("near_tempered_auroc", title="T pooled", better="higher"),
     report.Column("near_epistemic_auroc", title="epistemic", better="higher"),
     report.Column("near_entropy_fpr95", title="FPR95, entropy", better="lower"),
     report.Column("far_entropy_auroc", title="permuted: AUROC, entropy", better="higher"),
@@ -130,6 +131,10 @@ POSTERIOR = (
 
 def _body(preset: Preset) -> dict[str, Any]:
     return {"steps": preset.steps, "batch_size": preset.batch_size, "optimiser": SGD(preset.lr)}
+
+
+def _both(preset: Preset) -> dict[str, Any]:
+    return {"body_epochs": max(1, preset.steps // 5), "batch_size": preset.batch_size}
 
 
 def _head(model: torch.nn.Module, preset: Preset) -> tuple[Any, ...]:
@@ -196,59 +201,63 @@ def probs_of(found: Any) -> Tensor:
     return found.probs
 
 
-def measure(
-    result: Any, outside: dict[str, list[ClientData]], draws: int | None, epistemic: int
-) -> tuple[dict[str, float], dict[str, Any]]:
+def measure(result: Any, outside: dict[str, list[ClientData]], draws: int | None) -> tuple[dict[str, float], dict[str, Any]]:
     """Everything that is measured of a method's predictions, and what the figures need.
 
     Args:
         result: What the federation has learnt.
         outside: What `strangers` gives.
         draws: Of its predictions, as in `Result.predict`.
-        epistemic: Draws of those whose epistemic part is looked at; 0 for a method that has none.
     """
     data = result.data
     labels, mask = data.test.padded_labels()
     own = result.predict(draws=draws)
-    row = {
-        k: v
-        for k, v in classification_summary(probs_of(own), labels, mask, bins=BINS).items()
-        if k in ("accuracy", "nll", "ece", "mce", "brier")
-    }
+
+    def quality(probs: Tensor, *names: str) -> dict[str, float]:
+        summary = classification_summary(probs, labels, mask, bins=BINS)
+        return {name: summary[name] for name in names}
+
     for_temperatures, for_thresholds = halves(data.calibration)
     seen, (truth, inside) = result.predict(for_temperatures, draws=draws), for_temperatures.padded_labels()
     fitted = calibration.fit_temperature(probs_of(seen), truth, inside)
+    row = quality(probs_of(own), "accuracy", "nll", "ece", "mce", "brier")
     for name, temperature in (("pooled", fitted.pooled), ("client", fitted.clients)):
-        tempered = classification_summary(calibration.temper(probs_of(own), temperature), labels, mask, bins=BINS)
-        row |= {f"{key}_{name}": tempered[key] for key in ("nll", "ece")}
+        tempered = quality(calibration.temper(probs_of(own), temperature), "nll", "ece", "mce", "brier")
+        row |= {f"{key}_{name}": value for key, value in tempered.items()}
     held, (truth, inside) = result.predict(for_thresholds, draws=draws), for_thresholds.padded_labels()
     covered = calibration.conformal(probs_of(held), truth, inside, alpha=ALPHA, by="mixture").evaluate(probs_of(own), labels, mask)
     row |= {"coverage": float(covered.share.nanmean()), "lowest": float(covered.share.min()), "size": float(covered.size.nanmean())}
     selective = detection.selective_summary(probs_of(own), labels, mask)
     row |= {key: selective[key] for key in ("pooled_aurc", "accuracy_at_80")}
-    uncertain = {"entropy": draws} | ({"epistemic": epistemic} if epistemic else {})
-    for score, count in uncertain.items():
-        here = result.predict(outside["own"][0], draws=count)
-        inside_scores = {score: detection.scores(here)[score]}
-        for name in [key for key in outside if key != "own"]:
-            found = []
-            for split in outside[name]:
-                there = result.predict(split, draws=count)
-                found.append(detection.detection_summary(inside_scores, {score: detection.scores(there)[score]}, here.mask, there.mask))
-            row |= {f"{name}_{key}": float(np.mean([f[key] for f in found])) for key in found[0]}
+
+    def uncertainty(found: Any) -> dict[str, Tensor]:
+        scores = {name: score for name, score in detection.scores(found).items() if name in ("entropy", "epistemic")}
+        return scores | {"tempered": detection.entropy(calibration.temper(probs_of(found), fitted.pooled))}
+
+    here = result.predict(outside["own"][0], draws=draws)
+    for name in [key for key in outside if key != "own"]:
+        told = []
+        for split in outside[name]:
+            there = result.predict(split, draws=draws)
+            told.append(detection.detection_summary(uncertainty(here), uncertainty(there), here.mask, there.mask))
+        row |= {f"{name}_{key}": float(np.mean([t[key] for t in told])) for key in told[0]}
     return row, {"diagram": (probs_of(own), labels, mask), "coverage": covered}
 
 
-def entries(name: str) -> dict[str, tuple[int | None, int]]:
-    """Rows of the tables that a method makes: {title: draws of its predictions, draws for the epistemic part}."""
+def readings(name: str) -> dict[str, tuple[dict[str, Any], int | None]]:
+    """Rows of the tables that a method makes: {title: options of its predictions, number of draws}."""
     title = TITLES[name]
-    if name == "pfedvem":
-        return {f"{title}, mean": (0, DRAWS), f"{title}, {DRAWS} draws": (DRAWS, DRAWS)}
-    if name == "fedsi":
-        return {title: (None, DRAWS), "FedSI's MAP": (0, 0)}
+    if name.startswith("pfedvem"):
+        return {f"{title}, mean": ({}, 0), f"{title}, {DRAWS} draws": ({}, DRAWS)}
     if name.startswith("fedsi"):
-        return {title: (None, DRAWS)}
-    return {title: (0, 0)}
+        rows: dict[str, tuple[dict[str, Any], int | None]] = {title: ({}, None), f"{title}, contrasts": ({"link": "contrasts"}, None)}
+        return rows | ({"FedSI's MAP": ({}, 0)} if name == "fedsi" else {})
+    return {title: ({}, 0)}
+
+
+def read(result: Any, name: str, model: torch.nn.Module, preset: Preset, rule: dict[str, Any]) -> Any:
+    """What the method has learnt, predicting by other options."""
+    return replace(result, algorithm=METHODS[name](model, preset, **rule)) if rule else result
 
 
 def federation(dataset: str, preset: Preset, seed: int, root: Path | None, download: bool = False) -> FederatedData:
@@ -309,12 +318,13 @@ def compare(options: argparse.Namespace) -> None:
                 engine=bf.Engine(workers=options.workers),
             )
             posterior = {"seconds": float(np.median(result.history["seconds"]))}
-            if result.tuned is not None:
-                posterior["log10_precision"] = math.log10(result.tuned)
             if "uncurved_share" in result.server:
                 posterior["uncurved"] = float(result.server["uncurved_share"])
-            for title, (draws, epistemic) in entries(name).items():
-                row, figures = measure(result, outside, draws, epistemic)
+            for title, (rule, draws) in readings(name).items():
+                reading = read(result, name, model, preset, rule)
+                row, figures = measure(reading, outside, draws)
+                if draws is None:
+                    row["log10_precision"] = math.log10(reading.tuned)
                 for key, value in (row | posterior).items():
                     rows.setdefault(title, {}).setdefault(key, []).append(value)
                 shown_first.setdefault(title, figures)

@@ -243,9 +243,10 @@ class _Linearised:
         mean, covariance = inverse.predict(x, centre=rule.centre and isinstance(likelihood, Categorical))
         classes = not isinstance(likelihood, Gaussian)  # kappa is defined for logits, not for the variance of targets
         if rule.precision is not None and classes and float(kappa(covariance.diagonal(dim1=1, dim2=2)).median()) < SHRUNK:
+            which = "the precision that the method computes" if callable(rule.precision) else f"predictive_precision={rule.precision}"
             warnings.warn(
-                f"predictive_precision={rule.precision} leaves the predictions to the prior (the median kappa is below {SHRUNK}); "
-                "choose it on validation data: predictive_precision=None",
+                f"{which} leaves the predictions to the prior (the median kappa is below {SHRUNK}); choose a precision on validation data: "
+                "predictive_precision=None under an isotropic prior",
                 stacklevel=2,
             )
         link: Link = "contrasts" if rule.link == "draws" else rule.link

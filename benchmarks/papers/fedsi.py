@@ -1,14 +1,16 @@
-"""The first cells of FedSI's Tables I and II: MNIST and Fashion-MNIST, small, in the reading of 20 mini-batches a round.
+"""FedSI's Tables I and II: MNIST and Fashion-MNIST, small, in the reading of 20 mini-batches a round, each predicted under every rule.
 
     python benchmarks/papers/fedsi.py [--quick] [--datasets ...] [--methods ...] [--seeds ...] [--workers N] [--work FOLDER]
 
 Ten clients of five classes, 50 training and 950 test examples each; a tenth of the training data chooses the predictive precision, two
 tenths are held back for temperatures and conformal sets, for every method alike. Federation, methods and measures are those of
-examples/fedsi.py. Resumable: finished cells are in the results and are passed over, a cell cut short goes on from its last milestone in
-the work folder. Results: benchmarks/results/papers/fedsi.json; `python docs/tables.py` writes the page from them.
+examples/fedsi.py. A cell is trained once and predicted under each of its rules. Resumable: finished cells are in the results and are
+passed over, a cell cut short goes on from its last milestone in the work folder, and several commands may share results and folder if
+their cells differ. Results: benchmarks/results/papers/fedsi.json; `python docs/tables.py` writes the page from them.
 """
 
 import argparse
+import itertools
 import json
 import runpy
 import tempfile
@@ -59,8 +61,33 @@ def local(model: torch.nn.Module, preset: Any) -> bf.Algorithm:
     return replace(algorithm, phases=(changed,))
 
 
-METHODS = example.METHODS | {"fedavg": lambda model, preset: replace(example.fedavg(model, preset), finetune=()), "local": local}
-TITLES = example.TITLES | {"fedavg": "FedAvg", "local": "Local"}
+METHODS = {name: made for name, made in example.METHODS.items() if name != "fedsi_predictive"} | {
+    "fedavg": lambda model, preset: replace(example.fedavg(model, preset), finetune=()),
+    "local": local,
+    # The text of the paper: alpha = 1e-4 is a variance, and predictions have the server's prior.
+    "fedsi_literal": lambda model, preset: bf.algorithms.fedsi(
+        model, prior_precision=1e4, prior="global", centre=False, **example._body(preset)
+    ),
+}
+TITLES = example.TITLES | {"fedavg": "FedAvg", "local": "Local", "fedsi_literal": "FedSI, to the letter"}
+
+
+def readings(name: str) -> dict[str, tuple[dict[str, Any], int | None]]:
+    """Rows that a cell makes: {title: options of its predictions, number of draws}."""
+    title = TITLES[name]
+    if name == "fedsi_literal":
+        return {title: ({}, None), f"{title}, its MAP": ({}, 0)}
+    if name not in example.METHODS:
+        return {title: ({}, 0)}
+    rows = example.readings(name)
+    if name.startswith("fedsi"):
+        rows |= {
+            f"{title}, {example.DRAWS} draws": ({"link": "draws"}, None),
+            "FedSI's MAP" if name == "fedsi" else f"{title}, its MAP": ({}, 0),
+        }
+        if name != "fedsi_full":
+            rows[f"{title}, the server's prior"] = ({"prior": "global", "centre": False}, None)
+    return rows
 
 
 def run(dataset: str, method: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -70,23 +97,32 @@ def run(dataset: str, method: str, seed: int, arguments: argparse.Namespace) -> 
     clients = example.federation(dataset, preset, seed, arguments.data_root)
     model = bf.models.mlp(clients.inputs, hidden=100, outputs=clients.classes, seed=seed)
     algorithm = METHODS[method](model, preset)
-    options = {"train": "cohort", "sampling": "fixed", "seed": seed, "evaluate_every": None, "engine": bf.Engine(workers=arguments.workers)}
-    result, curve, start = None, {}, time.perf_counter()
+    options = {"train": "cohort", "sampling": "fixed", "seed": seed, "progress": False, "engine": bf.Engine(workers=arguments.workers)}
+    result, curve, before, start = None, {}, {}, time.perf_counter()
     for milestone in rounds:
         folder = arguments.work / dataset / f"{method}-{seed}-{milestone}"
         if folder.exists():
             result = bf.load(folder, algorithm, clients)
         else:
-            result = bf.simulate(algorithm, clients, rounds=milestone, resume=result, **options)
+            # What is looked at before pooling is measured in training alone, at the round of the milestone.
+            every = milestone if method.startswith("pfedvem") else None
+            result = bf.simulate(algorithm, clients, rounds=milestone, resume=result, evaluate_every=every, **options)
             result.save(folder)
         curve[milestone] = 100 * result.predict(draws=0).summary(clients.test)["accuracy"]
+        before[milestone] = 100 * result.history[-1].get("before_pool_accuracy", float("nan"))
     assert result is not None
     trained = time.perf_counter() - start
     other = example.OTHER.get(dataset)
     elsewhere = None if other is None else example.federation(other, preset, seed, arguments.data_root)
     outside = example.strangers(clients, seed, elsewhere)
-    entries = example.entries(method) if method in example.METHODS else {TITLES[method]: (0, 0)}
-    rows = {title: example.measure(result, outside, draws, epistemic)[0] for title, (draws, epistemic) in entries.items()}
+    rows = {}
+    for title, (rule, draws) in readings(method).items():
+        reading = example.read(result, method, model, preset, rule)
+        rows[title] = example.measure(reading, outside, draws)[0]
+        if draws is None and reading.tuned is not None:
+            rows[title]["precision"] = reading.tuned
+        if np.isfinite(before[rounds[-1]]):
+            rows[title]["before_accuracy"] = before[rounds[-1]] / 100
     cell: dict[str, Any] = {
         "rows": rows,
         "map_accuracy": curve,
@@ -95,8 +131,6 @@ def run(dataset: str, method: str, seed: int, arguments: argparse.Namespace) -> 
         "hash": clients.hash,
         "environment": report.environment(),
     }
-    if result.tuned is not None:
-        cell["predictive_precision"] = result.tuned
     if "uncurved_share" in result.server:
         cell["uncurved_share"] = float(result.server["uncurved_share"])
     return cell
@@ -120,16 +154,19 @@ def main() -> None:
             for method in arguments.methods:
                 show(f"digits/{method}", run("digits", method, 0, argparse.Namespace(**vars(arguments) | {"work": Path(folder)})))
         return
-    saved: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"cells": {}}
-    saved |= {"command": "python benchmarks/papers/fedsi.py", "published": PUBLISHED}
-    cells = [(d, m, s) for s in arguments.seeds for d in arguments.datasets for m in arguments.methods]
-    for dataset, method, seed in cells:
+    for seed, dataset, method in itertools.product(arguments.seeds, arguments.datasets, arguments.methods):
         key = f"{dataset}/{method}/{seed}"
-        if key in saved["cells"]:
+        if key in finished():
             continue
-        saved["cells"][key] = run(dataset, method, seed, arguments)
-        show(key, saved["cells"][key])
-        report.write_json(RESULTS, saved)
+        cell = run(dataset, method, seed, arguments)
+        show(key, cell)
+        saved = {"command": "python benchmarks/papers/fedsi.py", "published": PUBLISHED}
+        report.write_json(RESULTS, saved | {"cells": finished() | {key: cell}})
+
+
+def finished() -> dict[str, Any]:
+    """The cells that are in the results now."""
+    return json.loads(RESULTS.read_text())["cells"] if RESULTS.exists() else {}
 
 
 def show(key: str, cell: dict[str, Any]) -> None:
