@@ -53,6 +53,7 @@ examples: $(VENV)/.plain
 	$(BIN)/python benchmarks/curvature.py --quick --threads 1
 	$(BIN)/python benchmarks/gpu.py --quick --device cpu
 	$(BIN)/python benchmarks/fedsi.py --quick
+	$(BIN)/python benchmarks/curvature_every.py --quick
 	$(BIN)/python benchmarks/selection.py --quick
 	$(BIN)/python benchmarks/pfedvem.py --quick
 	$(BIN)/python benchmarks/links.py --quick
