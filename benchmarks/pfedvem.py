@@ -1,12 +1,13 @@
 """Does pFedVEM fall when it trains for long, and do held scales mend it? Ten clients of five classes, 800 rounds.
 
-    python benchmarks/pfedvem.py [--quick] [--part {chosen,cells}] [--datasets ...] [--seeds ...]
+    python benchmarks/pfedvem.py [--quick] [--part {chosen,cells}] [--datasets ...] [--seeds ...] [--figure]
 
 The partition is that of FedSI's small tables: 50 training and 950 test images of each of a client's classes. Everybody trains and is
 gathered. At each milestone the table has a client's accuracy before pooling (its own head and its own body, as the authors report it) and
 after it (the same head on the averaged body), the negative log likelihood at the mean and by 20 draws, and means over clients of rho, of
 the beliefs' widths and of the heads' distance to the centre, each for one weight. The part `chosen` compares widths on a fifth of the
-training images, with other seeds than those of the table. Results: benchmarks/results/pfedvem.json; finished cells are passed over.
+training images, with other seeds than those of the table. Results: benchmarks/results/pfedvem.json, where finished cells are passed over,
+and docs/images/pfedvem.png (--figure draws it from the results that are there).
 """
 
 import argparse
@@ -17,10 +18,14 @@ from typing import Any
 import torch
 
 import bayesfl as bf
+from bayesfl.base.files import atomic_path
 from bayesfl.data import FederatedData
 from bayesfl.evaluation import report
+from bayesfl.evaluation.plots.look import new_figure
 
-RESULTS = Path(__file__).parent / "results" / "pfedvem.json"
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "pfedvem.json"
+FIGURE = ROOT / "docs" / "images" / "pfedvem.png"
 MILESTONES = (20, 100, 200, 400, 800)
 DRAWS = 20
 METHODS: dict[str, Any] = {
@@ -69,10 +74,38 @@ def federation(dataset: str, seed: int, *, validation: float, quick: bool) -> Fe
     return bf.data.label_groups("digits" if quick else dataset, seed=seed, validation=validation, **size)
 
 
+def draw(saved: dict[str, Any]) -> None:
+    """Draw accuracies over the rounds, and rho, width and distance of pFedVEM's heads, a row of panels for each data set."""
+
+    def curves(dataset: str, method: str, measure: str) -> list[dict[str, list[float]]]:
+        cells = [cell["milestones"] for key, cell in saved["cells"].items() if key.rsplit("/", 1)[0] == f"{dataset}/{method}"]
+        return [{"round": [*map(int, cell)], "value": [found[measure] for found in cell.values()]} for cell in cells]
+
+    datasets = {"mnist": "MNIST", "fashion-mnist": "Fashion-MNIST"}
+    figure = new_figure((9, 3.6 * len(datasets)))
+    for (left, right), (dataset, title) in zip(figure.subplots(len(datasets), 2, squeeze=False), datasets.items(), strict=True):
+        accuracies = {method: curves(dataset, method, "accuracy") for method in METHODS}
+        accuracies["pFedVEM, before pooling"] = curves(dataset, "pFedVEM", "before_accuracy")
+        bf.plots.learning_curves(accuracies, metric="value", ax=left, title=title)
+        left.set_ylabel("accuracy, after pooling if not said")
+        lengths = {"prior's scale": "rho", "width of beliefs": "width", "distance to the centre": "distance"}
+        found = {name: curves(dataset, "pFedVEM", measure) for name, measure in lengths.items()}
+        bf.plots.learning_curves(found, metric="value", ax=right, title=f"{title}: the heads of pFedVEM")
+        right.set_ylabel("for one weight")
+        right.set_yscale("log")
+        for axes in (left, right):
+            axes.set_xscale("log")
+            axes.set_xticks(MILESTONES, [str(round) for round in MILESTONES])
+            axes.minorticks_off()
+    with atomic_path(FIGURE) as path:
+        figure.savefig(path, dpi=110, format="png")
+
+
 def main() -> None:
     """Runs the cells that are missing, writing each as it is done."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a few rounds on digits: shows that it runs; nothing is written")
+    parser.add_argument("--figure", action="store_true", help="draw the figure from the results that are there, and measure nothing")
     parser.add_argument("--part", choices=["chosen", "cells"], default="cells")
     parser.add_argument("--datasets", nargs="+", choices=["mnist", "fashion-mnist"], default=["mnist", "fashion-mnist"])
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
@@ -80,6 +113,9 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     saved: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() and not arguments.quick else {"chosen": {}, "cells": {}}
+    if arguments.figure:
+        draw(saved)
+        return
     chosen = arguments.part == "chosen"
     rounds = (2, 4) if arguments.quick else (100, 200) if chosen else MILESTONES
     entries = {str(width): width for width in WIDTHS} if chosen else {name: None for name in arguments.methods}

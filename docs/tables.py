@@ -36,6 +36,7 @@ GIVEN = (
 )
 INTERNAL = {"check_mixing", "check_optimiser", "check_rule", "rate_at"}
 """Functions of public files without `__all__` that other folders of the library call, and users do not."""
+DATASETS = {"mnist": "MNIST", "fashion-mnist": "Fashion-MNIST"}
 CONSTANTS = {"bf.plots.OKABE_ITO": "bayesfl.evaluation.plots.look"}
 """Public values that are neither classes nor functions, and the files that define them."""
 
@@ -361,16 +362,13 @@ def privacy() -> str:
 def pfedvem() -> str:
     """Return accuracy before and after pooling and NLL of pFedVEM and its kin at each milestone, means and standard errors over seeds."""
     saved = json.loads((RESULTS / "pfedvem.json").read_text())
-    rows: dict[str, dict[str, list[float]]] = {}
-    origins: dict[str, list[str]] = {}
+    tables: dict[str, dict[str, dict[str, list[float]]]] = {}
     for key, cell in saved["cells"].items():
         dataset, method, _ = key.split("/")
-        origins.setdefault(made(cell | {"command": saved["command"]}), []).append(method)
         for round, found in cell["milestones"].items():
-            row = rows.setdefault(f"{method}, round {round}", {})
-            for name in ("before_accuracy", "accuracy", "nll", "nll_drawn", "rho", "width", "distance"):
-                if dataset == "mnist" and name in found:
-                    row.setdefault(name, []).append(found[name])
+            row = tables.setdefault(dataset, {}).setdefault(f"{method}, round {round}", {})
+            for name, value in found.items():
+                row.setdefault(name, []).append(value)
     columns = [
         report.Column("before_accuracy", title="before pooling", better="higher"),
         report.Column("accuracy", title="after", better="higher"),
@@ -380,8 +378,8 @@ def pfedvem() -> str:
         report.Column("width", title="width"),
         report.Column("distance", title="distance"),
     ]
-    told = [f"{origin} Rows of {', '.join(dict.fromkeys(names))}." for origin, names in origins.items()]
-    return "\n\n".join([report.table(rows, columns=columns, style="markdown"), *told])
+    parts = [f"{DATASETS[name]}:\n\n{report.table(rows, columns=columns, style='markdown')}" for name, rows in tables.items()]
+    return "\n\n".join([*parts, versions(saved, place=1, drawn_anew=set())])
 
 
 def links() -> str:
@@ -402,8 +400,7 @@ def links() -> str:
         report.Column("entropy_auroc", title="AUROC of unseen classes, entropy", better="higher"),
         report.Column("epistemic_auroc", title="epistemic", better="higher"),
     ]
-    titles = {"mnist": "MNIST", "fashion-mnist": "Fashion-MNIST"}
-    parts = [f"{titles[name]}:\n\n{report.table(rows, columns=columns, style='markdown')}" for name, rows in tables.items()]
+    parts = [f"{DATASETS[name]}:\n\n{report.table(rows, columns=columns, style='markdown')}" for name, rows in tables.items()]
     return "\n\n".join([*parts, made(next(iter(saved["cells"].values())) | saved)])
 
 
