@@ -35,6 +35,7 @@ def methods(clients: bf.data.FederatedData, lr: float, seed: int) -> dict[str, b
         "FedPer": bf.algorithms.fedper(model, batch_size=10, lr=lr),
         "pFedMAP": bf.algorithms.pfedmap(model, batch_size=10, body_lr=lr),
         "pFedVEM, mean": bf.algorithms.pfedvem(model, batch_size=10, body_lr=lr),
+        "pFedVEM, scales held, mean": bf.algorithms.pfedvem_held(model, batch_size=10, body_lr=lr),
     }
 
 

@@ -97,6 +97,7 @@ def demo() -> str:
     saved = json.loads((RESULTS / "demo.json").read_text())
     columns = [
         report.Column("accuracy", better="higher"),
+        report.Column("before_accuracy", title="before pooling"),
         report.Column("nll", title="NLL (nats)", better="lower"),
         report.Column("ece", title="ECE, clients' mean", better="lower"),
         report.Column("pooled_ece", title="ECE, pooled", better="lower"),

@@ -1,4 +1,4 @@
-"""Is a hierarchical posterior over personal heads worth its cost? pFedVEM compared with Local, FedAvg, FedPer and pFedMAP.
+"""Is a hierarchical posterior over personal heads worth its cost? pFedVEM beside Local, FedAvg, FedPer and pFedMAP.
 
     python examples/pfedvem.py                                                   # handwritten digits, under two minutes on one core
     python examples/pfedvem.py --dataset cifar100 --clients 50 --rounds 100      # the paper's experiment
@@ -78,10 +78,14 @@ ALGORITHMS: dict[str, Callable[[torch.nn.Module, Preset, int], bf.Algorithm]] = 
         model, batch_size=preset.batch_size, precision=PRECISION, head_lr=preset.head_lr
     ),
     "pfedvem": lambda model, preset, rounds: bf.algorithms.pfedvem(model, batch_size=preset.batch_size, head_lr=preset.head_lr),
+    "pfedvem_held": lambda model, preset, rounds: bf.algorithms.pfedvem_held(model, batch_size=preset.batch_size, head_lr=preset.head_lr),
 }
+# Their authors report accuracy before pooling, of each client's head on its own body; everybody trains under them, as others do not.
+BEFORE = ("pfedmap", "pfedvem", "pfedvem_held")
 TITLES = {name: title for name, (_, title, _) in bf.algorithms.PAPERS.items()}
 COLUMNS = (
     report.Column("accuracy", better="higher"),
+    report.Column("before_accuracy", title="before pooling"),
     report.Column("nll", title="NLL (nats)", better="lower"),
     report.Column("ece", title="ECE, clients' mean", better="lower"),
     report.Column("pooled_ece", title="ECE, pooled", better="lower"),
@@ -129,12 +133,18 @@ def check(options: argparse.Namespace) -> None:
     report.one_experiment(options.out, {name: getattr(options, name) for name in EXPERIMENT})
 
 
+def table(rows: dict[str, dict[str, list[float]]], style: Literal["text", "markdown"]) -> str:
+    """The table of what was measured."""
+    there = {key for row in rows.values() for key in row}
+    return report.table(rows, columns=[column for column in COLUMNS if column.key in there], style=style)
+
+
 def write(options: argparse.Namespace, rows: dict[str, dict[str, list[float]]], history: list[dict[str, Any]], runs: int) -> None:
     """Table and history of the runs finished so far, each file whole."""
     planned = len(options.seeds) * len(options.algorithms)
     record = {"arguments": vars(options), "runs": {"finished": runs, "planned": planned}, "rows": rows, "environment": report.environment()}
     report.write_json(options.out / "table.json", record)
-    atomic_write(options.out / "table.md", report.table(rows, columns=COLUMNS, style="markdown") + "\n")
+    atomic_write(options.out / "table.md", table(rows, "markdown") + "\n")
     report.write_csv(options.out / "history.csv", history)
 
 
@@ -184,12 +194,15 @@ def compare(options: argparse.Namespace) -> None:
                 raise
             title = TITLES[name]
             entries = {title: result.predict(draws=0)}
-            if name == "pfedvem":
+            if name.startswith("pfedvem"):
                 entries = {f"{title}, mean": entries[title], f"{title}, {DRAWS} draws": result.predict(draws=DRAWS)}
             for key, predictions in entries.items():
                 measures = predictions.summary(clients.test)
+                if name in BEFORE and not key.endswith("draws"):  # which predict at the mean before pooling
+                    measures["before_accuracy"] = float(result.history["before_pool_accuracy"][-1])
                 for column in COLUMNS:
-                    rows.setdefault(key, {}).setdefault(column.key, []).append(measures[column.key])
+                    if column.key in measures:
+                        rows.setdefault(key, {}).setdefault(column.key, []).append(measures[column.key])
                 diagrams.setdefault(key, (predictions.probs, labels, mask))
             history += [{"algorithm": name, "seed": seed, **row} for row in result.history]
             histories.setdefault(title, []).append(result.history)
@@ -197,11 +210,11 @@ def compare(options: argparse.Namespace) -> None:
             write(options, rows, history, runs)  # before the checkpoint: the table says whose folder this is
             if seed == options.seeds[0]:
                 result.save(options.out / name)
-    text = report.table(rows, columns=COLUMNS)
+    text = table(rows, "text")
     print(f"\n{options.dataset}, {options.clients} clients, {options.rounds} rounds, participation {options.participation}")
     print(f"last round, mean over clients; mean ± standard error of {len(options.seeds)} seeds; * best\n\n{text}")
     figures = {
-        "reliability.png": bf.plots.reliability_compare(diagrams, columns=3),
+        "reliability.png": bf.plots.reliability_compare(diagrams, columns=4),
         "learning_curves.png": bf.plots.learning_curves(histories).figure,
     }
     for name, figure in figures.items():
