@@ -335,6 +335,25 @@ def fedsi_round() -> str:
     return f"{ruled(heads, lines)}\n\n{made(saved)}"
 
 
+def curvature_every() -> str:
+    """Return what FedSI costs and loses where its Laplace approximations are made anew only every few rounds, mean and error over seeds."""
+    saved = json.loads((RESULTS / "curvature_every.json").read_text())
+    rows: dict[str, dict[str, list[float]]] = {}
+    for cell in saved["cells"].values():
+        for every, row in cell["rows"].items():
+            for measure, value in row.items():
+                rows.setdefault(f"every {every} rounds" if every != "1" else "every round", {}).setdefault(measure, []).append(value)
+    columns = [
+        report.Column("times_fedavg", title="a round, in rounds of FedAvg", digits=1, better="lower"),
+        report.Column("map_accuracy", title="MAP: accuracy", better="higher"),
+        report.Column("map_nll", title="NLL (nats)", better="lower"),
+        report.Column("per_class_accuracy", title="class by class: accuracy", better="higher"),
+        report.Column("per_class_nll", title="NLL", better="lower"),
+        report.Column("contrasts_nll", title="contrasts: NLL", better="lower"),
+    ]
+    return "\n\n".join([report.table(rows, columns=columns, style="markdown"), versions(saved, place=0, drawn_anew=set())])
+
+
 def programs() -> str:
     """FedPAC's quadratic programs."""
     saved = json.loads((RESULTS / "simplex.json").read_text())
@@ -604,10 +623,10 @@ PAGES = {
     ROOT / "docs" / "methods.md": (implemented,),
     ROOT / "docs" / "api" / "names.md": (names,),
     ROOT / "docs" / "selection.md": (selection,),
-    ROOT / "docs" / "derivations" / "pfedvem.md": (pfedvem,),
-    ROOT / "docs" / "derivations" / "fedsi.md": (links,),
+    ROOT / "docs" / "long-training.md": (pfedvem,),
+    ROOT / "docs" / "links.md": (links,),
     ROOT / "docs" / "privacy.md": (privacy,),
-    ROOT / "docs" / "speed.md": (engines, curvature, fedsi_round, programs),
+    ROOT / "docs" / "speed.md": (engines, curvature, fedsi_round, curvature_every, programs),
     ROOT / "docs" / "papers" / "fedsi.md": (fedsi,),
     ROOT / "docs" / "papers" / "fedem.md": (fedem,),
     ROOT / "docs" / "papers" / "perinvfl.md": (perinvfl,),

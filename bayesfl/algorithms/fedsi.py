@@ -113,7 +113,8 @@ def fedsi(
             the means), `product` (the sum of the precisions of clients that selected the weight, by which the means are weighted too; the
             prior is then counted once for each of these clients).
         variance_floor: Smallest g; the largest is alpha.
-        curvature_every: Number of rounds from one Laplace approximation to the next; between them g stays.
+        curvature_every: Number of rounds from one Laplace approximation to the next; between them g stays. The paper's 1 takes most of the
+            time where subnetworks have curvature; 20 costs no accuracy (docs/speed.md).
         train_head: Whether every client trains its own head together with the body, as in the authors' code, instead of the frozen common
             head.
         prior: Prior of the weights in predictions: `isotropic`, one precision for all, or `global`, the server's 1 / g (step 4 of the
