@@ -17,7 +17,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 
 import bayesfl as bf
@@ -35,12 +34,11 @@ def run(dataset: str, seed: int, root: Path | None, *, quick: bool) -> dict[str,
     clients = example.federation(dataset, preset, seed, root)
     model = bf.models.mlp(clients.inputs, hidden=100, outputs=clients.classes, seed=seed)
     options: dict[str, Any] = {"rounds": rounds, "seed": seed, "evaluate_every": None, "progress": False, "engine": bf.Engine(workers=1)}
-    unit = np.mean(bf.simulate(example.fedavg(model, preset), clients, **options).history["seconds"])
     rows = {}
     for every in (1, 2) if quick else EVERY:
         result = bf.simulate(bf.algorithms.fedsi(model, curvature_every=every, **example._body(preset)), clients, **options)
         linked = replace(result, algorithm=bf.algorithms.fedsi(model, link="contrasts", **example._body(preset)))
-        row = {"times_fedavg": float(np.mean(result.history["seconds"]) / unit)}
+        row = {}
         for name, how, draws in (("map", result, 0), ("per_class", result, None), ("contrasts", linked, None)):
             found = how.predict(clients.calibration, draws=draws).summary(clients.calibration)
             row |= {f"{name}_{key}": found[key] for key in ("accuracy", "nll")}

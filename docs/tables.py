@@ -336,7 +336,7 @@ def fedsi_round() -> str:
 
 
 def curvature_every() -> str:
-    """Return what FedSI costs and loses where its Laplace approximations are made anew only every few rounds, mean and error over seeds."""
+    """Return what FedSI loses where its Laplace approximations are made anew only every few rounds, mean and error over seeds."""
     saved = json.loads((RESULTS / "curvature_every.json").read_text())
     rows: dict[str, dict[str, list[float]]] = {}
     for cell in saved["cells"].values():
@@ -344,7 +344,6 @@ def curvature_every() -> str:
             for measure, value in row.items():
                 rows.setdefault(f"every {every} rounds" if every != "1" else "every round", {}).setdefault(measure, []).append(value)
     columns = [
-        report.Column("times_fedavg", title="a round, in rounds of FedAvg", digits=1, better="lower"),
         report.Column("map_accuracy", title="MAP: accuracy", better="higher"),
         report.Column("map_nll", title="NLL (nats)", better="lower"),
         report.Column("per_class_accuracy", title="class by class: accuracy", better="higher"),
