@@ -77,6 +77,9 @@ def fedem(
     component that falls below a thousandth, or rises above it again, is named in the log. The server therefore learns every client's pi,
     which the paper does not need.
 
+    `dataclasses.replace(method, predictor=...)` with `bayesfl.predictors.Mixture("components", "pi", each=LinearisedLaplace())` predicts by
+    a Laplace approximation of each component.
+
     Args:
         model: Any module, the architecture of a component; the components draw their starts anew from its layers.
         components: Number M of components.

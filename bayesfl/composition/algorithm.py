@@ -203,6 +203,10 @@ class Algorithm:
         count = self.blocks[block].copies
         return noise if count is None else noise.unflatten(-1, (count, -1))
 
+    def of_copy(self, parts: Iterable[str], view: View, copy: int) -> View:
+        """Return a client's view in which the blocks of `parts` that have copies hold one of these alone, as a block without copies."""
+        return view | {part: tree_map(lambda t: t[copy], view[part]) for part in parts if self.blocks[part].copies}
+
     def divergence(self, block: str, belief: Tensors, given: Server, view: View) -> Tensor:
         """Compute KL(q || prior) [...] in nats of a block's belief, summed over its copies; for a point, its energy -log p."""
         this = self.blocks[block]

@@ -1,30 +1,30 @@
 """Predictors: personal predictions that need more than a client's weights, such as its training data or several models."""
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
 
-from bayesfl.base.checks import instance, number, whole
+from bayesfl.base.checks import number, whole
 from bayesfl.base.protocols import Batch, Fitted, Server, Tensors, View
+from bayesfl.composition.linearised import Linearised, at_mean, check_linearised, check_link, refuse_copies
 from bayesfl.composition.priors import Parameter
 from bayesfl.curvature import Curvature, Inverse
 from bayesfl.curvature.covariance import Covariance
 from bayesfl.curvature.dual import independent
-from bayesfl.curvature.roots import check_known
-from bayesfl.likelihoods import Categorical, Gaussian
+from bayesfl.likelihoods import Categorical
 from bayesfl.posteriors import prior_precision as precision
 from bayesfl.posteriors.laplace import Laplace, Structure
-from bayesfl.posteriors.linearised import LINKS, Link, kappa, predictive
+from bayesfl.posteriors.linearised import Link
+from bayesfl.posteriors.mixture import responsibilities
 from bayesfl.posteriors.selection import Evidence, Rule, check_rule, select
 
 GRID = precision.GRID[::2]
 """Precisions that are tried on validation data, from 1e-4 to 1e4 by decades; under the largest, predictions are close to the MAP's."""
-SHRUNK = 0.3  # below this median kappa (factor by which logits shrink) the prior, not the data, determines the predictions
+PIECE = 2**21  # bytes of inputs that pass through the copies of a mixture at once
 
 
 @dataclass(frozen=True)
@@ -78,15 +78,20 @@ class LinearisedLaplace:
             raise ValueError(f"structure must be 'full', 'subnetwork' or 'diagonal', got {self.structure!r}")
         check_rule(self.selection)
         whole("seed", self.seed, least=0)
-        _check_link(self.link, centre=self.centre)
+        check_link(self.link, centre=self.centre)
 
     def check(self, algorithm: Any) -> None:
         """Raise ValueError, or TypeError for a likelihood of unknown curvature, if the predictor does not fit the algorithm."""
+        refuse_copies(self, algorithm)
+        self.check_one(algorithm)
+
+    def check_one(self, algorithm: Any) -> None:
+        """Raise as `check` does, for the predictor of one of a method's copies."""
         if self.block is not None and self.block not in algorithm.parts:
             raise ValueError(
                 f"block {self.block!r} is none of the predictor's parts {algorithm.parts}; name one of them, or None for the first"
             )
-        _check_linearised(self, algorithm)
+        check_linearised(self, algorithm)
         if isinstance(algorithm.likelihood, Categorical) and not algorithm.likelihood.plain:
             raise ValueError(f"{algorithm.likelihood} is a training loss, of which no Laplace approximation is made; take Categorical()")
 
@@ -98,13 +103,13 @@ class LinearisedLaplace:
         return GRID if self.precision is None else (float(self.precision),)
 
     def __call__(self, algorithm: Any, given: Server, view: View, data: Batch) -> Fitted:
-        """Return one client's predictor, see `Predictor`."""
+        """Return one client's predictor, see `Predictor`; a `weight` [N] in `data` says how many times each example counts."""
         kept: dict[float | None, Laplace] = {}
         first = self.precision(given, view).double() if callable(self.precision) else self.grid[0]
 
         @cache
         def diagonal() -> Laplace:
-            options = {"likelihood": algorithm.likelihood, "pattern": self._layout(algorithm)}
+            options = {"likelihood": algorithm.likelihood, "pattern": self._layout(algorithm), "weight": data.get("weight")}
             return Laplace.fit(algorithm.network(view), data["x"], precision=first, structure="diagonal", **options)
 
         def at(value: float | None) -> Laplace:
@@ -113,11 +118,11 @@ class LinearisedLaplace:
                 kept[value] = self._fit(diagonal(), data["x"], first if value is None else value)
             return kept[value]
 
-        return _Linearised(self, algorithm, view, lambda value: at(value).inverse)
+        return Linearised(self, algorithm, view, lambda value: at(value).inverse)
 
     def stored(self, fitted: Fitted, value: float | None, *, limit: int) -> Tensors:
         """Return the tensors by which `restored` predicts without training data, see `StoredPredictor`."""
-        assert isinstance(fitted, _Linearised)
+        assert isinstance(fitted, Linearised)
         inverse = fitted.inverse(value)
         covariance = inverse if isinstance(inverse, Covariance) else Covariance.of(cast(Inverse, inverse), limit=limit)
         return covariance.tensors()
@@ -126,7 +131,7 @@ class LinearisedLaplace:
         """Return one client's predictor, made of `tensors`, see `StoredPredictor`."""
         curvature = Curvature(algorithm.network(view), algorithm.likelihood, pattern=self._layout(algorithm))
         covariance = Covariance.restored(curvature, tensors)
-        return _Linearised(self, algorithm, view, lambda value: covariance)
+        return Linearised(self, algorithm, view, lambda value: covariance)
 
     def _layout(self, algorithm: Any) -> Any:
         return algorithm.layout(algorithm.parts[0] if self.block is None else self.block)
@@ -173,17 +178,22 @@ class LinearisedBelief:
     needs_data = False
 
     def __post_init__(self) -> None:
-        _check_link(self.link, centre=self.centre)
+        check_link(self.link, centre=self.centre)
 
     def check(self, algorithm: Any) -> None:
         """Raise ValueError, or TypeError for a likelihood of unknown curvature, if the predictor does not fit the algorithm."""
+        refuse_copies(self, algorithm)
+        self.check_one(algorithm)
+
+    def check_one(self, algorithm: Any) -> None:
+        """Raise as `check` does, for the predictor of one of a method's copies."""
         drawn = [name for name in algorithm.parts if algorithm.blocks[name].stochastic]
         if not drawn or self.block not in (None, *drawn):
             raise ValueError(
                 f"block {self.block!r} holds no Gaussian: of the parts {algorithm.parts} those that draw are {drawn}; name one of them, or "
                 "take LinearisedLaplace(), which makes a Gaussian of training data"
             )
-        _check_linearised(self, algorithm)
+        check_linearised(self, algorithm)
 
     def __call__(self, algorithm: Any, given: Server, view: View, data: Batch) -> Fitted:
         """Return one client's predictor, see `Predictor`."""
@@ -191,7 +201,7 @@ class LinearisedBelief:
         curvature = Curvature(algorithm.network(view), algorithm.likelihood, pattern=algorithm.layout(name))
         _, variance = algorithm.blocks[name].posterior.moments(view[name])
         inverse = independent(curvature, 1 / variance.double(), torch.zeros_like(variance, dtype=torch.float64))
-        return _Linearised(self, algorithm, view, lambda value: inverse)
+        return Linearised(self, algorithm, view, lambda value: inverse)
 
     def stored(self, fitted: Fitted, value: float | None, *, limit: int) -> Tensors:
         """Return nothing, since the belief is all, see `StoredPredictor`."""
@@ -202,57 +212,6 @@ class LinearisedBelief:
         return self(algorithm, {}, view, {})
 
 
-def _check_link(link: str, *, centre: bool) -> None:
-    instance("centre", centre, bool, "pass True or False")
-    if link not in (*LINKS, "draws"):
-        raise ValueError(f"link must be one of {(*LINKS, 'draws')}, got {link!r}")
-    if not centre and link != "per_class":
-        raise ValueError(f"centre=False changes nothing under link={link!r}; leave it out, or take link='per_class'")
-
-
-def _check_linearised(rule: "LinearisedLaplace | LinearisedBelief", algorithm: Any) -> None:
-    """Check that an algorithm is of one model and of a known likelihood, and has a number of draws where the rule draws."""
-    check_known(algorithm.likelihood)
-    if rule.link == "draws" and not algorithm.draws:
-        raise ValueError("link='draws' needs a number of draws; give the method one, as draws=100, or take link='contrasts'")
-    if (copies := algorithm.copies(algorithm.parts)) is not None:
-        raise ValueError(f"a linearised network is one model, and parts {algorithm.parts} have {copies} copies; take Mixture() for these")
-
-
-class _Linearised:
-    """One client's predictor by the linearised network, see `Fitted`.
-
-    Args:
-        rule: The method's predictor.
-        algorithm: The method.
-        view: The client's view.
-        inverse: Function from the prior precision that is tuned, or None, to the covariance of the weights.
-    """
-
-    def __init__(
-        self, rule: LinearisedLaplace | LinearisedBelief, algorithm: Any, view: View, inverse: Callable[[float | None], Any]
-    ) -> None:
-        self._rule, self._algorithm, self._view, self.inverse = rule, algorithm, view, inverse
-
-    def __call__(self, x: Tensor, *, value: float | None = None, noise: Tensor | None = None, plain: bool = False) -> Tensors:
-        algorithm, rule, likelihood = self._algorithm, self._rule, self._algorithm.likelihood
-        if plain:
-            found = likelihood.predictive(algorithm.outputs(algorithm.leaves(algorithm.parts, self._view), x).unsqueeze(0))
-            return found | {"epistemic": torch.full_like(found["epistemic"], torch.nan)}
-        inverse = self.inverse(value)
-        mean, covariance = inverse.predict(x, centre=rule.centre and isinstance(likelihood, Categorical))
-        classes = not isinstance(likelihood, Gaussian)  # kappa is defined for logits, not for the variance of targets
-        if rule.precision is not None and classes and float(kappa(covariance.diagonal(dim1=1, dim2=2)).median()) < SHRUNK:
-            which = "the precision that the method computes" if callable(rule.precision) else f"predictive_precision={rule.precision}"
-            warnings.warn(
-                f"{which} leaves the predictions to the prior (the median kappa is below {SHRUNK}); choose a precision on validation data: "
-                "predictive_precision=None under an isotropic prior",
-                stacklevel=2,
-            )
-        link: Link = "contrasts" if rule.link == "draws" else rule.link
-        return {name: t.to(x) for name, t in predictive(likelihood, mean, covariance, noise, link=link).items()}
-
-
 def size_of(share: float, weights: int) -> int:
     """Return the number of weights in a subnetwork: a share of D weights, rounded down, at least one."""
     return max(1, int(share * weights + 1e-9))
@@ -260,20 +219,52 @@ def size_of(share: float, weights: int) -> int:
 
 @dataclass(frozen=True)
 class Mixture:
-    """A predictor by the copies of a block together: sum_m pi_m p(y | x, copy m).
+    """A predictor by the copies of a block together: sum_m pi_m p(y | x, copy m), each copy at its mean or by a posterior of its own.
 
-    Probabilities are averaged, not logits; for targets, the result has the moments of the mixture.
+    Probabilities are averaged, not logits; for targets, the result has the moments of the mixture. Copies of weight 0 take no part.
+
+    `Mixture("components", "pi", each=LinearisedLaplace())` makes a Laplace approximation of each of FedEM's components, under one
+    precision, which is chosen for the predictions of the mixture. That of copy m is fitted to the client's training data, where example i
+    counts by its responsibility q_im = pi_m p(y_i | x_i, w_m) / sum_k pi_k p(y_i | x_i, w_k), as in EM's M step, so its precision is
+    sum_i q_im J_i' Lambda_i J_i plus the prior's, and a copy that explains no example keeps the prior. The responsibilities are constants:
+    the curvature of the mixture's likelihood itself has further terms, since they move with the weights.
+
+    With `each`, `epistemic` is the entropy of the mixture's probabilities less `aleatoric`, the mean over copies, by pi, of their own, and
+    at least 0; by draws it is the mutual information of label and (copy, weights). So it holds what the copies disagree on, although
+    more data may never tell which of them makes an example. For targets it is the variance of the outputs over copies and weights, summed
+    over O. It is NaN without `each`, and under link="per_class". Draws of all copies use the same normals.
 
     Args:
         block: Name of the block with copies.
         weights: Name of the mixture weights pi [M] in a client's view.
+        each: Predictor of one copy, `LinearisedLaplace` or `LinearisedBelief`; None for its mean.
+
+    Raises:
+        TypeError: `each` is another predictor.
     """
 
     block: str
     weights: str
-    tunes = ""
-    grid = ()
-    needs_data = False
+    each: LinearisedLaplace | LinearisedBelief | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.each, LinearisedLaplace | LinearisedBelief | None):
+            raise TypeError(f"each must be LinearisedLaplace(), LinearisedBelief(), or None for copies at their means, got {self.each!r}")
+
+    @property
+    def tunes(self) -> str:
+        """Return the name of the number that `each` tunes, see `Predictor`."""
+        return "" if self.each is None else self.each.tunes
+
+    @property
+    def grid(self) -> tuple[float, ...]:
+        """Return the candidates of `each`, see `Predictor`."""
+        return () if self.each is None else self.each.grid
+
+    @property
+    def needs_data(self) -> bool:
+        """Say whether `each` needs training data, see `StoredPredictor`."""
+        return self.each is not None and self.each.needs_data
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -281,35 +272,82 @@ class Mixture:
         return (self.weights,)
 
     def check(self, algorithm: Any) -> None:
-        """Raise ValueError if the predictor does not fit the algorithm, see `Predictor`."""
+        """Raise ValueError, or TypeError for a likelihood of unknown curvature, if the predictor does not fit the algorithm."""
         if self.block not in algorithm.parts or algorithm.blocks[self.block].copies is None:
             raise ValueError(f"block {self.block!r} must be one of the predictor's parts {algorithm.parts} and have copies")
+        if self.each is not None:
+            self.each.check_one(algorithm)
 
     def __call__(self, algorithm: Any, given: Server, view: View, data: Batch) -> Fitted:
         """Return one client's predictor, see `Predictor`."""
-        leaves, pi = algorithm.leaves(algorithm.parts, view), view[self.weights]
-        many = algorithm.layout(self.block).shapes
+        views = self._views(algorithm, view)
 
-        def fitted(x: Tensor, *, value: float | None = None, noise: Tensor | None = None, plain: bool = False) -> Tensors:
-            single = [{k: v[m] if k in many else v for k, v in leaves.items()} for m in range(len(pi))]
-            each = [algorithm.likelihood.predictive(algorithm.outputs(one, x).unsqueeze(0)) for one in single]
-            stacked = {name: torch.stack([found[name] for found in each], -1) for name in each[0]}
-            if "probs" in stacked:
-                return {"probs": stacked["probs"] @ pi, "epistemic": torch.full_like(stacked["epistemic"][..., 0], torch.nan)}
-            mean = stacked["mean"] @ pi
-            spread = (stacked["mean"] - mean.unsqueeze(-1)).square() @ pi
-            return {
-                "mean": mean,
-                "variance": stacked["variance"] @ pi + spread,
-                "epistemic": torch.full_like(stacked["epistemic"][..., 0], torch.nan),
-            }
+        def fit() -> dict[int, Fitted]:
+            assert self.each is not None
+            shares = self._responsibilities(algorithm, view, data, list(views)) if self.each.needs_data else {}
+            return {m: self.each(algorithm, given, one, data | shares.get(m, {})) for m, one in views.items()}
 
-        return fitted
+        return _Mixed(algorithm, view[self.weights], views, None if self.each is None else fit)
 
     def stored(self, fitted: Fitted, value: float | None, *, limit: int) -> Tensors:
-        """Return nothing, since no training data are needed, see `StoredPredictor`."""
-        return {}
+        """Return the tensors of `each` for every copy, named by its number, see `StoredPredictor`."""
+        assert isinstance(fitted, _Mixed)
+        if self.each is None:
+            return {}
+        return {f"{m}_{k}": t for m, one in fitted.each.items() for k, t in self.each.stored(one, value, limit=limit).items()}
 
     def restored(self, algorithm: Any, view: View, tensors: Tensors) -> Fitted:
-        """Return one client's predictor, see `StoredPredictor`."""
-        return self(algorithm, {}, view, {})
+        """Return one client's predictor, made of `tensors`, see `StoredPredictor`."""
+        views = self._views(algorithm, view)
+        if self.each is None:
+            return _Mixed(algorithm, view[self.weights], views, None)
+        own = {m: {k.removeprefix(f"{m}_"): t for k, t in tensors.items() if k.startswith(f"{m}_")} for m in views}
+        each = {m: self.each.restored(algorithm, one, own[m]) for m, one in views.items()}
+        return _Mixed(algorithm, view[self.weights], views, lambda: each)
+
+    def _views(self, algorithm: Any, view: View) -> dict[int, View]:
+        """Return, for each copy of weight > 0, the view of a client that has it alone, with its share of the client's n examples."""
+        pi = view[self.weights]
+        return {m: algorithm.of_copy(algorithm.parts, view, m) | {"n": view["n"] * pi[m]} for m in pi.nonzero().flatten().tolist()}
+
+    def _responsibilities(self, algorithm: Any, view: View, data: Batch, copies: list[int]) -> dict[int, Tensors]:
+        """Return how much each example counts for each of these copies, [N], as the `weight` of a batch."""
+        rows = max(1, PIECE // max(1, data["x"][:1].nbytes))
+        pieces = zip(data["x"].split(rows), data["y"].split(rows), strict=True)
+        losses = torch.cat([algorithm.losses_of_copies(algorithm.parts, view, {"x": x, "y": y})[copies] for x, y in pieces], -1)
+        q, _ = responsibilities(view[self.weights][copies], losses)
+        return {m: {"weight": one} for m, one in zip(copies, q.unbind(-1), strict=True)}
+
+
+class _Mixed:
+    """One client's predictor by several copies together, see `Fitted`.
+
+    Args:
+        algorithm: The method.
+        pi: Mixture weights [M].
+        views: A view for each copy that takes part.
+        fit: Function that makes the predictor of each of these; None for their means.
+    """
+
+    def __init__(self, algorithm: Any, pi: Tensor, views: dict[int, View], fit: Callable[[], dict[int, Fitted]] | None) -> None:
+        self._algorithm, self._views, self._fit = algorithm, views, fit
+        self._pi = pi[list(views)]
+
+    @cached_property
+    def each(self) -> dict[int, Fitted]:
+        """Return the copies' predictors, by number."""
+        return {} if self._fit is None else self._fit()
+
+    def __call__(self, x: Tensor, *, value: float | None = None, noise: Tensor | None = None, plain: bool = False) -> Tensors:
+        if plain or self._fit is None:
+            found = [at_mean(self._algorithm, view, x) for view in self._views.values()]
+        else:
+            found = [one(x, value=value, noise=noise) for one in self.each.values()]
+        stacked = {name: torch.stack([one[name] for one in found], -1) for name in found[0]}
+        mean = {name: t @ self._pi for name, t in stacked.items()}
+        if "aleatoric" in mean:
+            return mean | {"epistemic": (torch.special.entr(mean["probs"]).sum(-1) - mean["aleatoric"]).clamp_min(0)}
+        if "probs" in mean:
+            return mean
+        spread = (stacked["mean"] - mean["mean"].unsqueeze(-1)).square() @ self._pi
+        return mean | {"variance": mean["variance"] + spread, "epistemic": mean["epistemic"] + spread.sum(-1)}

@@ -19,7 +19,6 @@ from bayesfl.base.protocols import Tensors
 from bayesfl.curvature.batches import Inputs, require, twice
 from bayesfl.curvature.ggn import Curvature
 from bayesfl.curvature.jacobians import Rows
-from bayesfl.curvature.roots import root
 
 Form = Literal["auto", "primal", "dual"]
 
@@ -186,6 +185,7 @@ def invert(
     indices: Tensor | None = None,
     form: Form = "auto",
     diagonal: Tensor | None = None,
+    weight: Tensor | None = None,
 ) -> Inverse:
     """Compute the posterior covariance of P selected weights, all others held fixed: the inverse of curvature plus prior precision.
 
@@ -198,11 +198,12 @@ def invert(
         precision: Prior precision, one number or one for each of the D weights.
         indices: Indices of the P selected weights, [P]; by default all weights, which is feasible for large networks in the dual form only.
         form: `primal`, `dual`, or `auto` for the one whose factor has the smaller order.
-        diagonal: Diagonal of the GGN [D], if it is already known.
+        diagonal: Diagonal of the GGN [D], if it is already known, with the same `weight`.
+        weight: Factor of each example's curvature, [N]; None for 1.
 
     Raises:
-        ValueError: `precision` is not positive and finite; `indices` or `form` is not valid; the curvature is not finite; or there are no
-            data.
+        ValueError: `precision` is not positive and finite; `indices`, `form` or `weight` is not valid; the curvature is not finite; or
+            there are no data.
         MemoryError: The factor needs more bytes than may be used; the message says how many.
         torch.linalg.LinAlgError: M has no Cholesky factor, even with jitter.
     """
@@ -211,7 +212,7 @@ def invert(
     x = twice(x)
     precision = curvature.vector(precision)
     if diagonal is None:
-        diagonal = curvature.diagonal(x)
+        diagonal = curvature.diagonal(x, weight=weight)
     else:
         diagonal = curvature.vector(diagonal, "diagonal")
         curvature.check_finite(diagonal, torch.arange(len(diagonal), device=curvature.device))
@@ -224,11 +225,11 @@ def invert(
     weights = int(curved.sum())
     rows, data, order, inside = None, {}, weights, curved if indices is not None else torch.ones_like(curved)
     if form == "dual" or (form == "auto" and weights):
-        rows, data, order = _stacked(curvature, x, indices, variance, inside, weights if form == "auto" else None)
+        rows, data, order = _stacked(curvature, x, weight, indices, variance, inside, weights if form == "auto" else None)
     if rows is None:
         chosen, reason = "primal", f"{weights} curved weights, and at least as many rows"
         _require(curvature, weights, "primal")
-        chol = _primal(curvature, x, indices, variance, curved)
+        chol = _primal(curvature, x, weight, indices, variance, curved)
     else:
         chosen, reason, curved = "dual", f"{order} rows, {weights} curved weights", inside
         _require(curvature, order, "dual")
@@ -299,13 +300,19 @@ def _restricted(rows: Rows, indices: Tensor | None, curved: Tensor) -> Rows:
 
 
 def _stacked(
-    curvature: Curvature, x: Inputs, indices: Tensor | None, variance: Tensor, curved: Tensor, limit: int | None
+    curvature: Curvature,
+    x: Inputs,
+    weight: Tensor | None,
+    indices: Tensor | None,
+    variance: Tensor,
+    curved: Tensor,
+    limit: int | None,
 ) -> tuple[Rows | None, Tensors, int]:
     """Return A, the rows of all data over the curved weights, without examples whose rows are zero; None if they are `limit` or more."""
     parts: list[Rows] = []
     kept_x, kept_cotangents, order = [], [], 0
-    for batch in curvature.batches(x, extra=0 if indices is None else len(indices)):
-        outputs, rows = curvature.linearise(batch)
+    for batch, share in curvature.weighed(x, weight, extra=0 if indices is None else len(indices)):
+        outputs, rows = curvature.linearise(batch, weight=share)
         rows = _restricted(rows, indices, curved)
         sizes = rows.within(variance[curved]).diagonal(dim1=1, dim2=2)
         kept = (sizes >= NO_CURVATURE).any(-1).nonzero().squeeze(1)
@@ -315,18 +322,18 @@ def _stacked(
         everything = len(kept) == len(batch)
         parts.append(rows if everything else rows.take(kept))
         kept_x.append(batch[kept])
-        kept_cotangents.append(root(curvature.likelihood, outputs[kept]).mT)
+        kept_cotangents.append(curvature.root(outputs, share)[kept].mT)
     return parts[0].join(parts[1:]), {"x": torch.cat(kept_x), "cotangents": torch.cat(kept_cotangents)}, order
 
 
-def _primal(curvature: Curvature, x: Inputs, indices: Tensor | None, variance: Tensor, curved: Tensor) -> Tensor:
+def _primal(curvature: Curvature, x: Inputs, weight: Tensor | None, indices: Tensor | None, variance: Tensor, curved: Tensor) -> Tensor:
     """Compute the Cholesky factor of I + G^(1/2) A' A G^(1/2) from streamed data."""
     scale = variance[curved].sqrt()
     matrix = torch.eye(len(scale), dtype=torch.float64, device=scale.device)
     if not len(scale):
         return matrix
-    for batch in curvature.batches(x, extra=len(scale)):
-        rows = _restricted(curvature.linearise(batch)[1], indices, curved).dense().mul_(scale).flatten(0, 1)
+    for batch, share in curvature.weighed(x, weight, extra=len(scale)):
+        rows = _restricted(curvature.linearise(batch, weight=share)[1], indices, curved).dense().mul_(scale).flatten(0, 1)
         matrix.addmm_(rows.T, rows)
     return cholesky(matrix)
 

@@ -90,16 +90,17 @@ class Curvature:
         """Return the bytes that a result may take now."""
         return available(self._like) if self._memory is None else self._memory
 
-    def diagonal(self, x: Inputs) -> Tensor:
-        """Compute the diagonal of the GGN, [D], a sum over the data.
+    def diagonal(self, x: Inputs, *, weight: Tensor | None = None) -> Tensor:
+        """Compute the diagonal of the GGN, [D], a sum over the data in which example i counts `weight` [N] times; once where None.
 
         Raises:
-            ValueError: There are no data, or the curvature is not finite; the message names the parameters.
+            ValueError: There are no data, `weight` is no factor >= 0 for each example, or the curvature is not finite; the message names
+                the parameters.
         """
         total = torch.zeros(self.size, dtype=torch.float64, device=self.device)
-        for batch in self.batches(x):
-            found = self.engine.diagonal(batch, self.likelihood) if isinstance(self.engine, BackPack) else None
-            total += self.linearise(batch)[1].squares() if found is None else found
+        for batch, share in self.weighed(x, weight):
+            found = self.engine.diagonal(batch, self.likelihood) if isinstance(self.engine, BackPack) and share is None else None
+            total += self.linearise(batch, weight=share)[1].squares() if found is None else found
         self.check_finite(total, torch.arange(self.size, device=total.device))
         return total
 
@@ -192,6 +193,26 @@ class Curvature:
         if seen is None:
             raise ValueError("there are no data: at least one example is needed")
 
+    def weighed(self, x: Inputs, weight: Tensor | None, *, extra: int = 0) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Yield `batches` of the data, each with the factors of its examples, [B]; None where there are none.
+
+        Raises:
+            ValueError: There are no data, or `weight` is no factor >= 0 for each example, [N].
+        """
+        if weight is not None:
+            weight = weight.to(self.device, torch.float64)
+            if weight.dim() != 1 or not bool(((weight >= 0) & weight.isfinite()).all()):
+                raise ValueError(f"weight must be a number >= 0 for each example, [N], got {weight}")
+        start = 0
+        for batch in self.batches(x, extra=extra):
+            share = None if weight is None else weight[start : start + len(batch)]
+            start += len(batch)
+            if share is not None and len(share) < len(batch):
+                break
+            yield batch, share
+        if weight is not None and len(weight) != start:
+            raise ValueError(f"weight must have one number for each example, got {len(weight)} for {start} examples or more")
+
     def prove(self, x: Tensor) -> None:
         """Check once, before BackPACK is used, that it gives torch.func's diagonal for two examples; if not, `auto` takes torch.func.
 
@@ -225,8 +246,12 @@ class Curvature:
         bad = [name for (name, mine), theirs in pairs if (mine - theirs).norm() > eps**0.25 * theirs.norm() + floor]
         return f"its curvature of {bad[0]!r} is not torch.func's" if bad else None
 
-    def linearise(self, x: Tensor, directions: Callable[[int], Tensor] | None = None) -> tuple[Tensor, Rows]:
+    def linearise(
+        self, x: Tensor, directions: Callable[[int], Tensor] | None = None, *, weight: Tensor | None = None
+    ) -> tuple[Tensor, Rows]:
         """Compute outputs [B, O] in float64 and rows: R' J with R R' = Lambda, or U' J for `directions(O)` = U [O, Q].
+
+        With `weight` [B], R R' is the example's weight times Lambda.
 
         Raises:
             ValueError: The outputs are not finite, not [B, O], or not as many as the likelihood needs.
@@ -240,11 +265,16 @@ class Curvature:
                 raise ValueError(f"the model's outputs are not finite for {bad} of {len(x)} examples, so neither is its curvature")
             if directions is None:
                 check_outputs(self.likelihood, f.shape[1])
-                return root(self.likelihood, f).mT.to(f.dtype)
+                return self.root(f, weight).mT.to(f.dtype)
             return directions(f.shape[1]).to(f).T.expand(len(f), -1, -1)
 
         outputs, rows = self.engine.linearise(x, cotangents)
         return outputs.double(), rows
+
+    def root(self, outputs: Tensor, weight: Tensor | None) -> Tensor:
+        """Compute R [B, O, Q] with R R' = weight Lambda at `outputs` [B, O], for a factor [B] of each example; for None it is 1."""
+        found = root(self.likelihood, outputs)
+        return found if weight is None else found * weight.sqrt()[:, None, None]
 
     def _all(self, x: Inputs, indices: Tensor | None) -> Rows:
         parts = [self.linearise(batch, torch.eye)[1] for batch in self.batches(x)]

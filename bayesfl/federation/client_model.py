@@ -1,7 +1,7 @@
 """One client's own model after training: its predictions for new rows, as a module, and in a file, without data or server."""
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -13,9 +13,10 @@ from torch.utils._pytree import tree_map
 from bayesfl.base.checks import instance, number, whole
 from bayesfl.base.copies import refuse_changed
 from bayesfl.base.files import folder
-from bayesfl.base.protocols import Batch, Fitted, Server, StoredPredictor, Tensors, View
+from bayesfl.base.protocols import Batch, Fitted, Predictor, Server, StoredPredictor, Tensors, View
 from bayesfl.base.trees import shapes
 from bayesfl.composition.algorithm import Algorithm
+from bayesfl.composition.predictors import Mixture
 from bayesfl.data import FederatedData
 from bayesfl.data.arrays import to_tensor
 from bayesfl.data.frames import names_of, same_columns
@@ -155,7 +156,7 @@ class ClientModel:
         """
         plug_in = plug_in or self.plug_in
         try:
-            stored = {} if plug_in and not self._mixed else self._stored
+            stored = replace(self, plug_in=plug_in)._stored if plug_in else self._stored
         except MemoryError as error:
             raise ValueError(f"{self.name!r} cannot be saved as it predicts: {error}; pass plug_in=True to store the means alone") from None
         meta = {
@@ -177,15 +178,18 @@ class ClientModel:
         checkpoint.write(path, meta, {"view": self.view, "stored": stored}, name=FILE)
 
     @property
-    def _mixed(self) -> bool:
-        """Say whether the client predicts with several models together, which have no single mean."""
-        return self.algorithm.copies(self.algorithm.parts) is not None
+    def _rule(self) -> Predictor | None:
+        """Return the rule by which the client predicts: at the means, none, but that of several models, which have no single mean."""
+        rule = self.algorithm.predictor
+        if self.plug_in and isinstance(rule, Mixture):
+            return replace(rule, each=None)
+        return None if self.plug_in and self.algorithm.copies(self.algorithm.parts) is None else rule
 
     @cached_property
     def _fitted(self) -> Fitted | None:
         """Return the client's predictor: as it is restored from a file where that is possible, so that both give the same bits."""
-        rule = self.algorithm.predictor
-        if rule is None or (self.plug_in and not self._mixed):
+        rule = self._rule
+        if rule is None:
             return None
         if not isinstance(rule, StoredPredictor):
             return self.predictor
@@ -202,8 +206,10 @@ class ClientModel:
             ValueError: The predictor cannot be stored.
             MemoryError: A tensor takes more than `LIMIT` bytes.
         """
-        rule = self.algorithm.predictor
-        if rule is None or self.predictor is None:
+        rule = self._rule
+        if rule is None or rule is not self.algorithm.predictor:
+            return {}  # the means are all
+        if self.predictor is None:
             return self.stored
         if not isinstance(rule, StoredPredictor):
             raise ValueError(

@@ -4,7 +4,6 @@ import copy
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from bayesfl.base.copies import refuse_changed
 from bayesfl.base.protocols import Server, View
@@ -32,7 +31,7 @@ def module_at(algorithm: Algorithm, parts: tuple[str, ...], view: View) -> nn.Mo
             raise ValueError(
                 f"there is no single network: {len(weighted)} of {copies} copies predict together; use predict(x), which mixes them"
             )
-        view = view | {part: tree_map(lambda t: t[weighted[0]], view[part]) for part in parts if algorithm.blocks[part].copies}
+        view = algorithm.of_copy(parts, view, weighted[0])
     refuse_changed(algorithm.model)
     network = copy.deepcopy(algorithm.network(view, parts))
     for part in parts:

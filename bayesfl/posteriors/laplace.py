@@ -50,6 +50,7 @@ class Laplace:
         structure: Which covariances between weights are kept, see `fit`.
         examples: Number N of examples that it was fitted to.
         inverse: H_S^-1, the covariance of the P selected weights; its `form` and `reason` say which form was chosen and why.
+        weight: How many times each example counts, [N]; None for once.
     """
 
     curvature: Curvature
@@ -59,6 +60,7 @@ class Laplace:
     structure: Structure
     examples: int
     inverse: Inverse | Kronecker
+    weight: Tensor | None = None
 
     @classmethod
     def fit(
@@ -71,6 +73,7 @@ class Laplace:
         indices: Tensor | None = None,
         likelihood: Likelihood | None = None,
         pattern: Pattern | Layout = "*",
+        weight: Tensor | None = None,
         backend: Name = "auto",
         memory: int | None = None,
     ) -> "Laplace":
@@ -88,22 +91,24 @@ class Laplace:
             likelihood: Distribution of y given the outputs; categorical by default.
             pattern: Which parameters are covered, a pattern over names such as `body.*`; the others are constants. `head.*`, the last
                 layer's, gives the last-layer approximation.
+            weight: How many times each example counts, [N] numbers >= 0, such as its responsibility in a mixture; None for once. `kfac`
+                has none.
             backend: How Jacobians are computed, see `bayesfl.curvature.Curvature`.
             memory: Bytes that one matrix may take; by default all free memory.
 
         Raises:
             TypeError: `model` is not an `nn.Module`, `x` is neither inputs nor batches, or the likelihood's curvature is not known.
-            ValueError: `precision` lies outside 1e-30 to 1e30, `indices` do not fit the structure, the curvature is not finite, the
-                likelihood needs another number of outputs, or `memory` is no number of bytes; for `kfac`, `pattern` covers other layers, or
-                a layer in part.
+            ValueError: `precision` lies outside 1e-30 to 1e30, `indices` or `weight` do not fit the structure or the data, the curvature
+                is not finite, the likelihood needs another number of outputs, or `memory` is no number of bytes; for `kfac`, `pattern`
+                covers other layers, or a layer in part.
             MemoryError: A factor needs more bytes than `memory`; the message says how many.
             torch.linalg.LinAlgError: A matrix has no Cholesky factor.
         """
-        _check_structure(structure, indices)
+        _check_structure(structure, indices, weight)
         curvature = Curvature(model, likelihood, pattern=pattern, backend=backend, memory=memory)
         counts: list[int] = []
-        diagonal = curvature.diagonal(_counted(x, counts, curvature.device))
-        return cls._of(curvature, x, _weights(model, curvature), precision, structure, indices, diagonal, sum(counts))
+        diagonal = curvature.diagonal(_counted(x, counts, curvature.device), weight=weight)
+        return cls._of(curvature, x, _weights(model, curvature), precision, structure, indices, diagonal, sum(counts), weight)
 
     @classmethod
     def load(
@@ -153,7 +158,8 @@ class Laplace:
             raise ValueError(f"{str(path)!r} was fitted at other weights; load those into the model first")
         parts = {name.removeprefix("inverse."): t for name, t in tensors.items() if name.startswith("inverse.")}
         inverse = kronecker.restore(curvature, parts) if structure == "kfac" else restore(curvature, parts)
-        return cls(curvature, tensors["loc"], tensors["precision"], tensors["diagonal"], structure, int(meta["examples"]), inverse)
+        own = tensors["loc"], tensors["precision"], tensors["diagonal"]
+        return cls(curvature, *own, structure, int(meta["examples"]), inverse, tensors.get("weight"))
 
     @classmethod
     def _of(
@@ -166,6 +172,7 @@ class Laplace:
         indices: Tensor | None,
         diagonal: Tensor,
         examples: int,
+        weight: Tensor | None,
     ) -> "Laplace":
         prior = curvature.vector(precision)
         if structure == "diagonal":
@@ -173,8 +180,8 @@ class Laplace:
         elif structure == "kfac":
             inverse = kronecker.invert(curvature, x, prior, diagonal=diagonal)
         else:
-            inverse = invert(curvature, x, prior, indices=indices, diagonal=diagonal)
-        return cls(curvature, loc, prior, diagonal, structure, examples, inverse)
+            inverse = invert(curvature, x, prior, indices=indices, diagonal=diagonal, weight=weight)
+        return cls(curvature, loc, prior, diagonal, structure, examples, inverse, weight)
 
     @property
     def indices(self) -> Tensor | None:
@@ -236,7 +243,8 @@ class Laplace:
         outputs = self.curvature.outputs(x)
         regression = isinstance(self.curvature.likelihood, Gaussian)
         y = as_targets(y, outputs) if regression else as_labels(y, len(outputs), max(2, outputs.shape[1])).to(outputs.device)
-        nll = self.curvature.likelihood.nll(outputs, y).sum()
+        nll = self.curvature.likelihood.nll(outputs, y)
+        nll = nll.sum() if self.weight is None else nll @ self.weight.to(nll)
         return -nll - 0.5 * (precision * away.square()).sum() - 0.5 * (self.log_det() - precision.log().sum())
 
     def linearised(self, x: Inputs, *, centre: bool = True) -> tuple[Tensor, Tensor]:
@@ -276,7 +284,7 @@ class Laplace:
         if isinstance(self.inverse, Kronecker):
             prior = self.curvature.vector(precision)
             return replace(self, precision=prior, inverse=self.inverse.with_precision(prior, self.diagonal))
-        return self._of(self.curvature, x, self.loc, precision, self.structure, self.indices, self.diagonal, self.examples)
+        return self._of(self.curvature, x, self.loc, precision, self.structure, self.indices, self.diagonal, self.examples, self.weight)
 
     def with_structure(self, x: Inputs, structure: Structure, *, indices: Tensor | None = None) -> "Laplace":
         """Return the approximation under another structure, for the same `x`, weights and precision; the GGN's diagonal is reused.
@@ -293,8 +301,8 @@ class Laplace:
             MemoryError: As in `fit`.
             torch.linalg.LinAlgError: As in `fit`.
         """
-        _check_structure(structure, indices)
-        return self._of(self.curvature, x, self.loc, self.precision, structure, indices, self.diagonal, self.examples)
+        _check_structure(structure, indices, self.weight)
+        return self._of(self.curvature, x, self.loc, self.precision, structure, indices, self.diagonal, self.examples, self.weight)
 
     def _check_fitted_to(self, x: Inputs) -> None:
         if isinstance(x, Tensor) and len(x) != self.examples:
@@ -310,6 +318,7 @@ class Laplace:
         from safetensors.torch import save_file
 
         own = {"loc": self.loc, "precision": self.precision, "diagonal": self.diagonal}
+        own |= {} if self.weight is None else {"weight": self.weight}
         tensors = own | {f"inverse.{name}": t for name, t in self.inverse.tensors().items()}
         meta = {"structure": self.structure, "parameters": "\n".join(self.curvature.layout.names), "examples": str(self.examples)}
         meta["likelihood"] = _described(self.curvature.likelihood)
@@ -348,12 +357,14 @@ def _counted(x: Inputs, counts: list[int], device: torch.device) -> Iterator[Ten
         yield batch
 
 
-def _check_structure(structure: Structure, indices: Tensor | None) -> None:
+def _check_structure(structure: Structure, indices: Tensor | None, weight: Tensor | None) -> None:
     if structure not in ("full", "subnetwork", "diagonal", "kfac"):
         raise ValueError(f"structure must be 'full', 'subnetwork', 'diagonal' or 'kfac', got {structure!r}")
     if (indices is None) == (structure == "subnetwork"):
         needs = "needs" if indices is None else "has no"
         raise ValueError(f"indices say which weights a subnetwork has: structure {structure!r} {needs} indices")
+    if structure == "kfac" and weight is not None:
+        raise ValueError("structure 'kfac' counts each example once, but weight is given; take another structure, or leave weight out")
 
 
 def _weights(model: nn.Module, curvature: Curvature) -> Tensor:

@@ -360,5 +360,5 @@ def test_the_grid_is_by_decades():
 def test_a_laplace_approximation_of_copies_is_refused():
     """At composition, not after hours of training."""
     plain = bf.algorithms.fedem(bf.models.mlp(8, hidden=4, outputs=3), components=2)
-    with pytest.raises(ValueError, match=r"\('components',\).* 2 copies.*Mixture"):
+    with pytest.raises(ValueError, match=r"\('components',\).* 2 copies; .*Mixture\('components', 'pi', each=LinearisedLaplace\(\)\)"):
         replace(plain, predictor=LinearisedLaplace("components"))

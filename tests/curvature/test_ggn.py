@@ -82,6 +82,15 @@ def test_diagonal_and_subnetwork(case, backend, likelihood):
     assert_close(curvature.ggn(x), full, **EXACT)
 
 
+@pytest.mark.parametrize(("case", "backend"), PAIRS, ids=str)
+def test_examples_may_count_by_a_factor(case, backend):
+    """The diagonal is the sum of weight times each example's own, batch by batch."""
+    curvature, x = Curvature(case.model(), backend=backend), case.data(5)
+    weight = torch.tensor([0.3, 0.0, 2.5, 1.0, 0.01], dtype=torch.float64)
+    each = torch.stack([curvature.diagonal(row[None]) for row in x])
+    assert_close(curvature.diagonal([x[:2], x[2:]], weight=weight), weight @ each, **EXACT)
+
+
 def test_float32_agrees_to_its_precision():
     case = CASES[0]
     model, x = case.model(), case.data(9)

@@ -15,6 +15,7 @@ from torch.testing import assert_close
 
 import bayesfl as bf
 from bayesfl.base.trees import flatten
+from bayesfl.composition.predictors import LinearisedLaplace, Mixture
 from bayesfl.data import FederatedData
 from bayesfl.federation import checkpoint
 from bayesfl.federation.faults import KINDS, Fault
@@ -337,8 +338,9 @@ def test_honest_clients_of_any_size(model: nn.Module, tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_a_tuned_number_is_the_simulations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """FedSI's predictive precision, from sums over the clients' validation data, which are the simulation's."""
+@pytest.mark.parametrize("mixed", [False, True], ids=["one model", "a mixture"])
+def test_a_tuned_number_is_the_simulations(mixed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A predictive precision, FedSI's or FedEM's components', from sums over the clients' validation data, which are the simulation's."""
     sums: list[tuple[Tensor, int]] = []
 
     def choose(predictor: Any, total: Tensor, examples: int) -> float:
@@ -348,6 +350,9 @@ def test_a_tuned_number_is_the_simulations(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("bayesfl.federation.predict.choose", choose)
     monkeypatch.setattr("bayesfl.flower.server.choose", choose)
     algorithm, clients = tuned()
+    if mixed:
+        each = Mixture("components", "pi", each=LinearisedLaplace(structure="diagonal"))
+        algorithm = replace(bf.algorithms.fedem(algorithm.model, components=2, batch_size=10), predictor=each)
     assert len(algorithm.predictor.grid) > 1
     told = simulated(algorithm, clients, rounds=2)
     found = deploy(algorithm, clients, tmp_path, rounds=2)

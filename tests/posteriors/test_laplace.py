@@ -136,6 +136,27 @@ def test_every_weight_in_the_subnetwork_is_the_full_posterior():
     assert_close(diagonal.sample(noise), diagonal.loc + noise * diagonal.moments()[1].sqrt())
 
 
+@pytest.mark.parametrize("examples", [4, 30])
+@pytest.mark.parametrize("structure", ["full", "subnetwork", "diagonal"])
+def test_an_example_that_counts_twice_is_one_that_stands_twice(structure, examples, tmp_path):
+    """In covariance, evidence and predictions, under another precision and structure and after a file; in primal and dual form."""
+    model, x, y, new = network(), numbers(examples, 4), torch.arange(examples) % 3, numbers(7, 4, seed=3)
+    counts = torch.arange(examples) % 3  # 0, 1 or 2 times
+    twice = torch.arange(examples).repeat_interleave(counts)
+    options = {"structure": structure, "indices": torch.tensor([0, 3, 8, 20, 31, 40]) if structure == "subnetwork" else None}
+    got = Laplace.fit(model, [x[:3], x[3:]], precision=0.3, weight=counts, **options)
+    want = Laplace.fit(model, x[twice], precision=0.3, **options)
+    got.save(tmp_path / "posterior")
+    again = Laplace.load(tmp_path / "posterior", model)
+    for one, other in ((got, want), (again, want), (again.with_precision(x, 0.8), want.with_precision(x[twice], 0.8))):
+        assert_close((one.moments(), one.log_det(), one.diagonal), (other.moments(), other.log_det(), other.diagonal))
+        assert_close(one.predict(new), other.predict(new))
+        assert_close(one.log_marginal_likelihood(x, y), other.log_marginal_likelihood(x[twice], y[twice]))
+    assert_close(got.with_structure(x, "full").moments(), want.with_structure(x[twice], "full").moments())
+    with pytest.raises(ValueError, match=r"'kfac' .*weight"):
+        got.with_structure(x, "kfac")
+
+
 @pytest.mark.parametrize(("case", "backend"), PAIRS, ids=str)
 def test_independent_weights(case, backend):
     """A diagonal posterior predicts J diag(variance) J', centred or not, whatever the backend."""
@@ -154,7 +175,7 @@ def test_another_structure_is_a_fresh_fit(start, monkeypatch):
     """Of the same weights under the same precision, and the diagonal is not computed anew."""
     model, x, new = network(), numbers(12, 4), numbers(7, 4, seed=3)
     passes, diagonal = [], Curvature.diagonal
-    monkeypatch.setattr(Curvature, "diagonal", lambda self, x: passes.append(x) or diagonal(self, x))
+    monkeypatch.setattr(Curvature, "diagonal", lambda self, x, **more: passes.append(x) or diagonal(self, x, **more))
     first = Laplace.fit(model, x, precision=0.3, structure=start)
     assert len(passes) == 1
     chosen = first.moments()[1].topk(6).indices
@@ -299,6 +320,10 @@ def test_a_likelihood_fits_the_outputs(structure):
         (ValueError, {"precision": torch.ones(3)}, r"precision.*51 weights .*got shape \(3,\)"),
         (ValueError, {"precision": 1e-320}, r"precision .*1e-30 and 1e30, got 1e-320 \(51 of 51\)"),
         (ValueError, {"precision": 1e31}, r"precision .*1e-30 and 1e30, got 1e\+31"),
+        (ValueError, {"weight": torch.tensor([1.0, 1.0, -0.5, 1.0, 1.0])}, r"weight .*>= 0.*-0\.5|'kfac' .*weight"),
+        (ValueError, {"weight": torch.tensor([1.0, torch.nan, 1.0, 1.0, 1.0])}, r"weight .*>= 0.*nan|'kfac' .*weight"),
+        (ValueError, {"weight": torch.ones(4)}, r"weight .*got 4 for 5 examples|'kfac' .*weight"),
+        (ValueError, {"weight": torch.ones(6)}, r"weight .*got 6 for 5 examples|'kfac' .*weight"),
         (ValueError, {"memory": "1GB"}, r"memory.* got '1GB'"),
         (ValueError, {"memory": -1}, r"memory.* 0.* got -1"),
         (TypeError, {"model": None}, r"model .*Module, got NoneType; .*nn\.Module"),

@@ -1,0 +1,80 @@
+"""Predictions of one client by the linearised network, at a Gaussian that a predictor has made."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bayesfl.base.checks import instance
+from bayesfl.base.protocols import Tensors, View
+from bayesfl.curvature.roots import check_known
+from bayesfl.likelihoods import Categorical, Gaussian
+from bayesfl.posteriors.linearised import LINKS, Link, kappa, predictive
+
+SHRUNK = 0.3  # below this median kappa (factor by which logits shrink) the prior, not the data, determines the predictions
+
+
+def check_link(link: str, *, centre: bool) -> None:
+    """Raise TypeError or ValueError if `link` is unknown, or `centre` is no bool or without effect."""
+    instance("centre", centre, bool, "pass True or False")
+    if link not in (*LINKS, "draws"):
+        raise ValueError(f"link must be one of {(*LINKS, 'draws')}, got {link!r}")
+    if not centre and link != "per_class":
+        raise ValueError(f"centre=False changes nothing under link={link!r}; leave it out, or take link='per_class'")
+
+
+def check_linearised(rule: Any, algorithm: Any) -> None:
+    """Raise TypeError if an algorithm is of an unknown likelihood, or ValueError if it has no number of draws and the rule draws."""
+    check_known(algorithm.likelihood)
+    if rule.link == "draws" and not algorithm.draws:
+        raise ValueError("link='draws' needs a number of draws; give the method one, as draws=100, or take link='contrasts'")
+
+
+def refuse_copies(rule: Any, algorithm: Any) -> None:
+    """Raise ValueError if an algorithm predicts by several copies, of which the rule linearises one."""
+    if (copies := algorithm.copies(algorithm.parts)) is not None:
+        raise ValueError(
+            f"a linearised network is one model, and parts {algorithm.parts} have {copies} copies; for the name of their weights, as 'pi', "
+            f"take Mixture({algorithm.parts[0]!r}, 'pi', each={type(rule).__name__}())"
+        )
+
+
+class Linearised:
+    """One client's predictor by the linearised network, see `Fitted`.
+
+    Args:
+        rule: The method's predictor.
+        algorithm: The method.
+        view: The client's view.
+        inverse: Function from the prior precision that is tuned, or None, to the covariance of the weights.
+    """
+
+    def __init__(self, rule: Any, algorithm: Any, view: View, inverse: Callable[[float | None], Any]) -> None:
+        self._rule, self._algorithm, self._view, self.inverse = rule, algorithm, view, inverse
+
+    def __call__(self, x: Tensor, *, value: float | None = None, noise: Tensor | None = None, plain: bool = False) -> Tensors:
+        """Return the prediction, see `Fitted`; warn where it is the prior's, under a precision that was given."""
+        algorithm, rule, likelihood = self._algorithm, self._rule, self._algorithm.likelihood
+        if plain:
+            return at_mean(algorithm, self._view, x)
+        inverse = self.inverse(value)
+        mean, covariance = inverse.predict(x, centre=rule.centre and isinstance(likelihood, Categorical))
+        classes = not isinstance(likelihood, Gaussian)  # kappa is defined for logits, not for the variance of targets
+        given = rule.precision is not None and float(self._view["n"]) >= 1  # a copy that made no example has the prior under any precision
+        if given and classes and float(kappa(covariance.diagonal(dim1=1, dim2=2)).median()) < SHRUNK:
+            which = "the precision that the method computes" if callable(rule.precision) else f"predictive_precision={rule.precision}"
+            warnings.warn(
+                f"{which} leaves the predictions to the prior (the median kappa is below {SHRUNK}); choose a precision on validation data: "
+                "predictive_precision=None under an isotropic prior",
+                stacklevel=2,
+            )
+        link: Link = "contrasts" if rule.link == "draws" else rule.link
+        return {name: t.to(x) for name, t in predictive(likelihood, mean, covariance, noise, link=link).items()}
+
+
+def at_mean(algorithm: Any, view: View, x: Tensor) -> Tensors:
+    """Return the prediction at `x` [N, *] by one client's blocks at their means; its epistemic part is NaN."""
+    found = algorithm.likelihood.predictive(algorithm.outputs(algorithm.leaves(algorithm.parts, view), x).unsqueeze(0))
+    return found | {"epistemic": torch.full_like(found["epistemic"], torch.nan)}
