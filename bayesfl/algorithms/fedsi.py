@@ -50,7 +50,7 @@ from bayesfl.composition import (
     size_of,
 )
 from bayesfl.curvature import Curvature, invert
-from bayesfl.likelihoods import Categorical
+from bayesfl.likelihoods import Categorical, Gaussian
 from bayesfl.optim import Adam, Optimiser
 from bayesfl.posteriors.linearised import Link
 from bayesfl.posteriors.selection import Evidence, Rule, select, uncurved_share
@@ -130,8 +130,8 @@ def fedsi(
         likelihood: Distribution of y given the model's outputs.
 
     Raises:
-        ValueError: A number lies outside its range, `structure` or `aggregation` is unknown, or an option is given that `structure` does
-            not use.
+        ValueError: A number lies outside its range, `structure` or `aggregation` is unknown, or an option is given that `structure` or
+            `likelihood` does not use.
     """
     if structure not in STRUCTURES:
         raise ValueError(f"structure must be one of {STRUCTURES}, got {structure!r}")
@@ -139,8 +139,9 @@ def fedsi(
         raise ValueError(f"prior must be one of {PRIORS}, got {prior!r}")
     if prior == "global" and predictive_precision is not None:
         raise ValueError(f"predictive_precision says nothing under prior='global', got {predictive_precision}; leave one of the two out")
-    _refuse_idle(structure, locals())
+    _refuse_idle(structure, likelihood, locals())
     rule: dict[str, Any] = {"share": share, "selection": selection, "seed": seed} if structure == "subnetwork" else {}
+    how: dict[str, Any] = {} if isinstance(likelihood, Gaussian) else {"link": link, "centre": centre}
     alpha, train = _alpha(prior_precision), _descent(epochs, steps, batch_size, optimiser, train_head)
     fit, spread = _Fit(curvature_every, **rule), _Prior(aggregation, alpha, variance_floor)
     pool = _Means(aggregation == "product") if aggregation in ("moment_match", "product") else Mean(equal)
@@ -160,9 +161,7 @@ def fedsi(
         parts=BOTH,
         likelihood=likelihood,
         finetune=(_finetuning(finetune_steps, batch_size, finetune_lr),),
-        predictor=LinearisedLaplace(
-            "body", structure, _learnt if prior == "global" else predictive_precision, link=link, centre=centre, **rule
-        ),
+        predictor=LinearisedLaplace("body", structure, _learnt if prior == "global" else predictive_precision, **how, **rule),
         draws=100 if link == "draws" else 0,
     )
     if structure == "full":
@@ -188,15 +187,17 @@ def fedsi_full(model: nn.Module, **options: Any) -> Algorithm:
     return fedsi(model, structure="full", **options)
 
 
-def _refuse_idle(structure: str, given: dict[str, Any]) -> None:
-    """Raise ValueError, naming the option, if one is given that the structure does not use."""
+def _refuse_idle(structure: str, likelihood: Likelihood, given: dict[str, Any]) -> None:
+    """Raise ValueError, naming the option, if one is given that the structure or the likelihood does not use."""
     idle = {
         "diagonal": ("share", "selection", "seed"),
         "full": ("share", "selection", "seed", "prior", "aggregation", "variance_floor", "curvature_every"),
     }
-    for name in idle.get(structure, ()):
+    targets = ("link", "centre") if isinstance(likelihood, Gaussian) else ()
+    for name in (*idle.get(structure, ()), *targets):
         if given[name] != inspect.signature(fedsi).parameters[name].default:
-            raise ValueError(f"{name} says nothing under structure={structure!r}, got {given[name]!r}; leave it out")
+            under = "a likelihood of targets" if name in targets else f"structure={structure!r}"
+            raise ValueError(f"{name} says nothing under {under}, got {given[name]!r}; leave it out")
 
 
 def _learnt(given: Server, view: View) -> Tensor:

@@ -26,8 +26,15 @@ def check_link(link: str, *, centre: bool) -> None:
 
 
 def check_linearised(rule: Any, algorithm: Any) -> None:
-    """Raise TypeError if an algorithm is of an unknown likelihood, or ValueError if it has no number of draws and the rule draws."""
-    check_known(algorithm.likelihood)
+    """Raise TypeError for a likelihood of unknown curvature, ValueError for an idle option or draws without a number."""
+    likelihood = algorithm.likelihood
+    check_known(likelihood)
+    if isinstance(likelihood, Gaussian) and rule.link != "contrasts":
+        raise ValueError(f"link={rule.link!r} says nothing for targets, whose distribution is exact; leave it out")
+    if not rule.centre and not isinstance(likelihood, Categorical):
+        raise ValueError(
+            f"centre=False says nothing under likelihood {type(likelihood).__name__}, as only classes are centred; leave it out"
+        )
     if rule.link == "draws" and not algorithm.draws:
         raise ValueError("link='draws' needs a number of draws; give the method one, as draws=100, or take link='contrasts'")
 

@@ -1,7 +1,7 @@
 """Predictors: personal predictions that need more than a client's weights, such as its training data or several models."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache, cached_property
 from typing import Any, Literal, cast
 
@@ -79,6 +79,10 @@ class LinearisedLaplace:
         check_rule(self.selection)
         whole("seed", self.seed, least=0)
         check_link(self.link, centre=self.centre)
+        if self.structure != "subnetwork":
+            rules = {f.name: f.default for f in fields(self) if f.name in ("share", "selection", "seed")}
+            if idle := [name for name, default in rules.items() if getattr(self, name) != default]:
+                raise ValueError(f"{idle[0]} says nothing under structure={self.structure!r}; leave it out, or take structure='subnetwork'")
 
     def check(self, algorithm: Any) -> None:
         """Raise ValueError, or TypeError for a likelihood of unknown curvature, if the predictor does not fit the algorithm."""
@@ -105,7 +109,7 @@ class LinearisedLaplace:
     def __call__(self, algorithm: Any, given: Server, view: View, data: Batch) -> Fitted:
         """Return one client's predictor, see `Predictor`; a `weight` [N] in `data` says how many times each example counts."""
         kept: dict[float | None, Laplace] = {}
-        first = self.precision(given, view).double() if callable(self.precision) else self.grid[0]
+        first = torch.as_tensor(self.precision(given, view)).double() if callable(self.precision) else self.grid[0]
 
         @cache
         def diagonal() -> Laplace:
@@ -200,7 +204,7 @@ class LinearisedBelief:
         name = self.block or next(part for part in algorithm.parts if algorithm.blocks[part].stochastic)
         curvature = Curvature(algorithm.network(view), algorithm.likelihood, pattern=algorithm.layout(name))
         _, variance = algorithm.blocks[name].posterior.moments(view[name])
-        inverse = independent(curvature, 1 / variance.double(), torch.zeros_like(variance, dtype=torch.float64))
+        inverse = independent(curvature, 1 / variance.double().clamp(1e-29, 1e29), torch.zeros_like(variance, dtype=torch.float64))
         return Linearised(self, algorithm, view, lambda value: inverse)
 
     def stored(self, fitted: Fitted, value: float | None, *, limit: int) -> Tensors:

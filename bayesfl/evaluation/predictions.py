@@ -50,7 +50,8 @@ class Predictions:
     def aleatoric(self) -> Tensor:
         """Return the part of the uncertainty that more data would not remove, [J, N]; NaN where `epistemic` is.
 
-        For classes the entropy less `epistemic`, in nats; for regression the noise's variance, summed over targets.
+        For classes the entropy less `epistemic`, in nats; under the link `contrasts` this is the entropy of softmax(f), or that of `probs`
+        if it is smaller. For regression the noise's variance, summed over targets.
         """
         total = torch.special.entr(self.probs).sum(-1) if self.probs is not None else _present(self.variance).sum(-1)
         return total - self.epistemic

@@ -268,8 +268,10 @@ class Laplace:
             noise: Standard normals [S, N, O] for S draws of the outputs; None for the closed form.
 
         Raises:
-            ValueError: `noise` has another shape, or S is 0; or `link` is unknown.
+            ValueError: `noise` has another shape, or S is 0; or `link` is unknown, or not `per_class` while `centre` is False.
         """
+        if not centre and link != "per_class":
+            raise ValueError(f"centre=False changes nothing under link={link!r}; leave it out, or take link='per_class'")
         return predictive(self.curvature.likelihood, *self.linearised(x, centre=centre), noise, link=link)
 
     def with_precision(self, x: Inputs, precision: float | Tensor) -> "Laplace":

@@ -20,7 +20,7 @@ def kappa(variance: Tensor) -> Tensor:
 
     It is the probit approximation of MacKay (1992), "The evidence framework", eq. 10.
     """
-    return (1 + math.pi / 8 * variance).rsqrt()
+    return (1 + math.pi / 8 * variance.clamp_min(0)).rsqrt()
 
 
 def root(covariance: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 import bayesfl as bf
 from bayesfl.data import FederatedData
-from bayesfl.likelihoods import Gaussian
+from bayesfl.likelihoods import Bernoulli, Gaussian
 from bayesfl.models import SplitModel
 from bayesfl.optim import SGD
 from bayesfl.posteriors import Laplace
@@ -185,6 +185,15 @@ def test_what_predictions_do_not_read(model: nn.Module):
     with pytest.raises(ValueError, match=r"link .*got 'probit'"):
         bf.algorithms.fedsi(model, link="probit")  # type: ignore[arg-type]
     assert bf.algorithms.fedsi(model, link="draws").draws == 100
+    single = bf.models.mlp(8, hidden=4, outputs=1)
+    for likelihood, options, message in (
+        (Gaussian(), {"link": "draws"}, r"link .*targets.*'draws'"),
+        (Gaussian(), {"centre": False}, r"centre .*targets.*False"),
+        (Bernoulli(), {"centre": False}, r"centre=False .*Bernoulli"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            bf.algorithms.fedsi(single, likelihood=likelihood, **options)
+    assert bf.algorithms.fedsi(single, likelihood=Gaussian()).draws == 0
 
 
 def fine_tuned_head(algorithm: bf.Algorithm, result: Any, data: FederatedData) -> Tensor:

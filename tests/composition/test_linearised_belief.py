@@ -1,5 +1,6 @@
 """Predictions by the Gaussian that a block holds, linearised around its mean."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -56,6 +57,21 @@ def test_a_wide_belief_is_linearised_better_than_drawn(clients: FederatedData, m
     own = result.predict()
     assert torch.equal(own.probs.argmax(-1)[own.mask], result.predict(draws=0).probs.argmax(-1)[own.mask])
     assert not torch.equal(drawn.probs.argmax(-1)[own.mask], own.probs.argmax(-1)[own.mask])
+
+
+@pytest.mark.parametrize("scale", [1e-20, 1e20])
+def test_widths_at_the_ends_of_the_numbers(clients: FederatedData, model: nn.Module, scale: float):
+    """Next to none predicts as the mean; an endless one as no data at all, without an error of a precision that nobody gave."""
+    method = diffuse(model, predictor=LinearisedBelief())
+    result = bf.simulate(method, clients, rounds=1, dtype=torch.float64, progress=False, evaluate_every=None)
+    rho = torch.full_like(result.private["w"]["rho"], scale if scale > 1 else math.log(scale))
+    wide = replace(result, private={**result.private, "w": {**result.private["w"], "rho": rho}})
+    found, mean = wide.predict(), wide.predict(draws=0)
+    inside = found.mask
+    if scale < 1:
+        assert_close(found.probs[inside], mean.probs[inside], atol=1e-9, rtol=0)
+    else:
+        assert_close(found.probs[inside], torch.full_like(mean.probs[inside], 1 / 3), atol=1e-6, rtol=0)
 
 
 def test_blocks_without_a_gaussian(model: nn.Module):

@@ -134,6 +134,10 @@ def test_draws_are_a_link(held: FederatedData, model: nn.Module):
         found = torch.stack([nll(by_hand(result, j, value).predict(x.double(), noise=noise), y) for value in GRID])
         losses = torch.cat([losses, found], 1)
     assert result.tuned == GRID[largest_alike(losses.sum(1), losses @ losses.T, losses.shape[1])]
+    local, ids = result.local(held.to(dtype=torch.float64).train), np.arange(held.clients)
+    done = local.finetuned(ids, result.state.received(method, ids), result.round)
+    sums = predict.scores(local, done, held.validation.to(dtype=torch.float64), round=result.round)
+    assert_close(sums, torch.cat([losses.sum(1)[None], losses @ losses.T]), atol=1e-6, rtol=1e-6)
 
 
 def test_the_number_is_chosen_on_all_validation_data(held: FederatedData, model: nn.Module):
@@ -183,6 +187,30 @@ def test_evaluation_takes_the_predictor(held: FederatedData, model: nn.Module):
     """The history's personal columns are those of the predictions, the number chosen anew at every evaluation."""
     result = trained(held, model, LinearisedLaplace(), evaluate_every=1)
     assert result.history["personal_nll"][-1] == pytest.approx(result.predict().summary(held.test)["nll"], abs=1e-9)
+
+
+def test_options_that_change_nothing(model: nn.Module):
+    """What chooses a subnetwork where there is none, and links and centring of targets, are refused by name."""
+    for options, message in (
+        ({"share": 0.3}, r"share .*structure='full'"),
+        ({"structure": "diagonal", "selection": "random"}, r"selection .*structure='diagonal'"),
+        ({"seed": 4}, r"seed .*structure='full'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            LinearisedLaplace(**options)
+    targets = bf.algorithms.fedavg(bf.models.mlp(8, hidden=4, outputs=1), likelihood=Gaussian())
+    with pytest.raises(ValueError, match=r"link='per_class' .*targets"):
+        replace(targets, predictor=LinearisedLaplace(link="per_class"))
+    replace(targets, predictor=LinearisedLaplace())
+
+
+def test_a_precision_that_is_a_function(held: FederatedData, model: nn.Module):
+    """It may return a number, or a tensor; nothing is chosen then."""
+    fixed = probs(trained(held, model, LinearisedLaplace(precision=3.0)).predict())
+    for precision in (lambda given, view: 3.0, lambda given, view: torch.tensor(3.0)):
+        result = trained(held, model, LinearisedLaplace(precision=precision))
+        assert result.tuned is None
+        assert_close(probs(result.predict()), fixed, atol=1e-12, rtol=0, equal_nan=True)
 
 
 def test_regression_and_two_classes():

@@ -22,8 +22,11 @@ def test_a_constant_added_to_all_logits_changes_nothing():
     with torch.no_grad():
         shifted.head.bias.add_(5.0)
     other = Laplace.fit(shifted, x, precision=0.3)
-    for centre in (True, False):
-        assert_close(other.predict(x, centre=centre)["probs"], fitted.predict(x)["probs"])
+    assert_close(other.predict(x)["probs"], fitted.predict(x)["probs"])
+    uncentred = predictive(other.curvature.likelihood, *other.linearised(x, centre=False))
+    assert_close(uncentred["probs"], fitted.predict(x)["probs"])
+    with pytest.raises(ValueError, match=r"centre=False .*link='contrasts'"):
+        other.predict(x, centre=False)
     assert_close(other.predict(x, link="per_class")["probs"], fitted.predict(x, link="per_class")["probs"])
     apart = [one.predict(x, link="per_class", centre=False)["probs"] for one in (other, fitted)]
     assert (apart[0] - apart[1]).abs().max() > 1e-3
@@ -61,6 +64,17 @@ def test_contrasts_keep_the_most_probable_class(scale: float):
     if scale >= 1:
         other = predictive(Categorical(), mean, covariance, link="per_class")["probs"]
         assert not torch.equal(other.argmax(-1), mean.argmax(-1))
+
+
+def test_what_would_be_less_than_nothing_is_nothing():
+    """Shrinking one contrast alone may lower the entropy; a variance below 0, by rounding, counts as 0."""
+    mean = torch.tensor([[-1.9, 0.63, 0.49]], dtype=torch.float64)
+    covariance = torch.tensor([[[27.0, 27.0, 0.0], [27.0, 27.0, 0.0], [0.0, 0.0, 48.0]]], dtype=torch.float64)
+    found, plain = predictive(Categorical(), mean, covariance), mean.softmax(-1)
+    assert torch.special.entr(found["probs"]).sum() < torch.special.entr(plain).sum() - 1e-4
+    assert float(found["epistemic"]) == 0
+    below = predictive(Categorical(), mean, -3 * torch.eye(3, dtype=torch.float64)[None], link="per_class")["probs"]
+    assert_close(below, plain)
 
 
 def test_contrasts_of_two_classes_are_bernoullis_probit():
