@@ -240,8 +240,12 @@ def selection() -> str:
 def fedsi() -> str:
     """FedSI's Tables I and II beside what was measured, and what else was."""
     saved = json.loads((RESULTS / "papers" / "fedsi.json").read_text())
-    order = ["Local", "FedAvg", "FedAvg-FT", "FedBABU", "FedSI", "FedSI's MAP", "FedSI-Fac", "FedSI, whole body"]
-    order += ["pFedVEM, mean", "pFedVEM, 100 draws"]
+    order = ["Local", "FedAvg", "FedAvg-FT", "FedBABU"]
+    for title in ("FedSI", "FedSI-Fac", "FedSI, whole body"):
+        its_map = "FedSI's MAP" if title == "FedSI" else f"{title}, its MAP"
+        order += [its_map, title, f"{title}, contrasts", f"{title}, 100 draws", f"{title}, the server's prior"]
+    order += ["FedSI, to the letter, its MAP", "FedSI, to the letter"]
+    order += [f"{title}, {how}" for title in ("pFedVEM", "pFedVEM, scales held") for how in ("mean", "100 draws")]
     parts = []
     for dataset, published in saved["published"].items():
         rows: dict[str, dict[str, list[float]]] = {name: {} for name in order}
@@ -254,32 +258,31 @@ def fedsi() -> str:
         for name, row in rows.items():
             row |= {f"published_{key}": [value / (100 if key == "accuracy" else 1)] for key, value in published.get(name, {}).items()}
             row["seeds"] = [float(len(row["accuracy"]))]
+            if "precision" in row:
+                row["precision"] = [math.log10(value) for value in row["precision"]]
         both = [("accuracy", "accuracy", 4), ("ece", "ECE", 3), ("mce", "MCE", 3), ("brier", "Brier", 3)]
         first = [
             report.Column(f"{prefix}{key}", title=f"{title}, {word}", digits=digits)
             for key, title, digits in both
             for prefix, word in (("published_", "published"), ("", "measured"))
         ]
+        first.insert(2, report.Column("before_accuracy", title="accuracy before pooling", digits=4))
         plain = [
             ("nll", "NLL (nats)"),
             ("nll_pooled", "NLL, one temperature"),
             ("nll_client", "NLL, a temperature for each client"),
             ("ece_pooled", "ECE, one temperature"),
+            ("mce_pooled", "MCE, one temperature"),
+            ("brier_pooled", "Brier, one temperature"),
+            ("precision", "log10 of the precision"),
+            ("seeds", "seeds"),
         ]
-        plain += [
-            ("near_entropy_auroc", "unseen labels: AUROC by entropy"),
-            ("near_epistemic_auroc", "unseen labels: AUROC by epistemic part"),
-        ]
-        plain += [
-            ("far_entropy_auroc", "permuted pixels: AUROC by entropy"),
-            ("far_epistemic_auroc", "permuted pixels: AUROC by epistemic part"),
-        ]
-        plain += [("seeds", "seeds")]
         second = [report.Column(key, title=title, digits=0 if key == "seeds" else 3) for key, title in plain]
-        third = [
+        kinds = (("near", "unseen labels"), ("other", "another data set"), ("far", "permuted pixels"))
+        scores = (("entropy", "entropy"), ("tempered", "entropy, one temperature"), ("epistemic", "epistemic part"))
+        third = [report.Column(f"{kind}_{score}_auroc", title=f"{what}: AUROC by {by}") for kind, what in kinds for score, by in scores]
+        fourth = [
             report.Column("ece_client", title="ECE, a temperature for each client"),
-            report.Column("other_entropy_auroc", title="another data set: AUROC by entropy"),
-            report.Column("other_epistemic_auroc", title="another data set: AUROC by epistemic part"),
             report.Column("near_entropy_fpr95", title="unseen labels: FPR at TPR 0.95"),
             report.Column("far_entropy_fpr95", title="permuted pixels: FPR at TPR 0.95"),
             report.Column("pooled_aurc", title="AURC", digits=4),
@@ -290,7 +293,8 @@ def fedsi() -> str:
         ]
         there = {key for row in rows.values() for key in row}
         tables = [
-            report.table(rows, columns=[c for c in columns if c.key in there], style="markdown") for columns in (first, second, third)
+            report.table(rows, columns=[c for c in columns if c.key in there], style="markdown")
+            for columns in (first, second, third, fourth)
         ]
         more = [
             f"{key.split('/')[1]}, seed {key.split('/')[2]}: " + ", ".join(f"{name.replace('_', ' ')} {cell[name]:.3g}" for name in told)
