@@ -98,8 +98,8 @@ def test_weights_that_no_block_covers_are_none_of_the_curvature(clients: Federat
 
 def test_a_head_that_ends_with_a_linear_layer(clients: FederatedData):
     """After steps without parameters: its inputs are what these make of the features."""
-    head = nn.Sequential(nn.Tanh(), nn.Linear(8, 3))
-    algorithm = bf.algorithms.pfedmap(bf.models.SplitModel(nn.Linear(8, 8), head))
+    plain = bf.models.mlp(8, hidden=6, outputs=3, seed=3)
+    algorithm = bf.algorithms.pfedmap(bf.models.SplitModel(plain.body, nn.Sequential(nn.Tanh(), plain.head)))
     assert stability.watched(algorithm, algorithm.phases[0])
     given, view, batch = started(algorithm, clients, 1)
     found = float(stability.largest(algorithm, algorithm.phases[0], given, view, batch) * len(batch["x"]))
