@@ -92,10 +92,17 @@ class Categorical:
         if self.plain:
             nll = -log_probs.gather(-1, places).squeeze(-1)
             return nll, log_probs.exp_().scatter_(-1, places, -1.0, reduce="add")
-        weights = self._weights(outputs)
-        target = (self.smoothing / outputs.shape[-1] * weights).expand(outputs.shape)
-        target = target.scatter_add(-1, places, (1 - self.smoothing) * weights[places])
+        target = self.targets(outputs, y)
         return -(target * log_probs).sum(-1), target.sum(-1, keepdim=True) * log_probs.exp() - target
+
+    def targets(self, outputs: Tensor, y: Tensor) -> Tensor:
+        """Return the weighted and smoothed labels t [..., B, O], by which `nll` is -sum_o t_o log softmax(outputs)_o; onehot(y) if plain.
+
+        The Hessian of `nll` in `outputs` is that of the plain loss times sum_o t_o.
+        """
+        weights, places = self._weights(outputs), y.expand(outputs.shape[:-1]).unsqueeze(-1)
+        target = (self.smoothing / outputs.shape[-1] * weights).expand(outputs.shape)
+        return target.scatter_add(-1, places, (1 - self.smoothing) * weights[places])
 
     def predictive(self, outputs: Tensor) -> Tensors:
         """Return `probs` [..., N, O] and `epistemic` [..., N] (mutual information, nats) from draws `outputs` [..., S, N, O]."""

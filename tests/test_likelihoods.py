@@ -202,6 +202,20 @@ def test_weights_and_smoothing_are_torchs(likelihood: Categorical):
     assert_close(slope, gradient, atol=1e-12, rtol=0)
 
 
+@pytest.mark.parametrize("likelihood", [Categorical(), *WEIGHTED], ids=str)
+def test_targets_make_the_loss_and_its_curvature(likelihood: Categorical):
+    """nll = -sum t log p, whose Hessian in the outputs is that of the plain loss times the sum of t."""
+    outputs, y = numbers(4, 5, 3), torch.tensor([0, 1, 2, 2, 1])
+    targets = likelihood.targets(outputs, y)
+    assert_close(-(targets * outputs.log_softmax(-1)).sum(-1), likelihood.nll(outputs, y), atol=1e-12, rtol=0)
+    for row, label, total in zip(outputs[0], y, targets[0].sum(-1), strict=True):
+        found, plain = (
+            torch.func.hessian(lambda f, this=this, label=label: this.nll(f[None], label[None])[0])(row)
+            for this in (likelihood, Categorical())
+        )
+        assert_close(found, plain * total, atol=1e-12, rtol=0)
+
+
 def test_weights_of_one_and_no_smoothing_change_nothing():
     outputs, y = numbers(4, 3), torch.tensor([0, 1, 2, 2])
     for one, other in zip(Categorical((1.0, 1.0, 1.0)).nll_and_slope(outputs, y), Categorical().nll_and_slope(outputs, y), strict=True):

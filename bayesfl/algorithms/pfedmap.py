@@ -15,17 +15,18 @@ FL-NeurIPS 2022. The paper does not state its rho; tune it and report it.
 >>> result = bf.simulate(bf.algorithms.pfedmap(model, precision=0.1), clients, rounds=1)
 """
 
+import math
 from typing import Literal
 
 import torch
 from torch import nn
 
-from bayesfl.base.checks import number
+from bayesfl.base.checks import idle, number
 from bayesfl.base.protocols import Likelihood
 from bayesfl.composition import Algorithm, Block, Descend, Energy, Mean, Normal, equal, server_mean, tempering
 from bayesfl.likelihoods import Categorical
 from bayesfl.models.cutting import has_body
-from bayesfl.optim import SGD, rate_at
+from bayesfl.optim import SGD, Rate
 
 
 def pfedmap(
@@ -35,8 +36,8 @@ def pfedmap(
     head_epochs: int = 20,
     body_epochs: int = 5,
     batch_size: int | None = 50,
-    head_lr: float = 1e-3,
-    body_lr: float = 1e-2,
+    head_lr: Rate = 1e-3,
+    body_lr: Rate = 1e-2,
     momentum: float = 0.9,
     likelihood_scale: Literal["sum", "mean"] = "sum",
     likelihood: Likelihood = Categorical(),
@@ -45,34 +46,34 @@ def pfedmap(
 
     Args:
         model: A `bf.models.SplitModel`, or any module whose parameters are named `body.*` and `head.*`. It may be all head, as
-            `bf.models.mlp(inputs, outputs=2, hidden=())` is: then nothing of the body is done.
+            `bf.models.mlp(inputs, outputs=2, hidden=())` is: then nothing of the body is done, and its options are
+            refused.
         precision: 1 / rho^2 of the prior on a head.
         head_epochs: Number of full-batch steps on the head each round; also of a client that joins later.
         body_epochs: Number of passes over a client's data for the body after that.
         batch_size: Number of examples of a step on the body; None for all of the client's.
-        head_lr: Learning rate of the head.
-        body_lr: Learning rate of the body.
+        head_lr: Learning rate of the head, or a schedule, which is judged in each round that is looked at, and not beforehand.
+        body_lr: Learning rate of the body, or a schedule.
         momentum: Momentum of SGD, in [0, 1); its velocity starts anew in each phase.
         likelihood_scale: Whether the head's likelihood is the `sum` over the client's data, or their `mean` with the whole penalty, as in
             the paper's energy, which is a likelihood tempered by 1 / n_j.
         likelihood: Distribution of y given the model's outputs.
 
     Raises:
-        ValueError: `precision` is not positive, or steps of rate `head_lr` towards the centre diverge under it; or `likelihood_scale` is
-            neither `sum` nor `mean`.
+        ValueError: `precision` is not positive and finite, or steps of rate `head_lr` towards the centre diverge under it; or
+            `likelihood_scale` is neither `sum` nor `mean`; or an option of the body is given for a model that has none.
     """
-    if not number("precision", precision) > 0:
-        raise ValueError(f"precision is 1 / rho^2 and must be > 0, got {precision}; fedrep(...) has heads without a tie")
-    if (pull := rate_at(head_lr, 0, 1) * precision) >= 2 * (1 + momentum):
-        raise ValueError(
-            f"head_lr {head_lr} times precision {precision:g} is {pull:g}: at 2 (1 + momentum) = {2 * (1 + momentum):g} and above, steps "
-            f"towards the centre diverge; take head_lr below {2 * (1 + momentum) / precision:.2g}, or a smaller precision"
-        )
+    if not has_body(model):
+        idle(pfedmap, locals(), ("body_epochs", "body_lr", "batch_size"), "for a model that is all head")
+    if not 0 < number("precision", precision) < math.inf:
+        raise ValueError(f"precision is 1 / rho^2 and must be > 0 and finite, got {precision}; fedrep(...) has heads without a tie")
+    head_optimiser, body_optimiser = SGD(head_lr, momentum), SGD(body_lr, momentum)
+    refuse_divergence(head_lr, momentum, "precision", precision, power=1)
     both = ("body", "head") if has_body(model) else ("head",)
     prior = Normal(centre=server_mean("head"), variance=lambda given, view: torch.full_like(view["n"], 1 / precision)[..., None])
     energy = Energy("head", both, likelihood="sum", weight=tempering(likelihood_scale))
-    fit_head = Descend(energy, epochs=head_epochs, optimiser=SGD(head_lr, momentum))
-    fit_body = Descend(Energy("body", both, likelihood="mean"), epochs=body_epochs, batch_size=batch_size, optimiser=SGD(body_lr, momentum))
+    fit_head = Descend(energy, epochs=head_epochs, optimiser=head_optimiser)
+    fit_body = Descend(Energy("body", both, likelihood="mean"), epochs=body_epochs, batch_size=batch_size, optimiser=body_optimiser)
     blocks = {"body": Block("body.*"), "head": Block("head.*", prior=prior, pool=Mean(equal), keep=True)}
     return Algorithm(
         model,
@@ -83,4 +84,19 @@ def pfedmap(
         adapt=(fit_head,),
         train="all",
         sampling="bernoulli",
+    )
+
+
+def refuse_divergence(head_lr: Rate, momentum: float, name: str, value: float, *, power: int) -> None:
+    """Raise ValueError if steps towards the centre diverge under a tie of precision value^power, naming what fits with half the limit left.
+
+    Of a schedule nothing is said: its rates are known in a run alone, where `simulate` looks at them.
+    """
+    limit = 2 * (1 + momentum)
+    if callable(head_lr) or (pull := head_lr * value**power) < limit:
+        return
+    fits = (limit / 2 / head_lr) ** (1 / power)
+    raise ValueError(
+        f"head_lr={head_lr:g} and {name}={value:g} make steps towards the centre diverge: head_lr / rho^2 is {pull:g}, and must be below "
+        f"2 (1 + momentum) = {limit:g}; take head_lr={limit / 2 / value**power:.2g} or {name}={fits:.2g}, which are at half of that"
     )

@@ -21,9 +21,10 @@ import math
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from bayesfl.base.checks import number
+from bayesfl.algorithms.pfedmap import refuse_divergence
+from bayesfl.base.checks import idle, number
 from bayesfl.base.protocols import AdditivePool, Batch, Likelihood, Server, Uplink, View
 from bayesfl.composition import (
     Algorithm,
@@ -41,7 +42,7 @@ from bayesfl.composition import (
 )
 from bayesfl.likelihoods import Categorical
 from bayesfl.models.cutting import has_body
-from bayesfl.optim import SGD, rate_at
+from bayesfl.optim import SGD, Rate, rate_at
 from bayesfl.posteriors import MeanField
 
 
@@ -51,8 +52,8 @@ def pfedvem(
     head_epochs: int = 20,
     body_epochs: int = 5,
     batch_size: int | None = 50,
-    head_lr: float = 1e-3,
-    body_lr: float = 1e-2,
+    head_lr: Rate = 1e-3,
+    body_lr: Rate = 1e-2,
     momentum: float = 0.9,
     draws: int = 5,
     init_scale: float = 1.0,
@@ -70,23 +71,26 @@ def pfedvem(
 
     Args:
         model: A `bf.models.SplitModel`, or any module whose parameters are named `body.*` and `head.*`. It may be all head, as
-            `bf.models.mlp(inputs, outputs=2, hidden=())` is: then this is a hierarchical logistic regression, without a body.
+            `bf.models.mlp(inputs, outputs=2, hidden=())` is: then this is a hierarchical logistic regression, and the body's
+            options are refused.
         head_epochs: Number of full-batch variational steps on the head each round; the authors' code calls one step an epoch.
         body_epochs: Number of passes over the client's data for the body each round, while the head's posterior is fixed.
         batch_size: Number of examples of a step on the body; None for all of the client's.
-        head_lr: Learning rate of the head's means and scales.
-        body_lr: Learning rate of the body.
+        head_lr: Learning rate of the head's means and scales, or a schedule.
+        body_lr: Learning rate of the body, or a schedule.
         momentum: Momentum of SGD, in [0, 1); its velocity starts anew in each phase.
         draws: Number of posterior draws of the head per step.
         init_scale: Standard deviation of q_j at the start, and of the server's first head.
-        scale_floor: Smallest rho_j, in units of `init_scale`; without it a client's 1 / rho_j^2 could overflow. It is never below
-            sqrt(head_lr / (2 (1 + momentum))), at which steps towards the centre would diverge.
+        scale_floor: Smallest rho_j, in units of `init_scale`; without it a client's 1 / rho_j^2 could overflow. Nor is rho_j ever below
+            sqrt(head_lr / (1 + momentum)) at the round's rate, in the head's own units: at 1 / sqrt(2) of that, steps towards the centre
+            diverge, and half of the limit is left to the curvature of the data (docs/derivations/pfedvem.md).
         scale_prior: Shape and scale of an inverse-gamma prior on rho_j^2, which keeps a client with a tiny rho_j from dominating the
             centre; None for no prior.
         scale_update: Whether rho_j is updated before the head moves, as in the authors' code, or after, as in a textbook M step, or stays
             at `prior_scale`.
-        prior_scale: Under scale_update="never" the rho of all clients; None for `init_scale`.
-        scale_lr: Learning rate of the scales of q_j; None for `head_lr`, 0 to hold them.
+        prior_scale: Under scale_update="never" the rho of all clients; None for `init_scale`. One under which steps of a rate `head_lr`
+            towards the centre diverge is refused; where that is a schedule, `simulate` warns in the rounds that it looks at.
+        scale_lr: Learning rate of the scales of q_j; None for `head_lr`, 0 to hold them. Another one needs a `head_lr` that is a number.
         head_start: Whether the first heads are drawn from N(0, init_scale^2), as in the authors' code, or are the module's own.
         beta: Share of the old body and centre that the server keeps, in [0, 1).
         likelihood_scale: Whether the head's likelihood is the `sum` over the client's data, as in the authors' code, or their `mean` with
@@ -94,18 +98,17 @@ def pfedvem(
         likelihood: Distribution of y given the model's outputs.
 
     Raises:
-        ValueError: A number lies outside its range, `scale_update`, `head_start` or `likelihood_scale` is none of its words, or an option
-            is given that `scale_update` does not use.
+        ValueError: A number lies outside its range, `scale_update`, `head_start` or `likelihood_scale` is none of its words, an option
+            is given that `scale_update` or a model without a body does not use, or steps towards the centre diverge under `prior_scale`.
     """
     if scale_update not in ("before", "after", "never"):
         raise ValueError(f"scale_update must be 'before', 'after' or 'never', got {scale_update!r}")
     if head_start not in ("normal", "module"):
         raise ValueError(f"head_start must be 'normal' or 'module', got {head_start!r}")
-    if (scale_update == "never") < (prior_scale is not None) or (scale_update == "never" and scale_prior is not None):
-        raise ValueError(
-            f"prior_scale={prior_scale} and scale_prior={scale_prior} do not fit scale_update={scale_update!r}: 'never' takes prior_scale, "
-            "the others learn rho, and take scale_prior"
-        )
+    never = scale_update == "never"
+    idle(pfedvem, locals(), ("scale_floor", "scale_prior") if never else ("prior_scale",), f"under scale_update={scale_update!r}")
+    if not has_body(model):
+        idle(pfedvem, locals(), ("body_epochs", "body_lr", "batch_size"), "for a model that is all head")
     for name, value in {"init_scale": init_scale, "scale_floor": scale_floor, "beta": beta}.items():
         number(name, value)
     if scale_prior is not None and not (isinstance(scale_prior, tuple | list) and len(scale_prior) == 2):
@@ -115,54 +118,66 @@ def pfedvem(
         raise ValueError(f"scale_floor must be > 0 and scale_prior's shape and scale >= 0, got {scale_floor} and {scale_prior}")
     if not 0 <= beta < 1:
         raise ValueError(f"beta is the share of the old state that is kept and must lie in [0, 1), got {beta}")
+    head_optimiser, body_optimiser = SGD(head_lr, momentum), SGD(body_lr, momentum)
+    posterior = MeanField(init_scale=init_scale, scale_rate=_pace(scale_lr, head_lr))
+    rho = init_scale if prior_scale is None else number("prior_scale", prior_scale)
+    if never:
+        if not 1e-15 < rho < 1e15:
+            raise ValueError(f"prior_scale must lie within (1e-15, 1e15), so that its square is a number in float32, got {rho}")
+        refuse_divergence(head_lr, momentum, "prior_scale", rho, power=-2)
     both = ("body", "head") if has_body(model) else ("head",)
-    floor = max((scale_floor * init_scale) ** 2, rate_at(head_lr, 0, 1) / (2 * (1 + momentum)))
-    rho2 = (init_scale if prior_scale is None else _positive("prior_scale", prior_scale)) ** 2
-    pace = 1.0 if scale_lr is None else number("scale_lr", scale_lr) / rate_at(head_lr, 0, 1)
+
+    def floored(rho2: Tensor, given: Server) -> Tensor:
+        rate = rate_at(head_lr, given["round"], given["rounds"])
+        return rho2.clamp_min(max((scale_floor * init_scale) ** 2, rate / (1 + momentum)))
+
+    def variance(given: Server, view: View) -> Tensor:
+        # Where rho_j was not updated in this round, it may be below the floor: at the start, or after rounds of smaller rates.
+        return (view["rho2"] if never else floored(view["rho2"], given))[..., None]
 
     def relaxed(pool: AdditivePool) -> AdditivePool:
         return Relaxed(pool, 1 - beta) if beta else pool
 
     head = Block(
         "head.*",
-        posterior=MeanField(init_scale=init_scale, scale_rate=pace),
-        prior=Normal(centre=server_mean("head"), variance=lambda given, view: view["rho2"][..., None]),
+        posterior=posterior,
+        prior=Normal(centre=server_mean("head"), variance=variance),
         pool=relaxed(Mean(weight=lambda server, uplink: 1 / uplink["rho2"])),
         keep=True,
         start=standard_normal(init_scale) if head_start == "normal" else "module",
     )
 
     def update_scale(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
-        found = closest_variance(head.posterior.moments(view["head"]), given["head"]["loc"], shape=shape, scale=scale)
-        return view | {"rho2": found.clamp_min(floor)}
+        found = closest_variance(posterior.moments(view["head"]), given["head"]["loc"], shape=shape, scale=scale)
+        return view | {"rho2": floored(found, given)}
 
     def pooled_scale(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
         # A client never seen starts from the geometric mean of the cohort's scales, not from `init_scale`.
         return view | {"rho2": given["log_rho2"].exp()}
 
-    def combine(server: Server, ids: torch.Tensor, uplink: Uplink) -> Server:
+    def combine(server: Server, ids: Tensor, uplink: Uplink) -> Server:
         precision = 1 / uplink["rho2"]
         return {"log_rho2": uplink["rho2"].log().mean(), "largest_share": precision.max() / precision.sum()}
 
     energy = Energy("head", both, likelihood="sum", weight=tempering(likelihood_scale))
-    head_step = Descend(energy, epochs=head_epochs, optimiser=SGD(head_lr, momentum), draws=draws)
+    head_step = Descend(energy, epochs=head_epochs, optimiser=head_optimiser, draws=draws)
     body_step = Descend(
         Energy("body", both, likelihood="mean"),
         epochs=body_epochs,
         batch_size=batch_size,
-        optimiser=SGD(body_lr, momentum),
+        optimiser=body_optimiser,
         draws=draws,
     )
     scale_step = Once(update_scale)
     steps = {"before": (scale_step, head_step), "after": (head_step, scale_step), "never": (head_step,)}[scale_update]
-    adapt = (head_step,) if scale_update == "never" else (Once(pooled_scale), head_step, scale_step, head_step)
+    adapt = (head_step,) if never else (Once(pooled_scale), head_step, scale_step, head_step)
     return Algorithm(
         model,
         blocks={"body": Block("body.*", pool=relaxed(Mean())), "head": head} if "body" in both else {"head": head},
         phases=(*steps, body_step) if "body" in both else steps,
-        private={"rho2": rho2},
-        reports={"rho2": rho2},
-        server=lambda blocks, clients: {"log_rho2": torch.tensor(math.log(rho2)), "largest_share": torch.tensor(1 / clients)},
+        private={"rho2": rho**2},
+        reports={"rho2": rho**2},
+        server=lambda blocks, clients: {"log_rho2": torch.tensor(math.log(rho**2)), "largest_share": torch.tensor(1 / clients)},
         broadcast=("log_rho2",),  # `largest_share` stays on the server, for people to read
         combine=combine,
         adapt=adapt,
@@ -181,13 +196,26 @@ def pfedvem_held(model: nn.Module, **options: Any) -> Algorithm:
 
     Args:
         model: As of `pfedvem`.
-        **options: Options of `pfedvem`, which replace these.
+        **options: Options of `pfedvem`, which replace these, all but `scale_update`.
+
+    Raises:
+        ValueError: As of `pfedvem`, or `scale_update` is another than "never".
     """
+    if options.get("scale_update", "never") != "never":
+        raise ValueError(f"scale_update is 'never' in pfedvem_held, got {options['scale_update']!r}; pfedvem itself learns scales")
     held: dict[str, Any] = {"scale_update": "never", "prior_scale": 1.0, "init_scale": 0.1, "scale_lr": 0.0, "head_start": "module"}
     return pfedvem(model, **{**held, **options})
 
 
-def _positive(name: str, value: float) -> float:
-    if not 0 < number(name, value) < math.inf:
-        raise ValueError(f"{name} must be > 0 and finite, got {value}")
-    return value
+def _pace(scale_lr: float | None, head_lr: Rate) -> float:
+    """Return how fast the scales of q_j move, as a multiple of the means."""
+    if scale_lr is None:
+        return 1.0
+    if not 0 <= number("scale_lr", scale_lr) < math.inf:
+        raise ValueError(f"scale_lr must be >= 0 and finite, got {scale_lr}")
+    if scale_lr == 0:
+        return 0.0
+    if callable(head_lr) or head_lr == 0:
+        what = "a schedule" if callable(head_lr) else "0"
+        raise ValueError(f"scale_lr={scale_lr} is a multiple of a head_lr that is a number > 0, got {what}; take scale_lr=None or 0")
+    return scale_lr / head_lr

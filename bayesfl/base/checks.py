@@ -1,5 +1,7 @@
 """Checks of arguments that users pass; messages name the argument and the value received."""
 
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral, Real
 from typing import Any
 
@@ -26,6 +28,23 @@ def number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise ValueError(f"{name} must be a number, got {value!r}")
     return float(value)
+
+
+def idle(function: Callable[..., Any], given: Mapping[str, Any], names: Iterable[str], where: str) -> None:
+    """Check that options which have no effect are left at their defaults.
+
+    Args:
+        function: The function whose options they are.
+        given: All its arguments by name.
+        names: Those without effect.
+        where: Under what they have none, as `under likelihood='none'`, for the message.
+
+    Raises:
+        ValueError: One of them is given.
+    """
+    for name in names:
+        if given[name] != inspect.signature(function).parameters[name].default:
+            raise ValueError(f"{name} says nothing {where}, got {given[name]!r}; leave it out")
 
 
 def instance(name: str, value: Any, wanted: type, remedy: str) -> None:

@@ -1,12 +1,13 @@
 """A look at whether a client's full-batch steps on a linear head, tied to a centre, are stable.
 
-Near a minimum of curvature lambda, under a tie of precision k, a step of SGD with rate r and momentum m is a linear map, which contracts if
+On a quadratic of curvature lambda, under a tie of precision k, a step of SGD with rate r and momentum m is a linear map, which contracts if
 and only if
 
     r (lambda + k) < 2 (1 + m),        or, with the tie solved after the step (`prox`),        r lambda < (1 + m) (2 + r k / (1 - m)).
 
 Beyond that a head oscillates or diverges, and a body trained against it, too: losses stay finite, since the softmax saturates, and accuracy
-is lost without an error. lambda is the largest eigenvalue of the generalised Gauss-Newton matrix of the energy, by power iteration.
+is lost without an error. lambda is the largest eigenvalue of the Hessian, in the head's weights, of the loss at the beliefs' means, by
+power iteration; where a belief draws, the loss is an expectation over draws, whose curvature is near that and not equal to it.
 
 References:
     Polyak, "Some methods of speeding up the convergence of iteration methods", 1964, for the limit of the heavy ball.
@@ -24,11 +25,12 @@ from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.phases import Descend, by_algebra
 from bayesfl.composition.priors import is_normal
 from bayesfl.curvature.roots import root
-from bayesfl.models.altered import cut
+from bayesfl.likelihoods import Categorical
+from bayesfl.models.altered import altered, cut
 from bayesfl.optim import SGD, rate_at
 
 ITERATIONS = 20
-"""Steps of the power iteration, each about as dear as a step on the head."""
+"""Steps of the power iteration, each about as dear as one client's step on the head."""
 
 
 def looked_at(round: int) -> bool:
@@ -37,7 +39,10 @@ def looked_at(round: int) -> bool:
 
 
 def warn_if_unstable(algorithm: Algorithm, phase: Any, given: Server, view: View, batch: Batch, who: str) -> None:
-    """Warn, with a rate that fits, if a phase's steps on a head are unstable at the client's weights; nothing for phases of another kind.
+    """Warn, with what fits, if a phase's steps on a head are unstable at the client's weights; nothing for phases of another kind.
+
+    The rate is that of this round alone, where it follows a schedule. What fits is a lower rate, and, where this rate leaves room for one
+    beside the data's curvature, a weaker tie.
 
     Args:
         algorithm: The algorithm that has the phase.
@@ -59,14 +64,17 @@ def warn_if_unstable(algorithm: Algorithm, phase: Any, given: Server, view: View
     except TypeError:  # a likelihood whose curvature is not known
         return
     assert isinstance(phase.optimiser, SGD)
-    rate = rate_at(phase.optimiser.rate, given["round"], given["rounds"])
-    most = limit(curvature, precision, phase.optimiser.momentum, prox=phase.prox)
-    if rate >= most:
-        warnings.warn(
-            f"round {given['round'] + 1}: steps on {name!r} of {who} are unstable: at learning rate {rate:g} the loss has curvature "
-            f"{curvature:.3g} beside the tie's {precision:.3g}; take a rate below {most:.2g}, or a weaker tie",
-            stacklevel=2,
-        )
+    rate, momentum = rate_at(phase.optimiser.rate, given["round"], given["rounds"]), phase.optimiser.momentum
+    most = limit(curvature, precision, momentum, prox=phase.prox)
+    if not rate >= most:
+        return
+    room = 0.0 if phase.prox else 2 * (1 + momentum) / rate - curvature
+    tie = f", or a tie below {room:.3g}, a prior scale above {(float(weight) / room) ** 0.5:.3g}" if room > 0 else ""
+    warnings.warn(
+        f"round {given['round'] + 1}: steps on {name!r} of {who} are unstable: at learning rate {rate:g} and these weights the loss has "
+        f"curvature {curvature:.3g} beside the tie's {precision:.3g}; take a rate below {most:.3g}{tie}",
+        stacklevel=2,
+    )
 
 
 def watched(algorithm: Algorithm, phase: Any) -> bool:
@@ -74,9 +82,17 @@ def watched(algorithm: Algorithm, phase: Any) -> bool:
     if not by_algebra(phase) or phase.batch_size is not None or not isinstance(phase.optimiser, SGD) or len(phase.blocks) != 1:
         return False
     (name,) = phase.blocks
-    linear = cut(algorithm.model) and isinstance(algorithm.model.head, nn.Linear)
+    linear = cut(algorithm.model) and _linear(algorithm.model.head)
     heads = all(leaf.startswith("head.") for leaf in algorithm.layout(name).names)
     return linear and heads and is_normal(algorithm.blocks[name].prior) and algorithm.copies(phase.energy.parts) is None
+
+
+def _linear(head: nn.Module) -> bool:
+    """Say whether a head is an `nn.Linear` itself, no subclass, or an `nn.Sequential` that ends with one after steps without parameters."""
+    if altered(head):  # a hook, such as weight norm's, may make anything of a layer
+        return False
+    *before, last = head.children() if type(head) is nn.Sequential and len(head) else (head,)
+    return type(last) is nn.Linear and not any(True for step in before for _ in step.parameters())
 
 
 def limit(curvature: float, precision: float, momentum: float, *, prox: bool) -> float:
@@ -94,21 +110,22 @@ def largest(algorithm: Algorithm, phase: Descend, given: Server, view: View, bat
         TypeError: The curvature of the likelihood is not known.
     """
     (name,) = phase.blocks
-    layout, leaves = algorithm.layout(name), algorithm.leaves(phase.energy.parts, view)
+    layout, leaves, likelihood = algorithm.layout(name), algorithm.leaves(phase.energy.parts, view), algorithm.likelihood
     features, outputs = algorithm.features(leaves, batch["x"])
-    factor = root(algorithm.likelihood, outputs).to(outputs)
+    factor = root(likelihood, outputs).to(outputs)
     shares = phase.energy.shares(given, view, batch)
-    constant = {leaf: t if leaf.startswith("body.") else torch.zeros_like(t) for leaf, t in leaves.items()}
+    if isinstance(likelihood, Categorical) and not likelihood.plain:
+        shares = shares * likelihood.targets(outputs, batch["y"]).sum(-1)
     head = algorithm.module(outputs).get_submodule("head")
+    zeros = {leaf: torch.zeros_like(p) for leaf, p in head.named_parameters()}  # those of no block, which stay as they are, too
 
     def linear(vector: Tensor) -> Tensor:
-        moved = {leaf.removeprefix("head."): t for leaf, t in (constant | layout.leaves(vector)).items() if leaf.startswith("head.")}
-        return functional_call(head, moved, (features,))
+        return functional_call(head, zeros | {leaf.removeprefix("head."): t for leaf, t in layout.leaves(vector).items()}, (features,))
 
     direction = torch.randn(layout.size, generator=torch.Generator().manual_seed(0)).to(outputs)
-    value = direction.new_zeros(())
+    value, tiny = direction.new_zeros(()), torch.finfo(direction.dtype).tiny  # a product is 0 where outputs are saturated
     for _ in range(ITERATIONS):
-        direction = (direction / direction.norm()).requires_grad_()
+        direction = (direction / direction.norm().clamp_min(tiny)).requires_grad_()
         with torch.enable_grad():
             moved = linear(direction)  # J d, whose derivative along u is J' u; torch's forward mode is not for several threads
         weighed = torch.einsum("noq,npq,np->no", factor, factor, moved.detach()) * shares[:, None]

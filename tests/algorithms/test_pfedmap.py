@@ -1,5 +1,7 @@
 """pFedMAP against its fixed points on linear-Gaussian clients."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -59,12 +61,39 @@ def test_pfedmap_under_a_mean_likelihood_is_tempered(regressions: FederatedData)
 
 
 def test_a_tie_under_which_steps_diverge_is_refused():
-    """At rate times precision 2 (1 + momentum), the heavy ball's limit; just below it stands."""
+    """At rate times precision 2 (1 + momentum), the heavy ball's limit, with values that fit; just below it stands."""
     model = bf.models.mlp(8, hidden=4, outputs=3)
-    with pytest.raises(ValueError, match=r"head_lr 0\.001 times precision 3800 is 3\.8.*below 0\.001"):
+    words = r"head_lr=0\.001 and precision=3800 .*is 3\.8, .*= 3\.8; take head_lr=0\.0005 or precision=1\.9e\+03"
+    with pytest.raises(ValueError, match=words):
         bf.algorithms.pfedmap(model, precision=3800.0)
     bf.algorithms.pfedmap(model, precision=3799.0)
     bf.algorithms.pfedmap(model, precision=3800.0, head_lr=9e-4)
+    with pytest.raises(ValueError, match=r"precision .*finite, got inf"):
+        bf.algorithms.pfedmap(model, precision=float("inf"), head_lr=0.0)
+
+
+def test_a_rate_that_grows_until_the_tie_diverges():
+    """A schedule is judged as the rounds come: in round 2 here, before the steps that diverge."""
+    warming = bf.algorithms.pfedmap(bf.models.mlp(8, hidden=4, outputs=3), precision=1e6, head_lr=lambda round, rounds: 1e-3 * round)
+    with pytest.warns(UserWarning, match=r"round 2: .*rate 0\.001 .*the tie's 1e\+06; .*a tie below"), pytest.raises(bf.DivergenceError):
+        bf.simulate(warming, federation(), rounds=3, evaluate_every=None, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"momentum": -1.0}, r"momentum .*got -1"), ({"head_lr": None}, r"rate .*number, got None"), ({"body_lr": -1.0}, r"rate .*got -1")],
+)
+def test_numbers_of_the_steps(options: dict[str, Any], words: str):
+    """The optimiser's own checks come before the tie is judged by them."""
+    with pytest.raises(ValueError, match=words):
+        bf.algorithms.pfedmap(bf.models.mlp(8, hidden=4, outputs=3), **options)
+
+
+@pytest.mark.parametrize("option", [{"body_epochs": 7}, {"body_lr": 3.0}, {"batch_size": 3}], ids=str)
+def test_options_of_a_body_without_one(option: dict[str, Any]):
+    flat = bf.models.mlp(8, hidden=(), outputs=3)
+    with pytest.raises(ValueError, match=rf"{next(iter(option))} says nothing for a model that is all head"):
+        bf.algorithms.pfedmap(flat, **option)
 
 
 def test_a_model_that_is_all_head():

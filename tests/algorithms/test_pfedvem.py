@@ -1,6 +1,7 @@
 """pFedVEM against algebra: with linear-Gaussian clients every step has a closed form."""
 
 import math
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from bayesfl.base.protocols import Batch, Server, View
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.phases import Once
 from bayesfl.composition.pools import Mean
-from bayesfl.composition.priors import closest_variance
+from bayesfl.composition.priors import Normal, closest_variance
 from bayesfl.data import FederatedData
 from bayesfl.likelihoods import Gaussian
 from bayesfl.models import SplitModel
@@ -118,7 +119,7 @@ def test_scale_is_the_root_of_the_bound():
     rho2 = closest_variance(q.moments(belief), torch.zeros(2).double()).requires_grad_()
     assert_close(rho2.item(), 3.125)
     prior = bf.algorithms.pfedvem(linear()).blocks["head"].prior
-    energy = prior.energy(*q.moments(belief), {"head": {"loc": torch.zeros(2).double()}}, {"rho2": rho2})
+    energy = prior.energy(*q.moments(belief), {"head": {"loc": torch.zeros(2).double()}, "round": 0, "rounds": 1}, {"rho2": rho2})
     (slope,) = torch.autograd.grad(energy, rho2)
     assert_close(slope.item(), 0.0)
 
@@ -194,7 +195,7 @@ def test_what_the_head_minimises(clients: FederatedData, scale: str):
     x, y = (t.double() for t in clients.train.client(0))
     belief = {"loc": torch.linspace(-1, 1, DIM).double(), "rho": torch.full((DIM,), -20.0).double()}  # so narrow that draws are the mean
     view = {"head": belief, "body": {"loc": torch.eye(DIM).double().flatten()}, "rho2": torch.tensor(0.7).double()}
-    given = {"head": {"loc": torch.full((DIM,), 0.2).double()}}
+    given = {"head": {"loc": torch.full((DIM,), 0.2).double()}, "round": 0, "rounds": 1}
     n = torch.tensor(12.0).double()
     batch = {"x": x, "y": y, "weight": torch.ones(12).double()}
     energy, _ = descend.energy(algorithm, {"head": belief}, given, view | {"n": n}, batch, {"head": torch.zeros(1, DIM)})
@@ -261,14 +262,48 @@ def test_heads_may_start_as_the_modules(clients: FederatedData):
     assert bf.algorithms.pfedvem_held(model, init_scale=0.3).blocks["head"].posterior == MeanField(init_scale=0.3, scale_rate=0.0)
 
 
-def test_the_floor_is_where_steps_to_the_centre_diverge():
-    """For rates 1e-3 and momentum .9 that is .016; a larger floor stands."""
-    model = bf.models.mlp(8, hidden=4, outputs=3)
-    view = {"head": {"loc": torch.zeros(15), "rho": torch.full((15,), -20.0)}, "rho2": torch.ones(())}
-    given = {"head": {"loc": torch.zeros(15)}}
-    for options, floor in (({}, 1e-3 / 3.8), ({"scale_floor": 0.5}, 0.25), ({"head_lr": 1e-8}, 1e-6)):
-        update = bf.algorithms.pfedvem(model, **options).phases[0].fn
-        assert_close(float(update(None, given, view, {})["rho2"]), floor, rtol=1e-6, atol=0)
+def warming(round: int, rounds: int) -> float:
+    """A learning rate that grows from 0."""
+    return 1e-3 * min(1.0, round / 5)
+
+
+@pytest.mark.parametrize(
+    ("options", "round", "floor"),
+    [
+        ({}, 0, 1e-3 / 1.9),
+        ({"momentum": 0.0}, 0, 1e-3),
+        ({"scale_floor": 0.5}, 0, 0.25),
+        ({"head_lr": 1e-8}, 0, 1e-6),
+        ({"head_lr": 0.0}, 0, 1e-6),
+        ({"head_lr": warming}, 0, 1e-6),
+        ({"head_lr": warming}, 2, 4e-4 / 1.9),
+        ({"head_lr": warming}, 7, 1e-3 / 1.9),
+    ],
+)
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_the_floor_is_half_of_where_steps_to_the_centre_diverge(order: str, options: dict[str, Any], round: int, floor: float):
+    """At the round's rate: for the defaults .023. A larger floor stands. An update gives no smaller scale, the prior reads none."""
+    algorithm = bf.algorithms.pfedvem(bf.models.mlp(8, hidden=4, outputs=3), scale_update=order, **options)
+    view = {"head": {"loc": torch.zeros(15), "rho": torch.full((15,), -20.0)}, "rho2": torch.tensor(1e-9)}
+    given = {"head": {"loc": torch.zeros(15)}, "round": round, "rounds": 20}
+    (update,) = (phase.fn for phase in algorithm.phases if isinstance(phase, Once))
+    assert_close(float(update(None, given, view, {})["rho2"]), floor, rtol=1e-6, atol=0)
+    prior = algorithm.blocks["head"].prior
+    assert isinstance(prior, Normal)
+    assert_close(float(prior.variance(given, view)), floor, rtol=1e-6, atol=0)
+    assert float(prior.variance(given, view | {"rho2": torch.tensor(1.0)})) == 1.0
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("head_lr", [1e-3, warming])
+def test_a_start_below_the_floor_does_not_diverge(order: str, head_lr: Any):
+    """No step is unstable in any round, in either order, and under a rate that grows."""
+    algorithm = bf.algorithms.pfedvem(bf.models.mlp(8, hidden=4, outputs=3), scale_update=order, init_scale=0.005, head_lr=head_lr)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        result = bf.simulate(algorithm, federation(), rounds=8, evaluate_every=None, progress=False)
+    assert float(result.private["rho2"].min()) >= 1e-3 / 1.9 * (1 - 1e-6)
+    assert float(result.private["head"]["loc"].abs().max()) < 1
 
 
 @pytest.mark.parametrize(
@@ -276,10 +311,16 @@ def test_the_floor_is_where_steps_to_the_centre_diverge():
     [
         ({"scale_update": "always"}, r"scale_update .*'never', got 'always'"),
         ({"head_start": "zero"}, r"head_start .*got 'zero'"),
-        ({"prior_scale": 1.0}, r"prior_scale=1\.0 .*'before'.*'never'"),
-        ({"scale_update": "never", "scale_prior": (1.0, 1.0)}, r"scale_prior=\(1\.0, 1\.0\).*'never'"),
-        ({"scale_update": "never", "prior_scale": 0.0}, r"prior_scale .*> 0.*got 0\.0"),
-        ({"scale_lr": -1.0}, r"scale_rate .*got -1000"),
+        ({"prior_scale": 1.0}, r"prior_scale says nothing under scale_update='before', got 1\.0"),
+        ({"scale_update": "never", "scale_prior": (1.0, 1.0)}, r"scale_prior says nothing under scale_update='never', got \(1\.0, 1\.0\)"),
+        ({"scale_update": "never", "scale_floor": 50.0}, r"scale_floor says nothing under scale_update='never', got 50\.0"),
+        ({"scale_update": "never", "prior_scale": 0.0}, r"prior_scale .*got 0\.0"),
+        ({"scale_lr": -1.0}, r"scale_lr .*>= 0.*got -1"),
+        ({"scale_lr": 1e-3, "head_lr": 0.0}, r"scale_lr=0\.001 .*head_lr .*> 0, got 0"),
+        ({"scale_lr": 1e-3, "head_lr": warming}, r"scale_lr=0\.001 .*head_lr .*> 0, got a schedule"),
+        ({"momentum": -1.0}, r"momentum .*got -1"),
+        ({"momentum": "a"}, r"momentum .*got 'a'"),
+        ({"head_lr": "a"}, r"rate .*number, got 'a'"),
     ],
 )
 def test_options_that_do_not_fit(options: dict[str, Any], words: str):
@@ -287,9 +328,44 @@ def test_options_that_do_not_fit(options: dict[str, Any], words: str):
         bf.algorithms.pfedvem(bf.models.mlp(8, hidden=4, outputs=3), **options)
 
 
+@pytest.mark.parametrize("options", [{"prior_scale": 0.005}, {"init_scale": 0.005}], ids=str)
+def test_a_fixed_scale_under_which_steps_diverge_is_refused(options: dict[str, Any]):
+    """With a rate and a scale that fit, each alone; in a schedule nothing is known beforehand."""
+    model = bf.models.mlp(8, hidden=4, outputs=3)
+    with pytest.raises(
+        ValueError, match=r"head_lr=0\.001 and prior_scale=0\.005 .*is 40, .*below .*3\.8.*take head_lr=.*prior_scale="
+    ) as error:
+        bf.algorithms.pfedvem(model, scale_update="never", **options)
+    rate, scale = (float(str(error.value).split(f"{name}=")[-1].split()[0].strip(",")) for name in ("head_lr", "prior_scale"))
+    bf.algorithms.pfedvem(model, scale_update="never", **options, head_lr=rate)
+    bf.algorithms.pfedvem(model, scale_update="never", prior_scale=scale)
+    assert_close(scale, math.sqrt(1e-3 / 1.9), rtol=0.05, atol=0.0)
+    bf.algorithms.pfedvem(model, scale_update="never", **options, head_lr=lambda round, rounds: 1e-3)
+
+
+def test_held_scales_under_a_rate_that_grows():
+    """From 0, by which no multiple can be taken; nor by a rate of 0 throughout."""
+    model = bf.models.mlp(8, hidden=4, outputs=3)
+    result = run(bf.algorithms.pfedvem_held(model, head_lr=warming), federation(), rounds=2)
+    width = result.algorithm.blocks["head"].posterior.moments(result.private["head"])[1].sqrt()
+    assert_close(width, torch.full_like(width, 0.1))
+    bf.algorithms.pfedvem(model, head_lr=0.0, scale_lr=0.0)
+
+
+def test_the_preset_learns_no_scale():
+    """Another `scale_update` is another method; what the preset sets is not held against the user."""
+    model = bf.models.mlp(8, hidden=4, outputs=3)
+    with pytest.raises(ValueError, match=r"scale_update is 'never' in pfedvem_held, got 'before'; pfedvem"):
+        bf.algorithms.pfedvem_held(model, scale_update="before")
+    bf.algorithms.pfedvem_held(model, scale_update="never", prior_scale=0.5)
+
+
 def test_a_hierarchical_logistic_regression(clients: FederatedData):
     """A model that is all head: with exact E steps the same bound is climbed as with a body that is held; no body is sent."""
     flat = bf.models.mlp(DIM, hidden=(), outputs=1)
+    for option in ({"body_epochs": 7}, {"body_lr": 3.0}, {"batch_size": 3}):
+        with pytest.raises(ValueError, match=rf"{next(iter(option))} says nothing for a model that is all head"):
+            bf.algorithms.pfedvem(flat, likelihood=Gaussian(NOISE), **option)
     method = bf.algorithms.pfedvem(flat, likelihood=Gaussian(NOISE), head_epochs=3)
     assert list(method.blocks) == list(method.parts) == ["head"]
     assert len(method.phases) == 2
