@@ -25,7 +25,6 @@ says which is followed.
 ... )
 """
 
-import inspect
 import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
@@ -33,7 +32,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from bayesfl.base.checks import instance, number, whole
+from bayesfl.base.checks import idle, instance, number, whole
 from bayesfl.base.protocols import AdditivePool, Batch, Likelihood, Server, StackedPool, Tensors, Uplink, View
 from bayesfl.composition import (
     Algorithm,
@@ -59,6 +58,11 @@ Aggregation = Literal["mean_std", "mean_var", "mean_over_selecting", "moment_mat
 AGGREGATIONS = get_args(Aggregation)
 Structure = Literal["subnetwork", "diagonal", "full"]
 STRUCTURES = get_args(Structure)
+IDLE = {
+    "diagonal": ("share", "selection", "seed"),
+    "full": ("share", "selection", "seed", "prior", "aggregation", "variance_floor", "curvature_every"),
+}
+"""The options that a structure does not use."""
 PRIORS = ("isotropic", "global")
 BOTH = ("body", "head")
 
@@ -139,7 +143,9 @@ def fedsi(
         raise ValueError(f"prior must be one of {PRIORS}, got {prior!r}")
     if prior == "global" and predictive_precision is not None:
         raise ValueError(f"predictive_precision says nothing under prior='global', got {predictive_precision}; leave one of the two out")
-    _refuse_idle(structure, likelihood, locals())
+    idle(fedsi, locals(), IDLE.get(structure, ()), f"under structure={structure!r}")
+    if isinstance(likelihood, Gaussian):
+        idle(fedsi, locals(), ("link", "centre"), "under a likelihood of targets")
     rule: dict[str, Any] = {"share": share, "selection": selection, "seed": seed} if structure == "subnetwork" else {}
     how: dict[str, Any] = {} if isinstance(likelihood, Gaussian) else {"link": link, "centre": centre}
     alpha, train = _alpha(prior_precision), _descent(epochs, steps, batch_size, optimiser, train_head)
@@ -185,19 +191,6 @@ def fedsi_fac(model: nn.Module, **options: Any) -> Algorithm:
 def fedsi_full(model: nn.Module, **options: Any) -> Algorithm:
     """Federate `model` by FedSI with the whole body uncertain: isotropic prior in training, all covariances in predictions."""
     return fedsi(model, structure="full", **options)
-
-
-def _refuse_idle(structure: str, likelihood: Likelihood, given: dict[str, Any]) -> None:
-    """Raise ValueError, naming the option, if one is given that the structure or the likelihood does not use."""
-    idle = {
-        "diagonal": ("share", "selection", "seed"),
-        "full": ("share", "selection", "seed", "prior", "aggregation", "variance_floor", "curvature_every"),
-    }
-    targets = ("link", "centre") if isinstance(likelihood, Gaussian) else ()
-    for name in (*idle.get(structure, ()), *targets):
-        if given[name] != inspect.signature(fedsi).parameters[name].default:
-            under = "a likelihood of targets" if name in targets else f"structure={structure!r}"
-            raise ValueError(f"{name} says nothing under {under}, got {given[name]!r}; leave it out")
 
 
 def _learnt(given: Server, view: View) -> Tensor:
