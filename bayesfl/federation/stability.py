@@ -68,7 +68,7 @@ def warn_if_unstable(algorithm: Algorithm, phase: Any, given: Server, view: View
     most = limit(curvature, precision, momentum, prox=phase.prox)
     if not rate >= most:
         return
-    room = 0.0 if phase.prox else 2 * (1 + momentum) / rate - curvature
+    room = 2 * (1 + momentum) / rate - curvature  # with `prox` there is none left here: the tie helps
     tie = f", or a tie below {room:.3g}, a prior scale above {(float(weight) / room) ** 0.5:.3g}" if room > 0 else ""
     warnings.warn(
         f"round {given['round'] + 1}: steps on {name!r} of {who} are unstable: at learning rate {rate:g} and these weights the loss has "

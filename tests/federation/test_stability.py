@@ -89,7 +89,7 @@ def test_weights_that_no_block_covers_are_none_of_the_curvature(clients: Federat
     """A frozen bias adds to the outputs, and not to their change."""
     model = bf.models.mlp(8, hidden=6, outputs=3, seed=3)
     with torch.no_grad():
-        model.get_parameter("head.bias").fill_(5.0).requires_grad_(False)
+        model.get_parameter("head.bias").copy_(torch.tensor([3.0, 0.0, -2.0])).requires_grad_(False)
     algorithm = bf.algorithms.pfedmap(model)
     given, view, batch = started(algorithm, clients, 1)
     found = float(stability.largest(algorithm, algorithm.phases[0], given, view, batch) * len(batch["x"]))
