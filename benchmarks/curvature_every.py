@@ -3,9 +3,8 @@
     python benchmarks/curvature_every.py [--quick] [--seeds ...]
 
 Ten clients of five classes, 50 training images each, by the paper's rule. A tenth of the images chooses the predictive precision, two
-tenths are held back and measure, with other seeds than those of the tables; no test image is looked at. The time of a round is its mean
-over all rounds, in units of a FedAvg round of the same steps in the same process. Results: benchmarks/results/curvature_every.json;
-finished cells are passed over.
+tenths are held back and measure, with other seeds than those of the tables; no test image is looked at. What a round
+costs is measured by benchmarks/fedsi.py. Results: benchmarks/results/curvature_every.json; finished cells are passed over.
 """
 
 import argparse

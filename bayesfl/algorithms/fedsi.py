@@ -32,7 +32,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from bayesfl.base.checks import idle, instance, number, whole
+from bayesfl.base.checks import instance, number, refuse_idle, whole
 from bayesfl.base.protocols import AdditivePool, Batch, Likelihood, Server, StackedPool, Tensors, Uplink, View
 from bayesfl.composition import (
     Algorithm,
@@ -118,7 +118,7 @@ def fedsi(
             prior is then counted once for each of these clients).
         variance_floor: Smallest g; the largest is alpha.
         curvature_every: Number of rounds from one Laplace approximation to the next; between them g stays. The paper's 1 takes most of the
-            time where subnetworks have curvature; 20 costs no accuracy (docs/speed.md).
+            time where subnetworks have curvature; 20 cost nothing where it was tried (docs/speed.md).
         train_head: Whether every client trains its own head together with the body, as in the authors' code, instead of the frozen common
             head.
         prior: Prior of the weights in predictions: `isotropic`, one precision for all, or `global`, the server's 1 / g (step 4 of the
@@ -143,11 +143,12 @@ def fedsi(
         raise ValueError(f"prior must be one of {PRIORS}, got {prior!r}")
     if prior == "global" and predictive_precision is not None:
         raise ValueError(f"predictive_precision says nothing under prior='global', got {predictive_precision}; leave one of the two out")
-    idle(fedsi, locals(), IDLE.get(structure, ()), f"under structure={structure!r}")
-    if isinstance(likelihood, Gaussian):
-        idle(fedsi, locals(), ("link", "centre"), "under a likelihood of targets")
+    refuse_idle(fedsi, locals(), IDLE.get(structure, ()), f"under structure={structure!r}")
+    targets = isinstance(likelihood, Gaussian)
+    if targets:
+        refuse_idle(fedsi, locals(), ("link", "centre"), "under a likelihood of targets")
     rule: dict[str, Any] = {"share": share, "selection": selection, "seed": seed} if structure == "subnetwork" else {}
-    how: dict[str, Any] = {} if isinstance(likelihood, Gaussian) else {"link": link, "centre": centre}
+    how: dict[str, Any] = {} if targets else {"link": link, "centre": centre}
     alpha, train = _alpha(prior_precision), _descent(epochs, steps, batch_size, optimiser, train_head)
     fit, spread = _Fit(curvature_every, **rule), _Prior(aggregation, alpha, variance_floor)
     pool = _Means(aggregation == "product") if aggregation in ("moment_match", "product") else Mean(equal)

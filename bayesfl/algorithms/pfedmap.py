@@ -21,7 +21,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from bayesfl.base.checks import idle, number
+from bayesfl.base.checks import number, refuse_idle
 from bayesfl.base.protocols import Likelihood
 from bayesfl.composition import Algorithm, Block, Descend, Energy, Mean, Normal, equal, server_mean, tempering
 from bayesfl.likelihoods import Categorical
@@ -64,7 +64,7 @@ def pfedmap(
             `likelihood_scale` is neither `sum` nor `mean`; or an option of the body is given for a model that has none.
     """
     if not has_body(model):
-        idle(pfedmap, locals(), ("body_epochs", "body_lr", "batch_size"), "for a model that is all head")
+        refuse_idle(pfedmap, locals(), ("body_epochs", "body_lr", "batch_size"), "for a model that is all head")
     if not 0 < number("precision", precision) < math.inf:
         raise ValueError(f"precision is 1 / rho^2 and must be > 0 and finite, got {precision}; fedrep(...) has heads without a tie")
     head_optimiser, body_optimiser = SGD(head_lr, momentum), SGD(body_lr, momentum)

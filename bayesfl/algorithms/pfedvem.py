@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesfl.algorithms.pfedmap import refuse_divergence
-from bayesfl.base.checks import idle, number
+from bayesfl.base.checks import number, refuse_idle
 from bayesfl.base.protocols import AdditivePool, Batch, Likelihood, Server, Uplink, View
 from bayesfl.composition import (
     Algorithm,
@@ -106,9 +106,9 @@ def pfedvem(
     if head_start not in ("normal", "module"):
         raise ValueError(f"head_start must be 'normal' or 'module', got {head_start!r}")
     never = scale_update == "never"
-    idle(pfedvem, locals(), ("scale_floor", "scale_prior") if never else ("prior_scale",), f"under scale_update={scale_update!r}")
+    refuse_idle(pfedvem, locals(), ("scale_floor", "scale_prior") if never else ("prior_scale",), f"under scale_update={scale_update!r}")
     if not has_body(model):
-        idle(pfedvem, locals(), ("body_epochs", "body_lr", "batch_size"), "for a model that is all head")
+        refuse_idle(pfedvem, locals(), ("body_epochs", "body_lr", "batch_size"), "for a model that is all head")
     for name, value in {"init_scale": init_scale, "scale_floor": scale_floor, "beta": beta}.items():
         number(name, value)
     if scale_prior is not None and not (isinstance(scale_prior, tuple | list) and len(scale_prior) == 2):

@@ -30,20 +30,21 @@ def number(name: str, value: Any) -> float:
     return float(value)
 
 
-def idle(function: Callable[..., Any], given: Mapping[str, Any], names: Iterable[str], where: str) -> None:
+def refuse_idle(function: Callable[..., Any], given: Mapping[str, Any], names: Iterable[str], where: str) -> None:
     """Check that options which have no effect are left at their defaults.
 
     Args:
         function: The function whose options they are.
         given: All its arguments by name.
         names: Those without effect.
-        where: Under what they have none, as `under likelihood='none'`, for the message.
+        where: Under what they have none, as `under structure='full'`, for the message.
 
     Raises:
         ValueError: One of them is given.
     """
+    parameters = inspect.signature(function).parameters
     for name in names:
-        if given[name] != inspect.signature(function).parameters[name].default:
+        if given[name] != parameters[name].default:
             raise ValueError(f"{name} says nothing {where}, got {given[name]!r}; leave it out")
 
 

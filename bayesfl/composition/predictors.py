@@ -1,14 +1,14 @@
 """Predictors: personal predictions that need more than a client's weights, such as its training data or several models."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
 
-from bayesfl.base.checks import number, whole
+from bayesfl.base.checks import number, refuse_idle, whole
 from bayesfl.base.protocols import Batch, Fitted, Server, Tensors, View
 from bayesfl.composition.linearised import Linearised, at_mean, check_linearised, check_link, refuse_copies
 from bayesfl.composition.priors import Parameter
@@ -80,9 +80,7 @@ class LinearisedLaplace:
         whole("seed", self.seed, least=0)
         check_link(self.link, centre=self.centre)
         if self.structure != "subnetwork":
-            rules = {f.name: f.default for f in fields(self) if f.name in ("share", "selection", "seed")}
-            if idle := [name for name, default in rules.items() if getattr(self, name) != default]:
-                raise ValueError(f"{idle[0]} says nothing under structure={self.structure!r}; leave it out, or take structure='subnetwork'")
+            refuse_idle(LinearisedLaplace, vars(self), ("share", "selection", "seed"), f"under structure={self.structure!r}")
 
     def check(self, algorithm: Any) -> None:
         """Raise ValueError, or TypeError for a likelihood of unknown curvature, if the predictor does not fit the algorithm."""
@@ -204,6 +202,7 @@ class LinearisedBelief:
         name = self.block or next(part for part in algorithm.parts if algorithm.blocks[part].stochastic)
         curvature = Curvature(algorithm.network(view), algorithm.likelihood, pattern=algorithm.layout(name))
         _, variance = algorithm.blocks[name].posterior.moments(view[name])
+        # precisions must lie within 1e-30 and 1e30
         inverse = independent(curvature, 1 / variance.double().clamp(1e-29, 1e29), torch.zeros_like(variance, dtype=torch.float64))
         return Linearised(self, algorithm, view, lambda value: inverse)
 

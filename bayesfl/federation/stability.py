@@ -91,7 +91,7 @@ def _linear(head: nn.Module) -> bool:
     """Say whether a head is an `nn.Linear` itself, no subclass, or an `nn.Sequential` that ends with one after steps without parameters."""
     if altered(head):  # a hook, such as weight norm's, may make anything of a layer
         return False
-    *before, last = head.children() if type(head) is nn.Sequential and len(head) else (head,)
+    *before, last = head if type(head) is nn.Sequential and len(head) else (head,)
     return type(last) is nn.Linear and not any(True for step in before for _ in step.parameters())
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bayesfl.base.checks import idle, instance, number, whole
+from bayesfl.base.checks import instance, number, refuse_idle, whole
 from bayesfl.base.protocols import Prior
 from bayesfl.composition.priors import Flat
 
@@ -55,6 +55,6 @@ def test_options_without_effect():
     def made(*, rate: float = 0.1, steps: int = 3, size: int | None = None) -> dict[str, Any]:
         return {"rate": rate, "steps": steps, "size": size}
 
-    idle(made, made(rate=7.0), ("steps", "size"), "here")
+    refuse_idle(made, made(rate=7.0), ("steps", "size"), "here")
     with pytest.raises(ValueError, match=r"^size says nothing where nobody looks, got 4; leave it out$"):
-        idle(made, made(size=4), ("steps", "size"), "where nobody looks")
+        refuse_idle(made, made(size=4), ("steps", "size"), "where nobody looks")

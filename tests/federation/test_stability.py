@@ -187,12 +187,19 @@ def hooked() -> nn.Linear:
     return layer
 
 
+def shared() -> nn.Module:
+    """A layer between two uses of one activation."""
+    both = nn.Tanh()
+    return nn.Sequential(both, nn.Linear(8, 3), both)
+
+
 NONLINEAR = {
     "subclass": lambda: Squashed(8, 3),
     "hook": hooked,
     "weight norm": lambda: parametrizations.weight_norm(nn.Linear(8, 3)),
     "two layers": lambda: nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 3)),
     "more after": lambda: nn.Sequential(nn.Linear(8, 3), nn.Tanh()),
+    "shared activation": shared,
     "inside": lambda: nn.Sequential(nn.Tanh(), hooked()),
     "norm": lambda: nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 3)),
 }
