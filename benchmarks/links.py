@@ -59,7 +59,7 @@ def looked_at(result: Any, split: Any, draws: int | None) -> dict[str, float]:
     return {name: found[name] for name in ("accuracy", "nll")}
 
 
-def at(model: torch.nn.Module, result: Any, link: str, precision: float, body: dict[str, Any], split: Any) -> dict[str, float]:
+def under_precision(model: torch.nn.Module, result: Any, link: str, precision: float, body: dict[str, Any], split: Any) -> dict[str, float]:
     """Return accuracy and NLL under a given precision."""
     algorithm = bf.algorithms.fedsi_full(model, link=link, predictive_precision=precision, **body)
     with warnings.catch_warnings():
@@ -82,7 +82,7 @@ def run(dataset: str, seed: int, root: Path | None, *, quick: bool) -> dict[str,
         rows[name] = measured(by, outside, 0 if link is None else None)
         if link is not None:
             tuned[name] = by.tuned
-            fixed[name] = {f"{precision:g}": at(model, result, link, precision, body, outside["own"][0]) for precision in GRID}
+            fixed[name] = {f"{precision:g}": under_precision(model, result, link, precision, body, outside["own"][0]) for precision in GRID}
         print(
             f"{dataset}/{seed}: {name}: " + ", ".join(f"{key} {value:.4f}" for key, value in rows[name].items()),
             tuned.get(name),

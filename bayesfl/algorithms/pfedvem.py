@@ -208,7 +208,11 @@ def pfedvem_held(model: nn.Module, **options: Any) -> Algorithm:
 
 
 def _pace(scale_lr: float | None, head_lr: Rate) -> float:
-    """Return how fast the scales of q_j move, as a multiple of the means."""
+    """Return how fast the scales of q_j move, as a multiple of the means.
+
+    Raises:
+        ValueError: `scale_lr` is negative or not finite, or is a multiple of no number: `head_lr` is a schedule, or 0.
+    """
     if scale_lr is None:
         return 1.0
     if not 0 <= number("scale_lr", scale_lr) < math.inf:

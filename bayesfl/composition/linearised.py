@@ -69,8 +69,8 @@ class Linearised:
         inverse = self.inverse(value)
         mean, covariance = inverse.predict(x, centre=rule.centre and isinstance(likelihood, Categorical))
         classes = not isinstance(likelihood, Gaussian)  # kappa is defined for logits, not for the variance of targets
-        given = rule.precision is not None and float(self._view["n"]) >= 1  # a copy that made no example has the prior under any precision
-        if given and classes and float(kappa(covariance.diagonal(dim1=1, dim2=2)).median()) < SHRUNK:
+        fixed = rule.precision is not None and float(self._view["n"]) >= 1  # a copy that made no example has the prior under any precision
+        if fixed and classes and float(kappa(covariance.diagonal(dim1=1, dim2=2)).median()) < SHRUNK:
             which = "the precision that the method computes" if callable(rule.precision) else f"predictive_precision={rule.precision}"
             warnings.warn(
                 f"{which} leaves the predictions to the prior (the median kappa is below {SHRUNK}); choose a precision on validation data: "

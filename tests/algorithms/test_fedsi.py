@@ -178,12 +178,15 @@ def test_what_predictions_do_not_read(model: nn.Module):
         bf.algorithms.fedsi(model, prior="global", predictive_precision=2.0)
     with pytest.raises(ValueError, match=r"prior .*structure='full'.*'global'"):
         bf.algorithms.fedsi(model, structure="full", prior="global")
-    with pytest.raises(ValueError, match=r"prior .*got 'local'"):
-        bf.algorithms.fedsi(model, prior="local")  # type: ignore[arg-type]
+    words: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"prior": "local"}, r"prior .*got 'local'"),
+        ({"link": "probit"}, r"link .*got 'probit'"),
+    )
+    for unknown, message in words:
+        with pytest.raises(ValueError, match=message):
+            bf.algorithms.fedsi(model, **unknown)
     with pytest.raises(ValueError, match=r"centre=False .*link='contrasts'"):
         bf.algorithms.fedsi(model, link="contrasts", centre=False)
-    with pytest.raises(ValueError, match=r"link .*got 'probit'"):
-        bf.algorithms.fedsi(model, link="probit")  # type: ignore[arg-type]
     assert bf.algorithms.fedsi(model, link="draws").draws == 100
     single = bf.models.mlp(8, hidden=4, outputs=1)
     for likelihood, options, message in (
