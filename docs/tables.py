@@ -299,7 +299,7 @@ def fedsi() -> str:
         more = [
             f"{key.split('/')[1]}, seed {key.split('/')[2]}: " + ", ".join(f"{name.replace('_', ' ')} {cell[name]:.3g}" for name in told)
             for key, cell in saved["cells"].items()
-            if key.split("/")[0] == dataset and (told := [n for n in ("predictive_precision", "uncurved_share") if n in cell])
+            if key.split("/")[0] == dataset and (told := [n for n in ("uncurved_share",) if n in cell])
         ]
         parts.append(f"**{dataset}**\n\n" + "\n\n".join([*tables, *(["; ".join(more) + "."] if more else [])]))
     parts.append(versions(saved, place=1, drawn_anew={"pfedvem"}))

@@ -43,8 +43,8 @@ def refuse_copies(rule: Any, algorithm: Any) -> None:
     """Raise ValueError if an algorithm predicts by several copies, of which the rule linearises one."""
     if (copies := algorithm.copies(algorithm.parts)) is not None:
         raise ValueError(
-            f"a linearised network is one model, and parts {algorithm.parts} have {copies} copies; for the name of their weights, as 'pi', "
-            f"take Mixture({algorithm.parts[0]!r}, 'pi', each={type(rule).__name__}())"
+            f"a linearised network is one model, and parts {algorithm.parts} have {copies} copies; take "
+            f"Mixture({algorithm.parts[0]!r}, 'pi', each={type(rule).__name__}()), with the name of the mixture's weights for 'pi'"
         )
 
 

@@ -94,8 +94,8 @@ class Curvature:
         """Compute the diagonal of the GGN, [D], a sum over the data in which example i counts `weight` [N] times; once where None.
 
         Raises:
-            ValueError: There are no data, `weight` is no factor >= 0 for each example, or the curvature is not finite; the message names
-                the parameters.
+            ValueError: There are no data, `weight` is not a finite number >= 0 for each example, or the curvature is not finite;
+                the message names the parameters.
         """
         total = torch.zeros(self.size, dtype=torch.float64, device=self.device)
         for batch, share in self.weighed(x, weight):
@@ -197,12 +197,13 @@ class Curvature:
         """Yield `batches` of the data, each with the factors of its examples, [B]; None where there are none.
 
         Raises:
-            ValueError: There are no data, or `weight` is no factor >= 0 for each example, [N].
+            ValueError: There are no data, or `weight` is not [N] with a finite number >= 0 for each example.
         """
         if weight is not None:
             weight = weight.to(self.device, torch.float64)
             if weight.dim() != 1 or not bool(((weight >= 0) & weight.isfinite()).all()):
-                raise ValueError(f"weight must be a number >= 0 for each example, [N], got {weight}")
+                found = f"shape {tuple(weight.shape)}" if weight.dim() != 1 else f"{float(weight[~(weight >= 0) | weight.isinf()][0]):g}"
+                raise ValueError(f"weight must be a finite number >= 0 for each example, [N], got {found}")
         start = 0
         for batch in self.batches(x, extra=extra):
             share = None if weight is None else weight[start : start + len(batch)]

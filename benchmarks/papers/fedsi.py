@@ -161,7 +161,14 @@ def main() -> None:
         cell = run(dataset, method, seed, arguments)
         show(key, cell)
         saved = {"command": "python benchmarks/papers/fedsi.py", "published": PUBLISHED}
-        report.write_json(RESULTS, saved | {"cells": finished() | {key: cell}})
+        cells = finished() | {key: cell}
+        report.write_json(RESULTS, saved | {"cells": {key: cells[key] for key in sorted(cells, key=place)}})
+
+
+def place(key: str) -> tuple[int, int, int]:
+    """A cell's place in the results, and so its rows' place in the tables: by data set, seed and method."""
+    dataset, method, seed = key.split("/")
+    return list(PUBLISHED).index(dataset), int(seed), list(METHODS).index(method)
 
 
 def finished() -> dict[str, Any]:

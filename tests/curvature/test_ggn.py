@@ -91,6 +91,23 @@ def test_examples_may_count_by_a_factor(case, backend):
     assert_close(curvature.diagonal([x[:2], x[2:]], weight=weight), weight @ each, **EXACT)
 
 
+@pytest.mark.parametrize(
+    ("weight", "message"),
+    [
+        (torch.ones(5, 1), r"weight .*\[N\], got shape \(5, 1\)"),
+        (torch.tensor([1.0, 0.5, -2.0, 1.0, 1.0]), r"weight .*got -2"),
+        (torch.tensor([1.0, torch.nan, 2.0, 1.0, 1.0]), r"weight .*got nan"),
+        (torch.tensor([1.0, 0.5, 2.0, 1.0, torch.inf]), r"weight .*got inf"),
+        (torch.ones(4), r"weight .*got 4 for 5"),
+        (torch.ones(6), r"weight .*got 6 for 5"),
+    ],
+)
+def test_factors_that_are_none(weight, message):
+    case = CASES[0]
+    with pytest.raises(ValueError, match=message):
+        Curvature(case.model()).diagonal(case.data(5), weight=weight)
+
+
 def test_float32_agrees_to_its_precision():
     case = CASES[0]
     model, x = case.model(), case.data(9)
