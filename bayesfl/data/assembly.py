@@ -8,12 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bayesfl.base.inputs import Inputs
 from bayesfl.base.random import Purpose, generator
 from bayesfl.data.federated import FederatedData
 from bayesfl.data.names import named_classes
 from bayesfl.data.partitions import SHARES, stratified
 from bayesfl.data.sources import SourceInfo, Task
-from bayesfl.data.split import ClientData
+from bayesfl.data.split import Change, ClientData
 
 
 def _plain_numbers(recipe: Mapping[str, Any]) -> dict[str, Any]:
@@ -41,7 +42,7 @@ def _take(labels: np.ndarray | None, rows: np.ndarray, share: float, of: int, rn
 
 
 def assemble(
-    x: Tensor,
+    x: Inputs,
     y: Tensor,
     rows: Mapping[str, Sequence[np.ndarray]],
     *,
@@ -56,6 +57,8 @@ def assemble(
     seed: int,
     environment: Tensor | None = None,
     columns: tuple[str, ...] | None = None,
+    transform: Change | None = None,
+    augment: Change | None = None,
 ) -> FederatedData:
     """Make federated data of shared tensors and the rows of each client, with validation and calibration taken out of its training rows.
 
@@ -74,6 +77,8 @@ def assemble(
         seed: Seed of the two draws.
         environment: Environment from which each row comes, [N] int64, from 0 within each client; None for no environments.
         columns: Names of the inputs' columns; None for inputs without names.
+        transform: What is done to inputs whenever they are read; None for nothing.
+        augment: What is also done to them for a step of training; None for nothing.
 
     Raises:
         ValueError: A share is out of range, a client would have no training rows left, or there is not one name for each class.
@@ -107,6 +112,8 @@ def assemble(
             np.array([len(r) for r in lists], np.int64),
             environment,
             columns,
+            transform=transform,
+            augment=augment,
         )
         for name, lists in parts.items()
     }
@@ -114,7 +121,7 @@ def assemble(
         splits=splits,
         outputs=outputs,
         task=task,
-        inputs=tuple(x.shape[1:]),
+        inputs=splits["train"].inputs,
         client_names=tuple(names),
         source=source,
         recipe=_plain_numbers({**recipe, "validation": validation, "calibration": calibration, "seed": seed}),

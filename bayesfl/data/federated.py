@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from bayesfl.base.checks import whole
+from bayesfl.base.inputs import Shapes, first, named
 from bayesfl.base.random import Purpose, generator
 from bayesfl.data.names import named_classes, ordered
 from bayesfl.data.outline import Outline, place
 from bayesfl.data.partitions import NOVEL
 from bayesfl.data.sources import SourceInfo, Task, label_remedy
 from bayesfl.data.split import ClientData
-from bayesfl.data.tensors import digest_of, not_finite
+from bayesfl.data.tensors import digest_of, digest_of_inputs, not_finite
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -30,7 +31,7 @@ class FederatedData:
         splits: `train`, and optionally `test`, `validation`, `calibration`; each has the same clients.
         outputs: Number of outputs that a network needs: of classes, or of targets.
         task: `classification` or `regression`.
-        inputs: Shape of one example.
+        inputs: Shape of one example as a model receives it; for a tuple or a mapping of tensors, that of each.
         client_names: One name for each client.
         source: Name, licence and citation of the data.
         recipe: The call that made this partition, JSON-able: its name, every argument and the seed.
@@ -45,7 +46,7 @@ class FederatedData:
     splits: Mapping[str, ClientData]
     outputs: int
     task: Task
-    inputs: tuple[int, ...]
+    inputs: Shapes
     client_names: tuple[str, ...]
     source: SourceInfo
     recipe: Mapping[str, Any]
@@ -77,8 +78,8 @@ class FederatedData:
                     f"split {name!r} has {split.clients} clients, client_names has {len(self.client_names)}: every split holds the same "
                     "clients, in the same order; a client without data there has a count of 0"
                 )
-            if tuple(split.x.shape[1:]) != self.inputs:
-                raise ValueError(f"split {name!r} has examples of shape {tuple(split.x.shape[1:])}, inputs says {self.inputs}")
+            if (found := split.inputs) != self.inputs:
+                raise ValueError(f"split {name!r} has examples of shape {found}, inputs says {self.inputs}")
             self._check_targets(name, split)
             self._check_finite(name, split)
         empty = np.flatnonzero(self.splits["train"].counts == 0)
@@ -113,7 +114,7 @@ class FederatedData:
             )
 
     def _check_finite(self, name: str, split: ClientData) -> None:
-        for what, values in (("x", split.x), ("y", split.y)):
+        for what, values in (*named(split.x), ("y", split.y)):
             bad = not_finite(values)
             if bad is not None and (places := bad[split.index]).any():
                 raise ValueError(
@@ -150,9 +151,9 @@ class FederatedData:
     def _check_overlap(self) -> None:
         train = self.splits["train"]
         for name, split in self.splits.items():
-            if name == "train" or split.x is not train.x:
+            if name == "train" or first(split.x) is not first(train.x):
                 continue
-            used = torch.zeros(len(train.x), dtype=torch.bool, device=train.index.device)
+            used = torch.zeros(len(train.y), dtype=torch.bool, device=train.index.device)
             used[train.index] = True
             both = used[split.index]
             if both.any():
@@ -228,7 +229,7 @@ class FederatedData:
             digest.update(split.counts.astype("<i8").tobytes())
             digest.update(split.index.cpu().numpy().astype("<i8").tobytes())
             digest.update(digest_of(split.y).encode())
-            digest.update(digest_of(split.x).encode())
+            digest.update(digest_of_inputs(split.x).encode())
             if split.environment is not None:
                 digest.update(digest_of(split.environment).encode())
         return digest.hexdigest()
@@ -270,7 +271,7 @@ class FederatedData:
         made: dict[int, Tensor] = {}
         splits = {
             name: replace(
-                split, environment=made.setdefault(id(split.x), torch.zeros(len(split.x), dtype=torch.int64, device=split.x.device))
+                split, environment=made.setdefault(id(split.y), torch.zeros(len(split.y), dtype=torch.int64, device=split.y.device))
             )
             for name, split in self.splits.items()
         }
@@ -296,21 +297,16 @@ class FederatedData:
         return self._places(np.sort(order[number:]).tolist()), self._places(np.sort(order[:number]).tolist())
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "FederatedData":
-        """Move the data to `device`, with floating-point inputs and targets in `dtype`; tensors that splits share stay shared."""
+        """Move the data to `device`, see `ClientData.to`; tensors that splits share stay shared."""
         moved: dict[int, Tensor] = {}
 
-        def move(tensor: Tensor) -> Tensor:
+        def move(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
             if id(tensor) not in moved:
-                moved[id(tensor)] = tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)
+                moved[id(tensor)] = tensor.to(device=device, dtype=dtype)
             return moved[id(tensor)]
 
-        splits = {
-            name: replace(split, **{key: move(t) for key in ("x", "y", "index", "environment") if (t := getattr(split, key)) is not None})
-            for name, split in self.splits.items()
-        }
-        if all(move(t) is t for split in self.splits.values() for t in (split.x, split.y, split.index)):
-            return self
-        return replace(self, splits=splits)
+        splits = {name: split.moved(move, dtype) for name, split in self.splits.items()}
+        return self if all(splits[name] is split for name, split in self.splits.items()) else replace(self, splits=splits)
 
     def table(self) -> str:
         """Return a table with a row per client: its examples in each split, and in each class of the training data if it has at most 20."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from bayesfl.base.inputs import Shapes
 from bayesfl.data.sources import Task
 
 
@@ -18,7 +19,7 @@ class Outline:
     Args:
         client_names: One name for each client.
         counts: Number of training examples of each client.
-        inputs: Shape of one example.
+        inputs: Shape of one example; for a tuple or a mapping of tensors, that of each.
         outputs: Number of outputs that a network needs: of classes, or of targets.
         task: `classification` or `regression`.
         class_names: One name for each class; None for classes without names.
@@ -29,7 +30,7 @@ class Outline:
 
     client_names: tuple[str, ...]
     counts: tuple[int, ...]
-    inputs: tuple[int, ...]
+    inputs: Shapes
     outputs: int
     task: Task
     class_names: tuple[str, ...] | None
@@ -50,10 +51,17 @@ class Outline:
             KeyError: An entry is missing.
             ValueError: There is not one count for each client.
         """
-        made: dict[str, Any] = {f.name: tuple(value) if isinstance(value := found[f.name], list) else value for f in fields(cls)}
+        made: dict[str, Any] = {f.name: _tuples(found[f.name]) for f in fields(cls)}
         if len(made["client_names"]) != len(made["counts"]):
             raise ValueError(f"{len(made['client_names'])} clients have {len(made['counts'])} counts")
         return cls(**made)
+
+
+def _tuples(value: Any) -> Any:
+    """Return what JSON gives back with tuples where it has lists."""
+    if isinstance(value, dict):
+        return {key: _tuples(part) for key, part in value.items()}
+    return tuple(_tuples(part) for part in value) if isinstance(value, list) else value
 
 
 def known_names(names: Sequence[str] | None, clients: int) -> Sequence[str]:

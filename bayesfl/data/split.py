@@ -1,12 +1,18 @@
 """One named part (train, test, ...) of every client's data, as indices into tensors that all clients share."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from bayesfl.base.inputs import Inputs, Shapes, each, first, in_precision, named, shape_of
+
+Change: TypeAlias = Callable[[Inputs], Inputs]
+"""Function of inputs [B, ...] to inputs [B, ...]."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -14,41 +20,51 @@ class ClientData:
     """One named part (train, test, ...) of every client's data, as indices into shared tensors: nothing is copied per client.
 
     Args:
-        x: Inputs [N, ...], floating point; shared between splits and clients.
+        x: Inputs [N, ...], a tensor or a tree of them, of any real dtype; shared between splits and clients.
         y: Class labels [N] int64, or targets [N] or [N, O], floating point.
         index: Rows of `x` and `y`, client after client, [sum of counts] int64.
         counts: Number of examples of each client, [J] int64.
         environment: Environment from which each row comes, [N] int64, numbered from 0 within each client; None for data without
             environments.
         columns: Names of the inputs' columns, as of a data frame; None for inputs without names.
+        transform: What is done to inputs whenever they are read, row by row, such as `lambda x: x / 255`; None for nothing.
+        augment: What is also done to them for a step of training, by plain torch code that may draw, such as random flips; None for nothing.
+        dtype: Precision in which floats are read; by default that of the first float in `x`, float32 where there is none or it is shorter.
 
     Raises:
         ValueError: The tensors have wrong types or shapes, or do not fit each other.
     """
 
-    x: Tensor
+    x: Inputs
     y: Tensor
     index: Tensor
     counts: np.ndarray
     environment: Tensor | None = None
     columns: tuple[str, ...] | None = None
+    transform: Change | None = field(default=None, kw_only=True)
+    augment: Change | None = field(default=None, kw_only=True)
+    dtype: torch.dtype = field(default=None, kw_only=True)  # pyright: ignore[reportAssignmentType] (made below, where it is None)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "counts", np.asarray(self.counts, dtype=np.int64))
-        if not self.x.is_floating_point():
-            raise ValueError(f"x must hold floating-point numbers, got {self.x.dtype}; convert it with x.float()")
+        if self.dtype is None:
+            floats = [t.dtype for _, t in named(self.x) if t.is_floating_point()]
+            object.__setattr__(self, "dtype", torch.promote_types(floats[0], torch.float32) if floats else torch.float32)
+        for name, t in named(self.x):
+            if t.is_complex():
+                raise ValueError(f"{name} must hold real numbers, got {t.dtype}; pass real and imaginary parts apart")
+            if t.dim() < 1 or len(t) != len(self.y):
+                raise ValueError(f"{name} and y must have as many rows, got {len(t) if t.dim() else 'a single number'} and {len(self.y)}")
         if not (self.y.is_floating_point() or self.y.dtype == torch.int64):
             raise ValueError(f"y must hold int64 class labels or floating-point targets, got {self.y.dtype}; convert it with y.long()")
-        if len(self.x) != len(self.y):
-            raise ValueError(f"x and y must have as many rows, got {len(self.x)} and {len(self.y)}")
         if self.y.dim() not in (1, 2) or (self.y.dim() == 2 and not self.y.is_floating_point()):
             raise ValueError(f"y must be class labels [N] or targets [N] or [N, O], got {self.y.dtype} of shape {list(self.y.shape)}")
         if self.index.dtype != torch.int64 or self.index.dim() != 1:
             raise ValueError(f"index must be a vector of int64, got {self.index.dtype} of shape {list(self.index.shape)}")
         if self.counts.ndim != 1 or (self.counts < 0).any() or int(self.counts.sum()) != len(self.index):
             raise ValueError(f"counts must be >= 0 and add up to the {len(self.index)} entries of index, got a sum of {self.counts.sum()}")
-        if len(self.index) and not 0 <= int(self.index.min()) <= int(self.index.max()) < len(self.x):
-            raise ValueError(f"index must lie within [0, {len(self.x)}), got {int(self.index.min())} to {int(self.index.max())}")
+        if len(self.index) and not 0 <= int(self.index.min()) <= int(self.index.max()) < len(self.y):
+            raise ValueError(f"index must lie within [0, {len(self.y)}), got {int(self.index.min())} to {int(self.index.max())}")
         if self.environment is not None:
             found = self.environment
             if found.dtype != torch.int64 or found.shape != self.y.shape[:1]:
@@ -60,7 +76,8 @@ class ClientData:
         many = f"{self.counts.min()} to {self.counts.max()} examples" if self.clients else "no examples"
         y = f"{str(self.y.dtype).removeprefix('torch.')} y {list(self.y.shape[1:])}"
         environments = f"; up to {self.environments} environments each" * bool(self.environments)
-        return f"ClientData({self.clients} clients of {many}; x {list(self.x.shape[1:])}, {y}{environments})"
+        shown = list(self.x.shape[1:]) if isinstance(self.x, Tensor) else shape_of(self.x)
+        return f"ClientData({self.clients} clients of {many}; x {shown}, {y}{environments})"
 
     @property
     def clients(self) -> int:
@@ -81,10 +98,41 @@ class ClientData:
         """Return client j's rows in `x` and `y`, [n_j] int64."""
         return self.index.narrow(0, int(self.offsets[j]), int(self.counts[j]))
 
-    def client(self, j: int) -> tuple[Tensor, Tensor]:
-        """Copy client j's inputs [n_j, ...] and labels or targets [n_j, ...] out of the shared tensors."""
+    @property
+    def device(self) -> torch.device:
+        """Return the device on which inputs are given out."""
+        return self.index.device
+
+    @cached_property
+    def inputs(self) -> Shapes:
+        """Return the shape of one example as a model receives it."""
+        return shape_of(self.take(self.index[:1] if len(self.index) else torch.zeros(min(1, len(self.y)), dtype=torch.int64)))
+
+    def take(self, rows: Tensor) -> Inputs:
+        """Return the inputs at `rows` [R] of the shared tensors as a model receives them: floats in `dtype`, and transformed.
+
+        Raises:
+            ValueError: The transform gives another number of rows.
+        """
+        x = in_precision(each(lambda t: t.index_select(0, rows.to(t.device)).to(self.device), self.x), self.dtype)
+        return x if self.transform is None else self.changed("transform", self.transform, x)
+
+    def changed(self, name: str, change: Change, x: Inputs) -> Inputs:
+        """Return what `change` makes of inputs, floats in `dtype`.
+
+        Raises:
+            ValueError: The change, called `name`, gives another number of rows.
+        """
+        before, x = len(first(x)), in_precision(change(x), self.dtype)
+        for what, t in named(x, f"{name}(x)"):
+            if t.dim() < 1 or len(t) != before:
+                raise ValueError(f"{what} has shape {list(t.shape)} for {before} rows; a {name} must return one row for each it is given")
+        return x
+
+    def client(self, j: int) -> tuple[Inputs, Tensor]:
+        """Copy client j's inputs [n_j, ...], as `take` reads them, and labels or targets [n_j, ...] out of the shared tensors."""
         rows = self.rows(j)
-        return self.x[rows], self.y[rows]
+        return self.take(rows), self.y[rows]
 
     def alone(self, j: int) -> "ClientData":
         """Return a split in which client j has its number and copies of its rows, and all other clients have no examples."""
@@ -93,7 +141,7 @@ class ClientData:
         index = torch.arange(len(rows), device=self.index.device)
         return replace(
             self,
-            x=self.x[rows],
+            x=each(lambda t: t[rows.to(t.device)], self.x),
             y=self.y[rows],
             index=index,
             counts=counts,
@@ -107,13 +155,19 @@ class ClientData:
         return replace(self, index=index, counts=self.counts[chosen])
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "ClientData":
-        """Move the split to `device`, with floating-point `x` and `y` in `dtype`; return the split itself if nothing changes."""
-        x = self.x.to(device=device, dtype=dtype)
-        y = self.y.to(device=device, dtype=dtype if self.y.is_floating_point() else None)
-        index = self.index.to(device=device)
-        if x is self.x and y is self.y and index is self.index:
+        """Move the split to `device`, with `y` in `dtype` if it is floating-point; `x` is converted to it where it is read."""
+        return self.moved(lambda t, dtype: t.to(device=device, dtype=dtype), dtype)
+
+    def moved(self, move: Callable[[Tensor, torch.dtype | None], Tensor], dtype: torch.dtype | None) -> "ClientData":
+        """Return the split with its tensors moved, targets in `dtype` if they are floats; the split itself if nothing changes."""
+        dtype = self.dtype if dtype is None else dtype
+        x, index = each(lambda t: move(t, None), self.x), move(self.index, None)
+        y = move(self.y, dtype if self.y.is_floating_point() else None)
+        same = all(a is b for (_, a), (_, b) in zip(named(x), named(self.x), strict=True))
+        if same and y is self.y and index is self.index and dtype == self.dtype:
             return self
-        return replace(self, x=x, y=y, index=index, environment=None if self.environment is None else self.environment.to(device=device))
+        environment = None if self.environment is None else move(self.environment, None)
+        return replace(self, x=x, y=y, index=index, environment=environment, dtype=dtype)
 
     def padded_labels(self) -> tuple[Tensor, Tensor]:
         """Pad labels or targets to [J, max n] (or [J, max n, O]), and return them with their mask [J, max n] bool; padded rows are 0."""

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from bayesfl.base.inputs import Inputs, named
+
 _CHUNK = 1024  # rows read at once, so that a check or a hash of images needs little memory
 
 _digests = WeakTensorKeyDictionary()
@@ -13,15 +15,27 @@ _finite = WeakTensorKeyDictionary()
 
 
 def digest_of(tensor: Tensor) -> str:
-    """Return the SHA-256 digest of a tensor's shape and numbers, as int64 or float32 whatever its device and precision."""
+    """Return the SHA-256 digest of a tensor's shape and numbers, floats as float32, whatever its device and its floats' precision.
+
+    The name of another dtype is part of it, but for int64.
+    """
     known = _digests.get(tensor)
     if known is None or known[0] != tensor._version:
         digest = hashlib.sha256(repr(tuple(tensor.shape)).encode())
+        if not tensor.is_floating_point() and tensor.dtype != torch.int64:
+            digest.update(str(tensor.dtype).encode())
         for rows in tensor.detach().split(_CHUNK):
-            numbers = (rows.float() if rows.is_floating_point() else rows.long()).cpu().contiguous().numpy()
-            digest.update(numbers.astype(numbers.dtype.newbyteorder("<")).tobytes())
+            numbers = (rows.float() if rows.is_floating_point() else rows).cpu().contiguous().numpy()
+            digest.update(numbers.astype(numbers.dtype.newbyteorder("<"), copy=False).data)
         known = _digests[tensor] = (tensor._version, digest.hexdigest())
     return known[1]
+
+
+def digest_of_inputs(x: Inputs) -> str:
+    """Return the digest of a tensor, or one of the names and digests of a tree's tensors."""
+    if isinstance(x, Tensor):
+        return digest_of(x)
+    return hashlib.sha256(" ".join(f"{name} {digest_of(t)}" for name, t in sorted(named(x))).encode()).hexdigest()
 
 
 def not_finite(tensor: Tensor) -> Tensor | None:
