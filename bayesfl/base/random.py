@@ -33,6 +33,7 @@ class Purpose(IntEnum):
     SELECTION = 9
     GRAPH = 10
     FAULT = 11
+    AUGMENT = 12
 
 
 class Stage(IntEnum):
@@ -46,7 +47,18 @@ class Stage(IntEnum):
 def generator(
     seed: int, purpose: Purpose, *, round: int = 0, client: int = 0, stage: int = 0, phase: int = 0, index: int = 0
 ) -> np.random.Generator:
-    """Return the generator at one address.
+    """Return the generator at one address, see `_words`."""
+    words = _words(seed, purpose, round, client, stage, phase, index)
+    return np.random.Generator(np.random.Philox(key=words.generate_state(2, np.uint64)))
+
+
+def key(seed: int, purpose: Purpose, *, round: int = 0, client: int = 0, stage: int = 0, phase: int = 0, index: int = 0) -> int:
+    """Return a number of 64 bits that seeds the draws of torch's own operations at one address, see `_words` and `Addressed`."""
+    return int(_words(seed, purpose, round, client, stage, phase, index).generate_state(1, np.uint64)[0])
+
+
+def _words(seed: int, purpose: Purpose, round: int, client: int, stage: int, phase: int, index: int) -> np.random.SeedSequence:
+    """Return the hash of one address.
 
     Args:
         seed: The experiment's seed, a non-negative integer.
@@ -55,16 +67,15 @@ def generator(
         client: Client id, from 0.
         stage: Training, fine-tuning or adaptation.
         phase: Place of the phase among those in its list that shuffle or draw.
-        index: A further word: the epoch of a permutation, the number of a block.
+        index: A further word: the epoch of a permutation, the number of a block, the step of a phase.
 
     Raises:
         ValueError: `seed` is no whole number >= 0, or a word of the address lies outside [0, 2^32).
     """
-    key = (int(purpose), round, client, stage, phase, index)
-    if not all(0 <= word < WORD for word in key):
-        raise ValueError(f"every word of an address must lie within [0, 2**32), got {key}")
-    state = np.random.SeedSequence(whole("seed", seed, least=0), spawn_key=key).generate_state(2, np.uint64)
-    return np.random.Generator(np.random.Philox(key=state))
+    words = (int(purpose), round, client, stage, phase, index)
+    if not all(0 <= word < WORD for word in words):
+        raise ValueError(f"every word of an address must lie within [0, 2**32), got {words}")
+    return np.random.SeedSequence(whole("seed", seed, least=0), spawn_key=words)
 
 
 def keyed(secret: bytes, *address: bytes, size: int) -> np.ndarray:

@@ -10,11 +10,11 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map
 
 from bayesfl.base.checks import instance, whole
 from bayesfl.base.copies import copied
+from bayesfl.base.inputs import Inputs, call_at
 from bayesfl.base.layout import Layout
 from bayesfl.base.protocols import RESERVED, Batch, Likelihood, Predictor, Server, Tensors, Uplink, View
 from bayesfl.base.random import Purpose, generator
@@ -166,18 +166,18 @@ class Algorithm:
             network.get_parameter(name).copy_(leaf)
         return network
 
-    def outputs(self, leaves: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    def outputs(self, leaves: Mapping[str, Tensor], x: Inputs) -> Tensor:
         """Compute the model's outputs [B, O] for one client's `x` [B, *] at the parameters `leaves`."""
-        return functional_call(self.module(next(iter(leaves.values()))), dict(leaves), (x,))
+        return call_at(self.module(next(iter(leaves.values()))), dict(leaves), x)
 
-    def features(self, leaves: Mapping[str, Tensor], x: Tensor) -> tuple[Tensor | None, Tensor]:
+    def features(self, leaves: Mapping[str, Tensor], x: Inputs) -> tuple[Tensor | None, Tensor]:
         """Compute the features [B, F] that the head of a `SplitModel` receives (None for another model), and the outputs [B, O]."""
         module = self.module(next(iter(leaves.values())))
         if not cut(module):
             return None, self.outputs(leaves, x)
         body, head = ({k.removeprefix(part): v for k, v in leaves.items() if k.startswith(part)} for part in ("body.", "head."))
-        features = functional_call(module.body, body, (x,))
-        return features, functional_call(module.head, head, (features,))
+        features = call_at(module.body, body, x)
+        return features, call_at(module.head, head, features)
 
     def losses(self, leaves: Mapping[str, Tensor], batch: Batch) -> Tensor:
         """Compute the negative log likelihoods [B] of one client's batch at the parameters `leaves`, in nats."""

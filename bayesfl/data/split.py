@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bayesfl.base.inputs import Inputs, Shapes, each, first, in_precision, named, shape_of
+from bayesfl.base.inputs import Inputs, Shapes, each, first, in_precision, named, row_bytes, shape_of
 
 Change: TypeAlias = Callable[[Inputs], Inputs]
 """Function of inputs [B, ...] to inputs [B, ...]."""
@@ -28,7 +28,7 @@ class ClientData:
             environments.
         columns: Names of the inputs' columns, as of a data frame; None for inputs without names.
         transform: What is done to inputs whenever they are read, row by row, such as `lambda x: x / 255`; None for nothing.
-        augment: What is also done to them for a step of training, by plain torch code that may draw, such as random flips; None for nothing.
+        augment: What is also done to them for a step of training, by plain torch code that may draw, such as flips; None for nothing.
         dtype: Precision in which floats are read; by default that of the first float in `x`, float32 where there is none or it is shorter.
 
     Raises:
@@ -107,6 +107,11 @@ class ClientData:
     def inputs(self) -> Shapes:
         """Return the shape of one example as a model receives it."""
         return shape_of(self.take(self.index[:1] if len(self.index) else torch.zeros(min(1, len(self.y)), dtype=torch.int64)))
+
+    @cached_property
+    def row_bytes(self) -> int:
+        """Return the bytes of one example's inputs as a model receives them, at least 1."""
+        return row_bytes(self.take(torch.zeros(min(1, len(self.y)), dtype=torch.int64)))
 
     def take(self, rows: Tensor) -> Inputs:
         """Return the inputs at `rows` [R] of the shared tensors as a model receives them: floats in `dtype`, and transformed.

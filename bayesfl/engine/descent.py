@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from bayesfl.base.inputs import Inputs
 from bayesfl.base.protocols import Batch, Info, Server, Tensors, View
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.energy import Energy
@@ -71,7 +72,7 @@ class Descent:
             part.narrow(front)
         self._active, self._now = active, [p for block in self._trained for p in block.now]
 
-    def _forward(self, x: Tensor, noise: Tensors) -> Through:
+    def _forward(self, x: Inputs, noise: Tensors) -> Through:
         """Compute the model; the way back writes slopes for the trained blocks."""
         leaves: Tensors = {}
         slopes: Tensors = {}
@@ -105,7 +106,7 @@ def descend(
         kernel: Kernel that computes the model for a chunk.
         batch: The batch that `Repeat` shares among its phases; None outside a `Repeat`.
     """
-    descent = Descent(algorithm, phase, given, views, kernel, still=batch is None and phase.batch_size is None)
+    descent = Descent(algorithm, phase, given, views, kernel, still=plan.still)
     for active, data, noise in plan.walk(phase, phase.noise(algorithm), batch):
         start = perf_counter()
         descent.step(active, data, noise)

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from bayesfl.base.checks import whole
+from bayesfl.base.inputs import Inputs, count, first
 from bayesfl.base.protocols import Batch, Info, Server, View
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.phases import Descend, Phase, Repeat, by_algebra
@@ -170,17 +171,17 @@ class Engine:
         losses = algorithm.likelihood.nll(outputs, batch["y"].unsqueeze(1))
         return losses if algorithm.copies(parts) else losses.squeeze(1)
 
-    def outputs(self, algorithm: Algorithm, parts: tuple[str, ...], views: View, x: Tensor, noise: dict[str, Tensor]) -> Tensor:
+    def outputs(self, algorithm: Algorithm, parts: tuple[str, ...], views: View, x: Inputs, noise: dict[str, Tensor]) -> Tensor:
         """Compute the outputs [C, S, N, O] of a chunk of clients at `x` [C, N, *].
 
         They are computed at draws if there is noise {block: [C, S, D]}, else at the mean, with S = 1.
         """
-        kernel = self.choose(algorithm, None, x.device)
+        kernel = self.choose(algorithm, None, first(x).device)
         if kernel == "reference":
             kernel = "live"
-        if kernel == "live" and len(x) > 1:
+        if kernel == "live" and count(x) > 1:
             everything = (views, x, noise)
-            rows = [tree_map(lambda t, c=c: t[c : c + 1], everything) for c in range(len(x))]
+            rows = [tree_map(lambda t, c=c: t[c : c + 1], everything) for c in range(count(x))]
             return torch.cat([self.outputs(algorithm, parts, *row) for row in rows])
         drawn = {part: descent.draw(algorithm, part, views[part], noise) for part in parts}
         leaves = {key: leaf for part, vector in drawn.items() for key, leaf in algorithm.layout(part).leaves(vector).items()}

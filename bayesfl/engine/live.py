@@ -5,8 +5,8 @@ Stacks of known layers are run by the layer rules; other modules are called them
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
+from bayesfl.base.inputs import Inputs, call_at, count, each
 from bayesfl.engine import layers
 from bayesfl.engine.network import Passage, by_autograd
 
@@ -16,18 +16,20 @@ def has_convolutions(module: nn.Module) -> bool:
     return any(isinstance(part, nn.Conv2d) for part in module.modules())
 
 
-def _forward(module: nn.Module, leaves: dict[str, Tensor], x: Tensor, lifted: bool) -> tuple[Tensor, bool]:
+def _forward(module: nn.Module, leaves: dict[str, Tensor], x: Inputs, lifted: bool) -> tuple[Tensor, bool]:
     own = dict(module.named_parameters())
     leaves = {name: leaf.squeeze(0) for name, leaf in leaves.items()}
     drawn = {name: leaf for name, leaf in leaves.items() if leaf.dim() > own[name].dim()}
     fixed = {name: _channels_last(leaf) for name, leaf in leaves.items() if name not in drawn}
-    x = x.squeeze(0)
+    x = each(lambda t: t.squeeze(0), x)
     if not drawn and not lifted:
-        return functional_call(module, fixed, (_channels_last(x),)).unsqueeze(0), False
-    draws = len(x) if lifted else len(next(iter(drawn.values())))
+        return call_at(module, fixed, each(_channels_last, x)).unsqueeze(0), False
+    draws = count(x) if lifted else len(next(iter(drawn.values())))
     out = [
-        functional_call(
-            module, fixed | {name: _channels_last(leaf[s]) for name, leaf in drawn.items()}, (_channels_last(x[s] if lifted else x),)
+        call_at(
+            module,
+            fixed | {name: _channels_last(leaf[s]) for name, leaf in drawn.items()},
+            each(lambda t, s=s: _channels_last(t[s] if lifted else t), x),
         )
         for s in range(draws)
     ]

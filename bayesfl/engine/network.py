@@ -6,6 +6,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from bayesfl.base.inputs import Inputs, count
 from bayesfl.models.altered import cut
 
 Back: TypeAlias = Callable[[Tensor], Tensor | None]
@@ -45,7 +46,7 @@ class Through(NamedTuple):
 class Passage(Protocol):
     """The interface of a module that is ready to be run for a chunk of clients."""
 
-    def __call__(self, leaves: dict[str, Tensor], slopes: dict[str, Tensor], x: Tensor, lifted: bool, through: bool) -> Pass:
+    def __call__(self, leaves: dict[str, Tensor], slopes: dict[str, Tensor], x: Inputs, lifted: bool, through: bool) -> Pass:
         """Return the outputs and the backward pass.
 
         Args:
@@ -62,17 +63,17 @@ Kernel: TypeAlias = Callable[[nn.Module], Passage]
 """Function from a module to its `Passage` for a chunk of clients."""
 
 
-def by_autograd(call: Callable[[nn.Module, dict[str, Tensor], Tensor, bool], tuple[Tensor, bool]]) -> Kernel:
+def by_autograd(call: Callable[[nn.Module, dict[str, Tensor], Inputs, bool], tuple[Tensor, bool]]) -> Kernel:
     """Make a kernel of a function that computes outputs only; the backward pass is autograd's."""
 
     def kernel(module: nn.Module) -> Passage:
-        def passage(leaves: dict[str, Tensor], slopes: dict[str, Tensor], x: Tensor, lifted: bool, through: bool) -> Pass:
+        def passage(leaves: dict[str, Tensor], slopes: dict[str, Tensor], x: Inputs, lifted: bool, through: bool) -> Pass:
             if not slopes and not through:
                 with torch.no_grad():
                     return Pass(*call(module, leaves, x, lifted), None)
             with torch.enable_grad():
                 live = {name: leaves[name].detach().requires_grad_() for name in slopes}
-                start = x.detach().requires_grad_() if through else x
+                start = x.detach().requires_grad_() if through and isinstance(x, Tensor) else x  # a head's inputs are one tensor
                 outputs, lifted = call(module, leaves | live, start, lifted)
 
             def back(slope: Tensor) -> Tensor | None:
@@ -105,7 +106,7 @@ class Network:
         self._still = still
         self._features: Pass | None = None
 
-    def __call__(self, leaves: dict[str, Tensor], x: Tensor, slopes: dict[str, Tensor] | None = None) -> Through:
+    def __call__(self, leaves: dict[str, Tensor], x: Inputs, slopes: dict[str, Tensor] | None = None) -> Through:
         """Compute the model for a chunk of clients; the backward pass writes into `slopes`."""
         slopes = slopes or {}
         if "" in self._passages:
@@ -119,7 +120,7 @@ class Network:
         of_body, of_head = _apart(leaves)
         to_body, to_head = _apart(slopes)
         features = self._features
-        if features is None or not self._still or to_body or len(features.outputs) != len(x):
+        if features is None or not self._still or to_body or len(features.outputs) != count(x):
             features = self._features = self._passages["body."](of_body, to_body, x, False, False)
         outputs = self._passages["head."](of_head, to_head, features.outputs, features.lifted, bool(to_body))
 

@@ -13,10 +13,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
+from bayesfl.base.addressed import Addressed
+from bayesfl.base.inputs import Inputs, each, first
 from bayesfl.base.protocols import Batch
-from bayesfl.base.random import Purpose, Stage, generator
-from bayesfl.composition.phases import Phase, Repeat
+from bayesfl.base.random import Purpose, Stage, generator, key
+from bayesfl.composition.phases import Once, Phase, Repeat
 from bayesfl.data import ClientData
 
 
@@ -59,6 +62,15 @@ class PhasePlan:
         self.steps = np.full(len(ids), phase.steps) if phase.steps else phase.epochs * self._per_epoch
         self.seconds = {"steps": 0.0, "batches": 0.0, "noise": 0.0}
 
+    @property
+    def still(self) -> bool:
+        """Say whether every step uses the same inputs."""
+        return self._phase.batch_size is None and not isinstance(self._phase, Repeat) and not self._augments
+
+    @property
+    def _augments(self) -> bool:
+        return self._split.augment is not None and not isinstance(self._phase, Once)
+
     def client(self, place: int) -> "PhasePlan":
         """Return the same plan for the client at `place` alone; it shares the clock, and continues to read the same noise."""
         one = PhasePlan.__new__(PhasePlan)
@@ -77,15 +89,20 @@ class PhasePlan:
         return self._active[step]
 
     def batch(self, step: int, active: int) -> Batch:
-        """Return the examples of the first `active` clients in `step`, [active, B, ...]; padding has weight 0."""
+        """Return the examples of the first `active` clients in `step`, [active, B, ...]; padding has weight 0.
+
+        Inputs are augmented where the split does that, but for a `Once`, which measures and does not train.
+        """
         start = perf_counter()
         if self._phase.batch_size is None:
-            batch = {key: value[:active] for key, value in self._everything.items()}
+            batch = tree_map(lambda t: t[:active], self._everything)
         else:
             index, places, weight, width = self._orders[step]
             if active < len(index) or width < index.shape[1]:
                 index, places, weight = (t[:active, :width] for t in (index, places, weight))
             batch = self._gather(index) | {"weight": weight, "index": places}
+        if self._augments:
+            batch = batch | {"x": self._augmented(batch["x"], (batch["weight"] > 0).sum(1).tolist(), step)}
         self.seconds["batches"] += perf_counter() - start
         return batch
 
@@ -99,7 +116,7 @@ class PhasePlan:
             buffer = np.empty((active, *shape), np.float32)
             for place in range(active):
                 self._generators[place].standard_normal(out=buffer[place], dtype=np.float32)
-            out[name] = torch.from_numpy(buffer).to(dtype=self._dtype, device=self._split.x.device)
+            out[name] = torch.from_numpy(buffer).to(dtype=self._dtype, device=self._split.device)
         self.seconds["noise"] += perf_counter() - start
         return out
 
@@ -146,15 +163,27 @@ class PhasePlan:
 
     def _gather(self, index: Tensor) -> Batch:
         flat = index.reshape(-1)
-        x, y, environment = self._split.x, self._split.y, self._split.environment
-        batch = {
-            "x": x.index_select(0, flat).unflatten(0, index.shape),
+        y, environment = self._split.y, self._split.environment
+        batch: dict[str, Any] = {
+            "x": each(lambda t: t.unflatten(0, index.shape), self._split.take(flat)),
             "y": y.index_select(0, flat).unflatten(0, index.shape),
         }
         if environment is not None:
             # One-hot, so that the number of environments is a shape: under vmap, functions cannot read it from values.
             batch["environment"] = F.one_hot(environment[index], self._split.environments).to(self._dtype)
         return batch
+
+    def _augmented(self, x: Inputs, counts: list[int], step: int) -> Inputs:
+        """Augment inputs [C, B, ...], of each client its own n rows alone; rows of padding repeat the first of these."""
+        augment, done = self._split.augment, []
+        assert augment is not None
+        for c, n in enumerate(counts):
+            address = key(self._seed, Purpose.AUGMENT, client=int(self.ids[c]), index=step, **self._address)
+            with torch.no_grad(), Addressed(address):
+                new = self._split.changed("augment", augment, each(lambda t, c=c, n=n: t[c, :n].clone(), x))
+            width = first(x).shape[1]
+            done.append(each(lambda t, n=n, width=width: torch.cat([t, t[:1].expand(width - n, *t.shape[1:])]), new))
+        return tree_map(lambda *rows: torch.stack(rows), *done)
 
     @cached_property
     def _everything(self) -> Batch:
@@ -163,8 +192,8 @@ class PhasePlan:
         inside = places < self._counts[:, None]
         index = self._split.offsets[self.ids][:, None] + np.where(inside, places, 0)
         batch = self._gather(self._split.index[torch.from_numpy(index).to(self._split.index.device)])
-        weight = torch.from_numpy(inside).to(dtype=self._dtype, device=self._split.x.device)
-        return batch | {"weight": weight, "index": torch.from_numpy(np.where(inside, places, 0)).to(self._split.x.device)}
+        weight = torch.from_numpy(inside).to(dtype=self._dtype, device=self._split.device)
+        return batch | {"weight": weight, "index": torch.from_numpy(np.where(inside, places, 0)).to(self._split.device)}
 
     @cached_property
     def _orders(self) -> list[tuple[Tensor, Tensor, Tensor, int]]:
@@ -183,7 +212,7 @@ class PhasePlan:
             weight[:steps, c] = np.broadcast_to(np.arange(order.shape[1]) < n, order.shape).reshape(-1, size)[:steps]
         widths = weight.sum(2).max(1).tolist()
         index = places + self._split.offsets[self.ids][None, :, None]
-        device = self._split.x.device
+        device = self._split.device
         tensors = (
             self._split.index[torch.from_numpy(index).to(self._split.index.device)],
             torch.from_numpy(places).to(device),

@@ -35,7 +35,7 @@ def _client(algorithm: Algorithm, phase: Phase | Repeat, given: Server, view: Vi
 def _steps(algorithm: Algorithm, phase: Phase, given: Server, view: View, plan: PhasePlan, batch: Batch | None) -> tuple[View, Info]:
     carry = phase.begin(algorithm, given, view)
     for _, *everything in plan.walk(phase, phase.noise(algorithm), batch):
-        data, noise = ({key: t[0] for key, t in tensors.items()} for tensors in everything)
+        data, noise = tree_map(lambda t: t[0], everything)
         if parts := getattr(phase, "losses", ()):
             data["losses"] = algorithm.losses_of_copies(parts, view, data)
         carry = phase.step(algorithm, carry, given, view, data, noise)

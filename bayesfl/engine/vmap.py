@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, vmap
+from torch.func import vmap
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from bayesfl.base.inputs import Inputs, call_at
 from bayesfl.base.protocols import Batch, Info, Server, View
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.phases import Phase
@@ -45,15 +46,15 @@ def refuse(module: nn.Module) -> None:
             raise ValueError(f"torch.func cannot batch module {name!r} ({type(part).__name__}); use kernel='live' or 'auto'")
 
 
-def _forward(module: nn.Module, leaves: dict[str, Tensor], x: Tensor, lifted: bool) -> tuple[Tensor, bool]:
+def _forward(module: nn.Module, leaves: dict[str, Tensor], x: Inputs, lifted: bool) -> tuple[Tensor, bool]:
     own = dict(module.named_parameters())
     drawn = {name: leaf for name, leaf in leaves.items() if leaf.dim() == own[name].dim() + 2}
     fixed = {name: leaf for name, leaf in leaves.items() if name not in drawn}
 
-    def client(drawn: dict[str, Tensor], fixed: dict[str, Tensor], x: Tensor) -> Tensor:
+    def client(drawn: dict[str, Tensor], fixed: dict[str, Tensor], x: Inputs) -> Tensor:
         if not drawn and not lifted:
-            return functional_call(module, fixed, (x,))
-        return vmap(lambda d, x: functional_call(module, fixed | d, (x,)), in_dims=(0, 0 if lifted else None))(drawn, x)
+            return call_at(module, fixed, x)
+        return vmap(lambda d, x: call_at(module, fixed | d, x), in_dims=(0, 0 if lifted else None))(drawn, x)
 
     return vmap(client)(drawn, fixed, x), lifted or bool(drawn)
 

@@ -118,7 +118,7 @@ class Local:
             DivergenceError: A client's state is no longer finite, and `tolerant` is False.
             ValueError: A client's reports have other shapes than the method declares.
         """
-        algorithm, dtype, device = self.algorithm, self.train.x.dtype, self.train.x.device
+        algorithm, dtype, device = self.algorithm, self.train.dtype, self.train.device
         given = algorithm.given(received.common, round, self.rounds)
         counts = torch.from_numpy(self.train.counts[ids]).to(dtype=dtype, device=device)
         started = views = algorithm.views(given, received.addressed, received.rows, counts)
@@ -162,7 +162,7 @@ class Local:
 
     def chunked(self, ids: np.ndarray | None = None) -> list[np.ndarray]:
         """Return the ids of some clients, or of all, split into chunks."""
-        size = self.engine.chunk_size(self.train.clients, self.algorithm, self.train.x.device)
+        size = self.engine.chunk_size(self.train.clients, self.algorithm, self.train.device)
         return chunks(np.arange(self.train.clients) if ids is None else ids, self.train.counts, size)
 
     def adapt(self, state: State, crew: Crew, *, ids: np.ndarray | None = None) -> None:

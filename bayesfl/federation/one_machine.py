@@ -82,7 +82,7 @@ class OneMachine:
         cohort, rest = (np.setdiff1d(group, lost) for group in (round.cohort, round.rest))
         # Clients outside the cohort have chunks of their own, so that measuring them does not change the chunks. If they are not measured,
         # phases whose result would be discarded are left out.
-        device = local.train.x.device
+        device = local.train.device
         size = engine.chunk_size(local.train.clients, local.algorithm, device)
         todo = [(ids, sends) for group, sends in ((cohort, True), (rest, False)) for ids in chunks(group, local.train.counts, size)]
         kept = kept_phases(local.algorithm)

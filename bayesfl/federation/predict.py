@@ -3,7 +3,7 @@
 import contextlib
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from bayesfl.base.inputs import Inputs, call, count, each, first
+from bayesfl.base.inputs import pieces as in_pieces
 from bayesfl.base.protocols import Fitted, Predictor, Tensors, View
 from bayesfl.base.random import Purpose, generator
 from bayesfl.composition.algorithm import Algorithm
@@ -76,9 +78,9 @@ def of_chunk(
         For each split, the chunk's clients with their predictions, in one or more parts.
     """
     algorithm = local.algorithm
-    count = algorithm.draws if draws is None else draws
+    number = algorithm.draws if draws is None else draws
     if algorithm.predictor is None:
-        noise = _noise(algorithm, done.ids, done.views["n"], local.seed, round, count)
+        noise = _noise(algorithm, done.ids, done.views["n"], local.seed, round, number)
         everything = algorithm, algorithm.parts, done.views
         return [[(done.ids, _of_views(local.engine, *everything, split, done.ids, noise))] for split in splits]
     out: list[list[Part]] = [[] for _ in splits]
@@ -86,14 +88,16 @@ def of_chunk(
         client = int(row[0])
         for split, parts in zip(splits, out, strict=True):
             address = _address(algorithm, client, local.seed, round)
-            parts.append((row, _of_fitted(algorithm, fitted, split.client(client)[0], address, value, count, plain=draws == 0)))
+            x, _ = split.client(client)
+            found = _of_fitted(algorithm, fitted, done.views["n"], x, address, value, number, plain=draws == 0)
+            parts.append((row, found))
     return out
 
 
 def alone(
     algorithm: Algorithm,
     view: View,
-    x: Tensor,
+    x: Inputs,
     *,
     client: int,
     seed: int,
@@ -115,15 +119,16 @@ def alone(
         draws: As for `personal`.
         value: As for `personal`.
     """
-    count = algorithm.draws if draws is None else draws
+    number = algorithm.draws if draws is None else draws
     if fitted is None:
-        noise = _noise(algorithm, np.array([client]), view["n"], seed, round, count)
+        noise = _noise(algorithm, np.array([client]), view["n"], seed, round, number)
         views = tree_map(lambda t: t.unsqueeze(0), view)
-        split = ClientData(x, torch.zeros(len(x), dtype=torch.int64, device=x.device), torch.arange(len(x)), np.array([len(x)]))
+        rows = torch.arange(count(x), device=first(x).device)
+        split = ClientData(x, torch.zeros_like(rows), rows, np.array([len(rows)]), dtype=view["n"].dtype)
         found = _of_views(Engine(), algorithm, algorithm.parts, views, split, np.zeros(1, np.int64), noise)
     else:
         address = _address(algorithm, client, seed, round)
-        found = _of_fitted(algorithm, fitted, x, address, value, count, plain=draws == 0)
+        found = _of_fitted(algorithm, fitted, view["n"], x, address, value, number, plain=draws == 0)
     return {name: t[0] for name, t in found.items()}
 
 
@@ -166,15 +171,15 @@ def _of_views(
     return {name: torch.cat([piece[name] for piece in pieces], 1) for name in pieces[0]}
 
 
-def _inputs(split: ClientData, ids: np.ndarray) -> Iterator[Tensor]:
+def _inputs(split: ClientData, ids: np.ndarray) -> Iterator[Inputs]:
     """Yield the inputs of a chunk of clients [C, N, *] in pieces of rows; clients with fewer rows repeat their first one."""
     counts, width = split.counts[ids], int(split.counts[ids].max())
-    size = max(1, GATHER // max(1, len(ids) * split.x[:1].nbytes))
+    size = max(1, GATHER // (len(ids) * split.row_bytes))
     for start in range(0, max(width, 1), size):
         places = np.arange(start, min(start + size, max(width, 1)))[None]
         index = split.offsets[ids][:, None] + np.where(places < counts[:, None], places, 0)
         flat = split.index[torch.from_numpy(np.minimum(index, len(split.index) - 1)).to(split.index.device)]
-        yield split.x.index_select(0, flat.reshape(-1)).unflatten(0, flat.shape)
+        yield each(lambda t, shape=flat.shape: t.unflatten(0, shape), split.take(flat.reshape(-1)))
 
 
 def _fitted(local: Local, done: Done) -> Iterator[tuple[np.ndarray, Fitted]]:
@@ -187,15 +192,16 @@ def _fitted(local: Local, done: Done) -> Iterator[tuple[np.ndarray, Fitted]]:
 
 
 def _of_fitted(
-    algorithm: Algorithm, fitted: Fitted, x: Tensor, rng: np.random.Generator, value: float | None, draws: int, *, plain: bool
+    algorithm: Algorithm, fitted: Fitted, like: Tensor, x: Inputs, rng: np.random.Generator, value: float | None, draws: int, *, plain: bool
 ) -> Tensors:
     """Predict with one client's predictor at its inputs, {name: [1, N, ...]}, in pieces of rows; empty where the client has no inputs."""
     pieces: list[Tensors] = []
-    for piece in x.split(max(1, GATHER // max(1, x[:1].nbytes))) if len(x) else ():
+    for piece in in_pieces(x, GATHER) if count(x) else ():
         noise = None
         if draws:
-            shape = (len(piece), draws, algorithm.module(x)(piece[:1]).shape[-1])
-            noise = torch.from_numpy(rng.standard_normal(shape, np.float32)).to(x).transpose(0, 1)
+            outputs = call(algorithm.module(like), each(lambda t: t[:1], piece))
+            shape = (count(piece), draws, outputs.shape[-1])
+            noise = torch.from_numpy(rng.standard_normal(shape, np.float32)).to(outputs).transpose(0, 1)
         pieces.append(fitted(piece, value=value, noise=noise, plain=plain))
     names = [f.name for f in fields(Predictions) if pieces and f.name in pieces[0]]
     return {name: torch.cat([piece[name] for piece in pieces]).unsqueeze(0) for name in names}
@@ -210,8 +216,8 @@ def shared(local: Local, state: State, split: ClientData) -> Predictions | None:
     if (parts := algorithm.shared_parts()) is None:
         return None
     views = {name: tree_map(lambda t: t.unsqueeze(0), algorithm.centre(name, state.server)) for name in parts}
-    views["n"] = torch.ones(1, dtype=split.x.dtype, device=split.x.device)
-    everyone = ClientData(split.x, split.y, split.index, np.array([len(split.index)]))
+    views["n"] = torch.ones(1, dtype=split.dtype, device=split.device)
+    everyone = replace(split, counts=np.array([len(split.index)]))
     flat = _of_views(local.engine, algorithm, parts, views, everyone, np.zeros(1, np.int64), {})
     collector = Collector(split, local.names)
     for j, (start, n) in enumerate(zip(split.offsets, split.counts, strict=True)):
@@ -259,11 +265,11 @@ def scores(local: Local, done: Done, validation: ClientData, *, round: int) -> T
     for row, fitted in _fitted(local, done):
         client = int(row[0])
         x, y = validation.client(client)
-        losses = torch.full((len(grid), len(x)), torch.inf, dtype=torch.float64)
-        for k, value in enumerate(grid if len(x) else ()):
+        losses = torch.full((len(grid), len(y)), torch.inf, dtype=torch.float64)
+        for k, value in enumerate(grid if len(y) else ()):
             rng = _address(algorithm, client, local.seed, round)  # the same draws for each candidate
             with contextlib.suppress(torch.linalg.LinAlgError):
-                found = _of_fitted(algorithm, fitted, x, rng, value, algorithm.draws, plain=False)
+                found = _of_fitted(algorithm, fitted, done.views["n"], x, rng, value, algorithm.draws, plain=False)
                 losses[k] = nll({name: t[0] for name, t in found.items()}, y).cpu()
         sums += torch.cat([losses.sum(1)[None], (losses @ losses.T).nan_to_num(nan=torch.inf, posinf=torch.inf)])
     return sums

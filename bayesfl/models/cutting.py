@@ -1,6 +1,7 @@
 """Cutting a network into a body and a head, which personal federated learning treats differently."""
 
 import copy
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +20,9 @@ class SplitModel(nn.Module):
         self.body = body
         self.head = head
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Compute outputs [B, O] of inputs [B, ...]."""
-        return self.head(self.body(x))
+    def forward(self, *x: Any, **named: Any) -> Tensor:
+        """Compute outputs [B, O] of inputs [B, ...], all of which the body is given."""
+        return self.head(self.body(*x, **named))
 
 
 def has_body(module: nn.Module) -> bool:
