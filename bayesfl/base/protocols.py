@@ -15,6 +15,8 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from torch import Tensor
 
+from bayesfl.base.inputs import Inputs
+
 Tensors: TypeAlias = dict[str, Tensor]
 """One belief about a block, such as {"loc": [..., D], "rho": [..., D]}."""
 
@@ -31,9 +33,9 @@ Uplink: TypeAlias = dict[str, Any]
 """The entries that clients send: their pooled blocks, what the algorithm reports, "n", and "ids", which the server adds."""
 
 
-Batch: TypeAlias = Tensors
-"""Examples: x [..., B, *], y [..., B], weight [..., B] (0 marks padding), index [..., B] into the client's own rows; where the data have
-environments, environment [..., B, E], one-hot."""
+Batch: TypeAlias = dict[str, Any]
+"""Examples: inputs x [..., B, *], a tensor or a tree of them; y [..., B]; weight [..., B], 0 for padding; index [..., B] into the client's
+own rows; where the data have environments, environment [..., B, E], one-hot."""
 
 
 Carry: TypeAlias = Any
@@ -144,11 +146,11 @@ class Likelihood(Protocol):
 class Fitted(Protocol):
     """The interface of one client's predictor, ready to be used."""
 
-    def __call__(self, x: Tensor, *, value: float | None = None, noise: Tensor | None = None, plain: bool = False) -> Tensors:
+    def __call__(self, x: Inputs, *, value: float | None = None, noise: Tensor | None = None, plain: bool = False) -> Tensors:
         """Return the prediction at `x` [N, *], with the entries of `Likelihood.predictive`, without the axis of draws.
 
         Args:
-            x: Inputs [N, *].
+            x: Inputs [N, *], a tensor or a tree of them.
             value: Value of the number that is tuned, if the predictor has one; None for the first of its grid.
             noise: Standard normals [S, N, O] for S draws of the outputs; None for the closed form.
             plain: Whether to predict at the means of the uncertain weights, as if these were certain.

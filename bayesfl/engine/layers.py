@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bayesfl.base.inputs import Inputs, first
 from bayesfl.engine.network import Pass, Passage, by_autograd
 from bayesfl.models import SplitModel
 from bayesfl.models.altered import altered
@@ -265,11 +266,12 @@ def kernel(module: nn.Module) -> Passage:
     """Return the passage of a stack of layers, see `network.Kernel`."""
     stack = _order(_stack(module))
 
-    def passage(leaves: dict[str, Tensor], slopes: dict[str, Tensor], x: Tensor, lifted: bool, through: bool) -> Pass:
+    def passage(leaves: dict[str, Tensor], slopes: dict[str, Tensor], x: Inputs, lifted: bool, through: bool) -> Pass:
+        now = first(x)  # a stack takes one tensor
         passes: list[tuple[Pass, list[tuple[Tensor, Tensor]]]] = []
         reached = through
         for prefix, layer, names in stack:
-            weights, repeated = _weights(prefix, layer, names, leaves, len(x))
+            weights, repeated = _weights(prefix, layer, names, leaves, len(now))
             own, sums = {}, []
             for name in names:
                 if prefix + name in slopes:
@@ -277,9 +279,9 @@ def kernel(module: nn.Module) -> Passage:
                     if name in repeated:
                         each = own[name] = own[name].new_empty(weights[name].shape)
                         sums.append((slopes[prefix + name], each))
-            passed = RULES[type(layer)](layer, weights, own, x, lifted, reached)
+            passed = RULES[type(layer)](layer, weights, own, now, lifted, reached)
             reached = reached or bool(own)
-            x, lifted = passed.outputs, passed.lifted
+            now, lifted = passed.outputs, passed.lifted
             if reached:
                 passes.append((passed, sums))
 
@@ -293,7 +295,7 @@ def kernel(module: nn.Module) -> Passage:
                     torch.sum(each, 1, out=to)
             return into
 
-        return Pass(x, lifted, back if passes else None)
+        return Pass(now, lifted, back if passes else None)
 
     return passage
 

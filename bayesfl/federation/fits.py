@@ -6,10 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bayesfl.base.addressed import Addressed
 from bayesfl.base.copies import check_original, refuse_changed
+from bayesfl.base.inputs import Inputs, count, each, named, shape_of
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.phases import trained
-from bayesfl.data import FederatedData
+from bayesfl.data import ClientData, FederatedData
 from bayesfl.likelihoods import Bernoulli
 from bayesfl.models.forwards import in_rows, looked_at
 
@@ -40,11 +42,13 @@ def check(algorithm: Algorithm, data: FederatedData) -> None:
             f"likelihood {type(algorithm.likelihood).__name__} is for {algorithm.likelihood.task}, the data are for {data.task}; "
             "build the algorithm with likelihood=" + ("Gaussian(scale=...)" if data.task == "regression" else "Categorical()")
         )
-    module, x = algorithm.module(torch.empty(0, dtype=data.train.x.dtype)), data.train.x[:PROBE].cpu()
+    module, rows = algorithm.module(torch.empty(0, dtype=data.train.dtype)), data.train.index[:PROBE]
+    x = each(Tensor.cpu, data.train.take(rows))
+    _check_augment(data.train, data.train.take(rows))
     try:
         outputs, fault = looked_at(module, x)
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
-        raise ValueError(f"the model does not take inputs of shape {data.inputs} ({error}); {_remedy(str(error))}") from error
+        raise ValueError(f"the model does not take inputs of shape {data.inputs} ({error}); {_remedy(str(error), x)}") from error
     called = f"the model {type(algorithm.model).__name__}"
     if not isinstance(outputs, Tensor):
         raise TypeError(
@@ -53,7 +57,7 @@ def check(algorithm: Algorithm, data: FederatedData) -> None:
         )
     if not in_rows(outputs, x):
         raise ValueError(
-            f"{called} returns {outputs.dtype} outputs of shape {list(outputs.shape)} for {len(x)} examples; they must be floats [N, O], "
+            f"{called} returns {outputs.dtype} outputs of shape {list(outputs.shape)} for {count(x)} examples; they must be floats [N, O], "
             "one row for each example: leave out a squeeze at the end, or flatten further axes"
         )
     if fault:
@@ -72,7 +76,7 @@ def check(algorithm: Algorithm, data: FederatedData) -> None:
             * (data.task == "classification" and outputs.shape[-1] > wanted)
         )
 
-    _check_slope(likelihood, outputs, data.train.y[: len(outputs)].cpu())
+    _check_slope(likelihood, outputs, data.train.y[rows].cpu())
     for told in lost(algorithm):
         warnings.warn(told, stacklevel=3)
     covered = {name for block in algorithm.blocks for name in algorithm.layout(block).names}
@@ -140,12 +144,50 @@ def _slope_apart(likelihood: Any, outputs: Tensor, y: Tensor, tolerance: float) 
     return off if off > tolerance else None
 
 
-def _remedy(error: str) -> str:
+def _check_augment(split: ClientData, x: Inputs) -> None:
+    """Check that what augments a client's inputs draws nothing but by torch's operations, which have addresses in training.
+
+    Raises:
+        ValueError: It gives other inputs, or inputs of another form, when it is repeated with the same draws.
+    """
+    if split.augment is None:
+        return
+
+    def once() -> Inputs:
+        with torch.no_grad(), Addressed(0):
+            assert split.augment is not None
+            return split.changed("augment", split.augment, each(Tensor.clone, x))
+
+    found = once()
+    one, other = dict(named(found)), dict(named(once()))
+    if one.keys() != other.keys() or not all(torch.equal(t, other[name]) for name, t in one.items()):
+        raise ValueError(
+            "augment gives other inputs when it is repeated with the same draws of torch: it draws from Python's or NumPy's generators, or "
+            "counts, which no seed of the run repeats; draw by torch alone, as torch.rand does"
+        )
+    if shape_of(found) != shape_of(x):
+        raise ValueError(f"augment gives inputs of shape {shape_of(found)}, and predictions have {shape_of(x)}; crop or pad them alike")
+    for name, t in named(x):
+        if t.dtype != one[name].dtype:
+            raise ValueError(f"augment makes {one[name].dtype} of {name}, {t.dtype}; convert it in a transform, which predictions have too")
+
+
+def _remedy(error: str, x: Inputs) -> str:
     """Return what to do about an error of a model's forward, by its message."""
-    if "Long" in error or "Int" in error:
-        return "inputs are cast to floats: let forward begin with x = x.long(), as before an embedding"
+    whole = [(name, t.dtype) for name, t in named(x) if not t.is_floating_point()]
+    if "embedding" in error or "indices" in error:
+        return "an embedding takes whole numbers, and they stay such: pass an array of integers, as x.astype('int64')"
+    if whole and any(word in error for word in ("dtype", "Long", "Int", "Byte", "Char", "Bool", "type", "not implemented for")):
+        name, dtype = whole[0]
+        return (
+            f"{name} holds {dtype}, which stays as it is: if the model wants floats, pass {name}.astype('float32'), or a transform that "
+            "makes them of it, as lambda x: x / 255"
+        )
     if "padding token" in error:
         return "set model.config.pad_token_id, the token that fills rows up"
-    if "positional argument" in error:
-        return "the model is called with one tensor, model(x): join several inputs to one, and split them in forward"
+    if "argument" in error:
+        return (
+            "inputs that are one array are passed as model(x), a tuple of arrays as model(*x), a mapping as model(**x): make the data in "
+            "the form that forward takes"
+        )
     return "build it with inputs=clients.inputs"

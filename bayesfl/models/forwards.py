@@ -2,7 +2,7 @@
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from bayesfl.base.copies import rescaled
+from bayesfl.base.inputs import Inputs, call, count, each, named
 
 
-def looked_at(module: nn.Module, x: Tensor) -> tuple[Any, str]:
+def looked_at(module: nn.Module, x: Inputs) -> tuple[Any, str]:
     """Return a module's outputs, and the first thing that its forward does and may not do here, as text; empty if there is none.
 
     The examples, the module's buffers and the generators of torch, NumPy and Python are left as they were. Not noticed are generators of
@@ -20,17 +21,17 @@ def looked_at(module: nn.Module, x: Tensor) -> tuple[Any, str]:
 
     Args:
         module: The module, in the mode that training uses; without gradients of its own.
-        x: Examples [N, ...].
+        x: Inputs of N examples.
     """
     buffers = {name: t.clone() for name, t in module.named_buffers()}
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 (what a forward that calls np.random draws from)
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(0)
-            before, seen = _state(module), x.clone()
-            outputs = module(seen)
-            if not torch.equal(seen, x):
-                return outputs, "changes its inputs in place; let it begin with x = x.clone()"
+            before, seen = _state(module), each(Tensor.clone, x)
+            outputs = call(module, seen)
+            if wrote := [name for (name, one), (_, other) in zip(named(seen), named(x), strict=True) if not torch.equal(one, other)]:
+                return outputs, f"changes its inputs in place; let it begin with {wrote[0]} = {wrote[0]}.clone()"
             if changed := [name for name, t in module.named_buffers() if not torch.equal(t, buffers[name])]:
                 return outputs, f"changes the buffers {changed[:3]}, which are constants here; call eval() before the method is made"
             faults = itertools.chain(_effects(module, before), _unlike(module, x, outputs) if in_rows(outputs, x) else ())
@@ -43,9 +44,9 @@ def looked_at(module: nn.Module, x: Tensor) -> tuple[Any, str]:
                 t.copy_(buffers[name])
 
 
-def in_rows(outputs: Any, x: Tensor) -> bool:
+def in_rows(outputs: Any, x: Inputs) -> bool:
     """Say whether outputs are floats [N, O] with a row for each of the examples `x` [N, ...]."""
-    return isinstance(outputs, Tensor) and outputs.dim() == 2 and len(outputs) == len(x) and outputs.is_floating_point()
+    return isinstance(outputs, Tensor) and outputs.dim() == 2 and len(outputs) == count(x) and outputs.is_floating_point()
 
 
 class _State(NamedTuple):
@@ -82,25 +83,29 @@ def _effects(module: nn.Module, before: _State) -> Iterator[str]:
         yield f"changes the numbers {counted[:3]}, so that later calls may differ, which no seed could repeat; remove that"
 
 
-def _unlike(module: nn.Module, x: Tensor, outputs: Tensor) -> Iterator[str]:
+def _unlike(module: nn.Module, x: Inputs, outputs: Tensor) -> Iterator[str]:
     """Yield why a forward does not give each example the same outputs whenever it is called."""
-    if _apart(outputs, module(x.clone()), 100):
+
+    def again(change: Callable[[Tensor], Tensor]) -> Tensor:
+        return call(module, each(lambda t: change(t).clone(), x))
+
+    if _apart(outputs, again(Tensor.clone), 100):
         yield (
             "gives other outputs when it sees the same examples again: it draws its own randomness or counts, which no seed could repeat; "
             "remove that"
         )
     with torch.enable_grad():
-        graded = module(x.clone()).detach()
+        graded = again(Tensor.clone).detach()
     if _apart(outputs, graded, 100):
         yield "gives other outputs where gradients are computed (torch.is_grad_enabled()), and would train another model; remove that"
     mixes = (
         "gives an example other outputs beside other examples: it mixes the rows of a batch, as x - x.mean(0) or batch norm do, and "
         "batches are filled up with rows of padding here; normalise each example alone, as nn.GroupNorm does"
     )
-    half = len(x) // 2
-    if _apart(outputs[half:], module(x[half:].clone()), 1e4) or _apart(outputs, module(x.flip(0)).flip(0), 1e4):
+    half = count(x) // 2
+    if _apart(outputs[half:], again(lambda t: t[half:]), 1e4) or _apart(outputs, again(lambda t: t.flip(0)).flip(0), 1e4):
         yield mixes
-    if _apart(outputs[:1], module(x[:1].clone()), 1e4):
+    if _apart(outputs[:1], again(lambda t: t[:1]), 1e4):
         yield "gives other outputs, or another shape, for an example alone; leave out a squeeze that takes the axis of examples away"
 
 
