@@ -1,0 +1,117 @@
+"""Draws of torch's own operations at an address: they repeat, in whatever thread, and leave the shared generator alone."""
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bayesfl.base.addressed import Addressed
+
+X = torch.linspace(0.1, 1, 60).view(2, 5, 6)
+DRAWING: dict[str, Callable[[], Tensor]] = {
+    "rand": lambda: torch.rand(40),
+    "rand_like": lambda: torch.rand_like(X),
+    "randn": lambda: torch.randn(4, 10),
+    "randn_like": lambda: torch.randn_like(X),
+    "randint": lambda: torch.randint(2, 90, (40,)),
+    "randint_like": lambda: torch.randint_like(X, 90),
+    "randperm": lambda: torch.randperm(40),
+    "bernoulli": lambda: torch.bernoulli(X),
+    "normal": lambda: torch.normal(X, X),
+    "uniform_": lambda: torch.empty(40).uniform_(),
+    "exponential_": lambda: X.clone().exponential_(),
+    "multinomial": lambda: torch.multinomial(X[0], 3),
+    "dropout": lambda: F.dropout(X, 0.4),
+    "dropout with gradients": lambda: F.dropout(X.clone().requires_grad_(), 0.4).detach(),
+    "dropout2d": lambda: F.dropout2d(torch.ones(20, 20, 2, 2), 0.4),
+    "alpha_dropout": lambda: F.alpha_dropout(X, 0.4, training=True),
+    "rrelu": lambda: F.rrelu(-X, training=True),
+    "gumbel_softmax": lambda: F.gumbel_softmax(X),
+    "attention": lambda: F.scaled_dot_product_attention(X, X, X, dropout_p=0.4),
+    "gamma": lambda: torch.distributions.Gamma(2.0, 1.0).sample((40,)),
+    "in place": lambda: nn.Dropout(0.4, inplace=True)(X.clone()),
+}
+
+
+def drawn(code: Callable[[], Tensor], address: int) -> Tensor:
+    with Addressed(address):
+        return code()
+
+
+@pytest.mark.parametrize("name", DRAWING)
+def test_an_address_repeats_its_draws(name: str):
+    """The same at one address, others at another and at the second call; the shared generator stays where it was."""
+    code, before = DRAWING[name], torch.get_rng_state()
+    one = drawn(code, 5)
+    assert torch.equal(drawn(code, 5), one)
+    assert not torch.equal(drawn(code, 6), one)
+    with Addressed(5) as context:
+        assert torch.equal(code(), one)
+        count = context.drawn
+        assert not torch.equal(code(), one)
+    assert count >= 1
+    assert context.drawn == 2 * count
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_does_not_draw_is_left_alone():
+    """Dropout that is off, at rate 0, or of attention without any: the same bits as without a context, and nothing is counted."""
+    codes = [
+        lambda: F.dropout(X, 0.4, training=False),
+        lambda: F.dropout(X, 0.0),
+        lambda: F.scaled_dot_product_attention(X, X, X),
+        lambda: X.softmax(-1) @ X.mT,
+    ]
+    for code in codes:
+        with Addressed(1) as context:
+            found = code()
+        assert torch.equal(found, code())
+        assert context.drawn == 0
+
+
+def test_dropout_is_torchs():
+    """Zeros at its rate, the rest scaled so that the mean stays; the slope has the same mask."""
+    x = torch.ones(200_000, requires_grad=True)
+    with Addressed(2):
+        y = F.dropout(x, 0.3)
+    assert set(y.detach().unique().tolist()) == {0.0, torch.tensor(1 / 0.7).item()}
+    assert abs(float((y == 0).float().mean()) - 0.3) < 0.005
+    y.sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, y.detach())
+    with Addressed(2):
+        assert not F.dropout(torch.ones(5), 1.0).any()
+
+
+def test_neighbouring_addresses_are_unrelated():
+    """Means of normals over 2,000 addresses that follow each other, and their correlation with the next."""
+    values = torch.stack([drawn(lambda: torch.randn(3), k) for k in range(2000)])
+    assert float(values.mean(0).abs().max()) < 4 / 2000**0.5
+    assert abs(float((values[1:] * values[:-1]).mean())) < 4 / 6000**0.5
+
+
+def test_threads_that_draw_elsewhere_change_nothing():
+    """A context holds in its own thread alone, and neither waits for nor hears another one."""
+    stop = threading.Event()
+
+    def draw() -> None:
+        while not stop.is_set():
+            torch.rand(100)
+
+    other = threading.Thread(target=draw)
+    other.start()
+    try:
+        found = [drawn(lambda: F.dropout(X, 0.5) + torch.randn_like(X), 3) for _ in range(200)]
+    finally:
+        stop.set()
+        other.join()
+    assert all(torch.equal(one, found[0]) for one in found)
+
+
+def test_generators_that_go_on_are_refused():
+    own = torch.Generator()
+    with pytest.raises(ValueError, match=r"aten.rand.*a generator of its own.*leave generator= out"):
+        drawn(lambda: torch.rand(3, generator=own), 1)
