@@ -13,7 +13,8 @@ from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.phases import trained
 from bayesfl.data import ClientData, FederatedData
 from bayesfl.likelihoods import Bernoulli
-from bayesfl.models.forwards import in_rows, looked_at
+from bayesfl.models.forwards import in_rows, looked_at, looked_at_training
+from bayesfl.models.modes import note
 
 PROBE = 32  # examples on which the model's outputs are checked
 
@@ -62,6 +63,10 @@ def check(algorithm: Algorithm, data: FederatedData) -> None:
         )
     if fault:
         raise ValueError(f"{called} is refused: its forward {fault}")
+    training = looked_at_training(algorithm.module(torch.empty(0, dtype=data.train.dtype), train=True), x, outputs)
+    if training.fault:
+        raise ValueError(f"{called} is refused: its forward {training.fault}")
+    note(algorithm.model, draws=training.draws, other=training.other)
     if isinstance(algorithm.likelihood, Bernoulli) and data.outputs != 2:
         remedy = "use Categorical()" if data.outputs > 2 else "if class 1 does not occur in them, make them with outputs=2"
         raise ValueError(f"likelihood Bernoulli is for two classes, the data have {data.outputs}; {remedy}")
