@@ -66,7 +66,8 @@ def restart() -> None:
 
 def _idle(func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> bool:
     """Say whether an operation that may draw does not: its rate of dropout is 0, or it is not in training."""
-    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | named
+    defaults = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
+    given = defaults | dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | named
     rates = [given[name] for name in ("dropout_p", "dropout", "p") if isinstance(given.get(name), int | float)]
     off = any(given.get(name) is False for name in ("train", "training")) and "p" in given
     return off or (_with_generator(func) is None and bool(rates) and not any(rates))

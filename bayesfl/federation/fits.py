@@ -10,7 +10,8 @@ from bayesfl.base.addressed import Addressed
 from bayesfl.base.copies import check_original, refuse_changed
 from bayesfl.base.inputs import Inputs, count, each, named, shape_of
 from bayesfl.composition.algorithm import Algorithm
-from bayesfl.composition.phases import trained
+from bayesfl.composition.buffers import SUFFIX, Buffers
+from bayesfl.composition.phases import Descend, trained
 from bayesfl.data import ClientData, FederatedData
 from bayesfl.likelihoods import Bernoulli
 from bayesfl.models.forwards import in_rows, looked_at, looked_at_training
@@ -82,6 +83,7 @@ def check(algorithm: Algorithm, data: FederatedData) -> None:
         )
 
     _check_slope(likelihood, outputs, data.train.y[rows].cpu())
+    _check_followed(algorithm)
     for told in lost(algorithm):
         warnings.warn(told, stacklevel=3)
     covered = {name for block in algorithm.blocks for name in algorithm.layout(block).names}
@@ -90,6 +92,22 @@ def check(algorithm: Algorithm, data: FederatedData) -> None:
             f"no block of the method covers the parameters {idle[:5]} ({len(idle)} in all), so they stay as they are; freeze them "
             "(requires_grad=False) if that is meant, else rename them or widen a block's pattern",
             stacklevel=3,
+        )
+
+
+def _check_followed(algorithm: Algorithm) -> None:
+    """Check that every norm whose statistics are a block's is in the forward passes of some phase.
+
+    Raises:
+        ValueError: No phase has a block's norms, so that their statistics would stay those of the start.
+    """
+    inner = [one for phase in algorithm.phases for one in getattr(phase, "phases", (phase,))]
+    followed = {name for one in inner if isinstance(one, Descend) for name in algorithm.whole(one.energy.parts)}
+    if still := [name for name, block in algorithm.blocks.items() if isinstance(block, Buffers) and name not in followed]:
+        of = still[0].removesuffix(SUFFIX)
+        raise ValueError(
+            f"no phase of the method has block {of!r} in its energy's parts, so that the statistics of its norms would stay those of the "
+            "start; convert the norms by bf.models.group_norm(model), or put them in eval mode"
         )
 
 

@@ -28,7 +28,10 @@ def looked_at(module: nn.Module, x: Inputs) -> tuple[Any, str]:
     """
     with _untouched(module) as buffers, torch.no_grad():
         before, seen = _state(module), each(Tensor.clone, x)
-        outputs = call(module, seen)
+        with Addressed(0) as drawing:
+            outputs = call(module, seen)
+        if drawing.drawn:
+            return outputs, _DRAWS.format("in evaluation mode, too")
         if wrote := _wrote(seen, x):
             return outputs, wrote
         if changed := [name for name, t in module.named_buffers() if not torch.equal(t, buffers[name])]:
@@ -68,7 +71,7 @@ def looked_at_training(module: nn.Module, x: Inputs, outputs: Tensor) -> Trainin
         with Addressed(0) as forward:
             found = call_at(module, leaves, seen)
         drew = forward.drawn > 0
-        fault = _wrote(seen, x) or next(_effects(module, before, "by other means than torch's operations"), "")
+        fault = _wrote(seen, x) or next(_effects(module, before), "")
         if fault or not in_rows(found, x):
             return Training(fault or "returns outputs of another form in training mode than in evaluation mode", drew, True)
         followed = {f"{norm}.{name}".removeprefix(".") for norm in norms(module) for name in (*STATISTICS, "num_batches_tracked")}
@@ -107,9 +110,7 @@ def _untouched(module: nn.Module) -> Iterator[dict[str, Tensor]]:
     buffers = {name: t.clone() for name, t in module.named_buffers()}
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 (what a forward that calls np.random draws from)
     try:
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(0)
-            yield buffers
+        yield buffers
     finally:
         random.setstate(python)
         np.random.set_state(numpy)  # noqa: NPY002 (as above)
@@ -127,7 +128,7 @@ class _State(NamedTuple):
     """What a forward may leave changed, beside its inputs and buffers.
 
     Args:
-        generators: The states of the generators of torch, Python and NumPy, as text.
+        generators: The states of the generators of Python and NumPy, as text.
         written: How often each parameter was changed in place.
         numbers: The plain numbers that the module's parts hold, by name.
     """
@@ -139,18 +140,21 @@ class _State(NamedTuple):
 
 def _state(module: nn.Module) -> _State:
     drawn = np.random.get_state(legacy=False)  # noqa: NPY002 (as above)
-    generators = str((torch.default_generator.get_state().tolist(), random.getstate(), drawn))
+    generators = str((random.getstate(), drawn))
     excused = rescaled(module)
     written = {name: p._version for name, p in module.named_parameters() if name not in excused and not p.is_inference()}
     held = [(f"{name}.{key}".lstrip("."), value) for name, part in module.named_modules() for key, value in vars(part).items()]
     return _State(generators, written, {name: value for name, value in held if type(value) in (bool, int, float)})
 
 
-def _effects(module: nn.Module, before: _State, how: str = "in evaluation mode, too") -> Iterator[str]:
-    """Yield what a forward has done besides returning outputs; `how` says what is wrong with its draws."""
+_DRAWS = "draws random numbers {}; remove that, or let it depend on self.training, as F.dropout(x, p, self.training)"
+
+
+def _effects(module: nn.Module, before: _State) -> Iterator[str]:
+    """Yield what a forward has done besides returning outputs and drawing by torch's operations."""
     after = _state(module)
     if after.generators != before.generators:
-        yield f"draws random numbers {how}; remove that, or let it depend on self.training, as F.dropout(x, p, self.training)"
+        yield _DRAWS.format("by other means than torch's operations")
     if wrote := [name for name, count in after.written.items() if count != before.written[name]]:
         yield f"writes to the parameters {wrote[:3]}, as F.embedding with max_norm does; remove that"
     if counted := [name for name, value in after.numbers.items() if value != before.numbers.get(name)]:
