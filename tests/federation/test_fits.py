@@ -74,11 +74,13 @@ def test_classes_that_do_not_occur(model: nn.Module, clients: FederatedData):
 def test_a_forward_that_draws_outside_training_is_refused(clients):
     """Its predictions would not repeat; torch's own generator is not moved by the look at it."""
     options = {"rounds": 1, "evaluate_every": None, "progress": False}
+    drawing = [Dropping(rate, always=True) for rate in (0.5, 0.05)]
+    still = [Dropping(0.0, always=True), Dropping(0.5), Dropping(0.5).eval()]
     before = torch.get_rng_state()
-    for rate in (0.5, 0.05):
+    for module in drawing:
         with pytest.raises(ValueError, match=r"Dropping .*F\.dropout\(x, p, self\.training\)"):
-            bf.simulate(bf.algorithms.fedavg(Dropping(rate, always=True)), clients, **options)
-    for module in (Dropping(0.0, always=True), Dropping(0.5), Dropping(0.5).eval()):
+            bf.simulate(bf.algorithms.fedavg(module), clients, **options)
+    for module in still:
         assert bf.simulate(bf.algorithms.fedavg(module), clients, **options).round == 1
     assert torch.equal(torch.get_rng_state(), before)
 
