@@ -109,6 +109,12 @@ class ClientData:
         return shape_of(self.take(self.index[:1] if len(self.index) else torch.zeros(min(1, len(self.y)), dtype=torch.int64)))
 
     @cached_property
+    def _ready(self) -> bool:
+        """Say whether rows of `x` are what a model receives: one tensor of floats, on the device and in the precision of the run."""
+        x = self.x
+        return isinstance(x, Tensor) and x.dtype == self.dtype and x.device == self.device and self.transform is None
+
+    @cached_property
     def row_bytes(self) -> int:
         """Return the bytes of one example's inputs as a model receives them, at least 1."""
         return row_bytes(self.take(torch.zeros(min(1, len(self.y)), dtype=torch.int64)))
@@ -119,6 +125,8 @@ class ClientData:
         Raises:
             ValueError: The transform gives another number of rows.
         """
+        if self._ready:  # the usual case, in which a step's batch is gathered by one call
+            return self.x.index_select(0, rows)
         x = in_precision(each(lambda t: t.index_select(0, rows.to(t.device)).to(self.device), self.x), self.dtype)
         return x if self.transform is None else self.changed("transform", self.transform, x)
 

@@ -103,7 +103,7 @@ class PhasePlan:
         """
         start = perf_counter()
         if self._phase.batch_size is None:
-            batch = tree_map(lambda t: t[:active], self._everything)
+            batch = {name: each(lambda t: t[:active], value) for name, value in self._everything.items()}
         else:
             index, places, weight, width = self._orders[step]
             if active < len(index) or width < index.shape[1]:
