@@ -128,19 +128,19 @@ class _State(NamedTuple):
     """What a forward may leave changed, beside its inputs and buffers.
 
     Args:
-        generators: The states of the generators of Python and NumPy, as text.
+        generators: The states of the generators of Python and NumPy.
         written: How often each parameter was changed in place.
         numbers: The plain numbers that the module's parts hold, by name.
     """
 
-    generators: str
+    generators: tuple[Any, ...]
     written: dict[str, int]
     numbers: dict[str, Any]
 
 
 def _state(module: nn.Module) -> _State:
-    drawn = np.random.get_state(legacy=False)  # noqa: NPY002 (as above)
-    generators = str((random.getstate(), drawn))
+    _, words, *rest = np.random.get_state()  # noqa: NPY002 (as above)
+    generators = random.getstate(), np.asarray(words).tobytes(), *rest
     excused = rescaled(module)
     written = {name: p._version for name, p in module.named_parameters() if name not in excused and not p.is_inference()}
     held = [(f"{name}.{key}".lstrip("."), value) for name, part in module.named_modules() for key, value in vars(part).items()]
