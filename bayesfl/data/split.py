@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bayesfl.base.inputs import Inputs, Shapes, each, first, in_precision, named, shape_of
+from bayesfl.base.inputs import Inputs, Shapes, each, first, in_precision, mapped, named, shape_of
 
 Change: TypeAlias = Callable[[Inputs], Inputs]
 """Function of inputs [B, ...] to inputs [B, ...]."""
@@ -28,7 +28,7 @@ class ClientData:
             environments.
         columns: Names of the inputs' columns, as of a data frame; None for inputs without names.
         transform: What is done to inputs whenever they are read, row by row, such as `lambda x: x / 255`; None for nothing.
-        augment: What is also done to them for a step of training, by plain torch code that may draw, such as random flips; None for nothing.
+        augment: What is also done to them for a step of training, by plain torch code that may draw, as random flips do; None for nothing.
         dtype: Precision in which floats are read; by default that of the first float in `x`, float32 where there is none or it is shorter.
 
     Raises:
@@ -114,6 +114,8 @@ class ClientData:
         Raises:
             ValueError: The transform gives another number of rows.
         """
+        if self.transform is not None and not len(rows) and len(self.y):  # a transform is given at least one row
+            return each(lambda t: t[:0], self.take(rows.new_zeros(1)))
         x = in_precision(each(lambda t: t.index_select(0, rows.to(t.device)).to(self.device), self.x), self.dtype)
         return x if self.transform is None else self.changed("transform", self.transform, x)
 
@@ -155,13 +157,16 @@ class ClientData:
         return replace(self, index=index, counts=self.counts[chosen])
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "ClientData":
-        """Move the split to `device`, with `y` in `dtype` if it is floating-point; `x` is converted to it where it is read."""
+        """Move the split to `device`, with `y` in `dtype` if it is floating-point; `x` is converted to it where it is read.
+
+        Inputs in mapped files, see `bayesfl.base.inputs.mapped`, stay there: `take` moves the rows that it reads.
+        """
         return self.moved(lambda t, dtype: t.to(device=device, dtype=dtype), dtype)
 
     def moved(self, move: Callable[[Tensor, torch.dtype | None], Tensor], dtype: torch.dtype | None) -> "ClientData":
         """Return the split with its tensors moved, targets in `dtype` if they are floats; the split itself if nothing changes."""
         dtype = self.dtype if dtype is None else dtype
-        x, index = each(lambda t: move(t, None), self.x), move(self.index, None)
+        x, index = each(lambda t: t if mapped(t) else move(t, None), self.x), move(self.index, None)
         y = move(self.y, dtype if self.y.is_floating_point() else None)
         same = all(a is b for (_, a), (_, b) in zip(named(x), named(self.x), strict=True))
         if same and y is self.y and index is self.index and dtype == self.dtype:
