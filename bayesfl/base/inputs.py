@@ -18,6 +18,9 @@ Shapes: TypeAlias = tuple[Any, ...] | Mapping[str, Any]
 WIDE = (torch.uint16, torch.uint32, torch.uint64)
 """Types that torch stores and hardly computes with; they are read as int64."""
 
+MAPPINGS = Path("/proc/self/maps")
+"""Where Linux lists what a process has mapped into its memory."""
+
 _mapped = WeakTensorKeyDictionary()
 
 
@@ -110,10 +113,9 @@ def _file(t: Tensor) -> bool:
 
 def _listed(address: int) -> bool:
     """Say whether Linux lists an address as part of a file."""
-    listed = Path("/proc/self/maps")
-    if not address or not listed.exists():
+    if not address or not MAPPINGS.exists():
         return False
-    for line in listed.read_text().splitlines():
+    for line in MAPPINGS.read_text().splitlines():
         place, _, _, _, inode, *name = line.split(maxsplit=5)
         start, end = (int(part, 16) for part in place.split("-"))
         if start <= address < end:

@@ -1,6 +1,8 @@
 """Checks of what is done to inputs whenever they are read, and of what is done to them for training, on a few rows."""
 
+import contextlib
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -29,17 +31,18 @@ def check_transform(split: ClientData, transform: Change) -> None:
         TypeError: It is no function, or does not return tensors.
     """
     x = _tried("transform", split, transform)
-    with _Draws() as drawn:
-        made = _kept("transform", split, transform, x)
-        again = [_kept("transform", split, transform, x) for _ in range(2)]
-    if drawn.by or not all(_near(made, other, 0.0) for other in again):
+    with _drawn_by() as drawn:
+        made, *again = [_kept("transform", split, transform, x) for _ in range(3)]
+    for name, t in named(made, "transform(x)"):
+        if t.is_floating_point() and not t.isfinite().all():
+            raise ValueError(
+                f"{name} holds NaN or infinite numbers for rows that hold none: guard divisions and logarithms, as by x.clamp(1e-6)"
+            )
+    if drawn or not all(_near(made, other, 0.0) for other in again):
         raise ValueError(
             "transform gives other numbers each time, or draws: what is done to inputs must be the same in training and prediction. Pass "
             "it to data.augmented(...), which is for training alone"
         )
-    for name, t in named(made, "transform(x)"):
-        if t.is_floating_point() and not t.isfinite().all():
-            raise ValueError(f"{name} holds NaN or infinite numbers on rows {list(range(len(t)))} of the training data that have none")
     for row in range(len(_first(x))):
         alone = _kept("transform", split, transform, each(lambda t, row=row: t[row : row + 1], x))
         if not _near(each(lambda t, row=row: t[row : row + 1], made), alone, _ROUNDING):
@@ -62,11 +65,12 @@ def check_augment(split: ClientData, augment: Change) -> None:
         TypeError: It is no function, or does not return tensors.
     """
     x = _tried("augment", split, augment)
-    with _Draws() as drawn:
+    with _drawn_by() as drawn:
         made = _kept("augment", split, augment, x)
-    if elsewhere := [name for name in drawn.by if name != "torch"]:
+    if elsewhere := [name for name in drawn if name != "torch"]:
         raise ValueError(
-            f"augment draws by {elsewhere[0]}, which no seed of a run reaches: draw by torch, as torch.rand(len(x)) does, without a generator"
+            f"augment draws by {elsewhere[0]}, which no seed of a run reaches: draw by torch, as torch.rand(len(x)) does, and without a "
+            "generator"
         )
     if shape_of(made) != shape_of(x):
         raise ValueError(
@@ -111,29 +115,21 @@ def _near(one: Inputs, other: Inputs, rounding: float) -> bool:
     return True
 
 
-class _Draws:
-    """Notes which generators that a program shares have been used meanwhile, and gives them back as they were."""
-
-    by: list[str]
-
-    def __enter__(self) -> "_Draws":
-        self._before = self._now()
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        now = self._now()
-        self.by = [name for name, state in self._before.items() if state != now[name]]
-        python, numpy, torch_ = self._states
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(torch_)
-
-    def _now(self) -> dict[str, bytes]:
-        states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-        if not hasattr(self, "_states"):
-            self._states = states
-        return {
-            "random": repr(states[0]).encode(),
-            "numpy.random": b"".join(np.asarray(part).tobytes() for part in states[1][1:]),
-            "torch": states[2].numpy().tobytes(),
+@contextlib.contextmanager
+def _drawn_by() -> Iterator[list[str]]:
+    """Find which of the generators that a program shares are used within, and leave them as they were."""
+    used: list[str] = []
+    python, numpy, torch_ = random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state()  # noqa: NPY002
+    try:
+        yield used
+    finally:
+        now = np.random.get_state(legacy=False)  # noqa: NPY002
+        same = {
+            "torch": torch.equal(torch.get_rng_state(), torch_),
+            "numpy.random": str(now) == str(numpy) and np.array_equal(now["state"]["key"], numpy["state"]["key"]),
+            "random": random.getstate() == python,
         }
+        used += [name for name, kept in same.items() if not kept]
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002
+        torch.set_rng_state(torch_)

@@ -292,16 +292,18 @@ class FederatedData:
         So images stay bytes in memory or in their file, with `clients.transformed(lambda x: x.float() / 255)`.
 
         Args:
-            transform: Function of the inputs of some rows, [B, ...], to what the model is given, [B, ...]: row by row, without draws. Floats
-                come in the run's precision, and are converted to it afterwards.
+            transform: Function of the inputs of some rows, [B, ...], to what the model is given, [B, ...]: row by row, without draws.
+                Floats come in the run's precision, and are converted to it afterwards.
 
         Raises:
-            ValueError: There is a transform already, or a trial on a few training rows shows that it returns another number of rows or
-                numbers that are not finite, writes into its input, draws, or mixes rows.
+            ValueError: There is a transform or an augmentation already, or a trial on a few training rows shows that it returns another
+                number of rows or numbers that are not finite, writes into its input, draws, or mixes rows.
             TypeError: It is no function, or does not return tensors.
         """
         if any(split.transform is not None for split in self.splits.values()):
             raise ValueError("transform is given a second time: pass one function that does both, as lambda x: second(first(x))")
+        if self.train.augment is not None:
+            raise ValueError("transform comes before augment: call data.transformed(transform).augmented(augment)")
         check_transform(self.train, transform)
         splits = {name: replace(split, transform=transform) for name, split in self.splits.items()}
         return replace(self, splits=splits, inputs=splits["train"].inputs)
@@ -314,8 +316,8 @@ class FederatedData:
                 torch code; what it draws by torch, as by `torch.rand(len(x))`, follows from the run's seed. Labels stay.
 
         Raises:
-            ValueError: There is one already, or a trial on a few training rows shows that it returns other shapes, writes into its input, or
-                draws by NumPy or `random`.
+            ValueError: There is one already, or a trial on a few training rows shows that it returns other shapes, writes into its input,
+                or draws by NumPy or `random`.
             TypeError: It is no function, or does not return tensors.
         """
         if self.train.augment is not None:

@@ -146,7 +146,7 @@ def check_test(test: Part, train: Part) -> Part:
     Raises:
         ValueError: They have others.
     """
-    test = test._replace(x=_alike("x", "the test data", test.x, "the training data", train.x))
+    test = test._replace(x=_alike("x", "the test part", test.x, "the training part", train.x))
     for (name, held), (_, trained) in zip((*named(test.x), ("y", test.ys[0])), (*named(train.x), ("y", train.ys[0])), strict=True):
         if held.shape[1:] != trained.shape[1:]:
             raise ValueError(

@@ -124,12 +124,15 @@ class ClientData:
 
         Raises:
             ValueError: The change, called `name`, gives another number of rows.
+            TypeError: It gives something else than tensors.
         """
-        before, x = len(first(x)), in_precision(change(x), self.dtype)
-        for what, t in named(x, f"{name}(x)"):
+        before = len(first(x))
+        with torch.no_grad():  # a frozen network may be part of it
+            made = change(x)
+        for what, t in named(made, f"{name}(x)"):
             if t.dim() < 1 or len(t) != before:
                 raise ValueError(f"{what} has shape {list(t.shape)} for {before} rows; a {name} must return one row for each it is given")
-        return x
+        return in_precision(made, self.dtype)
 
     def client(self, j: int) -> tuple[Inputs, Tensor]:
         """Copy client j's inputs [n_j, ...], as `take` reads them, and labels or targets [n_j, ...] out of the shared tensors."""
