@@ -102,13 +102,9 @@ def mapped(t: Tensor) -> bool:
     """
     known = _mapped.get(t)
     if known is None:
-        known = _mapped[t] = t.device.type == "cpu" and t.layout == torch.strided and (_file(t) or _listed(t.data_ptr()))
+        here = t.device.type == "cpu" and t.layout == torch.strided
+        known = _mapped[t] = here and (t.untyped_storage().filename is not None or _listed(t.data_ptr()))
     return known
-
-
-def _file(t: Tensor) -> bool:
-    name = t.untyped_storage().filename
-    return name is not None and not name.startswith("/dev/shm")
 
 
 def _listed(address: int) -> bool:

@@ -91,7 +91,16 @@ def test_what_is_no_input_is_named(x, message):
         to_inputs({"a": None})
 
 
+@pytest.fixture
+def always_warned():
+    """Else torch warns once in a process."""
+    torch.set_warn_always(True)
+    yield
+    torch.set_warn_always(False)
+
+
 @pytest.mark.filterwarnings("error")
+@pytest.mark.usefixtures("always_warned")
 def test_mapped_arrays_stay_in_their_files(tmp_path):
     """Slices and views too, without a warning that they cannot be written; those in an order torch has no name for are read."""
     path = tmp_path / "x.npy"
