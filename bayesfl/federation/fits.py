@@ -6,13 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesfl.base.addressed import Addressed
 from bayesfl.base.copies import check_original, refuse_changed
-from bayesfl.base.inputs import Inputs, count, each, named, shape_of
+from bayesfl.base.inputs import Inputs, count, each, named
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.buffers import SUFFIX, Buffers
 from bayesfl.composition.phases import Descend, trained
-from bayesfl.data import ClientData, FederatedData
+from bayesfl.data import FederatedData
 from bayesfl.likelihoods import Bernoulli
 from bayesfl.models.forwards import in_rows, looked_at, looked_at_training
 from bayesfl.models.modes import note
@@ -46,7 +45,6 @@ def check(algorithm: Algorithm, data: FederatedData) -> None:
         )
     module, rows = algorithm.module(torch.empty(0, dtype=data.train.dtype)), data.train.index[:PROBE]
     x = each(Tensor.cpu, data.train.take(rows))
-    _check_augment(data.train, data.train.take(rows))
     try:
         outputs, fault = looked_at(module, x)
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
@@ -165,34 +163,6 @@ def _slope_apart(likelihood: Any, outputs: Tensor, y: Tensor, tolerance: float) 
     nll = nll.detach()
     off = max(float((slope - wanted).abs().max() / (1 + wanted.abs().max())), float(((losses - nll).abs() / (1 + nll.abs())).max()))
     return off if off > tolerance else None
-
-
-def _check_augment(split: ClientData, x: Inputs) -> None:
-    """Check that what augments a client's inputs draws nothing but by torch's operations, which have addresses in training.
-
-    Raises:
-        ValueError: It gives other inputs, or inputs of another form, when it is repeated with the same draws.
-    """
-    if split.augment is None:
-        return
-
-    def once() -> Inputs:
-        with torch.no_grad(), Addressed(0):
-            assert split.augment is not None
-            return split.changed("augment", split.augment, each(Tensor.clone, x))
-
-    found = once()
-    one, other = dict(named(found)), dict(named(once()))
-    if one.keys() != other.keys() or not all(torch.equal(t, other[name]) for name, t in one.items()):
-        raise ValueError(
-            "augment gives other inputs when it is repeated with the same draws of torch: it draws from Python's or NumPy's generators, or "
-            "counts, which no seed of the run repeats; draw by torch alone, as torch.rand does"
-        )
-    if shape_of(found) != shape_of(x):
-        raise ValueError(f"augment gives inputs of shape {shape_of(found)}, and predictions have {shape_of(x)}; crop or pad them alike")
-    for name, t in named(x):
-        if t.dtype != one[name].dtype:
-            raise ValueError(f"augment makes {one[name].dtype} of {name}, {t.dtype}; convert it in a transform, which predictions have too")
 
 
 def _remedy(error: str, x: Inputs) -> str:
