@@ -74,7 +74,7 @@ def check_augment(split: ClientData, augment: Change) -> None:
                 made.append(_kept("augment", split, augment, x))
     if drawn:
         raise ValueError(
-            f"augment draws by {drawn[0]}, which no seed of a run reaches: draw by torch, as torch.rand(len(x)) does, and without a generator"
+            f"augment draws by {drawn[0]}, which no seed of a run reaches: draw by torch, as torch.rand(len(x)) does, without a generator"
         )
     made, again = made
     if not _near(made, again, 0.0):

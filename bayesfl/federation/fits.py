@@ -173,8 +173,8 @@ def _remedy(error: str, x: Inputs) -> str:
     if whole and any(word in error for word in ("dtype", "Long", "Int", "Byte", "Char", "Bool", "type", "not implemented for")):
         name, dtype = whole[0]
         return (
-            f"{name} holds {dtype}, which stays as it is: if the model wants floats, pass {name}.astype('float32'), or a transform that "
-            "makes them of it, as lambda x: x / 255"
+            f"{name} holds {dtype}, which stays as it is: if the model wants floats, pass {name}.astype('float32'), or make them "
+            "where they are read, as clients.transformed(lambda x: x / 255) does"
         )
     if "padding token" in error:
         return "set model.config.pad_token_id, the token that fills rows up"

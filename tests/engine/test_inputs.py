@@ -232,7 +232,7 @@ def test_inputs_that_do_not_fit(data: FederatedData):
         with pytest.raises(ValueError, match=match):
             run(method, data)
 
-    refused(of(data, x.long()), r"x holds torch.int64, .*x.astype\('float32'\), or a transform")
+    refused(of(data, x.long()), r"x holds torch.int64, .*x.astype\('float32'\), .*clients.transformed")
     refused(of(data, (x, x > 0)), r"shape \(\(8,\), \(8,\)\) .*a tuple of arrays as model\(\*x\)")
     refused(of(data, {"values": x}), r"a mapping as model\(\*\*x\)")
     refused(of(data, x), r"whole numbers.*astype\('int64'\)", bf.algorithms.fedavg(Tokens()))
