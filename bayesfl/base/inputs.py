@@ -1,18 +1,27 @@
 """Inputs of a network as trees of tensors, one row for each example: a tensor, a tuple of several, or a mapping of them by name."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.weak import WeakTensorKeyDictionary
 
 Inputs: TypeAlias = Tensor | tuple[Any, ...] | Mapping[str, Any]
 """Inputs [N, ...]: a tensor, with which a model is called as `model(x)`; a tuple, `model(*x)`; or a mapping, `model(**x)`."""
 
 Shapes: TypeAlias = tuple[Any, ...] | Mapping[str, Any]
 """Shape of one example: of a tensor, such as (3, 32, 32); a tuple or a mapping of shapes for a tuple or a mapping of tensors."""
+
+WIDE = (torch.uint16, torch.uint32, torch.uint64)
+"""Types that torch stores and hardly computes with; they are read as int64."""
+
+MAPPINGS = Path("/proc/self/maps")
+"""Where Linux lists what a process has mapped into its memory."""
+
+_mapped = WeakTensorKeyDictionary()
 
 
 def call(module: nn.Module, x: Inputs) -> Any:
@@ -32,14 +41,26 @@ def _arguments(x: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (x if isinstance(x, tuple) else (x,)), {}
 
 
-def each(function: Callable[[Tensor], Any], x: Any) -> Any:
-    """Return the same tree of what `function` makes of every tensor."""
-    return function(x) if isinstance(x, Tensor) else tree_map(function, x)
+def each(function: Callable[[Any], Any], x: Any) -> Any:
+    """Return the same tree of what `function` makes of every tensor; any mapping becomes a dict."""
+    if isinstance(x, Mapping):
+        return {key: each(function, part) for key, part in x.items()}
+    return tuple(each(function, part) for part in x) if isinstance(x, tuple) else function(x)
+
+
+def join(trees: Sequence[Inputs]) -> Inputs:
+    """Return the rows of several trees of one structure, one tree's after the other's, in new tensors."""
+    one = trees[0]
+    if isinstance(one, Tensor):
+        return torch.cat(list(trees))  # pyright: ignore[reportArgumentType] (all are tensors where the first is one)
+    if isinstance(one, Mapping):
+        return {key: join([tree[key] for tree in trees]) for key in one}  # pyright: ignore[reportCallIssue, reportArgumentType]
+    return tuple(join(parts) for parts in zip(*trees, strict=True))
 
 
 def first(x: Inputs) -> Tensor:
     """Return the first tensor of the tree."""
-    return x if isinstance(x, Tensor) else tree_leaves(x)[0]
+    return next(t for _, t in named(x))
 
 
 def count(x: Inputs) -> int:
@@ -48,17 +69,59 @@ def count(x: Inputs) -> int:
 
 
 def named(x: Inputs, name: str = "x") -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor with the expression that finds it, as `x`, `x[0]` or `x['mask']`."""
+    """Yield every tensor with the expression that finds it, as `x`, `x[0]` or `x['mask']`.
+
+    Raises:
+        TypeError: There is something else than tensors, tuples and mappings.
+        ValueError: A tuple or a mapping is empty, or a name is no text.
+    """
     if isinstance(x, Tensor):
         yield name, x
         return
+    if not isinstance(x, Mapping | tuple):
+        raise TypeError(f"{name} must be a tensor, a tuple of tensors or a mapping of them by name, got {type(x).__name__}")
+    if not x:
+        raise ValueError(f"{name} is an empty {'mapping' if isinstance(x, Mapping) else 'tuple'}: a model needs at least one input")
     for key, part in x.items() if isinstance(x, Mapping) else enumerate(x):
+        if isinstance(x, Mapping) and not isinstance(key, str):
+            raise ValueError(f"{name} must name its inputs by text, as the model's forward does, got {key!r}; str(name) makes text of it")
         yield from named(part, f"{name}[{key!r}]")
 
 
+def mark_mapped(t: Tensor) -> None:
+    """Note that a tensor lies in a mapped file, where `mapped` cannot find out by itself."""
+    _mapped[t] = True
+
+
+def mapped(t: Tensor) -> bool:
+    """Say whether a tensor lies in a mapped file, so that it stays there: it is neither copied as a whole nor moved to another device.
+
+    Known everywhere are arrays of `numpy.memmap` that came by `bayesfl.data.from_arrays`, and `torch.from_file(shared=True)`. On Linux,
+    which lists a process's mappings, all others are too: `torch.load(mmap=True)`, `torch.from_numpy` of a mapped array. Elsewhere those
+    are taken for tensors in memory. Memory that processes share is no file.
+    """
+    known = _mapped.get(t)
+    if known is None:
+        here = t.device.type == "cpu" and t.layout == torch.strided
+        known = _mapped[t] = here and (t.untyped_storage().filename is not None or _listed(t.data_ptr()))
+    return known
+
+
+def _listed(address: int) -> bool:
+    """Say whether Linux lists an address as part of a file."""
+    if not address or not MAPPINGS.exists():
+        return False
+    for line in MAPPINGS.read_text().splitlines():
+        place, _, _, _, inode, *name = line.split(maxsplit=5)
+        start, end = (int(part, 16) for part in place.split("-"))
+        if start <= address < end:
+            return inode != "0" and not "".join(name).startswith(("/dev/shm", "/memfd:", "/dev/zero", "/SYSV"))
+    return False
+
+
 def in_precision(x: Inputs, dtype: torch.dtype) -> Inputs:
-    """Return the inputs with floats in `dtype`; whole numbers and bools stay what they are."""
-    return each(lambda t: t.to(dtype=dtype) if t.is_floating_point() else t, x)
+    """Return the inputs with floats in `dtype`; whole numbers and bools stay what they are, but for the types `WIDE`."""
+    return each(lambda t: t.to(dtype=dtype) if t.is_floating_point() else t.long() if t.dtype in WIDE else t, x)
 
 
 def shape_of(x: Inputs) -> Shapes:
@@ -70,7 +133,7 @@ def shape_of(x: Inputs) -> Shapes:
 
 def row_bytes(x: Inputs) -> int:
     """Return the bytes that one row takes, at least 1."""
-    return max(1, sum(t[:1].nbytes for t in ([x] if isinstance(x, Tensor) else tree_leaves(x))))
+    return max(1, sum(t[:1].nbytes for _, t in named(x)))
 
 
 def pieces(x: Inputs, size: int) -> Iterator[Inputs]:

@@ -14,7 +14,7 @@ from bayesfl.data.federated import FederatedData
 from bayesfl.data.names import named_classes
 from bayesfl.data.partitions import SHARES, stratified
 from bayesfl.data.sources import SourceInfo, Task
-from bayesfl.data.split import Change, ClientData
+from bayesfl.data.split import ClientData
 
 
 def _plain_numbers(recipe: Mapping[str, Any]) -> dict[str, Any]:
@@ -57,8 +57,7 @@ def assemble(
     seed: int,
     environment: Tensor | None = None,
     columns: tuple[str, ...] | None = None,
-    transform: Change | None = None,
-    augment: Change | None = None,
+    apart: tuple[Inputs, Tensor, Sequence[np.ndarray]] | None = None,
 ) -> FederatedData:
     """Make federated data of shared tensors and the rows of each client, with validation and calibration taken out of its training rows.
 
@@ -77,8 +76,8 @@ def assemble(
         seed: Seed of the two draws.
         environment: Environment from which each row comes, [N] int64, from 0 within each client; None for no environments.
         columns: Names of the inputs' columns; None for inputs without names.
-        transform: What is done to inputs whenever they are read; None for nothing.
-        augment: What is also done to them for a step of training; None for nothing.
+        apart: Inputs, labels or targets, and each client's rows of test data in tensors of their own, in place of `rows["test"]`; where the
+            training data have environments, all of these rows are of environment 0.
 
     Raises:
         ValueError: A share is out of range, a client would have no training rows left, or there is not one name for each class.
@@ -104,16 +103,19 @@ def assemble(
                 "train on: use smaller shares, a larger min_size or fewer clients"
             )
         parts["train"][j] = left
+    tensors = dict.fromkeys(parts, (x, y, environment))
+    if apart is not None:
+        given = parts.pop("train")
+        parts = {"train": given, "test": list(apart[2]), **parts}
+        tensors["test"] = (*apart[:2], None if environment is None else environment.new_zeros(len(apart[1])))
     splits = {
         name: ClientData(
-            x,
-            y,
+            tensors[name][0],
+            tensors[name][1],
             torch.from_numpy(np.concatenate([*lists, np.empty(0, np.int64)])),
             np.array([len(r) for r in lists], np.int64),
-            environment,
+            tensors[name][2],
             columns,
-            transform=transform,
-            augment=augment,
         )
         for name, lists in parts.items()
     }

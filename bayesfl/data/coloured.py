@@ -187,6 +187,7 @@ def recoloured(clients: FederatedData, agreement: float) -> ClientData:
     split = clients.test
     rows = split.index
     drawn = torch.from_numpy(generator(clients.recipe["seed"], Purpose.PARTITION, phase=_COLOUR).random(len(split.x)))[rows.cpu()]
+    assert isinstance(split.x, Tensor)
     x = split.x.clone()
     x[rows] = _coloured(split.x[rows].sum(1), split.y[rows], drawn.to(rows.device), _share("agreement", agreement))
     return replace(split, x=x, index=rows)

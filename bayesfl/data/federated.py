@@ -13,13 +13,15 @@ import torch
 from torch import Tensor
 
 from bayesfl.base.checks import whole
+from bayesfl.base.described import described
 from bayesfl.base.inputs import Shapes, first, named
 from bayesfl.base.random import Purpose, generator
+from bayesfl.data.changes import check_augment, check_transform
 from bayesfl.data.names import named_classes, ordered
 from bayesfl.data.outline import Outline, place
 from bayesfl.data.partitions import NOVEL
 from bayesfl.data.sources import SourceInfo, Task, label_remedy
-from bayesfl.data.split import ClientData
+from bayesfl.data.split import Change, ClientData
 from bayesfl.data.tensors import digest_of, digest_of_inputs, not_finite
 
 
@@ -222,7 +224,11 @@ class FederatedData:
 
     @cached_property
     def hash(self) -> str:
-        """Return the SHA-256 over the recipe, the partition and the data, the same on every platform, device and precision."""
+        """Return the SHA-256 over the recipe, the partition and the data, the same on every platform, device and precision.
+
+        Of a transform or an augmentation it covers the function's name and what it closes over, has as defaults or is partially applied to,
+        not its code: of `lambda x: x / 255` and `lambda x: x / 2` at the top of a script it knows no difference.
+        """
         recipe = {"recipe": dict(self.recipe), "outputs": self.outputs, "task": self.task, "splits": sorted(self.splits)}
         digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode())
         for _, split in sorted(self.splits.items()):
@@ -232,6 +238,9 @@ class FederatedData:
             digest.update(digest_of_inputs(split.x).encode())
             if split.environment is not None:
                 digest.update(digest_of(split.environment).encode())
+            for name, change in (("transform", split.transform), ("augment", split.augment)):
+                if change is not None:
+                    digest.update(json.dumps({name: described(change)}, sort_keys=True).encode())
         return digest.hexdigest()
 
     @cached_property
@@ -276,6 +285,45 @@ class FederatedData:
             for name, split in self.splits.items()
         }
         return replace(self, splits=splits, recipe={"recipe": "as_environments", "of": dict(self.recipe)})
+
+    def transformed(self, transform: Change) -> "FederatedData":
+        """Return the same data with a transform: what is done to inputs whenever they are read, in training and in predictions.
+
+        So images stay bytes in memory or in their file, with `clients.transformed(lambda x: x.float() / 255)`.
+
+        Args:
+            transform: Function of the inputs of some rows, [B, ...], to what the model is given, [B, ...]: row by row, without draws.
+                Floats come in the run's precision, and are converted to it afterwards.
+
+        Raises:
+            ValueError: There is a transform or an augmentation already, or a trial on a few training rows shows that it returns another
+                number of rows or numbers that are not finite, writes into its input, draws, or mixes rows.
+            TypeError: It is no function, or does not return tensors.
+        """
+        if any(split.transform is not None for split in self.splits.values()):
+            raise ValueError("transform is given a second time: pass one function that does both, as lambda x: second(first(x))")
+        if self.train.augment is not None:
+            raise ValueError("transform comes before augment: call data.transformed(transform).augmented(augment)")
+        check_transform(self.train, transform)
+        splits = {name: replace(split, transform=transform) for name, split in self.splits.items()}
+        return replace(self, splits=splits, inputs=splits["train"].inputs)
+
+    def augmented(self, augment: Change) -> "FederatedData":
+        """Return the same data with an augmentation: what is done to inputs in every step of training, and in no prediction.
+
+        Args:
+            augment: Function of the inputs of a client's rows, [B, ...], as the model is given them, to others of their shape. It is plain
+                torch code; what it draws by torch, as by `torch.rand(len(x))`, follows from the run's seed. Labels stay.
+
+        Raises:
+            ValueError: There is one already, or a trial on a few training rows shows that it returns other shapes, writes into its input,
+                or draws by NumPy or `random`.
+            TypeError: It is no function, or does not return tensors.
+        """
+        if self.train.augment is not None:
+            raise ValueError("augment is given a second time: pass one function that does both, as lambda x: second(first(x))")
+        check_augment(self.train, augment)
+        return replace(self, splits={**self.splits, "train": replace(self.train, augment=augment)})
 
     def hold_out(self, clients: int | float, *, seed: int = 0) -> tuple["FederatedData", "FederatedData"]:
         """Split the federation into two, by clients drawn at random: those to be trained, and novel ones, not seen in training.

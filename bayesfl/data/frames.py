@@ -1,6 +1,6 @@
 """Data frames among your own arrays: their columns have names, and become numbers."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,20 +33,31 @@ def check_columns(name: str, train: Any, test: Any, *, pooled: bool) -> None:
     Raises:
         ValueError: A frame has other columns, or the same in another order; the message names them.
     """
-    parts = {name: train, f"test {name}": test}
+    given = [("", "", train), ("test ", "", test)]
     if not pooled:
-        parts = {f"{part} of client {j}": v for part, own in parts.items() if isinstance(own, Sequence) for j, v in enumerate(own)}
-    frames = [(part, columns) for part, value in parts.items() if (columns := _columns(value))]
-    for part, columns in frames[1:]:
-        first, known = frames[0]
+        lists = [(part, values) for part, _, values in given if isinstance(values, Sequence)]
+        given = [(part, f" of client {j}", own) for part, values in lists for j, own in enumerate(values)]
+    frames: dict[str, list[tuple[str, list[Any]]]] = {}
+    for part, whose, value in given:
+        for leaf, one in _leaves(name, value):
+            if columns := columns_of(one):
+                frames.setdefault(leaf, []).append((f"{part}{leaf}{whose}", columns))
+    for found in frames.values():
+        _check_alike(*found)
+
+
+def _check_alike(first: tuple[str, list[Any]], *others: tuple[str, list[Any]]) -> None:
+    """Check that frames have the columns of the first one, given the name and the columns of each."""
+    for part, columns in others:
+        first_name, known = first
         lacks, more = [c for c in known if c not in columns], [c for c in columns if c not in known]
         if columns == known or ((lacks or more) and list(range(len(columns))) in (columns, known)):
             continue  # the columns 0 to n - 1 of one of them are numbers, no names
         if lacks or more:
-            what = f"lacks columns {lacks[:10]} of {first} and has {more[:10]} besides"
+            what = f"lacks columns {lacks[:10]} of {first_name} and has {more[:10]} besides"
         else:
             apart = [(a, b) for a, b in zip(columns, known, strict=False) if a != b][:10]
-            what = f"has the columns of {first} in another order, {[a for a, _ in apart]} where that has {[b for _, b in apart]}"
+            what = f"has the columns of {first_name} in another order, {[a for a, _ in apart]} where that has {[b for _, b in apart]}"
         raise ValueError(f"{part} {what}: columns are taken by their places, so select the same in one order, as test[train.columns] does")
 
 
@@ -57,14 +68,16 @@ def check_rows(x: Any, y: Any, ids: Any, environments: Any, test: Any, *, pooled
         ValueError: Two pandas objects of as many rows have other indices.
     """
     if pooled:
-        check_index(x=x, y=y, client_ids=ids, environments=environments)
+        check_index(**dict(_leaves("x", x)), y=y, client_ids=ids, environments=environments)
         if test is not None:
-            check_index(**dict(zip(("test x", "test y", "test client_ids"), test, strict=False)))
+            inputs = {f"test {name}": v for name, v in _leaves("x", test[0])}
+            check_index(**inputs, **dict(zip(("test y", "test client_ids"), test[1:], strict=False)))
         return
     for part, (xs, ys) in {"": (x, y), "test ": test or ([], [])}.items():
         both = (xs, ys) if isinstance(xs, Sequence) and isinstance(ys, Sequence) else ((), ())  # what is no list is refused elsewhere
         for j, (one, other) in enumerate(zip(*both, strict=False)):
-            check_index(**{f"{part}x of client {j}": one, f"{part}y of client {j}": other})
+            own = {f"{part}{name} of client {j}": v for name, v in _leaves("x", one)}
+            check_index(**own, **{f"{part}y of client {j}": other})
 
 
 def check_index(**parts: Any) -> None:
@@ -86,7 +99,7 @@ def check_index(**parts: Any) -> None:
 def names_of(x: Any, *, pooled: bool) -> tuple[str, ...] | None:
     """Return the names of the columns of a frame, or of the first of several that has some; None where none has."""
     for one in [x] if pooled or not isinstance(x, Sequence) else x:
-        columns = _columns(one)
+        columns = columns_of(one)
         if columns and columns != list(range(len(columns))):
             return tuple(map(str, columns))
     return None
@@ -104,7 +117,16 @@ def same_columns(what: str, found: Sequence[str] | None, known: Sequence[str] | 
         )
 
 
-def _columns(value: Any) -> list[Any]:
+def columns_of(value: Any) -> list[Any]:
     """Return the names of a frame's columns; none of anything else."""
     columns = getattr(value, "columns", None)
     return [] if columns is None or callable(columns) else list(columns)
+
+
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what stands in a tuple or a mapping of inputs, with the expression that finds it; what is neither stands alone."""
+    if not isinstance(value, Mapping | tuple):
+        yield name, value
+        return
+    for key, part in value.items() if isinstance(value, Mapping) else enumerate(value):
+        yield from _leaves(f"{name}[{key!r}]", part)

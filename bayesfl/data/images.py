@@ -185,8 +185,12 @@ def unit_range(source: Source, why: str, otherwise: str = "") -> Tensor:
         otherwise: What else the user can do, the end of the error message.
 
     Raises:
-        ValueError: The inputs lie outside [0, 1].
+        ValueError: The inputs are no floats, or lie outside [0, 1].
     """
+    if not source.x.is_floating_point():
+        raise ValueError(
+            f"{why}, those of {source.info.name!r} are {source.x.dtype}: make floats of them, as x.float() / 255 does of bytes"
+        )
     x = source.x.clone()
     if source.info.name in NORMALISATION and source.info is INFO[source.info.name]:
         mean, std = (torch.tensor(numbers)[:, None, None] for numbers in NORMALISATION[source.info.name])

@@ -11,6 +11,8 @@ from bayesfl.data.names import named_classes
 
 Task: TypeAlias = Literal["classification", "regression"]
 
+SEVERAL = "recipes divide single tensors; give several inputs to from_arrays, with the client of each row as client_ids"
+
 
 @dataclass(frozen=True, kw_only=True)
 class SourceInfo:
@@ -34,7 +36,7 @@ class Source:
     """A data set: the training rows first, then the test rows, in tensors that every partition of it shares.
 
     Args:
-        x: Inputs [N, ...] float32.
+        x: Inputs [N, ...], one tensor, of any real dtype; one in a mapped file stays there.
         y: Class labels [N] int64, or targets [N] or [N, O] float32.
         train: Number of training rows, which come first.
         outputs: Number of classes or targets.
@@ -48,9 +50,9 @@ class Source:
         scale: Mean and standard deviation by which regression targets were standardised; None for others.
 
     Raises:
+        TypeError: `x` is no tensor, or `class_names` is no list.
         ValueError: `x` and `y` have different numbers of rows, `train` is out of range, a label is outside [0, `outputs`), or there is not
             one name for each class.
-        TypeError: `class_names` is no list.
     """
 
     x: Tensor
@@ -69,6 +71,8 @@ class Source:
     def __post_init__(self) -> None:
         if self.class_names is not None:
             object.__setattr__(self, "class_names", named_classes(self.class_names, self.outputs))
+        if not isinstance(self.x, Tensor):
+            raise TypeError(f"x must be one tensor, got {type(self.x).__name__}; {SEVERAL}")
         if len(self.x) != len(self.y) or not 0 < self.train <= len(self.x):
             raise ValueError(
                 f"x and y must have as many rows, train of them for training; got {len(self.x)}, {len(self.y)} and {self.train}"
@@ -95,7 +99,7 @@ class Source:
         class_names: tuple[str, ...] | None = None,
         superclasses: tuple[tuple[int, ...], ...] | None = None,
     ) -> "Source":
-        """Make a source of your own tensors, which any recipe can divide.
+        """Make a source of your own tensors, which any recipe can divide; whole numbers among the inputs stay whole numbers.
 
         Args:
             x_train: Inputs [N, ...] of the training part.
@@ -109,15 +113,19 @@ class Source:
             superclasses: Classes grouped by meaning, in groups of one size.
 
         Raises:
+            TypeError: Inputs are no tensor.
             ValueError: The parts do not fit each other, or a label is outside [0, `outputs`).
         """
-        y = torch.cat([y_train, y_test])
+        for part, x in (("x_train", x_train), ("x_test", x_test)):
+            if not isinstance(x, Tensor):
+                raise TypeError(f"{part} must be one tensor, got {type(x).__name__}; {SEVERAL}")
+        y, x = torch.cat([y_train, y_test]), torch.cat([x_train, x_test])
         task = task or ("regression" if y.is_floating_point() else "classification")
         y = y.long() if task == "classification" else y.float()
         if outputs is None:
             outputs = max(int(y.max()) + 1, 1) if task == "classification" else math.prod(y.shape[1:])
         return cls(
-            x=torch.cat([x_train, x_test]).float(),
+            x=x.float() if x.is_floating_point() else x,
             y=y,
             train=len(x_train),
             outputs=outputs,

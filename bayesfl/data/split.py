@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bayesfl.base.inputs import Inputs, Shapes, each, first, in_precision, named, row_bytes, shape_of
+from bayesfl.base.inputs import Inputs, Shapes, each, first, in_precision, mapped, named, row_bytes, shape_of
 
 Change: TypeAlias = Callable[[Inputs], Inputs]
 """Function of inputs [B, ...] to inputs [B, ...]."""
@@ -119,6 +119,8 @@ class ClientData:
         Raises:
             ValueError: The transform gives another number of rows.
         """
+        if self.transform is not None and not len(rows) and len(self.y):  # a transform is given at least one row
+            return each(lambda t: t[:0], self.take(rows.new_zeros(1)))
         x = in_precision(each(lambda t: t.index_select(0, rows.to(t.device)).to(self.device), self.x), self.dtype)
         return x if self.transform is None else self.changed("transform", self.transform, x)
 
@@ -127,12 +129,15 @@ class ClientData:
 
         Raises:
             ValueError: The change, called `name`, gives another number of rows.
+            TypeError: It gives something else than tensors.
         """
-        before, x = len(first(x)), in_precision(change(x), self.dtype)
-        for what, t in named(x, f"{name}(x)"):
+        before = len(first(x))
+        with torch.no_grad():  # a frozen network may be part of it
+            made = change(x)
+        for what, t in named(made, f"{name}(x)"):
             if t.dim() < 1 or len(t) != before:
                 raise ValueError(f"{what} has shape {list(t.shape)} for {before} rows; a {name} must return one row for each it is given")
-        return x
+        return in_precision(made, self.dtype)
 
     def client(self, j: int) -> tuple[Inputs, Tensor]:
         """Copy client j's inputs [n_j, ...], as `take` reads them, and labels or targets [n_j, ...] out of the shared tensors."""
@@ -160,13 +165,16 @@ class ClientData:
         return replace(self, index=index, counts=self.counts[chosen])
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "ClientData":
-        """Move the split to `device`, with `y` in `dtype` if it is floating-point; `x` is converted to it where it is read."""
+        """Move the split to `device`, with `y` in `dtype` if it is floating-point; `x` is converted to it where it is read.
+
+        Inputs in mapped files, see `bayesfl.base.inputs.mapped`, stay there: `take` moves the rows that it reads.
+        """
         return self.moved(lambda t, dtype: t.to(device=device, dtype=dtype), dtype)
 
     def moved(self, move: Callable[[Tensor, torch.dtype | None], Tensor], dtype: torch.dtype | None) -> "ClientData":
         """Return the split with its tensors moved, targets in `dtype` if they are floats; the split itself if nothing changes."""
         dtype = self.dtype if dtype is None else dtype
-        x, index = each(lambda t: move(t, None), self.x), move(self.index, None)
+        x, index = each(lambda t: t if mapped(t) else move(t, None), self.x), move(self.index, None)
         y = move(self.y, dtype if self.y.is_floating_point() else None)
         same = all(a is b for (_, a), (_, b) in zip(named(x), named(self.x), strict=True))
         if same and y is self.y and index is self.index and dtype == self.dtype:

@@ -1,14 +1,15 @@
 """Properties of whole tensors that are computed once and kept while the tensor exists: its digest, and which rows are not finite."""
 
 import hashlib
+import sys
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from bayesfl.base.inputs import Inputs, named
+from bayesfl.base.inputs import Inputs, named, pieces
 
-_CHUNK = 1024  # rows read at once, so that a check or a hash of images needs little memory
+_PIECE = 2**22  # bytes read at once, so that a check or a hash needs little memory
 
 _digests = WeakTensorKeyDictionary()
 _finite = WeakTensorKeyDictionary()
@@ -17,16 +18,17 @@ _finite = WeakTensorKeyDictionary()
 def digest_of(tensor: Tensor) -> str:
     """Return the SHA-256 digest of a tensor's shape and numbers, floats as float32, whatever its device and its floats' precision.
 
-    The name of another dtype is part of it, but for int64.
+    Whole numbers and bools are taken as they are stored, and the name of their type is part of it, but for int64.
     """
     known = _digests.get(tensor)
     if known is None or known[0] != tensor._version:
         digest = hashlib.sha256(repr(tuple(tensor.shape)).encode())
         if not tensor.is_floating_point() and tensor.dtype != torch.int64:
             digest.update(str(tensor.dtype).encode())
-        for rows in tensor.detach().split(_CHUNK):
+        for rows in pieces(tensor.detach(), _PIECE):
+            assert isinstance(rows, Tensor)  # as `tensor` is
             numbers = (rows.float() if rows.is_floating_point() else rows).cpu().contiguous().numpy()
-            digest.update(numbers.astype(numbers.dtype.newbyteorder("<"), copy=False).data)
+            digest.update((numbers if sys.byteorder == "little" else numbers.byteswap()).data)
         known = _digests[tensor] = (tensor._version, digest.hexdigest())
     return known[1]
 
@@ -44,6 +46,7 @@ def not_finite(tensor: Tensor) -> Tensor | None:
         return None
     known = _finite.get(tensor)
     if known is None or known[0] != tensor._version:
-        bad = torch.cat([~rows.flatten(1).isfinite().all(1) if rows.dim() > 1 else ~rows.isfinite() for rows in tensor.split(_CHUNK)])
+        parts = (rows for rows in pieces(tensor, _PIECE) if isinstance(rows, Tensor))
+        bad = torch.cat([~rows.flatten(1).isfinite().all(1) if rows.dim() > 1 else ~rows.isfinite() for rows in parts])
         known = _finite[tensor] = (tensor._version, bad if bad.any() else None)
     return known[1]

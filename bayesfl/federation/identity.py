@@ -1,26 +1,16 @@
 """The identity of a method: a description by which a saved state, or another machine, recognises the method it belongs to."""
 
-import functools
 import hashlib
 import json
-import math
-import re
-import types
-from collections.abc import Callable, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor, nn
-
-from bayesfl.base import digest
 from bayesfl.base.copies import refuse_changed
+from bayesfl.base.described import ADDRESS as ADDRESS
+from bayesfl.base.described import described, layers
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.federation.errors import CheckpointError
-
-ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
-DEPTH = 40  # deepest level of nested values that an identity describes
 
 
 def identity(algorithm: Algorithm) -> dict[str, Any]:
@@ -32,8 +22,8 @@ def identity(algorithm: Algorithm) -> dict[str, Any]:
     where they close over something else.
     """
     parameters = dict(algorithm.model.named_parameters())
-    named: dict[str, Any] = {f.name: _plain(getattr(algorithm, f.name)) for f in fields(algorithm) if f.name != "model"}
-    named["layers"] = _layers(algorithm.model)
+    named: dict[str, Any] = {f.name: described(getattr(algorithm, f.name)) for f in fields(algorithm) if f.name != "model"}
+    named["layers"] = layers(algorithm.model)
     named["parameters"] = {name: list(p.shape) for name, p in parameters.items()}
     named["constants"] = _constants(algorithm)
     return named
@@ -46,7 +36,7 @@ def _constants(algorithm: Algorithm) -> dict[str, str]:
         covered = {name for block in algorithm.blocks for name in algorithm.layout(block).names}
         model = algorithm.model
         constants = {name: p for name, p in model.named_parameters() if name not in covered} | dict(model.named_buffers())
-        object.__setattr__(algorithm, "_constants", {name: _plain(t) for name, t in constants.items()})
+        object.__setattr__(algorithm, "_constants", {name: described(t) for name, t in constants.items()})
     return algorithm.__dict__["_constants"]
 
 
@@ -106,81 +96,3 @@ def check_network(what: str, made_with: Mapping[str, Any], algorithm: Algorithm)
             f"{what} has the state of another network, which differs in {told}{more}; build the method on the network of that run, frozen "
             "weights and buffers included"
         )
-
-
-def _plain(value: Any, path: tuple[int, ...] = ()) -> Any:
-    """Return a JSON-able description of any value, without memory addresses; values inside themselves or nested too deeply are cut off."""
-    if isinstance(value, np.generic):
-        value = value.item()
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
-    if id(value) in path or len(path) == DEPTH:
-        return "..."
-
-    def inner(part: Any) -> Any:
-        return _plain(part, (*path, id(value)))
-
-    name = type(value).__qualname__
-    if isinstance(value, Mapping):
-        return {str(inner(k)): inner(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [inner(v) for v in value]
-    if isinstance(value, set | frozenset):
-        return sorted((inner(v) for v in value), key=json.dumps)
-    if isinstance(value, np.ndarray):
-        value = torch.from_numpy(value) if value.dtype.kind in "biuf" else None
-    if isinstance(value, Tensor):
-        return f"{name}({value.dtype}, {list(value.shape)}, {_sum_of(value)})"
-    if isinstance(value, nn.Module):
-        return {"layers": _layers(value), **{key: inner(t) for key, t in value.state_dict(keep_vars=True).items()}}
-    if is_dataclass(value) and not isinstance(value, type):
-        return {"type": name, **{f.name: inner(getattr(value, f.name, None)) for f in fields(value) if f.init}}
-    if isinstance(value, functools.partial):
-        return {"type": name, "func": inner(value.func), "args": inner(value.args), "keywords": inner(value.keywords)}
-    if isinstance(value, torch.dtype | torch.device):
-        return str(value)
-    if isinstance(value, types.MethodType):
-        return {"method": inner(value.__func__), "of": _attributes(value.__self__, inner)}
-    if isinstance(value, type) or not callable(value):
-        return getattr(value, "__qualname__", name)
-    if not hasattr(value, "__qualname__"):
-        return _attributes(value, inner)
-    # The values in a closure are part of what a function computes: a prior's strength, a schedule's rate.
-    cells = [_contents(cell) for cell in getattr(value, "__closure__", None) or ()]
-    more = [getattr(value, key, None) for key in ("__defaults__", "__kwdefaults__", "__wrapped__")]
-    return [value.__qualname__, *(inner(part) for part in (*cells, *more) if part is not None)]
-
-
-def _attributes(value: Any, inner: Callable[[Any], Any]) -> Any:
-    """Describe an object by its type and attributes, unless it is of a kind that `_plain` describes."""
-    if isinstance(value, type | nn.Module) or is_dataclass(value):
-        return inner(value)
-    return {"type": type(value).__qualname__, **inner(getattr(value, "__dict__", {}))}
-
-
-def _contents(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not filled yet
-        return None
-
-
-def _layers(model: nn.Module) -> dict[str, str]:
-    """Return every layer's type and options, by name."""
-    return {name: f"{type(layer).__qualname__}({_options(layer)})" for name, layer in model.named_modules()}
-
-
-def _options(layer: nn.Module) -> str:
-    try:
-        return ADDRESS.sub("", layer.extra_repr())
-    except Exception:  # extra_repr is user code; its failure must not stop a run from being saved
-        return ""
-
-
-def _sum_of(t: Tensor) -> str:
-    try:
-        return digest.of_tensor(t)[:16]
-    except (RuntimeError, NotImplementedError, TypeError):  # sparse, or without data
-        return ""

@@ -120,6 +120,28 @@ def test_any_map_style_dataset():
     assert some.counts["test"].tolist() == [0, 4]
 
 
+def test_items_with_several_inputs():
+    """By place or by name; a tuple of numbers is a vector, as ever."""
+    numbers, tokens = torch.arange(12.0).reshape(6, 2), torch.arange(18).reshape(6, 3)
+    by_name: Any = [({"a": numbers[i].numpy(), "b": {"tokens": tokens[i].tolist()}}, i % 2) for i in range(6)]
+    by_place: Any = [((numbers[i], tokens[i]), i % 2) for i in range(6)]
+    data = from_datasets([by_name, by_name[:3]], test=[by_name, []])  # pyright: ignore[reportArgumentType]
+    x: Any = data.train.client(0)[0]
+    assert x["a"].equal(numbers)
+    assert x["b"]["tokens"].equal(tokens)
+    assert data.counts["test"].tolist() == [6, 0]
+    placed: Any = from_datasets([by_place], test_share=0).train.client(0)[0]
+    assert placed[0].equal(numbers)
+    assert placed[1].equal(tokens)
+    vectors: Any = [((1.0, 2.0), 0), ((3.0, 4.0), 1)]
+    assert from_datasets([vectors], test_share=0).inputs == (2,)
+    shapes: Any = [({"a": torch.zeros(2)}, 0), ({"a": torch.zeros(3)}, 1), ({"b": torch.zeros(2)}, 1)]
+    with pytest.raises(ValueError, match=r"datasets\[0\] .*item 1 has x \{'a': \(3,\)\}.*item 0 has x \{'a': \(2,\)\}"):
+        from_datasets([shapes])
+    with pytest.raises(ValueError, match=r"datasets\[0\] .*item 1 has x \{'b': \(2,\)\}"):
+        from_datasets([shapes[::2]])
+
+
 def numbered(n: int) -> TensorDataset:
     return TensorDataset(torch.arange(2.0 * n).reshape(n, 2), torch.arange(n) % 2)
 

@@ -1,14 +1,17 @@
 """A federation's data: what has to hold of them, their hash, clients chosen and held out, environments."""
 
+import functools
 import json
 import pickle
 from dataclasses import replace
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from torch.testing import assert_close
 
+import bayesfl as bf
 from bayesfl.data import FederatedData, SourceInfo, from_arrays
 from tests.data.made import arrays, environments
 
@@ -67,6 +70,73 @@ def test_hash_knows_the_data_the_partition_and_nothing_else(data):
     json.dumps(dict(data.recipe))
 
 
+def _numbers(n: int) -> np.ndarray:
+    """Numbers that every precision holds exactly."""
+    return (np.arange(n) * 37 % 101 - 50) / 16
+
+
+def _rows(n: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Inputs, labels and clients of some rows, the clients' rows mixed."""
+    x = _numbers(3 * n).reshape(n, 3)
+    return x, np.arange(n) % 3, np.array(["b", "a", "c"])[np.arange(n) * 7 % 10 % 3]
+
+
+def _pooled(**options) -> bf.data.FederatedData:
+    x, y, ids = _rows(60)
+    return bf.data.from_arrays(x, y, client_ids=ids, **options)
+
+
+def _lists(n: int = 20) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    return [_numbers(8 * (n + j)).reshape(-1, 2, 4) for j in range(3)], [np.arange(n + j) % 2 for j in range(3)]
+
+
+MADE = {
+    "pooled": lambda: _pooled(validation=0.2, calibration=0.1, seed=3),
+    "pooled, tensors": lambda: bf.data.from_arrays(*map(torch.tensor, _rows(60)[:2]), client_ids=_rows(60)[2], test_share=0),
+    "pooled, test given": lambda: _pooled(test=_rows(21)),
+    "pooled, environments": lambda: _pooled(environments=np.arange(60) % 2),
+    "pooled, environments and test": lambda: _pooled(environments=np.arange(60) % 2, test=_rows(21), validation=0.2),
+    "lists": lambda: bf.data.from_arrays(*_lists(), names=["u", "v", "w"]),
+    "lists, test given": lambda: bf.data.from_arrays(*_lists(), test=_lists(5), validation=0.3),
+    "lists, environments": lambda: bf.data.from_arrays(*_lists(), environments=[np.arange(20 + j) % 2 for j in range(3)]),
+    "half precision": lambda: bf.data.from_arrays([x.astype(np.float16) for x in _lists()[0]], _lists()[1]),
+    "targets": lambda: bf.data.from_arrays(_lists()[0], [x[:, 0, :2] for x in _lists()[0]]),
+    "frame": lambda: bf.data.from_arrays(pd.DataFrame(_rows(60)[0], columns=list("xyz")), pd.Series(_rows(60)[1]), client_ids=_rows(60)[2]),
+    "frame of whole numbers": lambda: bf.data.from_arrays(
+        pd.DataFrame({"n": np.arange(9), "ill": np.arange(9) > 4}), [0, 1, 1] * 3, client_ids=[0] * 9
+    ),
+    "data sets": lambda: bf.data.from_datasets(
+        [torch.utils.data.TensorDataset(torch.tensor(x), torch.tensor(y)) for x, y in zip(*_lists(), strict=True)]
+    ),
+    "recipe": lambda: bf.data.shards("digits", clients=5, validation=0.1),
+    "chosen": lambda: _pooled().select(["c", "a"]).as_environments(),
+}
+
+HASHES = {
+    "pooled": "bc49065788c83b614e233fa8f87500beafdfb704b734823ea59c08d9ad743907",
+    "pooled, tensors": "413a94a9855fca62ae84f06ded37da4b9b21ff3bffc6f5565286b5f094efd917",
+    "pooled, test given": "84690c87074a8b255ab7c90c238c978f1523ed409b207c685636b23e80bf0ee9",
+    "pooled, environments": "cd6ca603654fe293dd900b3657f53b4e83107a34f1be2506809a87ccc3b9f497",
+    "pooled, environments and test": "9c2a155cfc35af0f108642e5c34ee680294a51ed02a10f5705d8c6cd1f142cb3",
+    "lists": "be47157006179d11774252b572bbc7b63873bf7dff16a573e9d2d0ca4f1099b1",
+    "lists, test given": "ef53be2587d5482e0c9d7922a19c1af97c191a0f28b7f9187c2dc97b42d005da",
+    "lists, environments": "38733e63269ec4a643f82b26275e7e6e6fdec65ef44152082276721b0726a67e",
+    "half precision": "be47157006179d11774252b572bbc7b63873bf7dff16a573e9d2d0ca4f1099b1",
+    "targets": "6bf99f8b615b22e4c87206f952909067ad35f9536b300b6805d59a22fe58e5f8",
+    "frame": "0ef60c6c240be4912d0c57a947d2f1f001828f0587bb3152a82569a2e342638f",
+    "frame of whole numbers": "a6f01061f3e9d277194dd7e60c62129e16118b9831fb6900d592efafa23e3af2",
+    "data sets": "be47157006179d11774252b572bbc7b63873bf7dff16a573e9d2d0ca4f1099b1",
+    "recipe": "f7d6fbf8b0ae00d6f54a758f9096e3fbd02020386ad1ad9d3ddb1bff799bbd47",
+    "chosen": "45e6ee75ddca3aab4de97e2cb76bfc18ae79f2678f0bb031f127c09b4b257e9c",
+}
+"""What versions before inputs were trees of tensors have made of these data."""
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_old_hashes_stand(name):
+    assert MADE[name]().hash == HASHES[name]
+
+
 def test_hash_is_the_same_on_every_platform():
     data = from_arrays([np.arange(8.0).reshape(4, 2)], [np.array([0, 1, 0, 1])], test_share=0)
     assert data.hash == "02bb58437a86d498bf345d85da3c903101a70192c6c1cc5fa3a42c590b00a88e"
@@ -75,7 +145,7 @@ def test_hash_is_the_same_on_every_platform():
 def test_moving_keeps_shared_storage_shared(data):
     moved = data.to(dtype=torch.float64)
     assert moved.train.x is moved.test.x
-    assert moved.train.x.dtype == torch.float64
+    assert moved.train.dtype == moved.train.client(0)[0].dtype == torch.float64
     assert data.to("cpu") is data
 
 
@@ -173,3 +243,67 @@ def test_source_is_kept():
     data = from_arrays(*arrays(), source=info)
     assert isinstance(data, FederatedData)
     assert data.source is info
+
+
+def images(**options) -> bf.data.FederatedData:
+    """Two clients with bytes."""
+    x = (np.arange(240).reshape(20, 3, 4) % 251).astype(np.uint8)
+    return bf.data.from_arrays(x, np.arange(20) % 2, client_ids=[0, 1] * 10, **options)
+
+
+def test_a_transform_is_done_whenever_inputs_are_read():
+    data = images(validation=0.2)
+    unit = data.transformed(lambda x: x.flatten(1).float() / 255)
+    assert (data.inputs, unit.inputs) == ((3, 4), (12,))
+    assert unit.outline.inputs == (12,)
+    for name, split in unit.splits.items():
+        assert split.x is data.train.x
+        raw, x = data.splits[name].client(1)[0], split.client(1)[0]
+        assert raw.dtype == torch.uint8
+        assert x.equal(raw.flatten(1).float() / 255)
+    for chosen in (unit.select([1]), unit.as_environments(), unit.to(dtype=torch.float64), *unit.hold_out(1)):
+        assert chosen.inputs == (12,)
+        assert chosen.test.transform is unit.test.transform
+    assert unit.to(dtype=torch.float64).train.client(0)[0].dtype == torch.float64
+
+
+def test_an_augmentation_is_for_training():
+    data = images().transformed(lambda x: x / 255)
+    flipped = data.augmented(lambda x: x.flip(-1))
+    assert flipped.train.augment is not None
+    assert flipped.test.augment is None
+    assert flipped.train.client(0)[0].equal(data.train.client(0)[0])
+    with pytest.raises(ValueError, match=r"^transform comes before augment.*transformed\(transform\)\.augmented"):
+        images().augmented(lambda x: x.flip(-1)).transformed(lambda x: x)
+    with pytest.raises(ValueError, match=r"^transform is given a second time.*second\(first\(x\)\)"):
+        data.transformed(lambda x: x)
+    with pytest.raises(ValueError, match=r"^augment is given a second time"):
+        flipped.augmented(lambda x: x)
+
+
+def _scaled(x, by=255.0):
+    return x / by
+
+
+def test_the_hash_knows_what_is_done_to_inputs():
+    """By name, defaults, closures and what is partially applied; not by address, nor by code."""
+    data = images()
+
+    def over(by):
+        return lambda x: x / by
+
+    halves = functools.partial(_scaled, by=2.0)
+    layer = torch.nn.Linear(4, 4).eval()
+    made = [data, *(data.transformed(f) for f in (_scaled, halves, over(2.0), over(3.0), lambda x: layer(x.float())))]
+    made += [data.augmented(over(2.0)), data.transformed(_scaled).augmented(over(2.0))]
+    assert len({one.hash for one in made}) == len(made)
+    alone = images(test_share=0)
+    assert alone.transformed(over(2.0)).hash != alone.augmented(over(2.0)).hash
+    assert data.transformed(over(2.0)).hash == images().transformed(over(2.0)).hash
+
+
+def test_the_leaf_and_the_client_with_bad_numbers_are_named():
+    x = {"age": np.ones((6, 2)), "bmi": np.ones((6, 2)), "n": np.arange(6)}
+    x["bmi"][3, 1] = np.nan
+    with pytest.raises(ValueError, match=r"^x\['bmi'\] holds NaN .*client 'Bern'.*fill them in"):
+        from_arrays(x, [0, 1] * 3, client_ids=["Aarau", "Aarau", "Bern", "Bern", "Chur", "Chur"], test_share=0)

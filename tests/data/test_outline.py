@@ -70,3 +70,11 @@ def test_an_outline_is_read_back():
     assert Outline.read(loads(dumps(asdict(data.outline)))) == data.outline
     with pytest.raises(ValueError, match="2 clients have 1 counts"):
         Outline.read({**asdict(data.outline), "counts": [3]})
+
+
+def test_shapes_of_several_inputs_survive_json():
+    """Tuples of shapes, mappings, and numbers without axes."""
+    x = {"image": np.zeros((4, 3, 2), np.uint8), "rest": (np.zeros(4), {"tokens": np.zeros((4, 5), int)})}
+    outline = bf.data.from_arrays(x, [0, 1, 0, 1], client_ids=[0, 0, 1, 1], test_share=0).outline
+    assert outline.inputs == {"image": (3, 2), "rest": ((), {"tokens": (5,)})}
+    assert Outline.read(loads(dumps(asdict(outline)))) == outline

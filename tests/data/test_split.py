@@ -43,15 +43,54 @@ def test_padded_labels_mask_what_is_not_there(split):
 
 def test_dtype_applies_to_what_floats(split):
     moved = split.to(dtype=torch.float64)
-    assert (moved.x.dtype, moved.y.dtype, moved.index.dtype) == (torch.float64, torch.int64, torch.int64)
+    assert (moved.client(0)[0].dtype, moved.y.dtype, moved.index.dtype) == (torch.float64, torch.int64, torch.int64)
+    assert moved.x is split.x  # converted where it is read
     assert replace(split, y=split.y.float()).to(dtype=torch.float64).y.dtype == torch.float64
     assert split.to("cpu", torch.float32) is split
+
+
+def test_inputs_are_read_as_trees_in_their_own_types(split):
+    """Floats in the precision asked for, whole numbers and bools as they are, but for types that torch hardly computes with."""
+    tokens, mask = torch.arange(20).reshape(10, 2), torch.arange(10) > 4
+    some = replace(split, x={"tokens": tokens, "rest": (mask, split.x.double(), tokens.to(torch.uint16))}, dtype=torch.float32)
+    x, _ = some.client(3)
+    assert x["tokens"].tolist() == [[2, 3], [10, 11]]
+    assert [t.dtype for t in (x["tokens"], *x["rest"])] == [torch.int64, torch.bool, torch.float32, torch.int64]
+    assert some.inputs == {"tokens": (2,), "rest": ((), (2,), (2,))}
+    assert some.to(dtype=torch.float64).client(3)[0]["rest"][1].dtype == torch.float64
+    assert some.alone(3).client(3)[0]["rest"][2].equal(x["rest"][2])
+    assert repr(some).startswith("ClientData(4 clients of 0 to 3 examples; x {'tokens': (2,), ")
+
+
+def test_a_transform_is_given_rows(split):
+    """Never none, of which `view(len(x), -1)` for instance makes nothing."""
+    flat = replace(split, x=torch.arange(40.0).reshape(10, 2, 2), transform=lambda x: x.view(len(x), -1) * 2)
+    assert flat.inputs == (4,)
+    assert flat.client(0)[0].equal(flat.x[[9, 8, 7]].reshape(3, 4) * 2)
+    assert flat.client(1)[0].shape == (0, 4)
+    with pytest.raises(ValueError, match=r"transform\(x\) has shape \[2\] for 3 rows"):
+        replace(split, transform=lambda x: x.sum(0)).client(0)
+
+
+def test_mapped_inputs_stay_where_they_are(split, tmp_path):
+    """Moved are the rows that are read."""
+    torch.arange(20, dtype=torch.uint8).numpy().tofile(tmp_path / "x")
+    lies = torch.from_file(str(tmp_path / "x"), shared=True, size=20, dtype=torch.uint8).view(10, 2)
+    some = replace(split, x=(lies, split.x))
+    moved = some.moved(lambda t, dtype: t.clone(), torch.float64)
+    assert moved.x[0] is lies
+    assert moved.x[1] is not split.x
+    assert moved.dtype == torch.float64
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"x": torch.zeros(10, 2, dtype=torch.int64)}, "x must hold floating-point"),
+        ({"x": torch.zeros(10, 2) * 1j}, r"x must hold real numbers, got torch\.complex64"),
+        ({"x": (torch.zeros(10, 2), {"a": torch.zeros(9)})}, r"x\[1\]\['a'\] and y .*9 and 10"),
+        ({"x": ()}, "x is an empty tuple"),
+        ({"x": {"a": {}}}, r"x\['a'\] is an empty mapping"),
+        ({"x": {3: torch.zeros(10)}}, "x must name its inputs by text.* 3;"),
         ({"y": torch.zeros(10, dtype=torch.int32)}, "y must hold int64"),
         ({"y": torch.zeros(9, dtype=torch.int64)}, r"x and y .*10 and 9"),
         ({"y": torch.zeros(10, 2, dtype=torch.int64)}, "y must be class labels"),

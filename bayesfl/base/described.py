@@ -1,0 +1,101 @@
+"""Descriptions of any values as JSON, which are the same in every process: how a saved run knows the functions it was made with."""
+
+import functools
+import json
+import math
+import re
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from bayesfl.base import digest
+
+ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+DEPTH = 40  # deepest level of nested values that is described
+
+
+def described(value: Any, path: tuple[int, ...] = ()) -> Any:
+    """Return a JSON-able description of any value, without memory addresses; values inside themselves or nested too deeply are cut off.
+
+    A function is described by its name and by what it closes over, has as defaults or is partially applied to, not by its code: two lambdas
+    of one function differ only where they close over something else. A module is described by its layers and their numbers.
+    """
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if id(value) in path or len(path) == DEPTH:
+        return "..."
+
+    def inner(part: Any) -> Any:
+        return described(part, (*path, id(value)))
+
+    name = type(value).__qualname__
+    if isinstance(value, Mapping):
+        return {str(inner(k)): inner(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [inner(v) for v in value]
+    if isinstance(value, set | frozenset):
+        return sorted((inner(v) for v in value), key=json.dumps)
+    if isinstance(value, np.ndarray):
+        value = torch.from_numpy(value) if value.dtype.kind in "biuf" else None
+    if isinstance(value, Tensor):
+        return f"{name}({value.dtype}, {list(value.shape)}, {_sum_of(value)})"
+    if isinstance(value, nn.Module):
+        return {"layers": layers(value), **{key: inner(t) for key, t in value.state_dict(keep_vars=True).items()}}
+    if is_dataclass(value) and not isinstance(value, type):
+        return {"type": name, **{f.name: inner(getattr(value, f.name, None)) for f in fields(value) if f.init}}
+    if isinstance(value, functools.partial):
+        return {"type": name, "func": inner(value.func), "args": inner(value.args), "keywords": inner(value.keywords)}
+    if isinstance(value, torch.dtype | torch.device):
+        return str(value)
+    if isinstance(value, types.MethodType):
+        return {"method": inner(value.__func__), "of": _attributes(value.__self__, inner)}
+    if isinstance(value, type) or not callable(value):
+        return getattr(value, "__qualname__", name)
+    if not hasattr(value, "__qualname__"):
+        return _attributes(value, inner)
+    # The values in a closure are part of what a function computes: a prior's strength, a schedule's rate.
+    cells = [_contents(cell) for cell in getattr(value, "__closure__", None) or ()]
+    more = [getattr(value, key, None) for key in ("__defaults__", "__kwdefaults__", "__wrapped__")]
+    return [value.__qualname__, *(inner(part) for part in (*cells, *more) if part is not None)]
+
+
+def _attributes(value: Any, inner: Callable[[Any], Any]) -> Any:
+    """Describe an object by its type and attributes, unless it is of a kind that `described` describes."""
+    if isinstance(value, type | nn.Module) or is_dataclass(value):
+        return inner(value)
+    return {"type": type(value).__qualname__, **inner(getattr(value, "__dict__", {}))}
+
+
+def _contents(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not filled yet
+        return None
+
+
+def layers(model: nn.Module) -> dict[str, str]:
+    """Return every layer's type and options, by name."""
+    return {name: f"{type(layer).__qualname__}({_options(layer)})" for name, layer in model.named_modules()}
+
+
+def _options(layer: nn.Module) -> str:
+    try:
+        return ADDRESS.sub("", layer.extra_repr())
+    except Exception:  # extra_repr is user code; its failure must not stop a run from being saved
+        return ""
+
+
+def _sum_of(t: Tensor) -> str:
+    try:
+        return digest.of_tensor(t)[:16]
+    except (RuntimeError, NotImplementedError, TypeError):  # sparse, or without data
+        return ""

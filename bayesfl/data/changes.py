@@ -1,0 +1,135 @@
+"""Checks of what is done to inputs whenever they are read, and of what is done to them for training, on a few rows."""
+
+import contextlib
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bayesfl.base.inputs import Inputs, each, named, shape_of
+from bayesfl.data.split import Change, ClientData
+
+ROWS = 4
+"""Number of rows on which a function is tried."""
+
+_ROUNDING = 1e-3  # by which a row alone may differ from the same row among others, relative to the largest number; sums go in other orders
+
+
+def check_transform(split: ClientData, transform: Change) -> None:
+    """Try a function of inputs on a few rows of a split, and check that it may stand between the data and a network.
+
+    Args:
+        split: The data, not transformed yet.
+        transform: The function.
+
+    Raises:
+        ValueError: It returns another number of rows or numbers that are not finite, writes into its input, draws, or gives a row something
+            else among others than alone.
+        TypeError: It is no function, or does not return tensors.
+    """
+    x = _tried("transform", split, transform)
+    with _drawn_by() as drawn:
+        made, *again = [_kept("transform", split, transform, x) for _ in range(3)]
+    for name, t in named(made, "transform(x)"):
+        if t.is_floating_point() and not t.isfinite().all():
+            raise ValueError(
+                f"{name} holds NaN or infinite numbers for rows that hold none: guard divisions and logarithms, as by x.clamp(1e-6)"
+            )
+    if drawn or not all(_near(made, other, 0.0) for other in again):
+        raise ValueError(
+            "transform gives other numbers each time, or draws: what is done to inputs must be the same in training and prediction. Pass "
+            "it to data.augmented(...), which is for training alone"
+        )
+    for row in range(len(_first(x))):
+        alone = _kept("transform", split, transform, each(lambda t, row=row: t[row : row + 1], x))
+        if not _near(each(lambda t, row=row: t[row : row + 1], made), alone, _ROUNDING):
+            raise ValueError(
+                "transform gives a row other numbers among others than alone, so that predictions would depend on what is read together: "
+                "standardise with fixed numbers, as lambda x: (x - mean) / std does with those of the training data, and put modules into "
+                "eval()"
+            )
+
+
+def check_augment(split: ClientData, augment: Change) -> None:
+    """Try a function of inputs on a few rows of a split, and check that a network can be trained on what it returns.
+
+    Args:
+        split: The data, not augmented yet.
+        augment: The function.
+
+    Raises:
+        ValueError: It returns other shapes, writes into its input, or draws by something else than torch.
+        TypeError: It is no function, or does not return tensors.
+    """
+    x = _tried("augment", split, augment)
+    with _drawn_by() as drawn:
+        made = _kept("augment", split, augment, x)
+    if elsewhere := [name for name in drawn if name != "torch"]:
+        raise ValueError(
+            f"augment draws by {elsewhere[0]}, which no seed of a run reaches: draw by torch, as torch.rand(len(x)) does, and without a "
+            "generator"
+        )
+    if shape_of(made) != shape_of(x):
+        raise ValueError(
+            f"augment makes examples of shape {shape_of(made)} of {shape_of(x)}: predictions see those that are not augmented, so crop "
+            "after padding, or pad what was cropped"
+        )
+
+
+def _first(x: Inputs) -> Tensor:
+    return next(t for _, t in named(x))
+
+
+def _tried(name: str, split: ClientData, change: Any) -> Inputs:
+    """Return the rows on which a function is tried, spread over the clients."""
+    if not callable(change):
+        raise TypeError(f"{name} must be a function of inputs, such as lambda x: x / 255, got {change!r}")
+    spread = np.unique(np.linspace(0, len(split.index) - 1, ROWS).astype(np.int64))
+    return split.take(split.index[torch.from_numpy(spread).to(split.index.device)])
+
+
+def _kept(name: str, split: ClientData, change: Change, x: Inputs) -> Inputs:
+    """Return what a function makes of a copy of inputs, after a check that it did not write into that."""
+    given = each(lambda t: t.clone(), x)
+    made = each(lambda t: t.clone(), split.changed(name, change, given))
+    if not _near(given, x, 0.0):
+        raise ValueError(f"{name} writes into its input: return new tensors, as x / 255 does in place of x.div_(255)")
+    return made
+
+
+def _near(one: Inputs, other: Inputs, rounding: float) -> bool:
+    """Say whether two trees hold the same numbers, floats to within a share of the largest."""
+    mine, theirs = dict(named(one)), dict(named(other))
+    if mine.keys() != theirs.keys():
+        return False
+    for name, a in mine.items():
+        b = theirs[name]
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return False
+        exact = not rounding or not a.is_floating_point() or not a.numel()
+        if not (torch.equal(a, b) if exact else bool((a - b).abs().max() <= rounding * max(float(a.abs().max()), 1e-30))):
+            return False
+    return True
+
+
+@contextlib.contextmanager
+def _drawn_by() -> Iterator[list[str]]:
+    """Find which of the generators that a program shares are used within, and leave them as they were."""
+    used: list[str] = []
+    python, numpy, torch_ = random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state()  # noqa: NPY002
+    try:
+        yield used
+    finally:
+        now = np.random.get_state(legacy=False)  # noqa: NPY002
+        same = {
+            "torch": torch.equal(torch.get_rng_state(), torch_),
+            "numpy.random": str(now) == str(numpy) and np.array_equal(now["state"]["key"], numpy["state"]["key"]),
+            "random": random.getstate() == python,
+        }
+        used += [name for name, kept in same.items() if not kept]
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002
+        torch.set_rng_state(torch_)

@@ -1,0 +1,114 @@
+"""Trees of inputs: calls, names, rows, and what lies in files."""
+
+from collections import UserDict
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from bayesfl.base import inputs
+from bayesfl.base.inputs import (
+    call,
+    call_at,
+    count,
+    each,
+    first,
+    in_precision,
+    join,
+    mapped,
+    mark_mapped,
+    named,
+    pieces,
+    row_bytes,
+    shape_of,
+)
+
+A, B = torch.arange(12.0).reshape(4, 3), torch.arange(4)
+
+
+class Two(nn.Module):
+    """A layer of the first input times the second."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+
+    def forward(self, x, scale=None):
+        return self.layer(x).squeeze(1) * (1 if scale is None else scale)
+
+
+@pytest.mark.parametrize("x", [(A, B), {"scale": B, "x": A}, UserDict(scale=B, x=A)])
+def test_a_tuple_goes_by_place_and_a_mapping_by_name(x):
+    module = Two()
+    assert call(module, x).equal(module(A, B))
+    assert call(module, A).equal(module(A))
+    doubled = {name: 2 * p.detach() for name, p in module.named_parameters()}
+    assert call_at(module, doubled, x).allclose(2 * module(A, B))
+
+
+def test_trees_are_walked():
+    tree = {"b": B, "a": (A, UserDict(c=A))}
+    assert [name for name, _ in named(tree)] == ["x['b']", "x['a'][0]", "x['a'][1]['c']"]
+    assert first(tree) is B
+    assert count(tree) == 4
+    assert shape_of(tree) == {"b": (), "a": ((3,), {"c": (3,)})}
+    assert row_bytes(tree) == 8 + 12 + 12
+    assert each(len, tree) == {"b": 4, "a": (4, {"c": 4})}
+    again = join([*pieces(tree, 70)])
+    assert [count(piece) for piece in pieces(tree, 70)] == [2, 2]
+    assert all(a.equal(b) for (_, a), (_, b) in zip(named(again), named(tree), strict=True))
+    assert first(again) is not B
+    assert first(join([(B,)])).data_ptr() != B.data_ptr()
+
+
+def test_only_floats_change_their_precision():
+    kinds = {"f": A.half(), "i": B.int(), "m": B > 1, "u": B.to(torch.uint8), "w": B.to(torch.uint16)}
+    read = in_precision(kinds, torch.float64)
+    assert {name: t.dtype for name, t in named(read, "")} == {
+        "['f']": torch.float64,
+        "['i']": torch.int32,
+        "['m']": torch.bool,
+        "['u']": torch.uint8,
+        "['w']": torch.int64,
+    }
+    assert in_precision(torch.tensor([65535], dtype=torch.uint16), torch.float32).item() == 65535  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize(
+    ("x", "error", "message"),
+    [
+        ((), ValueError, "^x is an empty tuple"),
+        ({"a": {}}, ValueError, r"^x\['a'\] is an empty mapping"),
+        ({1: A}, ValueError, r"^x must name its inputs by text.* got 1; str\(name\)"),
+        ({"a": [A]}, TypeError, r"^x\['a'\] must be a tensor, .* got list"),
+    ],
+)
+def test_what_is_no_tree_of_tensors_is_named(x, error, message):
+    with pytest.raises(error, match=message):
+        list(named(x))
+
+
+def test_what_lies_in_a_file_is_known(tmp_path, monkeypatch):
+    """With Linux's list of mappings all of it; without, what torch or `mark_mapped` tells."""
+    np.arange(4096.0).tofile(tmp_path / "x")
+    torch.save({"x": torch.arange(4096.0)}, tmp_path / "x.pt")
+    path = str(tmp_path / "x")
+    shared = torch.from_file(path, shared=True, size=4096, dtype=torch.float64)
+    others = [
+        torch.from_file(path, size=4096, dtype=torch.float64),
+        torch.load(tmp_path / "x.pt", mmap=True)["x"],
+        torch.from_numpy(np.memmap(path, dtype=np.float64, mode="r+")),
+    ]
+    memory = [torch.zeros(3), torch.zeros(10**6), torch.zeros(3).share_memory_(), torch.zeros(0), torch.zeros(3, device="meta")]
+    assert not mapped(shared.clone())
+    assert not any(map(mapped, memory))
+    assert mapped(shared)
+    assert mapped(shared[7:])
+    if inputs.MAPPINGS.exists():
+        assert all(map(mapped, others))
+    monkeypatch.setattr(inputs, "MAPPINGS", tmp_path / "nothing")
+    assert mapped(shared[:9])
+    assert not mapped(others[0][1:])
+    mark_mapped(part := others[0][1:])
+    assert mapped(part)

@@ -1,0 +1,145 @@
+"""Functions of inputs, tried on a few rows before they are used."""
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import bayesfl as bf
+from bayesfl.data import from_arrays
+from bayesfl.data.changes import check_augment, check_transform
+
+
+@pytest.fixture
+def images():
+    x = np.random.default_rng(0).integers(0, 256, (30, 2, 6, 6), dtype=np.uint8)
+    return from_arrays(x, np.arange(30) % 3, client_ids=np.arange(30) % 4)
+
+
+def two(**options) -> bf.data.FederatedData:
+    """Clients with tokens and numbers."""
+    x = {"tokens": np.arange(40).reshape(20, 2), "numbers": np.arange(20.0)}
+    return from_arrays(x, [0, 1] * 10, client_ids=[0] * 8 + [1] * 12, **options)
+
+
+def writes(x: Tensor) -> Tensor:
+    x[:, 0] = 0
+    return x
+
+
+def counts(x: Tensor, calls: list[int] = []) -> Tensor:  # noqa: B006 (it is what is refused)
+    calls.append(1)
+    return x.float() + len(calls)
+
+
+MEAN, STD = torch.full((2, 1, 1), 127.0), torch.full((2, 1, 1), 60.0)
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda x: x / 255,
+        lambda x: (x.float() - MEAN) / STD,
+        lambda x: x.flatten(1).float(),
+        lambda x: (x / 255, x > 7),
+        lambda x: {"image": x[:, :, ::2, ::2]},
+        nn.Sequential(nn.Flatten(), nn.LayerNorm(72)).double().to(torch.float32).forward,
+    ],
+)
+def test_what_is_done_row_by_row_is_taken(images, transform):
+    given = transform if not hasattr(transform, "__self__") else lambda x: transform(x.float())
+    done = images.transformed(given)
+    x, y = done.test.client(2)
+    assert len(bf.base.inputs.first(x)) == len(y)
+
+
+@pytest.mark.parametrize(
+    ("transform", "message"),
+    [
+        (lambda x: x[:1] / 255, r"^transform\(x\) has shape \[1, 2, 6, 6\] for 4 rows.*one row for each"),
+        (lambda x: (x, x.float().mean()), r"^transform\(x\)\[1\] has shape \[\] for 4 rows"),
+        (lambda x: x.float().repeat_interleave(2, 0), r"^transform\(x\) has shape \[8, 2, 6, 6\] for 4 rows"),
+        (lambda x: x.flatten(1).float().squeeze(0), r"^transform\(x\) has shape \[72\] for 1 rows"),
+        (lambda x: x - x.float().mean(0), r"^transform gives a row other numbers among others.*fixed numbers.*mean"),
+        (lambda x: (x - x.float().mean(0)) / x.float().std(0, correction=0), r"^transform gives a row other numbers among others"),
+        (lambda x: x.flip(0), r"^transform gives a row other numbers among others"),
+        (nn.BatchNorm2d(2).double(), r"^transform gives a row other numbers among others.*eval\(\)"),
+        (lambda x: x + torch.rand(len(x), 1, 1, 1), r"^transform .*draws.*data\.augmented"),
+        (lambda x: x.flip(-1) if torch.rand(()) < 0.001 else x, r"^transform .*draws.*data\.augmented"),
+        (lambda x: x.flip(-1) if random.random() < 0.001 else x, r"^transform .*draws.*data\.augmented"),
+        (lambda x: x.flip(-1) if np.random.rand() < 0.001 else x, r"^transform .*draws.*data\.augmented"),  # noqa: NPY002
+        (counts, r"^transform gives other numbers each time"),
+        (writes, r"^transform writes into its input.*x / 255"),
+        (lambda x: x / 0, r"^transform\(x\) holds NaN or infinite"),
+    ],
+)
+def test_what_no_transform_may_do(images, transform, message):
+    given = (lambda x: transform(x.double())) if isinstance(transform, nn.Module) else transform
+    with pytest.raises(ValueError, match=message):
+        images.transformed(given)
+
+
+@pytest.mark.parametrize(
+    ("augment", "message"),
+    [
+        (lambda x: x[:, :, 1:-1], r"^augment makes examples of shape \(2, 4, 6\) of \(2, 6, 6\).*pad"),
+        (lambda x: x[1:], r"^augment\(x\) has shape \[3, 2, 6, 6\] for 4 rows"),
+        (writes, r"^augment writes into its input"),
+        (lambda x: x + random.random(), r"^augment draws by random, .*torch\.rand\(len\(x\)\)"),
+        (lambda x: x + np.random.rand(), r"^augment draws by numpy\.random"),  # noqa: NPY002
+    ],
+)
+def test_what_no_augmentation_may_do(images, augment, message):
+    with pytest.raises(ValueError, match=message):
+        images.augmented(augment)
+
+
+def test_an_augmentation_draws_by_torch_and_may_mix_rows(images):
+    flips = images.augmented(lambda x: torch.where(torch.rand(len(x), 1, 1, 1) < 0.5, x.flip(-1), x))
+    assert flips.train.augment is not None
+    assert images.augmented(lambda x: x[torch.randperm(len(x))]).train.augment is not None
+
+
+@pytest.mark.parametrize("nothing", [None, 3, "flip"])
+def test_what_is_no_function_is_named(images, nothing: Any):
+    with pytest.raises(TypeError, match=r"^transform must be a function of inputs"):
+        images.transformed(nothing)
+    with pytest.raises(TypeError, match=r"^augment must be a function of inputs"):
+        images.augmented(nothing)
+    with pytest.raises(TypeError, match=r"^transform\(x\) must be a tensor, .* got ndarray"):
+        images.transformed(lambda x: x.numpy())
+
+
+def test_a_trial_leaves_the_generators_as_they_were(images):
+    def draws(x):
+        return x + torch.rand(()) + random.random() + np.random.rand()  # noqa: NPY002
+
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(0)
+    before = random.random(), np.random.rand(), torch.rand(()).item()  # noqa: NPY002
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(0)
+    for check in (check_transform, check_augment):
+        with pytest.raises(ValueError, match="draws"):
+            check(images.train, draws)
+    assert (random.random(), np.random.rand(), torch.rand(()).item()) == before  # noqa: NPY002
+
+
+def test_trees_are_tried_as_models_are_called():
+    data = two().transformed(lambda x: {"tokens": x["tokens"] + 1, "numbers": x["numbers"] / 20})
+    assert data.train.client(0)[0]["tokens"].min() >= 1
+    with pytest.raises(ValueError, match=r"^transform gives a row other numbers"):
+        two().transformed(lambda x: x | {"numbers": x["numbers"] - x["numbers"].mean()})
+    with pytest.raises(ValueError, match=r"^transform writes into its input"):
+        two().transformed(lambda x: x | {"numbers": x["numbers"].mul_(2)})
+
+
+def test_frozen_networks_may_be_part_of_a_transform(images):
+    """Whether or not somebody has frozen their weights."""
+    body = nn.Linear(72, 3)
+    features = images.transformed(lambda x: body(x.flatten(1).float()))
+    assert features.inputs == (3,)
+    assert not features.train.client(0)[0].requires_grad
