@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 _MASK = 2**64 - 1
 
@@ -18,15 +18,20 @@ class Addressed(TorchDispatchMode):
 
     Args:
         key: A number of 64 bits, as `random.key` gives it for an address.
+        start: Number of draws that are passed over, of code at the same address that runs before.
 
     Raises:
         ValueError: An operation cannot be given a generator, or has been given one by the code that calls it.
     """
 
-    def __init__(self, key: int) -> None:
+    def __init__(self, key: int, start: int = 0) -> None:
         super().__init__()
-        self._key = key
-        self.drawn = 0
+        self._key, self._start = key, start
+        self.drawn = start
+
+    def restart(self) -> None:
+        """Let the draws begin anew, for code that runs several times with the same ones."""
+        self.drawn = self._start
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         named = dict(kwargs or {})
@@ -52,9 +57,17 @@ class Addressed(TorchDispatchMode):
         return x * kept * (1 / (1 - p) if p < 1 else 0.0), kept
 
 
+def restart() -> None:
+    """Let the draws of the innermost context begin anew, if this thread is in one."""
+    mode = _get_current_dispatch_mode()
+    if isinstance(mode, Addressed):
+        mode.restart()
+
+
 def _idle(func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> bool:
     """Say whether an operation that may draw does not: its rate of dropout is 0, or it is not in training."""
-    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | named
+    defaults = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
+    given = defaults | dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | named
     rates = [given[name] for name in ("dropout_p", "dropout", "p") if isinstance(given.get(name), int | float)]
     off = any(given.get(name) is False for name in ("train", "training")) and "p" in given
     return off or (_with_generator(func) is None and bool(rates) and not any(rates))

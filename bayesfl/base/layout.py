@@ -54,12 +54,22 @@ class Layout:
                 "matched against named_parameters(); bf.models.split(module, head=...) gives any module a body and a head."
             )
         self._check_patterns(model, pattern)
-        self.shapes = {name: tuple(p.shape) for name, p in covered.items() if p.requires_grad}
+        self._hold({name: p for name, p in covered.items() if p.requires_grad})
         if not self.shapes:
             raise ValueError(
                 f"pattern {pattern!r} matches frozen parameters alone: {list(covered)} have requires_grad=False; unfreeze what is to be "
                 "trained, take a method without such a part, or compute what the frozen part gives once and federate the rest on that"
             )
+
+    @classmethod
+    def of_buffers(cls, model: nn.Module, names: tuple[str, ...]) -> "Layout":
+        """Return the layout of the buffers `names`, as of parameters."""
+        made = cls.__new__(cls)
+        made._hold({name: model.get_buffer(name) for name in names})
+        return made
+
+    def _hold(self, tensors: Mapping[str, Tensor]) -> None:
+        self.shapes = {name: tuple(t.shape) for name, t in tensors.items()}
         self.names = tuple(self.shapes)
         self.sizes = tuple(math.prod(shape) for shape in self.shapes.values())
         self.size = sum(self.sizes)

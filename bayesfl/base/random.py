@@ -34,6 +34,7 @@ class Purpose(IntEnum):
     GRAPH = 10
     FAULT = 11
     AUGMENT = 12
+    FORWARD = 13
 
 
 class Stage(IntEnum):

@@ -1,7 +1,5 @@
 """`Algorithm`: a federated method as a value, made of blocks (what is believed, sent and kept) and phases (what is trained)."""
 
-import threading
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from numbers import Number
@@ -19,11 +17,13 @@ from bayesfl.base.layout import Layout
 from bayesfl.base.protocols import RESERVED, Batch, Likelihood, Predictor, Server, Tensors, Uplink, View
 from bayesfl.base.random import Purpose, generator
 from bayesfl.base.trees import flatten, shapes
+from bayesfl.composition import buffers
 from bayesfl.composition.block import Block
 from bayesfl.composition.composed import check_addressed, check_composed, refuse_taken
 from bayesfl.composition.pools import Mixed
 from bayesfl.likelihoods import Categorical
 from bayesfl.models.altered import cut
+from bayesfl.models.modes import own_copy
 from bayesfl.models.purity import refuse_impure
 
 
@@ -89,7 +89,8 @@ class Algorithm:
         check_composed(self)
         object.__setattr__(self, "model", copied(self.model))
         whole("draws", self.draws, least=0)
-        object.__setattr__(self, "_layouts", {name: Layout(self.model, block.pattern) for name, block in self.blocks.items()})
+        object.__setattr__(self, "blocks", buffers.with_buffers(self.model, self.blocks))
+        object.__setattr__(self, "_layouts", {name: buffers.layout(self.model, block) for name, block in self.blocks.items()})
         self.check_parts(self.parts)
         if self.copies(self.parts) is not None and self.predictor is None:
             raise ValueError(f"parts {self.parts} have copies, so a predictor must say how they predict together, as predictors.Mixture()")
@@ -142,28 +143,33 @@ class Algorithm:
 
     # Parameters, outputs and losses of one client
 
-    def module(self, like: Tensor) -> nn.Module:
-        """Return this thread's own copy of the model, in the precision and on the device of `like`; the copy may be overwritten."""
-        copies = _LOCAL.__dict__.setdefault("modules", weakref.WeakKeyDictionary()).setdefault(self.model, {})
-        key = (like.dtype, like.device)
-        if key not in copies:
-            copies[key] = copied(self.model).to(dtype=like.dtype, device=like.device).requires_grad_(False)
-        return copies[key]
+    def module(self, like: Tensor, *, train: bool = False) -> nn.Module:
+        """Return this thread's own copy of the model, in the precision and on the device of `like`; the copy may be overwritten.
+
+        It is in evaluation mode, or, to `train`, in the modes in which the model was given.
+        """
+        return own_copy(self.model, like, train=train)
+
+    def whole(self, parts: Iterable[str]) -> tuple[str, ...]:
+        """Return the parts and the blocks of their norms' buffers, which go wherever they go."""
+        found = dict.fromkeys(name for part in parts for name in (part, buffers.of(part)))
+        return tuple(name for name in found if name in self.blocks)
 
     def leaves(self, parts: Iterable[str], view: View, noise: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Return parameters by name, [..., *shape]: a draw from each part's belief where there is noise [..., D], else its mean."""
         noise = noise or {}
         return {
             name: leaf
-            for part in parts
+            for part in self.whole(parts)
             for name, leaf in self.layout(part).leaves(self.blocks[part].posterior.sample(view[part], noise.get(part))).items()
         }
 
     def network(self, view: View, parts: tuple[str, ...] | None = None) -> nn.Module:
         """Return this thread's copy of the model at one client's weights, `parts` at their means; the next call overwrites it."""
         network = self.module(view["n"])
+        held = dict(network.named_parameters()) | dict(network.named_buffers())
         for name, leaf in self.leaves(self.parts if parts is None else parts, view).items():
-            network.get_parameter(name).copy_(leaf)
+            held[name].copy_(leaf)
         return network
 
     def outputs(self, leaves: Mapping[str, Tensor], x: Inputs) -> Tensor:
@@ -185,7 +191,7 @@ class Algorithm:
 
     def losses_of_copies(self, parts: Iterable[str], view: View, batch: Batch, noise: Mapping[str, Tensor] | None = None) -> Tensor:
         """Compute `losses` [B] of one client at its weights, or at one draw from noise [D]; [M, B] where a part has M copies."""
-        parts, noise = tuple(parts), noise or {}
+        parts, noise = self.whole(parts), noise or {}
         count = self.copies(parts)
         leaves = self.leaves(parts, view, {k: self.noise_of_copies(k, e) for k, e in noise.items()})
         if count is None:
@@ -205,7 +211,7 @@ class Algorithm:
 
     def of_copy(self, parts: Iterable[str], view: View, copy: int) -> View:
         """Return a client's view in which the blocks of `parts` that have copies hold one of these alone, as a block without copies."""
-        return view | {part: tree_map(lambda t: t[copy], view[part]) for part in parts if self.blocks[part].copies}
+        return view | {part: tree_map(lambda t: t[copy], view[part]) for part in self.whole(parts) if self.blocks[part].copies}
 
     def divergence(self, block: str, belief: Tensors, given: Server, view: View) -> Tensor:
         """Compute KL(q || prior) [...] in nats of a block's belief, summed over its copies; for a point, its energy -log p."""
@@ -218,7 +224,7 @@ class Algorithm:
     def init(self, clients: int, *, seed: int = 0, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Server:
         """Return the server's state before the first round: blocks by the tensors that travel (private ones by their centre), and more."""
         covered = {name for block in self.blocks for name in self.layout(block).names}
-        weights = {name: p.detach() for name, p in self.model.named_parameters() if name in covered}
+        weights = {name: t for name, t in buffers.tensors_of(self.model).items() if name in covered}
         state: Server = {}
         for index, (name, block) in enumerate(self.blocks.items()):
             layout = self.layout(name)
@@ -385,9 +391,6 @@ class Algorithm:
         given = self.given(self.to_one(server)[0], 0, 1)
         reports = self._starts("reports", self.reports, given, next(iter(beliefs.values()))["loc"])
         return {name: (tuple(t.shape), t.dtype) for name, t in flatten(self.sent(beliefs) | reports).items()}
-
-
-_LOCAL = threading.local()
 
 
 def _placed(value: Any, like: Tensor) -> Tensor:

@@ -63,8 +63,9 @@ def with_personal(
     block = Block(pattern, prior=prior, pool=None, keep=True)
 
     def start(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
-        loc = algorithm.layout(name).ravel(algorithm.leaves(shared, given))
-        return view | {name: algorithm.belief(name, {"loc": loc})}
+        leaves = algorithm.leaves(shared, given)
+        own = {one: algorithm.belief(one, {"loc": algorithm.layout(one).ravel(leaves)}) for one in algorithm.whole((name,))}
+        return view | own
 
     again = (Once(start),)
     made = replace(

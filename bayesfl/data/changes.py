@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bayesfl.base.addressed import Addressed
 from bayesfl.base.inputs import Inputs, each, named, shape_of
 from bayesfl.data.split import Change, ClientData
 
@@ -61,17 +62,28 @@ def check_augment(split: ClientData, augment: Change) -> None:
         augment: The function.
 
     Raises:
-        ValueError: It returns other shapes, writes into its input, or draws by something else than torch.
+        ValueError: It returns other shapes or dtypes, writes into its input, draws by something else than torch or by a generator of its
+            own, or gives something else when its draws are repeated.
         TypeError: It is no function, or does not return tensors.
     """
     x = _tried("augment", split, augment)
+    made = []
     with _drawn_by() as drawn:
-        made = _kept("augment", split, augment, x)
-    if elsewhere := [name for name in drawn if name != "torch"]:
+        for _ in range(2):
+            with Addressed(0):
+                made.append(_kept("augment", split, augment, x))
+    if drawn:
         raise ValueError(
-            f"augment draws by {elsewhere[0]}, which no seed of a run reaches: draw by torch, as torch.rand(len(x)) does, and without a "
-            "generator"
+            f"augment draws by {drawn[0]}, which no seed of a run reaches: draw by torch, as torch.rand(len(x)) does, without a generator"
         )
+    made, again = made
+    if not _near(made, again, 0.0):
+        raise ValueError("augment gives other inputs when its draws are repeated: it counts, which no seed repeats; remove that")
+    for (name, before), (_, after) in zip(named(x), named(made), strict=False):
+        if before.dtype != after.dtype:
+            raise ValueError(
+                f"augment makes {after.dtype} of {name}, {before.dtype}; convert it by data.transformed(...), which predictions have, too"
+            )
     if shape_of(made) != shape_of(x):
         raise ValueError(
             f"augment makes examples of shape {shape_of(made)} of {shape_of(x)}: predictions see those that are not augmented, so crop "

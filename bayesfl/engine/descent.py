@@ -15,11 +15,13 @@ from torch.utils._pytree import tree_map
 from bayesfl.base.inputs import Inputs
 from bayesfl.base.protocols import Batch, Info, Server, Tensors, View
 from bayesfl.composition.algorithm import Algorithm
+from bayesfl.composition.buffers import Buffers
 from bayesfl.composition.energy import Energy
 from bayesfl.composition.phases import Descend
 from bayesfl.composition.priors import Flat, Normal, is_normal
 from bayesfl.engine.network import Kernel, Network, Through
 from bayesfl.engine.plan import PhasePlan
+from bayesfl.models.modes import draws, lively
 from bayesfl.optim import rate_at
 from bayesfl.posteriors.point import Point
 
@@ -43,17 +45,27 @@ class Descent:
         self._rate = rate_at(phase.optimiser.rate, given["round"], given["rounds"])
         held = [_Held(algorithm, name) for name in phase.energy.parts if name not in phase.blocks]
         self._trained = [_trained(algorithm, phase, name, given, views) for name in phase.blocks]
+        # The forward passes write the new statistics into these.
+        self._buffers = {
+            name: _Vectors(algorithm, name, views[name])
+            for name in algorithm.whole(phase.energy.parts)
+            if isinstance(algorithm.blocks[name], Buffers)
+        }
         self._parts = (*held, *self._trained)
         self._losses = _Losses(algorithm, phase.energy, given, views)
-        still &= not any(part.draws_from("body.") for part in held)
-        self._network = Network(algorithm.module(views["n"]), kernel, still=still)
+        still &= not any(part.draws_from("body.") for part in held) and not lively(algorithm.model)
+        self._network = Network(algorithm.module(views["n"], train=True), kernel, still=still)
         self._beliefs = {name: block.belief for name, block in zip(phase.blocks, self._trained, strict=True)}
         self._persist = phase.persist if phase.persist in views else None
         self._narrow(len(views["n"]))
         self._state = phase.optimiser.init(self._now) if self._persist is None else _listed(views[self._persist], self._beliefs)
 
-    def step(self, active: int, data: Batch, noise: Tensors) -> None:
-        """Take one step of the first c = `active` clients on examples [c, B, ...], with noise {block: [c, S, size]}."""
+    def step(self, active: int, data: Batch, noise: Tensors, key: int | None = None) -> None:
+        """Take one step of the first c = `active` clients on examples [c, B, ...], with noise {block: [c, S, size]}.
+
+        What the model itself draws, for a single client, has the address `key`; None where it draws nothing.
+        """
+        self._network.key = key
         if active != self._active:
             self._narrow(active)
         through = self._forward(data["x"], noise)
@@ -63,18 +75,19 @@ class Descent:
     def end(self, steps: Tensor | int) -> tuple[View, Info]:
         """Return the views afterwards and the clients' mean losses in nats, after `steps` [C], or one number for all."""
         kept = {} if self._persist is None else {self._persist: _nested(self._state, self._beliefs)}
-        return self._views | self._beliefs | kept, {"nll": self._losses.total / steps}
+        moved = {name: block.belief for name, block in self._buffers.items()}
+        return self._views | self._beliefs | moved | kept, {"nll": self._losses.total / steps}
 
     def _narrow(self, active: int) -> None:
         """Continue with the first `active` clients: views of their tensors are made once, not in every step."""
         front = tree_map(lambda t: t[:active], self._views)
-        for part in (*self._parts, self._losses):
+        for part in (*self._parts, *self._buffers.values(), self._losses):
             part.narrow(front)
         self._active, self._now = active, [p for block in self._trained for p in block.now]
 
     def _forward(self, x: Inputs, noise: Tensors) -> Through:
         """Compute the model; the way back writes slopes for the trained blocks."""
-        leaves: Tensors = {}
+        leaves: Tensors = {key: leaf for block in self._buffers.values() for key, leaf in block.whole().items()}
         slopes: Tensors = {}
         for part in self._parts:
             own, to = part.leaves(noise)
@@ -107,9 +120,10 @@ def descend(
         batch: The batch that `Repeat` shares among its phases; None outside a `Repeat`.
     """
     descent = Descent(algorithm, phase, given, views, kernel, still=plan.still)
+    drawing = draws(algorithm.model)
     for active, data, noise in plan.walk(phase, phase.noise(algorithm), batch):
         start = perf_counter()
-        descent.step(active, data, noise)
+        descent.step(active, data, noise, plan.forward_key() if drawing else None)
         plan.seconds["steps"] += perf_counter() - start
     return descent.end(torch.as_tensor(plan.steps).to(views["n"]) if batch is None else phase.steps or phase.epochs)
 
@@ -213,6 +227,10 @@ class _Vectors:
     def narrow(self, front: View) -> None:
         """Continue with the clients of `front` [c, ...], the first of the chunk."""
         self.now = [p[: len(front["n"])] for p in self.belief.values()]
+
+    def whole(self) -> Tensors:
+        """Return views of the first tensor in the shapes of the parameters or buffers."""
+        return self._layout.leaves(self.now[0])
 
     def solve(self, pace: Tensor | float) -> None:
         """Take no proximal step, as the slopes contain the whole energy.

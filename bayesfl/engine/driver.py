@@ -5,18 +5,19 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from bayesfl.base.checks import whole
 from bayesfl.base.inputs import Inputs, count, first
 from bayesfl.base.protocols import Batch, Info, Server, View
 from bayesfl.composition.algorithm import Algorithm
-from bayesfl.composition.phases import Descend, Phase, Repeat, by_algebra
+from bayesfl.composition.phases import Descend, Once, Phase, Repeat, by_algebra
 from bayesfl.engine import descent, layers, live, network, reference, vmap
 from bayesfl.engine.crew import Crew
 from bayesfl.engine.plan import PhasePlan
 from bayesfl.models.altered import cut
+from bayesfl.models.modes import draws, lively
 
 T = TypeVar("T")
 KernelName: TypeAlias = Literal["auto", "reference", "live", "layers", "vmap"]
@@ -139,7 +140,9 @@ class Engine:
         algorithm.module(views["n"])  # made here, since no copy can be made inside torch.func
         kernel = self.choose(algorithm, phase if by_algebra(phase) else None, device)
         descends = any(by_algebra(p) for p in getattr(phase, "phases", (phase,)))
-        if kernel == "reference" or not phase.batched or not (descends or vmap.batches(algorithm.model)):
+        if lively(algorithm.model) and self._trains(algorithm.model, phase):
+            kernel = "live"
+        elif kernel == "reference" or not phase.batched or not (descends or vmap.batches(algorithm.model)):
             return reference.run(algorithm, phase, given, views, plan)
         if kernel != "live" or not descends:
             return self._chunk(algorithm, phase, given, views, plan, kernel)
@@ -148,6 +151,27 @@ class Engine:
             for c in range(len(plan.ids))
         ]
         return tree_map(lambda *rows: torch.cat(rows), *done)
+
+    def _trains(self, model: nn.Module, phase: Phase | Repeat) -> bool:
+        """Say whether a phase trains a model that has norms with statistics or draws, which the live kernel alone does.
+
+        Raises:
+            ValueError: Another kernel was asked for, or the phase has steps of its own.
+        """
+        inner = getattr(phase, "phases", (phase,))
+        what = "dropout or other draws" if draws(model) else "batch norm or other statistics"
+        told = f"{type(model).__name__} has {what} in training mode"
+        if own := [p for p in inner if not by_algebra(p) and not isinstance(p, Once)]:
+            raise ValueError(
+                f"{told}, of which the steps of {type(own[0]).__name__} know nothing; put the model in eval mode, or take a method whose "
+                "phases are Descend"
+            )
+        if all(isinstance(p, Once) for p in inner):
+            return False
+        if self.kernel not in ("auto", "live") or not phase.batched:
+            asked = f"kernel={self.kernel!r}" if self.kernel not in ("auto", "live") else "a phase that is run by itself (batched=False)"
+            raise ValueError(f"{told}, which {asked} cannot train; use kernel='auto' or 'live', and phases with batched=True")
+        return True
 
     def _chunk(
         self, algorithm: Algorithm, phase: Phase | Repeat, given: Server, views: View, plan: PhasePlan, kernel: KernelName
@@ -183,7 +207,7 @@ class Engine:
             everything = (views, x, noise)
             rows = [tree_map(lambda t, c=c: t[c : c + 1], everything) for c in range(count(x))]
             return torch.cat([self.outputs(algorithm, parts, *row) for row in rows])
-        drawn = {part: descent.draw(algorithm, part, views[part], noise) for part in parts}
+        drawn = {part: descent.draw(algorithm, part, views[part], noise) for part in algorithm.whole(parts)}
         leaves = {key: leaf for part, vector in drawn.items() for key, leaf in algorithm.layout(part).leaves(vector).items()}
         through = network.Network(algorithm.module(views["n"]), KERNEL_OF[kernel])(leaves, x)
         return through.outputs if through.lifted else through.outputs.unsqueeze(1)

@@ -6,6 +6,7 @@ Stacks of known layers are run by the layer rules; other modules are called them
 import torch
 from torch import Tensor, nn
 
+from bayesfl.base.addressed import restart
 from bayesfl.base.inputs import Inputs, call_at, count, each
 from bayesfl.engine import layers
 from bayesfl.engine.network import Passage, by_autograd
@@ -17,22 +18,19 @@ def has_convolutions(module: nn.Module) -> bool:
 
 
 def _forward(module: nn.Module, leaves: dict[str, Tensor], x: Inputs, lifted: bool) -> tuple[Tensor, bool]:
-    own = dict(module.named_parameters())
+    own = dict(module.named_parameters()) | dict(module.named_buffers())
     leaves = {name: leaf.squeeze(0) for name, leaf in leaves.items()}
     drawn = {name: leaf for name, leaf in leaves.items() if leaf.dim() > own[name].dim()}
     fixed = {name: _channels_last(leaf) for name, leaf in leaves.items() if name not in drawn}
     x = each(lambda t: t.squeeze(0), x)
     if not drawn and not lifted:
         return call_at(module, fixed, each(_channels_last, x)).unsqueeze(0), False
-    draws = count(x) if lifted else len(next(iter(drawn.values())))
-    out = [
-        call_at(
-            module,
-            fixed | {name: _channels_last(leaf[s]) for name, leaf in drawn.items()},
-            each(lambda t, s=s: _channels_last(t[s] if lifted else t), x),
-        )
-        for s in range(draws)
-    ]
+    draws = count(x) if lifted else max(len(leaf) for leaf in drawn.values())
+    out = []
+    for s in range(draws):
+        restart()  # the same dropout for each draw
+        weights = fixed | {name: _channels_last(leaf[s % len(leaf)]) for name, leaf in drawn.items()}  # statistics are of copies alone
+        out.append(call_at(module, weights, each(lambda t, s=s: _channels_last(t[s] if lifted else t), x)))
     return torch.stack(out).unsqueeze(0), True
 
 

@@ -1,11 +1,13 @@
 """The model of a chunk of clients: its outputs, and the backward pass from slopes at the outputs to slopes at the parameters."""
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol, TypeAlias
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from bayesfl.base.addressed import Addressed
 from bayesfl.base.inputs import Inputs, count
 from bayesfl.models.altered import cut
 
@@ -98,6 +100,9 @@ class Network:
         kernel: Kernel that computes it for a chunk.
         still: Whether inputs and the body's leaves are the same in every call; the features are then computed once, if no
             slopes of the body are wanted.
+
+    Attributes:
+        key: Address of what the module draws in its next call, see `Addressed`; None where it draws nothing.
     """
 
     def __init__(self, module: nn.Module, kernel: Kernel, *, still: bool = False) -> None:
@@ -105,12 +110,14 @@ class Network:
         self._passages = {prefix: kernel(part) for prefix, part in parts.items()}
         self._still = still
         self._features: Pass | None = None
+        self.key: int | None = None
 
     def __call__(self, leaves: dict[str, Tensor], x: Inputs, slopes: dict[str, Tensor] | None = None) -> Through:
         """Compute the model for a chunk of clients; the backward pass writes into `slopes`."""
         slopes = slopes or {}
         if "" in self._passages:
-            whole = self._passages[""](leaves, slopes, x, False, False)
+            with self._drawing():
+                whole = self._passages[""](leaves, slopes, x, False, False)
 
             def all_the_way(slope: Tensor, at_features: Tensor | None = None) -> None:
                 if whole.back is not None:
@@ -121,8 +128,10 @@ class Network:
         to_body, to_head = _apart(slopes)
         features = self._features
         if features is None or not self._still or to_body or len(features.outputs) != count(x):
-            features = self._features = self._passages["body."](of_body, to_body, x, False, False)
-        outputs = self._passages["head."](of_head, to_head, features.outputs, features.lifted, bool(to_body))
+            with self._drawing():
+                features = self._features = self._passages["body."](of_body, to_body, x, False, False)
+        with self._drawing(2**32):
+            outputs = self._passages["head."](of_head, to_head, features.outputs, features.lifted, bool(to_body))
 
         def back(slope: Tensor, at_features: Tensor | None = None) -> None:
             through = None if outputs.back is None else outputs.back(slope)
@@ -130,6 +139,10 @@ class Network:
                 features.back(through if at_features is None else through + at_features)
 
         return Through(outputs.outputs, outputs.lifted, features.outputs, back)
+
+    def _drawing(self, start: int = 0) -> AbstractContextManager[Any]:
+        """Return the context in which a part of the module runs, whose draws are counted from `start`."""
+        return nullcontext() if self.key is None else Addressed(self.key, start)
 
 
 def _apart(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

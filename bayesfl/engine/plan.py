@@ -61,6 +61,7 @@ class PhasePlan:
         self._per_epoch = np.ones_like(self._counts) if size is None else -(-self._counts // size)
         self.steps = np.full(len(ids), phase.steps) if phase.steps else phase.epochs * self._per_epoch
         self.seconds = {"steps": 0.0, "batches": 0.0, "noise": 0.0}
+        self._forwards = 0
 
     @property
     def still(self) -> bool:
@@ -83,6 +84,13 @@ class PhasePlan:
     def rewind(self) -> None:
         """Let the noise begin anew, for a phase that is run again from its start."""
         self.__dict__.pop("_generators", None)
+        self._forwards = 0
+
+    def forward_key(self) -> int:
+        """Return the address of what the model itself draws in the next step, for the plan of a single client."""
+        (client,) = self.ids
+        self._forwards += 1
+        return key(self._seed, Purpose.FORWARD, client=int(client), index=self._forwards - 1, **self._address)
 
     def active(self, step: int) -> int:
         """Return how many clients are still training in `step`; they are a prefix of the chunk."""
@@ -95,7 +103,7 @@ class PhasePlan:
         """
         start = perf_counter()
         if self._phase.batch_size is None:
-            batch = tree_map(lambda t: t[:active], self._everything)
+            batch = {name: each(lambda t: t[:active], value) for name, value in self._everything.items()}
         else:
             index, places, weight, width = self._orders[step]
             if active < len(index) or width < index.shape[1]:

@@ -20,6 +20,7 @@ from bayesfl.engine.crew import Crew
 from bayesfl.engine.plan import PhasePlan, chunks
 from bayesfl.federation import stability
 from bayesfl.federation.errors import DivergenceError, called
+from bayesfl.models.modes import draws
 
 log = logging.getLogger(__name__)
 
@@ -129,7 +130,7 @@ class Local:
         place = 0  # counts the phases that shuffle or draw, so that one which does neither changes no draws
         for position, phase in enumerate(todo[:phases]):
             plan = PhasePlan(phase, self.train, ids, seed=self.seed, round=round, stage=stage, position=place, dtype=dtype)
-            place += by_chance(phase, algorithm)
+            place += by_chance(phase, algorithm) or self.train.augment is not None or draws(algorithm.model)
             before = views
             if stage is Stage.TRAIN and stability.looked_at(round) and stability.watched(algorithm, phase):
                 self._look(phase, given, views, plan)

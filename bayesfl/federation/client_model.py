@@ -334,7 +334,7 @@ def needs_data(algorithm: Algorithm) -> bool:
 
 def _needed(algorithm: Algorithm) -> tuple[str, ...]:
     """Return the names of the view's entries from which a client predicts."""
-    return (*algorithm.parts, *getattr(algorithm.predictor, "reads", ()), "n")
+    return (*algorithm.whole(algorithm.parts), *getattr(algorithm.predictor, "reads", ()), "n")
 
 
 def _start(algorithm: Algorithm, dtype: torch.dtype) -> View:

@@ -6,14 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesfl.base.addressed import Addressed
 from bayesfl.base.copies import check_original, refuse_changed
-from bayesfl.base.inputs import Inputs, count, each, named, shape_of
+from bayesfl.base.inputs import Inputs, count, each, named
 from bayesfl.composition.algorithm import Algorithm
-from bayesfl.composition.phases import trained
-from bayesfl.data import ClientData, FederatedData
+from bayesfl.composition.buffers import SUFFIX, Buffers
+from bayesfl.composition.phases import Descend, trained
+from bayesfl.data import FederatedData
 from bayesfl.likelihoods import Bernoulli
-from bayesfl.models.forwards import in_rows, looked_at
+from bayesfl.models.forwards import in_rows, looked_at, looked_at_training
+from bayesfl.models.modes import note
 
 PROBE = 32  # examples on which the model's outputs are checked
 
@@ -44,7 +45,6 @@ def check(algorithm: Algorithm, data: FederatedData) -> None:
         )
     module, rows = algorithm.module(torch.empty(0, dtype=data.train.dtype)), data.train.index[:PROBE]
     x = each(Tensor.cpu, data.train.take(rows))
-    _check_augment(data.train, data.train.take(rows))
     try:
         outputs, fault = looked_at(module, x)
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
@@ -62,6 +62,10 @@ def check(algorithm: Algorithm, data: FederatedData) -> None:
         )
     if fault:
         raise ValueError(f"{called} is refused: its forward {fault}")
+    training = looked_at_training(algorithm.module(torch.empty(0, dtype=data.train.dtype), train=True), x, outputs)
+    if training.fault:
+        raise ValueError(f"{called} is refused: its forward {training.fault}")
+    note(algorithm.model, draws=training.draws, other=training.other)
     if isinstance(algorithm.likelihood, Bernoulli) and data.outputs != 2:
         remedy = "use Categorical()" if data.outputs > 2 else "if class 1 does not occur in them, make them with outputs=2"
         raise ValueError(f"likelihood Bernoulli is for two classes, the data have {data.outputs}; {remedy}")
@@ -77,6 +81,7 @@ def check(algorithm: Algorithm, data: FederatedData) -> None:
         )
 
     _check_slope(likelihood, outputs, data.train.y[rows].cpu())
+    _check_followed(algorithm)
     for told in lost(algorithm):
         warnings.warn(told, stacklevel=3)
     covered = {name for block in algorithm.blocks for name in algorithm.layout(block).names}
@@ -85,6 +90,22 @@ def check(algorithm: Algorithm, data: FederatedData) -> None:
             f"no block of the method covers the parameters {idle[:5]} ({len(idle)} in all), so they stay as they are; freeze them "
             "(requires_grad=False) if that is meant, else rename them or widen a block's pattern",
             stacklevel=3,
+        )
+
+
+def _check_followed(algorithm: Algorithm) -> None:
+    """Check that every norm whose statistics are a block's is in the forward passes of some phase.
+
+    Raises:
+        ValueError: No phase has a block's norms, so that their statistics would stay those of the start.
+    """
+    inner = [one for phase in algorithm.phases for one in getattr(phase, "phases", (phase,))]
+    followed = {name for one in inner if isinstance(one, Descend) for name in algorithm.whole(one.energy.parts)}
+    if still := [name for name, block in algorithm.blocks.items() if isinstance(block, Buffers) and name not in followed]:
+        of = still[0].removesuffix(SUFFIX)
+        raise ValueError(
+            f"no phase of the method has block {of!r} in its energy's parts, so that the statistics of its norms would stay those of the "
+            "start; convert the norms by bf.models.group_norm(model), or put them in eval mode"
         )
 
 
@@ -144,34 +165,6 @@ def _slope_apart(likelihood: Any, outputs: Tensor, y: Tensor, tolerance: float) 
     return off if off > tolerance else None
 
 
-def _check_augment(split: ClientData, x: Inputs) -> None:
-    """Check that what augments a client's inputs draws nothing but by torch's operations, which have addresses in training.
-
-    Raises:
-        ValueError: It gives other inputs, or inputs of another form, when it is repeated with the same draws.
-    """
-    if split.augment is None:
-        return
-
-    def once() -> Inputs:
-        with torch.no_grad(), Addressed(0):
-            assert split.augment is not None
-            return split.changed("augment", split.augment, each(Tensor.clone, x))
-
-    found = once()
-    one, other = dict(named(found)), dict(named(once()))
-    if one.keys() != other.keys() or not all(torch.equal(t, other[name]) for name, t in one.items()):
-        raise ValueError(
-            "augment gives other inputs when it is repeated with the same draws of torch: it draws from Python's or NumPy's generators, or "
-            "counts, which no seed of the run repeats; draw by torch alone, as torch.rand does"
-        )
-    if shape_of(found) != shape_of(x):
-        raise ValueError(f"augment gives inputs of shape {shape_of(found)}, and predictions have {shape_of(x)}; crop or pad them alike")
-    for name, t in named(x):
-        if t.dtype != one[name].dtype:
-            raise ValueError(f"augment makes {one[name].dtype} of {name}, {t.dtype}; convert it in a transform, which predictions have too")
-
-
 def _remedy(error: str, x: Inputs) -> str:
     """Return what to do about an error of a model's forward, by its message."""
     whole = [(name, t.dtype) for name, t in named(x) if not t.is_floating_point()]
@@ -180,8 +173,8 @@ def _remedy(error: str, x: Inputs) -> str:
     if whole and any(word in error for word in ("dtype", "Long", "Int", "Byte", "Char", "Bool", "type", "not implemented for")):
         name, dtype = whole[0]
         return (
-            f"{name} holds {dtype}, which stays as it is: if the model wants floats, pass {name}.astype('float32'), or a transform that "
-            "makes them of it, as lambda x: x / 255"
+            f"{name} holds {dtype}, which stays as it is: if the model wants floats, pass {name}.astype('float32'), or make them "
+            "where they are read, as clients.transformed(lambda x: x / 255) does"
         )
     if "padding token" in error:
         return "set model.config.pad_token_id, the token that fills rows up"

@@ -59,4 +59,4 @@ def server_module(algorithm: Algorithm, server: Server, clients: int, like: Tens
     own = algorithm.address(server, torch.arange(clients, device=like.device))
     if any(bool((t != t[:1]).any()) for name in parts for t in own.get(name, {}).values()):
         raise ValueError("the server holds several networks, of clusters of clients; take a client's own, result.client(name)")
-    return module_at(algorithm, parts, {name: algorithm.centre(name, server) for name in parts} | {"n": like})
+    return module_at(algorithm, parts, {name: algorithm.centre(name, server) for name in algorithm.whole(parts)} | {"n": like})

@@ -215,7 +215,7 @@ def shared(local: Local, state: State, split: ClientData) -> Predictions | None:
     algorithm = local.algorithm
     if (parts := algorithm.shared_parts()) is None:
         return None
-    views = {name: tree_map(lambda t: t.unsqueeze(0), algorithm.centre(name, state.server)) for name in parts}
+    views = {name: tree_map(lambda t: t.unsqueeze(0), algorithm.centre(name, state.server)) for name in algorithm.whole(parts)}
     views["n"] = torch.ones(1, dtype=split.dtype, device=split.device)
     everyone = replace(split, counts=np.array([len(split.index)]))
     flat = _of_views(local.engine, algorithm, parts, views, everyone, np.zeros(1, np.int64), {})

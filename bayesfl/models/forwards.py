@@ -1,5 +1,6 @@
 """A look at what a module's forward does besides giving each example its outputs."""
 
+import contextlib
 import itertools
 import random
 from collections.abc import Callable, Iterator
@@ -9,8 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from bayesfl.base.addressed import Addressed
 from bayesfl.base.copies import rescaled
-from bayesfl.base.inputs import Inputs, call, count, each, named
+from bayesfl.base.inputs import Inputs, call, call_at, count, each, named
+from bayesfl.models.modes import STATISTICS, norms
 
 
 def looked_at(module: nn.Module, x: Inputs) -> tuple[Any, str]:
@@ -20,22 +23,94 @@ def looked_at(module: nn.Module, x: Inputs) -> tuple[Any, str]:
     the module's own that are rarely asked, and counts kept in containers.
 
     Args:
-        module: The module, in the mode that training uses; without gradients of its own.
+        module: The module, in evaluation mode; without gradients of its own.
         x: Inputs of N examples.
     """
+    with _untouched(module) as buffers, torch.no_grad():
+        before, seen = _state(module), each(Tensor.clone, x)
+        with Addressed(0) as drawing:
+            outputs = call(module, seen)
+        if drawing.drawn:
+            return outputs, _DRAWS.format("in evaluation mode, too")
+        if wrote := _wrote(seen, x):
+            return outputs, wrote
+        if changed := [name for name, t in module.named_buffers() if not torch.equal(t, buffers[name])]:
+            return (
+                outputs,
+                f"changes the buffers {changed[:3]} in evaluation mode, too; let it do that under `if self.training` or never",
+            )
+        faults = itertools.chain(_effects(module, before), _unlike(module, x, outputs) if in_rows(outputs, x) else ())
+        return outputs, next(faults, "")
+
+
+class Training(NamedTuple):
+    """What a module does in training.
+
+    Args:
+        fault: The first thing that it does and may not do here, as text; empty if there is none.
+        draws: Whether its forward draws random numbers.
+        other: Whether it computes something else than in evaluation.
+    """
+
+    fault: str
+    draws: bool
+    other: bool
+
+
+def looked_at_training(module: nn.Module, x: Inputs, outputs: Tensor) -> Training:
+    """Look at a step of training, forward and backward; the examples, the module and the generators are left as they were.
+
+    Args:
+        module: A copy as `own_copy(train=True)` makes it.
+        x: Inputs of N examples.
+        outputs: What the module gives for them in evaluation mode, [N, O].
+    """
+    with _untouched(module) as buffers, torch.enable_grad():
+        before, seen = _state(module), each(Tensor.clone, x)
+        leaves = {name: p.detach().requires_grad_() for name, p in module.named_parameters()}
+        with Addressed(0) as forward:
+            found = call_at(module, leaves, seen)
+        drew = forward.drawn > 0
+        fault = _wrote(seen, x) or next(_effects(module, before), "")
+        if fault or not in_rows(found, x):
+            return Training(fault or "returns outputs of another form in training mode than in evaluation mode", drew, True)
+        followed = {f"{norm}.{name}".removeprefix(".") for norm in norms(module) for name in (*STATISTICS, "num_batches_tracked")}
+        if changed := [name for name, t in module.named_buffers() if name not in followed and not torch.equal(t, buffers[name])]:
+            return Training(
+                f"changes the buffers {changed[:3]} in training, which are no statistics of a norm and would be lost; put that part "
+                "in eval mode, or make them parameters",
+                drew,
+                True,
+            )
+        with Addressed(1) as backward:
+            torch.autograd.grad(found.sum(), list(leaves.values()), allow_unused=True)
+        if backward.drawn or next(_effects(module, before), ""):
+            return Training(
+                "draws random numbers in its backward pass, as checkpointing of a part with dropout does, which have no address; leave "
+                "checkpointing out",
+                drew,
+                True,
+            )
+        with Addressed(0):
+            again = call_at(module, leaves, each(Tensor.clone, x))
+        if _apart(found, again, 100):
+            return Training("gives other outputs in training when its draws are repeated: it counts; remove that", drew, True)
+        return Training("", drew, _apart(found, outputs, 100))
+
+
+def _wrote(seen: Inputs, x: Inputs) -> str:
+    """Return which of the inputs `seen` by a forward it changed."""
+    wrote = [name for (name, one), (_, other) in zip(named(seen), named(x), strict=True) if not torch.equal(one, other)]
+    return f"changes its inputs in place; let it begin with {wrote[0]} = {wrote[0]}.clone()" if wrote else ""
+
+
+@contextlib.contextmanager
+def _untouched(module: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """Enter a context that gives copies of the module's buffers, and after which they and all generators are as they were."""
     buffers = {name: t.clone() for name, t in module.named_buffers()}
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 (what a forward that calls np.random draws from)
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(0)
-            before, seen = _state(module), each(Tensor.clone, x)
-            outputs = call(module, seen)
-            if wrote := [name for (name, one), (_, other) in zip(named(seen), named(x), strict=True) if not torch.equal(one, other)]:
-                return outputs, f"changes its inputs in place; let it begin with {wrote[0]} = {wrote[0]}.clone()"
-            if changed := [name for name, t in module.named_buffers() if not torch.equal(t, buffers[name])]:
-                return outputs, f"changes the buffers {changed[:3]}, which are constants here; call eval() before the method is made"
-            faults = itertools.chain(_effects(module, before), _unlike(module, x, outputs) if in_rows(outputs, x) else ())
-            return outputs, next(faults, "")
+        yield buffers
     finally:
         random.setstate(python)
         np.random.set_state(numpy)  # noqa: NPY002 (as above)
@@ -53,30 +128,33 @@ class _State(NamedTuple):
     """What a forward may leave changed, beside its inputs and buffers.
 
     Args:
-        generators: The states of the generators of torch, Python and NumPy, as text.
+        generators: The states of the generators of Python and NumPy.
         written: How often each parameter was changed in place.
         numbers: The plain numbers that the module's parts hold, by name.
     """
 
-    generators: str
+    generators: tuple[Any, ...]
     written: dict[str, int]
     numbers: dict[str, Any]
 
 
 def _state(module: nn.Module) -> _State:
-    drawn = np.random.get_state(legacy=False)  # noqa: NPY002 (as above)
-    generators = str((torch.default_generator.get_state().tolist(), random.getstate(), drawn))
+    _, words, *rest = np.random.get_state()  # noqa: NPY002 (as above)
+    generators = random.getstate(), np.asarray(words).tobytes(), *rest
     excused = rescaled(module)
     written = {name: p._version for name, p in module.named_parameters() if name not in excused and not p.is_inference()}
     held = [(f"{name}.{key}".lstrip("."), value) for name, part in module.named_modules() for key, value in vars(part).items()]
     return _State(generators, written, {name: value for name, value in held if type(value) in (bool, int, float)})
 
 
+_DRAWS = "draws random numbers {}; remove that, or let it depend on self.training, as F.dropout(x, p, self.training)"
+
+
 def _effects(module: nn.Module, before: _State) -> Iterator[str]:
-    """Yield what a forward has done besides returning outputs."""
+    """Yield what a forward has done besides returning outputs and drawing by torch's operations."""
     after = _state(module)
     if after.generators != before.generators:
-        yield "draws random numbers (as F.dropout does); remove that, or pass training=False there"
+        yield _DRAWS.format("by other means than torch's operations")
     if wrote := [name for name, count in after.written.items() if count != before.written[name]]:
         yield f"writes to the parameters {wrote[:3]}, as F.embedding with max_norm does; remove that"
     if counted := [name for name, value in after.numbers.items() if value != before.numbers.get(name)]:

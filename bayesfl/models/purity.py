@@ -1,12 +1,14 @@
-"""Refusing models that draw random numbers or update their buffers in training, and wrappers that hide the model."""
+"""Refusing models whose training a federation cannot repeat or exchange, and wrappers that hide the model."""
 
 import torch
 from torch import nn
 from torch.nn.utils.parametrizations import _SpectralNorm
 
+from bayesfl.models.modes import check_norms
+
 
 def refuse_impure(model: nn.Module) -> None:
-    """Raise ValueError, naming the module, if one draws its own randomness in training, updates its buffers, or cannot be run here."""
+    """Raise ValueError, naming the module, if one updates buffers that are no statistics of a norm, or cannot be run here."""
     if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
         raise ValueError(f"model is a {type(model).__name__}; pass the module inside, model.module")
     if isinstance(model, torch.jit.ScriptModule):
@@ -27,21 +29,8 @@ def refuse_impure(model: nn.Module) -> None:
             )
         if getattr(module, "sparse", False) is True:
             raise ValueError(f"module {name!r} ({type(module).__name__}) has sparse gradients, which are not used here; pass sparse=False")
-        if not module.training:
-            continue
-        if isinstance(module, _SpectralNorm):
+        if isinstance(module, _SpectralNorm) and module.training:
             raise ValueError(
-                f"module {name!r} (spectral norm) updates its buffers in training, and buffers are constants here; put it in eval mode"
+                f"module {name!r} (spectral norm) updates buffers in training that are no statistics to average; put it in eval mode"
             )
-        dropout = module.p if isinstance(module, nn.modules.dropout._DropoutNd) else getattr(module, "dropout", 0.0)
-        if isinstance(module, nn.RReLU) or (isinstance(dropout, float) and dropout > 0):
-            raise ValueError(
-                f"module {name!r} ({type(module).__name__}) draws its own randomness in training, which no address could repeat; "
-                "remove it, set its probability to 0, or put it in eval mode"
-            )
-        batch = isinstance(module, nn.modules.batchnorm._BatchNorm)  # even without running statistics it would use padded rows
-        if batch or (isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats):
-            raise ValueError(
-                f"module {name!r} ({type(module).__name__}) updates its buffers in training, and buffers are constants here; "
-                "use nn.GroupNorm instead, or put it in eval mode"
-            )
+    check_norms(model)

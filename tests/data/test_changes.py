@@ -1,5 +1,6 @@
 """Functions of inputs, tried on a few rows before they are used."""
 
+import itertools
 import random
 from typing import Any
 
@@ -82,12 +83,18 @@ def test_what_no_transform_may_do(images, transform, message):
         images.transformed(given)
 
 
+OWN, COUNTS = torch.Generator(), itertools.count()
+
+
 @pytest.mark.parametrize(
     ("augment", "message"),
     [
         (lambda x: x[:, :, 1:-1], r"^augment makes examples of shape \(2, 4, 6\) of \(2, 6, 6\).*pad"),
         (lambda x: x[1:], r"^augment\(x\) has shape \[3, 2, 6, 6\] for 4 rows"),
         (writes, r"^augment writes into its input"),
+        (lambda x: x > 0, r"^augment makes torch\.bool of x, torch\.uint8; .*data\.transformed"),
+        (lambda x: x + torch.rand(1, generator=OWN), r"a generator of its own"),
+        (lambda x: x + next(COUNTS), r"^augment gives other inputs when its draws are repeated"),
         (lambda x: x + random.random(), r"^augment draws by random, .*torch\.rand\(len\(x\)\)"),
         (lambda x: x + np.random.rand(), r"^augment draws by numpy\.random"),  # noqa: NPY002
     ],

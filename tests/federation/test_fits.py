@@ -55,12 +55,12 @@ def test_model_and_data_must_fit(clients, model):
 class Dropping(nn.Module):
     """Dropout as a function, which no list of layers shows."""
 
-    def __init__(self, p: float) -> None:
+    def __init__(self, p: float, always: bool = False) -> None:
         super().__init__()
-        self.layer, self.p = nn.Linear(8, 3), p
+        self.layer, self.p, self.always = nn.Linear(8, 3), p, always
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layer(F.dropout(x, self.p, training=self.training))
+        return self.layer(F.dropout(x, self.p, training=self.training or self.always))
 
 
 def test_classes_that_do_not_occur(model: nn.Module, clients: FederatedData):
@@ -71,13 +71,14 @@ def test_classes_that_do_not_occur(model: nn.Module, clients: FederatedData):
     assert bf.simulate(bf.algorithms.fedavg(model), bf.data.from_arrays([torch.randn(20, 8)], [torch.arange(20) % 2], outputs=3), **ONCE)
 
 
-def test_a_forward_that_draws_is_refused(clients):
-    """Equal seeds would give unequal weights; torch's own generator is not moved by the look at it."""
+def test_a_forward_that_draws_outside_training_is_refused(clients):
+    """Its predictions would not repeat; torch's own generator is not moved by the look at it."""
     options = {"rounds": 1, "evaluate_every": None, "progress": False}
-    drawing, still = [Dropping(0.5), Dropping(0.05)], [Dropping(0.0), Dropping(0.5).eval()]
+    drawing = [Dropping(rate, always=True) for rate in (0.5, 0.05)]
+    still = [Dropping(0.0, always=True), Dropping(0.5), Dropping(0.5).eval()]
     before = torch.get_rng_state()
     for module in drawing:
-        with pytest.raises(ValueError, match=r"Dropping .*F\.dropout.*training=False"):
+        with pytest.raises(ValueError, match=r"Dropping .*F\.dropout\(x, p, self\.training\)"):
             bf.simulate(bf.algorithms.fedavg(module), clients, **options)
     for module in still:
         assert bf.simulate(bf.algorithms.fedavg(module), clients, **options).round == 1
@@ -273,7 +274,7 @@ class Counting(nn.Module):
         (lambda: Around(after=lambda x: x.cumsum(0)), r"Around .*mixes the rows.*GroupNorm"),
         (lambda: Around(after=lambda x: F.batch_norm(x, None, None, training=True)), r"Around .*mixes the rows.*GroupNorm"),
         (lambda: Around(after=lambda x: x if torch.rand(()) < 0.999 else x * 0), r"Around .*draws random numbers"),
-        (lambda: Around(after=Counting()), r"Around .*buffers .*'after\.calls'.*eval\(\)"),
+        (lambda: Around(after=Counting()), r"Around .*buffers .*'after\.calls'.*self\.training"),
     ],
 )
 def test_what_a_forward_may_not_do_is_refused(clients: FederatedData, model: Any, words: str):

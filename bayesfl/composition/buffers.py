@@ -1,0 +1,85 @@
+"""Statistics of norms as blocks: beside each block that covers a norm stands one of the norm's buffers, sent and kept as that block is."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from bayesfl.base.layout import Layout, covers
+from bayesfl.base.protocols import AdditivePool
+from bayesfl.composition.block import Block, Start
+from bayesfl.composition.pools import Mean, Median, TrimmedMean
+from bayesfl.models.modes import STATISTICS, norms
+
+SUFFIX = "_buffers"
+
+
+@dataclass(frozen=True)
+class Buffers(Block):
+    """A block of the running statistics of norms, which `Algorithm` adds; forward passes in training move it, no optimiser does."""
+
+
+def of(block: str) -> str:
+    """Return the name of the block that has the buffers of a block's norms."""
+    return block + SUFFIX
+
+
+def with_buffers(model: nn.Module, blocks: Mapping[str, Block]) -> dict[str, Block]:
+    """Return the blocks with one of buffers beside each that covers a norm with statistics in training; others of buffers are dropped.
+
+    A norm is covered by the block that covers its weight or bias; one without trainable parameters by the block whose pattern fits its
+    name, or the names of its buffers.
+
+    Raises:
+        ValueError: A norm without trainable parameters is covered by no block, or a block with norms has a pool that mixes the clients.
+    """
+    plain = {name: block for name, block in blocks.items() if not isinstance(block, Buffers)}
+    found: dict[str, list[str]] = {}
+    for norm, part in norms(model).items():
+        own = [f"{norm}.{leaf}".removeprefix(".") for leaf, p in part.named_parameters(recurse=False) if p.requires_grad]
+        names = own or [norm, *buffers_of(norm)]
+        owners = [name for name, block in plain.items() if any(covers(block.pattern, one) for one in names)]
+        if not owners:
+            raise ValueError(
+                f"no block covers the norm {norm!r}, whose statistics would be the start's; widen a block's pattern, or put it in eval mode"
+            )
+        for name in owners:
+            found.setdefault(name, []).extend(buffers_of(norm))
+    added = {}
+    for name, buffers in found.items():
+        block = plain[name]
+        if of(name) in plain:
+            raise ValueError(f"{of(name)!r} is the name of the block of the buffers of {name!r}; choose another for your own block")
+        if not isinstance(block.pool, AdditivePool | Median | TrimmedMean | None):
+            raise ValueError(
+                f"block {name!r} has batch norms, and its pool {type(block.pool).__name__} makes other models of the clients', for whose "
+                "statistics there is no rule; convert the norms by bf.models.group_norm(model), or put them in eval mode"
+            )
+        values = Layout.of_buffers(model, tuple(buffers)).ravel(tensors_of(model))
+        start = "module" if block.copies is None else _same(values)
+        pool = block.pool if isinstance(block.pool, Mean | Median | TrimmedMean | None) else Mean()
+        added[of(name)] = Buffers(tuple(buffers), pool=pool, keep=block.keep, copies=block.copies, start=start)
+    return {**plain, **added}
+
+
+def layout(model: nn.Module, block: Block) -> Layout:
+    """Return the layout of a block, of buffers or of parameters."""
+    if isinstance(block, Buffers):
+        assert isinstance(block.pattern, tuple)
+        return Layout.of_buffers(model, block.pattern)
+    return Layout(model, block.pattern)
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return a model's parameters and buffers by name, detached."""
+    return {name: t.detach() for name, t in (*model.named_parameters(), *model.named_buffers())}
+
+
+def buffers_of(norm: str) -> list[str]:
+    """Return the names of a norm's statistics."""
+    return [f"{norm}.{name}".removeprefix(".") for name in STATISTICS]
+
+
+def _same(values: Tensor) -> Start:
+    return lambda rng, size: values.detach().to("cpu", torch.float32)
