@@ -248,12 +248,23 @@ def of_client(
         round: Number of rounds done.
         seed: The run's seed.
         value: The number that the method's predictor tunes.
+
+    Raises:
+        ValueError: The data have a transform, of which only the description is known.
     """
     rule = algorithm.predictor
     predictor = None if rule is None else rule(algorithm, given, view, train or {})
     names = _needed(algorithm) if rule is None or isinstance(rule, StoredPredictor) else view
     kept = {key: view[key] for key in names}
-    form = Form.of(data.train) if isinstance(data, FederatedData) else Form.of_floats(data.inputs)
+    if isinstance(data, FederatedData):
+        form = Form.of(data.train)
+    elif data.transform is not None:
+        raise ValueError(
+            f"{name!r} predicts for what the transform {data.transform} makes of rows, and this result was loaded without the data, which "
+            "have it; bf.load(path, algorithm, clients) loads it with them"
+        )
+    else:
+        form = Form.of_floats(data.inputs) if data.tensors is None else Form.read({"tensors": data.tensors}, None)
     about = {"inputs": data.inputs, "form": form, "class_names": data.class_names, "columns": data.columns}
     return ClientModel(algorithm, name, client, kept, round, seed, value=value, predictor=predictor, **about)
 

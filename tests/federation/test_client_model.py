@@ -512,3 +512,16 @@ def test_a_module_of_several_inputs_is_exported(names: bool, tmp_path: Path):
     torch.onnx.export(module, given[0], path, kwargs=given[1], dynamo=True, dynamic_shapes=shapes, input_names=list(x), verbose=False)
     (outputs,) = onnxruntime.InferenceSession(path).run(None, {name: t[:2].numpy() for name, t in x.items()})
     assert_close(torch.from_numpy(outputs), wanted.detach(), atol=1e-5, rtol=0)
+
+
+def test_a_run_that_was_loaded_without_data_knows_its_inputs(pictures: Result, tmp_path: Path):
+    """Their tensors and types; with a transform, of which a file holds no code, the data are needed."""
+    result = run(reader(False), texts(names=True), rounds=1, evaluate_every=None)
+    result.save(tmp_path / "run")
+    x: Any = result.data.test.client(0)[0]
+    loaded = bf.load(tmp_path / "run", result.algorithm).client(0)
+    assert torch.equal(loaded.predict(x).probs, result.client(0).predict(x).probs)  # type: ignore[arg-type]
+    pictures.save(tmp_path / "pictures")
+    with pytest.raises(ValueError, match=r"'1' predicts for what the transform .*bright.* makes .*bf\.load\(path, algorithm, clients\)"):
+        bf.load(tmp_path / "pictures", pictures.algorithm).client(1)
+    assert bf.load(tmp_path / "pictures", pictures.algorithm, pictures.data).client(1).form.transform is bright
