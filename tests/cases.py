@@ -150,3 +150,21 @@ def burst_by_fine_tuning(model: nn.Module) -> bf.Algorithm:
         return view | {"w": {"loc": torch.where(view["n"] == SIZES[2], torch.full_like(loc, torch.nan), loc + 1)}}
 
     return replace(bf.algorithms.fedavg(model, epochs=1), finetune=(bf.Once(burst),))
+
+
+def with_batch_norm(dropout: float = 0.0) -> bf.models.SplitModel:
+    """A network for `federation` whose body has a batch norm and dropout."""
+    plain = bf.models.mlp(8, hidden=16, outputs=3)
+    assert isinstance(plain.body, nn.Sequential)
+    first, *rest = plain.body
+    return bf.models.SplitModel(nn.Sequential(first, nn.BatchNorm1d(16), *rest, nn.Dropout(dropout)), plain.head)
+
+
+def scaled(clients: FederatedData, factors: tuple[float, ...]) -> FederatedData:
+    """The same clients, each with its inputs times a number."""
+    parts = {}
+    for name in ("train", "test"):
+        split = clients.splits[name]
+        rows = [split.client(j) for j in range(clients.clients)]
+        parts[name] = [x * factor for (x, _), factor in zip(rows, factors, strict=True)], [y for _, y in rows]
+    return bf.data.from_arrays(*parts["train"], test=parts["test"], outputs=clients.outputs, task="classification")
