@@ -27,7 +27,7 @@ def group_norm(module: nn.Module, *, groups: int = 32) -> nn.Module:
 
     Raises:
         TypeError: `module` is not an `nn.Module`.
-        ValueError: `groups` is no whole number >= 1, there is no batch norm to convert, or one does not yet know its channels.
+        ValueError: `groups` is no whole number >= 1, or there is no batch norm to convert.
 
     References:
         Wu and He, "Group normalization", ECCV 2018: 32 groups, or 16 channels in each. Hsieh, Phanishayee, Mutlu, Gibbons, "The non-IID
@@ -37,9 +37,9 @@ def group_norm(module: nn.Module, *, groups: int = 32) -> nn.Module:
     whole("groups", groups, least=1)
     made = copy.deepcopy(module)
     if isinstance(made, _BATCH):
-        return _converted(type(made).__name__, made, groups)
+        return _converted(made, groups)
     # `named_children` would leave out a norm that stands in two places of one part.
-    places = [(at, part, key) for at, part in made.named_modules() for key, child in part._modules.items() if isinstance(child, _BATCH)]
+    places = [(part, key) for part in made.modules() for key, child in part._modules.items() if isinstance(child, _BATCH)]
     if not places:
         other = sorted({type(part).__name__ for part in made.modules() if isinstance(part, nn.modules.batchnorm._NormBase)})
         raise ValueError(
@@ -47,20 +47,16 @@ def group_norm(module: nn.Module, *, groups: int = 32) -> nn.Module:
             "pass the module itself to the method"
         )
     new: dict[nn.Module, nn.Module] = {}
-    for at, part, key in places:
+    for part, key in places:
         norm = part._modules[key]
         assert norm is not None
-        if norm not in new:
-            new[norm] = _converted(f"{at}.{key}".removeprefix("."), norm, groups)
-        part._modules[key] = new[norm]
+        part._modules[key] = new.setdefault(norm, _converted(norm, groups))
     return made
 
 
-def _converted(name: str, norm: Any, groups: int) -> nn.GroupNorm:
+def _converted(norm: Any, groups: int) -> nn.GroupNorm:
     """Return a group norm with a batch norm's own parameters, in its mode."""
     channels = norm.num_features
-    if not channels:
-        raise ValueError(f"module {name!r} ({type(norm).__name__}) does not know its channels yet; run the network on an example first")
     most = min(groups, channels // LEAST if isinstance(norm, nn.BatchNorm1d) else channels)
     made = nn.GroupNorm(max(d for d in range(1, max(most, 1) + 1) if channels % d == 0), channels, eps=norm.eps, affine=False)
     made.affine, made.weight, made.bias = norm.affine, norm.weight, norm.bias
