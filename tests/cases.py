@@ -11,6 +11,7 @@ from torch.testing import assert_close
 import bayesfl as bf
 from bayesfl.base.protocols import Batch, Server, View
 from bayesfl.data import FederatedData
+from bayesfl.engine import layers
 from bayesfl.engine.driver import KernelName
 from bayesfl.federation.result import Result
 from bayesfl.optim import SGD, Adam
@@ -27,20 +28,35 @@ class Case:
         name: In `bf.algorithms`.
         options: Small numbers of steps.
         server: An optimiser on the server.
+        of: What it makes of a network that it is given.
     """
 
     name: str
     options: dict[str, Any]
     server: Any = None
+    of: Callable[[nn.Module], nn.Module] = lambda model: model
 
     def __call__(self, model: torch.nn.Module, **more: Any) -> bf.Algorithm:
         """The algorithm on `model`."""
         make: Callable[..., bf.Algorithm] = getattr(bf.algorithms, self.name)
-        made = make(model, **{**self.options, **more})
+        made = make(self.of(model), **{**self.options, **more})
         return made if self.server is None else bf.with_server_optimiser(made, self.server)
 
     def __str__(self) -> str:
         return "-".join([self.name, *(self.options[key] for key in ("lower", "variant") if key in self.options)])
+
+
+def normed(model: nn.Module) -> nn.Module:
+    """A network with a norm before its head, of a kind that every kernel takes."""
+    assert isinstance(model, bf.models.SplitModel)
+    assert isinstance(model.body, nn.Sequential)
+    assert isinstance(model.head, nn.Linear)
+    return bf.models.SplitModel(nn.Sequential(*model.body, nn.LayerNorm(model.head.in_features)), model.head)
+
+
+def kernels_of(algorithm: bf.Algorithm) -> tuple[KernelName, ...]:
+    """The kernels that can run its model; the one by rules has none for norms."""
+    return ("reference", "live", "vmap", *(("layers",) if layers.supported(algorithm.model) else ()))
 
 
 def keeping(algorithm: bf.Algorithm) -> bf.Algorithm:
@@ -64,6 +80,7 @@ CASES = (
     Case("fedpac", {"head_epochs": 1, "body_epochs": 2, "batch_size": 10, "lam": 0.7}),
     Case("lg_fedavg", {"epochs": 2, "batch_size": 10, "adapt_epochs": 3}),
     Case("fedbabu", {"epochs": 2, "batch_size": 10, "finetune_epochs": 2, "weight_decay": 1e-3}),
+    Case("fedbn", {"epochs": 2, "batch_size": 10, "adapt_epochs": 3}, of=normed),
     Case("ditto", {"epochs": 2, "batch_size": 10, "lam": 0.5, "adapt_epochs": 3}),
     Case("pfedme", {"batches": 5, "inner_steps": 3, "batch_size": 10, "beta": 0.7, "weight_decay": 1e-3}),
     Case("pfedmap", {"head_epochs": 4, "body_epochs": 1, "batch_size": 10}),
@@ -133,3 +150,21 @@ def burst_by_fine_tuning(model: nn.Module) -> bf.Algorithm:
         return view | {"w": {"loc": torch.where(view["n"] == SIZES[2], torch.full_like(loc, torch.nan), loc + 1)}}
 
     return replace(bf.algorithms.fedavg(model, epochs=1), finetune=(bf.Once(burst),))
+
+
+def with_batch_norm(dropout: float = 0.0) -> bf.models.SplitModel:
+    """A network for `federation` whose body has a batch norm and dropout."""
+    plain = bf.models.mlp(8, hidden=16, outputs=3)
+    assert isinstance(plain.body, nn.Sequential)
+    first, *rest = plain.body
+    return bf.models.SplitModel(nn.Sequential(first, nn.BatchNorm1d(16), *rest, nn.Dropout(dropout)), plain.head)
+
+
+def scaled(clients: FederatedData, factors: tuple[float, ...]) -> FederatedData:
+    """The same clients, each with its inputs times a number."""
+    parts = {}
+    for name in ("train", "test"):
+        split = clients.splits[name]
+        rows = [split.client(j) for j in range(clients.clients)]
+        parts[name] = [x * factor for (x, _), factor in zip(rows, factors, strict=True)], [y for _, y in rows]
+    return bf.data.from_arrays(*parts["train"], test=parts["test"], outputs=clients.outputs, task="classification")

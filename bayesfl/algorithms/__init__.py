@@ -3,10 +3,13 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from torch import nn
+
 from bayesfl.algorithms.clustered import clustered
 from bayesfl.algorithms.ditto import ditto
 from bayesfl.algorithms.fedavg import fedavg, fedavg_ft
 from bayesfl.algorithms.fedbabu import fedbabu
+from bayesfl.algorithms.fedbn import fedbn
 from bayesfl.algorithms.fedem import d_fedem, fedem
 from bayesfl.algorithms.fedpac import fedpac
 from bayesfl.algorithms.fedper import fedper
@@ -34,6 +37,7 @@ PAPERS: dict[str, tuple[Callable[..., Algorithm], str, str]] = {
     "fedpac": (fedpac, "FedPAC", "Xu, Tong, Huang, ICLR 2023"),
     "lg_fedavg": (lg_fedavg, "LG-FedAvg", "Liang et al., 2020"),
     "fedbabu": (fedbabu, "FedBABU", "Oh, Kim, Yun, ICLR 2022"),
+    "fedbn": (fedbn, "FedBN", "Li, Jiang, Zhang, Kamp, Dou, ICLR 2021"),
     "ditto": (ditto, "Ditto", "Li et al., ICML 2021"),
     "pfedme": (pfedme, "pFedMe", "Dinh, Tran, Nguyen, NeurIPS 2020"),
     "pfedmap": (pfedmap, "pFedMAP", "Zhu, Ma, Blaschko, FL-NeurIPS 2022"),
@@ -78,11 +82,13 @@ class Entry:
 
 def available() -> list[Entry]:
     """Return the table of implemented methods, read from the compositions themselves."""
-    from bayesfl.models import mlp
+    from bayesfl.models import SplitModel, mlp
 
     entries = []
+    plain = mlp(2, hidden=2, outputs=2)
+    normed = SplitModel(nn.Sequential(plain.body, nn.BatchNorm1d(2)), plain.head)
     for name, (make, title, paper) in PAPERS.items():
-        algorithm = make(mlp(2, hidden=2, outputs=2))
+        algorithm = make(normed if make is fedbn else plain)
         rows = algorithm.rows(algorithm.init(1))
         beliefs = [f"{block}: {type(b.posterior).__name__}" for block, b in algorithm.blocks.items()]
         if algorithm.predictor is not None:
@@ -107,6 +113,7 @@ __all__ = [
     "fedavg",
     "fedavg_ft",
     "fedbabu",
+    "fedbn",
     "fedem",
     "fedpac",
     "fedper",

@@ -7,6 +7,7 @@ from torch.utils._pytree import tree_map
 
 from bayesfl.base.protocols import Server, Uplink
 from bayesfl.composition.algorithm import Algorithm
+from bayesfl.composition.buffers import Buffers
 from bayesfl.optim import Optimiser, check_optimiser, rate_at
 
 STATE = "server_optimiser"
@@ -17,9 +18,10 @@ def with_server_optimiser(algorithm: Algorithm, optimiser: Optimiser) -> Algorit
 
         w <- update(w, w - pooled)
 
-    is the step for every block that is gathered. `SGD(1.0)` gives the method itself. Where clients take one plain gradient step of rate 1,
-    the gradient is that of their objectives' mean under the pool's weights. With weights n_j / n, mean losses and everyone taking part,
-    this is the mean loss of all data together; a penalty is averaged in the same way, not added up, see `bayesfl.algorithms.irm`.
+    is the step for every block that is gathered. Statistics of norms stay as pooled, since a step of Adam could take a variance below 0.
+    `SGD(1.0)` gives the method itself. Where clients take one plain gradient step of rate 1, the gradient is that of their objectives' mean
+    under the pool's weights. With weights n_j / n, mean losses and everyone taking part, this is the mean loss of all data together; a
+    penalty is averaged in the same way, not added up, see `bayesfl.algorithms.irm`.
 
     Args:
         algorithm: The method; its own `combine` changes the blocks first.
@@ -33,7 +35,7 @@ def with_server_optimiser(algorithm: Algorithm, optimiser: Optimiser) -> Algorit
         Reddi et al., "Adaptive federated optimization", ICLR 2021, algorithm 1. FedAdam's own step has no bias correction.
     """
     check_optimiser("server_optimiser", optimiser)
-    gathered = [name for name, block in algorithm.blocks.items() if block.pool is not None]
+    gathered = [name for name, block in algorithm.blocks.items() if block.pool is not None and not isinstance(block, Buffers)]
     if not gathered:
         raise ValueError("the method gathers no block, so there is nothing that an optimiser on the server could step; leave it out")
 

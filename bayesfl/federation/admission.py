@@ -86,7 +86,7 @@ def objection(message: Message, declared: Declared, round: int) -> str | None:
 
 
 def distances(sent: Mapping[str, Tensors], start: Mapping[str, Tensors]) -> Tensor:
-    """Return each client's Euclidean distance from what the server sent it, [C], over all pooled blocks together.
+    """Return each client's Euclidean distance from what the server sent it, [C], over several blocks together.
 
     Args:
         sent: What the clients send, {block: {tensor: [C, ...]}}, not empty.
@@ -135,7 +135,8 @@ class Admission:
         min_clients: Number of replies that a round needs, >= 1.
         below_minimum: What becomes of a round with fewer: `skip` leaves everything as it was, `repeat` tries again, three times in all.
         max_norm: Largest distance of a reply from what the server sent, as a multiple of the round's `usual` distance, or, where fewer than
-            three replied, of the median of those in earlier rounds; > 1. The limit of clients with more data than the median client is
+            three replied, of the median of those in earlier rounds; > 1. Statistics of norms do not count: they are on the scale of
+            the data, beside which weights would not be seen. The limit of clients with more data than the median client is
             multiplied by their `shares`. The same multiple bounds the entries that a method reports. None for no such check.
         norm_floor: A distance that is always allowed, >= 0.
 

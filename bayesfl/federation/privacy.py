@@ -34,6 +34,7 @@ from bayesfl.base.protocols import Server
 from bayesfl.base.random import keyed
 from bayesfl.base.trees import flatten
 from bayesfl.composition.algorithm import Algorithm
+from bayesfl.composition.buffers import Buffers
 from bayesfl.composition.pools import Mean, by_size, equal
 from bayesfl.federation.admission import Admission
 from bayesfl.federation.errors import CheckpointError
@@ -134,7 +135,9 @@ class ClientPrivacy:
     """An aggregation whose rounds are differentially private for clients, for `simulate(aggregation=)`.
 
     Every client is in a cohort with probability `participation`, independently of the others; leave out `sampling`. All pools of the method
-    must be `Mean`s; `weights` takes the place of their weights.
+    must be `Mean`s; `weights` takes the place of their weights. Norms whose statistics would be sent are refused: they are on the scale of
+    the data, and neither one `clip` nor noise of one size fits both them and weights. Norms that stay with the clients, as FedBN's, are
+    allowed, and so is dropout: whatever a client computes, the difference that it sends is clipped.
 
     The history has three more columns. `releases` is the number of rounds so far, repeated rounds included. `epsilon` bounds the loss of
     privacy in these rounds, at `delta`. `epsilon_own` bounds it for a client that took part in all of these rounds, against an observer who
@@ -152,7 +155,8 @@ class ClientPrivacy:
         weights: One number >= 0 for each client, [J], chosen without looking at the data; None: 1 for each.
 
     Raises:
-        ValueError: A number lies outside its range; at the start of a run, the method or its settings do not fit: the message names it.
+        ValueError: A number lies outside its range; at the start of a run, the method or its settings do not fit, or statistics of norms
+            would be sent: the message names it.
     """
 
     clip: float
@@ -232,12 +236,19 @@ def _check(algorithm: Algorithm, *, free: bool) -> None:
         free: Whether the pools' own weights would be used; they must then be `by_size` or `equal`.
 
     Raises:
-        ValueError: A pool is of another type or weighs clients by their data, nothing is sent, or `reports` sends more.
+        ValueError: A pool is of another type or weighs clients by their data, statistics of norms or nothing are sent, or `reports`
+            sends more.
     """
     pools = {name: block.pool for name, block in algorithm.blocks.items() if block.pool}
     if not pools:
         raise ValueError("no block of the method is sent, so there is nothing to protect; leave aggregation out")
     for name, pool in pools.items():
+        if isinstance(algorithm.blocks[name], Buffers):
+            raise ValueError(
+                f"block {name!r} holds statistics of norms, on the scale of the data: clipped together with the weights they would drown "
+                "these, and noise could make a variance negative; build the method on bf.models.group_norm(model), put the norms in eval "
+                "mode, or let them stay with the clients, as bf.algorithms.fedbn does"
+            )
         if type(pool) is not Mean:
             raise ValueError(
                 f"block {name!r} is gathered by {type(pool).__name__}; ClientPrivacy bounds a client's part in Mean pools only: build the "

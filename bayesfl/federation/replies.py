@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map
 from bayesfl.base.protocols import Server, StackedPool, Tensors, Uplink
 from bayesfl.base.trees import flatten
 from bayesfl.composition.algorithm import Algorithm
+from bayesfl.composition.buffers import Buffers
 from bayesfl.federation.admission import Admission, distances, shares, usual
 from bayesfl.federation.client import read_rows
 from bayesfl.federation.errors import DivergenceError, FailedRound, called
@@ -246,7 +247,8 @@ class ReplyFilter:
             self._pass(replies)
             return
         if self._admission.max_norm is not None:
-            sent, ids = replies.sent, replies.ids
+            sent = {name: t for name, t in replies.sent.items() if not isinstance(self._algorithm.blocks[name], Buffers)}
+            ids = replies.ids
             start = was_sent(self._algorithm, self._server, ids, replies.n.device, sent) if sent else {}
             norms = distances(sent, start) if sent else torch.zeros(len(ids))
             self._norms |= dict(zip(ids.tolist(), norms.tolist(), strict=True))

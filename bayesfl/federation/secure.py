@@ -34,10 +34,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from bayesfl.base.checks import number
-from bayesfl.base.protocols import AdditivePool, Server, StackedPool
+from bayesfl.base.protocols import AdditivePool, Server, StackedPool, Tensors
 from bayesfl.base.random import keyed
 from bayesfl.base.trees import flatten, nest
 from bayesfl.composition.algorithm import Algorithm
+from bayesfl.composition.buffers import Buffers
 from bayesfl.composition.pools import Clipped
 from bayesfl.federation.admission import Admission
 from bayesfl.federation.errors import DivergenceError
@@ -122,7 +123,8 @@ class SecureSum:
     Masks cost a client time in proportion to the cohort's size times the model's.
 
     Args:
-        range: Largest absolute value of a summand, such as n_j w_j; larger ones are clipped to it.
+        range: Largest absolute value of a summand, such as n_j w_j; larger ones are clipped to it. Statistics of norms are not: a mean
+            with a clipped variance would be that of another network, so one outside the range stops the run, with the client's number.
         step: The unit in which summands are rounded; a power of two adds no other rounding.
 
     Raises:
@@ -212,13 +214,18 @@ class _Round:
         self._pools: dict[str, AdditivePool] = {
             name: block.pool for name, block in algorithm.blocks.items() if block.pool and not isinstance(block.pool, StackedPool)
         }
+        self._whole = {name for name, block in algorithm.blocks.items() if isinstance(block, Buffers)}
         self._own: dict[int, np.ndarray] = {}
         self._shapes: dict[str, torch.Size] = {}
         self._device = torch.device("cpu")
         self._row: dict[str, float] = {}
 
     def add(self, replies: Replies) -> None:
-        """Prepare what each client of a chunk will send; the server learns none of it yet."""
+        """Prepare what each client of a chunk will send; the server learns none of it yet.
+
+        Raises:
+            DivergenceError: A summand is not finite, or one of norms' statistics is outside the range.
+        """
         self._device = replies.n.device
         uplink = {**replies.sent, **replies.reported, "n": replies.n, "ids": torch.from_numpy(replies.ids).to(self._device)}
         for place, client in enumerate(replies.ids.tolist()):
@@ -235,7 +242,21 @@ class _Round:
                     round=self._round,
                     client=client,
                 ) from error
+            if clipped:
+                self._refuse_clipped(client, flat)
             self._own[client] = np.append(units, np.uint64(clipped))
+
+    def _refuse_clipped(self, client: int, summands: Tensors) -> None:
+        for name, t in summands.items():
+            block, size = name.split(".")[0], float(t.abs().max())
+            if block in self._whole and size > self._rule.range:
+                raise DivergenceError(
+                    f"client {client} sends nothing in round {self._round}, counted from 0: of block {block!r}, the statistics of norms, "
+                    f"it would add {size:.4g} to the sums (its weight times its value), more than range={self._rule.range:g}; pass a wider "
+                    "SecureSum(range=), with a larger step if need be, scale the inputs, or take bf.models.group_norm(model)",
+                    round=self._round,
+                    client=client,
+                )
 
     def server(self) -> Server:
         """Return the server's next state from the sum; see `RoundSum.server`.

@@ -4,6 +4,7 @@ Every network here has parameters named `body.*` and `head.*`, draws its start f
 generator. `split` gives any other module the same two names.
 """
 
+from bayesfl.models.converting import group_norm
 from bayesfl.models.cutting import SplitModel, split
 from bayesfl.models.hugging_face import logits
 from bayesfl.models.networks import char_lstm, cifar100_cnn, leaky_cnn, lenet, mlp, resnet18
@@ -14,6 +15,7 @@ __all__ = [
     "anew",
     "char_lstm",
     "cifar100_cnn",
+    "group_norm",
     "leaky_cnn",
     "lenet",
     "logits",

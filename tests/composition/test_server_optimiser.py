@@ -11,7 +11,7 @@ import bayesfl as bf
 from bayesfl.composition.server_optimiser import with_server_optimiser
 from bayesfl.data import FederatedData
 from bayesfl.optim import SGD, Adam
-from tests.cases import close, run, weights
+from tests.cases import close, run, weights, with_batch_norm
 
 
 @pytest.mark.parametrize("name", ["fedavg", "pfedvem", "group_dro", "fedem"])
@@ -62,3 +62,15 @@ def test_a_schedule_on_the_server(clients: FederatedData):
         start = replace(average, blocks={"w": replace(average.blocks["w"], start=lambda rng, size, w=w: w)})
         w = w + rate * (run(start, clients).server["w"]["loc"] - w)
     close(run(stepped, clients, rounds=3).server["w"]["loc"], w, 1e-6)
+
+
+def test_statistics_of_norms_are_not_stepped(clients: FederatedData):
+    """They are the pooled mean, which Adam would take below 0; the weights are stepped."""
+    average = bf.algorithms.fedavg(with_batch_norm(), epochs=1, batch_size=10)
+    stepped = with_server_optimiser(average, Adam(2.0))
+    a, b = (run(one, clients) for one in (average, stepped))
+    assert_close(b.server["w_buffers"], a.server["w_buffers"], atol=0, rtol=0)
+    assert (b.server["w"]["loc"] - a.server["w"]["loc"]).abs().max() > 1
+    variances = b.algorithm.layout("w_buffers").leaves(run(stepped, clients, rounds=3).server["w_buffers"]["loc"])
+    assert variances["body.1.running_var"].min() > 0
+    assert "w_buffers" not in b.server["server_optimiser"]["before"]

@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 import bayesfl as bf
 from bayesfl.data import FederatedData
-from tests.cases import CASES, Case
+from tests.cases import CASES, Case, kernels_of
 from tests.federation.made import run, state
 
 FROZEN = ("body.0.weight", "body.0.bias", "head.bias")
@@ -31,7 +31,7 @@ def test_what_is_frozen_stays_frozen(case: Case, clients: FederatedData):
     algorithm = case(model)
     assert not {name for block in algorithm.blocks for name in algorithm.layout(block).names} & set(FROZEN)
     found: dict[str, Any] = {}
-    for kernel in ("reference", "layers", "live", "vmap"):
+    for kernel in kernels_of(algorithm):
         options = {"rounds": 2, "participation": 0.5, "evaluate_every": None, "engine": bf.Engine(kernel, chunk=3, workers=1)}
         result = run(algorithm, clients, **options)
         found[kernel] = state(result)

@@ -25,7 +25,7 @@ from bayesfl.federation.faults import KINDS
 from bayesfl.federation.privacy import ClientPrivacy
 from bayesfl.federation.replies import Replies
 from bayesfl.optim import SGD, Adam
-from tests.cases import CASES, Case
+from tests.cases import CASES, Case, with_batch_norm
 from tests.federation.made import OTHER, SECRET, fedavg, privately, state
 
 simulation = importlib.import_module("bayesfl.federation.simulation")  # `bf.simulate` is the function
@@ -188,7 +188,7 @@ def test_an_optimiser_on_the_server_takes_what_was_released(model: nn.Module, cl
     assert privately(with_server_optimiser(fedavg(model), Adam(0.01)), clients, rule).server["w"]["loc"].isfinite().all()
 
 
-TAKEN = {"fedavg", "fedavg_ft", "fedprox", "fedper", "fedrep", "lg_fedavg", "fedbabu", "ditto", "pfedmap", "fedsi_full"}
+TAKEN = {"fedavg", "fedavg_ft", "fedprox", "fedper", "fedrep", "lg_fedavg", "fedbabu", "fedbn", "ditto", "pfedmap", "fedsi_full"}
 
 
 TAKEN |= {"irm", "irm_l2", "irm_ft", "perinvfl"}
@@ -276,3 +276,15 @@ def test_pools_and_methods_that_do_not_fit(model: nn.Module, clients: FederatedD
     clipped = replace(fedavg(model), blocks={"w": bf.Block(pool=Clipped(Mean(), 1.0))})
     with pytest.raises(ValueError, match=r"block 'w' .*Clipped; ClientPrivacy .*pool=Mean\(\)"):
         privately(clipped, clients, rule)
+
+
+def test_norms_whose_statistics_would_be_sent(clients: FederatedData):
+    """They are refused with three remedies, each of which is taken; dropout is free."""
+    rule, options = ClientPrivacy(clip=1.0, noise_multiplier=0.5), {"rounds": 2, "participation": 0.5}
+    model, still = with_batch_norm(dropout=0.3), with_batch_norm(dropout=0.3)
+    for made in (fedavg(model), with_server_optimiser(fedavg(model), SGD(1.0)), bf.algorithms.fedper(model)):
+        with pytest.raises(ValueError, match=r"_buffers' .*group_norm\(model\).*eval mode.*fedbn"):
+            privately(made, clients, rule, **options)
+    still.get_submodule("body.1").eval()
+    for made in (fedavg(bf.models.group_norm(model)), fedavg(still), bf.algorithms.fedbn(model, epochs=1)):
+        assert privately(made, clients, rule, **options).history["releases"].tolist() == [1, 2]

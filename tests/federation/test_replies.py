@@ -13,7 +13,7 @@ import bayesfl as bf
 from bayesfl.composition.pools import Stack
 from bayesfl.data import FederatedData
 from bayesfl.federation.faults import KINDS, Altered, Lost
-from tests.cases import SIZES
+from tests.cases import SIZES, scaled, with_batch_norm
 from tests.federation.made import METHODS, of_client, run, state
 
 
@@ -84,3 +84,27 @@ def test_addressed_share_stack_and_combine(clients, model):
     x, _ = clients.test.client(3)
     expected = gossip.outputs(gossip.leaves(("w",), {"w": {"loc": two.server["copies"][3]}}), x.double()).softmax(-1)
     assert_close(probs[3], expected)
+
+
+@pytest.mark.parametrize("many", [True, False], ids=["all on a large scale", "one on a large scale"])
+def test_statistics_of_norms_are_no_distance(many: bool, clients: FederatedData, caplog: pytest.LogCaptureFixture):
+    """Variances of a million neither hide weights that are absurd, nor make those of one honest client so."""
+    large = scaled(clients, tuple(1e3 if many or j == 2 else 1.0 for j in range(7)))
+    algorithm = bf.algorithms.fedavg(nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 3)), **METHODS["fedavg"])
+    options: dict[str, Any] = {"rounds": 2, "evaluate_every": None}
+    honest = run(algorithm, large, **options, admission=bf.Admission("skip"))
+    assert honest.history["rejected"].tolist() == [0, 0]
+    assert honest.history["uplink_norm"].max() < 10
+    assert honest.server["w_buffers"]["loc"].max() > 1e3
+    found = run(algorithm, large, **options, faults=of_client(4, 1, setting("w.loc", 1e3)))
+    assert found.history["rejected"].tolist() == [0, 1]
+    assert re.search(r"client 4 .*left out.* went ", caplog.text)
+    assert_close(state(found), state(run(algorithm, large, **options, faults=of_client(4, 1, Lost()))), atol=1e-12, rtol=0)
+
+
+def test_statistics_that_are_not_finite_set_a_client_aside(clients: FederatedData):
+    """As any tensor."""
+    algorithm = bf.algorithms.fedavg(with_batch_norm(), **METHODS["fedavg"])
+    poisoned, lost = (run(algorithm, clients, faults=of_client(4, 1, fault)) for fault in (setting("w_buffers.loc", float("nan")), Lost()))
+    assert poisoned.history["rejected"].tolist() == [0, 1, 0]
+    assert_close(state(poisoned), state(lost), atol=1e-12, rtol=0)

@@ -27,7 +27,7 @@ from bayesfl.federation.faults import KINDS, Lost
 from bayesfl.federation.secure import SecureSum, agreed, masked, quantised, quotient_bound, restored, summed
 from bayesfl.optim import Adam
 from bayesfl.posteriors import MeanField
-from tests.cases import CASES, Case
+from tests.cases import CASES, Case, scaled, with_batch_norm
 from tests.federation.made import run, state
 
 COARSE = 2.0**-10
@@ -378,3 +378,28 @@ def test_a_method_that_sends_nothing(model: nn.Module, clients: FederatedData):
     """There is no sum to hide in."""
     with pytest.raises(ValueError, match=r"no block .*aggregation"):
         run(bf.algorithms.local(model), clients, aggregation=SecureSum())
+
+
+def test_statistics_of_norms_are_never_clipped(clients: FederatedData):
+    """A variance times a count of examples that the range cannot hold stops the run, by name; a wider range takes it."""
+    large = scaled(clients, (1.0, 1e3, 1.0, 1.0, 1.0, 1.0, 1.0))
+    algorithm = fedavg(nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 3)))
+    with pytest.raises(bf.DivergenceError, match=r"client 1 .*round 0\b.*block 'w_buffers', .*range=1\.04858e\+06; .*group_norm") as caught:
+        run(algorithm, large, aggregation=SecureSum())
+    assert caught.value.client == 1
+    assert caught.value.result is not None
+    plain, found = (run(algorithm, large, aggregation=way) for way in (None, SecureSum(range=2.0**30)))
+    assert found.history["clipped"].tolist() == [0, 0, 0]
+    assert_close(state(plain), state(found), atol=1e-4, rtol=0)
+
+
+def test_weights_are_clipped_beside_statistics(clients: FederatedData):
+    """Which are inside the range, and stay as they are."""
+    algorithm = fedavg(with_batch_norm())
+    seen = run(algorithm, clients, rounds=1, aggregation=SecureSum(range=200.0, step=2.0**-30))
+    assert seen.history["clipped"].tolist() == [0]
+    with torch.no_grad():
+        algorithm.model.get_parameter("head.weight").add_(10.0)
+    plain, found = (run(algorithm, clients, rounds=1, aggregation=way) for way in (None, SecureSum(range=200.0, step=2.0**-30)))
+    assert found.history["clipped"][0] > 0
+    assert_close(plain.server["w_buffers"], found.server["w_buffers"], atol=1e-6, rtol=0)

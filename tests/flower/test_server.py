@@ -22,7 +22,7 @@ from bayesfl.federation.faults import KINDS, Fault
 from bayesfl.federation.predict import choose as chosen
 from bayesfl.federation.settings import Settings
 from bayesfl.flower import BadClients, Deployed, client_app, load, records, serve, server_app
-from tests.cases import CASES, Case, burst_by_fine_tuning, federation
+from tests.cases import CASES, Case, burst_by_fine_tuning, federation, with_batch_norm
 from tests.flower.grid import LocalGrid
 from tests.flower.made import (
     OPTIONS,
@@ -457,3 +457,39 @@ def test_a_fine_tuning_that_leaves_the_numbers(rule: Any, model: nn.Module, clie
     expected = told.predict().summary(clients.test)["nll"]
     assert found["evaluated"] == clients.clients - (rule == "stop")
     assert (found["personal_nll"] == pytest.approx(expected, abs=1e-6)) == (rule == "skip")
+
+
+def noisy(x: Tensor) -> Tensor:
+    """Inputs with a little noise, drawn anew in every step."""
+    return x + 0.1 * torch.randn_like(x)
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedbn", "pfedvem"])
+def test_batch_norm_dropout_and_augmentation_to_the_bit(name: str, clients: FederatedData, tmp_path: Path):
+    """Statistics that are sent or kept, draws of the network and of the inputs; also where the server stops and goes on."""
+    case = next(case for case in CASES if case.name == name)
+    algorithm, data = case(with_batch_norm(dropout=0.3)), clients.augmented(noisy)
+    options: dict[str, Any] = {"participation": 0.6, "dtype": torch.float32}
+    told = simulated(algorithm, data, engine=bf.Engine(chunk=3, workers=2), **options)
+    deploy(algorithm, data, tmp_path, rounds=2, checkpoint=tmp_path / "server", **options)
+    found = deploy(algorithm, data, tmp_path, checkpoint=tmp_path / "server", **options)
+    assert_close(flatten(found.server), flatten(told.server), atol=0, rtol=0)
+    if told.private:
+        assert_close(private(found, tmp_path), flatten(told.private), atol=0, rtol=0)
+    expected = told.predict()
+    for client in range(clients.clients):
+        assert_close(predictions(found, tmp_path, client)["probs"], expected.client(client).probs, atol=0, rtol=0)
+    plain = simulated(algorithm, clients, **options)
+    assert not torch.allclose(plain.server[next(iter(algorithm.blocks))]["loc"], told.server[next(iter(algorithm.blocks))]["loc"])
+
+
+def test_bytes_of_statistics_count(clients: FederatedData, tmp_path: Path):
+    """A client sends a mean and a variance for each channel of a norm, beside its weight and bias; where norms stay, none of the four."""
+    sent = []
+    for make in (bf.algorithms.fedavg, bf.algorithms.fedbn):
+        algorithm = make(with_batch_norm(), epochs=1)
+        told = simulated(algorithm, clients, rounds=1).history["bytes_up"][0]
+        found = deploy(algorithm, clients, tmp_path / make.__name__, rounds=1).history["bytes_up"][0]
+        assert 0 < found - told < 7 * 100 * len(algorithm.uplink())  # what a message says of each tensor
+        sent.append(told)
+    assert sent[0] - sent[1] == 7 * 4 * 16 * 8

@@ -1,0 +1,84 @@
+"""FedBN: every client keeps its norms, their weights, biases and statistics; the server averages all else, each client weighing the same.
+
+Source: Li, Jiang, Zhang, Kamp, Dou, "FedBN: federated learning on non-IID features via local batch normalization", ICLR 2021, algorithm 1.
+The paper has batch norms; here the weights and biases of layer, group and instance norms stay, too. The authors' code knows a norm by `bn`
+in its name, here its class tells.
+
+>>> import bayesfl as bf
+>>> from torch import nn
+>>> clients = bf.data.concept_drift("digits", clients=4)
+>>> model = nn.Sequential(nn.Linear(64, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, clients.classes))
+>>> result = bf.simulate(bf.algorithms.fedbn(model), clients, rounds=1)
+"""
+
+from torch import nn
+
+from bayesfl.base.checks import instance
+from bayesfl.base.protocols import Likelihood
+from bayesfl.composition import Algorithm, Block, Descend, Energy, Mean, equal
+from bayesfl.likelihoods import Categorical
+from bayesfl.optim import SGD, Rate
+
+NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
+
+
+def fedbn(
+    model: nn.Module,
+    *,
+    epochs: int = 1,
+    batch_size: int | None = 32,
+    lr: Rate = 1e-2,
+    momentum: float = 0.0,
+    weight_decay: float = 0.0,
+    adapt_epochs: int = 20,
+    likelihood: Likelihood = Categorical(),
+) -> Algorithm:
+    """Federate `model` by FedBN: the server averages all but the norms, which stay on their clients.
+
+    A client that joins later takes the averaged weights and trains norms of its own on its data, from the start's, with all else held:
+    the norms are what the paper lets differ by client, and nobody else's leave their clients.
+
+    Args:
+        model: Any module with norms of torch's, `nn.BatchNorm2d`, `nn.GroupNorm`, `nn.LayerNorm` and so on, that have weights.
+        epochs: Number of passes over a client's data each round.
+        batch_size: Number of examples of a step; None for all of the client's.
+        lr: Learning rate, or a schedule (round, rounds) -> rate.
+        momentum: Momentum of SGD, in [0, 1); its velocity starts anew each round.
+        weight_decay: L2 coefficient; its term is added to the gradient.
+        adapt_epochs: Number of passes of a client that joins later, on its norms.
+        likelihood: Distribution of y given the model's outputs.
+
+    Raises:
+        TypeError: `model` is not an `nn.Module`.
+        ValueError: `model` has no norm with trainable weights, or one without them follows the statistics of batches.
+    """
+    norms, both = _parameters(model), ("w", "norms")
+    rest = {"batch_size": batch_size, "optimiser": SGD(lr, momentum, weight_decay)}
+    return Algorithm(
+        model,
+        {"w": Block(tuple(f"!{name}" for name in norms), pool=Mean(equal)), "norms": Block(norms, pool=None, keep=True)},
+        (Descend(Energy(both, both, likelihood="mean"), epochs=epochs, **rest),),
+        parts=both,
+        likelihood=likelihood,
+        adapt=(Descend(Energy("norms", both, likelihood="mean"), epochs=adapt_epochs, **rest),),
+    )
+
+
+def _parameters(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of the norms' trainable weights and biases."""
+    instance("model", model, nn.Module, "build one, as torchvision.models.resnet18()")
+    found: list[str] = []
+    for name, part in model.named_modules():
+        own = [f"{name}.{leaf}".removeprefix(".") for leaf, p in part.named_parameters(recurse=False) if p.requires_grad]
+        found += own if isinstance(part, NORMS) else []
+        if isinstance(part, nn.modules.batchnorm._NormBase) and part.running_mean is not None and part.training and not own:
+            raise ValueError(
+                f"module {name!r} ({type(part).__name__}) follows the statistics of batches and has no trainable weights, by which FedBN "
+                "tells what stays with a client; pass affine=True, unfreeze it, or put it in eval mode"
+            )
+    if not found:
+        raise ValueError(
+            f"model {type(model).__name__} has no norm with trainable weights (nn.BatchNorm2d, nn.LayerNorm, ...), so that nothing would "
+            "stay with a client; take bf.algorithms.fedavg, or a model with norms"
+        )
+    return tuple(found)

@@ -1,0 +1,63 @@
+"""Converting a network's batch norms to norms without statistics, which leave clients nothing to average."""
+
+import copy
+from typing import Any
+
+from torch import nn
+
+from bayesfl.base.checks import instance, whole
+
+LEAST = 16
+"""Least number of channels in a group that may see vectors: of one channel alone nothing is left, and of two only the order."""
+_BATCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+def group_norm(module: nn.Module, *, groups: int = 32) -> nn.Module:
+    """Return a copy of a module with a group norm in the place of each batch norm, whatever mode that is in; the module is not changed.
+
+    A group norm looks at each example alone: there are no statistics to average, and every kernel and every method takes the network.
+    Weights, biases, `eps` and what is frozen stay. The statistics are dropped, so a network that was trained with them computes something
+    else and has to be trained on. A norm has the largest number of groups that divides its channels and is at most `groups`; in the
+    place of an `nn.BatchNorm1d`, which may see vectors, a group has at least 16 channels, or all. `nn.SyncBatchNorm` and
+    `nn.InstanceNorm1d` and so on stay as they are.
+
+    Args:
+        module: Any module with `nn.BatchNorm1d`, `2d` or `3d` among its parts, or one of these itself.
+        groups: Largest number of groups of a norm, >= 1; 1 normalises all channels together.
+
+    Raises:
+        TypeError: `module` is not an `nn.Module`.
+        ValueError: `groups` is no whole number >= 1, or there is no batch norm to convert.
+
+    References:
+        Wu and He, "Group normalization", ECCV 2018: 32 groups, or 16 channels in each. Hsieh, Phanishayee, Mutlu, Gibbons, "The non-IID
+        data quagmire of decentralized machine learning", ICML 2020, who take group norm where clients' labels differ.
+    """
+    instance("module", module, nn.Module, "build one, as torchvision.models.resnet18()")
+    whole("groups", groups, least=1)
+    made = copy.deepcopy(module)
+    if isinstance(made, _BATCH):
+        return _converted(made, groups)
+    # `named_children` would leave out a norm that stands in two places of one part.
+    places = [(part, key) for part in made.modules() for key, child in part._modules.items() if isinstance(child, _BATCH)]
+    if not places:
+        other = sorted({type(part).__name__ for part in made.modules() if isinstance(part, nn.modules.batchnorm._NormBase)})
+        raise ValueError(
+            f"module {type(module).__name__} has no nn.BatchNorm1d, 2d or 3d to convert{f', but {other}, which stay' if other else ''}; "
+            "pass the module itself to the method"
+        )
+    new: dict[nn.Module, nn.Module] = {}
+    for part, key in places:
+        norm = part._modules[key]
+        assert norm is not None
+        part._modules[key] = new.setdefault(norm, _converted(norm, groups))
+    return made
+
+
+def _converted(norm: Any, groups: int) -> nn.GroupNorm:
+    """Return a group norm with a batch norm's own parameters, in its mode."""
+    channels = norm.num_features
+    most = min(groups, channels // LEAST if isinstance(norm, nn.BatchNorm1d) else channels)
+    made = nn.GroupNorm(max(d for d in range(1, max(most, 1) + 1) if channels % d == 0), channels, eps=norm.eps, affine=False)
+    made.affine, made.weight, made.bias = norm.affine, norm.weight, norm.bias
+    return made.train(norm.training)

@@ -1,0 +1,134 @@
+"""Every method on a network with batch norm and dropout: it runs as any other does, or is refused with the reason."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+import bayesfl as bf
+from bayesfl.composition.buffers import Buffers
+from bayesfl.data import FederatedData
+from bayesfl.federation.result import Result
+from tests.cases import CASES, Case, with_batch_norm
+from tests.federation import made
+from tests.federation.made import state
+
+ROUNDS = 2
+POOL = r"block '{}' has batch norms, and its pool {} .*group_norm\(model\).*eval mode"
+REFUSED = {
+    "clustered": POOL.format("w", "Stack"),
+    "group_dro": POOL.format("w", "Stack"),
+    "perinvfl": POOL.format("w", "Stack"),
+    "perinvfl-group_dro": POOL.format("w", "Stack"),
+    "perinvfl-contrastive": POOL.format("w", "Stack"),
+    "d_fedem": POOL.format("components", "Mixed"),
+    "pfedme": r"no phase .*'w'",
+}
+"""Case -> why it is refused."""
+ROUNDED = {"fedem"}
+"""The softmax of its mixture weights rounds by the place of a client in its chunk, on any network."""
+
+refused = pytest.mark.parametrize("case", [case for case in CASES if str(case) in REFUSED], ids=str)
+taken = pytest.mark.parametrize("case", [case for case in CASES if str(case) not in REFUSED], ids=str)
+
+
+def run(case: Case, clients: FederatedData, **options: Any) -> Result:
+    """A run in float32, in which other sums would show, that measures nothing on the way."""
+    defaults: dict[str, Any] = {"rounds": ROUNDS, "participation": 0.6, "evaluate_every": None, "dtype": torch.float32}
+    return made.run(case(with_batch_norm(dropout=0.3)), clients, **{**defaults, "engine": bf.Engine(chunk=2, workers=1), **options})
+
+
+def same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+@refused
+def test_methods_that_are_refused(case: Case, clients: FederatedData):
+    """Before anything is trained, with the block; converted norms are taken."""
+    with pytest.raises(ValueError, match=REFUSED[str(case)]):
+        run(case, clients)
+    model = bf.models.group_norm(with_batch_norm(dropout=0.0))
+    assert made.run(case(model), clients, rounds=1, evaluate_every=None).round == 1
+
+
+@taken
+def test_statistics_move_and_stay_finite(case: Case, clients: FederatedData):
+    """Each block of them, where it is sent, and where it is kept; variances stay positive."""
+    result = run(case, clients)
+    assert all(bool(t.isfinite().all()) for t in state(result).values())
+    algorithm, start = result.algorithm, result.algorithm.init(7, seed=3)
+    blocks = [name for name, block in algorithm.blocks.items() if isinstance(block, Buffers)]
+    assert blocks
+    for name in blocks:
+        block = algorithm.blocks[name]
+        assert block.pool or block.keep
+        for now in [tree[name]["loc"] for tree, there in ((result.server, block.pool), (result.private, block.keep)) if there]:
+            assert (now - start[name]["loc"]).abs().max() > 0.05
+            variances = [t for key, t in algorithm.layout(name).leaves(now).items() if key.endswith("running_var")]
+            assert all(bool((t > 0).all()) for t in variances)
+
+
+@taken
+def test_workers_and_chunks_do_not_change_the_bits(case: Case, clients: FederatedData):
+    """Neither do predictions of the network as it is afterwards."""
+    first = run(case, clients)
+    for chunk, workers in ((2, 2), (3, 1), (7, 2)):
+        other = run(case, clients, engine=bf.Engine(chunk=chunk, workers=workers))
+        if case.name in ROUNDED and chunk != 2:
+            assert_close(state(other), state(first), atol=1e-6, rtol=0)
+        else:
+            assert same_bits(state(other), state(first)), (chunk, workers)
+
+
+@taken
+def test_resume_goes_on_bit_for_bit(case: Case, clients: FederatedData, tmp_path: Path):
+    """Saved after a round and loaded; statistics and draws go on as if it had never stopped."""
+    whole = run(case, clients, evaluate_every=1)
+    run(case, clients, rounds=1, evaluate_every=1).save(tmp_path / "run")
+    loaded = bf.load(tmp_path / "run", case(with_batch_norm(dropout=0.3)), clients)
+    rest = run(case, clients, evaluate_every=1, resume=loaded)
+    assert same_bits(state(whole), state(rest))
+    assert_close(whole.predict().probs, rest.predict().probs, atol=0, rtol=0, equal_nan=True)
+    again = run(case, clients, rounds=1, seed=9, start=tmp_path / "run")  # a new run, from where that one came
+    assert all(bool(t.isfinite().all()) for t in state(again).values())
+
+
+@taken
+def test_never_seen_clients_get_predictions(case: Case, clients: FederatedData):
+    """Their statistics start from the server's, and training touches neither the federation nor its state."""
+    old, novel = clients.hold_out(2, seed=0)
+    result = run(case, old)
+    before = {key: t.clone() for key, t in state(result).items()}
+    adapted = result.adapt(novel)
+    probs = adapted.predict().probs
+    assert probs is not None
+    assert_close(probs.sum(-1), torch.ones(2, 6))
+    assert same_bits(before, state(result))
+    for name, block in result.algorithm.blocks.items():
+        if isinstance(block, Buffers) and block.keep:
+            trained = not torch.equal(adapted.private[name]["loc"][0], result.server[name]["loc"])
+            assert trained == bool(result.algorithm.adapt)
+
+
+@taken
+def test_a_client_takes_its_model_home(case: Case, clients: FederatedData, tmp_path: Path):
+    """Saved and loaded it predicts as in the run; as a network, where one network predicts, with its statistics."""
+    result = run(case, clients)
+    probs = result.predict().probs
+    assert probs is not None
+    result.client(2).save(tmp_path / "client")
+    loaded = bf.load_client(tmp_path / "client", case(with_batch_norm(dropout=0.3)))
+    x, _ = clients.test.client(2)
+    assert_close(loaded.predict(x).probs, probs[2, : len(x)], atol=1e-6, rtol=0)
+    if result.algorithm.predictor is None and not result.algorithm.draws:
+        assert_close(result.client(2).model().eval()(x).softmax(-1), probs[2, : len(x)], atol=1e-6, rtol=0)
+    if (shared := result.algorithm.shared_parts()) is not None and result.algorithm.predictor is None:
+        found = dict(result.model().named_buffers())
+        names = [name for name in result.algorithm.whole(shared) if isinstance(result.algorithm.blocks[name], Buffers)]
+        for name in names:
+            for key, t in result.algorithm.layout(name).leaves(result.server[name]["loc"]).items():
+                assert torch.equal(found[key], t)
+        assert names
