@@ -31,9 +31,10 @@ class _Logits(nn.Module):
 def logits(model: nn.Module) -> nn.Module:
     """Wrap a model of Hugging Face's `transformers`, such as a sequence or an image classifier, so that it returns its logits.
 
-    Inputs are a mapping, as a tokenizer gives it, or one tensor. Models of text take the tokens' numbers then, [B, T]; rows are filled up to
-    one length, T tokens, with the token `model.config.pad_token_id`, which the attention then leaves out. Where the model has no such token, every position counts. Other models take their
-    `main_input_name`, such as `pixel_values` [B, 3, height, width]. The parameters keep their names, with `model.` before them.
+    Inputs are a mapping, as a tokenizer gives it, or one tensor. Models of text take the tokens' numbers then, [B, T]; rows are filled up
+    to one length, T tokens, with the token `model.config.pad_token_id`, which the attention then leaves out. Where the model has no such
+    token, every position counts. Other models take their `main_input_name`, such as `pixel_values` [B, 3, height, width]. The parameters
+    keep their names, with `model.` before them.
 
     A model from `from_pretrained` is in evaluation mode, and trains without dropout until `model.train()` is called. One built from a
     configuration is in training mode.
