@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_map
 
 from bayesfl.base import simplex
 from bayesfl.base.checks import number
+from bayesfl.base.inputs import in_rows
 from bayesfl.base.protocols import Batch, Likelihood, Server, Uplink, View
 from bayesfl.composition import Algorithm, Block, Descend, Energy, Mixed, Once
 from bayesfl.likelihoods import Categorical
@@ -136,7 +137,7 @@ def moments(algorithm: Algorithm, view: View, data: Batch, classes: int) -> tupl
     """Compute for every class the count of examples [K], mean features [K, d] and mean squared lengths [K]; 0 where the count is 0."""
     leaves, hot = algorithm.leaves(PARTS, view), F.one_hot(data["y"], classes).to(data["weight"]) * data["weight"].unsqueeze(-1)
     counts, first, second = hot.sum(0), 0.0, 0.0
-    for x, rows in zip(data["x"].split(ROWS), hot.split(ROWS), strict=True):
+    for x, rows in zip(in_rows(data["x"], ROWS), hot.split(ROWS), strict=True):
         z, _ = algorithm.features(leaves, x)
         assert z is not None
         first, second = first + rows.mT @ z, second + rows.mT @ z.square().sum(-1)

@@ -250,12 +250,12 @@ class _Fit:
             return view
         curvature = Curvature(algorithm.network(view), algorithm.likelihood, pattern=algorithm.layout("body"))
         g = given["g"].double()
-        evidence = Evidence(view["body"]["loc"].double(), curvature.diagonal(data["x"]), g, self.seed, curvature.layout)
+        evidence = Evidence(view["body"]["loc"].double(), curvature.diagonal(data), g, self.seed, curvature.layout)
         if self.share is None:
             std, chosen = evidence.posterior_variance.sqrt(), torch.arange(len(g), device=g.device)
         else:
             chosen = select(self.selection, evidence, size_of(self.share, len(g)))
-            inverse = invert(curvature, data["x"], 1 / g, indices=chosen, diagonal=evidence.curvature)
+            inverse = invert(curvature, data, 1 / g, indices=chosen, diagonal=evidence.curvature)
             std = torch.zeros_like(g).index_copy_(0, chosen, inverse.marginals().sqrt())
         uncurved = torch.full_like(view["uncurved"], uncurved_share(evidence, chosen))
         return view | {"std": std.to(view["std"]), "uncurved": uncurved}

@@ -1,5 +1,6 @@
 """Inputs of a network as trees of tensors, one row for each example: a tensor, a tuple of several, or a mapping of them by name."""
 
+import ast
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -141,3 +142,53 @@ def pieces(x: Inputs, size: int) -> Iterator[Inputs]:
     rows = max(1, size // row_bytes(x))
     for start in range(0, count(x), rows):
         yield each(lambda t, start=start: t[start : start + rows], x)
+
+
+def at(x: Inputs, rows: slice | Tensor) -> Inputs:
+    """Return some of the rows, in their order, by a slice or by indices."""
+    return each(lambda t: t[rows], x)
+
+
+def in_rows(x: Inputs, size: int) -> Iterator[Inputs]:
+    """Yield the rows in pieces of at most `size` rows."""
+    for start in range(0, count(x), size):
+        yield at(x, slice(start, start + size))
+
+
+def as_tuples(value: Any) -> Any:
+    """Return what JSON gives back with tuples where it has lists, as shapes have."""
+    if isinstance(value, Mapping):
+        return {key: as_tuples(part) for key, part in value.items()}
+    return tuple(as_tuples(part) for part in value) if isinstance(value, list) else value
+
+
+def structure(x: Any) -> str:
+    """Describe what inputs are made of, for error messages: one tensor, a tuple of several, or a mapping with its names."""
+    if isinstance(x, Tensor):
+        return "one tensor"
+    if isinstance(x, Mapping):
+        return f"a mapping of {list(x)[:20]}"
+    return f"a tuple of {len(x)}" if isinstance(x, tuple) else type(x).__name__
+
+
+def unnamed(tensors: Mapping[str, Tensor], name: str = "x") -> Inputs | None:
+    """Return the inputs whose tensors `named` found under these names, other names aside; None where there are none."""
+    found = []
+    for key, t in tensors.items():
+        if key == name or key.startswith(f"{name}["):
+            path, node = [], ast.parse(key, mode="eval").body
+            while isinstance(node, ast.Subscript):
+                path.insert(0, ast.literal_eval(node.slice))
+                node = node.value
+            found.append((path, t))
+    return _nested(found) if found else None
+
+
+def _nested(parts: Sequence[tuple[list[str | int], Tensor]]) -> Inputs:
+    if not parts[0][0]:
+        return parts[0][1]
+    groups: dict[str | int, list[tuple[list[str | int], Tensor]]] = {}
+    for (key, *rest), t in parts:
+        groups.setdefault(key, []).append((rest, t))
+    places = sorted(key for key in groups if isinstance(key, int))
+    return tuple(_nested(groups[key]) for key in places) if places else {str(key): _nested(own) for key, own in groups.items()}

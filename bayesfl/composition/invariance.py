@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from bayesfl.base.checks import number, whole
+from bayesfl.base.inputs import each
 from bayesfl.base.protocols import Batch, Likelihood, Prior, Server, View
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.energy import Energy
@@ -229,7 +230,7 @@ def evenly(data: Batch, most: int | None) -> Batch:
         index = places.reshape(*places.shape, *[1] * (t.dim() - places.dim()))
         return t.gather(places.dim() - 1, index.expand(*places.shape, *t.shape[places.dim() :]))
 
-    some = {name: taken(t) for name, t in data.items()}
+    some = {name: each(taken, t) for name, t in data.items()}
     return some | {"weight": some["weight"] * taken(kept).to(some["weight"])}
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from bayesfl.base.checks import instance
+from bayesfl.base.inputs import Inputs
 from bayesfl.base.protocols import Tensors, View
 from bayesfl.curvature.roots import check_known
 from bayesfl.likelihoods import Categorical, Gaussian
@@ -61,13 +62,13 @@ class Linearised:
     def __init__(self, rule: Any, algorithm: Any, view: View, inverse: Callable[[float | None], Any]) -> None:
         self._rule, self._algorithm, self._view, self.inverse = rule, algorithm, view, inverse
 
-    def __call__(self, x: Tensor, *, value: float | None = None, noise: Tensor | None = None, plain: bool = False) -> Tensors:
+    def __call__(self, x: Inputs, *, value: float | None = None, noise: Tensor | None = None, plain: bool = False) -> Tensors:
         """Return the prediction, see `Fitted`; warn where it is the prior's, under a precision that was given."""
         algorithm, rule, likelihood = self._algorithm, self._rule, self._algorithm.likelihood
         if plain:
             return at_mean(algorithm, self._view, x)
         inverse = self.inverse(value)
-        mean, covariance = inverse.predict(x, centre=rule.centre and isinstance(likelihood, Categorical))
+        mean, covariance = inverse.predict({"x": x}, centre=rule.centre and isinstance(likelihood, Categorical))
         classes = not isinstance(likelihood, Gaussian)  # kappa is defined for logits, not for the variance of targets
         fixed = rule.precision is not None and float(self._view["n"]) >= 1  # a copy that made no example has the prior under any precision
         if fixed and classes and float(kappa(covariance.diagonal(dim1=1, dim2=2)).median()) < SHRUNK:
@@ -78,10 +79,10 @@ class Linearised:
                 stacklevel=2,
             )
         link: Link = "contrasts" if rule.link == "draws" else rule.link
-        return {name: t.to(x) for name, t in predictive(likelihood, mean, covariance, noise, link=link).items()}
+        return {name: t.to(self._view["n"]) for name, t in predictive(likelihood, mean, covariance, noise, link=link).items()}
 
 
-def at_mean(algorithm: Any, view: View, x: Tensor) -> Tensors:
+def at_mean(algorithm: Any, view: View, x: Inputs) -> Tensors:
     """Return the prediction at `x` [N, *] by one client's blocks at their means; its epistemic part is NaN."""
     found = algorithm.likelihood.predictive(algorithm.outputs(algorithm.leaves(algorithm.parts, view), x).unsqueeze(0))
     return found | {"epistemic": torch.full_like(found["epistemic"], torch.nan)}

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from bayesfl.base.checks import number, refuse_idle, whole
+from bayesfl.base.inputs import Inputs, pieces
 from bayesfl.base.protocols import Batch, Fitted, Server, Tensors, View
 from bayesfl.composition.linearised import Linearised, at_mean, check_linearised, check_link, refuse_copies
 from bayesfl.composition.priors import Parameter
@@ -112,12 +113,12 @@ class LinearisedLaplace:
         @cache
         def diagonal() -> Laplace:
             options = {"likelihood": algorithm.likelihood, "pattern": self._layout(algorithm), "weight": data.get("weight")}
-            return Laplace.fit(algorithm.network(view), data["x"], precision=first, structure="diagonal", **options)
+            return Laplace.fit(algorithm.network(view), data, precision=first, structure="diagonal", **options)
 
         def at(value: float | None) -> Laplace:
             if value not in kept:
                 kept.clear()  # one factor at a time, as they take most of the memory
-                kept[value] = self._fit(diagonal(), data["x"], first if value is None else value)
+                kept[value] = self._fit(diagonal(), data, first if value is None else value)
             return kept[value]
 
         return Linearised(self, algorithm, view, lambda value: at(value).inverse)
@@ -138,15 +139,15 @@ class LinearisedLaplace:
     def _layout(self, algorithm: Any) -> Any:
         return algorithm.layout(algorithm.parts[0] if self.block is None else self.block)
 
-    def _fit(self, diagonal: Laplace, x: Tensor, precision: float | Tensor) -> Laplace:
-        diagonal = diagonal.with_precision(x, precision)
+    def _fit(self, diagonal: Laplace, data: Batch, precision: float | Tensor) -> Laplace:
+        diagonal = diagonal.with_precision(data, precision)
         if self.structure == "diagonal":
             return diagonal
         indices = None
         if self.structure == "subnetwork":
             evidence = Evidence(diagonal.loc, diagonal.diagonal, 1 / diagonal.precision, self.seed, diagonal.curvature.layout)
             indices = select(self.selection, evidence, size_of(self.share, len(diagonal.loc)))
-        return diagonal.with_structure(x, self.structure, indices=indices)
+        return diagonal.with_structure(data, self.structure, indices=indices)
 
 
 @dataclass(frozen=True)
@@ -315,9 +316,8 @@ class Mixture:
 
     def _responsibilities(self, algorithm: Any, view: View, data: Batch, copies: list[int]) -> dict[int, Tensors]:
         """Return how much each example counts for each of these copies, [N], as the `weight` of a batch."""
-        rows = max(1, PIECE // max(1, data["x"][:1].nbytes))
-        pieces = zip(data["x"].split(rows), data["y"].split(rows), strict=True)
-        losses = torch.cat([algorithm.losses_of_copies(algorithm.parts, view, {"x": x, "y": y})[copies] for x, y in pieces], -1)
+        every = pieces({"x": data["x"], "y": data["y"]}, PIECE)
+        losses = torch.cat([algorithm.losses_of_copies(algorithm.parts, view, some)[copies] for some in every], -1)
         q, _ = responsibilities(view[self.weights][copies], losses)
         return {m: {"weight": one} for m, one in zip(copies, q.unbind(-1), strict=True)}
 
@@ -341,7 +341,7 @@ class _Mixed:
         """Return the copies' predictors, by number."""
         return {} if self._fit is None else self._fit()
 
-    def __call__(self, x: Tensor, *, value: float | None = None, noise: Tensor | None = None, plain: bool = False) -> Tensors:
+    def __call__(self, x: Inputs, *, value: float | None = None, noise: Tensor | None = None, plain: bool = False) -> Tensors:
         if plain or self._fit is None:
             found = [at_mean(self._algorithm, view, x) for view in self._views.values()]
         else:

@@ -6,8 +6,9 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, vjp, vmap
+from torch.func import vjp, vmap
 
+from bayesfl.base.inputs import Inputs, at, call, call_at, each, named
 from bayesfl.base.layout import Layout
 from bayesfl.base.protocols import Likelihood
 from bayesfl.curvature import layers
@@ -19,15 +20,15 @@ Name = Literal["auto", "layers", "func", "backpack"]
 
 
 class Backend(Protocol):
-    """The interface of a backend, which linearises a model at its parameters."""
+    """The interface of a backend, which linearises a model at its parameters; inputs `x` are one tensor, and for `func` any."""
 
     name: str
 
-    def floats(self, x: Tensor) -> tuple[int, int, int]:
+    def floats(self, x: Any) -> tuple[int, int, int]:
         """Return how many numbers one example of `x` needs in memory, for itself and for each cotangent, and its number O of outputs."""
         ...
 
-    def linearise(self, x: Tensor, cotangents: Callable[[Tensor], Tensor]) -> tuple[Tensor, Rows]:
+    def linearise(self, x: Any, cotangents: Callable[[Tensor], Tensor]) -> tuple[Tensor, Rows]:
         """Compute outputs [N, O] and the rows c' J [N, Q, D] for the cotangents c = `cotangents(outputs)` [N, Q, O]."""
         ...
 
@@ -75,7 +76,7 @@ def failed(module: nn.Module, what: Exception | str) -> ValueError:
 
 
 class Func:
-    """The `func` backend: torch.func's vector-Jacobian product for each row, vectorised over examples; for any architecture.
+    """The `func` backend: torch.func's vector-Jacobian product for each row, vectorised over examples; for any architecture and inputs.
 
     Args:
         module: Any module whose operations torch.func supports.
@@ -91,19 +92,21 @@ class Func:
         self._free = {name: module.get_parameter(name).detach() for name in layout.names}
 
     @torch.no_grad()
-    def floats(self, x: Tensor) -> tuple[int, int, int]:
+    def floats(self, x: Inputs) -> tuple[int, int, int]:
         """Return the numbers that one example needs, see `Backend`; 0 for cotangents, as rows are pulled back in blocks."""
-        return x[0].numel(), 0, self._module(x[:1]).shape[-1]
+        one = at(x, slice(1))
+        return sum(t.numel() for _, t in named(one)), 0, call(self._module, one).shape[-1]
 
     @torch.no_grad()
-    def linearise(self, x: Tensor, cotangents: Callable[[Tensor], Tensor]) -> tuple[Tensor, PulledRows]:
+    def linearise(self, x: Inputs, cotangents: Callable[[Tensor], Tensor]) -> tuple[Tensor, PulledRows]:
         """Compute outputs and rows, see `Backend`."""
-        outputs = self._module(x)
+        outputs = call(self._module, x)
         return outputs, PulledRows(self._pull, x, cotangents(outputs), self._layout.size)
 
-    def _pull(self, x: Tensor, cotangents: Tensor) -> Tensor:
-        def one(x: Tensor, cotangents: Tensor) -> Tensor:
-            back = vjp(lambda free: functional_call(self._module, (free, self._fixed), (x[None],))[0], self._free)[1]
+    def _pull(self, x: Inputs, cotangents: Tensor) -> Tensor:
+        def one(x: Inputs, cotangents: Tensor) -> Tensor:
+            alone = each(lambda t: t[None], x)
+            back = vjp(lambda free: call_at(self._module, free | self._fixed, alone)[0], self._free)[1]
             return vmap(lambda c: self._layout.ravel(back(c)[0]))(cotangents)
 
         return vmap(one)(x, cotangents)

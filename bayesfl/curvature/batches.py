@@ -1,4 +1,12 @@
-"""Data in batches, and the memory that is available for them."""
+"""Data in batches, and the memory that is available for them.
+
+Data are one batch, or an iterable of batches. One batch is a tensor, or a mapping with the inputs as its 'x', as clients' data are. In an
+iterable, a batch may also be a tuple or a list that begins with the inputs, as a DataLoader gives. In a batch, inputs are a tensor, with
+which a model is called as `model(x)`; a tuple or a list, `model(*x)`; or a mapping, `model(**x)`.
+
+So a whole data set of several inputs is `{"x": (tokens, mask)}` or `{"x": {"tokens": tokens, "mask": mask}}`, while `(x_1, x_2)` are two
+batches, as `x.split(100)` makes them.
+"""
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -7,31 +15,68 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-Inputs: TypeAlias = Tensor | Iterable[Any]
-"""Inputs [N, ...], or batches of them: tensors, mappings with `x`, or tuples that begin with the inputs, as a DataLoader gives."""
+from bayesfl.base.inputs import Inputs, count, each, named, structure
+
+Data: TypeAlias = Tensor | Mapping[str, Any] | Iterable[Any]
+"""Inputs [N, ...], a mapping with them as `x`, or an iterable of batches: of these, or of tuples that begin with inputs."""
+
+_BATCH = "a batch must be a tensor [N, ...], a tuple that begins with the inputs, or a mapping with 'x'"
 
 
-def batches(x: Inputs, like: Tensor) -> Iterator[Tensor]:
+def batches(x: Data, like: Tensor) -> Iterator[Inputs]:
     """Yield the batches' inputs [B, ...] on the device of `like`; empty ones are left out.
 
     Raises:
         TypeError: `x` is neither inputs nor batches, or one of the batches has no inputs.
+        ValueError: Tensors of one batch have different numbers of rows.
     """
     if not isinstance(x, Iterable):
         raise TypeError(f"x must be a tensor [N, ...] or batches of them, got {type(x).__name__}")
-    for batch in [x] if isinstance(x, Tensor) else x:
-        if isinstance(batch, Mapping):
-            batch = batch.get("x")
-        elif isinstance(batch, (tuple, list)):
-            batch = batch[0] if batch else None
-        if not isinstance(batch, Tensor) or not batch.dim():
-            came = "a single number" if isinstance(batch, Tensor) else type(batch).__name__
-            raise TypeError(f"a batch must be a tensor [N, ...], a tuple that begins with one, or a mapping with 'x', got {came}")
-        if len(batch):
-            yield batch.to(like.device)
+    for batch in [x] if alone(x) else x:
+        inputs = of_batch(batch)
+        if count(inputs):
+            yield each(lambda t: t.to(like.device), inputs)
 
 
-def twice(x: Inputs) -> Inputs:
+def alone(x: Data) -> bool:
+    """Say whether data are one batch: a tensor, or a mapping with `x`."""
+    return isinstance(x, Tensor | Mapping)
+
+
+def of_batch(batch: Any) -> Inputs:
+    """Return a batch's inputs.
+
+    Raises:
+        TypeError: The batch has no inputs, or they hold something else than tensors.
+        ValueError: Their tensors have different numbers of rows.
+    """
+    if isinstance(batch, Mapping):
+        if "x" not in batch:
+            raise TypeError(f"{_BATCH}, got {structure(batch)}; pass inputs that have names as {{'x': batch}}")
+        batch = batch["x"]
+    elif isinstance(batch, tuple | list):
+        batch = batch[0] if batch else None
+    inputs = _tensors(batch)
+    (first, rows), *rest = ((name, len(t)) for name, t in named(inputs))
+    for name, other in rest:
+        if other != rows:
+            raise ValueError(f"{name} has {other} rows and {first} has {rows}; every tensor of a batch has a row for each example")
+    return inputs
+
+
+def _tensors(x: Any) -> Inputs:
+    """Return inputs as tuples and dicts of tensors; a DataLoader makes lists of tuples."""
+    if isinstance(x, Tensor) and x.dim():
+        return x
+    if isinstance(x, Mapping) and x:
+        return {key: _tensors(part) for key, part in x.items()}
+    if isinstance(x, tuple | list) and x:
+        return tuple(_tensors(part) for part in x)
+    came = "a single number" if isinstance(x, Tensor) else type(x).__name__
+    raise TypeError(f"{_BATCH}, got {came}")
+
+
+def twice(x: Data) -> Data:
     """Return the data, which must be readable more than once.
 
     Raises:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from bayesfl.base.protocols import Tensors
-from bayesfl.curvature.batches import Inputs
+from bayesfl.curvature.batches import Data
 from bayesfl.curvature.dual import Inverse
 from bayesfl.curvature.ggn import Curvature
 from bayesfl.curvature.jacobians import Rows
@@ -88,7 +88,7 @@ class Covariance:
             )
         return cls(curvature, variance, root, int(found["sign"]), curved, indices)
 
-    def predict(self, x: Inputs, *, centre: bool = False) -> tuple[Tensor, Tensor]:
+    def predict(self, x: Data, *, centre: bool = False) -> tuple[Tensor, Tensor]:
         """Compute the linearised model's outputs at `x`: mean [N, O] and covariance [N, O, O], see `Inverse.predict`."""
         return self.curvature.spread(x, self._between, centre=centre, extra=3 * self.root.shape[1])
 

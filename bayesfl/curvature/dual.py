@@ -10,13 +10,14 @@ variance; an example whose rows are zero does not change M either. Both are left
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from bayesfl.base.inputs import at, count, join, named, unnamed
 from bayesfl.base.protocols import Tensors
-from bayesfl.curvature.batches import Inputs, require, twice
+from bayesfl.curvature.batches import Data, require, twice
 from bayesfl.curvature.ggn import Curvature
 from bayesfl.curvature.jacobians import Rows
 
@@ -55,7 +56,7 @@ class Inverse:
     uncurved: int
     curved: Tensor
     chol: Tensor
-    data: Tensors
+    data: dict[str, Any]
     rows: Rows | None
 
     def __repr__(self) -> str:
@@ -119,7 +120,7 @@ class Inverse:
             draw[:, self.curved] -= (self.rows.back(torch.cholesky_solve(residual, self.chol)) * prior[:, None]).T
         return draw
 
-    def predict(self, x: Inputs, *, centre: bool = False) -> tuple[Tensor, Tensor]:
+    def predict(self, x: Data, *, centre: bool = False) -> tuple[Tensor, Tensor]:
         """Compute the linearised model's outputs at `x`: mean [N, O], covariance J_S H_S^-1 J_S' [N, O, O] without noise of the data.
 
         In the dual form the covariance is a difference and is exact to about 1e-15 of the prior's.
@@ -151,14 +152,17 @@ class Inverse:
 
     def tensors(self) -> Tensors:
         """Return all tensors that `restore` needs in addition to the model, to be saved or moved."""
-        out = {"variance": self.variance, "uncurved": torch.tensor(self.uncurved), "curved": self.curved, "chol": self.chol} | self.data
+        out = {"variance": self.variance, "uncurved": torch.tensor(self.uncurved), "curved": self.curved, "chol": self.chol}
+        if self.data:
+            out |= dict(named(self.data["x"])) | {"cotangents": self.data["cotangents"]}
         return out if self.indices is None else out | {"indices": self.indices}
 
 
 def restore(curvature: Curvature, tensors: Tensors) -> Inverse:
     """Return the `Inverse` with these `tensors`, for the same model at the same weights; equal to rounding, as rows are computed anew."""
     tensors = {name: t.to(curvature.device) for name, t in tensors.items()}
-    data = {name: tensors[name] for name in ("x", "cotangents") if name in tensors}
+    x = unnamed(tensors)
+    data = {} if x is None else {"x": x, "cotangents": tensors["cotangents"]}
     indices, curved, rows = tensors.get("indices"), tensors["curved"], None
     if data:
         curvature.prove(data["x"])
@@ -179,7 +183,7 @@ def restore(curvature: Curvature, tensors: Tensors) -> Inverse:
 
 def invert(
     curvature: Curvature,
-    x: Inputs,
+    x: Data,
     precision: float | Tensor,
     *,
     indices: Tensor | None = None,
@@ -301,13 +305,13 @@ def _restricted(rows: Rows, indices: Tensor | None, curved: Tensor) -> Rows:
 
 def _stacked(
     curvature: Curvature,
-    x: Inputs,
+    x: Data,
     weight: Tensor | None,
     indices: Tensor | None,
     variance: Tensor,
     curved: Tensor,
     limit: int | None,
-) -> tuple[Rows | None, Tensors, int]:
+) -> tuple[Rows | None, dict[str, Any], int]:
     """Return A, the rows of all data over the curved weights, without examples whose rows are zero; None if they are `limit` or more."""
     parts: list[Rows] = []
     kept_x, kept_cotangents, order = [], [], 0
@@ -319,14 +323,14 @@ def _stacked(
         order += len(kept) * rows.cotangents
         if limit is not None and order >= limit:
             return None, {}, order
-        everything = len(kept) == len(batch)
+        everything = len(kept) == count(batch)
         parts.append(rows if everything else rows.take(kept))
-        kept_x.append(batch[kept])
+        kept_x.append(at(batch, kept))
         kept_cotangents.append(curvature.root(outputs, share)[kept].mT)
-    return parts[0].join(parts[1:]), {"x": torch.cat(kept_x), "cotangents": torch.cat(kept_cotangents)}, order
+    return parts[0].join(parts[1:]), {"x": join(kept_x), "cotangents": torch.cat(kept_cotangents)}, order
 
 
-def _primal(curvature: Curvature, x: Inputs, weight: Tensor | None, indices: Tensor | None, variance: Tensor, curved: Tensor) -> Tensor:
+def _primal(curvature: Curvature, x: Data, weight: Tensor | None, indices: Tensor | None, variance: Tensor, curved: Tensor) -> Tensor:
     """Compute the Cholesky factor of I + G^(1/2) A' A G^(1/2) from streamed data."""
     scale = variance[curved].sqrt()
     matrix = torch.eye(len(scale), dtype=torch.float64, device=scale.device)

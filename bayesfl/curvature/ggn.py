@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from bayesfl.base.checks import instance, whole
+from bayesfl.base.inputs import Inputs, count, in_rows, shape_of, structure
 from bayesfl.base.layout import Layout, Pattern
 from bayesfl.base.protocols import Likelihood
-from bayesfl.curvature.backends import BackPack, Func, Name, choose, failed
-from bayesfl.curvature.batches import Inputs, available, batches, require
+from bayesfl.curvature.backends import Backend, BackPack, Func, Name, choose, failed
+from bayesfl.curvature.batches import Data, available, batches, require
 from bayesfl.curvature.factors import BLOCK
 from bayesfl.curvature.jacobians import Rows
 from bayesfl.curvature.roots import basis, root
@@ -29,16 +30,19 @@ from bayesfl.likelihoods import Bernoulli, Categorical
 class Curvature:
     """The curvature of a model at its present weights, held by a copy: `model` is not changed, and its later training has no effect here.
 
-    Data are inputs [N, ...] or an iterable of batches (tensors, tuples that begin with one, a DataLoader's items) and are processed
-    in pieces. Indices point into the flat vector of the covered parameters, in the order of `named_parameters()`. Results are in
-    float64; Jacobians and cotangents pulled back through the network have the model's precision.
+    Data are inputs [N, ...], a mapping with them as `x`, or an iterable of batches (these, tuples that begin with inputs, a DataLoader's
+    items), and are processed in pieces; several inputs, a tuple or a mapping, are `{"x": inputs}`, see `bayesfl.curvature.batches`.
+    Indices point into the flat vector of the covered parameters, in the order of `named_parameters()`. Results are in float64;
+    Jacobians and cotangents pulled back through the network have the model's precision.
 
     Args:
-        model: Any module from inputs [N, ...] to outputs [N, O]. Its modes are kept: call `eval()` first where they matter.
+        model: Any module from inputs [N, ...], one tensor or several of any dtype, to outputs [N, O]. Its modes are kept: call `eval()`
+            first where they matter.
         likelihood: Distribution of y given the outputs; categorical by default.
         pattern: Which parameters are covered: a layout, or a pattern over their names, such as `body.*`.
         backend: `layers` (closed forms), `func` (torch.func), `backpack`, or `auto`; the attribute `backend` says which is used. BackPACK
-            is compared with `func` on the first two examples; where they differ, `auto` takes `func`.
+            is compared with `func` on the first two examples; where they differ, `auto` takes `func`, as for inputs that are no single
+            tensor.
         memory: Bytes that one result may take; by default all free memory of the device at the time.
 
     Raises:
@@ -66,7 +70,7 @@ class Curvature:
         self.layout = pattern if isinstance(pattern, Layout) else Layout(model, pattern)
         self._memory = memory
         self.module = copy.deepcopy(model)
-        self.engine = choose(backend, self.module, self.layout)
+        self.engine: Backend = choose(backend, self.module, self.layout)
         self._asked, self._proven = backend, not isinstance(self.engine, BackPack)
         self._like = next(model.parameters()).detach().flatten()[:0]
 
@@ -90,7 +94,7 @@ class Curvature:
         """Return the bytes that a result may take now."""
         return available(self._like) if self._memory is None else self._memory
 
-    def diagonal(self, x: Inputs, *, weight: Tensor | None = None) -> Tensor:
+    def diagonal(self, x: Data, *, weight: Tensor | None = None) -> Tensor:
         """Compute the diagonal of the GGN, [D], a sum over the data in which example i counts `weight` [N] times; once where None.
 
         Raises:
@@ -99,12 +103,14 @@ class Curvature:
         """
         total = torch.zeros(self.size, dtype=torch.float64, device=self.device)
         for batch, share in self.weighed(x, weight):
-            found = self.engine.diagonal(batch, self.likelihood) if isinstance(self.engine, BackPack) and share is None else None
+            found = None
+            if isinstance(self.engine, BackPack) and isinstance(batch, Tensor) and share is None:
+                found = self.engine.diagonal(batch, self.likelihood)
             total += self.linearise(batch, weight=share)[1].squares() if found is None else found
         self.check_finite(total, torch.arange(self.size, device=total.device))
         return total
 
-    def columns(self, x: Inputs, indices: Tensor) -> Tensor:
+    def columns(self, x: Data, indices: Tensor) -> Tensor:
         """Compute the columns J_S of the outputs' Jacobian for P selected weights, [N, O, P] for `indices` [P], in the model's precision.
 
         Raises:
@@ -115,12 +121,12 @@ class Curvature:
         parts = []
         for batch in self.batches(x, extra=len(indices)):
             rows = self.linearise(batch, torch.eye)[1]
-            needed = sum(p.nbytes for p in parts) + len(batch) * rows.cotangents * len(indices) * self._like.element_size()
+            needed = sum(p.nbytes for p in parts) + rows.examples * rows.cotangents * len(indices) * self._like.element_size()
             require(needed, self.memory, f"J_S with {len(indices)} columns", "pass fewer examples or fewer indices")
             parts.append(rows.restrict(indices).dense(self._like.dtype))
         return torch.cat(parts)
 
-    def ggn(self, x: Inputs, indices: Tensor | None = None) -> Tensor:
+    def ggn(self, x: Data, indices: Tensor | None = None) -> Tensor:
         """Compute the block of the GGN for P selected weights, [P, P] for `indices` [P]; by default for all weights.
 
         Raises:
@@ -137,7 +143,7 @@ class Curvature:
         self.check_finite(out.diagonal(), indices)
         return out
 
-    def gram(self, x: Inputs, other: Inputs | None = None, *, weight: float | Tensor = 1.0, indices: Tensor | None = None) -> Tensor:
+    def gram(self, x: Data, other: Data | None = None, *, weight: float | Tensor = 1.0, indices: Tensor | None = None) -> Tensor:
         """Compute J diag(weight) J' between the outputs at `x` and at `other` (by default `x` itself), [N O, N' O].
 
         Args:
@@ -160,13 +166,13 @@ class Curvature:
         )
         return mine.gram(theirs, weight)
 
-    def outputs(self, x: Inputs) -> Tensor:
+    def outputs(self, x: Data) -> Tensor:
         """Compute the model's outputs, [N, O]."""
         return torch.cat([self.linearise(batch, lambda count: torch.zeros(count, 0))[0] for batch in self.batches(x)])
 
     # Parts used by the other files of this folder
 
-    def spread(self, x: Inputs, between: Callable[[Rows], Tensor], *, centre: bool, extra: int = 0) -> tuple[Tensor, Tensor]:
+    def spread(self, x: Data, between: Callable[[Rows], Tensor], *, centre: bool, extra: int = 0) -> tuple[Tensor, Tensor]:
         """Compute outputs [N, O], and U between(U' J) U' [N, O, O] for orthonormal directions U; see `batches` for `extra`."""
         means, covariances = [], []
         for batch in self.batches(x, extra=extra):
@@ -176,7 +182,7 @@ class Curvature:
             covariances.append(directions @ covariance @ directions.T if centre else covariance)
         return torch.cat(means), torch.cat(covariances)
 
-    def batches(self, x: Inputs, *, extra: int = 0) -> Iterator[Tensor]:
+    def batches(self, x: Data, *, extra: int = 0) -> Iterator[Inputs]:
         """Yield the data in pieces that fit a block of memory; each row needs `extra` further numbers.
 
         Raises:
@@ -184,16 +190,16 @@ class Curvature:
         """
         size, seen = 1, None
         for batch in batches(x, self._like):
-            if batch.shape[1:] != seen:
-                seen = batch.shape[1:]
+            if shape_of(batch) != seen:
+                seen = shape_of(batch)
                 self.prove(batch)
                 alone, each, outputs = self.engine.floats(batch)
                 size = max(1, BLOCK // (8 * (alone + outputs * (each + extra))))
-            yield from batch.split(size)
+            yield from in_rows(batch, size)
         if seen is None:
             raise ValueError("there are no data: at least one example is needed")
 
-    def weighed(self, x: Inputs, weight: Tensor | None, *, extra: int = 0) -> Iterator[tuple[Tensor, Tensor | None]]:
+    def weighed(self, x: Data, weight: Tensor | None, *, extra: int = 0) -> Iterator[tuple[Inputs, Tensor | None]]:
         """Yield `batches` of the data, each with the factors of its examples, [B]; None where there are none.
 
         Raises:
@@ -206,22 +212,30 @@ class Curvature:
                 raise ValueError(f"weight must be a finite number >= 0 for each example, [N], got {found}")
         start = 0
         for batch in self.batches(x, extra=extra):
-            share = None if weight is None else weight[start : start + len(batch)]
-            start += len(batch)
-            if share is not None and len(share) < len(batch):
+            share = None if weight is None else weight[start : start + count(batch)]
+            start += count(batch)
+            if share is not None and len(share) < count(batch):
                 break
             yield batch, share
         if weight is not None and len(weight) != start:
             raise ValueError(f"weight must have one number for each example, got {len(weight)} for {start} examples or more")
 
-    def prove(self, x: Tensor) -> None:
-        """Check once, before BackPACK is used, that it gives torch.func's diagonal for two examples; if not, `auto` takes torch.func.
+    def prove(self, x: Inputs) -> None:
+        """Check that the backend takes such inputs, and once that BackPACK gives `func`'s diagonal of two; if not, `auto` takes `func`.
 
         Raises:
-            ValueError: BackPACK was asked for by name and fails or gives another diagonal.
+            ValueError: A backend was asked for by name and does not take such inputs; or BackPACK was, and fails or gives another diagonal.
         """
-        if self._proven:
-            return
+        if not isinstance(x, Tensor):
+            if self._asked not in ("auto", "func"):
+                raise ValueError(f"the backend {self.backend!r} takes inputs of one tensor, got {structure(x)}; backend='func' takes any")
+            if self.backend != "func":
+                self.engine, self._proven = Func(self.module, self.layout), True
+        elif not self._proven:
+            self._compare(x)
+
+    def _compare(self, x: Tensor) -> None:
+        """Compare BackPACK with torch.func, see `prove`."""
         backpack, func, x = self.engine, Func(self.module, self.layout), x[:2]
         assert isinstance(backpack, BackPack)
         self.engine = func
@@ -248,7 +262,7 @@ class Curvature:
         return f"its curvature of {bad[0]!r} is not torch.func's" if bad else None
 
     def linearise(
-        self, x: Tensor, directions: Callable[[int], Tensor] | None = None, *, weight: Tensor | None = None
+        self, x: Inputs, directions: Callable[[int], Tensor] | None = None, *, weight: Tensor | None = None
     ) -> tuple[Tensor, Rows]:
         """Compute outputs [B, O] in float64 and rows: R' J with R R' = Lambda, or U' J for `directions(O)` = U [O, Q].
 
@@ -259,11 +273,11 @@ class Curvature:
         """
 
         def cotangents(f: Tensor) -> Tensor:
-            if f.dim() != 2 or len(f) != len(x):
-                raise ValueError(f"the model must give outputs [N, O], got shape {tuple(f.shape)} for {len(x)} examples")
+            if f.dim() != 2 or len(f) != count(x):
+                raise ValueError(f"the model must give outputs [N, O], got shape {tuple(f.shape)} for {count(x)} examples")
             bad = int((~f.isfinite().all(-1)).sum())
             if bad:
-                raise ValueError(f"the model's outputs are not finite for {bad} of {len(x)} examples, so neither is its curvature")
+                raise ValueError(f"the model's outputs are not finite for {bad} of {len(f)} examples, so neither is its curvature")
             if directions is None:
                 check_outputs(self.likelihood, f.shape[1])
                 return self.root(f, weight).mT.to(f.dtype)
@@ -277,7 +291,7 @@ class Curvature:
         found = root(self.likelihood, outputs)
         return found if weight is None else found * weight.sqrt()[:, None, None]
 
-    def _all(self, x: Inputs, indices: Tensor | None) -> Rows:
+    def _all(self, x: Data, indices: Tensor | None) -> Rows:
         parts = [self.linearise(batch, torch.eye)[1] for batch in self.batches(x)]
         parts = parts if indices is None else [rows.restrict(indices) for rows in parts]
         return parts[0].join(parts[1:])

@@ -4,11 +4,12 @@
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from bayesfl.base.inputs import Inputs, at, join
 from bayesfl.curvature.factors import BLOCK, Factor, Matrix
 
 
@@ -90,8 +91,8 @@ class FactorRows:
     def join(self, others: Sequence[Rows]) -> "FactorRows":
         """Return the rows of further examples too, see `Rows`."""
         rows = [r for r in others if isinstance(r, FactorRows)]
-        joined = [f.join([r.factors[k] for r in rows]) if rows else f for k, f in enumerate(self.factors)]
-        return FactorRows(joined, (self.examples + sum(r.examples for r in rows), self.cotangents, self.size), self._like)
+        join = [f.join([r.factors[k] for r in rows]) if rows else f for k, f in enumerate(self.factors)]
+        return FactorRows(join, (self.examples + sum(r.examples for r in rows), self.cotangents, self.size), self._like)
 
     def dense(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the rows themselves, see `Rows`."""
@@ -167,7 +168,7 @@ class PulledRows:
         size: Number of weights.
     """
 
-    def __init__(self, pull: Callable[[Tensor, Tensor], Tensor], x: Tensor, cotangents: Tensor, size: int) -> None:
+    def __init__(self, pull: Callable[[Any, Tensor], Tensor], x: Inputs, cotangents: Tensor, size: int) -> None:
         self._pull, self._x, self._with, self.size = pull, x, cotangents, size
         self.examples, self.cotangents = cotangents.shape[:2]
 
@@ -176,7 +177,7 @@ class PulledRows:
         step = max(1, BLOCK // (8 * self.size * max(1, self.cotangents)))
         for start in range(0, self.examples, step):
             some = slice(start, start + step)
-            yield some, self._pull(self._x[some], self._with[some])
+            yield some, self._pull(at(self._x, some), self._with[some])
 
     def restrict(self, indices: Tensor) -> FactorRows:
         """Return some of the columns, see `Rows`."""
@@ -188,12 +189,12 @@ class PulledRows:
 
     def take(self, examples: Tensor) -> "PulledRows":
         """Return the rows of some examples, see `Rows`."""
-        return PulledRows(self._pull, self._x[examples], self._with[examples], self.size)
+        return PulledRows(self._pull, at(self._x, examples), self._with[examples], self.size)
 
     def join(self, others: Sequence[Rows]) -> "PulledRows":
         """Return the rows of further examples too, see `Rows`."""
         rows = [self, *(r for r in others if isinstance(r, PulledRows))]
-        return PulledRows(self._pull, torch.cat([r._x for r in rows]), torch.cat([r._with for r in rows]), self.size)
+        return PulledRows(self._pull, join([r._x for r in rows]), torch.cat([r._with for r in rows]), self.size)
 
     def dense(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the rows themselves, see `Rows`."""

@@ -22,9 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bayesfl.base.inputs import structure
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.torchvision import torchvision
-from bayesfl.curvature.batches import Inputs, require, twice
+from bayesfl.curvature.batches import Data, require, twice
 from bayesfl.curvature.dual import NO_CURVATURE, check_precision
 from bayesfl.curvature.factors import BLOCK, Outer
 from bayesfl.curvature.ggn import Curvature
@@ -151,7 +152,7 @@ class Kronecker:
             out[:, basis.slots] = basis.back(basis.into(noise[:, basis.slots]) * scale[basis.slots])
         return out
 
-    def predict(self, x: Inputs, *, centre: bool = False) -> tuple[Tensor, Tensor]:
+    def predict(self, x: Data, *, centre: bool = False) -> tuple[Tensor, Tensor]:
         """Compute the linearised model's outputs at `x`: mean [N, O] and covariance J H^-1 J' [N, O, O]; see `Inverse.predict`."""
         return self.curvature.spread(x, self._between, centre=centre, extra=0 if self.backend == "layers" else self.size)
 
@@ -192,7 +193,7 @@ def restore(curvature: Curvature, tensors: Tensors) -> Kronecker:
     return Kronecker(curvature, tuple(bases), tensors["eigenvalues"], tensors["precision"], int(tensors["uncurved"]))
 
 
-def invert(curvature: Curvature, x: Inputs, precision: Tensor, *, diagonal: Tensor) -> Kronecker:
+def invert(curvature: Curvature, x: Data, precision: Tensor, *, diagonal: Tensor) -> Kronecker:
     """Compute the inverse of the Kronecker-factored GGN, a sum over the data, plus diag(precision).
 
     Args:
@@ -203,7 +204,7 @@ def invert(curvature: Curvature, x: Inputs, precision: Tensor, *, diagonal: Tens
 
     Raises:
         ValueError: A covered parameter belongs to another kind of layer; a layer is covered in part or not used exactly once; `precision`
-            is not positive and finite, or not constant within a weight or bias; or there are no data.
+            is not positive and finite, or not constant within a weight or bias; the inputs are no single tensor; or there are no data.
         TypeError: The data can be read only once.
         MemoryError: The factors need more bytes than may be used; the message says how many.
     """
@@ -258,7 +259,7 @@ def _layers(curvature: Curvature) -> dict[str, Tensor]:
     return found
 
 
-def _factors(curvature: Curvature, names: list[str], x: Inputs) -> list[tuple[Tensor, Tensor]]:
+def _factors(curvature: Curvature, names: list[str], x: Data) -> list[tuple[Tensor, Tensor]]:
     """Compute B [H, H], a sum over the data, and A [I, I], a mean over them, of each layer, by laplace-torch."""
     likelihood, module = curvature.likelihood, copy.deepcopy(curvature.module)
     for name, p in module.named_parameters():
@@ -271,6 +272,8 @@ def _factors(curvature: Curvature, names: list[str], x: Inputs) -> list[tuple[Te
     layers = [module.get_submodule(name) for name in names]
     outer, inner, count = [0.0] * len(names), [0.0] * len(names), 0
     for batch in curvature.batches(x):
+        if not isinstance(batch, Tensor):
+            raise ValueError(f"structure 'kfac' takes inputs of one tensor, got {structure(batch)}; {_OTHERS}")
         step, outputs = _pieces(module, names, batch[:1])
         for some in batch.split(step):
             # laplace-torch needs labels, but the curvature does not depend on them.

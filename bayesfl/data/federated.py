@@ -248,7 +248,9 @@ class FederatedData:
         """Return what is known of the clients without their rows."""
         counts = tuple(self.train.counts.tolist())
         names = (self.client_names, counts, self.inputs, self.outputs, self.task, self.class_names, self.columns)
-        return Outline(*names, source=self.source.name, hash=self.hash)
+        tensors = {name: (str(t.dtype).removeprefix("torch."), tuple(t.shape[1:])) for name, t in named(self.train.x)}
+        transform = None if self.train.transform is None else described(self.train.transform)
+        return Outline(*names, source=self.source.name, hash=self.hash, tensors=tensors, transform=transform)
 
     def select(self, ids: Iterable[int | str]) -> "FederatedData":
         """Return a federation of some clients only, in that order, numbered from 0.

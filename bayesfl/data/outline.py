@@ -3,12 +3,12 @@
 import difflib
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 import numpy as np
 
-from bayesfl.base.inputs import Shapes
+from bayesfl.base.inputs import Shapes, as_tuples
 from bayesfl.data.sources import Task
 
 
@@ -26,6 +26,9 @@ class Outline:
         columns: Names of the inputs' columns; None for inputs without names.
         source: Name of the data.
         hash: SHA-256 over recipe, partition and data, see `FederatedData.hash`.
+        tensors: Type and shape of one example of every tensor as it is stored, by the expression that finds it; None where it is not
+            known, in runs saved by earlier versions, whose inputs were one tensor of floats.
+        transform: Description of what is done to inputs whenever they are read; None for nothing.
     """
 
     client_names: tuple[str, ...]
@@ -37,6 +40,8 @@ class Outline:
     columns: tuple[str, ...] | None
     source: str
     hash: str
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]] | None = None
+    transform: Any = None
 
     @property
     def clients(self) -> int:
@@ -51,17 +56,10 @@ class Outline:
             KeyError: An entry is missing.
             ValueError: There is not one count for each client.
         """
-        made: dict[str, Any] = {f.name: _tuples(found[f.name]) for f in fields(cls)}
+        made: dict[str, Any] = {f.name: as_tuples(found[f.name]) for f in fields(cls) if f.name in found or f.default is MISSING}
         if len(made["client_names"]) != len(made["counts"]):
             raise ValueError(f"{len(made['client_names'])} clients have {len(made['counts'])} counts")
         return cls(**made)
-
-
-def _tuples(value: Any) -> Any:
-    """Return what JSON gives back with tuples where it has lists."""
-    if isinstance(value, dict):
-        return {key: _tuples(part) for key, part in value.items()}
-    return tuple(_tuples(part) for part in value) if isinstance(value, list) else value
 
 
 def known_names(names: Sequence[str] | None, clients: int) -> Sequence[str]:

@@ -50,7 +50,7 @@ def measured(measures: Mapping[str, Measure], predictions: Predictions, split: C
         values = []
         for j in np.flatnonzero(predictions.mask.any(-1).numpy()).tolist():
             try:
-                found = measure(of_client(predictions, j), split.client(j)[1].cpu())
+                found = measure(of_client(predictions, j), split.y[split.rows(j)].cpu())
             except Exception as error:  # a user's function may raise anything; it is passed on
                 error.add_note(f"raised by the measure {name!r} for client {j}")
                 raise

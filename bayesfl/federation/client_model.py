@@ -13,25 +13,27 @@ from torch.utils._pytree import tree_map
 from bayesfl.base.checks import instance, number, whole
 from bayesfl.base.copies import refuse_changed
 from bayesfl.base.files import folder
+from bayesfl.base.inputs import Shapes, as_tuples, count
 from bayesfl.base.protocols import Batch, Fitted, Predictor, Server, StoredPredictor, Tensors, View
 from bayesfl.base.trees import shapes
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.predictors import Mixture
 from bayesfl.data import FederatedData
-from bayesfl.data.arrays import to_tensor
 from bayesfl.data.frames import names_of, same_columns
 from bayesfl.data.outline import Outline
+from bayesfl.data.split import Change
 from bayesfl.evaluation.predictions import Predictions
 from bayesfl.federation import checkpoint, predict
 from bayesfl.federation.client import State, private_rows
 from bayesfl.federation.client_files import FILE, now, only_file
 from bayesfl.federation.errors import CheckpointError
+from bayesfl.federation.form import Form, check_transform
 from bayesfl.federation.identity import check_method, identity
 from bayesfl.federation.modules import module_at
 from bayesfl.federation.settings import DTYPES, METHOD, name_of, present
 
-VERSION = 1
-"""The version of what a file of a client says beside its tensors."""
+VERSION = 2
+"""The version of what a file of a client says beside its tensors; 1 had inputs of one tensor of floats, and no transform."""
 LIMIT = 2**28
 """Bytes that a tensor of the predictor may take in a file, where the method's predictor needs training data."""
 
@@ -47,7 +49,8 @@ class ClientModel:
         view: The beliefs from which it predicts, after fine-tuning where the method has it, [...].
         round: Number of rounds done.
         seed: The run's seed.
-        inputs: Shape of one example.
+        inputs: Shape of one example as the model receives it.
+        form: The form of inputs as the client has them, and the transform.
         class_names: One name for each class; None for classes without names, or regression.
         columns: Names of the inputs' columns; None for inputs without names.
         value: The number that the method's predictor tunes; None where it has none.
@@ -62,7 +65,8 @@ class ClientModel:
     view: View
     round: int
     seed: int
-    inputs: tuple[int, ...]
+    inputs: Shapes
+    form: Form
     class_names: tuple[str, ...] | None = None
     columns: tuple[str, ...] | None = None
     value: float | None = None
@@ -90,8 +94,10 @@ class ClientModel:
         For rows of the client's test data the predictions are those of `Result.predict`, up to rounding, with the same random draws.
 
         Args:
-            x: Inputs [N, ...] of the shape that the model was trained on: an array, a tensor, or a data frame with the same columns. Floats
-                of any precision, integers and truth values are converted, to float32 as training data are, then to the model's precision.
+            x: Inputs [N, ...] as the training data were before the federation's transform, which is applied here: an array, a tensor, a
+                list or a data frame with the same columns, or a tuple or a mapping of these. Floats of any precision are converted, to
+                float32 as training data are, then to the model's precision. Whole numbers and truth values stay what they are, and do not
+                stand for floats; those of a data frame are floats.
             draws: Number of posterior draws S to average over; 0 predicts at the mean, None uses the number of the method's paper.
 
         Returns:
@@ -99,18 +105,13 @@ class ClientModel:
 
         Raises:
             TypeError: `x` is no array.
-            ValueError: `x` has other columns, rows of another shape, no rows, something else than real numbers (complex ones, text, dates,
-                objects), or numbers that are not finite; or `draws` is not a whole number >= 0.
+            ValueError: `x` has other columns, other inputs or inputs of other names, rows of another shape, no rows or different numbers of
+                them, another kind of numbers (whole ones for floats) or none (complex ones, text, dates, objects), or numbers that are not
+                finite; or `draws` is not a whole number >= 0.
         """
         refuse_changed(self.algorithm.model)
         same_columns("x", names_of(x, pooled=True), self.columns)
-        rows = to_tensor(x, "x").to(device=self.device, dtype=self.dtype)
-        if tuple(rows.shape[1:]) != self.inputs or not rows.dim() or not len(rows):
-            wanted = ", ".join(["N", *map(str, self.inputs)])
-            raise ValueError(f"x must have one row or more of the shape trained on, [{wanted}], got {list(rows.shape)}")
-        if not bool(rows.isfinite().all()):
-            bad = int((~rows.flatten(1).isfinite().all(1)).nonzero()[0])
-            raise ValueError(f"x holds NaN or infinite numbers, first in row {bad}; fill them in as before training, or drop the rows")
+        rows = self.form.take(x, self.inputs, dtype=self.dtype, device=self.device)
         if draws is not None:
             whole("draws (None is the paper's number)", draws, least=0)
         found: dict[str, Any] = predict.alone(
@@ -124,13 +125,14 @@ class ClientModel:
             draws=0 if self.plug_in else draws,
             value=self.value,
         )
-        return Predictions(mask=torch.ones(len(rows), dtype=torch.bool), **{name: t.cpu() for name, t in found.items()})
+        return Predictions(mask=torch.ones(count(rows), dtype=torch.bool), **{name: t.cpu() for name, t in found.items()})
 
     def model(self) -> nn.Module:
         """Return the network at the means of the client's beliefs: a module of its own, in evaluation mode.
 
-        Its outputs are what the likelihood reads, such as logits. It knows nothing of the uncertainty, for which `predict` is. Of several
-        networks it is the one that the client chose, as in IFCA.
+        Its outputs are what the likelihood reads, such as logits. It knows nothing of the uncertainty, for which `predict` is, nor of the
+        federation's transform: it takes inputs that are transformed already, floats in the run's precision, one tensor as `model(x)`, a
+        tuple as `model(*x)`, a mapping as `model(**x)`. Of several networks it is the one that the client chose, as in IFCA.
 
         Raises:
             ValueError: The client predicts with several networks together, as in a mixture.
@@ -168,6 +170,7 @@ class ClientModel:
             "round": self.round,
             "seed": self.seed,
             "inputs": self.inputs,
+            "form": self.form.described(),
             "class_names": self.class_names,
             "columns": self.columns,
             "value": self.value,
@@ -245,37 +248,54 @@ def of_client(
         round: Number of rounds done.
         seed: The run's seed.
         value: The number that the method's predictor tunes.
+
+    Raises:
+        ValueError: The data have a transform, of which only the description is known.
     """
     rule = algorithm.predictor
     predictor = None if rule is None else rule(algorithm, given, view, train or {})
     names = _needed(algorithm) if rule is None or isinstance(rule, StoredPredictor) else view
     kept = {key: view[key] for key in names}
-    about = {"inputs": data.inputs, "class_names": data.class_names, "columns": data.columns}
+    if isinstance(data, FederatedData):
+        form = Form.of(data.train)
+    elif data.transform is not None:
+        raise ValueError(
+            f"{name!r} predicts for what the transform {data.transform} makes of rows, and this result was loaded without the data, which "
+            "have it; bf.load(path, algorithm, clients) loads it with them"
+        )
+    else:
+        form = Form.of_floats(data.inputs) if data.tensors is None else Form.read({"tensors": data.tensors}, None)
+    about = {"inputs": data.inputs, "form": form, "class_names": data.class_names, "columns": data.columns}
     return ClientModel(algorithm, name, client, kept, round, seed, value=value, predictor=predictor, **about)
 
 
-def load_client(path: str | os.PathLike[str], algorithm: Algorithm, *, device: torch.device | str = "cpu") -> ClientModel:
+def load_client(
+    path: str | os.PathLike[str], algorithm: Algorithm, *, transform: Change | None = None, device: torch.device | str = "cpu"
+) -> ClientModel:
     """Load one client's model, which `ClientModel.save` or a node of a deployed federation wrote; no data are needed.
 
     Args:
         path: The folder, or a folder in which only one client's models lie, as a node's folder of states, of which the one written last is
             taken; the files say when that was, so that they may be copied.
         algorithm: The method that made it, with the same options.
+        transform: The transform of the federation's data, of which the file holds a description and no code; None where it had none.
         device: The device that is to hold it and to compute its predictions.
 
     Raises:
-        TypeError: `algorithm` is no `Algorithm`, or `path` is neither text nor a path.
+        TypeError: `algorithm` is no `Algorithm`, `transform` is no function, or `path` is neither text nor a path.
         ValueError: The device is absent, or `path` is empty.
         CheckpointError: There is no model of a client, or several clients', or several of which none says that it was written last; or the
-            file is damaged, or was made with another method.
+            file is damaged, or was made with another method or another transform.
     """
     instance("algorithm", algorithm, Algorithm, METHOD)
     file = only_file(folder("path", path))
     meta, tensors = checkpoint.read_file(file, present(device))
     try:
-        if meta["kind"] != "client" or meta["version"] != VERSION:
-            raise ValueError(f"it is a {meta['kind']} of version {meta['version']}, this version of bayesfl reads clients of {VERSION}")
-        made_with = meta["algorithm"]
+        if meta["kind"] != "client" or meta["version"] not in (1, VERSION):
+            raise ValueError(f"it is a {meta['kind']} of version {meta['version']}, this version of bayesfl reads clients up to {VERSION}")
+        made_with, inputs = meta["algorithm"], as_tuples(meta["inputs"])
+        form = {"tensors": {"x": ("float32", inputs)}, "transform": None} if meta["version"] == 1 else meta["form"]
+        made_by = form["transform"]
         made = ClientModel(
             algorithm,
             str(meta["name"]),
@@ -283,7 +303,8 @@ def load_client(path: str | os.PathLike[str], algorithm: Algorithm, *, device: t
             tensors["view"],
             whole("round", meta["round"], least=0),
             whole("seed", meta["seed"], least=0),
-            tuple(meta["inputs"]),
+            inputs,
+            Form.read(form, transform),
             None if meta["class_names"] is None else tuple(meta["class_names"]),
             None if meta["columns"] is None else tuple(map(str, meta["columns"])),
             None if meta["value"] is None else number("value", meta["value"]),
@@ -293,6 +314,7 @@ def load_client(path: str | os.PathLike[str], algorithm: Algorithm, *, device: t
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise CheckpointError(f"{str(file)!r} is no client's model of this version: {type(error).__name__}, {error}") from error
     check_method(f"{str(file)!r}", made_with, algorithm)
+    check_transform(f"{str(file)!r}", made_by, transform)
     try:
         wanted, found = shapes(_start(algorithm, DTYPES[meta["dtype"]])), shapes(made.view)
         if wrong := sorted(key for key in wanted.keys() | found.keys() if wanted.get(key) != found.get(key)):

@@ -25,11 +25,12 @@ import torch
 from torch import Tensor, nn
 
 from bayesfl.base.files import atomic_path
+from bayesfl.base.inputs import count
 from bayesfl.base.layout import Layout, Pattern
 from bayesfl.base.protocols import Likelihood, Tensors
 from bayesfl.curvature import Curvature, Inverse, invert, kronecker
 from bayesfl.curvature.backends import Name
-from bayesfl.curvature.batches import Inputs, batches
+from bayesfl.curvature.batches import Data, alone, batches, of_batch
 from bayesfl.curvature.dual import independent, restore
 from bayesfl.curvature.kronecker import Kronecker
 from bayesfl.likelihoods import Bernoulli, Categorical, Gaussian
@@ -66,7 +67,7 @@ class Laplace:
     def fit(
         cls,
         model: nn.Module,
-        x: Inputs,
+        x: Data,
         *,
         precision: float | Tensor = 1.0,
         structure: Structure = "full",
@@ -81,7 +82,8 @@ class Laplace:
 
         Args:
             model: Any trained module.
-            x: Training inputs [N, ...], or batches of them that can be read twice.
+            x: Training inputs [N, ...], or batches of them that can be read twice; several inputs, a tuple or a mapping, as
+                `{"x": inputs}`, see `bayesfl.curvature.batches`.
             precision: Prior precision, for a likelihood that is a sum over the data: one number, or one for each covered weight [D]; for
                 `kfac` the same within each weight matrix and each bias.
             structure: `full`: all weights with all covariances, by the smaller of primal and dual form, never a D x D matrix where
@@ -165,7 +167,7 @@ class Laplace:
     def _of(
         cls,
         curvature: Curvature,
-        x: Inputs,
+        x: Data,
         loc: Tensor,
         precision: float | Tensor,
         structure: Structure,
@@ -222,7 +224,7 @@ class Laplace:
         """Compute the differential entropy of the selected weights, in nats; the other weights are constants and add nothing."""
         return 0.5 * (self.inverse.size * (1 + math.log(2 * math.pi)) - self.log_det())
 
-    def log_marginal_likelihood(self, x: Tensor, y: Tensor, *, centre: float | Tensor = 0.0) -> Tensor:
+    def log_marginal_likelihood(self, x: Data, y: Tensor, *, centre: float | Tensor = 0.0) -> Tensor:
         """Compute the log evidence of the data by Laplace's method, in nats, a sum over the data.
 
             log p(y | x) = log p(y | x, loc) - 1/2 sum_S precision (loc - centre)^2 - 1/2 (log |H_S| - sum_S log precision).
@@ -247,22 +249,22 @@ class Laplace:
         nll = nll.sum() if self.weight is None else nll @ self.weight.to(nll)
         return -nll - 0.5 * (precision * away.square()).sum() - 0.5 * (self.log_det() - precision.log().sum())
 
-    def linearised(self, x: Inputs, *, centre: bool = True) -> tuple[Tensor, Tensor]:
+    def linearised(self, x: Data, *, centre: bool = True) -> tuple[Tensor, Tensor]:
         """Compute the outputs of the linearised network: mean [N, O] and covariance [N, O, O], without noise of the data.
 
         Args:
-            x: Inputs [N, ...], or batches of them.
+            x: Inputs [N, ...], or batches of them, in the form in which `fit` takes them.
             centre: Whether to remove, for classes, the part of the logits that is the same for all classes. It changes no probability, but
                 softmax(kappa f) would depend on it. Daxberger et al. and laplace-torch keep it.
         """
         centre = centre and isinstance(self.curvature.likelihood, Categorical)
         return self.inverse.predict(x, centre=centre)
 
-    def predict(self, x: Inputs, *, link: Link = "contrasts", centre: bool = True, noise: Tensor | None = None) -> Tensors:
+    def predict(self, x: Data, *, link: Link = "contrasts", centre: bool = True, noise: Tensor | None = None) -> Tensors:
         """Compute the predictive distribution at `x`; for its entries see `bayesfl.posteriors.linearised.predictive`.
 
         Args:
-            x: Inputs [N, ...], or batches of them.
+            x: Inputs [N, ...], or batches of them, in the form in which `fit` takes them.
             link: The closed form for classes, `contrasts` or the papers' `per_class`.
             centre: Whether logits are centred over classes, see `linearised`; of the links only `per_class` depends on it.
             noise: Standard normals [S, N, O] for S draws of the outputs; None for the closed form.
@@ -274,11 +276,11 @@ class Laplace:
             raise ValueError(f"centre=False changes nothing under link={link!r}; leave it out, or take link='per_class'")
         return predictive(self.curvature.likelihood, *self.linearised(x, centre=centre), noise, link=link)
 
-    def with_precision(self, x: Inputs, precision: float | Tensor) -> "Laplace":
+    def with_precision(self, x: Data, precision: float | Tensor) -> "Laplace":
         """Return the approximation under another prior precision, for the same `x`; the GGN's diagonal and Kronecker factors are reused.
 
         Raises:
-            ValueError: As in `fit`, or `x` is a tensor of another number of examples than the posterior was fitted to.
+            ValueError: As in `fit`, or `x` is one batch of another number of examples than the posterior was fitted to.
             MemoryError: As in `fit`.
             torch.linalg.LinAlgError: As in `fit`.
         """
@@ -288,7 +290,7 @@ class Laplace:
             return replace(self, precision=prior, inverse=self.inverse.with_precision(prior, self.diagonal))
         return self._of(self.curvature, x, self.loc, precision, self.structure, self.indices, self.diagonal, self.examples, self.weight)
 
-    def with_structure(self, x: Inputs, structure: Structure, *, indices: Tensor | None = None) -> "Laplace":
+    def with_structure(self, x: Data, structure: Structure, *, indices: Tensor | None = None) -> "Laplace":
         """Return the approximation under another structure, for the same `x`, weights and precision; the GGN's diagonal is reused.
 
         A subnetwork is thus fitted after it was chosen from a diagonal fit, see `bayesfl.selection`.
@@ -306,10 +308,10 @@ class Laplace:
         _check_structure(structure, indices, self.weight)
         return self._of(self.curvature, x, self.loc, self.precision, structure, indices, self.diagonal, self.examples, self.weight)
 
-    def _check_fitted_to(self, x: Inputs) -> None:
-        if isinstance(x, Tensor) and len(x) != self.examples:
+    def _check_fitted_to(self, x: Data) -> None:
+        if alone(x) and (found := count(of_batch(x))) != self.examples:
             raise ValueError(
-                f"x must be the {self.examples} examples that it was fitted to, got {len(x)}; fit other data anew by Laplace.fit"
+                f"x must be the {self.examples} examples that it was fitted to, got {found}; fit other data anew by Laplace.fit"
             )
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -352,11 +354,11 @@ def _likelihood(path: str | os.PathLike[str], stored: str, given: Likelihood | N
     return known[name](**options)
 
 
-def _counted(x: Inputs, counts: list[int], device: torch.device) -> Iterator[Tensor]:
-    """Yield the inputs of each batch and append their number to `counts`."""
-    for batch in batches(x, torch.empty(0, device=device)):
-        counts.append(len(batch))
-        yield batch
+def _counted(x: Data, counts: list[int], device: torch.device) -> Iterator[Data]:
+    """Yield each batch with its inputs alone, and append their number to `counts`."""
+    for inputs in batches(x, torch.empty(0, device=device)):
+        counts.append(count(inputs))
+        yield {"x": inputs}
 
 
 def _check_structure(structure: Structure, indices: Tensor | None, weight: Tensor | None) -> None:

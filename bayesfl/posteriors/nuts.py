@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
+from torch.utils._pytree import tree_leaves
 
 from bayesfl.base.checks import instance, number, whole
+from bayesfl.base.inputs import Inputs, call_at, each, in_precision, named
 from bayesfl.base.layout import Layout, Pattern
 from bayesfl.base.protocols import Likelihood, Tensors
 from bayesfl.curvature.ggn import check_outputs
@@ -56,13 +57,13 @@ class Samples:
         """Return the covariance of the weights over all draws, [D, D]."""
         return self.draws.flatten(0, 1).T.cov().reshape(self.layout.size, self.layout.size)
 
-    def outputs(self, x: Tensor) -> Tensor:
+    def outputs(self, x: Inputs) -> Tensor:
         """Compute the network's outputs at every draw of all chains, [K S, N, O], for inputs [N, *]."""
-        x = x.detach().to("cpu", torch.float64)
+        x = _own(x)
         with torch.no_grad():
             return torch.stack([_outputs(self.model, self.layout, w, x) for w in self.draws.flatten(0, 1)])
 
-    def predict(self, x: Tensor) -> Tensors:
+    def predict(self, x: Inputs) -> Tensors:
         """Compute the predictive distribution over all draws for inputs [N, *], as the likelihood gives it.
 
         For classes it has `probs` [N, O] and `epistemic` [N] (mutual information of label and weights, nats); for targets `mean` and
@@ -100,7 +101,7 @@ class Samples:
 def nuts(
     model: nn.Module,
     likelihood: Likelihood,
-    x: Tensor,
+    x: Inputs,
     y: Tensor,
     *,
     precision: float | Tensor,
@@ -126,7 +127,7 @@ def nuts(
     Args:
         model: Any module; parameters that `pattern` does not match stay as they are.
         likelihood: Distribution of y given the outputs.
-        x: Inputs [N, *].
+        x: Inputs [N, *]: a tensor, or a tuple or a mapping of several.
         y: Labels or targets, as the likelihood takes them.
         precision: Precision of the Gaussian prior, 1 / variance, > 0: one number or one for each weight, [D].
         centre: Mean of the prior: one number or one for each weight, [D].
@@ -149,8 +150,9 @@ def nuts(
     instance("model", model, nn.Module, "pass an nn.Module from inputs to outputs")
     if isinstance(likelihood, type) or not callable(getattr(likelihood, "nll", None)):
         raise TypeError(f"likelihood must have a method `nll`, got {likelihood!r}; pass Categorical(), Bernoulli() or Gaussian(scale=0.1)")
-    for name, value in {"x": x, "y": y}.items():
-        instance(name, value, Tensor, "turn arrays into tensors by torch.as_tensor")
+    for name, values in {"x": tree_leaves(x) if isinstance(x, tuple | Mapping) else [x], "y": [y]}.items():
+        for value in values:
+            instance(name, value, Tensor, "turn arrays into tensors by torch.as_tensor")
     layout = Layout(model, pattern)
     if layout.size > LIMIT:
         raise ValueError(
@@ -162,16 +164,16 @@ def nuts(
     warmup, seed = whole("warmup", warmup, least=0), whole("seed", seed, least=0)
     if not 0 < number("target_accept", target_accept) < 1:
         raise ValueError(f"target_accept is a probability in (0, 1), got {target_accept}")
-    if len(x) != len(y):
-        raise ValueError(f"x and y must have one row for each example; got {len(x)} and {len(y)}")
-    if not len(x):
+    for name, value in named(x):
+        if len(value) != len(y):
+            raise ValueError(f"{name} and y must have one row for each example; got {len(value)} and {len(y)}")
+    if not len(y):
         raise ValueError("x has no rows: at least one example is needed, without data the draws would be the prior's")
     prior = {name: _weights(name, value, layout.size) for name, value in {"precision": precision, "centre": centre}.items()}
     if not bool((prior["precision"] > 0).all()):
         raise ValueError(f"precision is 1 / variance of the prior and must be > 0, got {float(prior['precision'].min())}")
     model = deepcopy(model).to("cpu", torch.float64).eval().requires_grad_(False)
-    x, y = (t.detach().cpu() for t in (x, y))
-    x, y = (t.double() if t.is_floating_point() else t for t in (x, y))
+    x, y = _own((x, y))
     loc = layout.ravel(dict(model.named_parameters()))
     y = _checked(likelihood, _outputs(model, layout, loc, x), y)
     potential = _potential(model, likelihood, layout, x, y, prior["precision"], prior["centre"])
@@ -229,7 +231,7 @@ def _checked(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
 
 
 def _potential(
-    model: nn.Module, likelihood: Likelihood, layout: Layout, x: Tensor, y: Tensor, precision: Tensor, centre: Tensor
+    model: nn.Module, likelihood: Likelihood, layout: Layout, x: Inputs, y: Tensor, precision: Tensor, centre: Tensor
 ) -> Callable[[Tensors], Tensor]:
     """Return -log p(y | x, w) - log N(w; centre, 1 / precision) in nats, up to a constant, as a function of {"w": [D]}."""
 
@@ -240,9 +242,14 @@ def _potential(
     return potential
 
 
-def _outputs(model: nn.Module, layout: Layout, w: Tensor, x: Tensor) -> Tensor:
+def _own(x: Any) -> Any:
+    """Return tensors on the CPU, floats in float64."""
+    return in_precision(each(lambda t: t.detach().cpu(), x), torch.float64)
+
+
+def _outputs(model: nn.Module, layout: Layout, w: Tensor, x: Inputs) -> Tensor:
     """Compute outputs [N, O] at weights `w` [D]."""
-    return functional_call(model, layout.leaves(w), (x,))
+    return call_at(model, layout.leaves(w), x)
 
 
 def _weights(name: str, value: float | Tensor, size: int) -> Tensor:

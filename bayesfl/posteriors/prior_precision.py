@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from bayesfl.curvature.batches import Inputs
+from bayesfl.curvature.batches import Data
 from bayesfl.posteriors.laplace import Laplace
 from bayesfl.posteriors.linearised import Link, nll
 
@@ -14,7 +14,7 @@ GRID = tuple(10.0 ** (k / 2) for k in range(-8, 9))
 """Prior precisions from 1e-4 to 1e4, by half decades."""
 
 
-def by_evidence(fitted: Laplace, x: Tensor, y: Tensor, *, centre: float | Tensor = 0.0, grid: Sequence[float] = GRID) -> Laplace:
+def by_evidence(fitted: Laplace, x: Data, y: Tensor, *, centre: float | Tensor = 0.0, grid: Sequence[float] = GRID) -> Laplace:
     """Return the approximation under the precision of largest log marginal likelihood.
 
     An optimum at an edge of the grid means that the data say nothing about the precision (for the whole network the evidence often
@@ -48,8 +48,8 @@ def by_evidence(fitted: Laplace, x: Tensor, y: Tensor, *, centre: float | Tensor
 
 def by_validation(
     fitted: Laplace,
-    x: Inputs,
-    held: Tensor,
+    x: Data,
+    held: Data,
     labels: Tensor,
     *,
     link: Link = "contrasts",
@@ -102,7 +102,7 @@ def largest_alike(total: Tensor, products: Tensor, examples: int) -> int:
     return int((total.isfinite() & (apart <= error)).nonzero().max())
 
 
-def predictive_nll(fitted: Laplace, x: Inputs, y: Tensor, *, link: Link = "contrasts", centre: bool = True) -> float:
+def predictive_nll(fitted: Laplace, x: Data, y: Tensor, *, link: Link = "contrasts", centre: bool = True) -> float:
     """Compute the mean negative log density of `y` under the predictive distribution in closed form, in nats.
 
     Raises:
@@ -111,7 +111,7 @@ def predictive_nll(fitted: Laplace, x: Inputs, y: Tensor, *, link: Link = "contr
     return float(nll(fitted.predict(x, link=link, centre=centre), y).mean())
 
 
-def _scores(fitted: Laplace, x: Inputs, grid: Sequence[float], score: Callable[[Laplace], Tensor]) -> dict[float, Tensor]:
+def _scores(fitted: Laplace, x: Data, grid: Sequence[float], score: Callable[[Laplace], Tensor]) -> dict[float, Tensor]:
     """Compute the score, or scores, of each precision; those without Cholesky factor or finite scores are left out.
 
     Raises:

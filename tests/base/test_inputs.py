@@ -5,16 +5,19 @@ from collections import UserDict
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from bayesfl.base import inputs
 from bayesfl.base.inputs import (
+    Inputs,
+    at,
     call,
     call_at,
     count,
     each,
     first,
     in_precision,
+    in_rows,
     join,
     mapped,
     mark_mapped,
@@ -22,6 +25,8 @@ from bayesfl.base.inputs import (
     pieces,
     row_bytes,
     shape_of,
+    structure,
+    unnamed,
 )
 
 A, B = torch.arange(12.0).reshape(4, 3), torch.arange(4)
@@ -112,3 +117,42 @@ def test_what_lies_in_a_file_is_known(tmp_path, monkeypatch):
     assert not mapped(others[0][1:])
     mark_mapped(part := others[0][1:])
     assert mapped(part)
+
+
+TREES: tuple[Inputs, ...] = (
+    torch.arange(5),
+    (torch.arange(5), torch.rand(5, 2)),
+    {"tokens": torch.arange(5), "a]'b": torch.rand(5, 2)},
+    {"pair": (torch.arange(5), {"inner": torch.rand(5, 2)}), "mask": torch.arange(5) > 2},
+    tuple(torch.arange(5) + k for k in range(12)),
+)
+
+
+def same(one: Inputs, other: Inputs) -> bool:
+    mine, theirs = dict(named(one)), dict(named(other))
+    return mine.keys() == theirs.keys() and all(torch.equal(t, theirs[name]) for name, t in mine.items())
+
+
+@pytest.mark.parametrize("x", TREES, ids=structure)
+def test_rows_are_taken_apart_and_joined(x: Inputs):
+    assert same(join(list(in_rows(x, 2))), x)
+    assert same(at(x, torch.tensor([3, 1])), join([at(x, slice(3, 4)), at(x, slice(1, 2))]))
+    assert [len(next(named(part))[1]) for part in in_rows(x, 2)] == [2, 2, 1]
+
+
+@pytest.mark.parametrize("x", TREES, ids=structure)
+def test_names_tell_the_tree(x: Inputs):
+    """In whatever order, beside other tensors whose names are alike."""
+    tensors = {"xs": torch.zeros(1), "chol": torch.zeros(1)} | dict(reversed(list(named(x))))
+    found = unnamed(tensors)
+    assert found is not None
+    assert type(found) is type(x)
+    assert same(found, x)
+    assert unnamed({"xs": torch.zeros(1)}) is None
+
+
+def test_what_inputs_are_made_of():
+    assert structure(torch.zeros(1)) == "one tensor"
+    assert structure((1, 2)) == "a tuple of 2"
+    assert structure({"b": 1, "a": Tensor()}) == "a mapping of ['b', 'a']"
+    assert structure([1]) == "list"

@@ -51,6 +51,37 @@ def plain_cnn(outputs: int) -> nn.Module:
     return nn.Sequential(nn.Conv2d(2, 3, 3), nn.Tanh(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(27, outputs))
 
 
+class Joining(nn.Module):
+    """A network of two inputs, which it joins for a network of one."""
+
+    def __init__(self, one: nn.Module) -> None:
+        super().__init__()
+        self.one = one
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return self.one(torch.cat([a, b.flatten(1)], -1))
+
+
+def two_inputs(count: int = 9) -> tuple[nn.Module, nn.Module, Tensor, Tensor, Tensor]:
+    """A network of one input, the same network of two, their one input [N, 7], and its parts [N, 3] and [N, 2, 2]."""
+    torch.manual_seed(0)
+    one = mlp(4).double()
+    x = torch.randn(count, 7, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return one, Joining(one), x, x[:, :3], x[:, 3:].unflatten(1, (2, 2))
+
+
+class Mean(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean(1)
+
+
+def token_model(count: int = 9) -> tuple[nn.Module, Tensor]:
+    """A network of tokens, and tokens [N, 5] int64."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(11, 3), Mean(), nn.Tanh(), nn.Linear(3, 4)).double()
+    return model, torch.randint(11, (count, 5), generator=torch.Generator().manual_seed(1))
+
+
 @dataclass(frozen=True)
 class Case:
     name: str

@@ -241,3 +241,18 @@ def test_outputs_that_are_not_finite():
         model[0].weight.fill_(torch.inf)
     with pytest.raises(ValueError, match=r"outputs .*not finite .*2 of 2"):
         Curvature(model, backend="backpack").diagonal(vectors())
+
+
+@pytest.mark.parametrize("name", ["layers", "backpack"])
+def test_several_inputs_are_for_func(name):
+    """A backend for one tensor refuses others by name, and `auto` does not take it for them; what it takes as one tensor stays its."""
+    model, x = nn.Sequential(nn.Linear(5, 3)), vectors()
+    with pytest.raises(ValueError, match=rf"'{name}' takes inputs of one tensor, got a tuple of 1; backend='func'"):
+        Curvature(model, backend=name).diagonal({"x": (x,)})
+    with pytest.raises(ValueError, match=rf"'{name}' takes inputs of one tensor, got a mapping of \['input'\]; backend='func'"):
+        Curvature(model, backend=name).diagonal({"x": {"input": x}})
+    curvature = Curvature(model)
+    want = curvature.diagonal({"x": x})
+    assert curvature.backend == "layers"
+    assert_close(curvature.diagonal({"x": (x,)}), want, rtol=1e-5, atol=1e-6)
+    assert curvature.backend == "func"

@@ -1,13 +1,16 @@
 """Data in batches: any size and kind of them, what is refused, and bytes that are said first."""
 
+from types import MappingProxyType
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.testing import assert_close
 
 from bayesfl.base.layout import Layout
 from bayesfl.curvature import Curvature, factors, ggn, invert, jacobians
 from bayesfl.curvature.roots import root
+from bayesfl.likelihoods import Categorical
 from tests.curvature import brute
 from tests.curvature.brute import PAIRS
 from tests.curvature.made import EXACT
@@ -84,3 +87,71 @@ def test_streams(case, backend, monkeypatch):
     assert_close(curvature.ggn(loader), block, **EXACT)
     rows = brute.jacobian(model, x).flatten(0, 1)
     assert_close(curvature.gram(x, weight=diagonal), rows * diagonal @ rows.T, **EXACT)
+
+
+class Pairs(torch.utils.data.Dataset):
+    """Examples of two inputs and a label, as data sets for two inputs give them."""
+
+    def __init__(self, a: Tensor, b: Tensor, *, names: bool) -> None:
+        self.a, self.b, self.names = a, b, names
+
+    def __len__(self) -> int:
+        return len(self.a)
+
+    def __getitem__(self, i: int):
+        return ({"a": self.a[i], "b": self.b[i]} if self.names else (self.a[i], self.b[i])), 0
+
+
+def test_several_inputs():
+    """A tuple or a mapping, whole or in batches of every form: the sums are those of the network that takes them as one tensor."""
+    one, two, x, a, b = brute.two_inputs(9)
+    curvature, want = Curvature(two), Curvature(one).diagonal(x)
+    pairs, named = [(a[i], b[i]) for i in (slice(4), slice(4, 9))], [{"a": a[i], "b": b[i]} for i in (slice(4), slice(4, 9))]
+    loaders = [torch.utils.data.DataLoader(Pairs(a, b, names=names), batch_size=2) for names in (False, True)]
+    whole = [{"x": (a, b)}, {"x": [a, b]}, {"y": None, "x": {"a": a, "b": b}}, {"x": MappingProxyType({"b": b, "a": a})}]
+    parts = [[(inputs, 0) for inputs in of] for of in (pairs, named)] + [[{"x": inputs} for inputs in of] for of in (pairs, named)]
+    for data in (*whole, *parts, *loaders, tuple(parts[0])):
+        assert_close(curvature.diagonal(data), want, **EXACT)
+    assert (curvature.backend, Curvature(one).backend) == ("func", "layers")
+    assert_close(curvature.outputs({"x": (a, b)}), one(x).detach(), **EXACT)
+
+
+def test_tokens_stay_whole_numbers():
+    """In every result, against dense Jacobians, also in blocks of one example."""
+    model, tokens = brute.token_model()
+    curvature, rows = Curvature(model), brute.jacobian(model, tokens)
+    ggn_ = brute.ggn(model, Categorical(), tokens)
+    assert_close(curvature.diagonal(tokens), ggn_.diagonal(), **EXACT)
+    assert_close(curvature.ggn({"x": tokens}), ggn_, **EXACT)
+    assert_close(curvature.columns(tokens, torch.arange(40)), rows[:, :, :40], **EXACT)
+    assert_close(curvature.gram(tokens, tokens[:2]), rows.flatten(0, 1) @ rows[:2].flatten(0, 1).T, **EXACT)
+    assert tokens.dtype == torch.int64
+
+
+def test_pieces_of_several_inputs(monkeypatch):
+    """Blocks of one example give the same sums."""
+    _, two, _, a, b = brute.two_inputs()
+    curvature, data = Curvature(two), {"x": {"a": a, "b": b}}
+    found = [curvature.diagonal(data), curvature.ggn(data), curvature.gram(data), invert(curvature, data, 1.0).marginals()]
+    for module in (factors, jacobians, ggn):
+        monkeypatch.setattr(module, "BLOCK", 1)
+    again = [curvature.diagonal(data), curvature.ggn(data), curvature.gram(data), invert(curvature, data, 1.0).marginals()]
+    for one, other in zip(found, again, strict=True):
+        assert_close(other, one, **EXACT)
+
+
+def test_batches_of_bad_inputs_are_refused():
+    _, two, _, a, b = brute.two_inputs()
+    curvature = Curvature(two)
+    for data, error, words in (
+        ({"x": (a, b[:4])}, ValueError, r"x\[1\] has 4 rows and x\[0\] has 9; every tensor"),
+        ({"x": {"a": a, "b": b[:4]}}, ValueError, r"x\['b'\] has 4 rows and x\['a'\] has 9"),
+        ({"a": a, "b": b}, TypeError, r"batch must be .*, got a mapping of \['a', 'b'\]; pass .*\{'x': batch\}"),
+        ({"x": (a, None)}, TypeError, r"batch must be .*, got NoneType"),
+        ({"x": (a, torch.tensor(1.0))}, TypeError, "got a single number"),
+        ({"x": (a, b.numpy())}, TypeError, "got ndarray"),
+        ({"x": ()}, TypeError, "got tuple"),
+        ({"x": (a[:0], b[:0])}, ValueError, "there are no data"),
+    ):
+        with pytest.raises(error, match=words):
+            curvature.diagonal(data)

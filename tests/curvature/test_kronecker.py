@@ -343,3 +343,13 @@ def test_examples_come_in_pieces_of_a_block():
         fitted.with_structure(x, "kfac")
     assert 2 * factors.BLOCK < 4 * len(x) * 32**2 * 8 * 5**2  # in single precision
     assert 8 * largest.numbers <= factors.BLOCK
+
+
+def test_inputs_of_several_tensors_are_refused_and_tokens_taken():
+    """By name; the head behind tokens has the factors of the same head behind their means."""
+    _, two, _, a, b = brute.two_inputs()
+    with pytest.raises(ValueError, match=r"'kfac' takes inputs of one tensor, got a tuple of 2; structure 'full'"):
+        Laplace.fit(two, {"x": (a, b)}, structure="kfac")
+    model, tokens = brute.token_model()
+    found = Laplace.fit(model, tokens, structure="kfac", pattern="3.*").moments()[1]
+    assert_close(found, Laplace.fit(model[3], model[:3](tokens).detach(), structure="kfac").moments()[1], **EXACT)

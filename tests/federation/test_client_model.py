@@ -15,7 +15,7 @@ from torch.testing import assert_close
 import bayesfl as bf
 from bayesfl.composition.predictors import LinearisedLaplace
 from bayesfl.data import FederatedData
-from bayesfl.federation import client_model
+from bayesfl.federation import checkpoint, client_model, predict
 from bayesfl.federation.client_files import FILE
 from bayesfl.federation.errors import CheckpointError
 from bayesfl.federation.result import Result
@@ -80,16 +80,13 @@ def test_rows_of_any_kind(ditto: Result):
     assert_close(torch.cat([p for r in range(5) if (p := one.predict(x[r : r + 1]).probs) is not None]), probs, atol=1e-12, rtol=0)
 
 
-KINDS = ("float16", "float32", "float64", "int8", "int32", "int64", "uint8", "uint16", "bool")
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_real_numbers_of_any_type_are_converted(model, named: FederatedData, dtype: torch.dtype):
+def test_floats_of_any_precision_are_converted(model, named: FederatedData, dtype: torch.dtype):
     """As users of numpy and pandas hold them; the predictions are those of the same numbers in float32."""
     one = run(bf.algorithms.fedavg(model, epochs=1), named, rounds=1, evaluate_every=None, dtype=dtype).client(0)
     whole = np.arange(16).reshape(2, 8) % 2
     probs = one.predict(whole.astype("float32")).probs
-    for kind in KINDS:
+    for kind in ("float16", "float32", "float64"):
         assert torch.equal(one.predict(whole.astype(kind)).probs, probs)  # type: ignore[arg-type]
         assert torch.equal(one.predict(torch.from_numpy(whole.astype(kind))).probs, probs)  # type: ignore[arg-type]
     assert torch.equal(one.predict(torch.from_numpy(whole).bfloat16()).probs, probs)  # type: ignore[arg-type]
@@ -113,6 +110,14 @@ def test_real_numbers_of_any_type_are_converted(model, named: FederatedData, dty
         ([["a"] * 8], ValueError, r"x must be an array of numbers"),
         (torch.randn(2, 8, dtype=torch.complex64), ValueError, r"^x must be real numbers, got torch.complex64; pass real and imaginary"),
         (None, TypeError, "None"),
+        (
+            np.zeros((2, 8), dtype="int32"),
+            ValueError,
+            r"^x holds whole numbers \(torch.int32\).* trained on floats .*x\.astype\('float32'\)",
+        ),
+        (torch.zeros(2, 8, dtype=torch.bool), ValueError, r"^x holds truth values .*x\.to\(torch\.float32\)"),
+        ((torch.zeros(2, 8),), ValueError, r"^x must hold the inputs .*\['x'\], got \['x\[0\]'\]"),
+        ({"x": torch.zeros(2, 8)}, ValueError, r"^x must hold .*\['x'\], got \[\"x\['x'\]\"\]"),
     ],
 )
 def test_bad_rows_are_refused(ditto: Result, x: Any, error: type, words: str):
@@ -348,3 +353,175 @@ def test_the_module_is_exported(dynamic: int, tmp_path: Path):
     torch.onnx.export(model, (x,), path, dynamo=True, dynamic_shapes=shapes, input_names=["x"], verbose=False)
     (outputs,) = onnxruntime.InferenceSession(path).run(None, {"x": x[:dynamic].numpy()})
     assert_close(torch.from_numpy(outputs), model(x[:dynamic]), atol=1e-5, rtol=0)
+
+
+class Reader(nn.Module):
+    """Tokens, with two measurements beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(9, 4), nn.Linear(6, 3)
+
+    def forward(self, tokens: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.cat([self.words(tokens).mean(1), more], -1))
+
+
+def texts(*, names: bool) -> FederatedData:
+    """Two clients with tokens and measurements."""
+    rng = np.random.default_rng(0)
+    tokens, more = rng.integers(0, 9, (40, 5)), rng.normal(size=(40, 2)).astype("float32")
+    x: Any = {"tokens": tokens, "more": more} if names else (tokens, more)
+    return bf.data.from_arrays(x, tokens[:, 0] % 3, client_ids=[0, 1] * 20)
+
+
+def reader(predictor: bool) -> bf.Algorithm:
+    network = Reader()
+    if not predictor:
+        return bf.algorithms.fedavg(network, epochs=1)
+    return replace(bf.algorithms.fedavg(network, epochs=1), predictor=LinearisedLaplace("w", precision=1.0))
+
+
+@pytest.mark.parametrize("predictor", [False, True], ids=["mean", "laplace"])
+@pytest.mark.parametrize("names", [False, True], ids=["tuple", "mapping"])
+def test_several_inputs(names: bool, predictor: bool, tmp_path: Path, monkeypatch):
+    """In the form of the training data; from a file, in pieces, and of any whole numbers; one row or many give the same."""
+    data = texts(names=names)
+    result = run(reader(predictor), data, evaluate_every=None)
+    x: Any = data.test.client(1)[0]
+    one = result.client(1)
+    probs = one.predict(x).probs
+    assert probs is not None
+    assert_close(probs, result.predict().client(1).probs, atol=1e-12, rtol=0)
+    one.save(tmp_path)
+    assert torch.equal(bf.load_client(tmp_path, result.algorithm).predict(x).probs, probs)  # type: ignore[arg-type]
+    tokens, more = (x["tokens"], x["more"]) if names else x
+    plain = {"more": more.tolist(), "tokens": tokens.numpy().astype("uint8")} if names else (tokens.int(), more.tolist())
+    assert_close(one.predict(plain).probs, probs, atol=1e-6, rtol=0)
+    monkeypatch.setattr(predict, "GATHER", 1)
+    assert_close(one.predict(x).probs, probs, atol=1e-12, rtol=0)
+    module = one.model()
+    assert_close((module(**x) if names else module(*x)).softmax(-1).detach(), one.predict(x, draws=0).probs, atol=1e-12, rtol=0)
+
+
+def test_bad_inputs_among_several():
+    """Are named, with what the model was trained on."""
+    named = run(reader(False), texts(names=True), rounds=1, evaluate_every=None).client(0)
+    x = {"tokens": np.zeros((4, 5), dtype="int64"), "more": np.zeros((4, 2))}
+    named.predict(x)
+    for change, words in (
+        ({"tokens": np.zeros((4, 5))}, r"^x\['tokens'\] holds floats \(torch.float32\) .*trained on whole numbers .*astype\('int64'\)"),
+        ({"more": np.zeros((4, 2), dtype="int64")}, r"^x\['more'\] holds whole numbers .*astype\('float32'\)"),
+        ({"more": np.zeros((3, 2))}, r"x\['tokens'\] has 4 rows and x\['more'\] has 3"),
+        ({"more": np.zeros((4, 3))}, r"^x\['more'\] must have .*\[N, 2\], got \[4, 3\]"),
+        ({"more": np.array([[0.0, 1.0], [0.0, np.nan]] * 2)}, r"^x\['more'\] holds NaN .* row 1"),
+        ({"mask": np.zeros((4, 2))}, r"\[\"x\['tokens'\]\", \"x\['more'\]\"\], got .*mask"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            named.predict({**x, **change})
+    with pytest.raises(ValueError, match=r"got \[\"x\['tokens'\]\"\]"):
+        named.predict({"tokens": x["tokens"]})
+    with pytest.raises(ValueError, match=r"got \['x\[0\]', 'x\[1\]'\]"):
+        named.predict(tuple(x.values()))
+
+
+def bright(x: torch.Tensor) -> torch.Tensor:
+    """From bytes to [0, 1]."""
+    return x.flatten(1) / 255
+
+
+def dark(x: torch.Tensor) -> torch.Tensor:
+    return 1 - bright(x)
+
+
+@pytest.fixture(scope="module")
+def pictures() -> Result:
+    """A run on bytes, which a transform makes floats; nothing of the training data is float."""
+    rng = np.random.default_rng(0)
+    x = rng.integers(0, 256, (40, 3, 3), dtype=np.uint8)
+    data = bf.data.from_arrays(x, x[:, 0, 0] % 3, client_ids=[0, 1] * 20).transformed(bright)
+    return run(bf.algorithms.fedavg(bf.models.mlp(9, hidden=4, outputs=3), epochs=1), data, evaluate_every=None)
+
+
+def test_rows_come_before_the_transform(pictures: Result, tmp_path: Path):
+    """As they are in the data, of any whole numbers that are bytes; the module takes what the transform makes of them."""
+    split = pictures.data.test
+    x, one = split.x[split.rows(1)], pictures.client(1)  # type: ignore[index]
+    assert x.dtype == torch.uint8
+    probs = one.predict(x).probs
+    assert probs is not None
+    assert_close(probs, pictures.predict().client(1).probs, atol=1e-12, rtol=0)
+    assert_close(one.model()(split.client(1)[0].double()).softmax(-1).detach(), probs, atol=1e-12, rtol=0)
+    assert torch.equal(one.predict(x.long()).probs, probs)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^x holds 300, which is no torch.uint8"):
+        one.predict(x.long().fill_(300))
+    with pytest.raises(ValueError, match=r"^x holds floats .*whole numbers \(torch.uint8\)"):
+        one.predict(x / 255)
+    with pytest.raises(ValueError, match=r"\[N, 3, 3\], got \[8, 9\]|got \[4, 9\]"):
+        one.predict(x.flatten(1))
+
+
+def test_a_file_needs_the_transform_that_it_was_made_with(pictures: Result, ditto: Result, tmp_path: Path):
+    """It holds its description; another one, or none, is refused with both."""
+    split, method = pictures.data.test, pictures.algorithm
+    x = split.x[split.rows(0)]  # type: ignore[index]
+    pictures.client(0).save(tmp_path / "one")
+    loaded = bf.load_client(tmp_path / "one", method, transform=bright)
+    assert torch.equal(loaded.predict(x).probs, pictures.client(0).predict(x).probs)  # type: ignore[arg-type]
+    loaded.save(tmp_path / "again")
+    assert bf.load_client(tmp_path / "again", method, transform=bright).form.transform is bright
+    with pytest.raises(CheckpointError, match=r"one.*the transform \['bright'\] makes of inputs; pass it as transform="):
+        bf.load_client(tmp_path / "one", method)
+    with pytest.raises(CheckpointError, match=r"the transform \['bright'\] .*got transform=\['dark'"):
+        bf.load_client(tmp_path / "one", method, transform=dark)
+    with pytest.raises(TypeError, match=r"transform must be a function .*got str"):
+        bf.load_client(tmp_path / "one", method, transform="bright")  # type: ignore[arg-type]
+    ditto.client(0).save(tmp_path / "two")
+    with pytest.raises(CheckpointError, match=r"without a transform, got transform=\['bright'\]; leave it out"):
+        bf.load_client(tmp_path / "two", ditto.algorithm, transform=bright)
+
+
+def test_files_of_the_first_version_are_read(ditto: Result, tmp_path: Path):
+    """They know of one tensor of floats alone."""
+    one, x = ditto.client(0), torch.randn(3, 8)
+    one.save(tmp_path / "new")
+    meta, tensors = checkpoint.read_file(tmp_path / "new" / FILE)
+    old = {key: value for key, value in meta.items() if key not in ("form", "tensors")} | {"version": 1}
+    checkpoint.write(tmp_path / "old", old, tensors, name=FILE)
+    loaded = bf.load_client(tmp_path / "old", ditto.algorithm)
+    assert torch.equal(loaded.predict(x).probs, one.predict(x).probs)  # type: ignore[arg-type]
+    assert loaded.inputs == (8,)
+    checkpoint.write(tmp_path / "future", {**old, "version": 3}, tensors, name=FILE)
+    with pytest.raises(CheckpointError, match=r"version 3, .*up to 2"):
+        bf.load_client(tmp_path / "future", ditto.algorithm)
+
+
+@pytest.mark.parametrize("names", [False, True], ids=["tuple", "mapping"])
+def test_a_module_of_several_inputs_is_exported(names: bool, tmp_path: Path):
+    """Tokens stay whole numbers there."""
+    import onnxruntime
+
+    module = run(reader(False), texts(names=names), rounds=1, evaluate_every=None, dtype=torch.float32).client(0).model()
+    x = {"tokens": torch.arange(30).view(6, 5) % 9, "more": torch.randn(6, 2)}
+    rows = torch.export.Dim("rows", min=1)
+    shapes = {name: {0: rows} for name in x}
+    given: Any = ((), x) if names else (tuple(x.values()), None)
+    exported = torch.export.export(module, *given, dynamic_shapes=shapes).module()
+    wanted = module(**x)[:2]
+    assert torch.equal(exported(**{k: t[:2] for k, t in x.items()}) if names else exported(*(t[:2] for t in x.values())), wanted)
+    path = tmp_path / "model.onnx"
+    torch.onnx.export(module, given[0], path, kwargs=given[1], dynamo=True, dynamic_shapes=shapes, input_names=list(x), verbose=False)
+    (outputs,) = onnxruntime.InferenceSession(path).run(None, {name: t[:2].numpy() for name, t in x.items()})
+    assert_close(torch.from_numpy(outputs), wanted.detach(), atol=1e-5, rtol=0)
+
+
+def test_a_run_that_was_loaded_without_data_knows_its_inputs(pictures: Result, tmp_path: Path):
+    """Their tensors and types; with a transform, of which a file holds no code, the data are needed."""
+    result = run(reader(False), texts(names=True), rounds=1, evaluate_every=None)
+    result.save(tmp_path / "run")
+    x: Any = result.data.test.client(0)[0]
+    loaded = bf.load(tmp_path / "run", result.algorithm).client(0)
+    assert torch.equal(loaded.predict(x).probs, result.client(0).predict(x).probs)  # type: ignore[arg-type]
+    pictures.save(tmp_path / "pictures")
+    with pytest.raises(ValueError, match=r"'1' predicts for what the transform .*bright.* makes .*bf\.load\(path, algorithm, clients\)"):
+        bf.load(tmp_path / "pictures", pictures.algorithm).client(1)
+    assert bf.load(tmp_path / "pictures", pictures.algorithm, pictures.data).client(1).form.transform is bright

@@ -4,16 +4,20 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from flwr.app import Message
-from torch import nn
+from torch import Tensor, nn
+from torch.testing import assert_close
 
 import bayesfl as bf
 from bayesfl.data import FederatedData
+from bayesfl.federation import checkpoint
 from bayesfl.flower import client_app
 from bayesfl.flower.client import Refused
 from tests.flower.grid import LocalGrid
-from tests.flower.made import asked, deploy, grid_of, method, rounds_of, tuned, waits
+from tests.flower.made import asked, assert_same, deploy, grid_of, method, rounds_of, simulated, tuned, waits
 
 
 def test_an_acknowledgement_is_all_that_leaves(model: nn.Module, clients: FederatedData, tmp_path: Path):
@@ -91,3 +95,40 @@ def test_load_data_returns_one_client(model: nn.Module, clients: FederatedData, 
     grid = LocalGrid({100: client_app(algorithm, lambda context: clients)}, tmp_path)
     waits(grid, monkeypatch, algorithm=algorithm, clients=1, rounds=1)
     assert re.search(r"load_data .*got 7; data\.select\(\[0\]\)", caplog.text)
+
+
+class Captions(nn.Module):
+    """The body of a network of pictures and words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.look, self.read = nn.Linear(4, 5), nn.Embedding(6, 5)
+
+    def forward(self, picture: Tensor, words: Tensor) -> Tensor:
+        return torch.tanh(self.look(picture.flatten(1)) + self.read(words).mean(1))
+
+
+def scaled(x: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {**x, "picture": x["picture"] / 255}
+
+
+def mirrored(x: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {**x, "picture": torch.where(torch.rand(len(x["picture"]), 1, 1) < 0.5, x["picture"].flip(2), x["picture"])}
+
+
+def test_nodes_with_several_inputs(tmp_path: Path):
+    """Transformed and augmented: states and predictions are the simulation's, also of the model that a node has kept."""
+    rng = np.random.default_rng(0)
+    x = {"picture": rng.integers(0, 256, (60, 2, 2), dtype=np.uint8), "words": rng.integers(0, 6, (60, 3))}
+    data = bf.data.from_arrays(x, x["words"][:, 0] % 3, client_ids=[0, 1, 2] * 20).transformed(scaled).augmented(mirrored)
+    torch.manual_seed(0)
+    algorithm = method("pfedvem", bf.models.SplitModel(Captions(), nn.Linear(5, 3)))
+    found, told = deploy(algorithm, data, tmp_path, rounds=1), simulated(algorithm, data, rounds=1)
+    assert_same(found, tmp_path, told)
+    (file,) = tmp_path.glob("node-101/*/client-1/predictions.safetensors")
+    wanted = told.predict().client(1).probs
+    assert_close(checkpoint.read_file(file)[1]["probs"], wanted, atol=1e-6, rtol=0)
+    kept = bf.load_client(file.parent, algorithm, transform=scaled)
+    assert isinstance(data.test.x, dict)
+    own = {name: t[data.test.rows(1)].numpy() for name, t in data.test.x.items()}
+    assert_close(kept.predict(own).probs, wanted, atol=1e-6, rtol=0)

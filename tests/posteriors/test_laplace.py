@@ -331,7 +331,7 @@ def test_a_likelihood_fits_the_outputs(structure):
         (TypeError, {"x": 3}, r"^x .*\[N, ...\].* got int"),
         (TypeError, {"x": torch.tensor(3.0)}, r"batch .*\[N, ...\].* got a single number"),
         (TypeError, {"x": [()]}, r"batch .*\[N, ...\].* got NoneType"),
-        (TypeError, {"x": [{"y": 1}]}, r"batch .*'x', got NoneType"),
+        (TypeError, {"x": [{"y": 1}]}, r"batch .*'x', got a mapping of \['y'\]; pass .*\{'x': batch\}"),
     ],
 )
 @pytest.mark.parametrize("structure", ["full", "diagonal", "kfac"])
@@ -357,3 +357,76 @@ def test_what_is_asked_of_a_fit_is_checked(structure):
         with pytest.raises(ValueError, match=r"noise .*\[S, 12, 3\].* got \["):
             fitted.predict(x, noise=torch.zeros(shape))
     assert fitted.inverse.backend == "layers"
+
+
+FORMS: dict[str, dict] = {
+    "diagonal": {"structure": "diagonal"},
+    "dual": {},
+    "subnetwork": {"structure": "subnetwork", "indices": torch.tensor([1, 4, 30, 60, 80])},
+    "last layer": {"pattern": "*head.*", "precision": 0.3},
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("names", [False, True], ids=["tuple", "mapping"])
+def test_two_inputs_are_the_network_of_one_joined_tensor(name, names, tmp_path):
+    """Moments, determinant, evidence, draws, predictions in closed form, and from a file, to 1e-12."""
+    one, two, x, a, b = brute.two_inputs(7)
+    near, data = {"rtol": 1e-12, "atol": 1e-12}, {"x": {"b": b, "a": a} if names else (a, b)}
+    y, weight = torch.arange(7) % 4, numbers(7, seed=3).square()
+    weight[2] = 0
+    want, found = (Laplace.fit(model, inputs, weight=weight, **FORMS[name]) for model, inputs in ((one, x), (two, data)))
+    assert found.inverse.backend == "func"
+    assert found.inverse.form == want.inverse.form
+    assert found.examples == 7
+    found.save(tmp_path / "posterior")
+    loaded = Laplace.load(tmp_path / "posterior", two, pattern=FORMS[name].get("pattern", "*"))
+    noise = numbers(3, found.noise_size, seed=4)
+    for each in (found, loaded):
+        for theirs, mine in zip(want.moments(), each.moments(), strict=True):
+            assert_close(mine, theirs, **near)
+        assert_close(each.log_det(), want.log_det(), **near)
+        assert_close(each.sample(noise), want.sample(noise), **near)
+        assert_close(each.log_marginal_likelihood(data, y), want.log_marginal_likelihood(x, y), **near)
+        for theirs, mine in zip(want.predict(x).values(), each.predict(data).values(), strict=True):
+            assert_close(mine, theirs, **near)
+    assert_close(found.with_precision(data, 2.0).moments(), want.with_precision(x, 2.0).moments(), **near)
+    with pytest.raises(ValueError, match=r"x must be the 7 examples .*, got 6"):
+        found.with_precision({"x": (a[:6], b[:6])}, 2.0)
+
+
+@pytest.mark.parametrize("likelihood", [Categorical(), Gaussian(0.5)])
+def test_tokens_against_dense_matrices(likelihood, tmp_path):
+    """An embedding, its mean and a layer: (GGN + precision)^-1 and J H^-1 J' written out; tokens in the file are whole numbers."""
+    model, tokens = brute.token_model()
+    hessian = brute.ggn(model, likelihood, tokens) + 0.7 * torch.eye(49, dtype=torch.float64)
+    new = tokens.flip(0)[:4]
+    rows, near = brute.jacobian(model, new), {"rtol": 1e-10, "atol": 1e-12}
+    fitted = Laplace.fit(model, tokens, precision=0.7, likelihood=likelihood)
+    assert fitted.inverse.form == "dual"
+    fitted.save(tmp_path / "posterior")
+    for each in (fitted, Laplace.load(tmp_path / "posterior", model)):
+        assert each.inverse.data["x"].dtype == torch.int64
+        assert_close(each.moments()[1], hessian.inverse().diagonal(), **near)
+        mean, covariance = each.linearised(new, centre=False)
+        assert_close(mean, model(new).detach(), **near)
+        assert_close(covariance, rows @ hessian.inverse() @ rows.mT, **near)
+
+
+def test_one_byte_for_each_number_stays_so():
+    """Truth values and bytes come to the network as they are."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(5, 3).double()
+
+        def forward(self, image: Tensor, mask: Tensor) -> Tensor:
+            assert (image.dtype, mask.dtype) == (torch.uint8, torch.bool)
+            return self.head(image.double() / 255 * mask)
+
+    image, mask = torch.arange(40, dtype=torch.uint8).view(8, 5), torch.arange(40).view(8, 5) % 3 > 0
+    model = Masked()
+    found = Laplace.fit(model, {"x": {"image": image, "mask": mask}})
+    want = Laplace.fit(model.head, image.double() / 255 * mask)
+    assert_close(found.moments(), want.moments(), rtol=1e-12, atol=1e-12)

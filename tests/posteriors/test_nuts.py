@@ -222,6 +222,10 @@ def test_input_errors():
     for value, kind in ((True, "bool"), (1j, "complex64"), (torch.ones(4, dtype=torch.bool), "bool")):
         with pytest.raises(ValueError, match=f"precision .*real numbers, got {kind}"):
             nuts(linear(), Gaussian(), x, y, precision=value)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^x .*Tensor, got ndarray"):
+        nuts(linear(), Gaussian(), {"x": x, "more": x.numpy()}, y, precision=1.0)
+    with pytest.raises(ValueError, match=r"x\['more'\] and y .*11 and 12"):
+        nuts(linear(), Gaussian(), {"x": x, "more": x[1:]}, y, precision=1.0)
     with pytest.raises(TypeError, match=r"full_mass .*bool.* got str"):
         nuts(linear(), Gaussian(), x, y, precision=1.0, full_mass="no")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"model .*Module.* got NoneType"):
@@ -251,3 +255,25 @@ def test_divergences_are_those_that_pyro_counts(monkeypatch):
     found = nuts(linear(), Cliff(), *data(), precision=1.0, draws=30, warmup=3, chains=2)
     assert theirs == [chain.nonzero().flatten().tolist() for chain in found.diverging]
     assert theirs[0]
+
+
+@pytest.mark.parametrize("names", [False, True])
+def test_two_inputs_are_one_that_is_joined(names: bool):
+    """The same draws and predictions; whole numbers stay what they are."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = linear()
+
+        def forward(self, a: Tensor, code: Tensor) -> Tensor:
+            assert code.dtype == torch.int64
+            return self.one(torch.cat([a, code], -1))
+
+    x, y = data()
+    x[:, 2] = x[:, 2].round()
+    inputs = {"code": x[:, 2:].long(), "a": x[:, :2]} if names else (x[:, :2], x[:, 2:].long())
+    options = {"precision": 1.0, "draws": 5, "warmup": 5, "chains": 1}
+    want, found = nuts(linear(), Gaussian(SCALE), x, y, **options), nuts(Two(), Gaussian(SCALE), inputs, y, **options)
+    assert_close(found.draws, want.draws, rtol=1e-12, atol=1e-12)
+    assert_close(found.predict(inputs)["mean"], want.predict(x)["mean"], rtol=1e-12, atol=1e-12)

@@ -1,0 +1,152 @@
+"""The form of inputs as their owners have them, before the transform: what new rows must look like, and what is made of them."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bayesfl.base.described import described
+from bayesfl.base.inputs import Inputs, Shapes, count, named, shape_of, unnamed
+from bayesfl.data.conversion import to_inputs
+from bayesfl.data.split import Change, ClientData
+from bayesfl.federation.errors import CheckpointError
+
+
+@dataclass(frozen=True, eq=False)
+class Form:
+    """The tensors that make an example, and what is done to them before a model receives them.
+
+    Args:
+        tensors: Type and shape of one example of every tensor, by the expression that finds it, as `x`, `x[0]` or `x['mask']`.
+        transform: What is done to inputs whenever they are read; None for nothing.
+    """
+
+    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+    transform: Change | None = None
+
+    @classmethod
+    def of(cls, split: ClientData) -> "Form":
+        """Return the form of a split's inputs."""
+        return cls({name: (t.dtype, tuple(t.shape[1:])) for name, t in named(split.x)}, split.transform)
+
+    @classmethod
+    def of_floats(cls, inputs: Shapes) -> "Form":
+        """Return the form of one tensor of floats of this shape, as all inputs were in earlier versions.
+
+        Raises:
+            ValueError: `inputs` are the shapes of several tensors.
+        """
+        if not isinstance(inputs, tuple) or not all(isinstance(size, int) for size in inputs):
+            raise ValueError(f"inputs are of several tensors, {inputs}, whose types are not known without the data; pass the data, too")
+        return cls({"x": (torch.float32, inputs)})
+
+    def described(self) -> dict[str, Any]:
+        """Return what JSON can write of the form: of the transform its description, not its code."""
+        tensors = {name: [str(dtype).removeprefix("torch."), list(shape)] for name, (dtype, shape) in self.tensors.items()}
+        return {"tensors": tensors, "transform": None if self.transform is None else described(self.transform)}
+
+    @classmethod
+    def read(cls, found: Mapping[str, Any], transform: Change | None) -> "Form":
+        """Return the form that `described` wrote, with this transform.
+
+        Raises:
+            KeyError: An entry is missing.
+            ValueError: A type is none of torch.
+        """
+        return cls({str(name): (_dtype(dtype), tuple(shape)) for name, (dtype, shape) in found["tensors"].items()}, transform)
+
+    def take(self, x: Any, inputs: Shapes, *, dtype: torch.dtype, device: torch.device) -> Inputs:
+        """Return new rows as a model receives them: floats in `dtype`, on `device`, and transformed.
+
+        Args:
+            x: Rows as their owner has them: an array, a tensor, nested lists or a frame, or a tuple or a mapping of these.
+            inputs: Shape of one example as the model receives it.
+            dtype: The run's precision.
+            device: The device.
+
+        Raises:
+            TypeError: Something is no array.
+            ValueError: `x` holds other tensors than the form, of another kind of numbers or another shape, different numbers of rows or
+                none, or numbers that are not finite; or what the transform makes of it has another shape than `inputs`.
+        """
+        given = to_inputs(x, "x")
+        found = dict(named(given))
+        if found.keys() != self.tensors.keys():
+            raise ValueError(f"x must hold the inputs that the model was trained on, {list(self.tensors)}, got {list(found)}")
+        rows = unnamed({name: self._fit(name, found[name]) for name in self.tensors})
+        assert rows is not None
+        index = torch.arange(count(rows), device=device)
+        options: dict[str, Any] = {"transform": self.transform, "dtype": dtype}
+        taken = ClientData(rows, torch.zeros_like(index), index, np.array([len(index)]), **options).take(index)
+        if (shape := shape_of(taken)) != inputs:
+            raise ValueError(
+                f"the transform makes inputs of shape {shape} of x, the model was trained on {inputs}; pass the same transform"
+            )
+        return taken
+
+    def _fit(self, name: str, t: Tensor) -> Tensor:
+        """Return a tensor in the type of the training data's.
+
+        Raises:
+            ValueError: It holds another kind of numbers, or some that this type has not; has another shape; or holds NaN or infinities.
+        """
+        dtype, shape = self.tensors[name]
+        if _kind(t.dtype) != _kind(dtype):
+            raise ValueError(
+                f"{name} holds {_kind(t.dtype)} ({t.dtype}) and the model was trained on {_kind(dtype)} ({dtype}); make them these before, "
+                f"as {name}.astype({str(dtype).removeprefix('torch.')!r}) or {name}.to({dtype}) does, if they mean the same"
+            )
+        if tuple(t.shape[1:]) != shape or not t.dim() or not len(t):
+            wanted = ", ".join(["N", *map(str, shape)])
+            raise ValueError(f"{name} must have one row or more of the shape trained on, [{wanted}], got {list(t.shape)}")
+        if t.is_floating_point():
+            if not bool(t.isfinite().all()):
+                bad = int((~t.flatten(1).isfinite().all(1)).nonzero()[0]) if t.dim() > 1 else int((~t.isfinite()).nonzero()[0])
+                raise ValueError(
+                    f"{name} holds NaN or infinite numbers, first in row {bad}; fill them in as before training, or drop the rows"
+                )
+            return t
+        own = t.to(dtype)
+        if not torch.equal(back := own.to(t.dtype), t):
+            raise ValueError(f"{name} holds {int(t[back != t][0])}, which is no {dtype}, as the training data were; look at its codes")
+        return own
+
+
+def check_transform(what: str, saved: Any, given: Change | None) -> None:
+    """Check by its description that a transform is the one with which a saved model was made.
+
+    Args:
+        what: The model's name, which begins the error message.
+        saved: Description of the transform with which it was made; None for none.
+        given: The transform for which it is loaded.
+
+    Raises:
+        TypeError: `given` is no function.
+        CheckpointError: The two differ, or there is only one of them.
+    """
+    if given is not None and not callable(given):
+        raise TypeError(f"transform must be a function of inputs to inputs, got {type(given).__name__}; pass that of the federation")
+    now = None if given is None else json.loads(json.dumps(described(given)))
+    if saved is not None and now is None:
+        raise CheckpointError(
+            f"{what} was trained on what the transform {saved} makes of inputs; pass it as transform=, a file holds no code"
+        )
+    if saved is None and now is not None:
+        raise CheckpointError(f"{what} was trained on inputs without a transform, got transform={now}; leave it out")
+    if saved != now:
+        raise CheckpointError(f"{what} was trained on what the transform {saved} makes of inputs, got transform={now}; pass that one")
+
+
+def _kind(dtype: torch.dtype) -> str:
+    """Return what tensors of a type hold."""
+    return "floats" if dtype.is_floating_point else "truth values" if dtype == torch.bool else "whole numbers"
+
+
+def _dtype(name: str) -> torch.dtype:
+    if not isinstance(found := getattr(torch, str(name), None), torch.dtype):
+        raise ValueError(f"{name!r} is no type of torch")
+    return found
