@@ -30,6 +30,7 @@ import torch
 import torch.nn.functional as F
 
 import bayesfl as bf
+from bayesfl.base.torchvision import torchvision
 from bayesfl.data import ClientData, FederatedData, SourceInfo
 from bayesfl.evaluation import report
 from bayesfl.likelihoods import Bernoulli
@@ -64,20 +65,24 @@ def unequal(clients: int = 40) -> list[int]:
     return [int(n) for n in np.clip(np.random.default_rng(0).exponential(180, clients), 10, 500)]
 
 
+def averaged(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Parameters and running statistics."""
+    return [*model.parameters(), *(b for b in model.buffers() if b.is_floating_point())]
+
+
 def bare_fedavg(model: torch.nn.Module, data: FederatedData, epochs: int) -> Round:
-    """FedAvg as a loop."""
+    """FedAvg as a loop; running statistics are averaged, too."""
     clients = [data.train.client(j) for j in range(data.clients)]
     models = [copy.deepcopy(model) for _ in clients]
-    server = [p.detach().clone() for p in model.parameters()]
+    server = [t.detach().clone() for t in averaged(model)]
 
     def one_round() -> float:
         start = time.perf_counter()
         for net, (x, y) in zip(models, clients, strict=True):
-            params = list(net.parameters())
             with torch.no_grad():
-                for p, s in zip(params, server, strict=True):
-                    p.copy_(s)
-            optimiser = torch.optim.SGD(params, lr=LR, momentum=MOMENTUM)
+                for t, s in zip(averaged(net), server, strict=True):
+                    t.copy_(s)
+            optimiser = torch.optim.SGD(net.parameters(), lr=LR, momentum=MOMENTUM)
             for _ in range(epochs):
                 for rows in torch.randperm(len(x)).split(BATCH):
                     optimiser.zero_grad()
@@ -86,7 +91,7 @@ def bare_fedavg(model: torch.nn.Module, data: FederatedData, epochs: int) -> Rou
         with torch.no_grad():
             weight = torch.tensor([len(x) for x, _ in clients]) / sum(len(x) for x, _ in clients)
             for k, s in enumerate(server):
-                s.copy_(torch.einsum("j,j...->...", weight, torch.stack([list(net.parameters())[k] for net in models])))
+                s.copy_(torch.einsum("j,j...->...", weight, torch.stack([averaged(net)[k] for net in models])))
         return time.perf_counter() - start
 
     return one_round
@@ -146,6 +151,19 @@ def bare_pfedvem(model: torch.nn.Module, data: FederatedData, head_epochs: int, 
         return time.perf_counter() - start
 
     return one_round
+
+
+class Encoder(torch.nn.Module):
+    """Two layers of a transformer with dropout, on sequences of vectors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = torch.nn.TransformerEncoderLayer(256, 4, 512, batch_first=True)
+        self.encoder, self.head = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), torch.nn.Linear(256, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Outputs [B, 10] of x [B, T, 256]."""
+        return self.head(self.encoder(x).mean(1))
 
 
 class Ours:
@@ -250,11 +268,22 @@ def rows(quick: bool) -> dict[str, Row]:
     rep, pac = bf.algorithms.fedrep(wide, **fives), bf.algorithms.fedpac(wide, **fives)
     rep_cnn, pac_cnn = bf.algorithms.fedrep(leaky, **fives), bf.algorithms.fedpac(leaky, **fives)
     mixture = cache(lambda: bf.data.linear_mixture(clients=60 if quick else 300, test=1))
+    normed, dropping = copy.deepcopy(net), copy.deepcopy(net)
+    normed.body = torch.nn.Sequential(net.body[0], torch.nn.BatchNorm2d(6), *net.body[1:4], torch.nn.BatchNorm2d(16), *net.body[4:])
+    dropping.body = torch.nn.Sequential(*net.body[:9], torch.nn.Dropout(0.3), *net.body[9:], torch.nn.Dropout(0.3))
+    encoder, tokens = Encoder(), (lambda: federation([50] * 4, (64, 256)))
+    few, resnet = (lambda: federation([20 if quick else 100] * 4, (3, 32, 32))), torchvision().models.resnet18(num_classes=10)
+    lone = {name: bf.algorithms.fedavg(one, epochs=5, lr=LR, momentum=MOMENTUM) for name, one in {"r": resnet, "e": encoder}.items()}
+    live = {name: bf.algorithms.fedavg(one, epochs=2, lr=LR, momentum=MOMENTUM) for name, one in {"b": normed, "d": dropping}.items()}
     return {
         "mlp10": make("FedAvg, MLP 784-100-10, 10 clients x 250", lambda: bare_fedavg(mlp, ten(), epochs), fedavg, ten, 0.45, 0.72, 31),
         "mlp100": make("the same, 100 clients", lambda: bare_fedavg(mlp, hundred(), epochs), fedavg, hundred, 0.40, 0.65, 5),
         "unequal": make("40 clients of 10 to 500", lambda: bare_fedavg(mlp, forty(), epochs), fedavg, forty, 0.45, 0.65, 11),
         "lenet": make("LeNet 6-16-120-84, 20 clients x 125", lambda: bare_fedavg(net, images(), 2), cnn, images, 0.55, 0.95, 15),
+        "lenet_norm": make("the same with batch norm", lambda: bare_fedavg(normed, images(), 2), live["b"], images, 0.7, 1.05, 15),
+        "lenet_dropout": make("the same with dropout", lambda: bare_fedavg(dropping, images(), 2), live["d"], images, 0.75, 1.2, 15),
+        "transformer": make("Transformer, d = 256, 4 x 50", lambda: bare_fedavg(encoder, tokens(), 5), lone["e"], tokens, 0.8, 1.1, 5),
+        "resnet": make("ResNet-18, batch norm, 4 x 100", lambda: bare_fedavg(resnet, few(), 5), lone["r"], few, 0.8, 1.2, 3),
         "pfedvem": make("pFedVEM, 10 clients, 5 draws", lambda: bare_pfedvem(mlp, ten(), epochs, epochs, 5), vem, ten, 0.40, 0.60, 15),
         "ditto": beside("Ditto", ditto, "FedAvg", fedavg, ten, 2.3),
         "fedem": replace(beside("FedEM, 3 linear components, 300 clients", mixed, "FedAvg", mean, mixture, 2.4), steps_alone=False),

@@ -5,8 +5,8 @@ E step  (client)  q_j(w_j) = N(mu_j, diag sigma_j^2)  maximises  E_q[log p(D_j |
 M step  (client)  rho_j^2 = (sum sigma_j^2 + |mu_j - w|^2) / D.
 M step  (server)  w = sum_j mu_j / rho_j^2  over  sum_j 1 / rho_j^2:  clients with a small rho_j have more weight.
 
-Trained for long, the method falls below local training: rho_j follows the width of q_j, and once the body has memorised the data nothing
-holds a head away from the centre (docs/derivations/pfedvem.md). `pfedvem_held` learns neither rho_j nor the widths.
+Trained for long, the method loses accuracy after pooling (docs/long-training.md): rho_j follows the width of q_j, and once the body has
+memorised the data nothing holds a head away from the centre. `pfedvem_held` learns neither rho_j nor the widths.
 
 Source: Zhu, Ma, Blaschko, "Tackling personalized federated learning with label concept drift via hierarchical Bayesian
 modeling", FL-NeurIPS 2022, equations 5 to 7 and algorithm 1.
@@ -192,7 +192,7 @@ def pfedvem_held(model: nn.Module, **options: Any) -> Algorithm:
     """Federate `model` by pFedVEM with nothing learned of its scales: prior scale 1, widths 0.1, heads that start as the module's.
 
     It is `pfedmap` with noise of fixed size on the weights of the heads, and does not fall as `pfedvem` does when it is trained for long.
-    The numbers were chosen on validation data (docs/derivations/pfedvem.md).
+    The width was chosen on validation data of MNIST (docs/long-training.md); prior scale and start were not chosen on any.
 
     Args:
         model: As of `pfedvem`.

@@ -31,9 +31,10 @@ def call(module: nn.Module, x: Inputs) -> Any:
     return module(*args, **named)
 
 
-def call_at(module: nn.Module, leaves: dict[str, Tensor], x: Inputs) -> Any:
-    """Call a module with inputs at the parameters `leaves`, as `torch.func.functional_call` does."""
-    return functional_call(module, leaves, *_arguments(x))
+def call_at(module: nn.Module, leaves: dict[str, Tensor], x: Inputs, *, tied: bool = True) -> Any:
+    """Call a module with inputs at the parameters `leaves`, as `torch.func.functional_call` does; faster if none is known to be `tied`."""
+    args, named = _arguments(x)
+    return functional_call(module, leaves, args, named, tie_weights=tied)
 
 
 def _arguments(x: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -51,7 +51,8 @@ class Layout:
         if not covered:
             raise ValueError(
                 f"pattern {pattern!r} matches no parameter; the model has {[name for name, _ in model.named_parameters()]}. Patterns are "
-                "matched against named_parameters(); bf.models.split(module, head=...) gives any module a body and a head."
+                "matched against named_parameters(); bf.models.split(module, head=...) gives any module a body and a head, and "
+                "bf.models.SplitModel(nn.Identity(), layer) a single layer that is all head."
             )
         self._check_patterns(model, pattern)
         self._hold({name: p for name, p in covered.items() if p.requires_grad})

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from bayesfl.base.checks import number, refuse_idle, whole
 from bayesfl.base.inputs import Inputs, pieces
+from bayesfl.base.layout import Layout
 from bayesfl.base.protocols import Batch, Fitted, Server, Tensors, View
 from bayesfl.composition.linearised import Linearised, at_mean, check_linearised, check_link, refuse_copies
 from bayesfl.composition.priors import Parameter
@@ -152,14 +153,16 @@ class LinearisedLaplace:
 
 @dataclass(frozen=True)
 class LinearisedBelief:
-    """A predictor by the Gaussian that a block already holds, with the network linearised around its mean.
+    """A predictor by the Gaussians that blocks already hold, with the network linearised around their means.
 
     Any block whose posterior draws can have it, as that of `pfedvem`, of a mean-field posterior on all weights, or of online Laplace. It
     needs no training data and no validation data. Where weights are many, draws of them leave the region in which the network is as it
-    was trained, and predict badly; the linearised network with the same Gaussian does not.
+    was trained, and may predict other classes; under link="contrasts" the linearised network keeps the classes of its mean. A belief that
+    is too wide makes it underconfident all the same.
 
     Args:
-        block: Name of the block; None for the first of the method's `parts` that draws. The other blocks are constants, at their means.
+        block: Name of the only block whose Gaussian counts, the others being constants, at their means; None for all of the method's
+            `parts` that draw, which are independent.
         link: As of `LinearisedLaplace`.
         centre: As of `LinearisedLaplace`.
 
@@ -193,16 +196,20 @@ class LinearisedBelief:
         drawn = [name for name in algorithm.parts if algorithm.blocks[name].stochastic]
         if not drawn or self.block not in (None, *drawn):
             raise ValueError(
-                f"block {self.block!r} holds no Gaussian: of the parts {algorithm.parts} those that draw are {drawn}; name one of them, or "
-                "take LinearisedLaplace(), which makes a Gaussian of training data"
+                f"{'no block holds' if self.block is None else f'block {self.block!r} does not hold'} a Gaussian: of the parts "
+                f"{algorithm.parts} those that draw are {drawn}; name one of them, or take LinearisedLaplace(), which makes a Gaussian of "
+                "training data"
             )
         check_linearised(self, algorithm)
 
     def __call__(self, algorithm: Any, given: Server, view: View, data: Batch) -> Fitted:
         """Return one client's predictor, see `Predictor`."""
-        name = self.block or next(part for part in algorithm.parts if algorithm.blocks[part].stochastic)
-        curvature = Curvature(algorithm.network(view), algorithm.likelihood, pattern=algorithm.layout(name))
-        _, variance = algorithm.blocks[name].posterior.moments(view[name])
+        names = [part for part in algorithm.parts if algorithm.blocks[part].stochastic] if self.block is None else [self.block]
+        leaves: Tensors = {}
+        for name in names:
+            leaves |= algorithm.layout(name).leaves(algorithm.blocks[name].posterior.moments(view[name])[1])
+        layout = Layout(algorithm.model, tuple(leaves))
+        curvature, variance = Curvature(algorithm.network(view), algorithm.likelihood, pattern=layout), layout.ravel(leaves)
         # precisions must lie within 1e-30 and 1e30
         inverse = independent(curvature, 1 / variance.double().clamp(1e-29, 1e29), torch.zeros_like(variance, dtype=torch.float64))
         return Linearised(self, algorithm, view, lambda value: inverse)
@@ -283,7 +290,13 @@ class Mixture:
             self.each.check_one(algorithm)
 
     def __call__(self, algorithm: Any, given: Server, view: View, data: Batch) -> Fitted:
-        """Return one client's predictor, see `Predictor`."""
+        """Return one client's predictor, see `Predictor`.
+
+        Raises:
+            ValueError: The client's view has no entry `weights`.
+        """
+        if self.weights not in view:
+            raise ValueError(f"weights={self.weights!r} is not in a client's view, which has {sorted(set(view) - set(algorithm.blocks))}")
         views = self._views(algorithm, view)
 
         def fit() -> dict[int, Fitted]:

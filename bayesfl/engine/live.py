@@ -1,15 +1,24 @@
 """The live kernel, which runs one client after another, for larger CNNs on a CPU, where the activations of two clients exceed the cache.
 
-Stacks of known layers are run by the layer rules; other modules are called themselves, with convolutions in channels-last memory.
+Stacks of known layers are run by the layer rules; other modules are called themselves, with convolutions in channels-last memory
+where these are not large.
 """
+
+import weakref
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from bayesfl.base.addressed import restart
 from bayesfl.base.inputs import Inputs, call_at, count, each
+from bayesfl.base.layout import aliases
 from bayesfl.engine import layers
 from bayesfl.engine.network import Passage, by_autograd
+
+COPIED = 1_000_000
+"""Weights of convolutions, beyond which a copy of them in every step costs more than the other memory layout gains (ResNet-18)."""
 
 
 def has_convolutions(module: nn.Module) -> bool:
@@ -17,26 +26,55 @@ def has_convolutions(module: nn.Module) -> bool:
     return any(isinstance(part, nn.Conv2d) for part in module.modules())
 
 
+class _Known(NamedTuple):
+    """What is asked of a module in every step, and looked up once.
+
+    Args:
+        axes: The number of axes of each parameter and buffer.
+        tied: Whether a parameter has several names.
+        placed: Function that puts weights and inputs into the memory layout in which its convolutions run.
+    """
+
+    axes: dict[str, int]
+    tied: bool
+    placed: Callable[[Tensor], Tensor]
+
+
+_KNOWN: "weakref.WeakKeyDictionary[nn.Module, _Known]" = weakref.WeakKeyDictionary()
+
+
+def _known(module: nn.Module) -> _Known:
+    if module not in _KNOWN:
+        axes = {name: t.dim() for name, t in (*module.named_parameters(), *module.named_buffers())}
+        weights = sum(p.numel() for p in module.parameters() if p.dim() == 4)
+        _KNOWN[module] = _Known(axes, bool(aliases(module)), _channels_last if weights <= COPIED else _as_it_is)
+    return _KNOWN[module]
+
+
 def _forward(module: nn.Module, leaves: dict[str, Tensor], x: Inputs, lifted: bool) -> tuple[Tensor, bool]:
-    own = dict(module.named_parameters()) | dict(module.named_buffers())
+    axes, tied, placed = _known(module)
     leaves = {name: leaf.squeeze(0) for name, leaf in leaves.items()}
-    drawn = {name: leaf for name, leaf in leaves.items() if leaf.dim() > own[name].dim()}
-    fixed = {name: _channels_last(leaf) for name, leaf in leaves.items() if name not in drawn}
+    drawn = {name: leaf for name, leaf in leaves.items() if leaf.dim() > axes[name]}
+    fixed = {name: placed(leaf) for name, leaf in leaves.items() if name not in drawn}
     x = each(lambda t: t.squeeze(0), x)
     if not drawn and not lifted:
-        return call_at(module, fixed, each(_channels_last, x)).unsqueeze(0), False
+        return call_at(module, fixed, each(placed, x), tied=tied).unsqueeze(0), False
     draws = count(x) if lifted else max(len(leaf) for leaf in drawn.values())
     out = []
     for s in range(draws):
         restart()  # the same dropout for each draw
-        weights = fixed | {name: _channels_last(leaf[s % len(leaf)]) for name, leaf in drawn.items()}  # statistics are of copies alone
-        out.append(call_at(module, weights, each(lambda t, s=s: _channels_last(t[s] if lifted else t), x)))
+        weights = fixed | {name: placed(leaf[s % len(leaf)]) for name, leaf in drawn.items()}  # statistics are of copies alone
+        out.append(call_at(module, weights, each(lambda t, s=s: placed(t[s] if lifted else t), x), tied=tied))
     return torch.stack(out).unsqueeze(0), True
 
 
 def _channels_last(t: Tensor) -> Tensor:
     # A convolution chooses its memory layout by strides, which `contiguous` leaves as they are for a single channel.
     return t.to(memory_format=torch.channels_last, copy=True) if t.dim() == 4 else t
+
+
+def _as_it_is(t: Tensor) -> Tensor:
+    return t
 
 
 _module_itself = by_autograd(_forward)

@@ -20,9 +20,9 @@ class SplitModel(nn.Module):
         self.body = body
         self.head = head
 
-    def forward(self, *x: Any, **named: Any) -> Tensor:
+    def forward(self, x: Any = None, /, *more: Any, **named: Any) -> Tensor:
         """Compute outputs [B, O] of inputs [B, ...], all of which the body is given."""
-        return self.head(self.body(*x, **named))
+        return self.head(self.body(*(() if x is None else (x, *more)), **named))
 
 
 def has_body(module: nn.Module) -> bool:

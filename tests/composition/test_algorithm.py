@@ -96,43 +96,21 @@ def test_a_pattern_that_matches_nothing_is_refused():
         algorithm(mlp(2, hidden=3, outputs=2), {"w": bf.Block("fc.*")})
 
 
-@pytest.mark.parametrize(
-    "layer",
-    [
-        nn.Dropout(0.5),
-        nn.Dropout2d(0.1),
-        nn.AlphaDropout(0.1),
-        nn.RReLU(),
-        nn.LSTM(4, 4, num_layers=2, dropout=0.5),
-        nn.MultiheadAttention(4, 2, dropout=0.1),
-    ],
-    ids=lambda layer: type(layer).__name__,
-)
-def test_layers_that_draw_are_refused(layer):
-    """By name and type, with the remedy; in eval mode they draw nothing and are fine."""
-    layer = copy.deepcopy(layer)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(), layer))
-    with pytest.raises(ValueError, match=rf"'1\.1' \({type(layer).__name__}\) .*randomness .*eval mode"):
-        algorithm(model, {"w": bf.Block()})
-    layer.eval()
-    assert algorithm(model, {"w": bf.Block()}).layout("w").size >= 20
-
-
 @pytest.mark.parametrize("layer", [nn.BatchNorm1d(4), nn.BatchNorm2d(4, affine=False), nn.InstanceNorm1d(4, track_running_stats=True)])
-def test_layers_that_count_are_refused(layer):
-    """Batch norm by name, with group norm as the remedy; in eval mode its statistics are constants and it is fine."""
-    layer = copy.deepcopy(layer)
-    model = nn.Sequential(nn.Linear(4, 4), layer)
-    with pytest.raises(ValueError, match=rf"'1' \({type(layer).__name__}\) .*buffers .*nn\.GroupNorm.*eval mode"):
-        algorithm(model, {"w": bf.Block()})
-    layer.eval()
-    algorithm(model, {"w": bf.Block()})
-
-
-def test_layers_that_neither_draw_nor_count_are_fine():
-    """Dropout of 0, norms over single examples."""
-    for layer in (nn.Dropout(0.0), nn.GroupNorm(2, 4), nn.LayerNorm(4), nn.InstanceNorm1d(4), nn.LSTM(4, 4)):
-        algorithm(nn.Sequential(nn.Linear(4, 4), layer), {"w": bf.Block()})
+def test_statistics_are_a_block_beside_the_one_that_covers_the_norm(layer):
+    """In eval mode they are constants, and norms over single examples have none."""
+    model = nn.Sequential(nn.Linear(4, 4), copy.deepcopy(layer))
+    made = algorithm(model, {"w": bf.Block()})
+    assert list(made.blocks) == ["w", "w_buffers"]
+    assert made.layout("w_buffers").names == ("1.running_mean", "1.running_var")
+    assert made.whole(("w",)) == ("w", "w_buffers")
+    with pytest.raises(ValueError, match=r"'w_buffers' is the name of the block of the buffers of 'w'"):
+        algorithm(model, {"w": bf.Block(), "w_buffers": bf.Block("0.*")})
+    with pytest.raises(ValueError, match=r"no block covers the norm '1'"):
+        algorithm(model.requires_grad_(True), {"w": bf.Block("0.*")})
+    assert list(algorithm(model.eval(), {"w": bf.Block()}).blocks) == ["w"]
+    for other in (nn.GroupNorm(2, 4), nn.LayerNorm(4), nn.InstanceNorm1d(4)):
+        assert list(algorithm(nn.Sequential(nn.Linear(4, 4), other), {"w": bf.Block()}).blocks) == ["w"]
 
 
 def test_the_model_is_copied():

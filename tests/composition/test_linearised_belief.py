@@ -49,8 +49,44 @@ def test_predictions_by_the_belief_that_a_block_holds(clients: FederatedData, mo
     assert torch.equal(bf.load_client(tmp_path, method).predict(x).probs, result.client(1).predict(x).probs)
 
 
-def test_a_wide_belief_is_linearised_better_than_drawn(clients: FederatedData, model: nn.Module):
-    """Raw draws of all weights leave the region in which the network was trained; the Gaussian's own mean and contrasts stay there."""
+def test_several_blocks_that_draw_count_together(clients: FederatedData, model: nn.Module):
+    """Body and head have a Gaussian each: their variances add up, as the blocks are independent; one named is alone."""
+    halves = {name: replace(diffuse(model).blocks["w"], pattern=f"{name}.*") for name in ("body", "head")}
+    halves = {
+        name: replace(
+            block,
+            prior=Normal(centre=server_mean(name), variance=lambda given, view: torch.ones_like(view["n"])[..., None]),
+            posterior=MeanField(init_scale=scale),
+        )
+        for (name, block), scale in zip(halves.items(), (0.1, 0.3), strict=True)
+    }
+    plain = diffuse(model)
+    energy = replace(plain.phases[0].energy, block="body", parts=("body", "head"))
+    method = replace(plain, blocks=halves, phases=(replace(plain.phases[0], energy=energy),), parts=("body", "head"))
+    found = {}
+    for block in (None, "body", "head"):
+        own = replace(method, predictor=LinearisedBelief(block))
+        result = bf.simulate(own, clients, rounds=1, dtype=torch.float64, progress=False, evaluate_every=None)
+        found[block] = result.predict().client(1)
+    x, layouts = clients.test.client(1)[0].double(), {name: method.layout(name) for name in halves}
+    beliefs = {name: {key: t[1] for key, t in result.private[name].items()} for name in halves}
+    covariances = {}
+    for name in halves:
+
+        def outputs(vector: Tensor, name: str = name) -> Tensor:
+            at = {other: halves[other].posterior.sample(beliefs[other]) for other in halves} | {name: vector}
+            return method.outputs({key: t for other in halves for key, t in layouts[other].leaves(at[other]).items()}, x)
+
+        loc, variance = halves[name].posterior.moments(beliefs[name])
+        mean, jacobian = outputs(loc), torch.func.jacrev(outputs)(loc)
+        covariances[name] = torch.einsum("nod,d,npd->nop", jacobian, variance, jacobian)
+    covariances[None] = covariances["body"] + covariances["head"]
+    for block, covariance in covariances.items():
+        assert_close(found[block].probs, predictive(method.likelihood, mean, covariance)["probs"], atol=1e-9, rtol=0)
+
+
+def test_a_wide_belief_keeps_the_classes_of_its_mean(clients: FederatedData, model: nn.Module):
+    """Raw draws of all weights predict others."""
     plain = diffuse(model, scale=1.5)
     result = bf.simulate(replace(plain, predictor=LinearisedBelief()), clients, rounds=2, dtype=torch.float64, progress=False)
     drawn = replace(result, algorithm=plain).predict(draws=50)
@@ -76,7 +112,7 @@ def test_widths_at_the_ends_of_the_numbers(clients: FederatedData, model: nn.Mod
 
 def test_blocks_without_a_gaussian(model: nn.Module):
     """Points, parts that are none, mixtures, and draws without a number."""
-    with pytest.raises(ValueError, match=r"block None .*draw are \[\].*LinearisedLaplace"):
+    with pytest.raises(ValueError, match=r"no block holds a Gaussian.*draw are \[\].*LinearisedLaplace"):
         replace(bf.algorithms.fedavg(model), predictor=LinearisedBelief())
     with pytest.raises(ValueError, match=r"block 'body' .*\['head'\]"):
         replace(bf.algorithms.pfedvem(model), predictor=LinearisedBelief("body"))

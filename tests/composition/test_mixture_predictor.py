@@ -156,6 +156,12 @@ def test_a_mixture_of_one_is_that_one(small: nn.Module, rule: Any, pi: list[floa
         assert_close(one["epistemic"], other["epistemic"], atol=1e-12, rtol=0, equal_nan=True)
 
 
+def test_mixture_weights_that_no_client_has(held: FederatedData, small: nn.Module):
+    method = replace(bf.algorithms.fedem(small, components=2, batch_size=10), predictor=Mixture("components", "weights"))
+    with pytest.raises(ValueError, match=r"weights='weights' .*'pi'"):
+        run(method, held, 1).predict()
+
+
 def test_regression_has_the_moments_of_the_mixture():
     """Mean pi m; variance s^2 + pi (v + m^2) - (pi m)^2, of which all but s^2 is epistemic."""
     xs = [numbers(n, 3, seed=n).float() for n in (20, 12)]
@@ -271,7 +277,7 @@ def test_what_does_not_fit_the_method(small: nn.Module):
     for rule, message in (
         (LinearisedLaplace("body"), r"block 'body' .*\('components',\)"),
         (LinearisedLaplace(link="draws"), r"link='draws' .*draws=100"),
-        (LinearisedBelief(), r"block None holds no Gaussian"),
+        (LinearisedBelief(), r"no block holds a Gaussian"),
     ):
         with pytest.raises(ValueError, match=message):
             em(small, rule)

@@ -154,8 +154,8 @@ def test_strengths_are_checked(model):
 @pytest.mark.parametrize(
     ("forward", "words"),
     [
-        (lambda self, x: self.net(nn.functional.embedding(x, torch.ones(3, 8))), r"\(8,\).*x\.long\(\)"),
-        (lambda self, x, mask: self.net(x), r"\(8,\).*mask.*one tensor, model\(x\)"),
+        (lambda self, x: self.net(nn.functional.embedding(x, torch.ones(3, 8))), r"\(8,\).*takes whole numbers.*astype\('int64'\)"),
+        (lambda self, x, mask: self.net(x), r"\(8,\).*mask.*one array are passed as model\(x\), a tuple"),
         (lambda self, x: self.net(x[:, :5]), r"\(8,\).*inputs=clients\.inputs"),
     ],
 )

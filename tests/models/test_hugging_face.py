@@ -40,6 +40,19 @@ def test_tokens_of_any_dtype_give_the_models_own_logits():
     assert torch.equal(bf.models.logits(model)(tokens.double()), expected)
 
 
+def test_a_tokenizers_mapping_trains_as_one_tensor_does():
+    """Tokens and mask by name, with dropout; the mask is the one that is made of a single tensor."""
+    model, tokens = bert().train(), torch.randint(1, 50, (30, 6), generator=torch.Generator().manual_seed(1))
+    tokens[::3, 4:] = 0
+    named = {"input_ids": tokens, "attention_mask": (tokens != 0).long()}
+    ends = []
+    for x in (tokens, named):
+        data = bf.data.from_arrays(x, tokens[:, 0] % 3, client_ids=[0, 1, 2] * 10)
+        method = bf.algorithms.fedavg(bf.models.logits(model), epochs=1, batch_size=5)
+        ends.append(bf.simulate(method, data, rounds=1, dtype=torch.float64, progress=False).server["w"]["loc"])
+    assert torch.equal(*ends)
+
+
 def test_filled_up_rows_give_what_the_short_ones_give():
     """The attention leaves the token `pad_token_id` out, which is 0 here."""
     model, tokens = bert(), torch.randint(1, 50, (4, 7))
