@@ -260,8 +260,7 @@ def two_inputs(size: Size, seed: int, root: Path | None) -> Part:
         "FedBN": bf.algorithms.fedbn(model, **steps),
         "pFedVEM": bf.algorithms.pfedvem_held(model, body_epochs=2, batch_size=20, body_lr=0.05),
     }
-    subnetwork = LinearisedLaplace(structure="subnetwork", share=0.02)
-    return Part(clients, methods, {"FedAvg, Laplace over 2 % of the weights": ("FedAvg", subnetwork)})
+    return Part(clients, methods, {"FedBN, Laplace over the norms": ("FedBN", LinearisedLaplace(block="norms"))})
 
 
 PARTS = {"resnet": resnet, "transformer": transformer, "adapters": adapters, "two_inputs": two_inputs}

@@ -179,6 +179,7 @@ def test_claims_about_the_coloured_sets(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:predictive_precision is at the (lower|upper) edge")  # of networks that have hardly been trained
 def test_the_networks_run(monkeypatch, capsys):
     """A part at smoke size, which writes nothing; cells stand by part and seed."""
     path = SELECTION.parent / "networks.py"

@@ -244,6 +244,7 @@ def test_clients_of_networks():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:predictive_precision is at the (lower|upper) edge")  # of networks that have hardly been trained
 def test_networks_run(tmp_path, capsys):
     """Every network under its methods at smoke size; frozen norms stay, and the run is not mixed with another."""
     example, out = load("networks"), tmp_path / "run"
@@ -251,7 +252,7 @@ def test_networks_run(tmp_path, capsys):
     tables = json.loads((out / "table.json").read_text())["tables"]
     assert list(tables) == list(example.PARTS)
     assert {"FedAvg", "FedBN", "pFedVEM, group norms", "FedBN, Laplace over the norms"} == set(tables["resnet"])
-    assert {"FedAvg", "FedBN", "pFedVEM", "FedAvg, Laplace over 2 % of the weights"} == set(tables["two_inputs"])
+    assert {"FedAvg", "FedBN", "pFedVEM", "FedBN, Laplace over the norms"} == set(tables["two_inputs"])
     assert all(0 <= row["accuracy"][0] <= 1 and row["nll"][0] > 0 for rows in tables.values() for row in rows.values())
     capsys.readouterr()
     assert example.main(["--smoke", "--seeds", "1", "--out", str(out)]) == 2
