@@ -225,6 +225,7 @@ def test_a_frozen_layer_and_its_term():
     torch.testing.assert_close(adapted.eval()(x), layer(x) + x @ term.T)
 
 
+@pytest.mark.slow
 def test_clients_of_networks():
     """Bytes of a camera each, that reach the model as floats; shares of missing pixels; texts as int64, whose label comes next."""
     example = load("networks")
