@@ -47,6 +47,7 @@ examples: $(VENV)/.plain
 	$(BIN)/python examples/fedem.py --clients 12 --rounds 3 --rates 0.3 --test 50 --out runs/smoke-fedem
 	$(BIN)/python examples/fedpac.py --clients 8 --rounds 2 --rates 0.03 --seeds 0 --out runs/smoke-fedpac
 	$(BIN)/python examples/perinvfl.py --rounds 3 --anneal 1 --out runs/smoke-perinvfl
+	$(BIN)/python examples/networks.py --smoke --out runs/smoke-networks
 	$(BIN)/python benchmarks/engines.py --quick --no-neighbour --rows mlp10 pfedvem
 	$(BIN)/python benchmarks/memory.py --quick
 	$(BIN)/python benchmarks/sensitivity.py --quick
@@ -59,6 +60,7 @@ examples: $(VENV)/.plain
 	$(BIN)/python benchmarks/links.py --quick
 	$(BIN)/python benchmarks/simplex.py --quick
 	$(BIN)/python benchmarks/privacy.py --quick
+	$(BIN)/python benchmarks/networks.py --quick --parts two_inputs
 	$(BIN)/python benchmarks/papers/fedsi.py --quick
 	$(BIN)/python benchmarks/papers/perinvfl.py --quick
 
@@ -84,6 +86,7 @@ benchmarks: $(VENV)/.plain
 	$(BIN)/python benchmarks/selection.py
 	$(BIN)/python benchmarks/simplex.py
 	$(BIN)/python benchmarks/privacy.py
+	$(BIN)/python benchmarks/networks.py
 
 check: test test-slow lint types docs examples wheel
 	$(MAKE) test-deploy DEPLOY=ci

@@ -3,7 +3,8 @@
 What is implemented comes from the compositions themselves, the demo's table from benchmarks/results/demo.json (`make demo` writes it to
 runs/demo/table.json), speed from benchmarks/results/engines.json (`make benchmarks`), rules of subnetworks from
 benchmarks/results/selection.json (python benchmarks/selection.py), pFedVEM over many rounds from benchmarks/results/pfedvem.json, links
-from benchmarks/results/links.json, noise from benchmarks/results/privacy.json, papers' tables from benchmarks/results/papers.
+from benchmarks/results/links.json, networks as they come from benchmarks/results/networks.json, noise from
+benchmarks/results/privacy.json, papers' tables from benchmarks/results/papers.
 """
 
 import ast
@@ -405,6 +406,31 @@ def pfedvem() -> str:
     return "\n\n".join([*parts, versions(saved, place=1, drawn_anew=set())])
 
 
+def networks() -> str:
+    """Return the measures of each network of examples/networks.py under each method, means and standard errors over seeds."""
+    saved = json.loads((RESULTS / "networks.json").read_text())
+    tables: dict[str, dict[str, dict[str, list[float]]]] = {}
+    sizes: dict[str, dict[str, Any]] = {}
+    for key, cell in saved["cells"].items():
+        part, title, _ = key.split("/")
+        sizes[part] = cell["size"]
+        for name, value in cell["row"].items():
+            tables.setdefault(part, {}).setdefault(title, {}).setdefault(name, []).append(value)
+    columns = [
+        report.Column("accuracy", better="higher"),
+        report.Column("nll", title="NLL (nats)", better="lower"),
+        report.Column("pooled_ece", title="ECE, pooled", better="lower"),
+        report.Column("seconds", title="training (CPU s)", digits=0),
+    ]
+    parts = []
+    for part, rows in tables.items():
+        size = sizes[part]
+        examples = f"{size['train']} training and {size['test']} test examples"
+        said = f"{size['dataset']}, {size['clients']} clients of {examples}, {size['rounds']} rounds"
+        parts.append(f"`{part}`: {said}.\n\n{report.table(rows, columns=columns, style='markdown')}")
+    return "\n\n".join([*parts, versions(saved, place=1, drawn_anew=set())])
+
+
 def links() -> str:
     """Return the measures of FedSI's whole body under each link, means and standard errors over seeds, one table for each data set."""
     saved = json.loads((RESULTS / "links.json").read_text())
@@ -628,6 +654,7 @@ PAGES = {
     ROOT / "docs" / "selection.md": (selection,),
     ROOT / "docs" / "long-training.md": (pfedvem,),
     ROOT / "docs" / "links.md": (links,),
+    ROOT / "docs" / "howto" / "networks.md": (networks,),
     ROOT / "docs" / "privacy.md": (privacy,),
     ROOT / "docs" / "speed.md": (engines, curvature, fedsi_round, curvature_every, programs),
     ROOT / "docs" / "papers" / "fedsi.md": (fedsi,),

@@ -4,11 +4,13 @@ Every network here has parameters named `body.*` and `head.*`, draws its start f
 generator. `split` gives any other module the same two names.
 """
 
+from bayesfl.base.torchvision import torchvision
 from bayesfl.models.converting import group_norm
 from bayesfl.models.cutting import SplitModel, split
 from bayesfl.models.hugging_face import logits
 from bayesfl.models.networks import char_lstm, cifar100_cnn, leaky_cnn, lenet, mlp, resnet18
 from bayesfl.models.starts import anew
+from bayesfl.models.transformer import transformer
 
 __all__ = [
     "SplitModel",
@@ -22,4 +24,6 @@ __all__ = [
     "mlp",
     "resnet18",
     "split",
+    "torchvision",
+    "transformer",
 ]

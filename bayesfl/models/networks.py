@@ -30,7 +30,7 @@ def _sizes(name: str, value: Any, what: str, count: int | None = None) -> tuple[
     return sizes
 
 
-def _shape(inputs: int | Sequence[int], outputs: int) -> tuple[int, ...]:
+def check_shape(inputs: int | Sequence[int], outputs: int) -> tuple[int, ...]:
     """Check the shape of an example and the number of outputs."""
     shape = _sizes("inputs", inputs, "a number of features or the shape of one example, such as data.inputs")
     whole("outputs (such as data.outputs)", outputs, least=1)
@@ -39,7 +39,7 @@ def _shape(inputs: int | Sequence[int], outputs: int) -> tuple[int, ...]:
 
 def _image(inputs: Sequence[int] | int, outputs: int, smallest: int) -> tuple[int, int, int]:
     """Check the shape of an image, whose sides must be at least `smallest`."""
-    shape = _shape(inputs, outputs)
+    shape = check_shape(inputs, outputs)
     if len(shape) != 3 or min(shape[1:]) < smallest:
         raise ValueError(
             f"inputs must be (channels, height, width) of at least {smallest} x {smallest}, got {shape}; for others there is mlp"
@@ -70,7 +70,7 @@ def mlp(
     Raises:
         ValueError: A size is no whole number >= 1, `start` is unknown, or `head_scale` is not > 0.
     """
-    shape = _shape(inputs, outputs)
+    shape = check_shape(inputs, outputs)
     if start not in ("torch", "xavier"):
         raise ValueError(f"start must be 'torch' or 'xavier', got {start!r}")
     what = "one width, several, or () for none, each a whole number of at least 1"
@@ -311,7 +311,7 @@ def char_lstm(
         McMahan et al., "Communication-efficient learning of deep networks from decentralized data", AISTATS 2017, section 3; 100 characters
         in Marfoq et al., "Federated multi-task learning under a mixture of distributions", NeurIPS 2021.
     """
-    if len(_shape(inputs, outputs)) != 1:
+    if len(check_shape(inputs, outputs)) != 1:
         raise ValueError(f"inputs must be texts of L characters, (L,), got {inputs}")
     sizes = [whole(name, n, least=1) for name, n in (("embedding", embedding), ("hidden", hidden), ("layers", layers))]
     return seeded(lambda: SplitModel(_Reader(outputs, *sizes), nn.Linear(hidden, outputs)), seed, head_scale)

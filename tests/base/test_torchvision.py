@@ -2,9 +2,12 @@
 
 import importlib
 import importlib.util
+import subprocess
+import sys
 
 import pytest
 
+import bayesfl as bf
 from bayesfl.base import torchvision as loader
 
 needs_torchvision = pytest.mark.skipif(importlib.util.find_spec("torchvision") is None, reason="torchvision is not installed")
@@ -12,6 +15,7 @@ needs_torchvision = pytest.mark.skipif(importlib.util.find_spec("torchvision") i
 
 @needs_torchvision
 def test_torchvision_imports_beside_any_torch(monkeypatch):
+    assert bf.models.torchvision is loader.torchvision
     assert loader.torchvision().__name__ == "torchvision"
     assert loader.torchvision() is importlib.import_module("torchvision")
 
@@ -21,3 +25,32 @@ def test_torchvision_imports_beside_any_torch(monkeypatch):
     monkeypatch.setattr(loader.importlib, "import_module", broken)
     with pytest.raises(RuntimeError, match="something else"):
         loader.torchvision()
+
+
+@needs_torchvision
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["bf.models.torchvision()", "tried()"])
+def test_one_call_is_enough(first):
+    """Before `import torchvision`, or after one that failed: networks and transforms work, with the operators' own message if they lack."""
+    code = f"""
+import bayesfl as bf, torch
+
+def tried():
+    try:
+        import torchvision
+    except RuntimeError:
+        pass
+    assert bf.models.torchvision() is bf.models.torchvision()
+
+{first}
+import torchvision
+from torchvision.transforms import v2
+assert torchvision.models.resnet18(weights=None, num_classes=3).eval()(torch.zeros(2, 3, 32, 32)).shape == (2, 3)
+assert v2.Pad(2)(torch.zeros(3, 28, 28)).shape == (3, 32, 32)
+try:
+    print(torchvision.ops.nms(torch.tensor([[0.0, 0, 1, 1]]), torch.ones(1), 0.5).tolist())
+except RuntimeError as error:
+    print("custom C++ ops" in str(error))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() in ("[0]", "True")

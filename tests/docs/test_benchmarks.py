@@ -176,3 +176,19 @@ def test_claims_about_the_coloured_sets(tmp_path):
     for seed in (0, 1):
         cells[f"rc-mnist, upright/PerInvFL-IRM/{seed}"]["row"]["p0.1"] = 0.2
     assert "FedAvg-FT and pFedMe | does not hold |" in shown(cells)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:predictive_precision is at the (lower|upper) edge")  # of networks that have hardly been trained
+def test_the_networks_run(monkeypatch, capsys):
+    """A part at smoke size, which writes nothing; cells stand by part and seed."""
+    path = SELECTION.parent / "networks.py"
+    results = SELECTION.parent / "results" / "networks.json"
+    before = results.read_bytes() if results.exists() else None
+    monkeypatch.setattr(sys, "argv", [str(path), "--quick", "--parts", "two_inputs"])
+    study = runpy.run_path(str(path), run_name="__main__")
+    shown = capsys.readouterr().out
+    assert all(f"two_inputs/{name}/0: accuracy 0." in shown for name in ("FedAvg", "FedBN", "pFedVEM"))
+    assert (results.read_bytes() if results.exists() else None) == before
+    keys = ["two_inputs/FedAvg/0", "resnet/pFedVEM/10", "resnet/FedBN/2", "resnet/FedAvg/2"]
+    assert [key for key, _ in sorted(((key, None) for key in keys), key=study["place"])] == [keys[2], keys[3], keys[1], keys[0]]

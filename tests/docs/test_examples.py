@@ -197,3 +197,70 @@ def test_invariance_is_looked_at(tmp_path, capsys):
     assert rows["PerInvFL-DRO"]["p0.3"] == pytest.approx(sum(hits) / 4, abs=1e-9)
     assert rows["IRM"]["worst"] == min(rows["IRM"][f"p{p}"] for p in example.CASES)
     assert "rate" not in rows["IRM"]
+
+
+def test_an_image_alone_is_shifted_as_it_is_among_others():
+    """By at most two pixels, each image by its own draw; a shift of nothing is among them."""
+    example = load("networks")
+    x = torch.arange(2 * 16.0).view(2, 1, 4, 4).expand(2, 3, 4, 4)
+    torch.manual_seed(0)
+    found = {tuple(example.shifted(x)[0, 0].flatten().tolist()) for _ in range(300)}
+    padded = torch.nn.functional.pad(x, (2, 2, 2, 2), mode="replicate")[0, 0]
+    assert found == {tuple(padded[i : i + 4, j : j + 4].flatten().tolist()) for i in range(5) for j in range(5)}
+    assert example.shifted(x).shape == x.shape
+
+
+def test_a_frozen_layer_and_its_term():
+    """The term begins at zero, is of the rank, and alone is trained."""
+    example = load("networks")
+    layer = torch.nn.Linear(5, 3)
+    adapted = example.Adapted(layer, 2, 0.5)
+    x = torch.randn(4, 5)
+    assert torch.equal(adapted(x), layer(x))
+    assert [name for name, p in adapted.named_parameters() if p.requires_grad] == ["lora_A", "lora_B"]
+    with torch.no_grad():
+        adapted.lora_B.normal_()
+    term = adapted.lora_B @ adapted.lora_A
+    assert torch.linalg.matrix_rank(term) == 2
+    torch.testing.assert_close(adapted.eval()(x), layer(x) + x @ term.T)
+
+
+@pytest.mark.slow
+def test_clients_of_networks():
+    """Bytes of a camera each, that reach the model as floats; shares of missing pixels; texts as int64, whose label comes next."""
+    example = load("networks")
+    images = example.resnet(example.SMOKE["resnet"], 0, None).clients
+    assert images.train.x.dtype == torch.uint8
+    x = images.train.client(0)[0]
+    assert (x.dtype, x.shape[1:], float(x.min()), float(x.max())) == (torch.float32, (3, 8, 8), 0.0, 1.0)
+    assert images.train.client(1)[0].mean() > 0.5 > x.mean()
+    both = example.two_inputs(example.SMOKE["two_inputs"], 0, None).clients.train
+    shares = [float(both.client(j)[0]["missing"].double().mean()) for j in range(4)]
+    assert shares == pytest.approx([0, 0.25, 0.5, 0.75], abs=0.04)
+    texts = example.texts(example.SMOKE["transformer"], 0, None, length=32).train
+    assert texts.x.dtype == torch.int64
+    x, y = texts.client(2)
+    assert torch.equal(x[1, 29 - 3 :][:3], x[0, 29:])
+    assert any(int(label) in row.tolist() for row, label in zip(x, y, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:predictive_precision is at the (lower|upper) edge")  # of networks that have hardly been trained
+def test_networks_run(tmp_path, capsys):
+    """Every network under its methods at smoke size; frozen norms stay, and the run is not mixed with another."""
+    example, out = load("networks"), tmp_path / "run"
+    assert example.main(["--smoke", "--workers", "1", "--out", str(out)]) == 0
+    tables = json.loads((out / "table.json").read_text())["tables"]
+    assert list(tables) == list(example.PARTS)
+    assert {"FedAvg", "FedBN", "pFedVEM, group norms", "FedBN, Laplace over the norms"} == set(tables["resnet"])
+    assert {"FedAvg", "FedBN", "pFedVEM", "FedBN, Laplace over the norms"} == set(tables["two_inputs"])
+    assert all(0 <= row["accuracy"][0] <= 1 and row["nll"][0] > 0 for rows in tables.values() for row in rows.values())
+    capsys.readouterr()
+    assert example.main(["--smoke", "--seeds", "1", "--out", str(out)]) == 2
+    assert capsys.readouterr().err.startswith(f"error: --out {out} holds a run with --seeds ")
+    assert example.main(["--data-root", str(tmp_path / "absent"), "--parts", "transformer", "--out", str(tmp_path / "other")]) == 2
+    assert re.match(r"error: the plays are not on disk", capsys.readouterr().err)
+    part = example.adapters(example.SMOKE["adapters"], 0, None)
+    algorithm = part.methods["FedAvg"]
+    assert list(algorithm.blocks) == ["w"]
+    assert all("lora" in name or name.startswith("head.") for name in algorithm.layout("w").names)

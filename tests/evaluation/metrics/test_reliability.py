@@ -1,5 +1,6 @@
 """Calibration errors and their bins against hand-made numbers and against another package."""
 
+import contextlib
 import math
 import warnings
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+import bayesfl as bf
 from bayesfl.evaluation import metrics
 from tests.evaluation.metrics.made import each, federation, one
 
@@ -34,22 +36,13 @@ def test_bins_are_closed_on_the_right():
 
 @pytest.fixture(scope="module")
 def calibration_error():
-    """torchmetrics' function; beside a torch without CUDA its import of torchvision may need two operators to be declared first."""
-    libraries = []
-    try:
-        import torchvision  # noqa: F401
-    except ImportError:
-        pass
-    except RuntimeError:
-        library = torch.library.Library("torchvision", "FRAGMENT")
-        for name in ("nms", "qnms"):
-            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        libraries.append(library)
+    """torchmetrics' function, which imports torchvision where that is installed."""
+    with contextlib.suppress(ImportError):
+        bf.models.torchvision()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         module = pytest.importorskip("torchmetrics.functional.classification")
-    yield module.multiclass_calibration_error
-    del libraries
+    return module.multiclass_calibration_error
 
 
 @pytest.mark.parametrize("bins", [1, 5, 15])

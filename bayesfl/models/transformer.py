@@ -1,0 +1,100 @@
+"""A transformer that reads texts of one length and says one thing of each."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from bayesfl.base.checks import number, whole
+from bayesfl.models.cutting import SplitModel
+from bayesfl.models.networks import check_shape
+from bayesfl.models.starts import seeded
+
+
+class _Layer(nn.Module):
+    """Attention between the tokens of a text, then two linear layers for each token, [B, T, d] -> [B, T, d]."""
+
+    def __init__(self, d: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(d), nn.LayerNorm(d)
+        self.project, self.gather = nn.Linear(d, 3 * d), nn.Linear(d, d)
+        self.widen, self.narrow = nn.Linear(d, 4 * d), nn.Linear(4 * d, d)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        apart = (*x.shape[:2], 3, self.heads, x.shape[2] // self.heads)
+        query, key, value = self.project(self.norm1(x)).view(apart).permute(2, 0, 3, 1, 4)
+        weights = self.dropout((query @ key.mT / apart[-1] ** 0.5).softmax(-1))
+        x = x + self.dropout(self.gather((weights @ value).transpose(1, 2).flatten(2)))
+        return x + self.dropout(self.narrow(self.dropout(self.widen(self.norm2(x)).relu())))
+
+
+class _Encoder(nn.Module):
+    """A reader of text: T tokens by number, [B, T] -> what the last of them has gathered, [B, d]."""
+
+    def __init__(self, length: int, tokens: int, d: int, layers: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.embed, self.places = nn.Embedding(tokens, d), nn.Embedding(length, d)
+        self.dropout = nn.Dropout(dropout)
+        self.layers = nn.Sequential(*(_Layer(d, heads, dropout) for _ in range(layers)))
+        self.norm = nn.LayerNorm(d)
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = self.places(torch.arange(x.shape[1], device=x.device))
+        return self.norm(self.layers(self.dropout(self.embed(x.long()) + places)))[:, -1]
+
+
+def transformer(
+    inputs: int | Sequence[int],
+    *,
+    outputs: int,
+    tokens: int | None = None,
+    d: int = 64,
+    layers: int = 2,
+    heads: int = 4,
+    dropout: float = 0.1,
+    head_scale: float | None = None,
+    seed: int = 0,
+) -> SplitModel:
+    """Build a small transformer that classifies texts: embedding, encoder layers, the last token | outputs.
+
+    Inputs are T tokens by number, [B, T] int64 (or floats that are whole numbers), each within [0, tokens); outputs are [B, O]. Every
+    token attends to every other, later ones included, and the head reads what the last of them has gathered: to predict the next
+    character, or a class of a text. All texts have T tokens; there is no padding. Tokens and places have an embedding each, which are
+    added; places are learned, as in one of the paper's variants. A layer has attention by `heads` heads and a network of 4 d ReLUs, both
+    added to what they read, with a layer norm *before* each and one after the last layer, by which plain SGD needs no warm-up.
+
+    It is made of plain operations, so that every kernel, `torch.func` and curvature know it, and an example's outputs do not depend on
+    its batch. Dropout, in the places of the paper and of torch's own layer, is for training alone; with `dropout=0` every kernel and
+    method take the network.
+
+    Args:
+        inputs: Number T of tokens of a text, or its shape (T,).
+        outputs: Number of outputs O.
+        tokens: Number of different tokens; None for `outputs`, as of networks that predict the next token.
+        d: Width of a token, a multiple of `heads`.
+        layers: Number of encoder layers.
+        heads: Number of heads of each attention.
+        dropout: Share of what is dropped in training, in [0, 1).
+        head_scale: Draw the head's weights and biases from N(0, head_scale^2) instead of torch's default.
+        seed: Seed of the start.
+
+    Raises:
+        ValueError: A size is no whole number >= 1, `inputs` is not the shape of a text, `heads` does not divide `d`, or `dropout` lies
+            outside [0, 1).
+
+    References:
+        Vaswani et al., "Attention is all you need", NeurIPS 2017, sections 3.1 to 3.4, and table 3, row (E), on learned places. Norms
+        before the layers: Xiong et al., "On layer normalization in the transformer architecture", ICML 2020.
+    """
+    shape = check_shape(inputs, outputs)
+    if len(shape) != 1:
+        raise ValueError(f"inputs must be texts of T tokens, (T,), got {inputs}")
+    different = outputs if tokens is None else whole("tokens", tokens, least=1)
+    width, depth, many = (whole(name, n, least=1) for name, n in (("d", d), ("layers", layers), ("heads", heads)))
+    if width % many:
+        raise ValueError(f"heads must divide d, got {heads} heads and d={d}")
+    if not 0 <= number("dropout", dropout) < 1:
+        raise ValueError(f"dropout is the share that is dropped and must lie in [0, 1), got {dropout}")
+    return seeded(lambda: SplitModel(_Encoder(shape[0], different, width, depth, many, dropout), nn.Linear(d, outputs)), seed, head_scale)

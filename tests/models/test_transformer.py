@@ -1,0 +1,178 @@
+"""The transformer: against torch's own layers with its weights, alone and in a batch, under every kernel, in training with dropout."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call, grad, vmap
+from torch.testing import assert_close
+
+import bayesfl as bf
+from bayesfl import models
+from bayesfl.data import FederatedData
+from bayesfl.optim import Adam
+from tests.cases import run
+
+SMALL: dict[str, Any] = {"outputs": 7, "d": 8, "layers": 2, "heads": 2}
+
+
+def texts(count: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 7, (count, 6), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(scope="module")
+def clients() -> FederatedData:
+    """Three clients of texts of six tokens, whose label is the third."""
+    xs = [texts(n, n) for n in (20, 31, 12)]
+    return bf.data.from_arrays(xs, [x[:, 2] for x in xs], outputs=7)
+
+
+def of_torch(model: Any, **options: Any) -> nn.Module:
+    """torch's encoder with norms before its layers, with the weights of a network of ours."""
+    layer = nn.TransformerEncoderLayer(8, 2, 32, 0.0, batch_first=True, norm_first=True)
+    encoder = nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(8), enable_nested_tensor=False)
+    names = {"self_attn.in_proj_": "project.", "self_attn.out_proj.": "gather.", "linear1.": "widen.", "linear2.": "narrow."}
+    mine = model.body.state_dict()
+    theirs = {}
+    for key in encoder.state_dict():
+        own = key
+        for its, ours in names.items():
+            own = own.replace(its, ours)
+        theirs[key] = mine[own]
+    encoder.load_state_dict(theirs)
+    return encoder
+
+
+def test_it_computes_what_layers_of_torch_do():
+    """With norms first, the embeddings of tokens and places added, the last token read."""
+    model = models.transformer(6, **SMALL, dropout=0.0, seed=1)
+    x = texts(5)
+    embedded = model.body.embed.weight[x] + model.body.places.weight  # pyright: ignore[reportAttributeAccessIssue]
+    assert_close(model(x), model.head(of_torch(model)(embedded)[:, -1]), atol=1e-6, rtol=1e-6)
+    assert_close(model(x.double()), model(x))
+    assert not torch.allclose(model(x), model(x.flip(1)))
+    assert model(x).shape == (5, 7)
+    assert models.transformer((6,), outputs=3, tokens=7)(x).shape == (5, 3)
+    assert {key.partition(".")[0] for key, _ in model.named_parameters()} == {"body", "head"}
+    assert not list(model.buffers())
+
+
+def test_a_text_alone_has_the_outputs_that_it_has_in_a_batch():
+    """In evaluation, without gradients, to rounding; and its later tokens are seen by those before them."""
+    model = models.transformer(6, **SMALL, dropout=0.5).double().eval()
+    x = texts(9)
+    with torch.no_grad():
+        together = model(x)
+        for i in range(len(x)):
+            assert_close(model(x[i : i + 1]), together[i : i + 1], atol=1e-12, rtol=1e-12)
+    changed = x.clone()
+    changed[:, 0] = (x[:, 0] + 1) % 7
+    assert (model(changed) - together).abs().max() > 1e-3
+
+
+def test_what_is_dropped():
+    """In training half of every attention, network and sum; in evaluation nothing, as without dropout."""
+    plain, dropping = (models.transformer(6, **SMALL, dropout=rate) for rate in (0.0, 0.5))
+    x = texts(4)
+    assert torch.equal(plain(x), plain(x))
+    assert not torch.allclose(dropping(x), plain(x))
+    assert torch.equal(dropping.eval()(x), plain(x))
+    assert {part.p for part in dropping.modules() if isinstance(part, nn.Dropout)} == {0.5}
+    places: list[tuple[int, ...]] = []
+    dropping.train()
+    for part in dropping.modules():
+        if isinstance(part, nn.Dropout):
+            part.register_forward_hook(lambda part, args, out: places.append(tuple(args[0].shape)))
+    dropping(x)
+    layer = [(4, 2, 6, 6), (4, 6, 8), (4, 6, 32), (4, 6, 8)]  # attention, what it gathers, the network's inside, what it gives
+    assert places == [(4, 6, 8), *layer, *layer]
+    body = models.transformer(6, **SMALL, dropout=0.999).body  # all that layers add is dropped, and the embeddings
+    assert_close(body(texts(50)).abs().sum(1).median(), torch.tensor(0.0))
+
+
+def test_starts_are_drawn_from_the_seed():
+    first, second, other = (models.transformer(6, **SMALL, seed=seed).state_dict() for seed in (1, 1, 2))
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    assert not torch.equal(first["body.embed.weight"], other["body.embed.weight"])
+    scaled = models.transformer(6, outputs=400, tokens=7, head_scale=0.01).head.weight
+    assert 0.009 < float(scaled.detach().std()) < 0.011
+    assert models.transformer(6, outputs=400, tokens=7).body.embed.num_embeddings == 7  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_one_gradient_per_client_under_vmap():
+    copies = [models.transformer(6, **SMALL, dropout=0.0, seed=s).double() for s in range(2)]
+    stacked = {key: torch.stack([dict(c.named_parameters())[key].detach() for c in copies]) for key, _ in copies[0].named_parameters()}
+    x = torch.stack([texts(3), texts(3, 1)])
+
+    def loss(parameters, x):
+        return functional_call(copies[0], parameters, (x,)).square().mean()
+
+    together = vmap(grad(loss))(stacked, x)
+    for j in range(2):
+        alone = grad(loss)({key: p[j] for key, p in stacked.items()}, x[j])
+        for key, value in alone.items():
+            assert_close(together[key][j], value)
+
+
+def test_kernels_agree(clients):
+    model = models.transformer(6, **SMALL, dropout=0.0)
+    found = [
+        run(bf.algorithms.fedavg(model, epochs=1, batch_size=8, lr=0.1), clients, 2, kernel).server["w"]["loc"]
+        for kernel in ("live", "vmap", "reference")
+    ]
+    for other in found[1:]:
+        assert_close(other, found[0], atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.slow
+def test_it_trains_with_dropout(clients):
+    """The third token is found at last; workers change no bit, and methods with a personal head or private norms take it."""
+    model = models.transformer(6, **SMALL)
+    options = {"epochs": 10, "batch_size": 8, "lr": 0.1}
+    algorithm = bf.algorithms.fedavg(model, **options)
+    first, second = (run(algorithm, clients, 2, engine=bf.Engine(workers=workers)).server["w"]["loc"] for workers in (1, 2))
+    assert torch.equal(first, second)
+    by_adam = bf.with_optimiser(algorithm, Adam(1e-2))
+    done = bf.simulate(by_adam, clients, rounds=8, evaluate_every=None, progress=False)
+    assert done.predict(clients.train).summary(clients.train)["accuracy"] > 0.9
+    assert set(run(bf.algorithms.fedper(model, epochs=1), clients).private) == {"head"}
+    norms = run(bf.algorithms.fedbn(model, epochs=1), clients).private["norms"]["loc"]
+    assert norms.shape == (3, 2 * 8 * (2 * 2 + 1))
+    assert run(bf.algorithms.pfedvem(model, body_epochs=1, head_epochs=2), clients).predict(draws=2).probs is not None
+
+
+def test_its_curvature(clients):
+    """A Laplace approximation of its head gives what that of a linear model of its features does."""
+    model = models.transformer(6, **SMALL, dropout=0.0).double()
+    algorithm = bf.algorithms.fedper(model, epochs=1)
+    laplace = replace(algorithm, predictor=bf.predictors.LinearisedLaplace(block="head", precision=1.0))
+    client = run(laplace, clients).client(0)
+    x = clients.train.client(0)[0]
+    probs = client.predict(x).probs
+    own = client.model().double()
+    features = own.body(x)  # pyright: ignore[reportAttributeAccessIssue, reportCallIssue]
+    assert_close(probs, bf.posteriors.Laplace.fit(own.head, features, precision=1.0).predict(features)["probs"], atol=1e-6, rtol=1e-6)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: models.transformer((1, 28), outputs=3), r"inputs .*\(T,\), got \(1, 28\)"),
+        (lambda: models.transformer(0, outputs=3), r"inputs .*got 0"),
+        (lambda: models.transformer(6, outputs=0), r"outputs .*1.* got 0"),
+        (lambda: models.transformer(6, outputs=3, tokens=0), r"tokens .*1.* got 0"),
+        (lambda: models.transformer(6, outputs=3, d=6.5), r"d .*got 6\.5"),  # pyright: ignore[reportArgumentType]
+        (lambda: models.transformer(6, outputs=3, d=6), r"heads must divide d, got 4 heads and d=6"),
+        (lambda: models.transformer(6, outputs=3, layers=0), r"layers .*1.* got 0"),
+        (lambda: models.transformer(6, outputs=3, heads=0), r"heads .*1.* got 0"),
+        (lambda: models.transformer(6, outputs=3, dropout=1.0), r"dropout .*\[0, 1\), got 1\.0"),
+        (lambda: models.transformer(6, outputs=3, dropout=-0.1), r"dropout .*got -0\.1"),
+        (lambda: models.transformer(6, outputs=3, dropout="0.1"), r"dropout .*got '0\.1'"),  # pyright: ignore[reportArgumentType]
+        (lambda: models.transformer(6, outputs=3, head_scale=0.0), r"head_scale .*> 0, got 0\.0"),
+    ],
+)
+def test_sizes_that_are_none(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
