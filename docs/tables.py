@@ -298,12 +298,12 @@ def fedsi() -> str:
             for columns in (first, second, third, fourth)
         ]
         more = [
-            f"{key.split('/')[1]}, seed {key.split('/')[2]}: " + ", ".join(f"{name.replace('_', ' ')} {cell[name]:.3g}" for name in told)
+            f"{key.split('/')[1]}, seed {key.split('/')[2]}: uncurved share {cell['uncurved_share']:.3g}"
             for key, cell in saved["cells"].items()
-            if key.split("/")[0] == dataset and (told := [n for n in ("uncurved_share",) if n in cell])
+            if key.split("/")[0] == dataset and "uncurved_share" in cell
         ]
         parts.append(f"**{dataset}**\n\n" + "\n\n".join([*tables, *(["; ".join(more) + "."] if more else [])]))
-    parts.append(versions(saved, place=1, drawn_anew={"pfedvem"}))
+    parts.append(versions(saved, place=1, drawn_anew=set()))
     return "\n\n".join(parts)
 
 
