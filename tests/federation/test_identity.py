@@ -183,10 +183,12 @@ def test_identities_are_the_same_in_another_process():
     """Neither hashes that Python draws anew nor places in memory are in it."""
     code = (
         "import json, torch, bayesfl as bf; from bayesfl.federation.identity import identity; "
-        "model = bf.models.mlp(8, hidden=8, outputs=3); "
+        "torch.manual_seed(0); model = bf.models.SplitModel(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8)), "
+        "torch.nn.Linear(8, 3)); "
         "print(json.dumps([identity(make(model)) for make, _, _ in bf.algorithms.PAPERS.values()]))"
     )
     environment = {**os.environ, "PYTHONHASHSEED": "1"}
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment).stdout
-    model = bf.models.mlp(8, hidden=8, outputs=3)
+    torch.manual_seed(0)
+    model = bf.models.SplitModel(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)), nn.Linear(8, 3))
     assert json.loads(printed) == [identity(make(model)) for make, _, _ in bf.algorithms.PAPERS.values()]
