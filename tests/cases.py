@@ -1,6 +1,8 @@
 """One table of algorithms; each entry meets the whole contract battery."""
 
-from collections.abc import Callable
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -168,3 +170,21 @@ def scaled(clients: FederatedData, factors: tuple[float, ...]) -> FederatedData:
         rows = [split.client(j) for j in range(clients.clients)]
         parts[name] = [x * factor for (x, _), factor in zip(rows, factors, strict=True)], [y for _, y in rows]
     return bf.data.from_arrays(*parts["train"], test=parts["test"], outputs=clients.outputs, task="classification")
+
+
+@contextlib.contextmanager
+def draws_elsewhere() -> Iterator[None]:
+    """Another thread draws from torch's shared generator all the while."""
+    stop = threading.Event()
+
+    def draw() -> None:
+        while not stop.is_set():
+            torch.rand(100)
+
+    other = threading.Thread(target=draw)
+    other.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        other.join()

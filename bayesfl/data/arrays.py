@@ -13,7 +13,6 @@ from bayesfl.base.inputs import Inputs, each, join, shape_of
 from bayesfl.base.random import Purpose, generator
 from bayesfl.data.assembly import assemble, check_shares
 from bayesfl.data.conversion import as_list, kind_of
-from bayesfl.data.conversion import to_tensor as to_tensor
 from bayesfl.data.federated import FederatedData
 from bayesfl.data.frames import check_columns, check_rows, names_of
 from bayesfl.data.names import named_clients

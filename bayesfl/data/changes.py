@@ -131,11 +131,11 @@ def _near(one: Inputs, other: Inputs, rounding: float) -> bool:
 def _drawn_by() -> Iterator[list[str]]:
     """Find which of the generators that a program shares are used within, and leave them as they were."""
     used: list[str] = []
-    python, numpy, torch_ = random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state()  # noqa: NPY002
+    python, numpy, torch_ = random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state()  # noqa: NPY002 (what np.random draws from)
     try:
         yield used
     finally:
-        now = np.random.get_state(legacy=False)  # noqa: NPY002
+        now = np.random.get_state(legacy=False)  # noqa: NPY002 (as above)
         same = {
             "torch": torch.equal(torch.get_rng_state(), torch_),
             "numpy.random": str(now) == str(numpy) and np.array_equal(now["state"]["key"], numpy["state"]["key"]),
@@ -143,5 +143,5 @@ def _drawn_by() -> Iterator[list[str]]:
         }
         used += [name for name, kept in same.items() if not kept]
         random.setstate(python)
-        np.random.set_state(numpy)  # noqa: NPY002
+        np.random.set_state(numpy)  # noqa: NPY002 (as above)
         torch.set_rng_state(torch_)

@@ -5,9 +5,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, Literal
 
+from bayesfl.base.described import ADDRESS
 from bayesfl.composition.phases import Descend, Repeat
 from bayesfl.evaluation import report
-from bayesfl.federation.identity import ADDRESS, differences, identity
+from bayesfl.federation.identity import differences, identity
 from bayesfl.federation.settings import name_of
 from bayesfl.optim import Clip, Rate, rate_at
 

@@ -7,7 +7,6 @@ from dataclasses import fields
 from typing import Any
 
 from bayesfl.base.copies import refuse_changed
-from bayesfl.base.described import ADDRESS as ADDRESS
 from bayesfl.base.described import described, layers
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.federation.errors import CheckpointError

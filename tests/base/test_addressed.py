@@ -1,6 +1,5 @@
 """Draws of torch's own operations at an address: they repeat, in whatever thread, and leave the shared generator alone."""
 
-import threading
 from collections.abc import Callable
 
 import pytest
@@ -9,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bayesfl.base.addressed import Addressed
+from tests.cases import draws_elsewhere
 
 X = torch.linspace(0.1, 1, 60).view(2, 5, 6)
 DRAWING: dict[str, Callable[[], Tensor]] = {
@@ -95,19 +95,8 @@ def test_neighbouring_addresses_are_unrelated():
 
 def test_threads_that_draw_elsewhere_change_nothing():
     """A context holds in its own thread alone, and neither waits for nor hears another one."""
-    stop = threading.Event()
-
-    def draw() -> None:
-        while not stop.is_set():
-            torch.rand(100)
-
-    other = threading.Thread(target=draw)
-    other.start()
-    try:
+    with draws_elsewhere():
         found = [drawn(lambda: F.dropout(X, 0.5) + torch.randn_like(X), 3) for _ in range(200)]
-    finally:
-        stop.set()
-        other.join()
     assert all(torch.equal(one, found[0]) for one in found)
 
 

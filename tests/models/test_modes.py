@@ -1,7 +1,6 @@
 """Batch norm and dropout in training: against a bare loop, the same wherever they run, and what is refused."""
 
 import random
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -21,7 +20,7 @@ from bayesfl.composition.phases import Once
 from bayesfl.data import FederatedData
 from bayesfl.models.modes import draws, lively, norms
 from bayesfl.posteriors import MeanField
-from tests.cases import federation, run
+from tests.cases import draws_elsewhere, federation, run
 
 SIZES = (21, 12)  # the last batches of ten have one row and two
 
@@ -105,19 +104,8 @@ def test_the_same_bits_wherever_it_runs(data: FederatedData):
         for chunk in (1, 3, None):
             same(run(method, data, 4, engine=bf.Engine(workers=workers, chunk=chunk)))
     same(run(method, data, 4, resume=run(method, data, 2)))
-    stop = threading.Event()
-
-    def draw() -> None:
-        while not stop.is_set():
-            torch.rand(100)
-
-    other = threading.Thread(target=draw)
-    other.start()
-    try:
+    with draws_elsewhere():
         same(run(method, data, 4))
-    finally:
-        stop.set()
-        other.join()
     assert not torch.equal(run(method, data, 4, seed=3).server["body_buffers"]["loc"], first.server["body_buffers"]["loc"])
 
 
