@@ -30,7 +30,7 @@ UNMARKED = {
     "docs/papers/perinvfl.md": "2211.11243 .95 .80 .90 .75 .75 .1 .75",
     "docs/privacy.md": "1.83 2.10",
     "docs/selection.md": "0.5 0.1 0.01 0.02",
-    "docs/speed.md": "1.006 1.016 1.8 2.6",
+    "docs/speed.md": "1.8 2.6",
     "docs/start.md": "3.11",
     "benchmarks/reliability.md": "2.1",
 }
