@@ -24,6 +24,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -33,23 +35,26 @@ import bayesfl as bf
 from bayesfl.base.torchvision import torchvision
 from bayesfl.data import ClientData, FederatedData, SourceInfo
 from bayesfl.evaluation import report
+from bayesfl.federation import stability
 from bayesfl.likelihoods import Bernoulli
+from bayesfl.optim import SGD
 
 RESULTS = Path(__file__).parent / "results" / "engines.json"
 LR, MOMENTUM, BATCH = 0.05, 0.9, 50
 REST = {"2 workers": 0.08, "1 worker": 0.05}
 TWO_TO_ONE = 1.2
 Round = Callable[[], float]
+Maker = Callable[[bf.Engine], Round]
 
 
-def federation(sizes: list[int], shape: tuple[int, ...] = (784,), classes: int = 10) -> FederatedData:
-    """Random inputs and labels: speed does not read them."""
+def federation(sizes: list[int], shape: tuple[int, ...] = (784,), classes: int = 10, splits: tuple[str, ...] = ("train",)) -> FederatedData:
+    """Random inputs and labels, as many in every split: speed does not read them."""
     rng = torch.Generator().manual_seed(0)
     n = sum(sizes)
-    x, y = torch.rand(n, *shape, generator=rng), torch.randint(0, classes, (n,), generator=rng)
-    split = ClientData(x, y, torch.arange(n), np.array(sizes))
+    rows = n * len(splits)
+    x, y = torch.rand(rows, *shape, generator=rng), torch.randint(0, classes, (rows,), generator=rng)
     return FederatedData(
-        splits={"train": split},
+        splits={name: ClientData(x, y, torch.arange(n) + k * n, np.array(sizes)) for k, name in enumerate(splits)},
         outputs=classes,
         task="classification",
         inputs=shape,
@@ -206,6 +211,29 @@ class Ours:
         return {key: statistics.median(values) for key, values in out.items()}
 
 
+class Watched(Ours):
+    """The same, with every round looked at for stability, or none."""
+
+    def __init__(self, always: bool, *args: Any, **options: object) -> None:
+        super().__init__(*args, **options)
+        self._always = always
+
+    def __call__(self) -> float:
+        """One more round."""
+        with mock.patch.object(stability, "looked_at", return_value=self._always):
+            return super().__call__()
+
+
+class Predicted(Ours):
+    """The same, and after each round predictions for the test examples, for which the precision is chosen."""
+
+    def __call__(self) -> float:
+        """One more round, and its predictions."""
+        seconds, start = super().__call__(), time.perf_counter()
+        self._result.predict()  # type: ignore[attr-defined]
+        return seconds + time.perf_counter() - start
+
+
 @dataclass(frozen=True)
 class Row:
     """One line of the table.
@@ -246,20 +274,27 @@ def rows(quick: bool) -> dict[str, Row]:
         return Row(title, "bare", against(bare, algorithm, data), {"2 workers": at_two, "1 worker": at_one}, 2 if quick else repetitions)
 
     def beside(title: str, algorithm: bf.Algorithm, unit: str, other: bf.Algorithm, data, limit: float, repetitions: int = 21) -> Row:
-        sides = {
-            unit: lambda: Ours(other, data(), one),
-            "1 worker": lambda: Ours(algorithm, data(), one),
-            f"{unit}, 2 workers": lambda: Ours(other, data(), two),
-            "2 workers": lambda: Ours(algorithm, data(), two),
+        theirs, mine = (lambda engine, one=one: Ours(one, data(), engine) for one in (other, algorithm))
+        return pairs(title, unit, theirs, mine, limit=limit, repetitions=repetitions)
+
+    def pairs(title: str, unit: str, other: Maker, mine: Maker, *, limit: float | None, repetitions: int) -> Row:
+        sides: dict[str, Callable[[], Round]] = {
+            unit: lambda: other(one),
+            "1 worker": lambda: mine(one),
+            f"{unit}, 2 workers": lambda: other(two),
+            "2 workers": lambda: mine(two),
         }
-        limits = {"1 worker": limit, "2 workers": limit}
+        limits = {} if limit is None else {"1 worker": limit, "2 workers": limit}
         return Row(f"{title}, in units of our own {unit} round", unit, sides, limits, 2 if quick else repetitions)
 
     ten, hundred = (lambda: federation([250] * 10)), (lambda: federation([250] * (20 if quick else 100)))
+    predicting = lambda: federation([50] * 4, splits=("train", "validation", "test"))  # noqa: E731
     forty, images = (lambda: federation(unequal())), (lambda: federation([125] * (4 if quick else 20), (1, 28, 28)))
     net = bf.models.lenet((1, 28, 28), outputs=10)
     cnn = bf.algorithms.fedavg(net, epochs=2, lr=LR, momentum=MOMENTUM)
-    vem = bf.algorithms.pfedvem(mlp, head_epochs=epochs, body_epochs=epochs)
+    vem, held = (new(mlp, head_epochs=epochs, body_epochs=epochs) for new in (bf.algorithms.pfedvem, bf.algorithms.pfedvem_held))
+    curved = {"epochs": epochs, "optimiser": SGD(0.01), "selection": "random"}
+    fedsi = {link: bf.algorithms.fedsi(mlp, link=link, **curved) for link in ("per_class", "contrasts")}
     ditto = bf.algorithms.ditto(mlp, epochs=epochs, batch_size=BATCH, lr=LR, momentum=MOMENTUM)
     linear, once = torch.nn.Linear(150, 1), {"epochs": 1, "batch_size": 128, "lr": LR, "momentum": MOMENTUM, "likelihood": Bernoulli()}
     mean, mixed = bf.algorithms.fedavg(linear, **once), bf.algorithms.fedem(linear, components=3, **once)
@@ -285,6 +320,26 @@ def rows(quick: bool) -> dict[str, Row]:
         "transformer": make("Transformer, d = 256, 4 x 50", lambda: bare_fedavg(encoder, tokens(), 5), lone["e"], tokens, 0.8, 1.1, 5),
         "resnet": make("ResNet-18, batch norm, 4 x 100", lambda: bare_fedavg(resnet, few(), 5), lone["r"], few, 0.8, 1.2, 3),
         "pfedvem": make("pFedVEM, 10 clients, 5 draws", lambda: bare_pfedvem(mlp, ten(), epochs, epochs, 5), vem, ten, 0.40, 0.60, 15),
+        "pfedvem_held": beside("pFedVEM, scales held", held, "pFedVEM", vem, ten, 1.05),
+        "pfedvem_watched": pairs(
+            "pFedVEM, every round looked at for stability",
+            "unwatched",
+            lambda engine: Watched(False, vem, ten(), engine),
+            lambda engine: Watched(True, vem, ten(), engine),
+            limit=None,
+            repetitions=21,
+        ),
+        "fedsi_contrasts": replace(
+            pairs(
+                "FedSI at random weights, predicting by contrasts after every round",
+                "class-wise",
+                lambda engine: Predicted(fedsi["per_class"], predicting(), engine),
+                lambda engine: Predicted(fedsi["contrasts"], predicting(), engine),
+                limit=1.05,
+                repetitions=7,
+            ),
+            steps_alone=False,
+        ),
         "ditto": beside("Ditto", ditto, "FedAvg", fedavg, ten, 2.3),
         "fedem": replace(beside("FedEM, 3 linear components, 300 clients", mixed, "FedAvg", mean, mixture, 2.4), steps_alone=False),
         "fedpac": replace(beside("FedPAC, MLP 784-128-10, 20 clients x 600", pac, "FedRep", rep, twenty, 1.5), steps_alone=False),
