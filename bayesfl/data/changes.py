@@ -1,20 +1,20 @@
 """Checks of what is done to inputs whenever they are read, and of what is done to them for training, on a few rows."""
 
-import contextlib
-import random
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from bayesfl.base.addressed import Addressed
-from bayesfl.base.inputs import Inputs, each, named, shape_of
+from bayesfl.base.generators import kept
+from bayesfl.base.inputs import Inputs, count, each, named, shape_of
 from bayesfl.data.split import Change, ClientData
 
 ROWS = 4
 """Number of rows on which a function is tried."""
+
+GENERATORS = ("torch", "numpy.random", "random")
+"""Generators by which neither kind of function may draw of itself."""
 
 _ROUNDING = 1e-3  # by which a row alone may differ from the same row among others, relative to the largest number; sums go in other orders
 
@@ -31,9 +31,10 @@ def check_transform(split: ClientData, transform: Change) -> None:
             else among others than alone.
         TypeError: It is no function, or does not return tensors.
     """
-    x = _tried("transform", split, transform)
-    with _drawn_by() as drawn:
-        made, *again = [_kept("transform", split, transform, x) for _ in range(3)]
+    x = _rows("transform", split, transform)
+    with kept(*GENERATORS) as used:
+        made, *again = [_tried_on("transform", split, transform, x) for _ in range(3)]
+        drawn = used()
     for name, t in named(made, "transform(x)"):
         if t.is_floating_point() and not t.isfinite().all():
             raise ValueError(
@@ -44,8 +45,8 @@ def check_transform(split: ClientData, transform: Change) -> None:
             "transform gives other numbers each time, or draws: what is done to inputs must be the same in training and prediction. Pass "
             "it to data.augmented(...), which is for training alone"
         )
-    for row in range(len(_first(x))):
-        alone = _kept("transform", split, transform, each(lambda t, row=row: t[row : row + 1], x))
+    for row in range(count(x)):
+        alone = _tried_on("transform", split, transform, each(lambda t, row=row: t[row : row + 1], x))
         if not _near(each(lambda t, row=row: t[row : row + 1], made), alone, _ROUNDING):
             raise ValueError(
                 "transform gives a row other numbers among others than alone, so that predictions would depend on what is read together: "
@@ -66,12 +67,13 @@ def check_augment(split: ClientData, augment: Change) -> None:
             own, or gives something else when its draws are repeated.
         TypeError: It is no function, or does not return tensors.
     """
-    x = _tried("augment", split, augment)
+    x = _rows("augment", split, augment)
     made = []
-    with _drawn_by() as drawn:
+    with kept(*GENERATORS) as used:
         for _ in range(2):
             with Addressed(0):
-                made.append(_kept("augment", split, augment, x))
+                made.append(_tried_on("augment", split, augment, x))
+        drawn = used()
     if drawn:
         raise ValueError(
             f"augment draws by {drawn[0]}, which no seed of a run reaches: draw by torch, as torch.rand(len(x)) does, without a generator"
@@ -91,11 +93,7 @@ def check_augment(split: ClientData, augment: Change) -> None:
         )
 
 
-def _first(x: Inputs) -> Tensor:
-    return next(t for _, t in named(x))
-
-
-def _tried(name: str, split: ClientData, change: Any) -> Inputs:
+def _rows(name: str, split: ClientData, change: Any) -> Inputs:
     """Return the rows on which a function is tried, spread over the clients."""
     if not callable(change):
         raise TypeError(f"{name} must be a function of inputs, such as lambda x: x / 255, got {change!r}")
@@ -103,7 +101,7 @@ def _tried(name: str, split: ClientData, change: Any) -> Inputs:
     return split.take(split.index[torch.from_numpy(spread).to(split.index.device)])
 
 
-def _kept(name: str, split: ClientData, change: Change, x: Inputs) -> Inputs:
+def _tried_on(name: str, split: ClientData, change: Change, x: Inputs) -> Inputs:
     """Return what a function makes of a copy of inputs, after a check that it did not write into that."""
     given = each(lambda t: t.clone(), x)
     made = each(lambda t: t.clone(), split.changed(name, change, given))
@@ -125,23 +123,3 @@ def _near(one: Inputs, other: Inputs, rounding: float) -> bool:
         if not (torch.equal(a, b) if exact else bool((a - b).abs().max() <= rounding * max(float(a.abs().max()), 1e-30))):
             return False
     return True
-
-
-@contextlib.contextmanager
-def _drawn_by() -> Iterator[list[str]]:
-    """Find which of the generators that a program shares are used within, and leave them as they were."""
-    used: list[str] = []
-    python, numpy, torch_ = random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state()  # noqa: NPY002 (what np.random draws from)
-    try:
-        yield used
-    finally:
-        now = np.random.get_state(legacy=False)  # noqa: NPY002 (as above)
-        same = {
-            "torch": torch.equal(torch.get_rng_state(), torch_),
-            "numpy.random": str(now) == str(numpy) and np.array_equal(now["state"]["key"], numpy["state"]["key"]),
-            "random": random.getstate() == python,
-        }
-        used += [name for name, kept in same.items() if not kept]
-        random.setstate(python)
-        np.random.set_state(numpy)  # noqa: NPY002 (as above)
-        torch.set_rng_state(torch_)

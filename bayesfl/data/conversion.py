@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from bayesfl.base.inputs import WIDE, Inputs, mapped, mark_mapped
+from bayesfl.base.inputs import WIDE, Inputs
+from bayesfl.base.mapped import mapped, mark_mapped
 from bayesfl.data.frames import columns_of, numbers_of
 
 

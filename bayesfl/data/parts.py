@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bayesfl.base.inputs import WIDE, Inputs, each, join, mapped, named
+from bayesfl.base.inputs import WIDE, Inputs, each, join, named
+from bayesfl.base.mapped import mapped
 from bayesfl.data.conversion import as_list, kind_of, to_inputs, to_tensor
 
 MISSING = ("", "nan", "NaN", "None", "<NA>", "NaT")

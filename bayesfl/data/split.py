@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bayesfl.base.inputs import Inputs, Shapes, each, first, in_precision, mapped, named, row_bytes, shape_of
+from bayesfl.base.inputs import Inputs, Shapes, each, first, in_precision, named, row_bytes, shape_of
+from bayesfl.base.mapped import mapped
 
 Change: TypeAlias = Callable[[Inputs], Inputs]
 """Function of inputs [B, ...] to inputs [B, ...]."""

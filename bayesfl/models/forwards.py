@@ -2,16 +2,15 @@
 
 import contextlib
 import itertools
-import random
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from bayesfl.base.addressed import Addressed
 from bayesfl.base.copies import rescaled
+from bayesfl.base.generators import kept
 from bayesfl.base.inputs import Inputs, call, call_at, count, each, named
 from bayesfl.models.modes import STATISTICS, norms
 
@@ -26,15 +25,15 @@ def looked_at(module: nn.Module, x: Inputs) -> tuple[Any, str]:
         module: The module, in evaluation mode; without gradients of its own.
         x: Inputs of N examples.
     """
-    with _untouched(module) as buffers, torch.no_grad():
-        before, seen = _state(module), each(Tensor.clone, x)
+    with _untouched(module) as before, torch.no_grad():
+        seen = each(Tensor.clone, x)
         with Addressed(0) as drawing:
             outputs = call(module, seen)
         if drawing.drawn:
             return outputs, _DRAWS.format("in evaluation mode, too")
         if wrote := _wrote(seen, x):
             return outputs, wrote
-        if changed := [name for name, t in module.named_buffers() if not torch.equal(t, buffers[name])]:
+        if changed := [name for name, t in module.named_buffers() if not torch.equal(t, before.buffers[name])]:
             return (
                 outputs,
                 f"changes the buffers {changed[:3]} in evaluation mode, too; let it do that under `if self.training` or never",
@@ -65,8 +64,8 @@ def looked_at_training(module: nn.Module, x: Inputs, outputs: Tensor) -> Trainin
         x: Inputs of N examples.
         outputs: What the module gives for them in evaluation mode, [N, O].
     """
-    with _untouched(module) as buffers, torch.enable_grad():
-        before, seen = _state(module), each(Tensor.clone, x)
+    with _untouched(module) as before, torch.enable_grad():
+        seen = each(Tensor.clone, x)
         leaves = {name: p.detach().requires_grad_() for name, p in module.named_parameters()}
         with Addressed(0) as forward:
             found = call_at(module, leaves, seen)
@@ -75,7 +74,7 @@ def looked_at_training(module: nn.Module, x: Inputs, outputs: Tensor) -> Trainin
         if fault or not in_rows(found, x):
             return Training(fault or "returns outputs of another form in training mode than in evaluation mode", drew, True)
         followed = {f"{norm}.{name}".removeprefix(".") for norm in norms(module) for name in (*STATISTICS, "num_batches_tracked")}
-        if changed := [name for name, t in module.named_buffers() if name not in followed and not torch.equal(t, buffers[name])]:
+        if changed := [name for name, t in module.named_buffers() if name not in followed and not torch.equal(t, before.buffers[name])]:
             return Training(
                 f"changes the buffers {changed[:3]} in training, which are no statistics of a norm and would be lost; put that part "
                 "in eval mode, or make them parameters",
@@ -105,18 +104,16 @@ def _wrote(seen: Inputs, x: Inputs) -> str:
 
 
 @contextlib.contextmanager
-def _untouched(module: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Enter a context that gives copies of the module's buffers, and after which they and all generators are as they were."""
+def _untouched(module: nn.Module) -> Iterator["_State"]:
+    """Enter a context that gives the state of a module and of the generators, and after which buffers and generators are as they were."""
     buffers = {name: t.clone() for name, t in module.named_buffers()}
-    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 (what a forward that calls np.random draws from)
-    try:
-        yield buffers
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)  # noqa: NPY002 (as above)
-        with torch.no_grad():
-            for name, t in module.named_buffers():
-                t.copy_(buffers[name])
+    with kept("numpy.random", "random") as used:
+        try:
+            yield _State(used, buffers, _written(module), _numbers(module))
+        finally:
+            with torch.no_grad():
+                for name, t in module.named_buffers():
+                    t.copy_(buffers[name])
 
 
 def in_rows(outputs: Any, x: Inputs) -> bool:
@@ -125,26 +122,29 @@ def in_rows(outputs: Any, x: Inputs) -> bool:
 
 
 class _State(NamedTuple):
-    """What a forward may leave changed, beside its inputs and buffers.
+    """What a forward may leave changed, beside its inputs.
 
     Args:
-        generators: The states of the generators of Python and NumPy.
+        used: Names the generators of NumPy and Python that have been used since.
+        buffers: Copies of the module's buffers, by name.
         written: How often each parameter was changed in place.
         numbers: The plain numbers that the module's parts hold, by name.
     """
 
-    generators: tuple[Any, ...]
+    used: Callable[[], list[str]]
+    buffers: dict[str, Tensor]
     written: dict[str, int]
     numbers: dict[str, Any]
 
 
-def _state(module: nn.Module) -> _State:
-    _, words, *rest = np.random.get_state()  # noqa: NPY002 (as above)
-    generators = random.getstate(), np.asarray(words).tobytes(), *rest
+def _written(module: nn.Module) -> dict[str, int]:
     excused = rescaled(module)
-    written = {name: p._version for name, p in module.named_parameters() if name not in excused and not p.is_inference()}
+    return {name: p._version for name, p in module.named_parameters() if name not in excused and not p.is_inference()}
+
+
+def _numbers(module: nn.Module) -> dict[str, Any]:
     held = [(f"{name}.{key}".lstrip("."), value) for name, part in module.named_modules() for key, value in vars(part).items()]
-    return _State(generators, written, {name: value for name, value in held if type(value) in (bool, int, float)})
+    return {name: value for name, value in held if type(value) in (bool, int, float)}
 
 
 _DRAWS = "draws random numbers {}; remove that, or let it depend on self.training, as F.dropout(x, p, self.training)"
@@ -152,12 +152,11 @@ _DRAWS = "draws random numbers {}; remove that, or let it depend on self.trainin
 
 def _effects(module: nn.Module, before: _State) -> Iterator[str]:
     """Yield what a forward has done besides returning outputs and drawing by torch's operations."""
-    after = _state(module)
-    if after.generators != before.generators:
+    if before.used():
         yield _DRAWS.format("by other means than torch's operations")
-    if wrote := [name for name, count in after.written.items() if count != before.written[name]]:
+    if wrote := [name for name, count in _written(module).items() if count != before.written[name]]:
         yield f"writes to the parameters {wrote[:3]}, as F.embedding with max_norm does; remove that"
-    if counted := [name for name, value in after.numbers.items() if value != before.numbers.get(name)]:
+    if counted := [name for name, value in _numbers(module).items() if value != before.numbers.get(name)]:
         yield f"changes the numbers {counted[:3]}, so that later calls may differ, which no seed could repeat; remove that"
 
 

@@ -1,13 +1,11 @@
-"""Trees of inputs: calls, names, rows, and what lies in files."""
+"""Trees of inputs: calls, names, rows."""
 
 from collections import UserDict
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from bayesfl.base import inputs
 from bayesfl.base.inputs import (
     Inputs,
     at,
@@ -19,8 +17,6 @@ from bayesfl.base.inputs import (
     in_precision,
     in_rows,
     join,
-    mapped,
-    mark_mapped,
     named,
     pieces,
     row_bytes,
@@ -92,31 +88,6 @@ def test_only_floats_change_their_precision():
 def test_what_is_no_tree_of_tensors_is_named(x, error, message):
     with pytest.raises(error, match=message):
         list(named(x))
-
-
-def test_what_lies_in_a_file_is_known(tmp_path, monkeypatch):
-    """With Linux's list of mappings all of it; without, what torch or `mark_mapped` tells."""
-    np.arange(4096.0).tofile(tmp_path / "x")
-    torch.save({"x": torch.arange(4096.0)}, tmp_path / "x.pt")
-    path = str(tmp_path / "x")
-    shared = torch.from_file(path, shared=True, size=4096, dtype=torch.float64)
-    others = [
-        torch.from_file(path, size=4096, dtype=torch.float64),
-        torch.load(tmp_path / "x.pt", mmap=True)["x"],
-        torch.from_numpy(np.memmap(path, dtype=np.float64, mode="r+")),
-    ]
-    memory = [torch.zeros(3), torch.zeros(10**6), torch.zeros(3).share_memory_(), torch.zeros(0), torch.zeros(3, device="meta")]
-    assert not mapped(shared.clone())
-    assert not any(map(mapped, memory))
-    assert mapped(shared)
-    assert mapped(shared[7:])
-    if inputs.MAPPINGS.exists():
-        assert all(map(mapped, others))
-    monkeypatch.setattr(inputs, "MAPPINGS", tmp_path / "nothing")
-    assert mapped(shared[:9])
-    assert not mapped(others[0][1:])
-    mark_mapped(part := others[0][1:])
-    assert mapped(part)
 
 
 TREES: tuple[Inputs, ...] = (

@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 import torch
 
-from bayesfl.base.inputs import mapped
+from bayesfl.base.mapped import mapped
 from bayesfl.data.conversion import to_inputs, to_tensor
 
 

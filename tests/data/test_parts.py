@@ -8,7 +8,8 @@ import pandas as pd
 import pytest
 import torch
 
-from bayesfl.base.inputs import mapped, named
+from bayesfl.base.inputs import named
+from bayesfl.base.mapped import mapped
 from bayesfl.data import FederatedData, from_arrays
 
 SIZES, NAMES = (9, 5, 7), ["Aarau", "Bern", "Chur"]
