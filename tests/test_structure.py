@@ -142,6 +142,7 @@ def test_every_public_name_is_listed():
 def test_available_is_read_off_the_compositions():
     """Names, beliefs and traffic, of every method."""
     table = {entry.name: entry for entry in bf.algorithms.available()}
+    assert set(table) == set(bf.algorithms.PAPERS) <= set(bf.algorithms.__all__)
     assert table["pfedvem"].posterior == "body: Point, head: MeanField"
     assert table["pfedvem"].sent == "body, head, rho2"
     assert table["pfedvem"].private == "head (rho)"

@@ -133,4 +133,5 @@ __all__ = [
     "pfedmap",
     "pfedme",
     "pfedvem",
+    "pfedvem_held",
 ]

@@ -36,6 +36,7 @@ from bayesfl.composition import (
     Once,
     Relaxed,
     closest_variance,
+    equal,
     server_mean,
     standard_normal,
     tempering,
@@ -133,7 +134,7 @@ def pfedvem(
 
     def variance(given: Server, view: View) -> Tensor:
         # Where rho_j was not updated in this round, it may be below the floor: at the start, or after rounds of smaller rates.
-        return (view["rho2"] if never else floored(view["rho2"], given))[..., None]
+        return (torch.full_like(view["n"], rho**2) if never else floored(view["rho2"], given))[..., None]
 
     def relaxed(pool: AdditivePool) -> AdditivePool:
         return Relaxed(pool, 1 - beta) if beta else pool
@@ -142,7 +143,7 @@ def pfedvem(
         "head.*",
         posterior=posterior,
         prior=Normal(centre=server_mean("head"), variance=variance),
-        pool=relaxed(Mean(weight=lambda server, uplink: 1 / uplink["rho2"])),
+        pool=relaxed(Mean(equal if never else lambda server, uplink: 1 / uplink["rho2"])),
         keep=True,
         start=standard_normal(init_scale) if head_start == "normal" else "module",
     )
@@ -170,17 +171,23 @@ def pfedvem(
     )
     scale_step = Once(update_scale)
     steps = {"before": (scale_step, head_step), "after": (head_step, scale_step), "never": (head_step,)}[scale_update]
-    adapt = (head_step,) if never else (Once(pooled_scale), head_step, scale_step, head_step)
+    held: dict[str, Any] = {"adapt": (head_step,)}
+    learned: dict[str, Any] = {
+        "private": {"rho2": init_scale**2},
+        "reports": {"rho2": init_scale**2},
+        "server": lambda blocks, clients: {
+            "log_rho2": torch.tensor(2 * math.log(init_scale)),
+            "largest_share": torch.tensor(1 / clients),
+        },
+        "broadcast": ("log_rho2",),  # `largest_share` stays on the server, for people to read
+        "combine": combine,
+        "adapt": (Once(pooled_scale), head_step, scale_step, head_step),
+    }
     return Algorithm(
         model,
         blocks={"body": Block("body.*", pool=relaxed(Mean())), "head": head} if "body" in both else {"head": head},
         phases=(*steps, body_step) if "body" in both else steps,
-        private={"rho2": rho**2},
-        reports={"rho2": rho**2},
-        server=lambda blocks, clients: {"log_rho2": torch.tensor(math.log(rho**2)), "largest_share": torch.tensor(1 / clients)},
-        broadcast=("log_rho2",),  # `largest_share` stays on the server, for people to read
-        combine=combine,
-        adapt=adapt,
+        **(held if never else learned),
         parts=both,
         likelihood=likelihood,
         train="all",

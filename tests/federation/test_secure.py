@@ -174,7 +174,7 @@ def test_the_bound_of_a_quotient_is_tight():
     assert quotient_bound(mean, torch.tensor(off), clients=clients, step=step).isinf()
 
 
-REFUSED = {"local", "fedpac", "pfedvem", "pfedvem_held", "clustered", "fedem", "d_fedem", "group_dro", "fedsi", "fedsi_fac"}
+REFUSED = {"local", "fedpac", "pfedvem", "clustered", "fedem", "d_fedem", "group_dro", "fedsi", "fedsi_fac"}
 """These send nothing, or their server does more than add up. PerInvFL over GroupDRO is one of them, by its lower method."""
 
 
