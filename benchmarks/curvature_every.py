@@ -2,9 +2,11 @@
 
     python benchmarks/curvature_every.py [--quick] [--seeds ...]
 
-Ten clients of five classes, 50 training images each, by the paper's rule. A tenth of the images chooses the predictive precision, two
-tenths are held back and measure, with other seeds than those of the tables; no test image is looked at. What a round
-costs is measured by benchmarks/fedsi.py. Results: benchmarks/results/curvature_every.json; finished cells are passed over.
+Ten clients of five classes, 50 training images each, by the paper's rule, and by the one that selects weights with curvature: the latter
+with approximations of every round and of every twentieth alone, and with predictions under the server's variances, too. A tenth of the
+images chooses the predictive precision, two tenths are held back and measure, with other seeds than those of the tables; no test image is
+looked at. What a round costs is measured by benchmarks/fedsi.py. Results: benchmarks/results/curvature_every.json; finished cells are
+passed over.
 """
 
 import argparse
@@ -12,6 +14,7 @@ import json
 import runpy
 import warnings
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,26 +26,29 @@ from bayesfl.evaluation import report
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "curvature_every.json"
-EVERY = (1, 2, 5, 10, 20, 50)
+EVERY = {"wasserstein": (1, 2, 5, 10, 20, 50), "curved_wasserstein": (1, 20)}
 example = SimpleNamespace(**runpy.run_path(str(ROOT / "examples" / "fedsi.py")))
 
 
-def run(dataset: str, seed: int, root: Path | None, *, quick: bool) -> dict[str, Any]:
+def run(dataset: str, seed: int, root: Path | None, selection: str, *, quick: bool) -> dict[str, Any]:
     """One cell: measures for each number of rounds between fits."""
     preset, rounds = example.PRESETS[dataset], 2 if quick else 100
     clients = example.federation(dataset, preset, seed, root)
     model = bf.models.mlp(clients.inputs, hidden=100, outputs=clients.classes, seed=seed)
     options: dict[str, Any] = {"rounds": rounds, "seed": seed, "evaluate_every": None, "progress": False, "engine": bf.Engine(workers=1)}
+    fedsi = partial(bf.algorithms.fedsi, model, selection=selection, **example._body(preset))
     rows = {}
-    for every in (1, 2) if quick else EVERY:
-        result = bf.simulate(bf.algorithms.fedsi(model, curvature_every=every, **example._body(preset)), clients, **options)
-        linked = replace(result, algorithm=bf.algorithms.fedsi(model, link="contrasts", **example._body(preset)))
+    for every in (1, 2) if quick else EVERY[selection]:
+        result = bf.simulate(fedsi(curvature_every=every), clients, **options)
+        ways = [("map", result, 0), ("per_class", result, None), ("contrasts", replace(result, algorithm=fedsi(link="contrasts")), None)]
+        if selection != "wasserstein":
+            ways.append(("global", replace(result, algorithm=fedsi(link="contrasts", prior="global")), None))
         row = {}
-        for name, how, draws in (("map", result, 0), ("per_class", result, None), ("contrasts", linked, None)):
+        for name, how, draws in ways:
             found = how.predict(clients.calibration, draws=draws).summary(clients.calibration)
             row |= {f"{name}_{key}": found[key] for key in ("accuracy", "nll")}
         rows[str(every)] = row
-        print(f"{dataset}/{seed}: every {every}: " + ", ".join(f"{key} {value:.4f}" for key, value in row.items()), flush=True)
+        print(f"{dataset}/{selection}/{seed}: every {every}: " + ", ".join(f"{key} {value:.4f}" for key, value in row.items()), flush=True)
     return {"rows": rows, "environment": report.environment()}
 
 
@@ -55,14 +61,15 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message="most of the selected weights")
-    if arguments.quick:
-        run("digits", 10, None, quick=True)
-        return
-    saved: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"cells": {}}
-    for seed in arguments.seeds:
-        if f"fashion-mnist/{seed}" not in saved["cells"]:
-            saved["cells"][f"fashion-mnist/{seed}"] = run("fashion-mnist", seed, arguments.data_root, quick=False)
-            report.write_json(RESULTS, saved | {"command": "python benchmarks/curvature_every.py"})
+    saved: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() and not arguments.quick else {"cells": {}}
+    for selection in EVERY:
+        for seed in arguments.seeds[: 1 if arguments.quick else None]:
+            dataset = "digits" if arguments.quick else "fashion-mnist"
+            key = f"{dataset}/{selection}/{seed}"
+            if key not in saved["cells"]:
+                saved["cells"][key] = run(dataset, seed, arguments.data_root, selection, quick=arguments.quick)
+                if not arguments.quick:
+                    report.write_json(RESULTS, saved | {"command": "python benchmarks/curvature_every.py"})
 
 
 if __name__ == "__main__":

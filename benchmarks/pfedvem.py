@@ -5,10 +5,10 @@
 The partition is that of FedSI's small tables: 50 training and 950 test images of each of a client's classes. Everybody trains and is
 gathered. At each milestone the table has a client's accuracy before pooling (its own head and its own body, as the authors report it) and
 after it (the same head on the averaged body), the negative log likelihood at the mean and by 20 draws, and means over clients of rho, of
-the beliefs' widths and of the heads' distance to the centre, each for one weight. Beside the methods that the figure draws are pFedVEM with its
-own start, and two ties as strong as pFedVEM's own become, which are not learned. The part `chosen` compares widths on a fifth of the
-training images, with other seeds than those of the table. Results: benchmarks/results/pfedvem.json, where finished cells are passed over,
-and docs/images/pfedvem.png (--figure draws it from the results that are there).
+the beliefs' widths and of the heads' distance to the centre, each for one weight. Beside the methods that the figure draws are pFedVEM
+with its own start, and two ties as strong as pFedVEM's own become, which are not learned. The part `chosen` compares widths on a fifth of
+the training images, with other seeds than those of the table. Results: benchmarks/results/pfedvem.json, where finished cells are passed
+over, and docs/images/pfedvem.png (--figure draws it from the results that are there).
 """
 
 import argparse

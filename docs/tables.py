@@ -344,16 +344,19 @@ def curvature_every() -> str:
     """Return what FedSI loses where its Laplace approximations are made anew only every few rounds, mean and error over seeds."""
     saved = json.loads((RESULTS / "curvature_every.json").read_text())
     rows: dict[str, dict[str, list[float]]] = {}
-    for cell in saved["cells"].values():
+    for key, cell in saved["cells"].items():
+        rule = {"wasserstein": "", "curved_wasserstein": "curved weights, "}[key.split("/")[1]]
         for every, row in cell["rows"].items():
+            name = rule + (f"every {every} rounds" if every != "1" else "every round")
             for measure, value in row.items():
-                rows.setdefault(f"every {every} rounds" if every != "1" else "every round", {}).setdefault(measure, []).append(value)
+                rows.setdefault(name, {}).setdefault(measure, []).append(value)
     columns = [
         report.Column("map_accuracy", title="MAP: accuracy", better="higher"),
         report.Column("map_nll", title="NLL (nats)", better="lower"),
         report.Column("per_class_accuracy", title="class by class: accuracy", better="higher"),
         report.Column("per_class_nll", title="NLL", better="lower"),
         report.Column("contrasts_nll", title="contrasts: NLL", better="lower"),
+        report.Column("global_nll", title="the server's prior: NLL", better="lower"),
     ]
     return "\n\n".join([report.table(rows, columns=columns, style="markdown"), versions(saved, place=0, drawn_anew=set())])
 
