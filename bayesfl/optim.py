@@ -191,6 +191,46 @@ class SGD:
         return tree_map(lambda w: rate / (1 - self.momentum), params)
 
 
+def rate_limit(curvature: float, precision: float, momentum: float, *, prox: bool = False) -> float:
+    """Return the learning rate from which on steps of `SGD` diverge on a quadratic under a tie; infinite if none does.
+
+    Source: Polyak, "Some methods of speeding up the convergence of iteration methods", 1964; docs/derivations/pfedvem.md.
+
+    Args:
+        curvature: The largest eigenvalue of the quadratic's Hessian.
+        precision: Precision of the tie to a centre.
+        momentum: Heavy-ball coefficient, in [0, 1).
+        prox: Whether the tie is solved after each step and not part of the gradient.
+    """
+    if not prox:
+        return 2 * (1 + momentum) / (curvature + precision)
+    left = curvature - (1 + momentum) / (1 - momentum) * precision
+    return 2 * (1 + momentum) / left if left > 0 else math.inf
+
+
+def refuse_divergence(optimiser: "SGD", precision: float, name: str, value: float, named: Callable[[float], float]) -> None:
+    """Raise ValueError if steps of `head_lr` towards the centre of a tie diverge, naming what fits with half of the limit left.
+
+    Of a schedule nothing is said: its rates are known in a run alone, where `simulate` looks at them.
+
+    Args:
+        optimiser: The steps.
+        precision: Precision of the tie.
+        name: The option that gives the tie its strength.
+        value: What the option is.
+        named: Function from a precision to the option's value.
+    """
+    rate, momentum = optimiser.rate, optimiser.momentum
+    if callable(rate) or rate < rate_limit(0.0, precision, momentum):
+        return
+    half = rate_limit(0.0, precision, momentum) / 2
+    raise ValueError(
+        f"head_lr={rate:g} and {name}={value:g} make steps towards the centre diverge: head_lr / rho^2 is {rate * precision:g}, and must "
+        f"be below 2 (1 + momentum) = {2 * (1 + momentum):g}; take head_lr={half:.2g} or {name}={named(precision * half / rate):.2g}, "
+        "which are at half of that"
+    )
+
+
 @dataclass(frozen=True)
 class Adam:
     """Adam with L2 weight decay in the gradient (Kingma and Ba, "Adam: a method for stochastic optimization", ICLR 2015).

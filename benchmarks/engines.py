@@ -220,7 +220,7 @@ class Watched(Ours):
 
     def __call__(self) -> float:
         """One more round."""
-        with mock.patch.object(stability, "looked_at", return_value=self._always):
+        with mock.patch.object(stability, "is_due", return_value=self._always):
             return super().__call__()
 
 

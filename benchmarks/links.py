@@ -53,7 +53,7 @@ def measured(result: Any, outside: dict[str, Any], draws: int | None) -> dict[st
     return found
 
 
-def looked_at(result: Any, split: Any, draws: int | None) -> dict[str, float]:
+def accuracy_and_nll(result: Any, split: Any, draws: int | None) -> dict[str, float]:
     """Return accuracy and NLL on a part of the test images."""
     found = result.predict(split, draws=draws).summary(split)
     return {name: found[name] for name in ("accuracy", "nll")}
@@ -64,7 +64,7 @@ def under_precision(model: torch.nn.Module, result: Any, link: str, precision: f
     algorithm = bf.algorithms.fedsi_full(model, link=link, predictive_precision=precision, **body)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*leaves the predictions to the prior.*")  # which the figure is to show
-        return looked_at(replace(result, algorithm=algorithm), split, None)
+        return accuracy_and_nll(replace(result, algorithm=algorithm), split, None)
 
 
 def run(dataset: str, seed: int, root: Path | None, *, quick: bool) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def run(dataset: str, seed: int, root: Path | None, *, quick: bool) -> dict[str,
             tuned.get(name),
             flush=True,
         )
-    fixed["MAP"] = dict.fromkeys(next(iter(fixed.values())), looked_at(result, outside["own"][0], 0))
+    fixed["MAP"] = dict.fromkeys(next(iter(fixed.values())), accuracy_and_nll(result, outside["own"][0], 0))
     return {"rows": rows, "precision": tuned, "fixed": fixed, "environment": report.environment()}
 
 

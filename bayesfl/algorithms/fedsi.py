@@ -118,7 +118,7 @@ def fedsi(
             prior is then counted once for each of these clients).
         variance_floor: Smallest g; the largest is alpha.
         curvature_every: Number of rounds from one Laplace approximation to the next; between them g stays. The paper's 1 takes most of the
-            time where subnetworks have curvature; 20 cost nothing where it was tried (docs/speed.md).
+            time where subnetworks have curvature; what 20 cost in NLL is in docs/speed.md.
         train_head: Whether every client trains its own head together with the body, as in the authors' code, instead of the frozen common
             head.
         prior: Prior of the weights in predictions: `isotropic`, one precision for all, or `global`, the server's 1 / g (step 4 of the
@@ -134,8 +134,9 @@ def fedsi(
         likelihood: Distribution of y given the model's outputs.
 
     Raises:
-        ValueError: A number lies outside its range, `structure` or `aggregation` is unknown, or an option is given that `structure` or
-            `likelihood` does not use.
+        ValueError: A number lies outside its range, `structure`, `aggregation`, `prior` or `link` is unknown, or an option is given that
+            `structure`, `prior`, `link` or `likelihood` does not use.
+        TypeError: `train_head` or `centre` is no bool, or the likelihood's curvature is not known.
     """
     if structure not in STRUCTURES:
         raise ValueError(f"structure must be one of {STRUCTURES}, got {structure!r}")

@@ -26,7 +26,7 @@ from bayesfl.base.protocols import Likelihood
 from bayesfl.composition import Algorithm, Block, Descend, Energy, Mean, Normal, equal, server_mean, tempering
 from bayesfl.likelihoods import Categorical
 from bayesfl.models.cutting import has_body
-from bayesfl.optim import SGD, Rate
+from bayesfl.optim import SGD, Rate, refuse_divergence
 
 
 def pfedmap(
@@ -68,7 +68,7 @@ def pfedmap(
     if not 0 < number("precision", precision) < math.inf:
         raise ValueError(f"precision is 1 / rho^2 and must be > 0 and finite, got {precision}; fedrep(...) has heads without a tie")
     head_optimiser, body_optimiser = SGD(head_lr, momentum), SGD(body_lr, momentum)
-    refuse_divergence(head_lr, momentum, "precision", precision, power=1)
+    refuse_divergence(head_optimiser, precision, "precision", precision, lambda tie: tie)
     both = ("body", "head") if has_body(model) else ("head",)
     prior = Normal(centre=server_mean("head"), variance=lambda given, view: torch.full_like(view["n"], 1 / precision)[..., None])
     energy = Energy("head", both, likelihood="sum", weight=tempering(likelihood_scale))
@@ -84,19 +84,4 @@ def pfedmap(
         adapt=(fit_head,),
         train="all",
         sampling="bernoulli",
-    )
-
-
-def refuse_divergence(head_lr: Rate, momentum: float, name: str, value: float, *, power: int) -> None:
-    """Raise ValueError if steps towards the centre diverge under a tie of precision value^power, naming what fits with half the limit left.
-
-    Of a schedule nothing is said: its rates are known in a run alone, where `simulate` looks at them.
-    """
-    limit = 2 * (1 + momentum)
-    if callable(head_lr) or (pull := head_lr * value**power) < limit:
-        return
-    fits = (limit / 2 / head_lr) ** (1 / power)
-    raise ValueError(
-        f"head_lr={head_lr:g} and {name}={value:g} make steps towards the centre diverge: head_lr / rho^2 is {pull:g}, and must be below "
-        f"2 (1 + momentum) = {limit:g}; take head_lr={limit / 2 / value**power:.2g} or {name}={fits:.2g}, which are at half of that"
     )

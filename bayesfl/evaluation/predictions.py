@@ -20,8 +20,9 @@ class Predictions:
 
     Args:
         mask: Which rows are examples, [J, N] bool.
-        epistemic: The part of the uncertainty that more data would remove, [J, N]: mutual information in nats for classes, the
-            variance of the means for regression; NaN for predictions at the mean, which have no such part.
+        epistemic: The part of the uncertainty that more data would remove, [J, N]. For classes, in nats: by draws the mutual information of
+            label and weights; under the link by contrasts the entropy that uncertainty adds; NaN at the mean, and class-wise
+            (link="per_class"). For regression the variance of the means.
         probs: Class probabilities [J, N, O]; None for regression.
         mean: Predictive means [J, N, O]; None for classes.
         variance: Predictive variances [J, N, O], noise included; None for classes.

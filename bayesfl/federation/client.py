@@ -132,7 +132,7 @@ class Local:
             plan = PhasePlan(phase, self.train, ids, seed=self.seed, round=round, stage=stage, position=place, dtype=dtype)
             place += by_chance(phase, algorithm) or self.train.augment is not None or draws(algorithm.model)
             before = views
-            if stage is Stage.TRAIN and stability.looked_at(round) and stability.watched(algorithm, phase):
+            if stage is Stage.TRAIN and stability.is_due(round) and stability.watched(algorithm, phase):
                 self._look(phase, given, views, plan)
             views, new = self.engine.run(algorithm, phase, given, views, plan)
             info |= new

@@ -27,13 +27,16 @@ from bayesfl.composition.priors import is_normal
 from bayesfl.curvature.roots import root
 from bayesfl.likelihoods import Categorical
 from bayesfl.models.altered import altered, cut
-from bayesfl.optim import SGD, rate_at
+from bayesfl.optim import SGD, rate_at, rate_limit
 
 ITERATIONS = 20
 """Steps of the power iteration, each about as dear as one client's step on the head."""
 
 
-def looked_at(round: int) -> bool:
+_TIES = " (precision in pfedmap, scale_floor or prior_scale in pfedvem)"
+
+
+def is_due(round: int) -> bool:
     """Say whether a round is looked at: the 1st, 2nd, 4th, 8th and so on; `round` is the number of rounds done before."""
     return round & (round + 1) == 0
 
@@ -65,14 +68,15 @@ def warn_if_unstable(algorithm: Algorithm, phase: Any, given: Server, view: View
         return
     assert isinstance(phase.optimiser, SGD)
     rate, momentum = rate_at(phase.optimiser.rate, given["round"], given["rounds"]), phase.optimiser.momentum
-    most = limit(curvature, precision, momentum, prox=phase.prox)
+    most = rate_limit(curvature, precision, momentum, prox=phase.prox)
     if not rate >= most:
         return
     room = 2 * (1 + momentum) / rate - curvature  # with `prox` there is none left here: the tie helps
-    tie = f", or a tie below {room:.3g}, a prior scale above {(float(weight) / room) ** 0.5:.3g}" if room > 0 else ""
+    tie = f", or a tie below {room:.3g}, a prior scale above {(float(weight) / room) ** 0.5:.3g}{_TIES}" if room > 0 else ""
     warnings.warn(
         f"round {given['round'] + 1}: steps on {name!r} of {who} are unstable: at learning rate {rate:g} and these weights the loss has "
-        f"curvature {curvature:.3g} beside the tie's {precision:.3g}; take a rate below {most:.3g}{tie}",
+        f"curvature {curvature:.3g} beside the tie's {precision:.3g}; take a rate below {most:.3g}, which is head_lr in pfedmap and "
+        f"pfedvem{tie}",
         stacklevel=2,
     )
 
@@ -93,14 +97,6 @@ def _linear(head: nn.Module) -> bool:
         return False
     *before, last = head if type(head) is nn.Sequential and len(head) else (head,)
     return type(last) is nn.Linear and not any(True for step in before for _ in step.parameters())
-
-
-def limit(curvature: float, precision: float, momentum: float, *, prox: bool) -> float:
-    """Return the learning rate from which on steps diverge; infinite if none does."""
-    if not prox:
-        return 2 * (1 + momentum) / (curvature + precision)
-    left = curvature - (1 + momentum) / (1 - momentum) * precision
-    return 2 * (1 + momentum) / left if left > 0 else torch.inf
 
 
 def largest(algorithm: Algorithm, phase: Descend, given: Server, view: View, batch: Batch) -> Tensor:

@@ -18,7 +18,7 @@ from bayesfl.composition.phases import Once
 from bayesfl.composition.pools import Mean
 from bayesfl.composition.priors import Normal, closest_variance
 from bayesfl.data import FederatedData
-from bayesfl.likelihoods import Gaussian
+from bayesfl.likelihoods import Bernoulli, Gaussian
 from bayesfl.models import SplitModel
 from bayesfl.posteriors import MeanField
 from tests.cases import federation, run
@@ -363,8 +363,24 @@ def test_the_preset_learns_no_scale():
     bf.algorithms.pfedvem_held(model, scale_update="never", prior_scale=0.5)
 
 
-def test_a_hierarchical_logistic_regression(clients: FederatedData):
-    """A model that is all head: with exact E steps the same bound is climbed as with a body that is held; no body is sent."""
+def test_a_hierarchical_logistic_regression():
+    """One line: the beliefs move as those of a model whose body is the identity, held still; nothing of a body is sent."""
+    data = federation()
+    data = replace(data, splits={name: replace(split, y=(split.y > 0).long()) for name, split in data.splits.items()}, outputs=2)
+    flat = bf.models.mlp(8, hidden=(), outputs=1, seed=1)
+    still = SplitModel(nn.Linear(8, 8, bias=False), flat.head)
+    with torch.no_grad():
+        still.get_parameter("body.weight").copy_(torch.eye(8))
+    alone = run(bf.algorithms.pfedvem(flat, likelihood=Bernoulli(), head_epochs=4, head_start="module"), data, rounds=3)
+    held = run(bf.algorithms.pfedvem(still, likelihood=Bernoulli(), head_epochs=4, head_start="module", body_lr=0.0), data, rounds=3)
+    assert list(alone.algorithm.blocks) == ["head"]
+    for name in ("loc", "rho"):
+        assert_close(alone.private["head"][name], held.private["head"][name], atol=1e-12, rtol=0)
+    assert_close(alone.private["rho2"], held.private["rho2"], atol=1e-12, rtol=0)
+
+
+def test_options_of_a_body_need_one(clients: FederatedData):
+    """They are refused for a model that is all head, which predicts as its client model does."""
     flat = bf.models.mlp(DIM, hidden=(), outputs=1)
     for option in ({"body_epochs": 7}, {"body_lr": 3.0}, {"batch_size": 3}):
         with pytest.raises(ValueError, match=rf"{next(iter(option))} says nothing for a model that is all head"):
