@@ -12,7 +12,7 @@ from bayesfl.base.inputs import Inputs
 from bayesfl.base.protocols import Tensors, View
 from bayesfl.curvature.roots import check_known
 from bayesfl.likelihoods import Categorical, Gaussian
-from bayesfl.posteriors.linearised import LINKS, Link, kappa, predictive
+from bayesfl.posteriors.linearised import LINKS, Link, kappa, predictive, refuse_idle_centre
 
 SHRUNK = 0.3  # below this median kappa (factor by which logits shrink) the prior, not the data, determines the predictions
 
@@ -22,8 +22,7 @@ def check_link(link: str, *, centre: bool) -> None:
     instance("centre", centre, bool, "pass True or False")
     if link not in (*LINKS, "draws"):
         raise ValueError(f"link must be one of {(*LINKS, 'draws')}, got {link!r}")
-    if not centre and link != "per_class":
-        raise ValueError(f"centre=False changes nothing under link={link!r}; leave it out, or take link='per_class'")
+    refuse_idle_centre(link, centre=centre)
 
 
 def check_linearised(rule: Any, algorithm: Any) -> None:

@@ -34,7 +34,7 @@ from bayesfl.curvature.batches import Data, alone, batches, of_batch
 from bayesfl.curvature.dual import independent, restore
 from bayesfl.curvature.kronecker import Kronecker
 from bayesfl.likelihoods import Bernoulli, Categorical, Gaussian
-from bayesfl.posteriors.linearised import Link, as_labels, as_targets, predictive
+from bayesfl.posteriors.linearised import Link, as_labels, as_targets, predictive, refuse_idle_centre
 
 Structure = Literal["full", "subnetwork", "diagonal", "kfac"]
 
@@ -272,8 +272,7 @@ class Laplace:
         Raises:
             ValueError: `noise` has another shape, or S is 0; or `link` is unknown, or not `per_class` while `centre` is False.
         """
-        if not centre and link != "per_class":
-            raise ValueError(f"centre=False changes nothing under link={link!r}; leave it out, or take link='per_class'")
+        refuse_idle_centre(link, centre=centre)
         return predictive(self.curvature.likelihood, *self.linearised(x, centre=centre), noise, link=link)
 
     def with_precision(self, x: Data, precision: float | Tensor) -> "Laplace":
