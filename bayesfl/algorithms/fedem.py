@@ -77,7 +77,7 @@ def fedem(
     component that falls below a thousandth, or rises above it again, is named in the log. The server therefore learns every client's pi,
     which the paper does not need.
 
-    `dataclasses.replace(method, predictor=...)` with `bayesfl.predictors.Mixture("components", "pi", each=LinearisedLaplace())` predicts by
+    `dataclasses.replace(method, predictor=...)` with `bf.predictors.Mixture("components", "pi", each=LinearisedLaplace())` predicts by
     a Laplace approximation of each component.
 
     Args:

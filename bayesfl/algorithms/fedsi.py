@@ -117,8 +117,9 @@ def fedsi(
             the means), `product` (the sum of the precisions of clients that selected the weight, by which the means are weighted too; the
             prior is then counted once for each of these clients).
         variance_floor: Smallest g; the largest is alpha.
-        curvature_every: Number of rounds from one Laplace approximation to the next; between them g stays. The paper's 1 takes most of the
-            time where subnetworks have curvature; what 20 cost in NLL is in docs/speed.md.
+        curvature_every: Number of rounds from one Laplace approximation to the next; between them g stays, and aggregation="product"
+            gathers the body by a plain mean. The paper's 1 takes most of the time where subnetworks have curvature; what 20 cost in NLL is
+            in docs/speed.md.
         train_head: Whether every client trains its own head together with the body, as in the authors' code, instead of the frozen common
             head.
         prior: Prior of the weights in predictions: `isotropic`, one precision for all, or `global`, the server's 1 / g (step 4 of the
@@ -126,7 +127,7 @@ def fedsi(
         predictive_precision: Prior precision for predictions under an isotropic prior; None chooses one for all clients on their validation
             data.
         link: How predictions make probabilities of the Gaussian over the logits: `per_class`, the paper's; `contrasts`, which keeps the
-            most probable class; or `draws`, 100 of them. See `bayesfl.predictors.LinearisedLaplace`.
+            most probable class; or `draws`, 100 of them. See `bf.predictors.LinearisedLaplace`.
         centre: Whether predictions remove the part of the logits that is the same for all classes, see
             `bayesfl.posteriors.Laplace.linearised`; link="per_class" alone depends on it.
         finetune_steps: Number of mini-batches on which the head is fine-tuned before a client predicts.

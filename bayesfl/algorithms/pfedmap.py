@@ -15,7 +15,6 @@ FL-NeurIPS 2022. The paper does not state its rho; tune it and report it.
 >>> result = bf.simulate(bf.algorithms.pfedmap(model, precision=0.1), clients, rounds=1)
 """
 
-import math
 from typing import Literal
 
 import torch
@@ -60,13 +59,16 @@ def pfedmap(
         likelihood: Distribution of y given the model's outputs.
 
     Raises:
-        ValueError: `precision` is not positive and finite, or steps of rate `head_lr` towards the centre diverge under it; or
+        ValueError: `precision` lies outside (1e-30, 1e30), or steps of rate `head_lr` towards the centre diverge under it; or
             `likelihood_scale` is neither `sum` nor `mean`; or an option of the body is given for a model that has none.
     """
     if not has_body(model):
-        refuse_idle(pfedmap, locals(), ("body_epochs", "body_lr", "batch_size"), "for a model that is all head")
-    if not 0 < number("precision", precision) < math.inf:
-        raise ValueError(f"precision is 1 / rho^2 and must be > 0 and finite, got {precision}; fedrep(...) has heads without a tie")
+        refuse_idle(pfedmap, locals(), ("body_epochs", "body_lr", "batch_size"), "for a model that trains no parameter named body.*")
+    if not 1e-30 < number("precision", precision) < 1e30:
+        raise ValueError(
+            f"precision is 1 / rho^2 and must lie within (1e-30, 1e30), so that its inverse is a number in float32, got {precision}; "
+            "fedrep(...) has heads without a tie"
+        )
     head_optimiser, body_optimiser = SGD(head_lr, momentum), SGD(body_lr, momentum)
     refuse_divergence(head_optimiser, precision, "precision", precision, lambda tie: tie)
     both = ("body", "head") if has_body(model) else ("head",)

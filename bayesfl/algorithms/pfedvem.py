@@ -108,14 +108,16 @@ def pfedvem(
     never = scale_update == "never"
     refuse_idle(pfedvem, locals(), ("scale_floor", "scale_prior") if never else ("prior_scale",), f"under scale_update={scale_update!r}")
     if not has_body(model):
-        refuse_idle(pfedvem, locals(), ("body_epochs", "body_lr", "batch_size"), "for a model that is all head")
+        refuse_idle(pfedvem, locals(), ("body_epochs", "body_lr", "batch_size"), "for a model that trains no parameter named body.*")
     for name, value in {"init_scale": init_scale, "scale_floor": scale_floor, "beta": beta}.items():
         number(name, value)
     if scale_prior is not None and not (isinstance(scale_prior, tuple | list) and len(scale_prior) == 2):
         raise ValueError(f"scale_prior must be two numbers, shape and scale, or None, got {scale_prior!r}")
     shape, scale = (number("each of scale_prior", value) for value in scale_prior or (0.0, 0.0))
-    if not (scale_floor > 0 and shape >= 0 and scale >= 0):
-        raise ValueError(f"scale_floor must be > 0 and scale_prior's shape and scale >= 0, got {scale_floor} and {scale_prior}")
+    if not (0 < scale_floor < 1e15 and shape >= 0 and scale >= 0):
+        raise ValueError(
+            f"scale_floor must lie within (0, 1e15) and scale_prior's shape and scale be >= 0, got {scale_floor} and {scale_prior}"
+        )
     if not 0 <= beta < 1:
         raise ValueError(f"beta is the share of the old state that is kept and must lie in [0, 1), got {beta}")
     head_optimiser, body_optimiser = SGD(head_lr, momentum), SGD(body_lr, momentum)

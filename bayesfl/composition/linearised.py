@@ -17,6 +17,12 @@ from bayesfl.posteriors.linearised import LINKS, Link, kappa, predictive, refuse
 SHRUNK = 0.3  # below this median kappa (factor by which logits shrink) the prior, not the data, determines the predictions
 
 
+def check_block(block: Any) -> None:
+    """Raise TypeError if `block` is neither None nor text."""
+    if block is not None:
+        instance("block", block, str, "pass the name of one block, or None")
+
+
 def check_link(link: str, *, centre: bool) -> None:
     """Raise TypeError or ValueError if `link` is unknown, or `centre` is no bool or without effect."""
     instance("centre", centre, bool, "pass True or False")

@@ -12,7 +12,7 @@ from bayesfl.base.checks import number, refuse_idle, whole
 from bayesfl.base.inputs import Inputs, pieces
 from bayesfl.base.layout import Layout
 from bayesfl.base.protocols import Batch, Fitted, Server, Tensors, View
-from bayesfl.composition.linearised import Linearised, at_mean, check_linearised, check_link, refuse_copies
+from bayesfl.composition.linearised import Linearised, at_mean, check_block, check_linearised, check_link, refuse_copies
 from bayesfl.composition.priors import Parameter
 from bayesfl.curvature import Curvature, Inverse
 from bayesfl.curvature.covariance import Covariance
@@ -50,7 +50,7 @@ class LinearisedLaplace:
         centre: Whether logits are centred over classes, see `Laplace.linearised`; `per_class` alone depends on it.
 
     Raises:
-        TypeError: `centre` is not a bool.
+        TypeError: `centre` is not a bool, or `block` no text.
         ValueError: `link` is unknown, or is not `per_class` and `centre` is False; `precision` is not > 0 and finite, `share` lies outside
             (0, 1], `structure` or `selection` is unknown, or `seed` is no whole number >= 0.
     """
@@ -80,6 +80,7 @@ class LinearisedLaplace:
             raise ValueError(f"structure must be 'full', 'subnetwork' or 'diagonal', got {self.structure!r}")
         check_rule(self.selection)
         whole("seed", self.seed, least=0)
+        check_block(self.block)
         check_link(self.link, centre=self.centre)
         if self.structure != "subnetwork":
             refuse_idle(LinearisedLaplace, vars(self), ("share", "selection", "seed"), f"under structure={self.structure!r}")
@@ -167,7 +168,7 @@ class LinearisedBelief:
         centre: As of `LinearisedLaplace`.
 
     Raises:
-        TypeError: `centre` is not a bool.
+        TypeError: `centre` is not a bool, or `block` no text.
         ValueError: `link` is unknown, or is not `per_class` and `centre` is False.
 
     References:
@@ -184,6 +185,7 @@ class LinearisedBelief:
     needs_data = False
 
     def __post_init__(self) -> None:
+        check_block(self.block)
         check_link(self.link, centre=self.centre)
 
     def check(self, algorithm: Any) -> None:

@@ -289,7 +289,7 @@ class Outer(Factor):
         assert isinstance(other, Outer)
         grid = self._grid(weight)
         if (grid == grid[0, 0]).all():
-            out = (self._g.flatten(0, 1) @ other._g.flatten(0, 1).T).view(self.examples, self.cotangents, other.examples, -1)
+            out = (self._g.flatten(0, 1) @ other._g.flatten(0, 1).T).view(self.examples, self.cotangents, other.examples, other.cotangents)
             out *= (self._x @ other._x.T * grid[0, 0])[:, None, :, None]
             return out.view(self.rows, other.rows)
         out = weight.new_zeros(self.examples, self.cotangents, other.rows)

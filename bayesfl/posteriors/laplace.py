@@ -24,6 +24,7 @@ from typing import Literal, cast
 import torch
 from torch import Tensor, nn
 
+from bayesfl.base.checks import instance
 from bayesfl.base.files import atomic_path
 from bayesfl.base.inputs import count
 from bayesfl.base.layout import Layout, Pattern
@@ -99,7 +100,8 @@ class Laplace:
             memory: Bytes that one matrix may take; by default all free memory.
 
         Raises:
-            TypeError: `model` is not an `nn.Module`, `x` is neither inputs nor batches, or the likelihood's curvature is not known.
+            TypeError: `model` is not an `nn.Module`, `x` is neither inputs nor batches, `weight` is no tensor, or the likelihood's
+                curvature is not known.
             ValueError: `precision` lies outside 1e-30 to 1e30, `indices` or `weight` do not fit the structure or the data, the curvature
                 is not finite, the likelihood needs another number of outputs, or `memory` is no number of bytes; for `kfac`, `pattern`
                 covers other layers, or a layer in part.
@@ -366,6 +368,8 @@ def _check_structure(structure: Structure, indices: Tensor | None, weight: Tenso
     if (indices is None) == (structure == "subnetwork"):
         needs = "needs" if indices is None else "has no"
         raise ValueError(f"indices say which weights a subnetwork has: structure {structure!r} {needs} indices")
+    if weight is not None:
+        instance("weight", weight, Tensor, "pass how often each example counts, [N]")
     if structure == "kfac" and weight is not None:
         raise ValueError("structure 'kfac' counts each example once, but weight is given; take another structure, or leave weight out")
 

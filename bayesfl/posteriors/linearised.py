@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bayesfl.base.checks import instance
 from bayesfl.base.protocols import Likelihood, Tensors
 from bayesfl.likelihoods import Bernoulli, Gaussian
 
@@ -77,9 +78,12 @@ def predictive(
 
     Raises:
         ValueError: `noise` has another shape, or S is 0; or `link` is unknown.
+        TypeError: `noise` is no tensor.
     """
     if link not in LINKS:
         raise ValueError(f"link must be one of {LINKS}, got {link!r}")
+    if noise is not None:
+        instance("noise", noise, Tensor, "pass standard normals [S, N, O], as torch.randn makes them")
     if noise is not None and (noise.dim() != 3 or not len(noise) or noise.shape[1:] != mean.shape):
         wanted = ", ".join(map(str, mean.shape))
         raise ValueError(f"noise must be [S, {wanted}], standard normals for one draw or more of the outputs, got {list(noise.shape)}")

@@ -34,7 +34,7 @@ def test_curvature_that_is_none_in_each_example_and_just_not_in_sum(form, some):
     weight = torch.full((40,), 1.5e-12 * 0.7 / float(diagonal.max()), dtype=torch.float64)
     found = invert(curvature, x, 0.7, indices=torch.arange(8) if some else None, form=form, weight=weight)
     assert_close(found.marginals(), torch.full((8,), 1 / 0.7, dtype=torch.float64))
-    alone = invert(curvature, x, 0.7, weight=torch.zeros(40, dtype=torch.float64))
+    alone = invert(curvature, x, 0.7, form=form, weight=torch.zeros(40, dtype=torch.float64))
     for one in (found, restore(curvature, found.tensors())):
         assert_close(one.predict(x)[1], alone.predict(x)[1], rtol=0, atol=1e-11)
 
