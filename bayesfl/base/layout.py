@@ -52,7 +52,7 @@ class Layout:
             raise ValueError(
                 f"pattern {pattern!r} matches no parameter; the model has {[name for name, _ in model.named_parameters()]}. Patterns are "
                 "matched against named_parameters(); bf.models.split(module, head=...) gives any module a body and a head, and "
-                "bf.models.SplitModel(nn.Identity(), layer) a single layer that is all head."
+                "bf.models.SplitModel(nn.Identity(), layer) a single layer that is all head, for methods that need no body."
             )
         self._check_patterns(model, pattern)
         self._hold({name: p for name, p in covered.items() if p.requires_grad})

@@ -42,7 +42,10 @@ def check_linearised(rule: Any, algorithm: Any) -> None:
             f"centre=False says nothing under likelihood {type(likelihood).__name__}, as only classes are centred; leave it out"
         )
     if rule.link == "draws" and not algorithm.draws:
-        raise ValueError("link='draws' needs a number of draws; give the method one, as draws=100, or take link='contrasts'")
+        raise ValueError(
+            "link='draws' needs the number of a prediction's draws: dataclasses.replace(method, draws=100, predictor=...), which is not "
+            "the number that a function such as pfedvem takes for its steps; or take link='contrasts'"
+        )
 
 
 def refuse_copies(rule: Any, algorithm: Any) -> None:

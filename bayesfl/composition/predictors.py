@@ -71,9 +71,11 @@ class LinearisedLaplace:
         if (
             self.precision is not None
             and not callable(self.precision)
-            and not 0 < number("predictive_precision", self.precision) < torch.inf
+            and not 0 < number("precision (in fedsi predictive_precision)", self.precision) < torch.inf
         ):
-            raise ValueError(f"predictive_precision must be > 0 and finite, or None to choose it, got {self.precision}")
+            raise ValueError(
+                f"precision (in fedsi predictive_precision) must be > 0 and finite, or None to choose it, got {self.precision}"
+            )
         if not 0 < number("share", self.share) <= 1:
             raise ValueError(f"share is the part of the weights that stays uncertain and must lie in (0, 1], got {self.share}")
         if self.structure not in ("full", "subnetwork", "diagonal"):

@@ -126,12 +126,12 @@ def from_arrays(
                 "counted): say which they are by task='classification' or task='regression'"
             )
         values = torch.cat([yj.flatten() for yj in every]).unique()
-        values = values[~values.isnan()]
+        some, values = " or NaN" if values.isnan().any() else "", values[~values.isnan()]
         if floats[0] and 0 < len(values) <= FEW_VALUES and bool((values == values.round()).all()):
             shown = ", ".join(f"{value:g}" for value in values.tolist())
             raise ValueError(
-                f"y holds floats, all of them whole numbers ({shown}), which may be classes or targets: pass task='classification' or "
-                "task='regression'"
+                f"y holds floats, all of them whole numbers ({shown}){some}, which may be classes or targets: pass "
+                "task='classification' or task='regression'"
             )
         task = "regression" if floats[0] else "classification"
     if task == "classification":

@@ -310,6 +310,6 @@ def check_tunable(algorithm: Algorithm, data: FederatedData) -> None:
     predictor = algorithm.predictor
     if predictor is not None and len(predictor.grid) > 1 and not ("validation" in data.splits and data.validation.counts.any()):
         raise ValueError(
-            f"{predictor.tunes} is chosen on validation data, and the data have none: make them with validation=0.1, or give the method a "
-            f"number, as {predictor.tunes}=1.0"
+            f"{predictor.tunes} is chosen on validation data, and the data have none: make them with validation=0.1, or give a number "
+            f"instead, as {predictor.tunes}=100.0 to fedsi or precision=100.0 to LinearisedLaplace"
         )

@@ -4,7 +4,7 @@ import os
 import warnings
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map
 
 from bayesfl.base.checks import instance, whole
 from bayesfl.base.copies import refuse_changed
+from bayesfl.base.described import described
 from bayesfl.base.files import folder
 from bayesfl.base.protocols import Server, View
 from bayesfl.base.random import Purpose, generator
@@ -34,6 +35,18 @@ from bayesfl.federation.settings import FEDERATION, Settings, name_of, same_prob
 from bayesfl.optim import rate_at
 
 
+class Chosen(NamedTuple):
+    """A value of `Result.tuned`, and what it was chosen for.
+
+    Args:
+        value: The number.
+        predictor: The method's predictor, as `described` describes it; under another one the number says nothing.
+    """
+
+    value: float
+    predictor: Any
+
+
 @dataclass(frozen=True)
 class Result:
     """The state of a federation after some rounds, with all that its predictions need.
@@ -51,7 +64,8 @@ class Result:
         dtype: The precision of the state.
         novel: Whether the clients joined after training, by `adapt`; then the result predicts, but training cannot continue from it.
         chosen: The value of `tuned` where it is known already, because new clients joined a federation that has one, or because it was
-            saved; None where it is not.
+            saved, with the predictor that it was chosen for; None where it is not. With another predictor, as `replace(result,
+            algorithm=...)` gives, it is chosen anew.
         tolerant: Whether a client whose fine-tuning is no longer finite predicts without it, as where bad clients are skipped; otherwise
             it raises `DivergenceError`.
         began: What the run began from, in words that differ for other states; None where an earlier version wrote it.
@@ -68,7 +82,7 @@ class Result:
     device: torch.device = torch.device("cpu")
     dtype: torch.dtype = torch.float32
     novel: bool = False
-    chosen: float | None = None
+    chosen: Chosen | None = None
     tolerant: bool = False
     began: str | None = None
 
@@ -101,21 +115,26 @@ class Result:
             ValueError: The data have no validation split, or no candidate gives finite predictions.
             DivergenceError: A client's fine-tuning is not finite, and `tolerant` is False.
         """
-        if self.chosen is not None:
-            return self.chosen
+        if (value := self._chosen) is not None:
+            return value
         data = self.data.to(self.device, self.dtype)
         with self.engine.crew(self.device) as crew:
             return predict.tune(self.local(data.train), self.state, data, crew)
 
-    def _known(self) -> float | None:
+    @property
+    def _chosen(self) -> float | None:
+        """Return the number of `chosen`, if it was chosen for the method's predictor."""
+        return self.chosen.value if self.chosen and self.chosen.predictor == described(self.algorithm.predictor) else None
+
+    def _known(self) -> Chosen | None:
         """Return `tuned` where there are data to tune on, otherwise `chosen`."""
-        if self.chosen is not None or isinstance(self.known, Outline):
+        if self._chosen is not None or isinstance(self.known, Outline):
             return self.chosen
         try:
             predict.check_tunable(self.algorithm, self.data)
         except ValueError:
             return None
-        return self.tuned
+        return None if self.tuned is None else Chosen(self.tuned, described(self.algorithm.predictor))
 
     @property
     def state(self) -> State:
@@ -227,7 +246,7 @@ class Result:
                 "them; bf.load(path, algorithm, clients) loads it with them, bf.load_client reads a client's own file"
             )
         if isinstance(self.known, Outline):
-            (given, views), train, value = self._views(j), None, self.chosen
+            (given, views), train, value = self._views(j), None, self._chosen
         else:
             local, ids = self.local(self.known.train.alone(j).to(self.device, self.dtype)), np.array([j])
             done = local.finetuned(ids, self.state.received(self.algorithm, ids), self.round)
@@ -341,7 +360,7 @@ class Result:
             "novel": self.novel,
             "tolerant": self.tolerant,
             "began": self.began,
-            "chosen": self.chosen if self.chosen is not None else self.__dict__.get("tuned"),
+            "chosen": self.__dict__.get("tuned", self._chosen),
             "history": self.history.rows,
             "algorithm": identity(self.algorithm),
             "data": self.known.hash,

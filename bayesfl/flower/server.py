@@ -218,8 +218,8 @@ class _Run:
         predictor = algorithm.predictor
         if predictor is not None and len(predictor.grid) > 1 and not sum(roster.validation.values()):
             raise ValueError(
-                f"{predictor.tunes} is chosen on validation data, and no client has any: give them some, or give the method a number, as "
-                f"{predictor.tunes}=1.0"
+                f"{predictor.tunes} is chosen on validation data, and no client has any: give them some, or give a number instead, as "
+                f"{predictor.tunes}=100.0 to fedsi or precision=100.0 to LinearisedLaplace"
             )
         self.save(state)  # experiment, session and keys are stored before anything depends on them
         if state.before is not None and not state.round and state.start and algorithm.adapt:

@@ -167,6 +167,21 @@ def test_new_clients_take_the_federations_number(held: FederatedData, model: nn.
     assert bf.load(tmp_path / "run", result.algorithm, clients).tuned == result.tuned
 
 
+def test_a_number_is_of_the_predictor_that_it_was_chosen_for(held: FederatedData, model: nn.Module, tmp_path: Any):
+    """A saved run, predicted in another way, takes the precision that is given, or chooses anew; so do clients that joined."""
+    result = trained(held, model, LinearisedLaplace())
+    assert result.tuned is not None
+    result.save(tmp_path / "run")
+    loaded = bf.load(tmp_path / "run", result.algorithm, held)
+    assert loaded.chosen is not None
+    given = replace(loaded.algorithm, predictor=LinearisedLaplace(precision=1e-3))
+    assert replace(loaded, algorithm=given).tuned == replace(result.adapt(held), algorithm=given).tuned == 1e-3
+    linked = replace(loaded.algorithm, predictor=LinearisedLaplace(link="per_class"))
+    assert replace(loaded, algorithm=linked).tuned == replace(result, algorithm=linked).tuned
+    replace(loaded, algorithm=given).save(tmp_path / "other")
+    assert bf.load(tmp_path / "other", given, held).tuned == 1e-3
+
+
 def test_draws(held: FederatedData, model: nn.Module):
     """Epistemic and aleatoric parts add up to the entropy; many draws come near the probit; none is the plug-in; equal for any chunk."""
     result = trained(held, model, LinearisedLaplace(precision=5.0))
