@@ -390,7 +390,8 @@ def pfedvem() -> str:
     """Return accuracy before and after pooling and NLL of pFedVEM and its kin at each milestone, means and standard errors over seeds."""
     saved = json.loads((RESULTS / "pfedvem.json").read_text())
     tables: dict[str, dict[str, dict[str, list[float]]]] = {}
-    for key, cell in saved["cells"].items():
+    methods = list(dict.fromkeys(key.split("/")[1] for key in saved["cells"]))
+    for key, cell in sorted(saved["cells"].items(), key=lambda one: methods.index(one[0].split("/")[1])):
         dataset, method, _ = key.split("/")
         for round, found in cell["milestones"].items():
             row = tables.setdefault(dataset, {}).setdefault(f"{method}, round {round}", {})

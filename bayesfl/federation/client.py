@@ -151,9 +151,10 @@ class Local:
         return Done(ids, given, views, info, seconds, self._bytes(given, received.addressed, len(ids)), diverged)
 
     def _look(self, phase: Any, given: Server, views: View, plan: PhasePlan) -> None:
-        """Look at the chunk's first client, who has most examples, and warn if its steps on a head are unstable."""
+        """Look at the chunk's first client, who has most examples, and warn if its body is dead or its steps on a head are unstable."""
         view, batch = (tree_map(lambda t: t[0], of) for of in (views, plan.batch(0, 1)))
-        stability.warn_if_unstable(self.algorithm, phase, given, view, batch, called(int(plan.ids[0]), self.names))
+        for warn in (stability.warn_if_dead, stability.warn_if_unstable):
+            warn(self.algorithm, phase, given, view, batch, called(int(plan.ids[0]), self.names))
 
     def _bytes(self, given: Server, addressed: View, clients: int) -> int:
         """Return how many bytes the clients receive in a round; frozen blocks do not count, since clients have them from the start."""

@@ -1,4 +1,4 @@
-"""A look at whether a client's full-batch steps on a linear head, tied to a centre, are stable.
+"""A look at whether a client's full-batch steps on a linear head, tied to a centre, are stable, and at what its body gives them.
 
 On a quadratic of curvature lambda, under a tie of precision k, a step of SGD with rate r and momentum m is a linear map, which contracts if
 and only if
@@ -32,6 +32,9 @@ from bayesfl.optim import SGD, rate_at, rate_limit
 ITERATIONS = 20
 """Steps of the power iteration, each about as dear as one client's step on the head."""
 
+
+CONSTANT = 0.9
+"""Share of features that are the same for all examples from which on a body is called dead."""
 
 _TIES = " (precision in pfedmap, scale_floor or prior_scale in pfedvem)"
 
@@ -79,6 +82,28 @@ def warn_if_unstable(algorithm: Algorithm, phase: Any, given: Server, view: View
         f"pfedvem{tie}",
         stacklevel=2,
     )
+
+
+def warn_if_dead(algorithm: Algorithm, phase: Any, given: Server, view: View, batch: Batch, who: str) -> None:
+    """Warn if most features are the same for all of a client's examples, as those of units that are never active.
+
+    Large first steps on a head of large weights or wide beliefs may kill a body's units, which no later step trains; see
+    `warn_if_unstable` for the arguments. Phases of another kind, and clients of fewer than two examples, are not looked at.
+    """
+    if not watched(algorithm, phase):
+        return
+    features, _ = algorithm.features(algorithm.leaves(phase.energy.parts, view), batch["x"])
+    assert features is not None
+    flat = features[batch["weight"] > 0].flatten(1)
+    if len(flat) < 2:
+        return
+    same = int((flat == flat[:1]).all(0).sum())
+    if same > CONSTANT * flat.shape[1]:
+        warnings.warn(
+            f"round {given['round'] + 1}: {same} of the {flat.shape[1]} features are the same for all examples of {who}, as of units that "
+            "are dead and train no more; begin with a smaller init_scale, where the method has one, or a lower body_lr",
+            stacklevel=2,
+        )
 
 
 def watched(algorithm: Algorithm, phase: Any) -> bool:

@@ -210,3 +210,31 @@ def test_heads_that_are_not_linear_in_their_weights(kind: str):
     """Their curvature is another one: they are not looked at."""
     made = bf.algorithms.pfedmap(bf.models.SplitModel(nn.Linear(8, 8), NONLINEAR[kind]()))
     assert not stability.watched(made, made.phases[0])
+
+
+def test_a_dead_body_is_named(clients: FederatedData):
+    """Features that are the same for all examples, if more than nine in ten are; a body that is alive is silent."""
+    model = bf.models.mlp(8, hidden=20, outputs=3, seed=3)
+    lone = dict(model.named_parameters())["body.0.bias"]
+    for alive, words in ((1, r"round 1: 19 of the 20 features .*of client 1, .*init_scale.*body_lr"), (2, None), (20, None)):
+        with torch.no_grad():
+            lone.copy_(torch.where(torch.arange(20) < alive, 10.0, -1e4))
+        algorithm = bf.algorithms.pfedmap(model)
+        arguments = algorithm, algorithm.phases[0], *started(algorithm, clients, 1), "client 1"
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            if words is None:
+                stability.warn_if_dead(*arguments)
+                continue
+        with pytest.warns(UserWarning, match=words):
+            stability.warn_if_dead(*arguments)
+
+
+def test_what_a_dead_body_is_not_looked_for_in(clients: FederatedData):
+    """A client of one example, whose features cannot differ."""
+    algorithm = bf.algorithms.pfedmap(bf.models.mlp(8, hidden=6, outputs=3))
+    given, view, batch = started(algorithm, clients, 1)
+    alone = {name: t[:1] for name, t in batch.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        stability.warn_if_dead(algorithm, algorithm.phases[0], given, view, alone, "client 1")
