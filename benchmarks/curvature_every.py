@@ -30,7 +30,7 @@ EVERY = {"wasserstein": (1, 2, 5, 10, 20, 50), "curved_wasserstein": (1, 20)}
 example = SimpleNamespace(**runpy.run_path(str(ROOT / "examples" / "fedsi.py")))
 
 
-def run(dataset: str, seed: int, root: Path | None, selection: str, *, quick: bool) -> dict[str, Any]:
+def run(dataset: str, seed: int, root: Path | None, selection: str, environment: dict[str, Any], *, quick: bool) -> dict[str, Any]:
     """One cell: measures for each number of rounds between fits."""
     preset, rounds = example.PRESETS[dataset], 2 if quick else 100
     clients = example.federation(dataset, preset, seed, root)
@@ -49,7 +49,7 @@ def run(dataset: str, seed: int, root: Path | None, selection: str, *, quick: bo
             row |= {f"{name}_{key}": found[key] for key in ("accuracy", "nll")}
         rows[str(every)] = row
         print(f"{dataset}/{selection}/{seed}: every {every}: " + ", ".join(f"{key} {value:.4f}" for key, value in row.items()), flush=True)
-    return {"rows": rows, "environment": report.environment()}
+    return {"rows": rows, "environment": environment}
 
 
 def main() -> None:
@@ -60,6 +60,7 @@ def main() -> None:
     parser.add_argument("--data-root", type=Path, default=None, help="folder of the data (default: BAYESFL_DATA, else the user's cache)")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    environment = report.environment()  # before anything is written, which would count as an uncommitted change
     warnings.filterwarnings("ignore", message="most of the selected weights")
     saved: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() and not arguments.quick else {"cells": {}}
     for selection in EVERY:
@@ -67,7 +68,7 @@ def main() -> None:
             dataset = "digits" if arguments.quick else "fashion-mnist"
             key = f"{dataset}/{selection}/{seed}"
             if key not in saved["cells"]:
-                saved["cells"][key] = run(dataset, seed, arguments.data_root, selection, quick=arguments.quick)
+                saved["cells"][key] = run(dataset, seed, arguments.data_root, selection, environment, quick=arguments.quick)
                 if not arguments.quick:
                     report.write_json(RESULTS, saved | {"command": "python benchmarks/curvature_every.py"})
 

@@ -117,6 +117,7 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=None, help="default: 0 1 2 for the table, 10 11 12 for the choice")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    environment = report.environment()  # before anything is written, which would count as an uncommitted change
     saved: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() and not arguments.quick else {"chosen": {}, "cells": {}}
     if arguments.figure:
         draw(saved)
@@ -136,7 +137,7 @@ def main() -> None:
                 found = milestones(algorithm, clients, "validation" if chosen else "test", rounds, seed)
                 last = found[str(rounds[-1])]
                 print(f"{key}: " + ", ".join(f"{measure} {value:.4f}" for measure, value in last.items()), flush=True)
-                saved[arguments.part][key] = {"milestones": found, "environment": report.environment()}
+                saved[arguments.part][key] = {"milestones": found, "environment": environment}
                 if not arguments.quick:
                     report.write_json(RESULTS, saved | {"command": "python benchmarks/pfedvem.py"})
 

@@ -80,8 +80,8 @@ def pfedvem(
         body_lr: Learning rate of the body, or a schedule.
         momentum: Momentum of SGD, in [0, 1); its velocity starts anew in each phase.
         draws: Number of posterior draws of the head per step.
-        init_scale: Standard deviation of q_j at the start, and of the server's first head. On images the default may kill the body's units in
-            the first round, of which `simulate` warns; 0.1 does not there (docs/long-training.md).
+        init_scale: Standard deviation of q_j at the start, and of the server's first head. On images the default may kill the body's
+            units in the first round, of which `simulate` warns; 0.1 does not there (docs/long-training.md).
         scale_floor: Smallest rho_j, in units of `init_scale`. It matters only above sqrt(head_lr / (1 + momentum)) at the round's rate, in
             the head's own units, below which rho_j never falls: at 1 / sqrt(2) of that, steps towards the centre diverge, and half of the
             limit is left to the curvature of the data (docs/derivations/pfedvem.md).
