@@ -421,10 +421,11 @@ def networks() -> str:
         for name, value in cell["row"].items():
             tables.setdefault(part, {}).setdefault(title, {}).setdefault(name, []).append(value)
     columns = [
+        report.Column("before_accuracy", title="before pooling", better="higher"),
         report.Column("accuracy", better="higher"),
         report.Column("nll", title="NLL (nats)", better="lower"),
         report.Column("pooled_ece", title="ECE, pooled", better="lower"),
-        report.Column("seconds", title="training (CPU s)", digits=0),
+        report.Column("seconds", title="CPU seconds", digits=0),
     ]
     parts = []
     for part, rows in tables.items():

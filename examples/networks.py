@@ -3,7 +3,7 @@
     python examples/networks.py --smoke                                          # seconds, no files needed
     python examples/networks.py --data-root DIR                                  # real data, minutes
 
-Each network is trained by FedAvg, by FedBN where it has norms of its own, and by pFedVEM, and some predict by a Laplace approximation, too:
+Each network is trained by FedAvg, by FedBN where it has norms of its own, and by pFedVEM with scales held, and some predict by a Laplace approximation, too:
 
 - `resnet`: ResNet-18 as torchvision builds it, batch norms in training mode, on images stored as bytes. A transform makes floats of them
   whenever they are read, an augmentation shifts them in training. Clients have different cameras, one a negative, another a dark image.
@@ -40,10 +40,11 @@ from bayesfl.optim import Adam
 
 EXPERIMENT = ("parts", "seeds", "smoke")
 COLUMNS = (
+    report.Column("before_accuracy", title="before pooling", better="higher"),
     report.Column("accuracy", better="higher"),
     report.Column("nll", title="NLL (nats)", better="lower"),
     report.Column("pooled_ece", title="ECE, pooled", better="lower"),
-    report.Column("seconds", title="training (CPU s)", digits=0),
+    report.Column("seconds", title="CPU seconds", digits=0),
 )
 CAMERAS: tuple[Callable[[Tensor], Tensor], ...] = (
     lambda x: x,
@@ -135,7 +136,9 @@ def resnet(size: Size, seed: int, root: Path | None) -> Part:
     methods = {
         "FedAvg": bf.algorithms.fedavg(model, momentum=0.9, **steps),
         "FedBN": bf.algorithms.fedbn(model, momentum=0.9, **steps),
-        "pFedVEM, group norms": bf.with_optimiser(bf.algorithms.pfedvem_held(converted, body_epochs=1, batch_size=40), Adam(1e-3)),
+        "pFedVEM, scales held, group norms": bf.with_optimiser(
+            bf.algorithms.pfedvem_held(converted, body_epochs=1, batch_size=40), Adam(1e-3)
+        ),
     }
     return Part(clients, methods, {"FedBN, Laplace over the norms": ("FedBN", LinearisedLaplace(block="norms", structure="diagonal"))})
 
@@ -172,7 +175,9 @@ def transformer(size: Size, seed: int, root: Path | None) -> Part:
     methods = {
         "FedAvg": bf.with_optimiser(bf.algorithms.fedavg(model, **steps), Adam(3e-3)),
         "FedBN": bf.with_optimiser(bf.algorithms.fedbn(model, **steps), Adam(3e-3)),
-        "pFedVEM": bf.with_optimiser(bf.algorithms.pfedvem_held(model, body_epochs=1, batch_size=50), Adam(3e-3), on=("body",)),
+        "pFedVEM, scales held": bf.with_optimiser(
+            bf.algorithms.pfedvem_held(model, body_epochs=1, batch_size=50), Adam(3e-3), on=("body",)
+        ),
     }
     return Part(clients, methods, {})
 
@@ -220,7 +225,7 @@ def adapters(size: Size, seed: int, root: Path | None) -> Part:
     methods = {
         "FedAvg": bf.with_optimiser(bf.algorithms.fedavg(model, **steps), Adam(3e-3)),
         "Own adapters, one head": bf.Algorithm(model, blocks, (own,), parts=both, adapt=(own,)),
-        "pFedVEM": bf.with_optimiser(bf.algorithms.pfedvem_held(model, batch_size=20), Adam(3e-3)),
+        "pFedVEM, scales held": bf.with_optimiser(bf.algorithms.pfedvem_held(model, batch_size=20), Adam(3e-3)),
     }
     laplace = {"FedAvg, Laplace": ("FedAvg", LinearisedLaplace()), "Own adapters, Laplace": ("Own adapters, one head", LinearisedLaplace())}
     return Part(clients, methods, laplace)
@@ -258,11 +263,12 @@ def two_inputs(size: Size, seed: int, root: Path | None) -> Part:
     methods = {
         "FedAvg": bf.algorithms.fedavg(model, **steps),
         "FedBN": bf.algorithms.fedbn(model, **steps),
-        "pFedVEM": bf.algorithms.pfedvem_held(model, body_epochs=2, batch_size=20, body_lr=0.05),
+        "pFedVEM, scales held": bf.algorithms.pfedvem_held(model, body_epochs=2, batch_size=20, body_lr=0.05),
     }
     return Part(clients, methods, {"FedBN, Laplace over the norms": ("FedBN", LinearisedLaplace(block="norms"))})
 
 
+BEFORE = "before_pool_accuracy"
 PARTS = {"resnet": resnet, "transformer": transformer, "adapters": adapters, "two_inputs": two_inputs}
 
 
@@ -272,10 +278,11 @@ def run(name: str, size: Size, seed: int, root: Path | None = None, workers: int
     found, results = {}, {}
     for title, algorithm in part.methods.items():
         start = time.process_time()
-        results[title] = bf.simulate(
-            algorithm, part.clients, rounds=size.rounds, seed=seed, evaluate_every=None, progress=False, engine=bf.Engine(workers=workers)
-        )
+        options = {"rounds": size.rounds, "evaluate_every": size.rounds, "seed": seed, "engine": bf.Engine(workers=workers)}
+        results[title] = bf.simulate(algorithm, part.clients, progress=False, **options)
         found[title] = measured(results[title], part.clients) | {"seconds": time.process_time() - start}
+        row = results[title].history.rows[-1]
+        found[title] |= {"before_accuracy": row[BEFORE]} if BEFORE in row else {}
     for title, (method, predictor) in part.laplace.items():
         reading = replace(results[method], algorithm=replace(part.methods[method], predictor=predictor))
         found[title] = measured(reading, part.clients) | {"log10_precision": torch.tensor(reading.tuned).log10().item()}

@@ -252,8 +252,8 @@ def test_networks_run(tmp_path, capsys):
     assert example.main(["--smoke", "--workers", "1", "--out", str(out)]) == 0
     tables = json.loads((out / "table.json").read_text())["tables"]
     assert list(tables) == list(example.PARTS)
-    assert {"FedAvg", "FedBN", "pFedVEM, group norms", "FedBN, Laplace over the norms"} == set(tables["resnet"])
-    assert {"FedAvg", "FedBN", "pFedVEM", "FedBN, Laplace over the norms"} == set(tables["two_inputs"])
+    assert {"FedAvg", "FedBN", "pFedVEM, scales held, group norms", "FedBN, Laplace over the norms"} == set(tables["resnet"])
+    assert {"FedAvg", "FedBN", "pFedVEM, scales held", "FedBN, Laplace over the norms"} == set(tables["two_inputs"])
     assert all(0 <= row["accuracy"][0] <= 1 and row["nll"][0] > 0 for rows in tables.values() for row in rows.values())
     capsys.readouterr()
     assert example.main(["--smoke", "--seeds", "1", "--out", str(out)]) == 2
