@@ -3,7 +3,8 @@
     python examples/networks.py --smoke                                          # seconds, no files needed
     python examples/networks.py --data-root DIR                                  # real data, minutes
 
-Each network is trained by FedAvg, by FedBN where it has norms of its own, and by pFedVEM with scales held, and some predict by a Laplace approximation, too:
+Each network is trained by FedAvg, by FedBN where it has norms of its own, and by pFedVEM with scales held, and some predict by a Laplace
+approximation, too:
 
 - `resnet`: ResNet-18 as torchvision builds it, batch norms in training mode, on images stored as bytes. A transform makes floats of them
   whenever they are read, an augmentation shifts them in training. Clients have different cameras, one a negative, another a dark image.
