@@ -197,14 +197,12 @@ def rate_limit(curvature: float, precision: float, momentum: float, *, prox: boo
     Source: Polyak, "Some methods of speeding up the convergence of iteration methods", 1964; docs/derivations/pfedvem.md.
 
     Args:
-        curvature: The largest eigenvalue of the quadratic's Hessian.
-        precision: Precision of the tie to a centre.
+        curvature: The largest eigenvalue of the quadratic's Hessian, >= 0.
+        precision: Precision of the tie to a centre, >= 0.
         momentum: Heavy-ball coefficient, in [0, 1).
         prox: Whether the tie is solved after each step and not part of the gradient.
     """
-    if not prox:
-        return 2 * (1 + momentum) / (curvature + precision)
-    left = curvature - (1 + momentum) / (1 - momentum) * precision
+    left = curvature - (1 + momentum) / (1 - momentum) * precision if prox else curvature + precision
     return 2 * (1 + momentum) / left if left > 0 else math.inf
 
 

@@ -115,9 +115,10 @@ def pfedvem(
     if scale_prior is not None and not (isinstance(scale_prior, tuple | list) and len(scale_prior) == 2):
         raise ValueError(f"scale_prior must be two numbers, shape and scale, or None, got {scale_prior!r}")
     shape, scale = (number("each of scale_prior", value) for value in scale_prior or (0.0, 0.0))
-    if not (0 < scale_floor < 1e15 and shape >= 0 and scale >= 0):
+    if not (0 < scale_floor * init_scale < 1e15 and shape >= 0 and scale >= 0):
         raise ValueError(
-            f"scale_floor must lie within (0, 1e15), and scale_prior's shape and scale >= 0, got {scale_floor} and {scale_prior}"
+            f"scale_floor, times init_scale, must lie within (0, 1e15), and scale_prior's shape and scale >= 0, got {scale_floor} and "
+            f"{scale_prior}"
         )
     if not 0 <= beta < 1:
         raise ValueError(f"beta is the share of the old state that is kept and must lie in [0, 1), got {beta}")

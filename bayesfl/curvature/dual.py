@@ -230,7 +230,7 @@ def invert(
     rows, data, order, inside = None, {}, weights, curved if indices is not None else torch.ones_like(curved)
     if form == "dual" or (form == "auto" and weights):
         rows, data, order = _stacked(curvature, x, weight, indices, variance, inside, weights if form == "auto" else None)
-    if weights and not order:  # every example's rows count as none, though their sum does not quite
+    if not order:  # no example has curvature, or every example's rows count as none, though their sum does not quite
         rows, data, weights, curved = None, {}, 0, torch.zeros_like(curved)
     if rows is None:
         chosen, reason = "primal", f"{weights} curved weights, and at least as many rows"

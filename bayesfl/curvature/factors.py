@@ -317,7 +317,7 @@ class Outer(Factor):
 
     def back_into(self, vectors: Tensor, out: Tensor) -> None:
         """Write the transposed rows times vectors, see `Factor`."""
-        pulled = self._g.mT @ vectors.view(self.examples, self.cotangents, -1)  # [N, H, K]
+        pulled = self._g.mT @ vectors.view(self.examples, self.cotangents, vectors.shape[-1])  # [N, H, K]
         self._write(torch.einsum("nhk,ni->hik", pulled, self._x), out)
 
     def quadratic_into(self, matrix: Tensor, out: Tensor) -> None:

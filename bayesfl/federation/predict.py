@@ -225,6 +225,12 @@ def shared(local: Local, state: State, split: ClientData) -> Predictions | None:
     return collector.predictions()
 
 
+def without_data(algorithm: Algorithm) -> float | None:
+    """Return the one number of the grid of a method's predictor; None where there is none, or where there are several."""
+    grid = algorithm.predictor.grid if algorithm.predictor is not None else ()
+    return grid[0] if len(grid) == 1 else None
+
+
 def tune(local: Local, state: State, data: FederatedData, crew: Crew) -> float | None:
     """Choose the number that the method's predictor tunes: of its grid, the candidate that best fits the validation data of all clients.
 
@@ -237,10 +243,8 @@ def tune(local: Local, state: State, data: FederatedData, crew: Crew) -> float |
         ValueError: The data have no validation split, or no candidate gives finite predictions.
     """
     predictor = local.algorithm.predictor
-    if predictor is None or not predictor.grid:
-        return None
-    if len(predictor.grid) == 1:
-        return predictor.grid[0]
+    if predictor is None or len(predictor.grid) < 2:
+        return without_data(local.algorithm)
     check_tunable(local.algorithm, data)
 
     def work(ids: np.ndarray) -> Tensor:

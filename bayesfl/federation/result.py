@@ -40,11 +40,16 @@ class Chosen(NamedTuple):
 
     Args:
         value: The number.
-        predictor: The method's predictor, as `described` describes it; under another one the number says nothing.
+        reading: How the method predicts, see `reading`; under another one the number says nothing.
     """
 
     value: float
-    predictor: Any
+    reading: Any
+
+
+def reading(algorithm: Algorithm) -> Any:
+    """Describe how a method predicts; of functions, such as rules of selection, their names alone tell them apart."""
+    return described([algorithm.predictor, algorithm.parts, algorithm.finetune, algorithm.draws, algorithm.likelihood])
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,7 @@ class Result:
         dtype: The precision of the state.
         novel: Whether the clients joined after training, by `adapt`; then the result predicts, but training cannot continue from it.
         chosen: The value of `tuned` where it is known already, because new clients joined a federation that has one, or because it was
-            saved, with the predictor that it was chosen for; None where it is not. With another predictor, as `replace(result,
+            saved, with the way of predicting that it was chosen for; None where it is not. For another one, as `replace(result,
             algorithm=...)` gives, it is chosen anew.
         tolerant: Whether a client whose fine-tuning is no longer finite predicts without it, as where bad clients are skipped; otherwise
             it raises `DivergenceError`.
@@ -117,6 +122,8 @@ class Result:
         """
         if (value := self._chosen) is not None:
             return value
+        if (value := predict.without_data(self.algorithm)) is not None or self.algorithm.predictor is None:
+            return value
         data = self.data.to(self.device, self.dtype)
         with self.engine.crew(self.device) as crew:
             return predict.tune(self.local(data.train), self.state, data, crew)
@@ -124,7 +131,7 @@ class Result:
     @property
     def _chosen(self) -> float | None:
         """Return the number of `chosen`, if it was chosen for the method's predictor."""
-        return self.chosen.value if self.chosen and self.chosen.predictor == described(self.algorithm.predictor) else None
+        return self.chosen.value if self.chosen and self.chosen.reading == reading(self.algorithm) else None
 
     def _known(self) -> Chosen | None:
         """Return `tuned` where there are data to tune on, otherwise `chosen`."""
@@ -134,7 +141,7 @@ class Result:
             predict.check_tunable(self.algorithm, self.data)
         except ValueError:
             return None
-        return None if self.tuned is None else Chosen(self.tuned, described(self.algorithm.predictor))
+        return None if self.tuned is None else Chosen(self.tuned, reading(self.algorithm))
 
     @property
     def state(self) -> State:

@@ -9,7 +9,6 @@ import torch
 from torch.utils._pytree import tree_map
 
 from bayesfl.base.checks import instance, number, whole
-from bayesfl.base.described import described
 from bayesfl.base.protocols import Server, View
 from bayesfl.base.trees import alike, flatten
 from bayesfl.composition.algorithm import Algorithm
@@ -20,7 +19,7 @@ from bayesfl.evaluation.history import History
 from bayesfl.federation import checkpoint
 from bayesfl.federation.errors import CheckpointError
 from bayesfl.federation.identity import check_method, check_network, identity
-from bayesfl.federation.result import Chosen, Result
+from bayesfl.federation.result import Chosen, Result, reading
 from bayesfl.federation.settings import DTYPES, METHOD, Settings, of_a_run, present, same_problem
 
 
@@ -99,7 +98,7 @@ def _read(
             device,
             DTYPES[meta["dtype"]],
             meta["novel"],
-            None if meta["chosen"] is None else Chosen(number("chosen", meta["chosen"]), described(algorithm.predictor)),
+            None if meta["chosen"] is None else Chosen(number("chosen", meta["chosen"]), reading(algorithm)),
             meta["tolerant"],
             None if meta.get("began") is None else str(meta["began"]),
         )

@@ -27,6 +27,7 @@ from bayesfl.composition.priors import is_normal
 from bayesfl.curvature.roots import root
 from bayesfl.likelihoods import Categorical
 from bayesfl.models.altered import altered, cut
+from bayesfl.models.cutting import has_body
 from bayesfl.optim import SGD, rate_at, rate_limit
 
 ITERATIONS = 20
@@ -35,6 +36,9 @@ ITERATIONS = 20
 
 CONSTANT = 0.9
 """Share of features that are the same for all examples from which on a body is called dead."""
+
+ENOUGH = 10
+"""Number of examples from which on features that are the same for all of them say something about a body."""
 
 _TIES = " (precision in pfedmap, scale_floor or prior_scale in pfedvem)"
 
@@ -88,20 +92,22 @@ def warn_if_dead(algorithm: Algorithm, phase: Any, given: Server, view: View, ba
     """Warn if most features are the same for all of a client's examples, as those of units that are never active.
 
     Large first steps on a head of large weights or wide beliefs may kill a body's units, which no later step trains; see
-    `warn_if_unstable` for the arguments. Phases of another kind, and clients of fewer than two examples, are not looked at.
+    `warn_if_unstable` for the arguments. Phases of another kind, models that are all head, and clients of fewer than `ENOUGH` examples are
+    not looked at.
     """
-    if not watched(algorithm, phase):
+    if not watched(algorithm, phase) or not has_body(algorithm.model):
         return
     features, _ = algorithm.features(algorithm.leaves(phase.energy.parts, view), batch["x"])
     assert features is not None
     flat = features[batch["weight"] > 0].flatten(1)
-    if len(flat) < 2:
+    if len(flat) < ENOUGH:
         return
     same = int((flat == flat[:1]).all(0).sum())
     if same > CONSTANT * flat.shape[1]:
         warnings.warn(
             f"round {given['round'] + 1}: {same} of the {flat.shape[1]} features are the same for all examples of {who}, as of units that "
-            "are dead and train no more; begin with a smaller init_scale, where the method has one, or a lower body_lr",
+            "are dead and train no more, or of inputs that do not vary; begin with a smaller init_scale, where the method has one, or a "
+            "lower body_lr",
             stacklevel=2,
         )
 

@@ -18,8 +18,8 @@ from bayesfl.models.modes import STATISTICS, norms
 def looked_at(module: nn.Module, x: Inputs) -> tuple[Any, str]:
     """Return a module's outputs, and the first thing that its forward does and may not do here, as text; empty if there is none.
 
-    The examples, the module's buffers and the generators of torch, NumPy and Python are left as they were. Not noticed are generators of
-    the module's own that are rarely asked, and counts kept in containers.
+    The examples, the module's buffers and the generators of NumPy and Python are left as they were; torch's, which other threads may use,
+    is not looked at. Not noticed are generators of the module's own that are rarely asked, and counts kept in containers.
 
     Args:
         module: The module, in evaluation mode; without gradients of its own.

@@ -25,16 +25,19 @@ def test_a_prior_precision_is_positive(curvature, x, precision, form):
             invert(curvature, x, value, form=form)
 
 
+@pytest.mark.parametrize("backend", ["layers", "func", "backpack"])
 @pytest.mark.parametrize("form", ["auto", "dual"])
 @pytest.mark.parametrize("some", [False, True], ids=["all weights", "a subnetwork"])
-def test_curvature_that_is_none_in_each_example_and_just_not_in_sum(form, some):
+def test_curvature_that_is_none_in_each_example_and_just_not_in_sum(form, some, backend):
     """Examples that hardly count, as of a copy that explains next to none of them: the prior is left, and is kept in a file."""
-    curvature, x = Curvature(nn.Linear(3, 2).double()), torch.randn(40, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    curvature = Curvature(nn.Sequential(nn.Linear(3, 2)).double(), backend=backend)
+    x = torch.randn(40, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     diagonal = curvature.diagonal(x)
     weight = torch.full((40,), 1.5e-12 * 0.7 / float(diagonal.max()), dtype=torch.float64)
     found = invert(curvature, x, 0.7, indices=torch.arange(8) if some else None, form=form, weight=weight)
     assert_close(found.marginals(), torch.full((8,), 1 / 0.7, dtype=torch.float64))
     alone = invert(curvature, x, 0.7, form=form, weight=torch.zeros(40, dtype=torch.float64))
+    assert_close(alone.marginals(), torch.full((8,), 1 / 0.7, dtype=torch.float64))
     for one in (found, restore(curvature, found.tensors())):
         assert_close(one.predict(x)[1], alone.predict(x)[1], rtol=0, atol=1e-11)
 

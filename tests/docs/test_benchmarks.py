@@ -188,7 +188,7 @@ def test_the_networks_run(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [str(path), "--quick", "--parts", "two_inputs"])
     study = runpy.run_path(str(path), run_name="__main__")
     shown = capsys.readouterr().out
-    assert all(f"two_inputs/{name}/0: accuracy 0." in shown for name in ("FedAvg", "FedBN", "pFedVEM"))
+    assert all(f"two_inputs/{name}/0: accuracy 0." in shown for name in ("FedAvg", "FedBN", "pFedVEM, scales held"))
     assert (results.read_bytes() if results.exists() else None) == before
     keys = ["two_inputs/FedAvg/0", "resnet/pFedVEM/10", "resnet/FedBN/2", "resnet/FedAvg/2"]
     assert [key for key, _ in sorted(((key, None) for key in keys), key=study["place"])] == [keys[2], keys[3], keys[1], keys[0]]

@@ -41,7 +41,7 @@ def test_the_limit_is_that_of_the_linear_map(prox: bool, momentum: float, curvat
 
 def test_a_tie_that_is_solved_may_be_of_any_strength():
     """Where it outweighs the curvature, no rate diverges."""
-    assert rate_limit(3.0, 2.0, 0.5, prox=True) == torch.inf
+    assert rate_limit(3.0, 2.0, 0.5, prox=True) == rate_limit(0.0, 0.0, 0.5) == torch.inf
     assert all(radius(rate, 0.5, 3.0, 2.0, prox=True) < 1 for rate in (0.1, 10.0, 1000.0))
 
 
@@ -230,11 +230,15 @@ def test_a_dead_body_is_named(clients: FederatedData):
             stability.warn_if_dead(*arguments)
 
 
-def test_what_a_dead_body_is_not_looked_for_in(clients: FederatedData):
-    """A client of one example, whose features cannot differ."""
-    algorithm = bf.algorithms.pfedmap(bf.models.mlp(8, hidden=6, outputs=3))
-    given, view, batch = started(algorithm, clients, 1)
-    alone = {name: t[:1] for name, t in batch.items()}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        stability.warn_if_dead(algorithm, algorithm.phases[0], given, view, alone, "client 1")
+def test_where_a_dead_body_is_not_looked_for(clients: FederatedData):
+    """A client of few examples, whose features may be equal by chance; a model that is all head, whose features are the inputs."""
+    body, flat = bf.models.mlp(8, hidden=6, outputs=3), bf.models.mlp(8, hidden=(), outputs=3)
+    with torch.no_grad():
+        body.get_parameter("body.0.bias").fill_(-1e4)
+    for model, rows in ((body, 9), (flat, 20)):
+        algorithm = bf.algorithms.pfedmap(model)
+        given, view, batch = started(algorithm, clients, 1)
+        few = {name: t[:1].expand(rows, *t.shape[1:]) for name, t in batch.items()}
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            stability.warn_if_dead(algorithm, algorithm.phases[0], given, view, few, "client 1")
