@@ -24,7 +24,7 @@ UNMARKED = {
     "docs/howto/adapters.md": "0.01",
     "docs/howto/reliability.md": "0.95",
     "docs/links.md": "0.1",
-    "docs/long-training.md": "0.1 0.05 0.1 0.2 0.3 0.5 0.05 0.2 0.01 0.9",
+    "docs/long-training.md": "0.1 0.1 0.1 0.001 0.002 0.003 0.1 0.1 0.001 0.05 0.1 0.2 0.3 0.5 0.05 0.1 0.01 0.9",
     "docs/papers/fedem.md": "0.03 0.1 0.3 0.9 0.1 0.4 1.6 0.03 0.4 1.6 1.6",
     "docs/papers/fedsi.md": "2404.15657 0.1 0.1 0.01",
     "docs/papers/perinvfl.md": "2211.11243 .95 .80 .90 .75 .75 .1 .75",
