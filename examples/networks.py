@@ -162,7 +162,7 @@ def texts(size: Size, seed: int, root: Path | None, length: int) -> FederatedDat
         largest = sorted(range(roles.clients), key=lambda j: -roles.train.counts[j])[: size.clients]
         both = [(roles.train.client(j), roles.test.client(j)) for j in largest]
         pairs = [tuple(torch.cat(parts) for parts in zip(*split, strict=True)) for split in both]
-        pairs = [(x[:, -length:].long(), y) for x, y in pairs]
+        pairs = [(x[:, -length:], y) for x, y in pairs]
     n, m = size.train, size.test
     train, test = ([x[:n] for x, _ in pairs], [y[:n] for _, y in pairs]), ([x[-m:] for x, _ in pairs], [y[-m:] for _, y in pairs])
     return bf.data.from_arrays(*train, test=test, outputs=len(string.printable), seed=seed)

@@ -66,7 +66,7 @@ def shakespeare(
 
     A client is a role of one play. All its words, stage directions left out, are cut into chunks of 80 characters; an example is a chunk
     and the character after it, one of the 100 of `string.printable`. The first 80 % of a role's examples, in the order of its text, are
-    training data, the others test data. Inputs are the characters' numbers, as floats. FedEM's code predicts every character of a chunk
+    training data, the others test data. Inputs are the characters' numbers, int64. FedEM's code predicts every character of a chunk
     from those before it and weights the loss by character; here each chunk has one label, as in LEAF, whose chunks begin at every
     character.
 

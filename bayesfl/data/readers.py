@@ -208,7 +208,7 @@ def _shakespeare(root: Path) -> Source:
     if not names:
         raise ValueError(f"{path} has no speech of more than {CHUNK} characters after a line '@@PLAY name': it is not such a text")
     return Source(
-        x=torch.from_numpy(np.concatenate(x)).float(),
+        x=torch.from_numpy(np.concatenate(x)),
         y=torch.from_numpy(np.concatenate(y)),
         train=sum(map(len, y)),
         outputs=len(string.printable),

@@ -292,8 +292,8 @@ def char_lstm(
 ) -> SplitModel:
     """Build a next-character network: embedding, LSTM, its state after the last character | outputs.
 
-    Inputs are L characters by number, [B, L], as floats, each within [0, outputs). `torch.func` cannot batch an LSTM, so the vmap kernel
-    refuses it, and clients are run one after another; the published size is slow on a CPU.
+    Inputs are L characters by number, [B, L], each a whole number within [0, outputs). `torch.func` cannot batch an LSTM, so the vmap
+    kernel refuses it, and clients are run one after another; the published size is slow on a CPU.
 
     Args:
         inputs: Number L of characters of one example, or its shape (L,); the weights do not depend on it.

@@ -59,6 +59,7 @@ def test_roles_speak_for_themselves(tmp_path):
     data = shakespeare(min_size=2, root=tmp_path)
     assert data.client_names == ("first, KING", "first, FOOL", "second, KING", "second, QUEEN")
     assert data.inputs == (80,)
+    assert data.train.x.dtype == torch.int64
     assert data.classes == 100
     characters = data.class_names
     assert characters == tuple(string.printable)
