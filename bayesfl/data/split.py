@@ -177,7 +177,7 @@ class ClientData:
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "ClientData":
         """Move the split to `device`, with `y` in `dtype` if it is floating-point; `x` is converted to it where it is read.
 
-        Inputs in mapped files, see `bayesfl.base.inputs.mapped`, stay there: `take` moves the rows that it reads.
+        Inputs in mapped files, see `bayesfl.base.mapped.mapped`, stay there: `take` moves the rows that it reads.
         """
         return self.moved(lambda t, dtype: t.to(device=device, dtype=dtype), dtype)
 
