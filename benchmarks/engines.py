@@ -288,7 +288,7 @@ def rows(quick: bool) -> dict[str, Row]:
         return Row(f"{title}, in units of our own {unit} round", unit, sides, limits, 2 if quick else repetitions)
 
     ten, hundred = (lambda: federation([250] * 10)), (lambda: federation([250] * (20 if quick else 100)))
-    predicting = lambda: federation([50] * 4, splits=("train", "validation", "test"))  # noqa: E731
+    predicting = lambda: federation([10] * 2 if quick else [50] * 4, splits=("train", "validation", "test"))  # noqa: E731
     forty, images = (lambda: federation(unequal())), (lambda: federation([125] * (4 if quick else 20), (1, 28, 28)))
     net = bf.models.lenet((1, 28, 28), outputs=10)
     cnn = bf.algorithms.fedavg(net, epochs=2, lr=LR, momentum=MOMENTUM)
