@@ -115,16 +115,15 @@ def pfedvem(
     if scale_prior is not None and not (isinstance(scale_prior, tuple | list) and len(scale_prior) == 2):
         raise ValueError(f"scale_prior must be two numbers, shape and scale, or None, got {scale_prior!r}")
     shape, scale = (number("each of scale_prior", value) for value in scale_prior or (0.0, 0.0))
-    if not (0 < scale_floor * init_scale < 1e15 and shape >= 0 and scale >= 0):
-        raise ValueError(
-            f"scale_floor, times init_scale, must lie within (0, 1e15), and scale_prior's shape and scale >= 0, got {scale_floor} and "
-            f"{scale_prior}"
-        )
+    if not (scale_floor > 0 and shape >= 0 and scale >= 0):
+        raise ValueError(f"scale_floor must be > 0, and scale_prior's shape and scale >= 0, got {scale_floor} and {scale_prior}")
     if not 0 <= beta < 1:
         raise ValueError(f"beta is the share of the old state that is kept and must lie in [0, 1), got {beta}")
     head_optimiser, body_optimiser = SGD(head_lr, momentum), SGD(body_lr, momentum)
     posterior = MeanField(init_scale=init_scale, scale_rate=_pace(scale_lr, head_lr))
     rho = init_scale if prior_scale is None else number("prior_scale", prior_scale)
+    if not never and not 1e-15 < scale_floor * init_scale < 1e15:
+        raise ValueError(f"scale_floor * init_scale must lie within (1e-15, 1e15), got {scale_floor} * {init_scale}")
     if never:
         if not 1e-15 < rho < 1e15:
             raise ValueError(f"prior_scale must lie within (1e-15, 1e15), so that its square is a number in float32, got {rho}")

@@ -122,15 +122,15 @@ class Result:
         """
         if (value := self._chosen) is not None:
             return value
-        if (value := predict.without_data(self.algorithm)) is not None or self.algorithm.predictor is None:
-            return value
+        if self.algorithm.predictor is None or len(self.algorithm.predictor.grid) < 2:
+            return predict.without_data(self.algorithm)
         data = self.data.to(self.device, self.dtype)
         with self.engine.crew(self.device) as crew:
             return predict.tune(self.local(data.train), self.state, data, crew)
 
     @property
     def _chosen(self) -> float | None:
-        """Return the number of `chosen`, if it was chosen for the method's predictor."""
+        """Return the number of `chosen`, if it was chosen for the method's way of predicting."""
         return self.chosen.value if self.chosen and self.chosen.reading == reading(self.algorithm) else None
 
     def _known(self) -> Chosen | None:

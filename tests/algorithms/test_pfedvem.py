@@ -316,7 +316,7 @@ def test_a_start_below_the_floor_does_not_diverge(order: str, head_lr: Any):
         ({"head_start": "zero"}, r"head_start .*got 'zero'"),
         ({"prior_scale": 1.0}, r"prior_scale says nothing under scale_update='before', got 1\.0"),
         ({"scale_update": "never", "scale_prior": (1.0, 1.0)}, r"scale_prior says nothing under scale_update='never', got \(1\.0, 1\.0\)"),
-        ({"scale_floor": 1e30}, r"scale_floor, times init_scale, must lie within \(0, 1e15\).*got 1e\+30"),
+        ({"scale_floor": 1e30}, r"scale_floor \* init_scale must lie within .*got 1e\+30 \* 1\.0"),
         ({"scale_update": "never", "scale_floor": 50.0}, r"scale_floor says nothing under scale_update='never', got 50\.0"),
         ({"scale_update": "never", "prior_scale": 0.0}, r"prior_scale .*got 0\.0"),
         ({"scale_lr": -1.0}, r"scale_lr .*>= 0.*got -1"),

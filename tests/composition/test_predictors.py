@@ -181,6 +181,8 @@ def test_a_number_is_of_the_predictor_that_it_was_chosen_for(held: FederatedData
     tuned_to = replace(loaded.algorithm, finetune=result.algorithm.phases)  # after which another number may fit
     assert replace(loaded, algorithm=tuned_to).tuned == replace(result, algorithm=tuned_to).tuned
     assert replace(bf.load(tmp_path / "run", result.algorithm), algorithm=given).tuned == 1e-3  # no data are needed
+    learnt = replace(loaded.algorithm, predictor=LinearisedLaplace(precision=lambda given, view: 2.0))
+    assert replace(bf.load(tmp_path / "run", result.algorithm), algorithm=learnt).tuned is None
     replace(loaded, algorithm=given).save(tmp_path / "other")
     assert bf.load(tmp_path / "other", given, held).tuned == 1e-3
 
