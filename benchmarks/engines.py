@@ -22,7 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -187,7 +187,7 @@ class Ours:
             sampling="fixed",
             **options,
         )
-        self._result: object = None
+        self._result: Any = None
         self._done = 0
         self.workers = engine.workers or 1
         self.parts: list[dict[str, float]] = []
@@ -196,7 +196,7 @@ class Ours:
         """One more round."""
         self._done += 1
         self._result = self._run(self._done, self._result)
-        row = self._result.history.rows[-1]  # type: ignore[attr-defined]
+        row = self._result.history.rows[-1]
         self.parts.append({k: row[k] for k in ("seconds", "seconds_steps", "seconds_batches", "seconds_noise")})
         return row["seconds"]
 
@@ -230,7 +230,7 @@ class Predicted(Ours):
     def __call__(self) -> float:
         """One more round, and its predictions."""
         seconds, start = super().__call__(), time.perf_counter()
-        self._result.predict()  # type: ignore[attr-defined]
+        self._result.predict()
         return seconds + time.perf_counter() - start
 
 
@@ -288,7 +288,7 @@ def rows(quick: bool) -> dict[str, Row]:
         return Row(f"{title}, in units of our own {unit} round", unit, sides, limits, 2 if quick else repetitions)
 
     ten, hundred = (lambda: federation([250] * 10)), (lambda: federation([250] * (20 if quick else 100)))
-    predicting = lambda: federation([10] * 2 if quick else [50] * 4, splits=("train", "validation", "test"))  # noqa: E731
+    predicting = partial(federation, [10] * 2 if quick else [50] * 4, splits=("train", "validation", "test"))
     forty, images = (lambda: federation(unequal())), (lambda: federation([125] * (4 if quick else 20), (1, 28, 28)))
     net = bf.models.lenet((1, 28, 28), outputs=10)
     cnn = bf.algorithms.fedavg(net, epochs=2, lr=LR, momentum=MOMENTUM)

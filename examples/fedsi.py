@@ -291,9 +291,7 @@ def compare(options: argparse.Namespace) -> None:
         FileNotFoundError: The data are not there.
         DivergenceError: Training left the finite numbers.
     """
-    for name in ("methods", "seeds"):
-        if len(set(getattr(options, name))) < len(getattr(options, name)):
-            raise ValueError(f"--{name} must name each once, got {' '.join(map(str, getattr(options, name)))}")
+    report.refuse_repeats({name: getattr(options, name) for name in ("methods", "seeds")})
     report.one_experiment(options.out, {name: getattr(options, name) for name in EXPERIMENT})
     given = {name: getattr(options, name) for name in ("rounds", "train", "test") if getattr(options, name) is not None}
     preset = replace(PRESETS[options.dataset], **given)

@@ -304,9 +304,7 @@ def compare(options: argparse.Namespace) -> None:
         OSError: The data are not there.
         DivergenceError: Training left the finite numbers.
     """
-    for name in ("parts", "seeds"):
-        if len(set(getattr(options, name))) < len(getattr(options, name)):
-            raise ValueError(f"--{name} must name each once, got {' '.join(map(str, getattr(options, name)))}")
+    report.refuse_repeats({name: getattr(options, name) for name in ("parts", "seeds")})
     report.one_experiment(options.out, {name: getattr(options, name) for name in EXPERIMENT})
     sizes = SMOKE if options.smoke else SIZES
     tables: dict[str, dict[str, dict[str, list[float]]]] = {}

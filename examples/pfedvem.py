@@ -126,10 +126,7 @@ def check(options: argparse.Namespace) -> None:
     Raises:
         ValueError: A seed or method is given twice, or the folder holds another experiment's files.
     """
-    for name in ("algorithms", "seeds"):
-        given = getattr(options, name)
-        if len(set(given)) < len(given):
-            raise ValueError(f"--{name} must name each once, got {' '.join(map(str, given))}")
+    report.refuse_repeats({name: getattr(options, name) for name in ("algorithms", "seeds")})
     report.one_experiment(options.out, {name: getattr(options, name) for name in EXPERIMENT})
 
 

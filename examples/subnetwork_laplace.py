@@ -126,8 +126,7 @@ def compare(options: argparse.Namespace) -> None:
         ValueError: Arguments that don't work out.
         OSError: The data are not there.
     """
-    if len(set(options.seeds)) < len(options.seeds):
-        raise ValueError(f"--seeds must name each once, got {' '.join(map(str, options.seeds))}")
+    report.refuse_repeats({"seeds": options.seeds})
     if not 0 < options.share <= 1:
         raise ValueError(f"--share is of the weights and must lie in (0, 1], got {options.share}")
     if not 0 < options.precision < float("inf"):

@@ -210,6 +210,20 @@ def one_experiment(folder: str | os.PathLike[str], arguments: Mapping[str, Any])
             raise ValueError(f"--out {folder} holds a run with --{name} {there[name]}, now it is {mine}: {remedy}")
 
 
+def refuse_repeats(arguments: Mapping[str, Sequence[Any]]) -> None:
+    """Refuse lists of a command line in which a value stands twice, and would count twice in means.
+
+    Args:
+        arguments: The lists by the name of their argument.
+
+    Raises:
+        ValueError: A list repeats a value.
+    """
+    for name, values in arguments.items():
+        if len(set(values)) < len(values):
+            raise ValueError(f"--{name} must name each once, got {' '.join(map(str, values))}")
+
+
 def environment() -> dict[str, Any]:
     """Return the machine and the versions with which a run or a benchmark is made, ready for `write_json`.
 

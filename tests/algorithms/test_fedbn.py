@@ -118,4 +118,4 @@ def test_models_that_do_not_fit(model: nn.Module, words: str):
 
 def test_what_is_no_network():
     with pytest.raises(TypeError, match=r"model must be of type Module, got int"):
-        bf.algorithms.fedbn(3)  # type: ignore[arg-type]
+        bf.algorithms.fedbn(3)  # pyright: ignore[reportArgumentType] (what is refused)

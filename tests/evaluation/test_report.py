@@ -155,3 +155,10 @@ def test_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(subprocess, "run", missing)
     assert report.environment()["commit"] is None
+
+
+def test_values_that_stand_twice_are_refused():
+    """With the argument, and all that was given."""
+    report.refuse_repeats({"seeds": [0, 1], "methods": []})
+    with pytest.raises(ValueError, match=r"--seeds must name each once, got 0 1 0"):
+        report.refuse_repeats({"methods": ["a"], "seeds": [0, 1, 0]})

@@ -154,7 +154,7 @@ def test_an_example_that_counts_twice_is_one_that_stands_twice(structure, exampl
         assert_close(one.log_marginal_likelihood(x, y), other.log_marginal_likelihood(x[twice], y[twice]))
     assert_close(got.with_structure(x, "full").moments(), want.with_structure(x[twice], "full").moments())
     with pytest.raises(TypeError, match=r"weight must be of type Tensor, got list; .*\[N\]"):
-        Laplace.fit(nn.Linear(4, 3), torch.randn(5, 4), weight=[1.0] * 5)  # pyright: ignore[reportArgumentType]
+        Laplace.fit(nn.Linear(4, 3), torch.randn(5, 4), weight=[1.0] * 5)  # pyright: ignore[reportArgumentType] (what is refused)
     with pytest.raises(ValueError, match=r"'kfac' .*weight"):
         got.with_structure(x, "kfac")
 
