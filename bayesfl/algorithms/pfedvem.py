@@ -6,7 +6,7 @@ M step  (client)  rho_j^2 = (sum sigma_j^2 + |mu_j - w|^2) / D.
 M step  (server)  w = sum_j mu_j / rho_j^2  over  sum_j 1 / rho_j^2:  clients with a small rho_j have more weight.
 
 Started at widths of 0.1 and trained for long, the method loses accuracy after pooling (docs/long-training.md): rho_j follows the width of
-q_j, and once the body has memorised the data nothing holds a head away from the centre. `pfedvem_held` learns neither rho_j nor the widths.
+q_j and not the spread of the heads, so that the tie to the centre stays strong. `pfedvem_held` learns neither rho_j nor the widths.
 
 Source: Zhu, Ma, Blaschko, "Tackling personalized federated learning with label concept drift via hierarchical Bayesian
 modeling", FL-NeurIPS 2022, equations 5 to 7 and algorithm 1.
