@@ -1,17 +1,26 @@
-"""Measure what a federation of many clients keeps in memory.
+"""Measure what a federation keeps in memory: one of many clients, and one of many images.
 
-10,000 clients, 20 samples of 64 floats each, a private mean-field head of 5,000 weights:
+10,000 clients, 20 samples of 64 floats each, a private mean-field head of 5,000 weights: kept state is one row per client; working memory
+grows with the chunk. 100 clients are gathered in a round: FedRep trains these alone, pFedVEM everyone.
+
+100 clients with 60,000 images of 3 x 32 x 32 bytes, FedAvg of a LeNet, a round of one epoch and an evaluation: the images as floats in
+memory, as bytes in memory, and as bytes in a mapped file. What is counted is memory that is no file's: a machine cannot take it back.
 
 python benchmarks/memory.py [--quick]
 
-Kept state is one row per client; working memory grows with the chunk. 100 clients are gathered in a round: FedRep trains these alone,
-pFedVEM everyone. Results: benchmarks/results/memory.json.
+Every measurement has a process of its own, the images' in turn. Results: benchmarks/results/memory.json.
 """
 
 import argparse
+import contextlib
 import multiprocessing
+import statistics
 import sys
+import tempfile
+import threading
 import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +33,8 @@ from bayesfl.evaluation import report
 
 RESULTS = Path(__file__).parent / "results" / "memory.json"
 LIMIT_MIB = 2048
+KINDS = ("floats in memory", "bytes in memory", "bytes in a file")
+IMAGE = (3, 32, 32)
 
 
 def resident(key: str) -> float:
@@ -32,7 +43,7 @@ def resident(key: str) -> float:
     return int(line.split()[1]) / 1024
 
 
-def measure(method: str, clients: int, pipe) -> None:
+def clients_state(method: str, clients: int, pipe: Connection) -> None:
     """Three rounds in this process; sends the figures."""
     torch.set_num_threads(1)
     start = resident("VmRSS")
@@ -79,28 +90,96 @@ def measure(method: str, clients: int, pipe) -> None:
     )
 
 
+@contextlib.contextmanager
+def anonymous_peak() -> Iterator[Callable[[], float]]:
+    """Read the memory that is no file's every two milliseconds; the function gives the largest so far, in MiB."""
+    found, done = [resident("RssAnon")], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.002):
+            found[0] = max(found[0], resident("RssAnon"))
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield lambda: found[0]
+    finally:
+        done.set()
+        thread.join()
+
+
+def one_round(clients: FederatedData) -> None:
+    """FedAvg of a LeNet, one epoch and an evaluation."""
+    algorithm = bf.algorithms.fedavg(bf.models.lenet(IMAGE, outputs=10), epochs=1, batch_size=50)
+    bf.simulate(algorithm, clients, rounds=1, engine=bf.Engine(workers=1), progress=False)
+
+
+def images(kind: str, file: Path, count: int, pipe: Connection) -> None:
+    """One round over images of one kind in this process; sends the figures."""
+    torch.set_num_threads(1)
+
+    def federation(n: int, clients: int) -> FederatedData:
+        x = np.memmap(file, dtype=np.uint8, mode="r", shape=(count, *IMAGE))[:n]
+        y, ids = np.arange(n) % 10, np.arange(n) % clients
+        if kind == "floats in memory":
+            return bf.data.from_arrays(x / np.float32(255), y, client_ids=ids)
+        pooled = bf.data.from_arrays(x if kind == "bytes in a file" else np.array(x), y, client_ids=ids)
+        return pooled.transformed(lambda x: x / 255)
+
+    one_round(federation(200, 2))  # what the first round loads is not counted
+    start = resident("RssAnon")
+    with anonymous_peak() as peak:
+        made = federation(count, 100)
+        after = resident("RssAnon")
+        clock = time.perf_counter()
+        one_round(made)
+        seconds = time.perf_counter() - clock
+        pipe.send({"made_mib": after - start, "peak_mib": peak() - start, "seconds": seconds})
+
+
+def alone(target: Callable[..., None], *args: object) -> dict[str, float]:
+    """The figures that a function sends from a process of its own.
+
+    Raises:
+        EOFError: The process ended before it sent them.
+    """
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=target, args=(*args, there))
+    process.start()
+    there.close()  # so that a process that fails is noticed
+    figures = here.recv()
+    process.join()
+    return figures
+
+
 def main() -> None:
-    """Runs both methods in processes of their own."""
+    """Measures both kinds of federations."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="500 clients: shows that it runs; nothing is written")
+    parser.add_argument("--quick", action="store_true", help="500 clients, 4,000 images: shows that it runs; nothing is written")
     quick = parser.parse_args().quick
-    context, results = multiprocessing.get_context("spawn"), {}
+    results = {}
     for method in ("fedrep", "pfedvem"):
-        here, there = context.Pipe(duplex=False)
-        process = context.Process(target=measure, args=(method, 500 if quick else 10_000, there))
-        process.start()
-        results[method] = figures = here.recv()
-        process.join()
+        results[method] = figures = alone(clients_state, method, 500 if quick else 10_000)
         print(
             f"{method:8s} {figures['clients']} clients: kept state {figures['kept_state_mib']:.0f} MiB, "
             f"peak {figures['peak_mib']:.0f} MiB of at most {LIMIT_MIB}, 3 rounds in {figures['seconds']:.1f} s",
             flush=True,
         )
+    count = 4_000 if quick else 60_000
+    each: dict[str, list[dict[str, float]]] = {kind: [] for kind in KINDS}
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "images"
+        np.random.default_rng(0).integers(0, 256, (count, *IMAGE), dtype=np.uint8).tofile(file)
+        for _ in range(1 if quick else 3):
+            for kind in KINDS:
+                each[kind].append(alone(images, kind, file, count))
+    medians = {kind: {key: statistics.median(row[key] for row in rows) for key in rows[0]} for kind, rows in each.items()}
+    for kind, row in medians.items():
+        print(f"{kind}: made with {row['made_mib']:.0f} MiB, peak of a round {row['peak_mib']:.0f} MiB, {row['seconds']:.1f} s", flush=True)
     if not quick:
-        report.write_json(
-            RESULTS,
-            {"command": " ".join(["python", *sys.argv]), "environment": report.environment(), "limit_mib": LIMIT_MIB, "rows": results},
-        )
+        record = {"limit_mib": LIMIT_MIB, "rows": results, "images": {"count": count, "medians": medians, "each": each}}
+        report.write_json(RESULTS, {"command": " ".join(["python", *sys.argv]), "environment": report.environment(), **record})
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from torch.func import functional_call
 Inputs: TypeAlias = Tensor | tuple[Any, ...] | Mapping[str, Any]
 """Inputs [N, ...]: a tensor, with which a model is called as `model(x)`; a tuple, `model(*x)`; or a mapping, `model(**x)`."""
 
-Shapes: TypeAlias = tuple[Any, ...] | Mapping[str, Any]
+Shapes: TypeAlias = tuple[int, ...] | Any  # `Any`, so that whoever has one tensor need not tell a type checker so
 """Shape of one example: of a tensor, such as (3, 32, 32); a tuple or a mapping of shapes for a tuple or a mapping of tensors."""
 
 WIDE = (torch.uint16, torch.uint32, torch.uint64)

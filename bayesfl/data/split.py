@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from bayesfl.base.inputs import Inputs, Shapes, each, first, in_precision, named, row_bytes, shape_of
 from bayesfl.base.mapped import mapped
 
-Change: TypeAlias = Callable[[Inputs], Inputs]
+Change: TypeAlias = Callable[[Any], Inputs]
 """Function of inputs [B, ...] to inputs [B, ...]."""
 
 
@@ -36,7 +36,7 @@ class ClientData:
         ValueError: The tensors have wrong types or shapes, or do not fit each other.
     """
 
-    x: Inputs
+    x: Tensor | Any
     y: Tensor
     index: Tensor
     counts: np.ndarray
@@ -149,7 +149,7 @@ class ClientData:
                 raise ValueError(f"{what} has shape {list(t.shape)} for {before} rows; a {name} must return one row for each it is given")
         return in_precision(made, self.dtype)
 
-    def client(self, j: int) -> tuple[Inputs, Tensor]:
+    def client(self, j: int) -> tuple[Tensor | Any, Tensor]:
         """Copy client j's inputs [n_j, ...], as `take` reads them, and labels or targets [n_j, ...] out of the shared tensors."""
         rows = self.rows(j)
         return self.take(rows), self.y[rows]

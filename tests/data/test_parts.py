@@ -1,13 +1,14 @@
 """Rows of every client: inputs of several arrays, in both forms, and inputs that stay in their files."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
 
+import bayesfl as bf
 from bayesfl.base.inputs import named
 from bayesfl.base.mapped import mapped
 from bayesfl.data import FederatedData, from_arrays
@@ -235,13 +236,13 @@ def test_numbers_in_files_are_converted_where_they_are_read(tmp_path):
         from_arrays(np.memmap(bad, dtype=np.float64, mode="r"), y, client_ids=IDS)
 
 
-ACCOUNT = Path("/proc/self/smaps_rollup")
+ACCOUNT = Path("/proc/self/status")
 
 
 def anonymous() -> float:
     """Memory of this process that is no file's, in MiB."""
     lines = ACCOUNT.read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("Anonymous:")) / 1024
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:")) / 1024
 
 
 @pytest.mark.skipif(not ACCOUNT.exists(), reason="needs Linux's account of memory")
@@ -262,3 +263,37 @@ def test_data_in_files_need_next_to_no_memory(tmp_path):
     rows: Any = data.train.client(3)[0]
     assert rows.nbytes < 2**20
     assert anonymous() - before < 14
+
+
+class Watching(torch.nn.Module):
+    """A linear layer that notes the memory of its process at every call, of any copy."""
+
+    seen: ClassVar[list[float]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(3 * 32 * 32, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute [B, 10] of images [B, 3, 32, 32]."""
+        self.seen.append(anonymous())
+        return self.layer(x.flatten(1))
+
+
+@pytest.mark.skipif(not ACCOUNT.exists(), reason="needs Linux's account of memory")
+def test_a_round_over_data_in_files_reads_its_batches_alone(tmp_path):
+    """35 MiB of images, 141 as floats: a round with its evaluation has those of some batches at once."""
+    n = 12_000
+    np.memmap(tmp_path / "images", dtype=np.uint8, mode="w+", shape=(n, 3, 32, 32)).flush()
+    x = np.memmap(tmp_path / "images", dtype=np.uint8, mode="r", shape=(n, 3, 32, 32))
+    model = Watching()
+
+    def one_round(rows: int, clients: int) -> None:
+        data = from_arrays(x[:rows], np.arange(rows) % 10, client_ids=np.arange(rows) % clients).transformed(lambda x: x / 255)
+        bf.simulate(bf.algorithms.fedavg(model, epochs=1, batch_size=50), data, rounds=1, engine=bf.Engine(workers=1), progress=False)
+
+    one_round(2_000, 5)
+    before, calls = max(model.seen), len(model.seen)
+    one_round(n, 40)
+    assert len(model.seen) > 2 * calls
+    assert max(model.seen) - before < 25
