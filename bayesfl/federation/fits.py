@@ -4,19 +4,20 @@ import warnings
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bayesfl.base.copies import check_original, refuse_changed
 from bayesfl.base.inputs import Inputs, count, each, named
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.buffers import SUFFIX, Buffers
 from bayesfl.composition.phases import Descend, trained
-from bayesfl.data import FederatedData
+from bayesfl.data import ClientData, FederatedData
 from bayesfl.likelihoods import Bernoulli
 from bayesfl.models.forwards import in_rows, looked_at, looked_at_training
 from bayesfl.models.modes import note
 
 PROBE = 32  # examples on which the model's outputs are checked
+PIECE = 2**24  # bytes of whole numbers that are searched at once
 
 
 def check(algorithm: Algorithm, data: FederatedData) -> None:
@@ -44,11 +45,10 @@ def check(algorithm: Algorithm, data: FederatedData) -> None:
             "build the algorithm with likelihood=" + ("Gaussian(scale=...)" if data.task == "regression" else "Categorical()")
         )
     module, rows = algorithm.module(torch.empty(0, dtype=data.train.dtype)), data.train.index[:PROBE]
-    x = each(Tensor.cpu, data.train.take(rows))
-    try:
-        outputs, fault = looked_at(module, x)
-    except (RuntimeError, ValueError, TypeError, IndexError) as error:
-        raise ValueError(f"the model does not take inputs of shape {data.inputs} ({error}); {_remedy(str(error), x)}") from error
+    x, outputs, fault = _tried(module, data.train, rows)
+    if any(isinstance(part, nn.Embedding | nn.EmbeddingBag) for part in module.modules()):
+        for split in filter(lambda one: len(one.index), data.splits.values()):
+            _tried(module, split, _extremes(split))  # a number beyond an embedding's rows may stand in any row
     called = f"the model {type(algorithm.model).__name__}"
     if not isinstance(outputs, Tensor):
         raise TypeError(
@@ -91,6 +91,36 @@ def check(algorithm: Algorithm, data: FederatedData) -> None:
             "(requires_grad=False) if that is meant, else rename them or widen a block's pattern",
             stacklevel=3,
         )
+
+
+def _tried(module: nn.Module, split: ClientData, rows: Tensor) -> tuple[Inputs, Any, str]:
+    """Return the inputs at some rows, the model's outputs for them, and what `looked_at` finds.
+
+    Raises:
+        ValueError: The model does not take the inputs.
+    """
+    x = each(Tensor.cpu, split.take(rows))
+    try:
+        return x, *looked_at(module, x)
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        raise ValueError(f"the model does not take inputs of shape {split.inputs} ({error}); {_remedy(str(error), x)}") from error
+
+
+def _extremes(split: ClientData) -> Tensor:
+    """Return the rows that have the smallest and the largest whole number of every input."""
+    found = [split.index[:1]]
+    for _, t in named(split.x):
+        if t.is_floating_point() or t.dtype == torch.bool:
+            continue
+        ends: dict[str, tuple[int, Tensor]] = {}
+        for rows in split.index.split(max(1, PIECE // max(1, 8 * t[:1].numel()))):
+            values = t.index_select(0, rows.to(t.device)).flatten(1).long() if t[:1].numel() else t.new_zeros(len(rows), 1)
+            for name, row in (("least", values.amin(1)), ("most", -values.amax(1))):
+                place = int(row.argmin())
+                if name not in ends or int(row[place]) < ends[name][0]:
+                    ends[name] = int(row[place]), rows[place : place + 1]
+        found += [row for _, row in ends.values()]
+    return torch.cat(found)
 
 
 def _check_followed(algorithm: Algorithm) -> None:
@@ -168,6 +198,12 @@ def _slope_apart(likelihood: Any, outputs: Tensor, y: Tensor, tolerance: float) 
 def _remedy(error: str, x: Inputs) -> str:
     """Return what to do about an error of a model's forward, by its message."""
     whole = [(name, t.dtype) for name, t in named(x) if not t.is_floating_point()]
+    if "index out of range" in error and whole:
+        ranges = [f"{name} {int(t.min())} to {int(t.max())}" for name, t in named(x) if not t.is_floating_point() and t.dtype != torch.bool]
+        return (
+            f"whole numbers choose an embedding's rows, from 0 to below its num_embeddings; here are {', '.join(ranges)}: build it with "
+            "more rows, or give all that are rare one number"
+        )
     if "embedding" in error or "indices" in error:
         return "an embedding takes whole numbers, and they stay such: pass an array of integers, as x.astype('int64')"
     if whole and any(word in error for word in ("dtype", "Long", "Int", "Byte", "Char", "Bool", "type", "not implemented for")):

@@ -4,6 +4,7 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -50,6 +51,26 @@ def test_model_and_data_must_fit(clients, model):
     with pytest.raises(ValueError, match="evaluate_every=None"):
         bf.simulate(bf.algorithms.fedavg(model), bare, rounds=1)
     assert bf.simulate(bf.algorithms.fedavg(model), bare, rounds=1, evaluate_every=None, progress=False).round == 1
+
+
+@pytest.mark.parametrize(("split", "value", "words"), [("train", 9, "x 0 to 9"), ("train", -1, "x -1 to 8"), ("test", 12, "x 0 to 12")])
+@pytest.mark.parametrize("kind", [torch.int64, torch.uint8, torch.uint16])
+def test_a_token_that_an_embedding_lacks(split, value, words, kind):
+    """It is found before training in whatever row it stands, and the numbers that there are are named."""
+    texts = {"train": torch.arange(900).view(300, 3) % 9, "test": torch.arange(90).view(30, 3) % 9}
+    model, ids = nn.Sequential(nn.Embedding(9, 2), nn.Flatten(), nn.Linear(6, 2)), np.arange(300) % 2
+
+    def simulate() -> None:
+        x = {name: t.to(kind) for name, t in texts.items()}
+        data = bf.data.from_arrays(x["train"], ids, client_ids=ids, test=(x["test"], ids[:30], ids[:30]))
+        bf.simulate(bf.algorithms.fedavg(model), data.transformed(lambda x: x.long()), **ONCE)
+
+    simulate()
+    if value < 0 and kind != torch.int64:
+        return
+    texts[split][-7 if split == "test" else 217, 1] = value
+    with pytest.raises(ValueError, match=rf"embedding's rows.*{words}: build"):
+        simulate()
 
 
 class Dropping(nn.Module):
