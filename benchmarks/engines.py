@@ -309,6 +309,7 @@ def rows(quick: bool) -> dict[str, Row]:
     encoder, tokens = Encoder(), (lambda: federation([50] * 4, (64, 256)))
     few, resnet = (lambda: federation([20 if quick else 100] * 4, (3, 32, 32))), torchvision().models.resnet18(num_classes=10)
     lone = {name: bf.algorithms.fedavg(one, epochs=5, lr=LR, momentum=MOMENTUM) for name, one in {"r": resnet, "e": encoder}.items()}
+    short = bf.algorithms.fedavg(resnet, epochs=1, lr=LR, momentum=MOMENTUM)
     live = {name: bf.algorithms.fedavg(one, epochs=2, lr=LR, momentum=MOMENTUM) for name, one in {"b": normed, "d": dropping}.items()}
     return {
         "mlp10": make("FedAvg, MLP 784-100-10, 10 clients x 250", lambda: bare_fedavg(mlp, ten(), epochs), fedavg, ten, 0.45, 0.72, 31),
@@ -319,6 +320,7 @@ def rows(quick: bool) -> dict[str, Row]:
         "lenet_dropout": make("the same with dropout", lambda: bare_fedavg(dropping, images(), 2), live["d"], images, 0.75, 1.2, 15),
         "transformer": make("Transformer, d = 256, 4 x 50", lambda: bare_fedavg(encoder, tokens(), 5), lone["e"], tokens, 0.8, 1.1, 5),
         "resnet": make("ResNet-18, batch norm, 4 x 100", lambda: bare_fedavg(resnet, few(), 5), lone["r"], few, 0.8, 1.2, 3),
+        "resnet_short": make("the same, one epoch", lambda: bare_fedavg(resnet, few(), 1), short, few, 0.8, 1.2, 5),
         "pfedvem": make("pFedVEM, 10 clients, 5 draws", lambda: bare_pfedvem(mlp, ten(), epochs, epochs, 5), vem, ten, 0.40, 0.60, 15),
         "pfedvem_held": beside("pFedVEM, scales held", held, "pFedVEM", vem, ten, 1.05),
         "pfedvem_watched": pairs(

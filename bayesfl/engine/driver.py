@@ -28,6 +28,8 @@ CPU_CHUNK = 5
 # Small models, whose calls cost more than their products, run more clients in a chunk, while the chunk's weights fit into this many bytes
 # and at least CPU_CHUNKS chunks remain, so that workers get equal shares.
 CPU_BYTES, CPU_SMALL_CHUNK, CPU_CHUNKS = 12 * 2**20, 20, 8
+# Models of more weights are run client by client, since joining the states of a chunk's clients would copy them.
+CPU_LARGE = 2_000_000
 # docs/decisions/0008: convolutional networks of at most this many weights gain from chunks; larger ones are faster client by client.
 CPU_CONVOLUTIONS = 100_000
 # A client in training needs about eight times the memory of its weights: state, leaves, gradients, momentum, pull and temporaries.
@@ -69,9 +71,9 @@ class Engine:
         if self.chunk is not None:
             return self.chunk
         if device.type != "cuda":
-            most = CPU_CHUNK
+            weights = sum(algorithm.layout(name).size * (block.copies or 1) for name, block in algorithm.blocks.items())
+            most = CPU_CHUNK if weights <= CPU_LARGE else 1
             if not live.has_convolutions(algorithm.model):
-                weights = sum(algorithm.layout(name).size * (block.copies or 1) for name, block in algorithm.blocks.items())
                 most = max(most, min(CPU_SMALL_CHUNK, CPU_BYTES // (4 * COPIES * weights), clients // CPU_CHUNKS))
             return max(1, min(most, -(-clients // 2)))
         size = sum(p.numel() for p in algorithm.model.parameters()) * 4 * COPIES
@@ -150,7 +152,7 @@ class Engine:
             self._chunk(algorithm, phase, given, tree_map(lambda t, c=c: t[c : c + 1], views), plan.client(c), kernel)
             for c in range(len(plan.ids))
         ]
-        return tree_map(lambda *rows: torch.cat(rows), *done)
+        return tree_map(lambda *rows: torch.cat(rows), *done) if len(done) > 1 else done[0]  # one client's are not copied
 
     def _trains(self, model: nn.Module, phase: Phase | Repeat) -> bool:
         """Say whether a phase trains a model that has norms with statistics or draws, which the live kernel alone does.

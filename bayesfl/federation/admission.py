@@ -15,6 +15,7 @@ from torch import Tensor
 
 from bayesfl.base.checks import number, whole
 from bayesfl.base.protocols import Tensors
+from bayesfl.base.trees import finite
 from bayesfl.federation.errors import FailedRound, SmallCohort, TooFewClients
 
 log = logging.getLogger(__name__)
@@ -80,7 +81,7 @@ def objection(message: Message, declared: Declared, round: int) -> str | None:
             return f"{name} is a {type(tensor).__name__}, no tensor"
         if tuple(tensor.shape) != shape or tensor.dtype != dtype:
             return f"{name} is {tensor.dtype} {list(tensor.shape)}, declared as {dtype} {list(shape)}"
-        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+        if tensor.is_floating_point() and not finite(tensor):
             return f"{name} is not finite"
     return None
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from bayesfl.base.protocols import Server
-from bayesfl.base.trees import alike, flatten, shapes
+from bayesfl.base.trees import alike, finite, flatten, shapes
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.federation.errors import DivergenceError
 from bayesfl.federation.result import Result
@@ -115,7 +115,7 @@ class NextServer:
         if wrong := [key for key in before if key not in after or not self._fits(key, before[key], after[key])]:
             found, held = ({key: shapes(tree).get(key, "nothing") for key in wrong} for tree in (new, self._server))
             raise ValueError(f"a pool or `combine` returns {found} where the server has {held}; return entries in their shapes and dtypes")
-        if not all(bool(t.isfinite().all()) for t in tree_leaves(new)):
+        if not all(finite(t) for t in tree_leaves(new)):
             raise DivergenceError(
                 f"the server is no longer finite after round {self._round}, counted from 0; lower the learning rates", round=self._round
             )

@@ -120,6 +120,18 @@ def test_float32_clients_cancel_exactly():
     assert_close(pooled(Mean(equal), server, {"n": torch.ones(3), "w": {"loc": loc}})["loc"], torch.tensor([1 / 3]))
 
 
+def test_long_rows_are_added_as_short_ones():
+    """In pieces, to the bit; of any layout."""
+    loc = torch.randn(3, 3 * 2**16 + 5, generator=torch.Generator().manual_seed(0))
+    for rows in (loc, loc.flip(1).t().contiguous().t()):
+        server, uplink = {"w": {"loc": torch.zeros(rows.shape[1])}}, {"n": torch.tensor([1.0, 2.0, 4.0]), "w": {"loc": rows}}
+        total = Mean().accumulate(None, server, "w", uplink)["loc"]
+        wanted = torch.zeros_like(total)
+        for weight, row in zip((1.0, 2.0, 4.0), rows, strict=True):
+            wanted.add_(row.double(), alpha=weight)
+        assert torch.equal(total, wanted)
+
+
 # Means
 
 

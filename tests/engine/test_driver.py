@@ -38,7 +38,7 @@ def test_what_an_engine_refuses(options, message):
 
 
 def test_chunks_of_a_cpu():
-    """At most five clients, more of small models where eight chunks are left; at least two chunks; what is asked for stands."""
+    """At most five clients, more of small models where eight chunks are left, one of large; two chunks at least."""
     algorithms = bf.algorithms
     small, medium, large = bf.models.mlp(4, hidden=8, outputs=2), bf.models.mlp(100, hidden=200, outputs=10), bf.models.mlp(784, outputs=10)
     assert sum(p.numel() for p in medium.parameters()) == 22_210  # 12 MiB hold 17 of them, each counted eight times in four bytes
@@ -49,6 +49,7 @@ def test_chunks_of_a_cpu():
         (algorithms.ditto(medium), ((10, 5), (80, 8), (1000, 8))),
         (algorithms.fedem(medium, components=3), ((10, 5), (1000, 5))),
         (algorithms.fedavg(large), ((1, 1), (9, 5), (1000, 5))),
+        (algorithms.fedavg(bf.models.mlp(2000, hidden=1000, outputs=2)), ((2, 1), (1000, 1))),
         (algorithms.fedavg(lenet), ((1, 1), (9, 5), (1000, 5))),
     )
     for algorithm, sizes in cases:
