@@ -69,7 +69,7 @@ class Size:
 
 
 SIZES = {
-    "resnet": Size("fashion-mnist", clients=6, train=150, test=150, rounds=6),
+    "resnet": Size("fashion-mnist", clients=6, train=150, test=150, rounds=30),
     "transformer": Size("shakespeare", clients=10, train=400, test=100, rounds=15),
     "adapters": Size("mnist", clients=6, train=100, test=300, rounds=20),
     "two_inputs": Size("mnist", clients=8, train=200, test=300, rounds=40),
