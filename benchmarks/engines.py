@@ -466,7 +466,8 @@ def main() -> None:
                 "sides": sides,
             }
             if not arguments.quick:
-                report.write_json(RESULTS, {"rows": results})
+                order = [key for one in table for key in (one, f"{one}_busy")]
+                report.write_json(RESULTS, {"rows": {key: results[key] for key in order if key in results}})
 
 
 if __name__ == "__main__":

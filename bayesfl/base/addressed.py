@@ -34,8 +34,8 @@ class Addressed(TorchDispatchMode):
         self.drawn = self._start
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        named = dict(kwargs or {})
-        if torch.Tag.nondeterministic_seeded not in func.tags or _idle(func, args, named):
+        named = kwargs or {}
+        if not _may_draw(func) or _idle(func, args, named):
             return func(*args, **named)
         if named.get("generator") is not None:
             raise ValueError(f"{func} is called with a generator of its own, which no seed of a run repeats; leave generator= out")
@@ -64,10 +64,15 @@ def restart() -> None:
         mode.restart()
 
 
-def _idle(func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> bool:
+@cache
+def _may_draw(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+def _idle(func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
     """Say whether an operation that may draw does not: its rate of dropout is 0, or it is not in training."""
     defaults = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
-    given = defaults | dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | named
+    given = {**defaults, **dict(zip((a.name for a in func._schema.arguments), args, strict=False)), **named}
     rates = [given[name] for name in ("dropout_p", "dropout", "p") if isinstance(given.get(name), int | float)]
     off = any(given.get(name) is False for name in ("train", "training")) and "p" in given
     return off or (_with_generator(func) is None and bool(rates) and not any(rates))
