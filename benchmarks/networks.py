@@ -3,9 +3,8 @@
     python benchmarks/networks.py [--quick] [--parts ...] [--seeds ...] [--workers N] [--data-root DIR]
 
 ResNet-18 of torchvision's with batch norms, a transformer that reads characters, adapters on a frozen body, a network of two inputs; the
-clients and what is measured are those of the example, whose sizes are in the results. Resumable: finished cells are passed over, and
-several commands may share the results if their parts differ. Results: benchmarks/results/networks.json; `python docs/tables.py` writes the
-page from them.
+clients and what is measured are those of the example, whose sizes are in the results. Resumable: finished cells are passed over. Results:
+benchmarks/results/networks.json; `python docs/tables.py` writes the page from them.
 """
 
 import argparse

@@ -74,7 +74,7 @@ def _idle(func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
     defaults = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
     given = {**defaults, **dict(zip((a.name for a in func._schema.arguments), args, strict=False)), **named}
     rates = [given[name] for name in ("dropout_p", "dropout", "p") if isinstance(given.get(name), int | float)]
-    off = any(given.get(name) is False for name in ("train", "training")) and "p" in given
+    off = any(given.get(name) is False for name in ("train", "training"))
     return off or (_with_generator(func) is None and bool(rates) and not any(rates))
 
 

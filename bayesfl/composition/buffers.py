@@ -44,6 +44,11 @@ def with_buffers(model: nn.Module, blocks: Mapping[str, Block]) -> dict[str, Blo
             raise ValueError(
                 f"no block covers the norm {norm!r}, whose statistics would be the start's; widen a block's pattern, or put it in eval mode"
             )
+        if own and (torn := [name for name in owners if not all(covers(plain[name].pattern, one) for one in own)]):
+            raise ValueError(
+                f"block {torn[0]!r} covers some of {own}, the parameters of the norm {norm!r}, and not all, so that its statistics would "
+                "have several owners; let one block's pattern cover them all"
+            )
         for name in owners:
             found.setdefault(name, []).extend(buffers_of(norm))
     added = {}

@@ -7,7 +7,7 @@ import torch
 
 from bayesfl.base.addressed import Addressed
 from bayesfl.base.generators import kept
-from bayesfl.base.inputs import Inputs, count, each, named, shape_of
+from bayesfl.base.inputs import Inputs, count, each, named, shape_of, structure
 from bayesfl.data.split import Change, ClientData
 
 ROWS = 4
@@ -81,7 +81,9 @@ def check_augment(split: ClientData, augment: Change) -> None:
     made, again = made
     if not _near(made, again, 0.0):
         raise ValueError("augment gives other inputs when its draws are repeated: it counts, which no seed repeats; remove that")
-    for (name, before), (_, after) in zip(named(x), named(made), strict=False):
+    if structure(made) != structure(x) or [name for name, _ in named(made)] != [name for name, _ in named(x)]:
+        raise ValueError(f"augment makes {structure(made)} of {structure(x)}: predictions see the latter; return inputs of the same form")
+    for (name, before), (_, after) in zip(named(x), named(made), strict=True):
         if before.dtype != after.dtype:
             raise ValueError(
                 f"augment makes {after.dtype} of {name}, {before.dtype}; convert it by data.transformed(...), which predictions have, too"

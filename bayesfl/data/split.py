@@ -107,7 +107,9 @@ class ClientData:
     @cached_property
     def inputs(self) -> Shapes:
         """Return the shape of one example as a model receives it."""
-        return shape_of(self.take(self.index[:1] if len(self.index) else torch.zeros(min(1, len(self.y)), dtype=torch.int64)))
+        return shape_of(
+            self.take(self.index[:1] if len(self.index) else torch.zeros(min(1, len(self.y)), dtype=torch.int64, device=self.device))
+        )
 
     @cached_property
     def _ready(self) -> Tensor | None:
@@ -119,7 +121,7 @@ class ClientData:
     @cached_property
     def row_bytes(self) -> int:
         """Return the bytes of one example's inputs as a model receives them, at least 1."""
-        return row_bytes(self.take(torch.zeros(min(1, len(self.y)), dtype=torch.int64)))
+        return row_bytes(self.take(torch.zeros(min(1, len(self.y)), dtype=torch.int64, device=self.device)))
 
     def take(self, rows: Tensor) -> Inputs:
         """Return the inputs at `rows` [R] of the shared tensors as a model receives them: floats in `dtype`, and transformed.

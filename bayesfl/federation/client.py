@@ -20,6 +20,7 @@ from bayesfl.engine.crew import Crew
 from bayesfl.engine.plan import PhasePlan, chunks
 from bayesfl.federation import stability
 from bayesfl.federation.errors import DivergenceError, called
+from bayesfl.federation.fits import look
 from bayesfl.models.modes import draws
 
 log = logging.getLogger(__name__)
@@ -104,6 +105,9 @@ class Local:
     rounds: int
     tolerant: bool = False
     names: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        look(self.algorithm, self.train)
 
     def run(self, stage: Stage, ids: np.ndarray, received: Received, round: int, *, phases: int | None = None) -> Done:
         """Run the phases of a stage for the clients `ids`.

@@ -14,10 +14,11 @@ from bayesfl.composition.phases import Descend, trained
 from bayesfl.data import ClientData, FederatedData
 from bayesfl.likelihoods import Bernoulli
 from bayesfl.models.forwards import in_rows, looked_at, looked_at_training
-from bayesfl.models.modes import note
+from bayesfl.models.modes import note, noted
 
 PROBE = 32  # examples on which the model's outputs are checked
 PIECE = 2**24  # bytes of whole numbers that are searched at once
+COLUMNS = 64  # whole numbers of an example that may each choose rows of an embedding of its own
 
 
 def check(algorithm: Algorithm, data: FederatedData) -> None:
@@ -46,9 +47,6 @@ def check(algorithm: Algorithm, data: FederatedData) -> None:
         )
     module, rows = algorithm.module(torch.empty(0, dtype=data.train.dtype)), data.train.index[:PROBE]
     x, outputs, fault = _tried(module, data.train, rows)
-    if any(isinstance(part, nn.Embedding | nn.EmbeddingBag) for part in module.modules()):
-        for split in filter(lambda one: len(one.index), data.splits.values()):
-            _tried(module, split, _extremes(split))  # a number beyond an embedding's rows may stand in any row
     called = f"the model {type(algorithm.model).__name__}"
     if not isinstance(outputs, Tensor):
         raise TypeError(
@@ -62,10 +60,11 @@ def check(algorithm: Algorithm, data: FederatedData) -> None:
         )
     if fault:
         raise ValueError(f"{called} is refused: its forward {fault}")
-    training = looked_at_training(algorithm.module(torch.empty(0, dtype=data.train.dtype), train=True), x, outputs)
-    if training.fault:
-        raise ValueError(f"{called} is refused: its forward {training.fault}")
-    note(algorithm.model, draws=training.draws, other=training.other)
+    _note_training(algorithm, data.train, x, outputs)
+    if any(isinstance(part, nn.Embedding | nn.EmbeddingBag) for part in module.modules()):
+        for split in filter(lambda one: len(one.index), data.splits.values()):
+            for some in _extremes(split).split(PROBE):  # a number beyond an embedding's rows may stand in any row
+                _tried(module, split, some)
     if isinstance(algorithm.likelihood, Bernoulli) and data.outputs != 2:
         remedy = "use Categorical()" if data.outputs > 2 else "if class 1 does not occur in them, make them with outputs=2"
         raise ValueError(f"likelihood Bernoulli is for two classes, the data have {data.outputs}; {remedy}")
@@ -93,6 +92,31 @@ def check(algorithm: Algorithm, data: FederatedData) -> None:
         )
 
 
+def look(algorithm: Algorithm, split: ClientData) -> None:
+    """Look at what a method's model does in training, if `check` has not done so in this process, as after loading or on a node.
+
+    Raises:
+        ValueError: The model does not take the inputs, or does what it may not do, see `check`.
+    """
+    if not noted(algorithm.model) and len(split.index):
+        module = algorithm.module(torch.empty(0, dtype=split.dtype))
+        x, outputs, _ = _tried(module, split, split.index[:PROBE])
+        _note_training(algorithm, split, x, outputs)
+
+
+def _note_training(algorithm: Algorithm, split: ClientData, x: Inputs, outputs: Any) -> None:
+    """Note what the model does in training, by examples `x` and its outputs for them.
+
+    Raises:
+        ValueError: The model does something that it may not do.
+    """
+    trainable = {name for name, p in algorithm.model.named_parameters() if p.requires_grad}
+    training = looked_at_training(algorithm.module(torch.empty(0, dtype=split.dtype), train=True), x, outputs, trainable)
+    if training.fault:
+        raise ValueError(f"the model {type(algorithm.model).__name__} is refused: its forward {training.fault}")
+    note(algorithm.model, draws=training.draws, other=training.other)
+
+
 def _tried(module: nn.Module, split: ClientData, rows: Tensor) -> tuple[Inputs, Any, str]:
     """Return the inputs at some rows, the model's outputs for them, and what `looked_at` finds.
 
@@ -107,20 +131,23 @@ def _tried(module: nn.Module, split: ClientData, rows: Tensor) -> tuple[Inputs, 
 
 
 def _extremes(split: ClientData) -> Tensor:
-    """Return the rows that have the smallest and the largest whole number of every input."""
+    """Return rows [R] of the shared tensors that have, between them, the smallest and the largest whole number of each column.
+
+    Of inputs with many columns, which then are places in one text, the extremes of all columns together.
+    """
     found = [split.index[:1]]
     for _, t in named(split.x):
-        if t.is_floating_point() or t.dtype == torch.bool:
+        if t.is_floating_point() or t.dtype == torch.bool or not t[:1].numel():
             continue
-        ends: dict[str, tuple[int, Tensor]] = {}
-        for rows in split.index.split(max(1, PIECE // max(1, 8 * t[:1].numel()))):
-            values = t.index_select(0, rows.to(t.device)).flatten(1).long() if t[:1].numel() else t.new_zeros(len(rows), 1)
-            for name, row in (("least", values.amin(1)), ("most", -values.amax(1))):
-                place = int(row.argmin())
-                if name not in ends or int(row[place]) < ends[name][0]:
-                    ends[name] = int(row[place]), rows[place : place + 1]
-        found += [row for _, row in ends.values()]
-    return torch.cat(found)
+        best, where = None, split.index[:1]
+        for rows in split.index.split(max(1, PIECE // (8 * t[:1].numel()))):
+            values = t.index_select(0, rows.to(t.device)).flatten(1).long().to(rows.device)
+            low, high = (values, values) if values.shape[1] <= COLUMNS else (values.amin(1, True), values.amax(1, True))
+            ends, places = torch.cat([low, -high], 1).min(0)
+            at = rows[places]
+            best, where = (ends, at) if best is None else (best.minimum(ends), at.where(ends < best, where))
+        found.append(where)
+    return torch.cat(found).unique()
 
 
 def _check_followed(algorithm: Algorithm) -> None:

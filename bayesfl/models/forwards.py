@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -56,17 +56,18 @@ class Training(NamedTuple):
     other: bool
 
 
-def looked_at_training(module: nn.Module, x: Inputs, outputs: Tensor) -> Training:
+def looked_at_training(module: nn.Module, x: Inputs, outputs: Tensor, trainable: Collection[str]) -> Training:
     """Look at a step of training, forward and backward; the examples, the module and the generators are left as they were.
 
     Args:
         module: A copy as `own_copy(train=True)` makes it.
         x: Inputs of N examples.
         outputs: What the module gives for them in evaluation mode, [N, O].
+        trainable: Names of the parameters that are not frozen.
     """
     with _untouched(module) as before, torch.enable_grad():
         seen = each(Tensor.clone, x)
-        leaves = {name: p.detach().requires_grad_() for name, p in module.named_parameters()}
+        leaves = {name: p.detach().requires_grad_() for name, p in module.named_parameters() if name in trainable}
         with Addressed(0) as forward:
             found = call_at(module, leaves, seen)
         drew = forward.drawn > 0
@@ -81,6 +82,9 @@ def looked_at_training(module: nn.Module, x: Inputs, outputs: Tensor) -> Trainin
                 drew,
                 True,
             )
+        if not found.requires_grad:
+            fault = "gives outputs without gradients in training, as under torch.no_grad() or after .detach(); leave that out"
+            return Training(fault, drew, True)
         with Addressed(1) as backward:
             torch.autograd.grad(found.sum(), list(leaves.values()), allow_unused=True)
         if backward.drawn or next(_effects(module, before), ""):

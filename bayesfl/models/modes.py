@@ -14,6 +14,7 @@ STATISTICS = ("running_mean", "running_var")
 _LOCAL = threading.local()
 _DRAWING: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 _OTHER: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+_NOTED: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
 
 def norms(module: nn.Module) -> dict[str, nn.Module]:
@@ -31,10 +32,16 @@ def draws(module: nn.Module) -> bool:
 
 def note(module: nn.Module, *, draws: bool, other: bool) -> None:
     """Remember what a module was seen to do in training: to draw random numbers, as by F.dropout, or something else than in evaluation."""
+    _NOTED.add(module)
     if draws:
         _DRAWING.add(module)
     if other:
         _OTHER.add(module)
+
+
+def noted(module: nn.Module) -> bool:
+    """Say whether it has been noted in this process what a module does in training."""
+    return module in _NOTED
 
 
 def _rate(part: nn.Module) -> float:
@@ -57,15 +64,20 @@ def in_training(module: nn.Module) -> nn.Module:
     """
     made = copied(module)
     for part in norms(made).values():
-        part.register_forward_pre_hook(_mode)
+        part.register_forward_pre_hook(_mode, with_kwargs=True)
+        part.register_forward_hook(_restored, always_call=True)
     return made
 
 
-def _mode(norm: nn.Module, args: tuple[Any, ...]) -> None:
-    x: Tensor = args[0]
+def _mode(norm: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+    x: Tensor = args[0] if args else named["input"]
     channels = x.shape[1] if x.dim() > 1 else 1
     spread = isinstance(norm, nn.modules.instancenorm._InstanceNorm)
     norm.training = x.numel() // channels // (len(x) if spread else 1) > 1
+
+
+def _restored(norm: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+    norm.training = True
 
 
 def own_copy(module: nn.Module, like: Tensor, *, train: bool = False) -> nn.Module:

@@ -104,3 +104,14 @@ def test_generators_that_go_on_are_refused():
     own = torch.Generator()
     with pytest.raises(ValueError, match=r"aten.rand.*a generator of its own.*leave generator= out"):
         drawn(lambda: torch.rand(3, generator=own), 1)
+
+
+def test_what_is_off_draws_nothing():
+    """In evaluation, or at a rate of 0, layers need no address; in training they have one."""
+    for layer, x in ((nn.RReLU(), X), (nn.Dropout(0.5), X), (nn.LSTM(3, 2, num_layers=2, dropout=0.5), torch.ones(4, 2, 3))):
+        with Addressed(1) as context:
+            layer.eval()(x)
+        assert not context.drawn
+        with Addressed(1) as context:
+            layer.train()(x)
+        assert context.drawn

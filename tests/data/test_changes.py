@@ -91,6 +91,7 @@ OWN, COUNTS = torch.Generator(), itertools.count()
     [
         (lambda x: x[:, :, 1:-1], r"^augment makes examples of shape \(2, 4, 6\) of \(2, 6, 6\).*pad"),
         (lambda x: x[1:], r"^augment\(x\) has shape \[3, 2, 6, 6\] for 4 rows"),
+        (lambda x: (x, x), r"^augment makes a tuple of 2 of one tensor"),
         (writes, r"^augment writes into its input"),
         (lambda x: x > 0, r"^augment makes torch\.bool of x, torch\.uint8; .*data\.transformed"),
         (lambda x: x + torch.rand(1, generator=OWN), r"a generator of its own"),

@@ -73,6 +73,25 @@ def test_a_token_that_an_embedding_lacks(split, value, words, kind):
         simulate()
 
 
+def test_columns_that_have_embeddings_of_their_own():
+    """A number that is small beside another column's is beyond the rows of its own."""
+
+    class Columns(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two, self.last = nn.Embedding(100, 2), nn.Embedding(5, 2), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(torch.cat([self.one(x[:, 0]), self.two(x[:, 1])], 1))
+
+    ids = np.arange(300) % 2
+    x = np.stack([np.arange(300) % 100, np.arange(300) % 5], 1)
+    bf.simulate(bf.algorithms.fedavg(Columns()), bf.data.from_arrays(x, ids, client_ids=ids), **ONCE)
+    x[150, 1] = 7
+    with pytest.raises(ValueError, match="embedding's rows"):
+        bf.simulate(bf.algorithms.fedavg(Columns()), bf.data.from_arrays(x, ids, client_ids=ids), **ONCE)
+
+
 class Dropping(nn.Module):
     """Dropout as a function, which no list of layers shows."""
 

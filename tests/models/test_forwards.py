@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bayesfl.models.forwards import in_rows, looked_at
+from bayesfl.models.forwards import in_rows, looked_at, looked_at_training
 
 
 class After(nn.Module):
@@ -70,3 +70,14 @@ def test_outputs_of_another_kind_are_returned_as_they_are():
         outputs, fault = looked_at(After(after), x)
         assert not fault
         assert not in_rows(outputs, x)
+
+
+def test_training_without_gradients_is_named():
+    """Outputs that lead back to no weight; weights that are frozen, of whole numbers even, need none."""
+    x = torch.randn(8, 4)
+    detached = After(lambda module, x: x.detach() if module.training else x).requires_grad_(False)
+    names = [name for name, _ in detached.named_parameters()]
+    assert "gives outputs without gradients" in looked_at_training(detached, x, looked_at(detached, x)[0], names).fault
+    frozen = After(lambda module, x: x + module.table.sum()).requires_grad_(False)
+    frozen.table = nn.Parameter(torch.arange(3, dtype=torch.int8), requires_grad=False)
+    assert not looked_at_training(frozen, x, looked_at(frozen, x)[0], names).fault

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import bayesfl as bf
 from bayesfl.base.addressed import Addressed
 from bayesfl.base.random import Purpose, generator, key
+from bayesfl.composition import Energy
 from bayesfl.composition.phases import Once
 from bayesfl.data import FederatedData
 from bayesfl.models.modes import draws, lively, norms
@@ -290,3 +291,63 @@ def test_another_forward_in_training(data: FederatedData):
     assert_close(found.predict().client(0).probs, F.linear(x, *wanted).softmax(-1).detach(), rtol=0, atol=1e-12)
     with pytest.raises(ValueError, match=r"cannot train"):
         run(bf.algorithms.fedavg(scaled), data, 1, "reference")
+
+
+class Hidden(nn.Module):
+    """Dropout as a function, which no layer shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.dropout(self.body(x).relu(), 0.5, self.training))
+
+
+def test_draws_of_a_loaded_run_have_addresses(tmp_path, data: FederatedData):
+    """Where this process has not trained the model, clients that join still draw what they draw beside the run itself."""
+
+    def method() -> bf.Algorithm:
+        return bf.algorithms.fedper(seeded(Hidden), epochs=2)
+
+    newcomers = federation(sizes=(9, 12))
+    told = bf.simulate(method(), data, rounds=1, evaluate_every=None, progress=False)
+    told.save(tmp_path)
+    wanted = told.adapt(newcomers).private["head"]["loc"]
+    for seed in (1, 2):
+        loaded = bf.load(tmp_path, method(), data)
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            assert torch.equal(loaded.adapt(newcomers).private["head"]["loc"], wanted)
+
+
+def test_norms_with_one_example_and_named_inputs(data: FederatedData):
+    """A client of one example trains; a norm called by name is as one called by place."""
+
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.norm, self.last = nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.norm(input=self.first(x)).relu())
+
+    placed = network(0.0)
+    made = seeded(Named)
+    made.first, made.norm, made.last = placed[0], placed[1], placed[4]  # pyright: ignore[reportIndexIssue] (a Sequential)
+    one = federation(sizes=(1, 1))
+    for clients in (data, one):
+        ends = [
+            bf.simulate(bf.algorithms.fedavg(model, epochs=2, batch_size=10), clients, rounds=1, evaluate_every=None, progress=False)
+            for model in (made, placed)
+        ]
+        for name in ("w", "w_buffers"):
+            assert torch.equal(*(end.server[name]["loc"] for end in ends))
+
+
+def test_a_norm_has_one_owner():
+    """Blocks that share out a norm's weight and bias would each have its statistics."""
+    whole = Energy(("w", "b"), ("w", "b"), likelihood="mean")
+    blocks = {"w": bf.Block("*.weight"), "b": bf.Block("*.bias")}
+    with pytest.raises(ValueError, match=r"block 'w' covers some of \['1.weight', '1.bias'\].*norm '1'"):
+        bf.Algorithm(network(), blocks, (bf.Descend(whole, epochs=1, batch_size=4),), parts=("w", "b"))
