@@ -1,8 +1,11 @@
-"""Scalar functions that stay accurate at the ends of their range."""
+"""Functions that stay accurate at the ends of their range, and passes over long tensors that copy nothing."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+PIECE = 2**16
+"""Numbers that are added at once."""
 
 
 def inverse_softplus(scale: Tensor) -> Tensor:
@@ -20,3 +23,20 @@ def log_softplus(rho: Tensor) -> Tensor:
     """
     low = rho.clamp(max=-15.0)
     return torch.where(rho < -15.0, low - 0.5 * low.exp(), F.softplus(rho.clamp(min=-15.0)).log())
+
+
+def add_row(total: Tensor, row: Tensor, weight: float) -> None:
+    """Add weight * row [...] to `total` [...] in float64, in pieces, so that no copy of a long row in float64 has to be made."""
+    if row.numel() <= PIECE or not row.is_contiguous():
+        total.add_(row, alpha=weight)
+        return
+    for into, piece in zip(total.view(-1).split(PIECE), row.view(-1).split(PIECE), strict=True):
+        into.add_(piece.double(), alpha=weight)
+
+
+def finite(t: Tensor) -> bool:
+    """Say whether all entries are finite.
+
+    A sum takes one pass and is finite only if all its terms are; large finite terms may overflow, so other sums are checked by entry.
+    """
+    return bool(t.sum().isfinite()) or bool(t.isfinite().all())

@@ -32,14 +32,6 @@ def shapes(tree: Mapping[str, Any]) -> dict[str, tuple[torch.dtype, tuple[int, .
     return {name: (t.dtype, tuple(t.shape)) for name, t in flatten(tree).items()}
 
 
-def finite(t: Tensor) -> bool:
-    """Say whether all entries are finite.
-
-    A sum takes one pass and is finite only if all its terms are; large finite terms may overflow, so other sums are checked by entry.
-    """
-    return bool(t.sum().isfinite()) or bool(t.isfinite().all())
-
-
 def detached(tree: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return a nest's tensors under their dotted names, sorted by name: contiguous copies on the CPU that share no memory."""
     return {name: t.detach().cpu().clone(memory_format=torch.contiguous_format) for name, t in sorted(flatten(tree).items())}

@@ -17,12 +17,9 @@ import torch
 from torch import Tensor
 
 from bayesfl.base.checks import number
-from bayesfl.base.numerics import inverse_softplus
+from bayesfl.base.numerics import add_row, inverse_softplus
 from bayesfl.base.protocols import AdditivePool, Server, Tensors, Uplink, Weight
 from bayesfl.posteriors import MeanField
-
-PIECE = 2**16
-"""Numbers that are added at once."""
 
 
 def by_size(server: Server, uplink: Uplink) -> Tensor:
@@ -51,15 +48,6 @@ def counted(weight: Weight, server: Server, uplink: Uplink, name: str) -> Tensor
     return found.double()
 
 
-def _add_row(total: Tensor, row: Tensor, weight: float) -> None:
-    """Add weight * row to `total` [...] in float64, in pieces, so that no copy of a long row in float64 has to be made."""
-    if row.numel() <= PIECE or not row.is_contiguous():
-        total.add_(row, alpha=weight)
-        return
-    for into, piece in zip(total.view(-1).split(PIECE), row.view(-1).split(PIECE), strict=True):
-        into.add_(piece.double(), alpha=weight)
-
-
 def _add(total: Tensors | None, summands: dict[str, tuple[Tensor, Tensor]]) -> Tensors:
     """Add weight * value to `total`, client after client: {name: (weight [C], or [C, M] for copies, value [C, ...])}."""
     if total is None:
@@ -67,7 +55,7 @@ def _add(total: Tensors | None, summands: dict[str, tuple[Tensor, Tensor]]) -> T
     for key, (weight, value) in summands.items():
         if weight.dim() == 1:
             for w, row in zip(weight.tolist(), value, strict=True):
-                _add_row(total[key], row, w)
+                add_row(total[key], row, w)
         else:
             for w, row in zip(weight, value, strict=True):
                 total[key].addcmul_(row.double(), w.view(*w.shape, *[1] * (row.dim() - w.dim())))

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from bayesfl.base.checks import number, whole
+from bayesfl.base.numerics import finite
 from bayesfl.base.protocols import Tensors
-from bayesfl.base.trees import finite
 from bayesfl.federation.errors import FailedRound, SmallCohort, TooFewClients
 
 log = logging.getLogger(__name__)

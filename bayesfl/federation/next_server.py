@@ -6,8 +6,9 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from bayesfl.base.numerics import finite
 from bayesfl.base.protocols import Server
-from bayesfl.base.trees import alike, finite, flatten, shapes
+from bayesfl.base.trees import alike, flatten, shapes
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.federation.errors import DivergenceError
 from bayesfl.federation.result import Result

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
-from bayesfl.base.numerics import inverse_softplus, log_softplus
+from bayesfl.base.numerics import finite, inverse_softplus, log_softplus
 
 SCALES = torch.logspace(-12, 4, 129, dtype=torch.float64)
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5}
@@ -69,3 +69,12 @@ def test_derivative_of_inverse_softplus(dtype):
     (slope,) = torch.autograd.grad(inverse_softplus(scales).sum(), scales)
     assert slope.isfinite().all()
     assert_close(slope.double(), -1 / torch.expm1(-scales.detach().double()), rtol=TOLERANCES[dtype], atol=0)
+
+
+def test_finite():
+    """Sums that overflow, empty tensors and whole numbers are finite; NaN and infinity anywhere are not."""
+    for t in (torch.full((9,), 3e38), torch.empty(0), torch.tensor(2), torch.ones(2, 3)):
+        assert finite(t)
+    for bad in (float("nan"), float("inf"), -float("inf")):
+        assert not finite(torch.tensor([[1.0, bad], [2.0, 3.0]]))
+    assert not finite(torch.tensor([float("inf"), -float("inf")]))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bayesfl.base.trees import detached, finite, flatten, nest
+from bayesfl.base.trees import detached, flatten, nest
 
 
 def test_there_and_back():
@@ -38,12 +38,3 @@ def test_detached_tensors_share_no_memory():
     assert not found["b"].requires_grad
     found["b"].zero_()
     assert torch.equal(found["a.c"], base)
-
-
-def test_finite():
-    """Sums that overflow, empty tensors and whole numbers are finite; NaN and infinity anywhere are not."""
-    for t in (torch.full((9,), 3e38), torch.empty(0), torch.tensor(2), torch.ones(2, 3)):
-        assert finite(t)
-    for bad in (float("nan"), float("inf"), -float("inf")):
-        assert not finite(torch.tensor([[1.0, bad], [2.0, 3.0]]))
-    assert not finite(torch.tensor([float("inf"), -float("inf")]))

@@ -221,4 +221,4 @@ def test_what_a_repeat_cannot_hold():
         Repeat(())
     for inner in (Repeat((step,)), replace(step, batch_size=7)):
         with pytest.raises(ValueError, match=r"Repeat .*batch.*got (Repeat|Descend)"):
-            Repeat((inner,))  # type: ignore[arg-type]
+            Repeat((inner,))  # type: ignore[arg-type]  # what it refuses
