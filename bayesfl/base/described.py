@@ -22,8 +22,8 @@ DEPTH = 40  # deepest level of nested values that is described
 def described(value: Any, path: tuple[int, ...] = ()) -> Any:
     """Return a JSON-able description of any value, without memory addresses; values inside themselves or nested too deeply are cut off.
 
-    A function is described by its name and by what it closes over, has as defaults or is partially applied to, not by its code: two lambdas
-    of one function differ only where they close over something else. A module is described by its layers and their numbers.
+    A function is described by its name and by what it closes over, has as defaults or is partially applied to, not by its code,
+    which `bayesfl.base.function_code` reads. A module is described by its layers and their numbers.
     """
     if isinstance(value, np.generic):
         value = value.item()
@@ -63,7 +63,7 @@ def described(value: Any, path: tuple[int, ...] = ()) -> Any:
     if not hasattr(value, "__qualname__"):
         return _attributes(value, inner)
     # The values in a closure are part of what a function computes: a prior's strength, a schedule's rate.
-    cells = [_contents(cell) for cell in getattr(value, "__closure__", None) or ()]
+    cells = [contents(cell) for cell in getattr(value, "__closure__", None) or ()]
     more = [getattr(value, key, None) for key in ("__defaults__", "__kwdefaults__", "__wrapped__")]
     return [value.__qualname__, *(inner(part) for part in (*cells, *more) if part is not None)]
 
@@ -75,7 +75,8 @@ def _attributes(value: Any, inner: Callable[[Any], Any]) -> Any:
     return {"type": type(value).__qualname__, **inner(getattr(value, "__dict__", {}))}
 
 
-def _contents(cell: types.CellType) -> Any:
+def contents(cell: types.CellType) -> Any:
+    """Return what a cell of a closure holds; None while it is empty."""
     try:
         return cell.cell_contents
     except ValueError:  # not filled yet

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bayesfl.base.checks import whole
-from bayesfl.base.described import described
+from bayesfl.base.function_code import digest_of_code, function_identity
 from bayesfl.base.inputs import Shapes, first, named
 from bayesfl.base.random import Purpose, generator
 from bayesfl.data.changes import check_augment, check_transform
@@ -226,9 +226,18 @@ class FederatedData:
     def hash(self) -> str:
         """Return the SHA-256 over the recipe, the partition and the data, the same on every platform, device and precision.
 
-        Of a transform or an augmentation it covers the function's name and what it closes over, has as defaults or is partially applied to,
-        not its code: of `lambda x: x / 255` and `lambda x: x / 2` at the top of a script it knows no difference.
+        Of a transform or an augmentation it covers what `bayesfl.base.function_code.digest_of_code` does: code and the values that it
+        reads, not names and comments. Such a hash belongs to one version of Python, as 3.11; a run saved under another is loaded with a
+        warning.
         """
+        splits = sorted(self.splits.items())
+        changes = {(name, kind): getattr(split, kind) for name, split in splits for kind in ("transform", "augment")}
+        done = [[*key, digest_of_code(change)] for key, change in changes.items() if change is not None]
+        return hashlib.sha256((self.rows_hash + json.dumps(done)).encode()).hexdigest() if done else self.rows_hash
+
+    @cached_property
+    def rows_hash(self) -> str:
+        """Return the hash of the same data without transform and augmentation."""
         recipe = {"recipe": dict(self.recipe), "outputs": self.outputs, "task": self.task, "splits": sorted(self.splits)}
         digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode())
         for _, split in sorted(self.splits.items()):
@@ -238,9 +247,6 @@ class FederatedData:
             digest.update(digest_of_inputs(split.x).encode())
             if split.environment is not None:
                 digest.update(digest_of(split.environment).encode())
-            for name, change in (("transform", split.transform), ("augment", split.augment)):
-                if change is not None:
-                    digest.update(json.dumps({name: described(change)}, sort_keys=True).encode())
         return digest.hexdigest()
 
     @cached_property
@@ -249,8 +255,11 @@ class FederatedData:
         counts = tuple(self.train.counts.tolist())
         names = (self.client_names, counts, self.inputs, self.outputs, self.task, self.class_names, self.columns)
         tensors = {name: (str(t.dtype).removeprefix("torch."), tuple(t.shape[1:])) for name, t in named(self.train.x)}
-        transform = None if self.train.transform is None else described(self.train.transform)
-        return Outline(*names, source=self.source.name, hash=self.hash, tensors=tensors, transform=transform)
+        done = {
+            name: None if change is None else function_identity(change)
+            for name, change in (("transform", self.train.transform), ("augment", self.train.augment))
+        }
+        return Outline(*names, source=self.source.name, hash=self.hash, rows=self.rows_hash, tensors=tensors, **done)
 
     def select(self, ids: Iterable[int | str]) -> "FederatedData":
         """Return a federation of some clients only, in that order, numbered from 0.

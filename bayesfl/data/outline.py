@@ -28,7 +28,9 @@ class Outline:
         hash: SHA-256 over recipe, partition and data, see `FederatedData.hash`.
         tensors: Type and shape of one example of every tensor as it is stored, by the expression that finds it; None where it is not
             known, in runs saved by earlier versions, whose inputs were one tensor of floats.
-        transform: Description of what is done to inputs whenever they are read; None for nothing.
+        transform: Identity of what is done to inputs whenever they are read, see `function_identity`; None for nothing.
+        augment: The same of what is done to them in training alone.
+        rows: As `hash`, without what is done to the inputs; None in runs saved by earlier versions.
     """
 
     client_names: tuple[str, ...]
@@ -42,6 +44,8 @@ class Outline:
     hash: str
     tensors: Mapping[str, tuple[str, tuple[int, ...]]] | None = None
     transform: Any = None
+    augment: Any = None
+    rows: str | None = None
 
     @property
     def clients(self) -> int:

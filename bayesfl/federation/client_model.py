@@ -27,7 +27,7 @@ from bayesfl.federation import checkpoint, predict
 from bayesfl.federation.client import State, private_rows
 from bayesfl.federation.client_files import FILE, now, only_file
 from bayesfl.federation.errors import CheckpointError
-from bayesfl.federation.form import Form, check_transform
+from bayesfl.federation.form import Form, check_function
 from bayesfl.federation.identity import check_method, identity
 from bayesfl.federation.modules import module_at
 from bayesfl.federation.settings import DTYPES, METHOD, name_of, present
@@ -260,8 +260,8 @@ def of_client(
         form = Form.of(data.train)
     elif data.transform is not None:
         raise ValueError(
-            f"{name!r} predicts for what the transform {data.transform} makes of rows, and this result was loaded without the data, which "
-            "have it; bf.load(path, algorithm, clients) loads it with them"
+            f"{name!r} predicts for what the transform {data.transform['function']} makes of rows, and this result was loaded without the "
+            "data, which have it; bf.load(path, algorithm, clients) loads it with them"
         )
     else:
         form = Form.of_floats(data.inputs) if data.tensors is None else Form.read({"tensors": data.tensors}, None)
@@ -285,7 +285,10 @@ def load_client(
         TypeError: `algorithm` is no `Algorithm`, `transform` is no function, or `path` is neither text nor a path.
         ValueError: The device is absent, or `path` is empty.
         CheckpointError: There is no model of a client, or several clients', or several of which none says that it was written last; or the
-            file is damaged, or was made with another method or another transform.
+            file is damaged, or was made with another method or another transform, told by its code, see `FederatedData.hash`.
+
+    Warns:
+        UserWarning: The file was written under another version of Python, so that transforms are told by their names and numbers alone.
     """
     instance("algorithm", algorithm, Algorithm, METHOD)
     file = only_file(folder("path", path))
@@ -314,7 +317,7 @@ def load_client(
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise CheckpointError(f"{str(file)!r} is no client's model of this version: {type(error).__name__}, {error}") from error
     check_method(f"{str(file)!r}", made_with, algorithm)
-    check_transform(f"{str(file)!r}", made_by, transform)
+    check_function(f"{str(file)!r}", "transform", made_by, transform)
     try:
         wanted, found = shapes(_start(algorithm, DTYPES[meta["dtype"]])), shapes(made.view)
         if wrong := sorted(key for key in wanted.keys() | found.keys() if wanted.get(key) != found.get(key)):

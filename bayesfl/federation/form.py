@@ -1,6 +1,7 @@
 """The form of inputs as their owners have them, before the transform: what new rows must look like, and what is made of them."""
 
 import json
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bayesfl.base.described import described
+from bayesfl.base.function_code import function_identity
 from bayesfl.base.inputs import Inputs, Shapes, count, named, shape_of, unnamed
 from bayesfl.data.conversion import to_inputs
 from bayesfl.data.split import Change, ClientData
@@ -45,9 +46,9 @@ class Form:
         return cls({"x": (torch.float32, inputs)})
 
     def described(self) -> dict[str, Any]:
-        """Return what JSON can write of the form: of the transform its description, not its code."""
+        """Return what JSON can write of the form: of the transform its name and digests, not its code."""
         tensors = {name: [str(dtype).removeprefix("torch."), list(shape)] for name, (dtype, shape) in self.tensors.items()}
-        return {"tensors": tensors, "transform": None if self.transform is None else described(self.transform)}
+        return {"tensors": tensors, "transform": None if self.transform is None else function_identity(self.transform)}
 
     @classmethod
     def read(cls, found: Mapping[str, Any], transform: Change | None) -> "Form":
@@ -116,29 +117,45 @@ class Form:
         return own
 
 
-def check_transform(what: str, saved: Any, given: Change | None) -> None:
-    """Check by its description that a transform is the one with which a saved model was made.
+def check_function(what: str, name: str, saved: Any, given: Change | None) -> None:
+    """Check that a transform or an augmentation is the one with which a saved model was made.
 
     Args:
         what: The model's name, which begins the error message.
-        saved: Description of the transform with which it was made; None for none.
-        given: The transform for which it is loaded.
+        name: `transform` or `augment`.
+        saved: Identity of the function with which it was made, see `function_identity`; None for none.
+        given: The function for which it is loaded.
 
     Raises:
         TypeError: `given` is no function.
         CheckpointError: The two differ, or there is only one of them.
+
+    Warns:
+        UserWarning: The model was made under another version of Python, so that the functions' code cannot be compared.
     """
     if given is not None and not callable(given):
-        raise TypeError(f"transform must be a function of inputs to inputs, got {type(given).__name__}; pass that of the federation")
-    now = None if given is None else json.loads(json.dumps(described(given)))
-    if saved is not None and now is None:
-        raise CheckpointError(
-            f"{what} was trained on what the transform {saved} makes of inputs; pass it as transform=, a file holds no code"
+        raise TypeError(f"{name} must be a function of inputs to inputs, got {type(given).__name__}; pass that of the federation")
+    saved, now = json.loads(json.dumps([saved, None if given is None else function_identity(given)]))  # lists where either has tuples
+    if saved is not None and not (isinstance(saved, Mapping) and saved.keys() >= {"function", "code", "python"}):
+        raise CheckpointError(f"{what} does not say by code which {name} it was made with, {saved}; make it again with this version")
+    if now is None:
+        if saved is None:
+            return
+        raise CheckpointError(f"{what} was made with the {name} {saved['function']}, got none; give the same, a file holds no code")
+    if saved is None:
+        raise CheckpointError(f"{what} was made without a {name}, got {now['function']}; leave it out")
+    if saved["python"] == now["python"]:
+        if saved["code"] != now["code"]:
+            code = ", which reads other code or other values" if saved["function"] == now["function"] else ""
+            raise CheckpointError(f"{what} was made with the {name} {saved['function']}, got {now['function']}{code}; give that one")
+    elif saved["function"] != now["function"]:
+        raise CheckpointError(f"{what} was made with the {name} {saved['function']}, got {now['function']}; give that one")
+    else:
+        warnings.warn(
+            f"{what} was made under Python {saved['python']}, and this is {now['python']}: whether the {name} {now['function']} still "
+            "computes the same cannot be seen; compare predictions with those made before",
+            stacklevel=3,
         )
-    if saved is None and now is not None:
-        raise CheckpointError(f"{what} was trained on inputs without a transform, got transform={now}; leave it out")
-    if saved != now:
-        raise CheckpointError(f"{what} was trained on what the transform {saved} makes of inputs, got transform={now}; pass that one")
 
 
 def _kind(dtype: torch.dtype) -> str:

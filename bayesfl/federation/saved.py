@@ -18,6 +18,7 @@ from bayesfl.engine import Engine
 from bayesfl.evaluation.history import History
 from bayesfl.federation import checkpoint
 from bayesfl.federation.errors import CheckpointError
+from bayesfl.federation.form import check_function
 from bayesfl.federation.identity import check_method, check_network, identity
 from bayesfl.federation.result import Chosen, Result, reading
 from bayesfl.federation.settings import DTYPES, METHOD, Settings, of_a_run, present, same_problem
@@ -46,7 +47,9 @@ def load(
     if clients is not None:
         of_a_run(algorithm, clients)
     result, made_with, made_on, before = _read(path, algorithm, clients, present(device))
-    _check_same(f"{str(path)!r}", made_with, made_on, algorithm, result.known)
+    check_method(f"{str(path)!r}", made_with, algorithm)
+    if clients is not None:
+        _check_data(f"{str(path)!r}", made_on, before, clients)
     if clients is not None and before is not None:
         same_problem("clients", clients, before)
     return _checked(path, result)
@@ -125,7 +128,9 @@ def same_run(result: Result, algorithm: Algorithm, clients: FederatedData) -> Re
         CheckpointError: `result` was made with another method or on other data.
         ValueError: The data's columns or classes have other names, or another order.
     """
-    _check_same("the result", identity(result.algorithm), result.known.hash, algorithm, clients)
+    check_method("the result", identity(result.algorithm), algorithm)
+    before = result.known if isinstance(result.known, Outline) else result.known.outline
+    _check_data("the result", before.hash, before, clients)
     same_problem("clients", clients, result.known)
     return replace(result, known=clients)
 
@@ -172,9 +177,13 @@ def check_state(
         )
 
 
-def _check_same(what: str, made_with: dict[str, Any], made_on: str, algorithm: Algorithm, clients: FederatedData | Outline) -> None:
-    check_method(what, made_with, algorithm)
-    if made_on != clients.hash:
+def _check_data(what: str, made_on: str, before: Outline | None, clients: FederatedData) -> None:
+    """Check by their hash that data are those on which a run was made; where only a function differs, name it."""
+    if made_on == clients.hash:
+        return
+    if before is None or before.rows != clients.rows_hash:
         raise CheckpointError(
             f"{what} was made on other data (hash {made_on[:12]}, given {clients.hash[:12]}); give the same recipe and seed"
         )
+    check_function(what, "transform", before.transform, clients.train.transform)
+    check_function(what, "augment", before.augment, clients.train.augment)

@@ -286,7 +286,7 @@ def _scaled(x, by=255.0):
 
 
 def test_the_hash_knows_what_is_done_to_inputs():
-    """By name, defaults, closures and what is partially applied; not by address, nor by code."""
+    """By code and what it reads, not by name; whether it is done in training alone; and the rows' hash does not know it."""
     data = images()
 
     def over(by):
@@ -295,14 +295,23 @@ def test_the_hash_knows_what_is_done_to_inputs():
     def turned(x):
         return x.flip(-1)
 
+    def flipped(x):
+        return x.flip(-1)
+
     halves = functools.partial(_scaled, by=2.0)
     layer = torch.nn.Linear(4, 4).eval()
     made = [data, *(data.transformed(f) for f in (_scaled, halves, over(2.0), over(3.0), lambda x: layer(x.float())))]
-    made += [data.augmented(turned), data.transformed(_scaled).augmented(turned)]
+    made += [data.augmented(turned), data.transformed(_scaled).augmented(turned), data.transformed(lambda x: x / 255)]
+    made += [data.transformed(lambda x: x / 254)]
     assert len({one.hash for one in made}) == len(made)
     alone = images(test_share=0)
     assert alone.transformed(turned).hash != alone.augmented(turned).hash
     assert data.transformed(over(2.0)).hash == images().transformed(over(2.0)).hash
+    assert data.augmented(turned).hash == data.augmented(flipped).hash
+    assert {one.rows_hash for one in made} == {data.hash}
+    assert made[-1].outline.rows == data.hash
+    assert (data.outline.transform, data.outline.augment) == (None, None)
+    assert made[6].outline.augment["function"][0].endswith("turned")
 
 
 def test_the_leaf_and_the_client_with_bad_numbers_are_named():

@@ -1,5 +1,6 @@
 """One client's own model: what it takes and refuses, as a module, as files, on its own."""
 
+import types
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -461,7 +462,7 @@ def test_rows_come_before_the_transform(pictures: Result, tmp_path: Path):
 
 
 def test_a_file_needs_the_transform_that_it_was_made_with(pictures: Result, ditto: Result, tmp_path: Path):
-    """It holds its description; another one, or none, is refused with both."""
+    """It holds its identity; another one, or none, is refused with both, and another code under the same name."""
     split, method = pictures.data.test, pictures.algorithm
     x = split.x[split.rows(0)]  # type: ignore[index]
     pictures.client(0).save(tmp_path / "one")
@@ -469,14 +470,17 @@ def test_a_file_needs_the_transform_that_it_was_made_with(pictures: Result, ditt
     assert torch.equal(loaded.predict(x).probs, pictures.client(0).predict(x).probs)  # type: ignore[arg-type]
     loaded.save(tmp_path / "again")
     assert bf.load_client(tmp_path / "again", method, transform=bright).form.transform is bright
-    with pytest.raises(CheckpointError, match=r"one.*the transform \['bright'\] makes of inputs; pass it as transform="):
+    with pytest.raises(CheckpointError, match=r"one.*the transform \['bright'\], got none; give the same, a file"):
         bf.load_client(tmp_path / "one", method)
-    with pytest.raises(CheckpointError, match=r"the transform \['bright'\] .*got transform=\['dark'"):
+    with pytest.raises(CheckpointError, match=r"the transform \['bright'\], got \['dark'\]; give that one"):
         bf.load_client(tmp_path / "one", method, transform=dark)
+    other = types.FunctionType(dark.__code__.replace(co_qualname="bright"), globals())
+    with pytest.raises(CheckpointError, match=r"the transform \['bright'\], got \['bright'\], which reads other code or other values"):
+        bf.load_client(tmp_path / "one", method, transform=other)
     with pytest.raises(TypeError, match=r"transform must be a function .*got str"):
         bf.load_client(tmp_path / "one", method, transform="bright")  # type: ignore[arg-type]
     ditto.client(0).save(tmp_path / "two")
-    with pytest.raises(CheckpointError, match=r"without a transform, got transform=\['bright'\]; leave it out"):
+    with pytest.raises(CheckpointError, match=r"without a transform, got \['bright'\]; leave it out"):
         bf.load_client(tmp_path / "two", ditto.algorithm, transform=bright)
 
 

@@ -2,8 +2,10 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import bayesfl as bf
@@ -41,6 +43,41 @@ def test_other_data_are_refused(saved: Path, clients):
     """By the hash of the partition."""
     with pytest.raises(CheckpointError, match="other data"):
         bf.load(saved, algorithm(), clients.select([1, 0, 2, 3, 4, 5, 6]))
+
+
+def test_another_function_of_inputs_is_named(clients, tmp_path: Path):
+    """The transform or the augmentation that differs, in code alone too; the same ones under other names are taken."""
+    method = bf.algorithms.fedavg(bf.models.mlp(8, hidden=4, outputs=3), epochs=1)
+    once: dict[str, Any] = {"rounds": 1, "evaluate_every": None, "progress": False}
+    made = clients.transformed(lambda x: x / 255).augmented(lambda x: x + torch.randn(len(x), 1))
+    result = bf.simulate(method, made, **once)
+    result.save(tmp_path)
+
+    def noise(x):
+        return x + torch.randn(len(x), 1)
+
+    def less(x):
+        return x + torch.randn(len(x), 1) / 2
+
+    def scaled(x):
+        return x / 255
+
+    again = clients.transformed(scaled).augmented(noise)
+    assert bf.load(tmp_path, method, again).data is again
+    for other, words in (
+        (clients.transformed(lambda x: x / 254).augmented(noise), "the transform .*which reads other code or other values"),
+        (clients.transformed(scaled).augmented(less), r"the augment \['.*<lambda>'\], got \['.*less'\]; give that"),
+        (clients.transformed(scaled), "the augment .*got none; give the same"),
+        (clients.augmented(noise), "the transform .*got none; give the same"),
+        (clients.select([1, 0, 2, 3, 4, 5, 6]).transformed(scaled).augmented(noise), "other data"),
+    ):
+        for refused in (
+            lambda other=other: bf.load(tmp_path, method, other),
+            lambda other=other: bf.simulate(method, other, **once | {"rounds": 2}, resume=tmp_path),
+            lambda other=other: bf.simulate(method, other, **once | {"rounds": 2}, resume=result),
+        ):
+            with pytest.raises(CheckpointError, match=words):
+                refused()
 
 
 @pytest.mark.parametrize(
