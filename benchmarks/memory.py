@@ -142,6 +142,7 @@ def alone(target: Callable[..., None], *args: object) -> dict[str, float]:
 
     Raises:
         EOFError: The process ended before it sent them.
+        RuntimeError: It failed afterwards.
     """
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe(duplex=False)
@@ -150,6 +151,8 @@ def alone(target: Callable[..., None], *args: object) -> dict[str, float]:
     there.close()  # so that a process that fails is noticed
     figures = here.recv()
     process.join()
+    if process.exitcode:
+        raise RuntimeError(f"{target.__name__} ended with exit code {process.exitcode} after it sent its figures")
     return figures
 
 
@@ -166,6 +169,8 @@ def main() -> None:
             f"peak {figures['peak_mib']:.0f} MiB of at most {LIMIT_MIB}, 3 rounds in {figures['seconds']:.1f} s",
             flush=True,
         )
+        if figures["peak_mib"] > LIMIT_MIB:
+            raise SystemExit(f"{method} takes more memory than {LIMIT_MIB} MiB")
     count = 4_000 if quick else 60_000
     each: dict[str, list[dict[str, float]]] = {kind: [] for kind in KINDS}
     with tempfile.TemporaryDirectory() as folder:

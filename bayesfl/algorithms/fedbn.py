@@ -17,6 +17,7 @@ from bayesfl.base.checks import instance
 from bayesfl.base.protocols import Likelihood
 from bayesfl.composition import Algorithm, Block, Descend, Energy, Mean, equal
 from bayesfl.likelihoods import Categorical
+from bayesfl.models.modes import norms, trainable
 from bayesfl.optim import SGD, Rate
 
 NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
@@ -39,7 +40,8 @@ def fedbn(
     the norms are what the paper lets differ by client, and nobody else's leave their clients.
 
     Args:
-        model: Any module with norms of torch's, `nn.BatchNorm2d`, `nn.GroupNorm`, `nn.LayerNorm` and so on, that have weights.
+        model: Any module with norms of torch's, `nn.BatchNorm2d`, `nn.GroupNorm`, `nn.LayerNorm` and so on, one of which has trainable
+            weights at least; of the others the statistics alone stay with a client.
         epochs: Number of passes over a client's data each round.
         batch_size: Number of examples of a step; None for all of the client's.
         lr: Learning rate, or a schedule (round, rounds) -> rate.
@@ -50,13 +52,13 @@ def fedbn(
 
     Raises:
         TypeError: `model` is not an `nn.Module`.
-        ValueError: `model` has no norm with trainable weights, or one without them follows the statistics of batches.
+        ValueError: `model` has no norm with trainable weights.
     """
-    norms, both = _parameters(model), ("w", "norms")
+    patterns, both = _patterns(model), ("w", "norms")
     rest = {"batch_size": batch_size, "optimiser": SGD(lr, momentum, weight_decay)}
     return Algorithm(
         model,
-        {"w": Block(tuple(f"!{name}" for name in norms), pool=Mean(equal)), "norms": Block(norms, pool=None, keep=True)},
+        {"w": Block(tuple(f"!{one}" for one in patterns), pool=Mean(equal)), "norms": Block(patterns, pool=None, keep=True)},
         (Descend(Energy(both, both, likelihood="mean"), epochs=epochs, **rest),),
         parts=both,
         likelihood=likelihood,
@@ -64,21 +66,14 @@ def fedbn(
     )
 
 
-def _parameters(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of the norms' trainable weights and biases."""
+def _patterns(model: nn.Module) -> tuple[str, ...]:
+    """Return patterns of the norms: names of trainable parameters, and of modules without these that follow the statistics of batches."""
     instance("model", model, nn.Module, "build one, as torchvision.models.resnet18()")
-    found: list[str] = []
-    for name, part in model.named_modules():
-        own = [f"{name}.{leaf}".removeprefix(".") for leaf, p in part.named_parameters(recurse=False) if p.requires_grad]
-        found += own if isinstance(part, NORMS) else []
-        if isinstance(part, nn.modules.batchnorm._NormBase) and part.running_mean is not None and part.training and not own:
-            raise ValueError(
-                f"module {name!r} ({type(part).__name__}) follows the statistics of batches and has no trainable weights, by which FedBN "
-                "tells what stays with a client; pass affine=True, unfreeze it, or put it in eval mode"
-            )
-    if not found:
+    own = [leaf for name, part in model.named_modules() if isinstance(part, NORMS) for leaf in trainable(name, part)]
+    if not own:
         raise ValueError(
-            f"model {type(model).__name__} has no norm with trainable weights (nn.BatchNorm2d, nn.LayerNorm, ...), so that nothing would "
-            "stay with a client; take bf.algorithms.fedavg, or a model with norms"
+            f"model {type(model).__name__} has no norm with trainable weights (nn.BatchNorm2d, nn.LayerNorm, ...), so that no weight would "
+            "stay with a client; take bf.algorithms.fedavg, or norms with affine=True"
         )
-    return tuple(found)
+    still = [name for name, part in norms(model).items() if not trainable(name, part)]
+    return (*own, *still, *(f"{name}.running_*" for name in still))

@@ -104,7 +104,7 @@ def pieces(x: Inputs, size: int) -> Iterator[Inputs]:
     """Yield the rows in pieces of at most `size` bytes, of one row at least."""
     rows = max(1, size // row_bytes(x))
     for start in range(0, count(x), rows):
-        yield each(lambda t, start=start: t[start : start + rows], x)
+        yield at(x, slice(start, start + rows))
 
 
 def at(x: Inputs, rows: slice | Tensor) -> Inputs:

@@ -1,7 +1,7 @@
 """The layout of a block's parameters as one vector: which named tensors it covers, and views of the vector in their shapes."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import TypeAlias
 
@@ -28,6 +28,14 @@ def aliases(module: nn.Module) -> dict[str, set[str]]:
     for name, p in module.named_parameters(remove_duplicate=False):
         found.setdefault(first.setdefault(id(p), name), set()).add(name)
     return {name: names for name, names in found.items() if len(names) > 1}
+
+
+def _untrained(model: nn.Module) -> Iterator[str]:
+    """Yield the names of modules that have buffers and no trainable parameters of their own, as norms may, and of these buffers."""
+    for name, part in model.named_modules():
+        if not any(p.requires_grad for p in part.parameters(recurse=False)):
+            buffers = [f"{name}.{leaf}" for leaf, _ in part.named_buffers(recurse=False)]
+            yield from (name, *buffers) if buffers else ()
 
 
 class Layout:
@@ -81,6 +89,8 @@ class Layout:
         patterns = () if isinstance(pattern, str) else pattern
         for one in patterns:
             found = [p.requires_grad for name, p in model.named_parameters() if fnmatchcase(name, one.removeprefix("!"))]
+            if not found and any(fnmatchcase(name, one.removeprefix("!")) for name in _untrained(model)):
+                continue
             if not found or (not any(found) and not one.startswith("!")):
                 what = "matches frozen parameters alone (requires_grad=False)" if found else "matches no parameter"
                 names = [name for name, _ in model.named_parameters()][:20]

@@ -10,7 +10,7 @@ from bayesfl.base.layout import Layout, covers
 from bayesfl.base.protocols import AdditivePool
 from bayesfl.composition.block import Block, Start
 from bayesfl.composition.pools import Mean, Median, TrimmedMean
-from bayesfl.models.modes import STATISTICS, norms
+from bayesfl.models.modes import STATISTICS, norms, trainable
 
 SUFFIX = "_buffers"
 
@@ -37,7 +37,7 @@ def with_buffers(model: nn.Module, blocks: Mapping[str, Block]) -> dict[str, Blo
     plain = {name: block for name, block in blocks.items() if not isinstance(block, Buffers)}
     found: dict[str, list[str]] = {}
     for norm, part in norms(model).items():
-        own = [f"{norm}.{leaf}".removeprefix(".") for leaf, p in part.named_parameters(recurse=False) if p.requires_grad]
+        own = trainable(norm, part)
         names = own or [norm, *buffers_of(norm)]
         owners = [name for name, block in plain.items() if any(covers(block.pattern, one) for one in names)]
         if not owners:

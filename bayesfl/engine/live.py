@@ -63,7 +63,8 @@ def _forward(module: nn.Module, leaves: dict[str, Tensor], x: Inputs, lifted: bo
     out = []
     for s in range(draws):
         restart()  # the same dropout for each draw
-        weights = fixed | {name: placed(leaf[s % len(leaf)]) for name, leaf in drawn.items()}  # statistics are of copies alone
+        # Statistics have a row for each copy, not for each draw.
+        weights = fixed | {name: placed(leaf[s % len(leaf)]) for name, leaf in drawn.items()}
         out.append(call_at(module, weights, each(lambda t, s=s: placed(t[s] if lifted else t), x), tied=tied))
     return torch.stack(out).unsqueeze(0), True
 

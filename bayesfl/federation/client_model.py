@@ -107,24 +107,15 @@ class ClientModel:
             TypeError: `x` is no array.
             ValueError: `x` has other columns, other inputs or inputs of other names, rows of another shape, no rows or different numbers of
                 them, another kind of numbers (whole ones for floats) or none (complex ones, text, dates, objects), or numbers that are not
-                finite; or `draws` is not a whole number >= 0.
+                finite; or tokens beyond an embedding's rows; or `draws` is not a whole number >= 0.
         """
         refuse_changed(self.algorithm.model)
         same_columns("x", names_of(x, pooled=True), self.columns)
         rows = self.form.take(x, self.inputs, dtype=self.dtype, device=self.device)
         if draws is not None:
             whole("draws (None is the paper's number)", draws, least=0)
-        found: dict[str, Any] = predict.alone(
-            self.algorithm,
-            self.view,
-            rows,
-            client=self.client,
-            seed=self.seed,
-            round=self.round,
-            fitted=self._fitted,
-            draws=0 if self.plug_in else draws,
-            value=self.value,
-        )
+        about: dict[str, Any] = {"client": self.client, "seed": self.seed, "round": self.round, "fitted": self._fitted, "value": self.value}
+        found: dict[str, Any] = predict.alone(self.algorithm, self.view, rows, draws=0 if self.plug_in else draws, **about)
         return Predictions(mask=torch.ones(count(rows), dtype=torch.bool), **{name: t.cpu() for name, t in found.items()})
 
     def model(self) -> nn.Module:

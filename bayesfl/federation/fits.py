@@ -7,17 +7,20 @@ import torch
 from torch import Tensor, nn
 
 from bayesfl.base.copies import check_original, refuse_changed
-from bayesfl.base.inputs import Inputs, count, each, named
+from bayesfl.base.inputs import WIDE, Inputs, count, each, named
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.buffers import SUFFIX, Buffers
 from bayesfl.composition.phases import Descend, trained
 from bayesfl.data import ClientData, FederatedData
+from bayesfl.federation.remedies import remedy
 from bayesfl.likelihoods import Bernoulli
-from bayesfl.models.forwards import in_rows, looked_at, looked_at_training
+from bayesfl.models.forwards import looked_at, looked_at_training, one_row_each
 from bayesfl.models.modes import note, noted
 
 PROBE = 32  # examples on which the model's outputs are checked
 PIECE = 2**24  # bytes of whole numbers that are searched at once
+NUMBERS = (torch.int16, torch.int32, torch.int64, *WIDE)
+"""Types of tokens and codes; bytes are mostly images, in files of any size."""
 COLUMNS = 64  # whole numbers of an example that may each choose rows of an embedding of its own
 
 
@@ -53,7 +56,7 @@ def check(algorithm: Algorithm, data: FederatedData) -> None:
             f"{called} returns a {type(outputs).__name__}, not a tensor of outputs; let forward return "
             "the logits, or wrap a model of Hugging Face by bf.models.logits(model)"
         )
-    if not in_rows(outputs, x):
+    if not one_row_each(outputs, x):
         raise ValueError(
             f"{called} returns {outputs.dtype} outputs of shape {list(outputs.shape)} for {count(x)} examples; they must be floats [N, O], "
             "one row for each example: leave out a squeeze at the end, or flatten further axes"
@@ -61,9 +64,10 @@ def check(algorithm: Algorithm, data: FederatedData) -> None:
     if fault:
         raise ValueError(f"{called} is refused: its forward {fault}")
     _note_training(algorithm, data.train, x, outputs)
-    if any(isinstance(part, nn.Embedding | nn.EmbeddingBag) for part in module.modules()):
+    looks_up = any(isinstance(part, nn.Embedding | nn.EmbeddingBag) for part in module.modules())
+    if looks_up or any(t.dtype in NUMBERS for _, t in named(data.train.x)):
         for split in filter(lambda one: len(one.index), data.splits.values()):
-            for some in _extremes(split).split(PROBE):  # a number beyond an embedding's rows may stand in any row
+            for some in _extremes(split).split(PROBE):  # a number beyond an embedding's rows, also of F.embedding, may stand in any row
                 _tried(module, split, some)
     if isinstance(algorithm.likelihood, Bernoulli) and data.outputs != 2:
         remedy = "use Categorical()" if data.outputs > 2 else "if class 1 does not occur in them, make them with outputs=2"
@@ -127,7 +131,7 @@ def _tried(module: nn.Module, split: ClientData, rows: Tensor) -> tuple[Inputs, 
     try:
         return x, *looked_at(module, x)
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
-        raise ValueError(f"the model does not take inputs of shape {split.inputs} ({error}); {_remedy(str(error), x)}") from error
+        raise ValueError(f"the model does not take inputs of shape {split.inputs} ({error}); {remedy(error, x)}") from error
 
 
 def _extremes(split: ClientData) -> Tensor:
@@ -220,30 +224,3 @@ def _slope_apart(likelihood: Any, outputs: Tensor, y: Tensor, tolerance: float) 
     nll = nll.detach()
     off = max(float((slope - wanted).abs().max() / (1 + wanted.abs().max())), float(((losses - nll).abs() / (1 + nll.abs())).max()))
     return off if off > tolerance else None
-
-
-def _remedy(error: str, x: Inputs) -> str:
-    """Return what to do about an error of a model's forward, by its message."""
-    whole = [(name, t.dtype) for name, t in named(x) if not t.is_floating_point()]
-    if "index out of range" in error and whole:
-        ranges = [f"{name} {int(t.min())} to {int(t.max())}" for name, t in named(x) if not t.is_floating_point() and t.dtype != torch.bool]
-        return (
-            f"whole numbers choose an embedding's rows, from 0 to below its num_embeddings; here are {', '.join(ranges)}: build it with "
-            "more rows, or give all that are rare one number"
-        )
-    if "embedding" in error or "indices" in error:
-        return "an embedding takes whole numbers, and they stay such: pass an array of integers, as x.astype('int64')"
-    if whole and any(word in error for word in ("dtype", "Long", "Int", "Byte", "Char", "Bool", "type", "not implemented for")):
-        name, dtype = whole[0]
-        return (
-            f"{name} holds {dtype}, which stays as it is: if the model wants floats, pass {name}.astype('float32'), or make them "
-            "where they are read, as clients.transformed(lambda x: x / 255) does"
-        )
-    if "padding token" in error:
-        return "set model.config.pad_token_id, the token that fills rows up"
-    if "argument" in error:
-        return (
-            "inputs that are one array are passed as model(x), a tuple of arrays as model(*x), a mapping as model(**x): make the data in "
-            "the form that forward takes"
-        )
-    return "build it with inputs=clients.inputs"

@@ -14,6 +14,7 @@ from bayesfl.base.function_code import function_identity
 from bayesfl.base.inputs import Inputs, Shapes, count, named, shape_of, unnamed
 from bayesfl.data.conversion import to_inputs
 from bayesfl.data.split import Change, ClientData
+from bayesfl.data.tensors import not_finite
 from bayesfl.federation.errors import CheckpointError
 
 
@@ -105,16 +106,32 @@ class Form:
             wanted = ", ".join(["N", *map(str, shape)])
             raise ValueError(f"{name} must have one row or more of the shape trained on, [{wanted}], got {list(t.shape)}")
         if t.is_floating_point():
-            if not bool(t.isfinite().all()):
-                bad = int((~t.flatten(1).isfinite().all(1)).nonzero()[0]) if t.dim() > 1 else int((~t.isfinite()).nonzero()[0])
+            if (bad := not_finite(t)) is not None:
                 raise ValueError(
-                    f"{name} holds NaN or infinite numbers, first in row {bad}; fill them in as before training, or drop the rows"
+                    f"{name} holds NaN or infinite numbers, first in row {int(bad.nonzero()[0])}; fill them in as before training, or "
+                    "drop the rows"
                 )
             return t
         own = t.to(dtype)
         if not torch.equal(back := own.to(t.dtype), t):
             raise ValueError(f"{name} holds {int(t[back != t][0])}, which is no {dtype}, as the training data were; look at its codes")
         return own
+
+
+def same_form(what: str, found: ClientData, known: ClientData) -> None:
+    """Check that a split gives the model inputs as another does: tensors of the same names, kinds of numbers and shapes.
+
+    Raises:
+        ValueError: They differ.
+    """
+    given, wanted = (
+        {name: f"{_kind(t.dtype)} {list(t.shape[1:])}" for name, t in named(split.take(split.index[:1]))} for split in (found, known)
+    )
+    if given != wanted:
+        raise ValueError(
+            f"{what} gives the model {given}, the training data {wanted}; take a split of the federation, whose transform is part of "
+            "it, or give it one, as dataclasses.replace(split, transform=clients.train.transform)"
+        )
 
 
 def check_function(what: str, name: str, saved: Any, given: Change | None) -> None:

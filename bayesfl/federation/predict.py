@@ -21,6 +21,7 @@ from bayesfl.engine import Engine
 from bayesfl.engine.crew import Crew
 from bayesfl.evaluation.predictions import Collector, Predictions
 from bayesfl.federation.client import Done, Local, State
+from bayesfl.federation.remedies import explained
 from bayesfl.posteriors.linearised import nll
 from bayesfl.posteriors.prior_precision import largest_alike
 
@@ -47,6 +48,7 @@ def personal(
 
     Raises:
         DivergenceError: A client's fine-tuning is not finite, and `local.tolerant` is False.
+        ValueError: A whole number is beyond an embedding's rows.
     """
 
     def work(ids: np.ndarray) -> list[list[Part]]:
@@ -54,10 +56,11 @@ def personal(
         return of_chunk(local, done, splits, round=state.round, draws=draws, value=value)
 
     collectors = [Collector(split, local.names) for split in splits]
-    for found in crew.over(local.chunked(), work):
-        for collector, parts in zip(collectors, found, strict=True):
-            for ids, part in parts:
-                collector.add(ids, part)
+    with explained(splits[0].x):
+        for found in crew.over(local.chunked(), work):
+            for collector, parts in zip(collectors, found, strict=True):
+                for ids, part in parts:
+                    collector.add(ids, part)
     return [collector.predictions() for collector in collectors]
 
 
@@ -118,6 +121,9 @@ def alone(
         fitted: The client's predictor; None to average over draws of the blocks.
         draws: As for `personal`.
         value: As for `personal`.
+
+    Raises:
+        ValueError: A whole number is beyond an embedding's rows.
     """
     number = algorithm.draws if draws is None else draws
     if fitted is None:
@@ -125,10 +131,12 @@ def alone(
         views = tree_map(lambda t: t.unsqueeze(0), view)
         rows = torch.arange(count(x), device=first(x).device)
         split = ClientData(x, torch.zeros_like(rows), rows, np.array([len(rows)]), dtype=view["n"].dtype)
-        found = _of_views(Engine(), algorithm, algorithm.parts, views, split, np.zeros(1, np.int64), noise)
+        with explained(x):
+            found = _of_views(Engine(), algorithm, algorithm.parts, views, split, np.zeros(1, np.int64), noise)
     else:
         address = _address(algorithm, client, seed, round)
-        found = _of_fitted(algorithm, fitted, view["n"], x, address, value, number, plain=draws == 0)
+        with explained(x):
+            found = _of_fitted(algorithm, fitted, view["n"], x, address, value, number, plain=draws == 0)
     return {name: t[0] for name, t in found.items()}
 
 

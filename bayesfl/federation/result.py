@@ -29,6 +29,7 @@ from bayesfl.federation import checkpoint, predict
 from bayesfl.federation.client import Local, State, private_rows
 from bayesfl.federation.client_files import check_file_names
 from bayesfl.federation.client_model import ClientModel, needs_data, of_client
+from bayesfl.federation.form import same_form
 from bayesfl.federation.identity import identity
 from bayesfl.federation.modules import server_module
 from bayesfl.federation.settings import FEDERATION, Settings, name_of, same_problem
@@ -162,8 +163,8 @@ class Result:
 
         Raises:
             TypeError: `split` is no `ClientData`.
-            ValueError: The split has no examples, is of other clients or has other columns, `draws` is not a whole number >= 0, or the
-                method's predictor has to be tuned and the data have no validation split.
+            ValueError: The split has no examples, other inputs or other columns, or is of other clients; `draws` is not a whole number
+                >= 0; or the method's predictor has to be tuned and the data have no validation split.
             DivergenceError: A client's fine-tuning is not finite, and `tolerant` is False.
         """
         if split is not None:
@@ -173,6 +174,7 @@ class Result:
         if not split.counts.any():
             raise ValueError("the split has no examples to predict; pass one that has, or make the data with a larger part for it")
         same_columns("split", split.columns, data.columns)
+        same_form("split", split, data.train)
         if split.clients != data.clients:
             raise ValueError(f"the split has {split.clients} clients, the result {data.clients}; use result.adapt(...) for new clients")
         if not any(_is_part(split, known) for known in data.splits.values()):

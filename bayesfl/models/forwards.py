@@ -38,7 +38,7 @@ def looked_at(module: nn.Module, x: Inputs) -> tuple[Any, str]:
                 outputs,
                 f"changes the buffers {changed[:3]} in evaluation mode, too; let it do that under `if self.training` or never",
             )
-        faults = itertools.chain(_effects(module, before), _unlike(module, x, outputs) if in_rows(outputs, x) else ())
+        faults = itertools.chain(_effects(module, before), _unlike(module, x, outputs) if one_row_each(outputs, x) else ())
         return outputs, next(faults, "")
 
 
@@ -72,7 +72,7 @@ def looked_at_training(module: nn.Module, x: Inputs, outputs: Tensor, trainable:
             found = call_at(module, leaves, seen)
         drew = forward.drawn > 0
         fault = _wrote(seen, x) or next(_effects(module, before), "")
-        if fault or not in_rows(found, x):
+        if fault or not one_row_each(found, x):
             return Training(fault or "returns outputs of another form in training mode than in evaluation mode", drew, True)
         followed = {f"{norm}.{name}".removeprefix(".") for norm in norms(module) for name in (*STATISTICS, "num_batches_tracked")}
         if changed := [name for name, t in module.named_buffers() if name not in followed and not torch.equal(t, before.buffers[name])]:
@@ -120,7 +120,7 @@ def _untouched(module: nn.Module) -> Iterator["_State"]:
                     t.copy_(buffers[name])
 
 
-def in_rows(outputs: Any, x: Inputs) -> bool:
+def one_row_each(outputs: Any, x: Inputs) -> bool:
     """Say whether outputs are floats [N, O] with a row for each of the examples `x` [N, ...]."""
     return isinstance(outputs, Tensor) and outputs.dim() == 2 and len(outputs) == count(x) and outputs.is_floating_point()
 

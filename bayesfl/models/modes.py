@@ -25,6 +25,11 @@ def norms(module: nn.Module) -> dict[str, nn.Module]:
     }
 
 
+def trainable(name: str, part: nn.Module) -> list[str]:
+    """Return the names, in the whole module, of the trainable parameters that its part `name` has itself."""
+    return [f"{name}.{leaf}".removeprefix(".") for leaf, p in part.named_parameters(recurse=False) if p.requires_grad]
+
+
 def draws(module: nn.Module) -> bool:
     """Say whether a module draws random numbers in training: it has a layer that does, or was seen to, see `note`."""
     return module in _DRAWING or any(_rate(part) > 0 for part in module.modules() if part.training)

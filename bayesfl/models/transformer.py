@@ -1,4 +1,4 @@
-"""A transformer that reads texts of one length and says one thing of each."""
+"""A transformer that classifies texts of one length."""
 
 from collections.abc import Sequence
 

@@ -1,0 +1,49 @@
+"""What to do about an error that a model's forward raises."""
+
+import contextlib
+import re
+from collections.abc import Iterator
+
+import torch
+
+from bayesfl.base.inputs import Inputs, named
+
+TYPES = re.compile(r"dtype|datatype|scalar type|type .* should be the same|not implemented for|not supported")
+"""What torch says where the numbers of a layer's inputs are of another type than its weights."""
+
+
+@contextlib.contextmanager
+def explained(x: Inputs) -> Iterator[None]:
+    """Enter a context in which a whole number beyond an embedding's rows is a ValueError that says so, of inputs `x`."""
+    try:
+        yield
+    except IndexError as error:
+        raise ValueError(f"the model does not take these inputs ({error}); {remedy(error, x)}") from error
+
+
+def remedy(error: Exception, x: Inputs) -> str:
+    """Return what to do about an error of a model's forward on inputs `x`, by its kind and its message."""
+    said = str(error)
+    whole = [(name, t) for name, t in named(x) if not t.is_floating_point()]
+    if isinstance(error, IndexError) and "out of range" in said and whole:
+        ranges = [f"{name} {int(t.min())} to {int(t.max())}" for name, t in whole if t.dtype != torch.bool]
+        return (
+            f"whole numbers choose an embedding's rows, from 0 to below its num_embeddings; here are {', '.join(ranges)}: build it with "
+            "more rows, or give all that are rare one number"
+        )
+    if "embedding" in said or "indices" in said:
+        return "an embedding takes whole numbers, and they stay such: pass an array of integers, as x.astype('int64')"
+    if whole and TYPES.search(said):
+        name, t = whole[0]
+        return (
+            f"{name} holds {t.dtype}, which stays as it is: if the model wants floats, pass {name}.astype('float32'), or make them "
+            "where they are read, as clients.transformed(lambda x: x / 255) does"
+        )
+    if "padding token" in said:
+        return "set model.config.pad_token_id, the token that fills rows up"
+    if isinstance(error, TypeError) and "argument" in said:
+        return (
+            "inputs that are one array are passed as model(x), a tuple of arrays as model(*x), a mapping as model(**x): make the data in "
+            "the form that forward takes"
+        )
+    return "build it for inputs of this shape, [N, ...] with the axis of examples, as bf.models does with inputs=clients.inputs"
