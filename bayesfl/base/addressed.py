@@ -12,7 +12,7 @@ _MASK = 2**64 - 1
 
 
 class Addressed(TorchDispatchMode):
-    """A context in which every random operation of torch draws from a generator of its own: of a key and of how many drew before it.
+    """A context in which every random operation of torch draws from a generator of its own, seeded by a key and the number of draws before.
 
     It holds in the thread that enters it. A context made anew with the same key repeats the draws.
 

@@ -8,7 +8,7 @@ import torch
 from bayesfl.base.addressed import Addressed
 from bayesfl.base.generators import kept
 from bayesfl.base.inputs import Inputs, count, each, named, shape_of, structure
-from bayesfl.data.split import Change, ClientData
+from bayesfl.data.split import Change, ClientData, all_finite
 
 ROWS = 4
 """Number of rows on which a function is tried."""
@@ -35,11 +35,7 @@ def check_transform(split: ClientData, transform: Change) -> None:
     with kept(*GENERATORS) as used:
         made, *again = [_tried_on("transform", split, transform, x) for _ in range(3)]
         drawn = used()
-    for name, t in named(made, "transform(x)"):
-        if t.is_floating_point() and not t.isfinite().all():
-            raise ValueError(
-                f"{name} holds NaN or infinite numbers for rows that hold none: guard divisions and logarithms, as by x.clamp(1e-6)"
-            )
+    all_finite("transform", made)
     if drawn or not all(_near(made, other, 0.0) for other in again):
         raise ValueError(
             "transform gives other numbers each time, or draws: what is done to inputs must be the same in training and prediction. Pass "

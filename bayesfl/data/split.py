@@ -11,9 +11,24 @@ from torch import Tensor
 
 from bayesfl.base.inputs import Inputs, Shapes, each, first, in_precision, named, row_bytes, shape_of
 from bayesfl.base.mapped import mapped
+from bayesfl.base.numerics import finite
 
 Change: TypeAlias = Callable[[Any], Inputs]
 """Function of inputs [B, ...] to inputs [B, ...]."""
+
+
+def all_finite(change: str, x: Inputs) -> Inputs:
+    """Return inputs that a transform or an augmentation has made of finite ones.
+
+    Raises:
+        ValueError: They hold NaN or infinities.
+    """
+    for what, t in named(x, f"{change}(x)"):
+        if t.is_floating_point() and not finite(t):
+            raise ValueError(
+                f"{what} holds NaN or infinite numbers for rows that hold none: guard divisions and logarithms, as by x.clamp(1e-6)"
+            )
+    return x
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,14 +142,14 @@ class ClientData:
         """Return the inputs at `rows` [R] of the shared tensors as a model receives them: floats in `dtype`, and transformed.
 
         Raises:
-            ValueError: The transform gives another number of rows.
+            ValueError: The transform gives another number of rows, or numbers that are not finite.
         """
         if self._ready is not None:  # the usual case, in which a step's batch is gathered by one call
             return self._ready.index_select(0, rows)
         if self.transform is not None and not len(rows) and len(self.y):  # a transform is given at least one row
             return each(lambda t: t[:0], self.take(rows.new_zeros(1)))
         x = in_precision(each(lambda t: t.index_select(0, rows.to(t.device)).to(self.device), self.x), self.dtype)
-        return x if self.transform is None else self.changed("transform", self.transform, x)
+        return x if self.transform is None else all_finite("transform", self.changed("transform", self.transform, x))
 
     def changed(self, name: str, change: Change, x: Inputs) -> Inputs:
         """Return what `change` makes of inputs, floats in `dtype`.
@@ -148,7 +163,7 @@ class ClientData:
             made = change(x)
         for what, t in named(made, f"{name}(x)"):
             if t.dim() < 1 or len(t) != before:
-                raise ValueError(f"{what} has shape {list(t.shape)} for {before} rows; a {name} must return one row for each it is given")
+                raise ValueError(f"{what} has shape {list(t.shape)} for {before} rows; {name} must return one row for each it is given")
         return in_precision(made, self.dtype)
 
     def client(self, j: int) -> tuple[Tensor | Any, Tensor]:

@@ -21,6 +21,7 @@ from bayesfl.base.protocols import Batch
 from bayesfl.base.random import Purpose, Stage, generator, key
 from bayesfl.composition.phases import Once, Phase, Repeat
 from bayesfl.data import ClientData
+from bayesfl.data.split import all_finite
 
 
 class PhasePlan:
@@ -187,8 +188,8 @@ class PhasePlan:
         assert augment is not None
         for c, n in enumerate(counts):
             address = key(self._seed, Purpose.AUGMENT, client=int(self.ids[c]), index=step, **self._address)
-            with torch.no_grad(), Addressed(address):
-                new = self._split.changed("augment", augment, each(lambda t, c=c, n=n: t[c, :n].clone(), x))
+            with Addressed(address):
+                new = all_finite("augment", self._split.changed("augment", augment, each(lambda t, c=c, n=n: t[c, :n].clone(), x)))
             width = first(x).shape[1]
             done.append(each(lambda t, n=n, width=width: torch.cat([t, t[:1].expand(width - n, *t.shape[1:])]), new))
         return tree_map(lambda *rows: torch.stack(rows), *done)

@@ -85,20 +85,34 @@ def looked_at_training(module: nn.Module, x: Inputs, outputs: Tensor, trainable:
         if not found.requires_grad:
             fault = "gives outputs without gradients in training, as under torch.no_grad() or after .detach(); leave that out"
             return Training(fault, drew, True)
-        with Addressed(1) as backward:
-            torch.autograd.grad(found.sum(), list(leaves.values()), allow_unused=True)
-        if backward.drawn or next(_effects(module, before), ""):
-            return Training(
-                "draws random numbers in its backward pass, as checkpointing of a part with dropout does, which have no address; leave "
-                "checkpointing out",
-                drew,
-                True,
-            )
+        if fault := _backward(module, found, leaves) or next(_effects(module, before), ""):
+            return Training(fault, drew, True)
         with Addressed(0):
             again = call_at(module, leaves, each(Tensor.clone, x))
         if _apart(found, again, 100):
             return Training("gives other outputs in training when its draws are repeated: it counts; remove that", drew, True)
         return Training("", drew, _apart(found, outputs, 100))
+
+
+def _backward(module: nn.Module, outputs: Tensor, leaves: dict[str, Tensor]) -> str:
+    """Compute gradients and return what stands against them, with the part of the module that draws if it is called again for them."""
+    called: list[tuple[str, int]] = []
+    with Addressed(1) as drawing, contextlib.ExitStack() as stack:
+        for name, part in module.named_modules():
+            handle = part.register_forward_hook(lambda *_, name=name: called.append((name, drawing.drawn)), always_call=True)
+            stack.callback(handle.remove)
+        try:
+            torch.autograd.grad(outputs.sum(), list(leaves.values()), allow_unused=True)
+        except RuntimeError as error:
+            said = str(error).splitlines()[0]
+            return f"has no gradients by torch.autograd.grad ({said}); where it checkpoints, pass use_reentrant=False, or leave that out"
+        if not drawing.drawn:
+            return ""
+    of = next((f" of {name!r}" for name, drawn in called if name and drawn), "")
+    return (
+        f"draws random numbers in its backward pass{of}, as checkpointing of a part with dropout does, which have no address; leave "
+        "checkpointing out"
+    )
 
 
 def _wrote(seen: Inputs, x: Inputs) -> str:

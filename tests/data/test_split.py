@@ -68,6 +68,8 @@ def test_a_transform_is_given_rows(split):
     assert flat.inputs == (4,)
     assert flat.client(0)[0].equal(flat.x[[9, 8, 7]].reshape(3, 4) * 2)
     assert flat.client(1)[0].shape == (0, 4)
+    with pytest.raises(ValueError, match=r"transform\(x\) holds NaN or infinite numbers for rows that hold none: guard divisions"):
+        replace(flat, transform=lambda x: 1 / (x.flatten(1) - 4)).take(torch.tensor([1]))  # pyright: ignore[reportOperatorIssue]
     with pytest.raises(ValueError, match=r"transform\(x\) has shape \[2\] for 3 rows"):
         replace(split, transform=lambda x: x.sum(0)).client(0)
 

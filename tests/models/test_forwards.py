@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bayesfl.models.forwards import in_rows, looked_at, looked_at_training
+from bayesfl.models.forwards import one_row_each, looked_at, looked_at_training
 
 
 class After(nn.Module):
@@ -57,7 +57,7 @@ def test_what_a_forward_does_is_named(after: Callable[[nn.Module, Tensor], Any],
     states = torch.get_rng_state(), random.getstate(), str(np.random.get_state(legacy=False))  # noqa: NPY002 (compared)
     outputs, fault = looked_at(module, x)
     assert (words in fault) if words else not fault
-    assert in_rows(outputs, x)
+    assert one_row_each(outputs, x)
     assert torch.equal(torch.get_rng_state(), states[0])
     assert random.getstate() == states[1]
     assert str(np.random.get_state(legacy=False)) == states[2]  # noqa: NPY002 (compared)
@@ -69,7 +69,7 @@ def test_outputs_of_another_kind_are_returned_as_they_are():
     for after in (lambda module, x: {"logits": x}, lambda module, x: x[:, 0], lambda module, x: x.long()):
         outputs, fault = looked_at(After(after), x)
         assert not fault
-        assert not in_rows(outputs, x)
+        assert not one_row_each(outputs, x)
 
 
 def test_training_without_gradients_is_named():

@@ -225,10 +225,27 @@ def _checkpointed(module: Branch, x: Tensor) -> Tensor:
     return checkpoint(lambda t: F.dropout(t, 0.5), x, use_reentrant=False, preserve_rng_state=False)
 
 
+def _in_the_old_way(module: Branch, x: Tensor) -> Tensor:
+    return checkpoint(torch.tanh, x, use_reentrant=True)
+
+
+class Checkpointed(nn.Module):
+    """A part that is computed again for its gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Sequential(nn.Tanh(), nn.Dropout(0.5))
+
+    def forward(self, module: nn.Module, x: Tensor) -> Tensor:
+        return checkpoint(self.part, x, use_reentrant=False, preserve_rng_state=False)
+
+
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a count": (lambda: Branch(_count), r"changes the buffers \['seen'\] in training, which are no statistics"),
     "a count always": (lambda: Branch(_count, always=True), r"changes the buffers \['seen'\] in evaluation mode, too"),
     "checkpoints": (lambda: Branch(_checkpointed), r"draws random numbers in its backward pass, as checkpointing"),
+    "checkpoints a layer": (lambda: Branch(Checkpointed()), r"draws random numbers in its backward pass of 'more\.part\.1', as"),
+    "checkpoints in the old way": (lambda: Branch(_in_the_old_way), r"has no gradients by torch\.autograd\.grad .*use_reentrant=False"),
     "Python's draws": (lambda: Branch(lambda m, x: x * random.random()), r"draws random numbers by other means than torch's operations"),
     "NumPy's draws": (lambda: Branch(lambda m, x: x * np.random.rand()), r"by other means than torch's"),  # noqa: NPY002 (the fault)
     "dropout always": (lambda: Branch(lambda m, x: F.dropout(x, 0.5), always=True), r"in evaluation mode, too; .*self.training"),
