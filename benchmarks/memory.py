@@ -128,9 +128,9 @@ def images(kind: str, file: Path, count: int, pipe: Connection) -> None:
 
     one_round(federation(200, 2))  # what the first round loads is not counted
     start = resident("RssAnon")
+    made = federation(count, 100)
+    after = resident("RssAnon")
     with anonymous_peak() as peak:
-        made = federation(count, 100)
-        after = resident("RssAnon")
         clock = time.perf_counter()
         one_round(made)
         seconds = time.perf_counter() - clock
