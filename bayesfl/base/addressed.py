@@ -1,14 +1,18 @@
 """Plain torch code whose random draws have addresses: no generator goes on from one call to the next, in whatever thread it runs."""
 
-from collections.abc import Mapping
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 _MASK = 2**64 - 1
+_HERE = threading.local()
 
 
 class Addressed(TorchDispatchMode):
@@ -28,6 +32,11 @@ class Addressed(TorchDispatchMode):
         super().__init__()
         self._key, self._start = key, start
         self.drawn = start
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Leave out a guard against compilation around every operation, which takes as long as all else here."""
+        return False
 
     def restart(self) -> None:
         """Let the draws begin anew, for code that runs several times with the same ones."""
@@ -57,11 +66,26 @@ class Addressed(TorchDispatchMode):
         return x * kept * (1 / (1 - p) if p < 1 else 0.0), kept
 
 
-def restart() -> None:
-    """Let the draws of the innermost context begin anew, if this thread is in one."""
-    mode = _get_current_dispatch_mode()
-    if isinstance(mode, Addressed):
-        mode.restart()
+@contextlib.contextmanager
+def at_address(key: int, start: int = 0) -> Iterator[None]:
+    """Enter a context in which `drawing` gives this thread one `Addressed` of these arguments, so that it covers no more than it must."""
+    _HERE.mode = Addressed(key, start)
+    try:
+        yield
+    finally:
+        _HERE.mode = None
+
+
+def drawing() -> AbstractContextManager[Any]:
+    """Return the context in which code of the user's draws at the address of `at_address`, or does nothing, where there is none.
+
+    Each time it is asked for, the draws begin anew.
+    """
+    mode: Addressed | None = getattr(_HERE, "mode", None)
+    if mode is None:
+        return nullcontext()
+    mode.restart()
+    return mode
 
 
 @cache

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from bayesfl.base.addressed import restart
+from bayesfl.base.addressed import drawing
 from bayesfl.base.inputs import Inputs, call_at, count, each
 from bayesfl.base.layout import aliases
 from bayesfl.engine import layers
@@ -58,14 +58,17 @@ def _forward(module: nn.Module, leaves: dict[str, Tensor], x: Inputs, lifted: bo
     fixed = {name: placed(leaf) for name, leaf in leaves.items() if name not in drawn}
     x = each(lambda t: t.squeeze(0), x)
     if not drawn and not lifted:
-        return call_at(module, fixed, each(placed, x), tied=tied).unsqueeze(0), False
+        x = each(placed, x)
+        with drawing():
+            return call_at(module, fixed, x, tied=tied).unsqueeze(0), False
     draws = count(x) if lifted else max(len(leaf) for leaf in drawn.values())
     out = []
     for s in range(draws):
-        restart()  # the same dropout for each draw
         # Statistics have a row for each copy, not for each draw.
         weights = fixed | {name: placed(leaf[s % len(leaf)]) for name, leaf in drawn.items()}
-        out.append(call_at(module, weights, each(lambda t, s=s: placed(t[s] if lifted else t), x), tied=tied))
+        own = each(lambda t, s=s: placed(t[s] if lifted else t), x)
+        with drawing():  # the same dropout for each draw
+            out.append(call_at(module, weights, own, tied=tied))
     return torch.stack(out).unsqueeze(0), True
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from bayesfl.base.addressed import Addressed
+from bayesfl.base.addressed import at_address
 from bayesfl.base.inputs import Inputs, count
 from bayesfl.models.altered import cut
 
@@ -142,7 +142,7 @@ class Network:
 
     def _drawing(self, start: int = 0) -> AbstractContextManager[Any]:
         """Return the context in which a part of the module runs, whose draws are counted from `start`."""
-        return nullcontext() if self.key is None else Addressed(self.key, start)
+        return nullcontext() if self.key is None else at_address(self.key, start)
 
 
 def _apart(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

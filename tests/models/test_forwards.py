@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bayesfl.models.forwards import one_row_each, looked_at, looked_at_training
+from bayesfl.models.forwards import looked_at, looked_at_training, one_row_each
 
 
 class After(nn.Module):
