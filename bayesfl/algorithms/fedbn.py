@@ -11,6 +11,8 @@ in its name, here its class tells.
 >>> result = bf.simulate(bf.algorithms.fedbn(model), clients, rounds=1)
 """
 
+from glob import escape
+
 from torch import nn
 
 from bayesfl.base.checks import instance
@@ -76,4 +78,4 @@ def _patterns(model: nn.Module) -> tuple[str, ...]:
             "stay with a client; take bf.algorithms.fedavg, or norms with affine=True"
         )
     still = [name for name, part in norms(model).items() if not trainable(name, part)]
-    return (*own, *still, *(f"{name}.running_*" for name in still))
+    return (*map(escape, own), *map(escape, still), *(f"{escape(name)}.running_*" for name in still))

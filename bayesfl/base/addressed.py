@@ -48,6 +48,7 @@ class Addressed(TorchDispatchMode):
             return func(*args, **named)
         if named.get("generator") is not None:
             raise ValueError(f"{func} is called with a generator of its own, which no seed of a run repeats; leave generator= out")
+        named = {name: value for name, value in named.items() if name != "generator"}
         if func is torch.ops.aten.native_dropout.default:
             return self._dropout(*args, **named)
         drawing = _with_generator(func)
@@ -69,11 +70,11 @@ class Addressed(TorchDispatchMode):
 @contextlib.contextmanager
 def at_address(key: int, start: int = 0) -> Iterator[None]:
     """Enter a context in which `drawing` gives this thread one `Addressed` of these arguments, so that it covers no more than it must."""
-    _HERE.mode = Addressed(key, start)
+    before, _HERE.mode = getattr(_HERE, "mode", None), Addressed(key, start)
     try:
         yield
     finally:
-        _HERE.mode = None
+        _HERE.mode = before
 
 
 def drawing() -> AbstractContextManager[Any]:

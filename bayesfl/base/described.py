@@ -45,7 +45,11 @@ def described(value: Any, path: tuple[int, ...] = ()) -> Any:
     if isinstance(value, set | frozenset):
         return sorted((inner(v) for v in value), key=json.dumps)
     if isinstance(value, np.ndarray):
-        value = torch.from_numpy(value) if value.dtype.kind in "biuf" else None
+        value = (
+            torch.from_numpy(np.ascontiguousarray(value))
+            if value.dtype.kind in "biuf" and value.dtype.isnative and value.dtype.itemsize <= 8
+            else None
+        )
     if isinstance(value, Tensor):
         return f"{name}({value.dtype}, {list(value.shape)}, {_sum_of(value)})"
     if isinstance(value, nn.Module):

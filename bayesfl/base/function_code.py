@@ -1,143 +1,198 @@
 """What a user's function computes, as a digest: its code, and the functions, classes and values of the user's that it reads."""
 
-import copyreg
 import dis
 import functools
 import hashlib
 import inspect
-import json
-import platform
+import io
+import os
+import pickle
 import sys
+import sysconfig
 import types
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from bayesfl.base.described import DEPTH, contents, described
+from bayesfl.base import digest
+from bayesfl.base.described import contents
 
-_ONE_VALUE = (type(None), bool, int, float, str, np.generic, np.ndarray, Tensor, torch.dtype, torch.device)
-_OF_CODE = (bytes, complex, range, slice, types.EllipsisType)
 _MEANING = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS | inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+_INSTALLED = (*(sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")), str(Path(__file__).parents[1]))
+_FOR_PYTHON = {"__dict__", "__weakref__", "__module__", "__doc__", "__annotations__", "__slotnames__", "__firstlineno__"}
+"""Names in a class that say nothing of what it computes, or that Python writes when it likes."""
+_FOR_PYTHON |= {"__static_attributes__", "__annotate_func__", "__annotations_cache__", "__classdictcell__", "_abc_impl"}
+
+
+_Pickler: Any = pickle._Pickler  # the one in Python, whose steps can be changed; type checkers do not know it
+_TOLD = (torch.dtype, torch.layout, torch.memory_format, torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 
 
 def function_identity(function: Callable[..., Any]) -> dict[str, Any]:
     """Return what JSON can hold of a function, by which another process knows whether it has the same one.
 
     Returns:
-        `function`: what `described` says, with its name; `code`: `digest_of_code`; and `python`: the version that the digest belongs to.
+        `function`: its name and the plain numbers and texts that it holds, for a reader; `code`: the beginning of `digest_of_code`; and
+        `under`: the versions with which it was made, of which the digest may depend.
+
+    Raises:
+        ValueError: As by `digest_of_code`.
     """
-    version = ".".join(platform.python_version_tuple()[:2])
-    return {"function": described(function), "code": digest_of_code(function)[:16], "python": version}
+    under = f"Python {sys.version_info[0]}.{sys.version_info[1]}, torch {torch.__version__.split('+')[0]}, NumPy {np.__version__}"
+    return {"function": told(function), "code": digest_of_code(function)[:16], "under": under}
 
 
 def digest_of_code(function: Callable[..., Any]) -> str:
-    """Compute a digest of what a function computes, equal in every process of the same version of Python.
+    """Compute a digest of what a function computes, equal in every process with the same versions of Python, torch and NumPy.
 
     It covers the bytecode and the constants, what the function closes over, has as defaults or is partially applied to, and the global
-    functions, classes and values that it names, with all that these read in turn. It does not cover names, docstrings and comments, nor
-    the code of installed packages, which count by name, nor what a function imports when it is called.
+    functions, classes and values that it names, with all that these read in turn. It does not cover the function's own name, docstrings
+    and comments; nor the code of installed packages, which count by name; nor what a function imports when it is called; nor what cannot be
+    pickled, as locks and open files.
+
+    Raises:
+        ValueError: What the function reads is nested too deeply.
     """
-    return hashlib.sha256(json.dumps(_Reader().read(function), sort_keys=True).encode()).hexdigest()
+    try:
+        return hashlib.sha256(_pickled(function)).hexdigest()
+    except RecursionError as error:
+        raise ValueError(f"{told(function)[0]} reads values that are nested too deeply for a digest; let it read fewer") from error
 
 
-class _Reader:
-    """Describes values with the code that they run; what is met a second time is a number."""
+def told(function: Any) -> list[Any]:
+    """Return a function's name and the plain numbers and texts that it holds."""
+    if isinstance(function, functools.partial):
+        return [*told(function.func), *_plain([*function.args, *function.keywords.values()])]
+    if isinstance(function, types.MethodType):
+        return [function.__func__.__qualname__, *_plain(getattr(function.__self__, "__dict__", {}).values())]
+    if isinstance(function, types.FunctionType):
+        held = [contents(cell) for cell in function.__closure__ or ()]
+        return [function.__qualname__, *_plain([*held, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()])]
+    if isinstance(function, type | types.BuiltinFunctionType):
+        return [function.__name__]
+    return [type(function).__qualname__, *_plain(getattr(function, "__dict__", {}).values())]
 
-    def __init__(self) -> None:
-        self._met: dict[int, tuple[int, Any]] = {}  # the values, too, so that none has the address of another before the end
 
-    def read(self, value: Any, depth: int = 0) -> Any:
-        if isinstance(value, _ONE_VALUE):
-            return described(value)
-        if isinstance(value, _OF_CODE):
-            return repr(value)
-        if depth == DEPTH:
-            return "..."
-        inner = functools.partial(self.read, depth=depth + 1)
-        if isinstance(value, types.CodeType):
-            shape = [value.co_argcount, value.co_posonlyargcount, value.co_kwonlyargcount, value.co_flags & _MEANING]
-            raw = [value.co_code.hex(), value.co_exceptiontable.hex()]
-            return [*shape, *raw, list(value.co_names), [inner(constant) for constant in value.co_consts]]
-        if isinstance(value, list | tuple):
-            return [inner(part) for part in value]
-        if isinstance(value, set | frozenset):
-            return sorted((inner(part) for part in value), key=json.dumps)
-        if isinstance(value, Mapping):
-            return sorted(([inner(key), inner(part)] for key, part in value.items()), key=json.dumps)
-        if isinstance(value, functools.partial):
-            return [inner(part) for part in (value.func, value.args, value.keywords)]
-        if isinstance(value, types.MethodType):
-            return [inner(value.__func__), inner(value.__self__)]
-        if isinstance(value, types.ModuleType):
-            return value.__name__
-        if _of_library(value):
-            return f"{value.__module__}.{value.__qualname__}"
-        if id(value) in self._met:
-            return {"met": self._met[id(value)][0]}
-        self._met[id(value)] = (len(self._met), value)
-        if isinstance(value, types.FunctionType):
-            return self._function(value, inner)
-        if isinstance(value, type):
-            return [{name: inner(part) for name, part in _own(kind)} for kind in value.__mro__ if not _of_library(kind)]
-        return [inner(type(value)), self._state(value, inner), inner(getattr(value, "__wrapped__", None))]
+class _Reader(_Pickler):
+    """Pickles what a function computes, to be hashed and never read: functions and classes of the user's by what they are."""
 
-    @staticmethod
-    def _function(value: types.FunctionType, inner: Callable[[Any], Any]) -> list[Any]:
-        code = value.__code__
-        if value.__doc__ is not None and code.co_consts[:1] == (value.__doc__,):
-            code = code.replace(co_consts=(None, *code.co_consts[1:]))
-        held = [contents(cell) for cell in value.__closure__ or ()]
-        return [inner(part) for part in (code, held, value.__defaults__, value.__kwdefaults__, dict(_globals(value.__code__, value)))]
+    def memoize(self, obj: Any) -> None:
+        """Remember an object, by whose number it is written when it is met again; but texts, as equal ones are not always one object."""
+        if not isinstance(obj, str | bytes):
+            super().memoize(obj)
 
-    @staticmethod
-    def _state(value: Any, inner: Callable[[Any], Any]) -> Any:
-        """Describe what an object holds: a network's weights and options, a data class's fields, what any other is pickled by."""
-        if isinstance(value, nn.Module):
-            options = {name: part for name, part in vars(value).items() if not name.startswith("_")}
-            own = [dict(value.named_parameters(recurse=False)), dict(value.named_buffers(recurse=False)), dict(value.named_children())]
-            return inner([options, *own])
-        if is_dataclass(value):
-            return inner({f.name: getattr(value, f.name, None) for f in fields(value)})
+    def save(self, obj: Any, save_persistent_id: bool = True) -> Any:
+        """Write an object; of one that cannot be pickled its type alone."""
+        if type(obj) in (set, frozenset):  # whose order is another in each process
+            obj = _part, sorted(_pickled(part) for part in obj)
         try:
-            reduce = copyreg.dispatch_table.get(type(value))
-            found = reduce(value) if reduce else value.__reduce_ex__(2)
-        except Exception:  # user code, or a lock, a generator, an open file: nothing that numbers follow from
-            return None
-        return inner(found)
+            return super().save(obj, save_persistent_id)
+        except RecursionError:
+            raise
+        except Exception:  # __reduce__ is user code; and a lock, an open file or a generator is nothing that numbers follow from
+            return super().save(f"{type(obj).__module__}.{type(obj).__qualname__}")
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Return how an object is written: a kind with its parts, then parts that may hold the object itself."""
+        if obj is _part:
+            return NotImplemented
+        if isinstance(obj, types.FunctionType | type) and _counts_by_name(obj):
+            return _part, (obj.__module__, obj.__qualname__)
+        if isinstance(obj, types.FunctionType):
+            inner = obj.__dict__.get("_torchdynamo_orig_callable")  # of torch.compile, whose own parts are another in each process
+            return (_part, ("compiled", inner)) if inner is not None else (_part, ("function",), _parts_of_function(obj))
+        if isinstance(obj, type):
+            return _part, ("class",), [type(obj), obj.__bases__, [(k, part) for k, part in vars(obj).items() if k not in _FOR_PYTHON]]
+        if isinstance(obj, types.CodeType):
+            shape = (obj.co_argcount, obj.co_posonlyargcount, obj.co_kwonlyargcount, obj.co_flags & _MEANING)
+            return _part, ("code", shape, obj.co_code, obj.co_exceptiontable, obj.co_names, obj.co_consts)
+        if isinstance(obj, Tensor) and obj.layout == torch.strided and not obj.is_nested:
+            return _part, ("tensor", type(obj), str(obj.dtype), tuple(obj.shape), digest.of_tensor(obj))
+        if isinstance(obj, np.ndarray) and not obj.dtype.hasobject:
+            return _part, ("array", type(obj), obj.dtype.descr, obj.shape, np.ascontiguousarray(obj).tobytes())
+        if (parts := _unwrapped(obj)) is not None:
+            return _part, (type(obj).__qualname__, *parts)
+        if isinstance(obj, types.ModuleType | np.ufunc) or _is_of_a_module(obj):
+            return _part, (getattr(obj, "__module__", None), getattr(obj, "__name__"))  # noqa: B009 (NumPy's stubs lack the name)
+        if isinstance(obj, _TOLD):
+            return _part, (type(obj).__qualname__, str(obj))
+        return NotImplemented
 
 
-def _of_library(value: Any) -> bool:
-    """Say whether a function or a class belongs to Python, bayesfl or an installed package, whose code counts by its name."""
-    return isinstance(value, type | types.FunctionType | types.BuiltinFunctionType) and _installed(value.__module__ or "")
+def _part(*parts: Any) -> None:
+    """Stand in the stream for what has no way of its own to be pickled."""
+
+
+def _pickled(obj: Any) -> bytes:
+    stream = io.BytesIO()
+    _Reader(stream, protocol=4).dump(obj)
+    return stream.getvalue()
+
+
+def _is_of_a_module(obj: Any) -> bool:
+    """Say whether an object is a function that C code gives a module, and no method of some object."""
+    return isinstance(obj, types.BuiltinFunctionType) and isinstance(obj.__self__, types.ModuleType | None)
+
+
+def _unwrapped(obj: Any) -> tuple[Any, ...] | None:
+    """Return the functions in an object that Python makes of them; None for other objects."""
+    if isinstance(obj, property):
+        return obj.fget, obj.fset, obj.fdel
+    if isinstance(obj, staticmethod | classmethod):
+        return (obj.__func__,)
+    if isinstance(obj, functools.cached_property):
+        return (obj.func,)
+    return (obj.__wrapped__,) if isinstance(obj, functools._lru_cache_wrapper) else None
+
+
+def _parts_of_function(function: types.FunctionType) -> list[Any]:
+    """Return a function's code without its docstring, and all that it holds and names."""
+    code, names = function.__code__, set(_names(function.__code__))
+    if function.__doc__ is not None and code.co_consts[:1] == (function.__doc__,):
+        code = code.replace(co_consts=(None, *code.co_consts[1:]))
+    held = [_of_modules(contents(cell), names) for cell in function.__closure__ or ()]
+    read = [(name, _of_modules(function.__globals__[name], names)) for name in _globals(function.__code__) if name in function.__globals__]
+    return [code, held, function.__defaults__, function.__kwdefaults__, function.__dict__, read]
+
+
+def _globals(code: types.CodeType) -> Iterator[str]:
+    """Yield the names that code and its inner functions look up as globals."""
+    yield from (step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            yield from _globals(inner)
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    """Yield all names that code and its inner functions use, of attributes, too."""
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            yield from _names(inner)
+
+
+def _of_modules(value: Any, names: set[str], depth: int = 0) -> Any:
+    """Return, in place of a module of the user's, what code with these names may take from it."""
+    if not isinstance(value, types.ModuleType) or _installed(value.__name__) or depth == 5:
+        return value
+    return [(name, _of_modules(vars(value)[name], names, depth + 1)) for name in sorted(names & vars(value).keys())]
+
+
+def _counts_by_name(obj: Any) -> bool:
+    """Say whether a function or a class is one of Python's, bayesfl's or an installed package's, and not made by a call of theirs."""
+    return _installed(obj.__module__ or "") and "<locals>" not in obj.__qualname__
 
 
 def _installed(module: str) -> bool:
-    if module == "__main__":  # the user's, also where a package starts it, as that of notebooks does
+    if module == "__main__" or module not in sys.modules:  # what is started is the user's, also where a package does it, as for notebooks
         return False
-    root, file = module.partition(".")[0], getattr(sys.modules.get(module), "__file__", None) or ""
-    return root in sys.stdlib_module_names or root == "bayesfl" or "site-packages" in file or "dist-packages" in file
+    file = getattr(sys.modules[module], "__file__", None)
+    return file is None or file.startswith(tuple(folder + os.sep for folder in _INSTALLED)) or "-packages" + os.sep in file
 
 
-def _globals(code: types.CodeType, function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yield the global values that code names, that of inner functions included, and what it takes from the user's own modules."""
-    for step in dis.get_instructions(code):
-        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME") and step.argval in function.__globals__:
-            found = function.__globals__[step.argval]
-            yield step.argval, found
-            if isinstance(found, types.ModuleType) and not _installed(found.__name__):
-                yield from ((f"{step.argval}.{name}", getattr(found, name)) for name in code.co_names if hasattr(found, name))
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _globals(constant, function)
-
-
-def _own(kind: type) -> Iterator[tuple[str, Any]]:
-    """Yield a class's functions, and its values but those that Python itself writes."""
-    for name, part in vars(kind).items():
-        part = getattr(part, "__func__", None) or getattr(part, "fget", None) or getattr(part, "func", None) or part
-        if isinstance(part, types.FunctionType) or not name.startswith("__"):
-            yield name, part
+def _plain(values: Any) -> list[Any]:
+    return [value for value in values if type(value) in (bool, int, str) or (type(value) is float and np.isfinite(value))][:20]

@@ -31,11 +31,11 @@ def aliases(module: nn.Module) -> dict[str, set[str]]:
 
 
 def _untrained(model: nn.Module) -> Iterator[str]:
-    """Yield the names of modules that have buffers and no trainable parameters of their own, as norms may, and of these buffers."""
+    """Yield the names of norms that have statistics and no trainable parameters, and of the statistics."""
     for name, part in model.named_modules():
         if not any(p.requires_grad for p in part.parameters(recurse=False)):
-            buffers = [f"{name}.{leaf}" for leaf, _ in part.named_buffers(recurse=False)]
-            yield from (name, *buffers) if buffers else ()
+            statistics = [leaf for leaf, _ in part.named_buffers(recurse=False) if leaf in ("running_mean", "running_var")]
+            yield from (one.removeprefix(".") for one in ((name,) * bool(statistics) + tuple(f"{name}.{leaf}" for leaf in statistics)))
 
 
 class Layout:

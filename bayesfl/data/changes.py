@@ -1,11 +1,13 @@
 """Checks of what is done to inputs whenever they are read, and of what is done to them for training, on a few rows."""
 
+import warnings
 from typing import Any
 
 import numpy as np
 import torch
 
 from bayesfl.base.addressed import Addressed
+from bayesfl.base.function_code import digest_of_code
 from bayesfl.base.generators import kept
 from bayesfl.base.inputs import Inputs, count, each, named, shape_of, structure
 from bayesfl.data.split import Change, ClientData, all_finite
@@ -30,8 +32,11 @@ def check_transform(split: ClientData, transform: Change) -> None:
         ValueError: It returns another number of rows or numbers that are not finite, writes into its input, draws, or gives a row something
             else among others than alone.
         TypeError: It is no function, or does not return tensors.
+
+    Warns:
+        UserWarning: It changes what it holds when it is called.
     """
-    x = _rows("transform", split, transform)
+    x, before = _rows("transform", split, transform), digest_of_code(transform)
     with kept(*GENERATORS) as used:
         made, *again = [_tried_on("transform", split, transform, x) for _ in range(3)]
         drawn = used()
@@ -49,6 +54,7 @@ def check_transform(split: ClientData, transform: Change) -> None:
                 "standardise with fixed numbers, as lambda x: (x - mean) / std does with those of the training data, and put modules into "
                 "eval()"
             )
+    _warn_if_changed("transform", transform, before)
 
 
 def check_augment(split: ClientData, augment: Change) -> None:
@@ -62,8 +68,11 @@ def check_augment(split: ClientData, augment: Change) -> None:
         ValueError: It returns other shapes or dtypes, writes into its input, draws by something else than torch or by a generator of its
             own, or gives something else when its draws are repeated.
         TypeError: It is no function, or does not return tensors.
+
+    Warns:
+        UserWarning: It changes what it holds when it is called.
     """
-    x = _rows("augment", split, augment)
+    x, held = _rows("augment", split, augment), digest_of_code(augment)
     made = []
     with kept(*GENERATORS) as used:
         for _ in range(2):
@@ -88,6 +97,17 @@ def check_augment(split: ClientData, augment: Change) -> None:
         raise ValueError(
             f"augment makes examples of shape {shape_of(made)} of {shape_of(x)}: predictions see those that are not augmented, so crop "
             "after padding, or pad what was cropped"
+        )
+    _warn_if_changed("augment", augment, held)
+
+
+def _warn_if_changed(name: str, change: Change, before: str) -> None:
+    """Warn if the trial of a function has changed what it holds, by which saved runs and other processes know it."""
+    if digest_of_code(change) != before:
+        warnings.warn(
+            f"{name} changes what it holds or reads when it is called, so that saved runs and saved models of clients will not know it "
+            "again: fill that before, as in __init__",
+            stacklevel=4,
         )
 
 

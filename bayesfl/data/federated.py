@@ -227,12 +227,13 @@ class FederatedData:
         """Return the SHA-256 over the recipe, the partition and the data, the same on every platform, device and precision.
 
         Of a transform or an augmentation it covers what `bayesfl.base.function_code.digest_of_code` does: code and the values that it
-        reads, not names and comments. Such a hash belongs to one version of Python, as 3.11; a run saved under another is loaded with a
-        warning.
+        reads, not names and comments. Such a hash may be another under other versions of Python, torch or NumPy; a run is then loaded
+        with a warning.
         """
         splits = sorted(self.splits.items())
         changes = {(name, kind): getattr(split, kind) for name, split in splits for kind in ("transform", "augment")}
-        done = [[*key, digest_of_code(change)] for key, change in changes.items() if change is not None]
+        digests = {id(change): digest_of_code(change) for change in changes.values() if change is not None}
+        done = [[*key, digests[id(change)]] for key, change in changes.items() if change is not None]
         return hashlib.sha256((self.rows_hash + json.dumps(done)).encode()).hexdigest() if done else self.rows_hash
 
     @cached_property

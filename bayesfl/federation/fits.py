@@ -70,8 +70,8 @@ def check(algorithm: Algorithm, data: FederatedData) -> None:
             for some in _extremes(split).split(PROBE):  # a number beyond an embedding's rows, also of F.embedding, may stand in any row
                 _tried(module, split, some)
     if isinstance(algorithm.likelihood, Bernoulli) and data.outputs != 2:
-        remedy = "use Categorical()" if data.outputs > 2 else "if class 1 does not occur in them, make them with outputs=2"
-        raise ValueError(f"likelihood Bernoulli is for two classes, the data have {data.outputs}; {remedy}")
+        take = "use Categorical()" if data.outputs > 2 else "if class 1 does not occur in them, make them with outputs=2"
+        raise ValueError(f"likelihood Bernoulli is for two classes, the data have {data.outputs}; {take}")
     wanted = 1 if isinstance(algorithm.likelihood, Bernoulli) else data.outputs
     if outputs.shape[-1] != wanted:
         what = "targets" if data.task == "regression" else "classes"

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bayesfl.base.function_code import function_identity
+from bayesfl.base.function_code import digest_of_code, function_identity, told
 from bayesfl.base.inputs import Inputs, Shapes, count, named, shape_of, unnamed
 from bayesfl.data.conversion import to_inputs
 from bayesfl.data.split import Change, ClientData
@@ -47,7 +47,7 @@ class Form:
         return cls({"x": (torch.float32, inputs)})
 
     def described(self) -> dict[str, Any]:
-        """Return what JSON can write of the form: of the transform its name and digests, not its code."""
+        """Return what JSON can write of the form: of the transform its name and a digest, not its code."""
         tensors = {name: [str(dtype).removeprefix("torch."), list(shape)] for name, (dtype, shape) in self.tensors.items()}
         return {"tensors": tensors, "transform": None if self.transform is None else function_identity(self.transform)}
 
@@ -119,7 +119,7 @@ class Form:
 
 
 def same_form(what: str, found: ClientData, known: ClientData) -> None:
-    """Check that a split gives the model inputs as another does: tensors of the same names, kinds of numbers and shapes.
+    """Check that a split gives the model inputs as another does: of the same names, kinds of numbers and shapes, by the same transform.
 
     Raises:
         ValueError: They differ.
@@ -127,6 +127,9 @@ def same_form(what: str, found: ClientData, known: ClientData) -> None:
     given, wanted = (
         {name: f"{_kind(t.dtype)} {list(t.shape[1:])}" for name, t in named(split.take(split.index[:1]))} for split in (found, known)
     )
+    one, other = found.transform, known.transform
+    if one is not other and (one is None or other is None or digest_of_code(one) != digest_of_code(other)):
+        given, wanted = ("rows as they are" if change is None else f"what {told(change)} makes of rows" for change in (one, other))
     if given != wanted:
         raise ValueError(
             f"{what} gives the model {given}, the training data {wanted}; take a split of the federation, whose transform is part of "
@@ -148,12 +151,12 @@ def check_function(what: str, name: str, saved: Any, given: Change | None) -> No
         CheckpointError: The two differ, or there is only one of them.
 
     Warns:
-        UserWarning: The model was made under another version of Python, so that the functions' code cannot be compared.
+        UserWarning: The digests differ, and so do the versions of Python, torch or NumPy, of which they may depend.
     """
     if given is not None and not callable(given):
         raise TypeError(f"{name} must be a function of inputs to inputs, got {type(given).__name__}; pass that of the federation")
     saved, now = json.loads(json.dumps([saved, None if given is None else function_identity(given)]))  # lists where either has tuples
-    if saved is not None and not (isinstance(saved, Mapping) and saved.keys() >= {"function", "code", "python"}):
+    if saved is not None and not (isinstance(saved, Mapping) and saved.keys() >= {"function", "code", "under"}):
         raise CheckpointError(f"{what} does not say by code which {name} it was made with, {saved}; make it again with this version")
     if now is None:
         if saved is None:
@@ -161,18 +164,16 @@ def check_function(what: str, name: str, saved: Any, given: Change | None) -> No
         raise CheckpointError(f"{what} was made with the {name} {saved['function']}, got none; give the same, a file holds no code")
     if saved is None:
         raise CheckpointError(f"{what} was made without a {name}, got {now['function']}; leave it out")
-    if saved["python"] == now["python"]:
-        if saved["code"] != now["code"]:
-            code = ", which reads other code or other values" if saved["function"] == now["function"] else ""
-            raise CheckpointError(f"{what} was made with the {name} {saved['function']}, got {now['function']}{code}; give that one")
-    elif saved["function"] != now["function"]:
-        raise CheckpointError(f"{what} was made with the {name} {saved['function']}, got {now['function']}; give that one")
-    else:
-        warnings.warn(
-            f"{what} was made under Python {saved['python']}, and this is {now['python']}: whether the {name} {now['function']} still "
-            "computes the same cannot be seen; compare predictions with those made before",
-            stacklevel=3,
-        )
+    if saved["code"] == now["code"]:
+        return
+    if saved["under"] == now["under"] or saved["function"] != now["function"]:
+        code = ", which reads other code or other values" if saved["function"] == now["function"] else ""
+        raise CheckpointError(f"{what} was made with the {name} {saved['function']}, got {now['function']}{code}; give that one")
+    warnings.warn(
+        f"{what} was made under {saved['under']}, and this is {now['under']}: whether the {name} {now['function']} still computes the same "
+        "cannot be seen; compare predictions with those made before",
+        stacklevel=3,
+    )
 
 
 def _kind(dtype: torch.dtype) -> str:

@@ -56,11 +56,10 @@ def personal(
         return of_chunk(local, done, splits, round=state.round, draws=draws, value=value)
 
     collectors = [Collector(split, local.names) for split in splits]
-    with explained(splits[0].x):
-        for found in crew.over(local.chunked(), work):
-            for collector, parts in zip(collectors, found, strict=True):
-                for ids, part in parts:
-                    collector.add(ids, part)
+    for found in crew.over(local.chunked(), work):
+        for collector, parts in zip(collectors, found, strict=True):
+            for ids, part in parts:
+                collector.add(ids, part)
     return [collector.predictions() for collector in collectors]
 
 
@@ -131,12 +130,10 @@ def alone(
         views = tree_map(lambda t: t.unsqueeze(0), view)
         rows = torch.arange(count(x), device=first(x).device)
         split = ClientData(x, torch.zeros_like(rows), rows, np.array([len(rows)]), dtype=view["n"].dtype)
-        with explained(x):
-            found = _of_views(Engine(), algorithm, algorithm.parts, views, split, np.zeros(1, np.int64), noise)
+        found = _of_views(Engine(), algorithm, algorithm.parts, views, split, np.zeros(1, np.int64), noise)
     else:
         address = _address(algorithm, client, seed, round)
-        with explained(x):
-            found = _of_fitted(algorithm, fitted, view["n"], x, address, value, number, plain=draws == 0)
+        found = _of_fitted(algorithm, fitted, view["n"], x, address, value, number, plain=draws == 0)
     return {name: t[0] for name, t in found.items()}
 
 
@@ -171,7 +168,8 @@ def _of_views(
     """
     pieces = []
     for x in _inputs(split, ids):
-        outputs = engine.outputs(algorithm, parts, views, x, noise)
+        with explained(x):
+            outputs = engine.outputs(algorithm, parts, views, x, noise)
         piece = algorithm.likelihood.predictive(outputs)
         if not noise:
             piece["epistemic"] = torch.full_like(piece["epistemic"], torch.nan)
@@ -206,11 +204,12 @@ def _of_fitted(
     pieces: list[Tensors] = []
     for piece in in_pieces(x, GATHER) if count(x) else ():
         noise = None
-        if draws:
-            outputs = call(algorithm.module(like), each(lambda t: t[:1], piece))
-            shape = (count(piece), draws, outputs.shape[-1])
-            noise = torch.from_numpy(rng.standard_normal(shape, np.float32)).to(outputs).transpose(0, 1)
-        pieces.append(fitted(piece, value=value, noise=noise, plain=plain))
+        with explained(piece):
+            if draws:
+                outputs = call(algorithm.module(like), each(lambda t: t[:1], piece))
+                shape = (count(piece), draws, outputs.shape[-1])
+                noise = torch.from_numpy(rng.standard_normal(shape, np.float32)).to(outputs).transpose(0, 1)
+            pieces.append(fitted(piece, value=value, noise=noise, plain=plain))
     names = [f.name for f in fields(Predictions) if pieces and f.name in pieces[0]]
     return {name: torch.cat([piece[name] for piece in pieces]).unsqueeze(0) for name in names}
 

@@ -8,6 +8,8 @@ import torch
 
 from bayesfl.base.inputs import Inputs, named
 
+BEYOND = re.compile(r"index out of range in self|is out of bounds for dimension")
+"""What torch says of a number beyond the rows of an embedding, or of any table."""
 TYPES = re.compile(r"dtype|datatype|scalar type|type .* should be the same|not implemented for|not supported")
 """What torch says where the numbers of a layer's inputs are of another type than its weights."""
 
@@ -25,13 +27,14 @@ def remedy(error: Exception, x: Inputs) -> str:
     """Return what to do about an error of a model's forward on inputs `x`, by its kind and its message."""
     said = str(error)
     whole = [(name, t) for name, t in named(x) if not t.is_floating_point()]
-    if isinstance(error, IndexError) and "out of range" in said and whole:
-        ranges = [f"{name} {int(t.min())} to {int(t.max())}" for name, t in whole if t.dtype != torch.bool]
+    numbers = [(name, t.long()) for name, t in whole if t.dtype != torch.bool and t.numel()]
+    if BEYOND.search(said) and numbers:
+        ranges = [f"{name} {int(t.min())} to {int(t.max())}" for name, t in numbers]
         return (
             f"whole numbers choose an embedding's rows, from 0 to below its num_embeddings; here are {', '.join(ranges)}: build it with "
             "more rows, or give all that are rare one number"
         )
-    if "embedding" in said or "indices" in said:
+    if "embedding" in said or "argument 'indices'" in said or "used as indices" in said:
         return "an embedding takes whole numbers, and they stay such: pass an array of integers, as x.astype('int64')"
     if whole and TYPES.search(said):
         name, t = whole[0]

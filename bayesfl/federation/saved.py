@@ -48,8 +48,13 @@ def load(
         of_a_run(algorithm, clients)
     result, made_with, made_on, before = _read(path, algorithm, clients, present(device))
     check_method(f"{str(path)!r}", made_with, algorithm)
-    if clients is not None:
-        _check_data(f"{str(path)!r}", made_on, before, clients)
+    if clients is not None and made_on != clients.hash:
+        if before is None or before.rows is None:
+            raise CheckpointError(
+                f"{str(path)!r} was made on other data (hash {made_on[:12]}, given {clients.hash[:12]}), or by an earlier version, with a "
+                "transform; give the same recipe and seed, or make it again"
+            )
+        _check_data(f"{str(path)!r}", before, clients)
     if clients is not None and before is not None:
         same_problem("clients", clients, before)
     return _checked(path, result)
@@ -129,8 +134,8 @@ def same_run(result: Result, algorithm: Algorithm, clients: FederatedData) -> Re
         ValueError: The data's columns or classes have other names, or another order.
     """
     check_method("the result", identity(result.algorithm), algorithm)
-    before = result.known if isinstance(result.known, Outline) else result.known.outline
-    _check_data("the result", before.hash, before, clients)
+    if result.known.hash != clients.hash:
+        _check_data("the result", result.known if isinstance(result.known, Outline) else result.known.outline, clients)
     same_problem("clients", clients, result.known)
     return replace(result, known=clients)
 
@@ -177,13 +182,14 @@ def check_state(
         )
 
 
-def _check_data(what: str, made_on: str, before: Outline | None, clients: FederatedData) -> None:
-    """Check by their hash that data are those on which a run was made; where only a function differs, name it."""
-    if made_on == clients.hash:
-        return
-    if before is None or before.rows != clients.rows_hash:
+def _check_data(what: str, before: Outline, clients: FederatedData) -> None:
+    """Check what makes data of another hash than those on which a run was made: other rows, or another function of inputs."""
+    if before.rows != clients.rows_hash:
         raise CheckpointError(
-            f"{what} was made on other data (hash {made_on[:12]}, given {clients.hash[:12]}); give the same recipe and seed"
+            f"{what} was made on other data (hash {before.hash[:12]}, given {clients.hash[:12]}); give the same recipe and seed"
         )
     check_function(what, "transform", before.transform, clients.train.transform)
     check_function(what, "augment", before.augment, clients.train.augment)
+    then, now = ([one and one["code"] for one in (outline.transform, outline.augment)] for outline in (before, clients.outline))
+    if then == now:
+        raise CheckpointError(f"{what} was made on splits of which one has another transform; give all splits of the data the same")

@@ -75,6 +75,9 @@ def in_training(module: nn.Module) -> nn.Module:
 
 
 def _mode(norm: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+    norm.__dict__["_modes"] = [norm.training]  # which the forward of the whole may have set
+    if not norm.training:
+        return
     x: Tensor = args[0] if args else named["input"]
     channels = x.shape[1] if x.dim() > 1 else 1
     spread = isinstance(norm, nn.modules.instancenorm._InstanceNorm)
@@ -82,7 +85,7 @@ def _mode(norm: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None
 
 
 def _restored(norm: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-    norm.training = True
+    (norm.training,) = norm.__dict__.pop("_modes")
 
 
 def own_copy(module: nn.Module, like: Tensor, *, train: bool = False) -> nn.Module:

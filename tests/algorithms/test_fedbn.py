@@ -112,6 +112,24 @@ def test_norms_without_trainable_weights_keep_their_statistics(still: nn.Module,
         assert_close(found, clients.train.client(j)[0].double().mean(0) * (1 - 0.9**result.round), atol=1e-12, rtol=0)
 
 
+@pytest.mark.parametrize(("norm", "linear"), [("bn[0]", "bn0"), ("a*", "ab"), ("bn1", "bn10")])
+def test_names_are_no_patterns(norm: str, linear: str):
+    """Signs that patterns have in a module's name stand for themselves."""
+
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleDict({norm: nn.BatchNorm1d(8), linear: nn.Linear(8, 3), "still": nn.BatchNorm1d(8, affine=False)})
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.parts[linear](self.parts["still"](self.parts[norm](x)))
+
+    algorithm = bf.algorithms.fedbn(Named())
+    assert algorithm.layout("norms").names == (f"parts.{norm}.weight", f"parts.{norm}.bias")
+    assert algorithm.layout("w").names == (f"parts.{linear}.weight", f"parts.{linear}.bias")
+    assert {name.split(".")[1] for name in algorithm.layout("norms_buffers").names} == {norm, "still"}
+
+
 @pytest.mark.parametrize(
     ("model", "words"),
     [

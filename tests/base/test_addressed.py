@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bayesfl.base.addressed import Addressed
+from bayesfl.base.addressed import Addressed, at_address, drawing
 from tests.cases import draws_elsewhere
 
 X = torch.linspace(0.1, 1, 60).view(2, 5, 6)
@@ -115,3 +115,30 @@ def test_what_is_off_draws_nothing():
         with Addressed(1) as context:
             layer.train()(x)
         assert context.drawn
+
+
+def test_the_innermost_address_holds():
+    """In this thread; each time that it is asked for, its draws begin anew, and outside of it there is none."""
+
+    def drawn() -> float:
+        with drawing():
+            return float(torch.rand(()))
+
+    with at_address(1):
+        one = drawn()
+        with at_address(2):
+            other = drawn()
+        assert drawn() == one != other
+    with Addressed(1):
+        assert float(torch.rand(())) == one
+    torch.manual_seed(0)
+    assert drawn() == float(torch.rand((), generator=torch.Generator().manual_seed(0)))
+
+
+@pytest.mark.parametrize("draw", [torch.rand, torch.randn, torch.randperm, lambda n, **named: torch.randint(9, (n,), **named)])
+def test_no_generator_may_be_given(draw):
+    """As code does that passes one on where there is one."""
+    with Addressed(3):
+        one = draw(5, generator=None)
+    with Addressed(3):
+        assert torch.equal(draw(5), one)

@@ -27,10 +27,16 @@ def defined(text: str, **more: Any) -> Callable[..., Any]:
     """The `f` of a script of its own; `own` is a module of the user's."""
     sys.modules["own"] = types.ModuleType("own")
     exec(more.pop("own", "def norm(x): return x / 255"), vars(sys.modules["own"]))
-    space: dict[str, Any] = {"__name__": "__main__", **more}
+    space: dict[str, Any] = {"__name__": "__main__", "types_of": module_of, **more}
     exec(PREFIX + text, space)
     del sys.modules["own"]
     return space["f"]
+
+
+def module_of(module: types.ModuleType, by: int) -> types.ModuleType:
+    """The module with another constant."""
+    exec(f"def norm(x): return x / {by}", vars(module))
+    return module
 
 
 HOLDS = "class S:\n  def __init__(self, by): self.by = by\n"
@@ -87,6 +93,64 @@ DIFFERENT = {
     "a function of C": ("from {} import sqrt\nf = lambda x: sqrt(x)", "math", "cmath"),
     "NumPy's function": ("g = np.{}\nf = lambda x: g(x)", "sin", "cos"),
     "rows or all rows": ("f = lambda {}x: x[0]", "*", ""),
+    "a list or a tuple": ("s = {}\nf = lambda x: x[s]", "[0, 1]", "(0, 1)"),
+    "the order of a dictionary": ("s = {}\nf = lambda x: [g(x) for g in s.values()]", "dict(a=abs, b=round)", "dict(b=round, a=abs)"),
+    "the order of layers": (
+        "from collections import OrderedDict as D\nf = nn.Sequential(D({}))",
+        "a=nn.ReLU(), b=nn.Tanh()",
+        "b=nn.Tanh(), a=nn.ReLU()",
+    ),
+    "a layer that is there twice": ("r, t = nn.ReLU(), nn.Tanh()\nf = nn.Sequential({})", "r, t, r", "r, t"),
+    "a private attribute of a module": ("f = nn.Module()\nf._by = {}", "255", "254"),
+    "a hook": ("f = nn.ReLU()\nf._forward_hooks[0] = lambda m, a, y: y / {}", "255", "254"),
+    "a list's class": ("class P(list):\n  def g(self, x): return x / {}\np = P()\nf = lambda x: p.g(x)", "255", "254"),
+    "a number's class": ("class P(float):\n  def g(self, x): return x / {}\np = P()\nf = lambda x: p.g(x)", "255", "254"),
+    "a named tuple's class": (
+        "class P(namedtuple('P', 'a')):\n  def g(self, x): return x / {}\nf = P(1).g",
+        "255",
+        "254",
+    ),
+    "an enumeration": ("import enum\nclass E(enum.IntEnum):\n  A = {}\nf = lambda x: x / E.A", "255", "254"),
+    "a dictionary's default": ("from collections import defaultdict\ns = defaultdict(lambda: {})\nf = lambda x: x / s[0]", "255", "254"),
+    "what a library's function made": ("from torch.optim.swa_utils import get_ema_avg_fn as g\nf = g({})", "0.9", "0.8"),
+    "an array of texts": ("s = np.array(['a', '{}'])\nf = lambda x: s", "b", "c"),
+    "an array of objects": ("s = np.array(['a', '{}'], dtype=object)\nf = lambda x: s", "b", "c"),
+    "an array of complex numbers": ("s = np.array([1j, {}])\nf = lambda x: s", "2j", "3j"),
+    "an array of records": ("s = np.array([(1, {})], dtype=[('a', int), ('b', float)])\nf = lambda x: s", "2.0", "3.0"),
+    "a date": ("s = np.datetime64('2026-01-{}')\nf = lambda x: s", "01", "02"),
+    "an array's layout": ("s = np.arange(9.0).reshape(3, 3)[{}]\nf = lambda x: s", "::-1", "::1"),
+    "a sparse tensor": ("s = torch.tensor([0.0, {}]).to_sparse()\nf = lambda x: s", "1.0", "2.0"),
+    "a data frame": ("import pandas as pd\ns = pd.DataFrame({{'a': [1.0, {}], 'b': ['x', 'y']}})\nf = lambda x: s", "2.0", "3.0"),
+    "a data frame's column": ("import pandas as pd\ns = pd.DataFrame({{'{}': [1.0]}})\nf = lambda x: s", "a", "b"),
+    "the end of a chain": (
+        "a0 = lambda x: x / {}\nfor i in range(1, 50): exec(f'a{{i}} = lambda x: a{{i - 1}}(x)')\nf = lambda x: a49(x)",
+        "255",
+        "254",
+    ),
+    "a module in a closure": ("def make(m): return lambda x: m.norm(x)\nf = make(types_of(own, {}))", "255", "254"),
+    "a partial of a class": (
+        "def g(x, by): return x\nclass S:\n  g = staticmethod(functools.partial(g, by={}))\nf = S.g",
+        "255",
+        "254",
+    ),
+    "a partial method": (
+        "class S:\n  def h(self, x, by): return x / by\n  g = functools.partialmethod(h, by={})\ns = S()\nf = lambda x: s.g(x)",
+        "255",
+        "254",
+    ),
+    "a cached method": ("class S:\n  @functools.lru_cache\n  def __call__(self, x): return x / {}\nf = S()", "255", "254"),
+    "a setter": (
+        "class S:\n  @property\n  def a(self): return 1\n  @a.setter\n  def a(self, by): self.by = {}\ns = S()\nf = lambda x: s",
+        "255",
+        "254",
+    ),
+    "more in a data class": ("@dataclass\nclass S:\n  by: float\ns = S(1)\ns.more = {}\nf = lambda x: x / s.more", "255", "254"),
+    "a queue": ("from collections import deque\ns = deque([1, {}])\nf = lambda x: s", "2", "3"),
+    "a function's attribute": ("def f(x): return x / f.by\nf.by = {}", "255", "254"),
+    "not a number": ("s = {}\nf = lambda x: s", "float('nan')", "'nan'"),
+    "a number's precision": ("s = np.{}(0.5)\nf = lambda x: s", "float32", "float64"),
+    "an operation of torch": ("f = torch.ops.aten.{}", "sin", "cos"),
+    "what is compiled": ("f = torch.compile(lambda x: x / {})", "255", "254"),
     "what is caught": ("def f(x):\n  try: return x.sin()\n  except {}: return x", "ValueError", "TypeError"),
     "a pattern": ("import re\np = re.compile({})\nf = lambda x: p", "'a'", "'b'"),
 }
@@ -113,6 +177,9 @@ SAME = {
     "functions that call themselves": ("def f(x): return f(x)",) * 2,
     "objects that hold themselves": ("class S: pass\ns = S()\ns.s = s\nf = lambda x: s",) * 2,
     "lists that hold themselves": ("s = [1]\ns.append(s)\nf = lambda x: s",) * 2,
+    "lists that hold one list often": ("s = [1]\nfor _ in range(60): s = [s, s]\nf = lambda x: s",) * 2,
+    "modules of Python": ("import math\nf = lambda x: math.pi", "import math\nmath.own = 1\nf = lambda x: math.pi"),
+    "texts that are another object": ("s = ['ab', 'ab']\nf = lambda x: s", "s = ['ab', ''.join(['a', 'b'])]\nf = lambda x: s"),
     "order within sets": ("s = {'a', 'b', 'c'}\nf = lambda x: s", "s = {'c', 'b', 'a'}\nf = lambda x: s"),
     "what cannot be pickled": ("import threading\ns = threading.Lock()\nf = lambda x: s",) * 2,
 }
@@ -133,21 +200,32 @@ def test_a_function_that_has_run_is_the_same():
 
 
 SCRIPT = """
+import enum, logging, math, re
+import numpy as np
 import torch
 from torch import nn
 from bayesfl.base.function_code import digest_of_code
 
+class Plain:
+    def __init__(self, by): self.by = by
+
 class Scale:
     names = {"a", "b", "c", "d"}
+    kinds = set(enum.Enum("E", "A B C D"))
+    objects = {Plain(by) for by in range(9)}
     def __init__(self, by): self.by = by
-    def __call__(self, x): return torch.where(x > 0, x / self.by, net(x)) if str(x) in self.names else x
+    def __call__(self, x):
+        logging.getLogger("a").info(torch.float32, torch.rand, np.sin, math.sqrt, re.compile("a"), torch.channels_last, mixed)
+        return torch.where(x > 0, x / self.by, net(x)) if str(x) in self.names else self.kinds
 
+mixed = [torch.float32, torch.sin, np.cos, math.sin, nn.functional.relu, torch.compile(lambda x: x + 1), np.float32(2)]
 torch.manual_seed(0)
 net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).eval()
 print(digest_of_code(Scale({"by": 2.0})))
 """
 
 
+@pytest.mark.slow  # 10 s: three processes import torch
 def test_every_process_has_the_same_digest():
     found = {
         subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": seed}).stdout
@@ -160,5 +238,26 @@ def test_every_process_has_the_same_digest():
 def test_the_identity_is_what_json_holds():
     told = function_identity(functools.partial(pow, 2))
     assert json.loads(json.dumps(told)) == told
-    assert told["python"] == f"{sys.version_info.major}.{sys.version_info.minor}"
-    assert told["function"]["args"] == [2]
+    assert told["under"].startswith(f"Python {sys.version_info.major}.{sys.version_info.minor}, torch 2.")
+    assert told["function"] == ["pow", 2]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("by = 2.0\ndef f(x, more=3): return x / by", ["f", 3]),
+        ("def make(by, name): return lambda x: name + x / by\nf = make(2.0, 'a')", ["make.<locals>.<lambda>", 2.0, "a"]),
+        (HOLDS + "  def __call__(self, x): return x\nf = S(2)", ["S", 2]),
+        (HOLDS + "  def g(self, x): return x\nf = S(2).g", ["S.g", 2]),
+        ("f = functools.partial(max, 0, key=float('inf'))", ["max", 0]),
+        ("f = nn.Softplus(beta=2.0)", ["Softplus", True, 2.0, 20]),
+        ("f = torch.sin", ["sin"]),
+    ],
+)
+def test_what_a_reader_is_told(text: str, words: list[Any]):
+    assert function_identity(defined(text))["function"] == words
+
+
+def test_what_is_nested_too_deeply_is_refused():
+    with pytest.raises(ValueError, match=r"^f reads values that are nested too deeply"):
+        digest_of_code(defined("s = []\nfor _ in range(10_000): s = [s]\nf = lambda x: s\nf.__qualname__ = 'f'"))

@@ -54,9 +54,10 @@ def test_functions_are_compared_by_their_code():
 
 def test_another_python_compares_names_and_numbers():
     """Bytecode differs between versions, so that the same file may be read, with a warning."""
-    older = told(made(2.0)) | {"python": "3.10", "code": "0" * 16}
+    older = told(made(2.0)) | {"under": "Python 3.10", "code": "0" * 16}
     with pytest.warns(UserWarning, match=r"it was made under Python 3\.10, and this is .*: whether the transform \['made.*cannot be seen"):
         check_function("it", "transform", older, made(2.0))
+    check_function("it", "transform", told(made(2.0)) | {"under": "Python 3.10"}, made(2.0))
     with pytest.raises(CheckpointError, match=r"lambda>', 2\.0\], got .*3\.0\]; give that one"):
         check_function("it", "transform", older, made(3.0))
 

@@ -45,6 +45,20 @@ def test_other_data_are_refused(saved: Path, clients):
         bf.load(saved, algorithm(), clients.select([1, 0, 2, 3, 4, 5, 6]))
 
 
+def test_a_split_of_another_transform_is_refused(clients, tmp_path: Path):
+    """Also where the training split has the same."""
+
+    def made(by: float) -> bf.data.FederatedData:
+        done = clients.transformed(lambda x: x / 2)
+        return replace(done, splits={**done.splits, "test": replace(done.test, transform=lambda x: x / by)})
+
+    method = bf.algorithms.fedavg(bf.models.mlp(8, hidden=4, outputs=3), epochs=1)
+    bf.simulate(method, made(2.0), rounds=1, evaluate_every=None, progress=False).save(tmp_path)
+    bf.load(tmp_path, method, made(2.0))
+    with pytest.raises(CheckpointError, match="made on splits of which one has another transform"):
+        bf.load(tmp_path, method, made(3.0))
+
+
 def test_another_function_of_inputs_is_named(clients, tmp_path: Path):
     """The transform or the augmentation that differs, in code alone too; the same ones under other names are taken."""
     method = bf.algorithms.fedavg(bf.models.mlp(8, hidden=4, outputs=3), epochs=1)

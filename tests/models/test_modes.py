@@ -240,8 +240,23 @@ class Checkpointed(nn.Module):
         return checkpoint(self.part, x, use_reentrant=False, preserve_rng_state=False)
 
 
+class Holding(nn.Module):
+    """A forward that puts its norm into evaluation mode."""
+
+    def __init__(self, mend: Callable[[nn.Module], Any]) -> None:
+        super().__init__()
+        self.one, self.norm, self.last, self.mend = nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 3), mend
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mend(self.norm)
+        return self.last(self.norm(self.one(x)))
+
+
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a count": (lambda: Branch(_count), r"changes the buffers \['seen'\] in training, which are no statistics"),
+    "a norm in evaluation mode": (lambda: Holding(nn.Module.eval), r"changes the numbers \['norm\.training'\]"),
+    "a norm's mode": (lambda: Holding(lambda norm: setattr(norm, "training", False)), r"changes the numbers \['norm\.training'\]"),
     "a count always": (lambda: Branch(_count, always=True), r"changes the buffers \['seen'\] in evaluation mode, too"),
     "checkpoints": (lambda: Branch(_checkpointed), r"draws random numbers in its backward pass, as checkpointing"),
     "checkpoints a layer": (lambda: Branch(Checkpointed()), r"draws random numbers in its backward pass of 'more\.part\.1', as"),
