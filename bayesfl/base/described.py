@@ -92,6 +92,24 @@ def layers(model: nn.Module) -> dict[str, str]:
     return {name: f"{type(layer).__qualname__}({_options(layer)})" for name, layer in model.named_modules()}
 
 
+def held(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """Return the plain values that every part of a model holds beside its layers' options, by name: numbers, texts, names of functions."""
+    found = {}
+    for name, part in model.named_modules():
+        own = {key: _plain(value) for key, value in vars(part).items() if not key.startswith("_") and key != "training"}
+        found[name] = {key: value for key, value in own.items() if value is not None}
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """Return a plain value, or a function by its name, as JSON holds it; None for all else."""
+    if isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    if isinstance(value, tuple | list) and all(isinstance(part, bool | int | float | str) for part in value):
+        return described(value)
+    return getattr(value, "__qualname__", None) if isinstance(value, types.FunctionType | types.BuiltinFunctionType | type) else None
+
+
 def _options(layer: nn.Module) -> str:
     try:
         return ADDRESS.sub("", layer.extra_repr())

@@ -135,7 +135,7 @@ class Algorithm:
         """Return the blocks of one global model: `parts`, or else all that the server holds if they cover the same once; else None."""
         if not any(self.blocks[name].private for name in self.parts):
             return self.parts if self.copies(self.parts) is None else None
-        held = tuple(name for name, block in self.blocks.items() if not block.private)
+        held = tuple(name for name, block in self.blocks.items() if not block.private and not isinstance(block, buffers.Buffers))
         covered = [name for block in held for name in self.layout(block).names]
         wanted = {name for part in self.parts for name in self.layout(part).names}
         single = self.copies(held) is None

@@ -41,6 +41,8 @@ def with_buffers(model: nn.Module, blocks: Mapping[str, Block]) -> dict[str, Blo
         names = own or [norm, *buffers_of(norm)]
         owners = [name for name, block in plain.items() if any(covers(block.pattern, one) for one in names)]
         if not owners:
+            for block in plain.values():
+                Layout(model, block.pattern)  # raises where a pattern fits nothing, as of a body that the model has not
             raise ValueError(
                 f"no block covers the norm {norm!r}, whose statistics would be the start's; widen a block's pattern, or put it in eval mode"
             )

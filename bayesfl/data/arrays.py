@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
-from bayesfl.base.inputs import Inputs, each, join, shape_of
+from bayesfl.base.inputs import Inputs, each, join, named, shape_of
 from bayesfl.base.random import Purpose, generator
 from bayesfl.data.assembly import assemble, check_shares
 from bayesfl.data.conversion import as_list, kind_of
@@ -199,6 +199,10 @@ def from_arrays(
     ).to(dtype=torch.float32)
 
 
+AGAIN = 8
+"""Items of a data set that are read twice, to see whether it draws."""
+
+
 def _examples(dataset: Any, name: str) -> tuple[Inputs, Tensor]:
     """Read all examples of a map-style data set, as x [n, ...] and y [n, ...]."""
     if isinstance(dataset, TensorDataset) and len(dataset.tensors) == 2:
@@ -233,6 +237,13 @@ def _examples(dataset: Any, name: str) -> tuple[Inputs, Tensor]:
                 f"{name} must have items of one shape: item {i} has x {_shown(x)} and y {_shown(y)}, item 0 has x {_shown(xs[0])} and y "
                 f"{_shown(ys[0])}; reshape, crop or pad them alike"
             )
+    for i, x in enumerate(xs[:AGAIN]):
+        again = dict(named(_example(dataset[i][0])))
+        if any(not torch.equal(one, again[key]) for key, one in named(x)):
+            raise ValueError(
+                f"{name} gives other numbers when item {i} is read again, as random transforms do, and every item is read once: leave them "
+                "out, and pass them to clients.augmented(...), which draws anew in every step of training"
+            )
     return join(xs), torch.cat(ys)
 
 
@@ -258,7 +269,7 @@ def from_datasets(datasets: Sequence[Dataset], *, test: Sequence[Dataset] | None
         **options: Those of `from_arrays` but `client_ids`.
 
     Raises:
-        ValueError: A data set does not give pairs of numbers, or `from_arrays` refuses them.
+        ValueError: A data set does not give pairs of numbers, or draws them at random, or `from_arrays` refuses them.
         TypeError: `datasets` is no list of map-style data sets, or `client_ids` is given.
     """
     if "client_ids" in options:

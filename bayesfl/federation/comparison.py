@@ -94,7 +94,7 @@ def _options(runs: Mapping[str, Sequence[Any]]) -> Iterator[str]:
         lines: list[str] = []
         for run in found:
             one = {key: value for key, value in identity(run.algorithm).items() if key not in ("likelihood", "parameters", "constants")}
-            known, other = first.setdefault(str(_kind({**one, "layers": None})), (name, one))
+            known, other = first.setdefault(str(_kind({**one, "layers": None, "held": None})), (name, one))
             whom = "its first run" if known == name else known
             for path, (before, now) in differences(other, one).items():
                 if not path.startswith("phases") or not any(part in path for part in (".optimiser.", ".epochs", ".steps", ".batch_size")):

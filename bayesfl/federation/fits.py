@@ -15,7 +15,7 @@ from bayesfl.data import ClientData, FederatedData
 from bayesfl.federation.remedies import remedy
 from bayesfl.likelihoods import Bernoulli
 from bayesfl.models.forwards import looked_at, looked_at_training, one_row_each
-from bayesfl.models.modes import note, noted
+from bayesfl.models.modes import asleep, note, noted
 
 PROBE = 32  # examples on which the model's outputs are checked
 PIECE = 2**24  # bytes of whole numbers that are searched at once
@@ -85,6 +85,12 @@ def check(algorithm: Algorithm, data: FederatedData) -> None:
 
     _check_slope(likelihood, outputs, data.train.y[rows].cpu())
     _check_followed(algorithm)
+    if still := asleep(algorithm.model):
+        warnings.warn(
+            f"the model {type(algorithm.model).__name__} is in evaluation mode, so that its norms keep the statistics that they have and "
+            f"its dropout is off: {still[:3]}; call model.train() before the method is made, or eval() on these alone if that is meant",
+            stacklevel=3,
+        )
     for told in lost(algorithm):
         warnings.warn(told, stacklevel=3)
     covered = {name for block in algorithm.blocks for name in algorithm.layout(block).names}

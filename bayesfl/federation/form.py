@@ -12,7 +12,9 @@ from torch import Tensor
 
 from bayesfl.base.function_code import digest_of_code, function_identity, told
 from bayesfl.base.inputs import Inputs, Shapes, count, named, shape_of, unnamed
+from bayesfl.data import FederatedData
 from bayesfl.data.conversion import to_inputs
+from bayesfl.data.outline import Outline
 from bayesfl.data.split import Change, ClientData
 from bayesfl.data.tensors import not_finite
 from bayesfl.federation.errors import CheckpointError
@@ -49,7 +51,7 @@ class Form:
     def described(self) -> dict[str, Any]:
         """Return what JSON can write of the form: of the transform its name and a digest, not its code."""
         tensors = {name: [str(dtype).removeprefix("torch."), list(shape)] for name, (dtype, shape) in self.tensors.items()}
-        return {"tensors": tensors, "transform": None if self.transform is None else function_identity(self.transform)}
+        return {"tensors": tensors, "transform": _identity(self.transform)}
 
     @classmethod
     def read(cls, found: Mapping[str, Any], transform: Change | None) -> "Form":
@@ -137,6 +139,22 @@ def same_form(what: str, found: ClientData, known: ClientData) -> None:
         )
 
 
+def other_transform(found: FederatedData, known: FederatedData | Outline) -> str:
+    """Return how the transform of some data differs from that of those that a model was trained on; empty if it does not."""
+    then = known.transform if isinstance(known, Outline) else _identity(known.train.transform)
+    now = _identity(found.train.transform)
+    if then == now or (then is not None and now is not None and then["code"] == now["code"]):
+        return ""
+    if then is not None and now is not None and then["under"] != now["under"] and list(then["function"]) == now["function"]:
+        return ""
+    said = ["none" if one is None else str(list(one["function"])) for one in (now, then)]
+    return f"the transform {said[0]}, the data that the model was trained on {said[1]}"
+
+
+def _identity(change: Change | None) -> dict[str, Any] | None:
+    return None if change is None else function_identity(change)
+
+
 def check_function(what: str, name: str, saved: Any, given: Change | None) -> None:
     """Check that a transform or an augmentation is the one with which a saved model was made.
 
@@ -155,7 +173,7 @@ def check_function(what: str, name: str, saved: Any, given: Change | None) -> No
     """
     if given is not None and not callable(given):
         raise TypeError(f"{name} must be a function of inputs to inputs, got {type(given).__name__}; pass that of the federation")
-    saved, now = json.loads(json.dumps([saved, None if given is None else function_identity(given)]))  # lists where either has tuples
+    saved, now = json.loads(json.dumps([saved, _identity(given)]))  # lists where either has tuples
     if saved is not None and not (isinstance(saved, Mapping) and saved.keys() >= {"function", "code", "under"}):
         raise CheckpointError(f"{what} does not say by code which {name} it was made with, {saved}; make it again with this version")
     if now is None:

@@ -7,22 +7,25 @@ from dataclasses import fields
 from typing import Any
 
 from bayesfl.base.copies import refuse_changed
-from bayesfl.base.described import described, layers
+from bayesfl.base.described import described, held, layers
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.federation.errors import CheckpointError
+from bayesfl.models.modes import norms, rate
 
 
 def identity(algorithm: Algorithm) -> dict[str, Any]:
     """Return a description of an algorithm that is equal for two algorithms whose saved states are interchangeable.
 
     It can be written as JSON and is the same in every process. It holds numbers, names and types of all options, also of what functions
-    close over, have as defaults or are partially applied to; the model's layers, the shapes of its parameters, and the values of its
-    buffers and of the parameters that no block covers. It does not hold the code of functions: two lambdas of one function differ only
-    where they close over something else.
+    close over, have as defaults or are partially applied to; the model's layers, the plain values that they hold, which of them draw, the
+    shapes of its parameters, and the values of the parameters and buffers that no block covers. It does not hold the code of functions,
+    nor of a model's forward: two lambdas of one function differ only where they close over something else.
     """
     parameters = dict(algorithm.model.named_parameters())
     named: dict[str, Any] = {f.name: described(getattr(algorithm, f.name)) for f in fields(algorithm) if f.name != "model"}
     named["layers"] = layers(algorithm.model)
+    named["held"] = held(algorithm.model)
+    named["drawing"] = [name for name, part in algorithm.model.named_modules() if part.training and rate(part) > 0]
     named["parameters"] = {name: list(p.shape) for name, p in parameters.items()}
     named["constants"] = _constants(algorithm)
     return named
@@ -34,7 +37,9 @@ def _constants(algorithm: Algorithm) -> dict[str, str]:
     if "_constants" not in algorithm.__dict__:
         covered = {name for block in algorithm.blocks for name in algorithm.layout(block).names}
         model = algorithm.model
-        constants = {name: p for name, p in model.named_parameters() if name not in covered} | dict(model.named_buffers())
+        counters = {f"{norm}.num_batches_tracked".removeprefix(".") for norm in norms(model)}
+        everything = (*model.named_parameters(), *model.named_buffers())
+        constants = {name: t for name, t in everything if name not in covered | counters}
         object.__setattr__(algorithm, "_constants", {name: described(t) for name, t in constants.items()})
     return algorithm.__dict__["_constants"]
 
@@ -44,15 +49,30 @@ def fingerprint(algorithm: Algorithm) -> str:
     return hashlib.sha256(json.dumps(identity(algorithm), sort_keys=True).encode()).hexdigest()
 
 
-def differences(one: Any, other: Any, path: str = "") -> dict[str, tuple[Any, Any]]:
-    """Return the places where two identities differ, with what stands there in each."""
+def differences(one: Any, other: Any) -> dict[str, tuple[Any, Any]]:
+    """Return the places where two identities differ, with what stands there in each; of layers of two kinds nothing else."""
+    found = _differences(one, other)
+    kinds = {f"held.{path.removeprefix('layers.')}" for path in found if path.startswith("layers.")}
+    return {path: both for path, both in found.items() if path.rpartition(".")[0] not in kinds}
+
+
+def _differences(one: Any, other: Any, path: str = "") -> dict[str, tuple[Any, Any]]:
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         pairs = [(f"{path}.{key}" if path else key, one.get(key), other.get(key)) for key in sorted(one.keys() | other.keys())]
     elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
         pairs = [(f"{path}[{place}]", *both) for place, both in enumerate(zip(one, other, strict=True))]
     else:
         return {} if one == other else {path: (one, other)}
-    return {place: both for inner, a, b in pairs for place, both in differences(a, b, inner).items()}
+    return {place: both for inner, a, b in pairs for place, both in _differences(a, b, inner).items()}
+
+
+def _as_known(made_with: Mapping[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """Return an identity with what a saved one says of a model's parts: earlier versions wrote less, and those of torch may hold more."""
+    found = {name: part for name, part in now.items() if name in made_with or name not in ("held", "drawing")}
+    if "held" in found:
+        then, own = made_with["held"], now["held"]
+        found["held"] = {part: {**held, **{key: own[part][key] for key in held if key in own.get(part, {})}} for part, held in then.items()}
+    return found
 
 
 def check_method(what: str, made_with: dict[str, Any], algorithm: Algorithm) -> None:
@@ -66,7 +86,7 @@ def check_method(what: str, made_with: dict[str, Any], algorithm: Algorithm) -> 
     Raises:
         CheckpointError: The two methods differ.
     """
-    if different := differences(made_with, identity(algorithm)):
+    if different := differences(made_with, _as_known(made_with, identity(algorithm))):
         told = "; ".join(f"{path}: saved {saved}, given {given}" for path, (saved, given) in different.items())
         raise CheckpointError(f"{what} was made with another algorithm, which differs in {told}")
 
@@ -84,11 +104,9 @@ def check_network(what: str, made_with: Mapping[str, Any], algorithm: Algorithm)
     Raises:
         CheckpointError: The layers, the shapes of the parameters, or the values of frozen parameters and buffers differ.
     """
-    now = identity(algorithm)
-    different = {}
-    for part in ("layers", "parameters", "constants"):
-        different |= differences(made_with.get(part), now[part], part)
-    if different:
+    now = _as_known(made_with, identity(algorithm))
+    parts = ("layers", "held", "parameters", "constants")
+    if different := differences(*({part: of.get(part) for part in parts} for of in (made_with, now))):
         told = "; ".join(f"{path.rstrip('.')}: there {then}, here {given}" for path, (then, given) in list(different.items())[:3])
         more = f", and {len(different) - 3} more" if len(different) > 3 else ""
         raise CheckpointError(

@@ -255,7 +255,17 @@ class ReplyFilter:
             for name, t in flatten(replies.reported).items():
                 sizes = t.double().abs().reshape(len(ids), -1).amax(1) if t.numel() else t.new_zeros(len(ids))
                 self._sizes.setdefault(name, {}).update(zip(ids.tolist(), sizes.tolist(), strict=True))
+        self._check_statistics(replies)
         self._held.append(replies)
+
+    def _check_statistics(self, replies: Replies) -> None:
+        """Leave out clients whose norms have negative variances, of which the server's would make NaN; their size has no bound."""
+        for name in replies.sent:
+            if isinstance(self._algorithm.blocks[name], Buffers):
+                leaves = self._algorithm.layout(name).leaves(replies.sent[name]["loc"])
+                variances = [t.reshape(len(replies.ids), -1) for leaf, t in leaves.items() if leaf.endswith("running_var")]
+                for client in replies.ids[(torch.cat(variances, 1).amin(1) < 0).cpu().numpy()].tolist():
+                    self.drop(client, f"its {name} have negative variances")
 
     def _pass(self, replies: Replies) -> None:
         self._sum.add(replies)

@@ -29,7 +29,7 @@ from bayesfl.federation import checkpoint, predict
 from bayesfl.federation.client import Local, State, private_rows
 from bayesfl.federation.client_files import check_file_names
 from bayesfl.federation.client_model import ClientModel, needs_data, of_client
-from bayesfl.federation.form import same_form
+from bayesfl.federation.form import other_transform, same_form
 from bayesfl.federation.identity import identity
 from bayesfl.federation.modules import server_module
 from bayesfl.federation.settings import FEDERATION, Settings, name_of, same_problem
@@ -200,11 +200,13 @@ class Result:
 
         Raises:
             TypeError: `novel` is no `FederatedData`.
-            ValueError: Their inputs, outputs, task, columns or class names differ from the federation's, or the order of these names.
+            ValueError: Their inputs, transform, outputs, task, columns or class names differ from the federation's, or these names' order.
             DivergenceError: A new client's training is not finite.
         """
         instance("novel", novel, FederatedData, FEDERATION)
         same_problem("novel", novel, self.known)
+        if other := other_transform(novel, self.known):
+            raise ValueError(f"novel has {other}: their rows would mean something else; pass novel.transformed(...) with the same function")
         kept = [name for name in self.algorithm.parts if self.algorithm.blocks[name].keep]
         if kept and not self.algorithm.adapt:
             raise ValueError(

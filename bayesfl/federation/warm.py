@@ -21,6 +21,7 @@ from bayesfl.composition.pools import Mixed
 from bayesfl.data import FederatedData
 from bayesfl.data.names import generated
 from bayesfl.federation.client import State, private_rows
+from bayesfl.federation.form import other_transform
 from bayesfl.federation.identity import check_network, identity
 from bayesfl.federation.result import Result
 from bayesfl.federation.saved import check_state, opened
@@ -43,6 +44,8 @@ def from_where(
     """
     found = _found(start, algorithm, device)
     same_problem("clients", clients, found.known)
+    if other := other_transform(clients, found.known):
+        warnings.warn(f"clients has {other}: the start has learnt to read other inputs", stacklevel=3)
     warn_of_seed(found.settings.seed, seed)
     return found
 

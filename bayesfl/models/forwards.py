@@ -105,7 +105,7 @@ def _backward(module: nn.Module, outputs: Tensor, leaves: dict[str, Tensor]) -> 
             torch.autograd.grad(outputs.sum(), list(leaves.values()), allow_unused=True)
         except RuntimeError as error:
             said = str(error).splitlines()[0]
-            return f"has no gradients by torch.autograd.grad ({said}); where it checkpoints, pass use_reentrant=False, or leave that out"
+            return f"has no gradients by torch.autograd.grad ({said}); where it checkpoints activations, leave that out"
         if not drawing.drawn:
             return ""
     of = next((f" of {name!r}" for name, drawn in called if name and drawn), "")

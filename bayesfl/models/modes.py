@@ -32,7 +32,7 @@ def trainable(name: str, part: nn.Module) -> list[str]:
 
 def draws(module: nn.Module) -> bool:
     """Say whether a module draws random numbers in training: it has a layer that does, or was seen to, see `note`."""
-    return module in _DRAWING or any(_rate(part) > 0 for part in module.modules() if part.training)
+    return module in _DRAWING or any(rate(part) > 0 for part in module.modules() if part.training)
 
 
 def note(module: nn.Module, *, draws: bool, other: bool) -> None:
@@ -49,12 +49,21 @@ def noted(module: nn.Module) -> bool:
     return module in _NOTED
 
 
-def _rate(part: nn.Module) -> float:
+def rate(part: nn.Module) -> float:
     """Return a layer's own rate of dropout; 1 for a layer that always draws."""
     if isinstance(part, nn.RReLU):
         return 1.0
     rate = part.p if isinstance(part, nn.modules.dropout._DropoutNd) else getattr(part, "dropout", 0.0)
     return float(rate) if isinstance(rate, float | int) and not isinstance(rate, bool) else 0.0
+
+
+def asleep(module: nn.Module) -> list[str]:
+    """Return the norms and the layers with draws of a module of which no layer is in training mode, as `eval()` leaves it."""
+    layers = {name: part for name, part in module.named_modules() if not any(True for _ in part.children())}
+    if any(part.training for part in layers.values()):
+        return []
+    follows = nn.modules.batchnorm._NormBase
+    return [name for name, part in layers.items() if rate(part) > 0 or (isinstance(part, follows) and part.running_mean is not None)]
 
 
 def lively(module: nn.Module) -> bool:

@@ -353,3 +353,20 @@ def test_masked_values_are_refused():
     for given in (lambda: from_arrays([x], [y]), lambda: from_arrays([np.ones((6, 2))], [np.ma.masked_array(y, mask=y == 1)])):
         with pytest.raises(ValueError, match=r"(x|y) of client 0 has masked values.*filled"):
             given()
+
+
+class Flipping(Dataset):
+    """Draws whenever an item is read."""
+
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, i: int) -> Any:
+        return torch.ones(2) * (1 if torch.rand(()) < 0.5 else -1), i % 2
+
+
+def test_data_sets_that_draw_are_refused():
+    """Every item is read once, so that training would see one draw of it, and so would a test."""
+    plain = TensorDataset(torch.ones(9, 2), torch.arange(9) % 2)
+    with pytest.raises(ValueError, match=r"^datasets\[1\] gives other numbers when item \d is read again, .*clients\.augmented"):
+        from_datasets([plain, Flipping()])

@@ -18,7 +18,8 @@ from torch import nn
 
 import bayesfl as bf
 from bayesfl.composition.pools import Mean, equal
-from bayesfl.federation.identity import differences, identity
+from bayesfl.federation.errors import CheckpointError
+from bayesfl.federation.identity import check_method, differences, identity
 from bayesfl.optim import SGD
 
 
@@ -57,6 +58,66 @@ def test_the_model_is_part_of_the_identity():
     with torch.no_grad():
         other[2].bias += 1.0
     assert of_model(other) == plain
+
+
+class Warm(nn.Module):
+    """A network whose parts hold numbers and functions that no layer prints."""
+
+    def __init__(self, temperature: float = 1.0, activation: Any = torch.relu, heads: int = 2, rate: float = 0.5) -> None:
+        super().__init__()
+        self.temperature, self.activation = temperature, activation
+        self.inner = nn.TransformerEncoderLayer(8, heads, 8, dropout=rate, norm_first=rate == 0.25)
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.activation(self.inner(x) / self.temperature))
+
+
+@pytest.mark.parametrize(
+    ("other", "path"),
+    [
+        ({"temperature": 2.0}, "held..temperature"),
+        ({"activation": torch.tanh}, "held..activation"),
+        ({"heads": 4}, "held.inner.self_attn.num_heads"),
+        ({"rate": 0.25}, "held.inner.norm_first"),
+    ],
+)
+def test_what_a_models_parts_hold(other: dict[str, Any], path: str):
+    """Of which neither a layer's text nor a shape tells."""
+    assert path in differences(identity(bf.algorithms.fedavg(Warm())), identity(bf.algorithms.fedavg(Warm(**other))))
+    assert differences(identity(bf.algorithms.fedavg(Warm())), identity(bf.algorithms.fedavg(Warm()))) == {}
+
+
+def test_which_parts_draw():
+    """A network in evaluation mode trains without its dropout, which a run that goes on is told."""
+    assert identity(bf.algorithms.fedavg(Warm()))["drawing"] == ["inner.self_attn", "inner.dropout", "inner.dropout1", "inner.dropout2"]
+    with pytest.raises(CheckpointError, match=r"another algorithm, which differs in drawing: saved \['inner\.self_attn', .*given \[\]"):
+        check_method("it", identity(bf.algorithms.fedavg(Warm())), bf.algorithms.fedavg(Warm().eval()))
+    check_method("it", identity(bf.algorithms.fedavg(Warm().eval())), bf.algorithms.fedavg(Warm(rate=0.5).eval()))
+
+
+def test_what_other_versions_wrote():
+    """Earlier ones wrote nothing of what parts hold; other versions of torch hold more or less in a layer."""
+    method = bf.algorithms.fedavg(Warm())
+    said = identity(method)
+    check_method("it", {name: part for name, part in said.items() if name not in ("held", "drawing")}, method)
+    check_method("it", said | {"held": {**said["held"], "last": {"in_features": 8, "an_older_one": True}}}, method)
+    with pytest.raises(CheckpointError, match=r"held\.last\.in_features: saved 9, given 8"):
+        check_method("it", said | {"held": {**said["held"], "last": {"in_features": 9}}}, method)
+
+
+def test_statistics_that_a_block_has_are_no_constants():
+    """A model may be loaded into a network whose norms begin elsewhere, as its weights may; statistics that are held may not."""
+    one, other = (nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)) for _ in range(2))
+    other.get_submodule("1").running_mean.add_(1)  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue] (a norm's)
+    other.get_submodule("1").num_batches_tracked.add_(1)  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
+    assert identity(bf.algorithms.fedavg(one)) == identity(bf.algorithms.fedavg(other))
+    one[1].eval()
+    other[1].eval()
+    assert list(differences(identity(bf.algorithms.fedavg(one)), identity(bf.algorithms.fedavg(other)))) == [
+        "constants.1.num_batches_tracked",
+        "constants.1.running_mean",
+    ]
 
 
 def of_weight(weight: Any) -> Any:

@@ -1,5 +1,7 @@
 """Networks as modules: of clients that predict by one of several, and of servers that hold one."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -39,3 +41,12 @@ def test_a_copy_that_alone_has_weight(model: nn.Module):
     assert_close(torch.cat([p.flatten() for p in found.parameters()]), models[1])
     with pytest.raises(ValueError, match=r"2 of 3 copies"):
         module_at(method, ("models",), view | {"cluster": torch.tensor([0.5, 0.5, 0.0])})
+
+
+def test_a_server_beside_personal_networks_with_norms(clients: FederatedData):
+    """Its network has the statistics that go with its weights."""
+    model = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+    result = run(bf.algorithms.ditto(model, epochs=1), clients, rounds=1)
+    made = result.model()
+    assert torch.equal(made.get_buffer("1.running_mean"), result.server["w_buffers"]["loc"][:6])
+    assert math.isfinite(result.history["global_accuracy"][-1])

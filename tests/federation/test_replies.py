@@ -108,3 +108,13 @@ def test_statistics_that_are_not_finite_set_a_client_aside(clients: FederatedDat
     poisoned, lost = (run(algorithm, clients, faults=of_client(4, 1, fault)) for fault in (setting("w_buffers.loc", float("nan")), Lost()))
     assert poisoned.history["rejected"].tolist() == [0, 1, 0]
     assert_close(state(poisoned), state(lost), atol=1e-12, rtol=0)
+
+
+def test_negative_variances_set_a_client_aside(clients: FederatedData, caplog: pytest.LogCaptureFixture):
+    """Whatever their size, which has no bound; means may be of either sign."""
+    algorithm = bf.algorithms.fedavg(with_batch_norm(), **METHODS["fedavg"])
+    poisoned, lost = (run(algorithm, clients, faults=of_client(4, 1, fault)) for fault in (setting("w_buffers.loc", -5.0), Lost()))
+    assert poisoned.history["rejected"].tolist() == [0, 1, 0]
+    assert re.search(r"client 4 .*left out.* its w_buffers have negative variances", caplog.text)
+    assert_close(state(poisoned), state(lost), atol=1e-12, rtol=0)
+    assert run(algorithm, clients, admission=bf.Admission("skip")).history["rejected"].tolist() == [0, 0, 0]
