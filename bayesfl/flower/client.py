@@ -13,6 +13,7 @@ from flwr.clientapp import ClientApp
 from torch.utils._pytree import tree_map
 
 from bayesfl.base.checks import instance
+from bayesfl.base.function_code import digest_of_code
 from bayesfl.base.protocols import Server, View
 from bayesfl.base.random import Stage
 from bayesfl.base.trees import nest
@@ -86,6 +87,9 @@ def client_app(
         client.clean(records.setting(message.content, "experiment", str))
         n, validation = int(client.data.train.counts[0]), client.examples("validation")
         found = {"protocol": PROTOCOL, "client": client.id, "name": client.name, "n": n, "validation": validation}
+        # Digests alone, as a transform may hold numbers of the client's data.
+        for kind, change in (("transform", client.data.train.transform), ("augment", client.data.train.augment)):
+            found[kind] = "" if change is None else digest_of_code(change)
         return Message(RecordDict({"config": ConfigRecord(found)}), reply_to=message)
 
     @app.train()

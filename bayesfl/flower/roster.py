@@ -48,6 +48,7 @@ class Roster:
     counts: dict[int, int] = field(default_factory=dict)
     validation: dict[int, int] = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)
+    _changes: dict[str, str] = field(default_factory=dict)
     _again: dict[int, float] = field(default_factory=dict)
     _pending: dict[int, str] = field(default_factory=dict)
 
@@ -150,6 +151,15 @@ class Roster:
         if key and (other := next((c for c, known in self.keys.items() if known == key and c != client), None)) is not None:
             raise records.RecordError(f"its key is that of {self.called(other)}; give every node a key of its own")
         self.names[client] = name
+        for kind in ("transform", "augment"):
+            digest = str(records.config(reply).get(kind, ""))
+            if self._changes.setdefault(kind, digest) != digest:
+                log.warning(
+                    "%s has another %s of its inputs than the first client that answered, or none, or another version of Python: the model "
+                    "would read its rows as something else; make every node's data by the same function, unless that is meant",
+                    self.called(client),
+                    kind,
+                )
         if self.counts.get(client, n) != n:
             log.warning("%s has %d training examples now, %d before", self.called(client), n, self.counts[client])
         if not key:

@@ -46,7 +46,7 @@ def test_a_copy_that_alone_has_weight(model: nn.Module):
 def test_a_server_beside_personal_networks_with_norms(clients: FederatedData):
     """Its network has the statistics that go with its weights."""
     model = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
-    result = run(bf.algorithms.ditto(model, epochs=1), clients, rounds=1)
+    result = run(bf.algorithms.ditto(model, epochs=1), clients, rounds=1, evaluate_every=1)
     made = result.model()
     assert torch.equal(made.get_buffer("1.running_mean"), result.server["w_buffers"]["loc"][:6])
     assert math.isfinite(result.history["global_accuracy"][-1])

@@ -87,6 +87,27 @@ def test_nodes_without_keys_are_named(model: nn.Module, clients: FederatedData, 
     assert re.search(r"node 100 .*client 0 .*no key", caplog.text)
 
 
+@pytest.mark.parametrize("kind", ["transform", "augment"])
+@pytest.mark.parametrize("other", [None, lambda x: x / 3])
+def test_a_node_whose_inputs_are_made_otherwise_is_named(
+    kind: str, other: Any, model: nn.Module, clients: FederatedData, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """The server cannot know whether that is meant; equal functions of any name are no news."""
+    algorithm, name = method("fedavg", model), {"transform": "transformed", "augment": "augmented"}[kind]
+    data = getattr(clients, name)(lambda x: x / 2)
+
+    def grid(folder: str, change: Any) -> Any:
+        third = clients if change is None else getattr(clients, name)(change)
+        made = grid_of(algorithm, data, tmp_path / folder)
+        made.apps = {**made.apps, 103: client_app(algorithm, lambda context: third.select([3]))}
+        return made
+
+    deploy(algorithm, clients, tmp_path, grid("one", lambda rows: rows / 2), rounds=1)
+    assert "of its inputs than" not in caplog.text
+    deploy(algorithm, clients, tmp_path, grid("other", other), rounds=1)
+    assert re.search(rf"client 3 .*has another {kind} of its inputs than the first client", caplog.text)
+
+
 @pytest.mark.parametrize(
     ("key", "value"), [("validation", "x"), ("validation", -5), ("n", 0), ("n", 2.5), ("name", ""), ("name", "x" * 201), ("name", 7)]
 )
