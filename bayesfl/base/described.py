@@ -96,16 +96,14 @@ def held(model: nn.Module) -> dict[str, dict[str, Any]]:
     """Return the plain values that every part of a model holds beside its layers' options, by name: numbers, texts, names of functions."""
     found = {}
     for name, part in model.named_modules():
-        own = {key: _plain(value) for key, value in vars(part).items() if not key.startswith("_") and key != "training"}
-        found[name] = {key: value for key, value in own.items() if value is not None}
+        own = {key: value for key, value in vars(part).items() if not key.startswith("_") and key not in ("training", "name_or_path")}
+        found[name] = {key: _plain(value) for key, value in own.items() if value is None or _plain(value) is not None}
     return found
 
 
 def _plain(value: Any) -> Any:
     """Return a plain value, or a function by its name, as JSON holds it; None for all else."""
-    if isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value)):
-        return value
-    if isinstance(value, tuple | list) and all(isinstance(part, bool | int | float | str) for part in value):
+    if isinstance(value, bool | int | float | str | np.generic | np.ndarray | torch.dtype | tuple | list | dict) or type(value) is Tensor:
         return described(value)
     return getattr(value, "__qualname__", None) if isinstance(value, types.FunctionType | types.BuiltinFunctionType | type) else None
 

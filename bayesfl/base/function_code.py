@@ -10,13 +10,14 @@ import pickle
 import sys
 import sysconfig
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bayesfl.base import digest
 from bayesfl.base.described import contents
@@ -28,6 +29,9 @@ _FOR_PYTHON = {"__dict__", "__weakref__", "__module__", "__doc__", "__annotation
 _FOR_PYTHON |= {"__static_attributes__", "__annotate_func__", "__annotations_cache__", "__classdictcell__", "_abc_impl"}
 
 
+_ATOMS = (str, bytes, int, float, bool, type(None))
+DEEPEST = 20_000
+"""Limit of Python's recursion while a function is read: a helper that calls another one takes some twenty levels."""
 _Pickler: Any = pickle._Pickler  # the one in Python, whose steps can be changed; type checkers do not know it
 _TOLD = (torch.dtype, torch.layout, torch.memory_format, torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 
@@ -57,10 +61,15 @@ def digest_of_code(function: Callable[..., Any]) -> str:
     Raises:
         ValueError: What the function reads is nested too deeply.
     """
+    limit = sys.getrecursionlimit()
     try:
-        return hashlib.sha256(_pickled(function)).hexdigest()
+        sys.setrecursionlimit(max(limit, DEEPEST))  # the same whatever the depth from which this is called
+        _Reader(stream := io.BytesIO(), {}, {}).dump(function)
+        return hashlib.sha256(stream.getvalue()).hexdigest()
     except RecursionError as error:
         raise ValueError(f"{told(function)[0]} reads values that are nested too deeply for a digest; let it read fewer") from error
+    finally:
+        sys.setrecursionlimit(limit)
 
 
 def told(function: Any) -> list[Any]:
@@ -78,7 +87,19 @@ def told(function: Any) -> list[Any]:
 
 
 class _Reader(_Pickler):
-    """Pickles what a function computes, to be hashed and never read: functions and classes of the user's by what they are."""
+    """Pickles what a function computes, to be hashed and never read: functions and classes of the user's by what they are.
+
+    Args:
+        stream: Where to.
+        within: Objects that are being written, in which this reader writes a part of a set.
+        parts: Parts of sets that were written, with their digests.
+    """
+
+    def __init__(self, stream: io.BytesIO, within: dict[int, Any], parts: dict[int, tuple[Any, bytes]]) -> None:
+        super().__init__(stream, protocol=4)
+        self._around, self._within, self._parts = dict(within), dict(within), parts
+        self._failed: set[int] = set()
+        self.led_back = False
 
     def memoize(self, obj: Any) -> None:
         """Remember an object, by whose number it is written when it is met again; but texts, as equal ones are not always one object."""
@@ -87,14 +108,35 @@ class _Reader(_Pickler):
 
     def save(self, obj: Any, save_persistent_id: bool = True) -> Any:
         """Write an object; of one that cannot be pickled its type alone."""
-        if type(obj) in (set, frozenset):  # whose order is another in each process
-            obj = _part, sorted(_pickled(part) for part in obj)
+        if id(obj) in self._around:  # a set's part that leads back
+            self.led_back = True
+            return super().save("around")
+        if fresh := not isinstance(obj, _ATOMS) and id(obj) not in self._within:
+            self._within[id(obj)] = obj
         try:
+            if isinstance(obj, set | frozenset | weakref.WeakSet):  # whose order is another in each process
+                return super().save((_part, type(obj), sorted(map(self._of_set, obj)), getattr(obj, "__dict__", None) or None))
             return super().save(obj, save_persistent_id)
         except RecursionError:
             raise
         except Exception:  # __reduce__ is user code; and a lock, an open file or a generator is nothing that numbers follow from
-            return super().save(f"{type(obj).__module__}.{type(obj).__qualname__}")
+            held = getattr(obj, "__dict__", None) if id(obj) not in self._failed else None
+            self._failed.add(id(obj))
+            return super().save((f"{type(obj).__module__}.{type(obj).__qualname__}", held))
+        finally:
+            if fresh:
+                del self._within[id(obj)]
+
+    def _of_set(self, part: Any) -> bytes:
+        if id(part) in self._parts:
+            return self._parts[id(part)][1]
+        reader = _Reader(stream := io.BytesIO(), self._within, self._parts)
+        reader.dump(part)
+        self.led_back |= reader.led_back
+        found = hashlib.sha256(stream.getvalue()).digest()
+        if not reader.led_back:  # else it is another elsewhere
+            self._parts[id(part)] = part, found
+        return found
 
     def reducer_override(self, obj: Any) -> Any:
         """Return how an object is written: a kind with its parts, then parts that may hold the object itself."""
@@ -110,9 +152,17 @@ class _Reader(_Pickler):
         if isinstance(obj, types.CodeType):
             shape = (obj.co_argcount, obj.co_posonlyargcount, obj.co_kwonlyargcount, obj.co_flags & _MEANING)
             return _part, ("code", shape, obj.co_code, obj.co_exceptiontable, obj.co_names, obj.co_consts)
+        if isinstance(obj, nn.Module):
+            held = {key: part for key, part in vars(obj).items() if "state_dict" not in key}
+            hooks = {key: list(part.values()) for key, part in held.items() if "_hooks" in key and isinstance(part, dict)}
+            return _part, ("network", type(obj)), {**held, **hooks}  # the keys of hooks count those of the whole process
+        if isinstance(obj, types.MethodType):
+            return _part, ("method",), [obj.__func__, obj.__self__]
+        if isinstance(obj, types.MappingProxyType | memoryview):
+            return _part, (type(obj).__name__, dict(obj) if isinstance(obj, types.MappingProxyType) else bytes(obj))
         if isinstance(obj, Tensor) and obj.layout == torch.strided and not obj.is_nested:
-            return _part, ("tensor", type(obj), str(obj.dtype), tuple(obj.shape), digest.of_tensor(obj))
-        if isinstance(obj, np.ndarray) and not obj.dtype.hasobject:
+            return _part, ("tensor", type(obj), str(obj.dtype), tuple(obj.shape), digest.of_tensor(obj)), obj.__dict__ or None
+        if isinstance(obj, np.ndarray) and type(obj) in (np.ndarray, np.memmap) and not obj.dtype.hasobject:
             return _part, ("array", type(obj), obj.dtype.descr, obj.shape, np.ascontiguousarray(obj).tobytes())
         if (parts := _unwrapped(obj)) is not None:
             return _part, (type(obj).__qualname__, *parts)
@@ -125,12 +175,6 @@ class _Reader(_Pickler):
 
 def _part(*parts: Any) -> None:
     """Stand in the stream for what has no way of its own to be pickled."""
-
-
-def _pickled(obj: Any) -> bytes:
-    stream = io.BytesIO()
-    _Reader(stream, protocol=4).dump(obj)
-    return stream.getvalue()
 
 
 def _is_of_a_module(obj: Any) -> bool:
@@ -190,7 +234,8 @@ def _counts_by_name(obj: Any) -> bool:
 def _installed(module: str) -> bool:
     if module == "__main__" or module not in sys.modules:  # what is started is the user's, also where a package does it, as for notebooks
         return False
-    file = getattr(sys.modules[module], "__file__", None)
+    found = sys.modules[module]
+    file = getattr(found, "__file__", None) or next(iter(getattr(found, "__path__", [])), None)  # a package may have a folder alone
     return file is None or file.startswith(tuple(folder + os.sep for folder in _INSTALLED)) or "-packages" + os.sep in file
 
 

@@ -237,9 +237,10 @@ def _examples(dataset: Any, name: str) -> tuple[Inputs, Tensor]:
                 f"{name} must have items of one shape: item {i} has x {_shown(x)} and y {_shown(y)}, item 0 has x {_shown(xs[0])} and y "
                 f"{_shown(ys[0])}; reshape, crop or pad them alike"
             )
-    for i, x in enumerate(xs[:AGAIN]):
-        again = dict(named(_example(dataset[i][0])))
-        if any(not torch.equal(one, again[key]) for key, one in named(x)):
+    for i, (x, y) in enumerate(zip(xs[:AGAIN], ys, strict=False)):
+        item = dataset[i]
+        again = dict(named(_example(item[0]))) | {"y": torch.as_tensor(item[1])[None]}
+        if any(not torch.allclose(one, again[key], rtol=0, atol=0, equal_nan=True) for key, one in (*named(x), ("y", y))):
             raise ValueError(
                 f"{name} gives other numbers when item {i} is read again, as random transforms do, and every item is read once: leave them "
                 "out, and pass them to clients.augmented(...), which draws anew in every step of training"

@@ -131,11 +131,16 @@ def same_form(what: str, found: ClientData, known: ClientData) -> None:
     )
     one, other = found.transform, known.transform
     if one is not other and (one is None or other is None or digest_of_code(one) != digest_of_code(other)):
-        given, wanted = ("rows as they are" if change is None else f"what {told(change)} makes of rows" for change in (one, other))
-    if given != wanted:
+        made = ["rows as they are" if change is None else f"what {told(change)} makes of rows" for change in (one, other)]
+        code = ", other code or other values" if made[0] == made[1] else ""
+    elif given != wanted:
+        made, code = [str(given), str(wanted)], ""
+    else:
+        made, code = [], ""
+    if made:
         raise ValueError(
-            f"{what} gives the model {given}, the training data {wanted}; take a split of the federation, whose transform is part of "
-            "it, or give it one, as dataclasses.replace(split, transform=clients.train.transform)"
+            f"{what} gives the model {made[0]}, the training data {made[1]}{code}; take a split of the federation, whose transform is part "
+            "of it, or give it one, as dataclasses.replace(split, transform=clients.train.transform)"
         )
 
 
@@ -146,6 +151,7 @@ def other_transform(found: FederatedData, known: FederatedData | Outline) -> str
     if then == now or (then is not None and now is not None and then["code"] == now["code"]):
         return ""
     if then is not None and now is not None and then["under"] != now["under"] and list(then["function"]) == now["function"]:
+        warnings.warn(_unseen("the model that goes on", "transform", then, now), stacklevel=4)
         return ""
     said = ["none" if one is None else str(list(one["function"])) for one in (now, then)]
     return f"the transform {said[0]}, the data that the model was trained on {said[1]}"
@@ -181,16 +187,22 @@ def check_function(what: str, name: str, saved: Any, given: Change | None) -> No
             return
         raise CheckpointError(f"{what} was made with the {name} {saved['function']}, got none; give the same, a file holds no code")
     if saved is None:
-        raise CheckpointError(f"{what} was made without a {name}, got {now['function']}; leave it out")
+        raise CheckpointError(f"{what} was made without {name}=, got {now['function']}; leave it out")
     if saved["code"] == now["code"]:
         return
     if saved["under"] == now["under"] or saved["function"] != now["function"]:
         code = ", which reads other code or other values" if saved["function"] == now["function"] else ""
         raise CheckpointError(f"{what} was made with the {name} {saved['function']}, got {now['function']}{code}; give that one")
     warnings.warn(
-        f"{what} was made under {saved['under']}, and this is {now['under']}: whether the {name} {now['function']} still computes the same "
-        "cannot be seen; compare predictions with those made before",
+        _unseen(what, name, saved, now),
         stacklevel=3,
+    )
+
+
+def _unseen(what: str, name: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    return (
+        f"{what} was made under {then['under']}, and this is {now['under']}: whether the {name} {now['function']} still computes the same "
+        "cannot be seen; compare predictions with those made before"
     )
 
 

@@ -8,7 +8,7 @@ import torch
 
 from bayesfl.base.inputs import Inputs, named
 
-BEYOND = re.compile(r"index out of range in self|is out of bounds for dimension")
+BEYOND = re.compile(r"index out of range in self|is out of bounds for dimension|not in the valid range|Class values must be")
 """What torch says of a number beyond the rows of an embedding, or of any table."""
 TYPES = re.compile(r"dtype|datatype|scalar type|type .* should be the same|not implemented for|not supported")
 """What torch says where the numbers of a layer's inputs are of another type than its weights."""
@@ -19,7 +19,9 @@ def explained(x: Inputs) -> Iterator[None]:
     """Enter a context in which a whole number beyond an embedding's rows is a ValueError that says so, of inputs `x`."""
     try:
         yield
-    except IndexError as error:
+    except (IndexError, RuntimeError) as error:
+        if not BEYOND.search(str(error)):
+            raise
         raise ValueError(f"the model does not take these inputs ({error}); {remedy(error, x)}") from error
 
 

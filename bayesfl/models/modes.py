@@ -58,12 +58,21 @@ def rate(part: nn.Module) -> float:
 
 
 def asleep(module: nn.Module) -> list[str]:
-    """Return the norms and the layers with draws of a module of which no layer is in training mode, as `eval()` leaves it."""
-    layers = {name: part for name, part in module.named_modules() if not any(True for _ in part.children())}
-    if any(part.training for part in layers.values()):
+    """Return the parts that training mode may change, by name, of a module of which no part is in it, as `eval()` leaves it.
+
+    They are norms with statistics, layers with draws, and modules of the user's own classes, whose forward may ask for the mode.
+    """
+    parts = {name: part for name, part in module.named_modules() if not type(part).__module__.startswith("bayesfl.")}
+    if any(part.training for part in parts.values()):
         return []
     follows = nn.modules.batchnorm._NormBase
-    return [name for name, part in layers.items() if rate(part) > 0 or (isinstance(part, follows) and part.running_mean is not None)]
+    return [
+        name or type(part).__name__
+        for name, part in parts.items()
+        if rate(part) > 0
+        or (isinstance(part, follows) and part.running_mean is not None)
+        or not type(part).__module__.startswith(("torch.", "torchvision."))
+    ]
 
 
 def lively(module: nn.Module) -> bool:

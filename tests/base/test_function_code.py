@@ -41,6 +41,8 @@ def module_of(module: types.ModuleType, by: int) -> types.ModuleType:
 
 HOLDS = "class S:\n  def __init__(self, by): self.by = by\n"
 
+ONES = "f = nn.Linear(1, 1)\nf.weight.data.fill_(1)\nf.bias.data.fill_(0)\n"
+
 DIFFERENT = {
     "a constant": ("f = lambda x: x / {}", "255", "254"),
     "an operation": ("f = lambda x: x {} 255", "/", "*"),
@@ -151,6 +153,23 @@ DIFFERENT = {
     "a number's precision": ("s = np.{}(0.5)\nf = lambda x: s", "float32", "float64"),
     "an operation of torch": ("f = torch.ops.aten.{}", "sin", "cos"),
     "what is compiled": ("f = torch.compile(lambda x: x / {})", "255", "254"),
+    "a method of another object": ("import types\nf = types.MethodType(lambda self, x: x / {}, 1)", "255", "254"),
+    "a forward that was put in": ("import types\nf = nn.ReLU()\nf.forward = types.MethodType(lambda self, x: x / {}, f)", "255", "254"),
+    "a parametrised weight": (
+        ONES + "nn.utils.parametrizations.weight_norm(f)\nf.parametrizations.weight.original0.data += {}",
+        "1",
+        "2",
+    ),
+    "an object that refuses to be pickled": (HOLDS + "  def __reduce__(self): raise KeyError\ns = S({})\nf = lambda x: s", "255", "254"),
+    "a masked array": ("s = np.ma.array([1, 2], mask=[0, {}])\nf = lambda x: s", "0", "1"),
+    "a tensor's attribute": ("s = torch.ones(1)\ns.by = {}\nf = lambda x: s", "255", "254"),
+    "a proxy": ("import types\ns = types.MappingProxyType(dict(a={}))\nf = lambda x: s", "255", "254"),
+    "a long chain": (
+        "a0 = lambda x: x / {}\nfor i in range(1, 300): exec(f'a{{i}} = lambda x: a{{i - 1}}(x)')\nf = lambda x: a299(x)",
+        "255",
+        "254",
+    ),
+    "a part of a set": (HOLDS + "s = {{S({})}}\nf = lambda x: s", "255", "254"),
     "what is caught": ("def f(x):\n  try: return x.sin()\n  except {}: return x", "ValueError", "TypeError"),
     "a pattern": ("import re\np = re.compile({})\nf = lambda x: p", "'a'", "'b'"),
 }
@@ -180,6 +199,8 @@ SAME = {
     "lists that hold one list often": ("s = [1]\nfor _ in range(60): s = [s, s]\nf = lambda x: s",) * 2,
     "modules of Python": ("import math\nf = lambda x: math.pi", "import math\nmath.own = 1\nf = lambda x: math.pi"),
     "texts that are another object": ("s = ['ab', 'ab']\nf = lambda x: s", "s = ['ab', ''.join(['a', 'b'])]\nf = lambda x: s"),
+    "sets that lead back": ("class S:\n  all = set()\ns = S()\nS.all.add(s)\nS.all.add(S())\nf = lambda x: s",) * 2,
+    "sets within sets": ("s = frozenset([1])\nfor i in range(60): s = frozenset([s, frozenset([s, i])])\nf = lambda x: s",) * 2,
     "order within sets": ("s = {'a', 'b', 'c'}\nf = lambda x: s", "s = {'c', 'b', 'a'}\nf = lambda x: s"),
     "what cannot be pickled": ("import threading\ns = threading.Lock()\nf = lambda x: s",) * 2,
 }

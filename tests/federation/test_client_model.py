@@ -480,7 +480,7 @@ def test_a_file_needs_the_transform_that_it_was_made_with(pictures: Result, ditt
     with pytest.raises(TypeError, match=r"transform must be a function .*got str"):
         bf.load_client(tmp_path / "one", method, transform="bright")  # type: ignore[arg-type]
     ditto.client(0).save(tmp_path / "two")
-    with pytest.raises(CheckpointError, match=r"without a transform, got \['bright'\]; leave it out"):
+    with pytest.raises(CheckpointError, match=r"without transform=, got \['bright'\]; leave it out"):
         bf.load_client(tmp_path / "two", ditto.algorithm, transform=bright)
 
 

@@ -46,7 +46,7 @@ def test_functions_are_compared_by_their_code():
         check_function("it", "augment", told(lambda x: x + 1), lambda x: x + 2)
     with pytest.raises(CheckpointError, match=r"the transform .*lambda>', 2\.0\], got none; give the same, a file holds no code"):
         check_function("it", "transform", told(made(2.0)), None)
-    with pytest.raises(CheckpointError, match=r"without a transform, got .*lambda>', 2\.0\]; leave it out"):
+    with pytest.raises(CheckpointError, match=r"without transform=, got .*lambda>', 2\.0\]; leave it out"):
         check_function("it", "transform", None, made(2.0))
     with pytest.raises(CheckpointError, match=r"does not say by code which transform .*\['made'\]; make it again"):
         check_function("it", "transform", ["made"], made(2.0))

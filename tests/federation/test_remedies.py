@@ -74,6 +74,13 @@ def test_a_split_without_the_transform():
     data = bf.data.from_arrays(rng.integers(0, 256, (40, 2, 3), dtype=np.uint8), np.arange(40) % 2, client_ids=np.arange(40) % 4)
     for transform in (lambda x: x / 255, lambda x: x.flatten(1), lambda x: x // 2):
         result = bf.simulate(bf.algorithms.fedavg(Floats()), data.transformed(transform), **ONCE)
+        other = replace(result.data.test, transform=lambda x, first=transform: first(x) * 2)
+        with pytest.raises(ValueError, match=r"^split gives the model what .*<lambda>'\] makes of rows, the training data what .* makes"):
+            result.predict(other)
+        with pytest.raises(
+            ValueError, match=r"^split gives the model what \[.*<lambda>'\] makes of rows, the training data what .*transform=c"
+        ):
+            result.predict(other)
         with pytest.raises(
             ValueError, match=r"^split gives the model rows as they are, .*what \['test_.*<lambda>'\] makes.*transform=clients"
         ):

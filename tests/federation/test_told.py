@@ -15,6 +15,17 @@ from tests.federation.made import run
 ONCE: dict[str, Any] = {"rounds": 1, "evaluate_every": None}
 
 
+class Dropping(nn.Module):
+    """Drops by its own mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(nn.functional.dropout(x, 0.5, self.training))
+
+
 def network() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Dropout(0.4), nn.Linear(6, 3))
@@ -24,6 +35,8 @@ def test_a_model_in_evaluation_mode_is_told(clients: FederatedData):
     """As one is that another run gave; parts that are held on purpose beside others in training mode are not."""
     with pytest.warns(UserWarning, match=r"the model Sequential is in evaluation mode, .*\['1', '3'\]; call model\.train\(\)"):
         run(bf.algorithms.fedavg(network().eval()), clients, **ONCE)
+    with pytest.warns(UserWarning, match=r"the model Dropping is in evaluation mode, .*\['Dropping'\]"):
+        run(bf.algorithms.fedavg(Dropping().eval()), clients, **ONCE)
     held = network()
     held[1].eval()
     for model in (held, nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 3)).eval()):
