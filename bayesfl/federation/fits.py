@@ -88,7 +88,7 @@ def check(algorithm: Algorithm, data: FederatedData) -> None:
     if still := asleep(algorithm.model):
         warnings.warn(
             f"the model {type(algorithm.model).__name__} is in evaluation mode, so that its norms keep the statistics that they have and "
-            f"it trains without dropout: {still[:3]}; call model.train() before the method is made, or eval() on these alone if that is meant",
+            f"it trains without dropout: {still[:3]}; call model.train() before the method is made, or eval() on these parts alone",
             stacklevel=3,
         )
     for told in lost(algorithm):
