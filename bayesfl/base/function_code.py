@@ -24,16 +24,18 @@ from bayesfl.base.described import contents
 
 _MEANING = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS | inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 _INSTALLED = (*(sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")), str(Path(__file__).parents[1]))
-_FOR_PYTHON = {"__dict__", "__weakref__", "__module__", "__doc__", "__annotations__", "__slotnames__", "__firstlineno__"}
+_OF_PYTHON = {"__dict__", "__weakref__", "__module__", "__doc__", "__annotations__", "__slotnames__", "__firstlineno__"}
+_OF_PYTHON |= {"__static_attributes__", "__annotate_func__", "__annotations_cache__", "__classdictcell__", "_abc_impl"}
 """Names in a class that say nothing of what it computes, or that Python writes when it likes."""
-_FOR_PYTHON |= {"__static_attributes__", "__annotate_func__", "__annotations_cache__", "__classdictcell__", "_abc_impl"}
-
 
 _ATOMS = (str, bytes, int, float, bool, type(None))
+
 DEEPEST = 20_000
 """Limit of Python's recursion while a function is read: a helper that calls another one takes some twenty levels."""
+
 _Pickler: Any = pickle._Pickler  # the one in Python, whose steps can be changed; type checkers do not know it
-_TOLD = (torch.dtype, torch.layout, torch.memory_format, torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+
+_BY_TEXT = (torch.dtype, torch.layout, torch.memory_format, torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 
 
 def function_identity(function: Callable[..., Any]) -> dict[str, Any]:
@@ -54,9 +56,9 @@ def digest_of_code(function: Callable[..., Any]) -> str:
     """Compute a digest of what a function computes, equal in every process with the same versions of Python, torch and NumPy.
 
     It covers the bytecode and the constants, what the function closes over, has as defaults or is partially applied to, and the global
-    functions, classes and values that it names, with all that these read in turn. It does not cover the function's own name, docstrings
-    and comments; nor the code of installed packages, which count by name; nor what a function imports when it is called; nor what cannot be
-    pickled, as locks and open files.
+    functions, classes and values that it names, with all that these read in turn. It does not cover the function's own name and docstring,
+    and comments; nor the code of installed packages, which count by name; nor what a function imports when it is called. Of what cannot be
+    pickled, as locks, open files and functions of `torch.jit.trace`, the type and the attributes count.
 
     Raises:
         ValueError: What the function reads is nested too deeply.
@@ -107,7 +109,7 @@ class _Reader(_Pickler):
             super().memoize(obj)
 
     def save(self, obj: Any, save_persistent_id: bool = True) -> Any:
-        """Write an object; of one that cannot be pickled its type alone."""
+        """Write an object; of one that cannot be pickled its type and its attributes."""
         if id(obj) in self._around:  # a set's part that leads back
             self.led_back = True
             return super().save("around")
@@ -119,7 +121,7 @@ class _Reader(_Pickler):
             return super().save(obj, save_persistent_id)
         except RecursionError:
             raise
-        except Exception:  # __reduce__ is user code; and a lock, an open file or a generator is nothing that numbers follow from
+        except Exception:  # __reduce__ is user code and may raise anything; a lock or an open file must not stop a run
             held = getattr(obj, "__dict__", None) if id(obj) not in self._failed else None
             self._failed.add(id(obj))
             return super().save((f"{type(obj).__module__}.{type(obj).__qualname__}", held))
@@ -148,7 +150,7 @@ class _Reader(_Pickler):
             inner = obj.__dict__.get("_torchdynamo_orig_callable")  # of torch.compile, whose own parts are another in each process
             return (_part, ("compiled", inner)) if inner is not None else (_part, ("function",), _parts_of_function(obj))
         if isinstance(obj, type):
-            return _part, ("class",), [type(obj), obj.__bases__, [(k, part) for k, part in vars(obj).items() if k not in _FOR_PYTHON]]
+            return _part, ("class",), [type(obj), obj.__bases__, [(k, part) for k, part in vars(obj).items() if k not in _OF_PYTHON]]
         if isinstance(obj, types.CodeType):
             shape = (obj.co_argcount, obj.co_posonlyargcount, obj.co_kwonlyargcount, obj.co_flags & _MEANING)
             return _part, ("code", shape, obj.co_code, obj.co_exceptiontable, obj.co_names, obj.co_consts)
@@ -160,15 +162,15 @@ class _Reader(_Pickler):
             return _part, ("method",), [obj.__func__, obj.__self__]
         if isinstance(obj, types.MappingProxyType | memoryview):
             return _part, (type(obj).__name__, dict(obj) if isinstance(obj, types.MappingProxyType) else bytes(obj))
+        if isinstance(obj, types.ModuleType | np.ufunc) or _is_of_a_module(obj):
+            return _part, (getattr(obj, "__module__", None), obj.__name__)
         if isinstance(obj, Tensor) and obj.layout == torch.strided and not obj.is_nested:
             return _part, ("tensor", type(obj), str(obj.dtype), tuple(obj.shape), digest.of_tensor(obj)), obj.__dict__ or None
         if isinstance(obj, np.ndarray) and type(obj) in (np.ndarray, np.memmap) and not obj.dtype.hasobject:
             return _part, ("array", type(obj), obj.dtype.descr, obj.shape, np.ascontiguousarray(obj).tobytes())
         if (parts := _unwrapped(obj)) is not None:
             return _part, (type(obj).__qualname__, *parts)
-        if isinstance(obj, types.ModuleType | np.ufunc) or _is_of_a_module(obj):
-            return _part, (getattr(obj, "__module__", None), getattr(obj, "__name__"))  # noqa: B009 (NumPy's stubs lack the name)
-        if isinstance(obj, _TOLD):
+        if isinstance(obj, _BY_TEXT):
             return _part, (type(obj).__qualname__, str(obj))
         return NotImplemented
 

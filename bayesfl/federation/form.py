@@ -131,17 +131,14 @@ def same_form(what: str, found: ClientData, known: ClientData) -> None:
     )
     one, other = found.transform, known.transform
     if one is not other and (one is None or other is None or digest_of_code(one) != digest_of_code(other)):
-        made = ["rows as they are" if change is None else f"what {told(change)} makes of rows" for change in (one, other)]
-        code = ", other code or other values" if made[0] == made[1] else ""
-    elif given != wanted:
-        made, code = [str(given), str(wanted)], ""
-    else:
-        made, code = [], ""
-    if made:
-        raise ValueError(
-            f"{what} gives the model {made[0]}, the training data {made[1]}{code}; take a split of the federation, whose transform is part "
-            "of it, or give it one, as dataclasses.replace(split, transform=clients.train.transform)"
-        )
+        given, wanted = ("rows as they are" if change is None else f"what {told(change)} makes of rows" for change in (one, other))
+        wanted += ", by other code or of other values" if given == wanted else ""
+    elif given == wanted:
+        return
+    raise ValueError(
+        f"{what} gives the model {given}, the training data {wanted}; take a split of the federation, whose transform is part of it, or "
+        "give it one, as dataclasses.replace(split, transform=clients.train.transform)"
+    )
 
 
 def other_transform(found: FederatedData, known: FederatedData | Outline) -> str:
@@ -193,13 +190,11 @@ def check_function(what: str, name: str, saved: Any, given: Change | None) -> No
     if saved["under"] == now["under"] or saved["function"] != now["function"]:
         code = ", which reads other code or other values" if saved["function"] == now["function"] else ""
         raise CheckpointError(f"{what} was made with the {name} {saved['function']}, got {now['function']}{code}; give that one")
-    warnings.warn(
-        _unseen(what, name, saved, now),
-        stacklevel=3,
-    )
+    warnings.warn(_unseen(what, name, saved, now), stacklevel=3)
 
 
 def _unseen(what: str, name: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Return the warning that other versions of Python, torch or NumPy hide whether a function is the same."""
     return (
         f"{what} was made under {then['under']}, and this is {now['under']}: whether the {name} {now['function']} still computes the same "
         "cannot be seen; compare predictions with those made before"

@@ -71,7 +71,7 @@ def _as_known(made_with: Mapping[str, Any], now: dict[str, Any]) -> dict[str, An
     found = {name: part for name, part in now.items() if name in made_with or name not in ("held", "drawing")}
     if "held" in found:
         then, own = made_with["held"], now["held"]
-        found["held"] = {part: {**held, **{key: own[part][key] for key in held if key in own.get(part, {})}} for part, held in then.items()}
+        found["held"] = {part: {**old, **{key: own[part][key] for key in old if key in own.get(part, {})}} for part, old in then.items()}
     return found
 
 
