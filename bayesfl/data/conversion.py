@@ -113,7 +113,8 @@ def _of_array(values: Any, name: str) -> Tensor:
     except (TypeError, ValueError) as error:
         if str(error).startswith(name):
             raise
-        raise ValueError(f"{name} must be an array of numbers, all rows of one shape: {error}") from None
+        several = "; several inputs of a network are a tuple or a mapping of arrays" if isinstance(values, list) and name[0] == "x" else ""
+        raise ValueError(f"{name} must be an array of numbers, all rows of one shape: {error}{several}") from None
     kind = np.float64 if array.dtype.char == "g" else array.dtype.newbyteorder("=")
     stays = _in_file(array) and kind == array.dtype and all(stride >= 0 for stride in array.strides)
     if not stays:

@@ -211,7 +211,7 @@ def supported(module: nn.Module) -> bool:
 def refuse(module: nn.Module) -> None:
     """Raise ValueError, naming the layer, if there is no rule for one."""
     if reason := _objection(module):
-        raise ValueError(f"the layers kernel {reason}; use kernel='auto', 'live' or 'vmap'")
+        raise ValueError(f"the layers kernel {reason}; use kernel='auto', which takes one that runs the model")
 
 
 def _objection(module: nn.Module) -> str | None:

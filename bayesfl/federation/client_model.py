@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 from bayesfl.base.checks import instance, number, whole
 from bayesfl.base.copies import refuse_changed
 from bayesfl.base.files import folder
-from bayesfl.base.inputs import Shapes, as_tuples, count
+from bayesfl.base.inputs import Shapes, as_tuples
 from bayesfl.base.protocols import Batch, Fitted, Predictor, Server, StoredPredictor, Tensors, View
 from bayesfl.base.trees import shapes
 from bayesfl.composition.algorithm import Algorithm
@@ -111,12 +111,12 @@ class ClientModel:
         """
         refuse_changed(self.algorithm.model)
         same_columns("x", names_of(x, pooled=True), self.columns)
-        rows = self.form.take(x, self.inputs, dtype=self.dtype, device=self.device)
+        rows = self.form.split(x, self.inputs, dtype=self.dtype, device=self.device)
         if draws is not None:
             whole("draws (None is the paper's number)", draws, least=0)
         about: dict[str, Any] = {"client": self.client, "seed": self.seed, "round": self.round, "fitted": self._fitted, "value": self.value}
         found: dict[str, Any] = predict.alone(self.algorithm, self.view, rows, draws=0 if self.plug_in else draws, **about)
-        return Predictions(mask=torch.ones(count(rows), dtype=torch.bool), **{name: t.cpu() for name, t in found.items()})
+        return Predictions(mask=torch.ones(len(rows.y), dtype=torch.bool), **{name: t.cpu() for name, t in found.items()})
 
     def model(self) -> nn.Module:
         """Return the network at the means of the client's beliefs: a module of its own, in evaluation mode.

@@ -136,7 +136,7 @@ def _tried(module: nn.Module, split: ClientData, rows: Tensor) -> tuple[Inputs, 
     x = each(Tensor.cpu, split.take(rows))
     try:
         return x, *looked_at(module, x)
-    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+    except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
         raise ValueError(f"the model does not take inputs of shape {split.inputs} ({error}); {remedy(error, x)}") from error
 
 

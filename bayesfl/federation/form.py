@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bayesfl.base.function_code import digest_of_code, function_identity, told
-from bayesfl.base.inputs import Inputs, Shapes, count, named, shape_of, unnamed
+from bayesfl.base.inputs import Shapes, count, named, unnamed
 from bayesfl.data import FederatedData
 from bayesfl.data.conversion import to_inputs
 from bayesfl.data.outline import Outline
@@ -63,8 +63,8 @@ class Form:
         """
         return cls({str(name): (_dtype(dtype), tuple(shape)) for name, (dtype, shape) in found["tensors"].items()}, transform)
 
-    def take(self, x: Any, inputs: Shapes, *, dtype: torch.dtype, device: torch.device) -> Inputs:
-        """Return new rows as a model receives them: floats in `dtype`, on `device`, and transformed.
+    def split(self, x: Any, inputs: Shapes, *, dtype: torch.dtype, device: torch.device) -> ClientData:
+        """Return new rows as the split of a single client, which gives them as a model receives them, on `device`, a piece at a time.
 
         Args:
             x: Rows as their owner has them: an array, a tensor, nested lists or a frame, or a tuple or a mapping of these.
@@ -85,12 +85,12 @@ class Form:
         assert rows is not None
         index = torch.arange(count(rows), device=device)
         options: dict[str, Any] = {"transform": self.transform, "dtype": dtype}
-        taken = ClientData(rows, torch.zeros_like(index), index, np.array([len(index)]), **options).take(index)
-        if (shape := shape_of(taken)) != inputs:
+        split = ClientData(rows, torch.zeros_like(index), index, np.array([len(index)]), **options)
+        if split.inputs != inputs:
             raise ValueError(
-                f"the transform makes inputs of shape {shape} of x, the model was trained on {inputs}; pass the same transform"
+                f"the transform makes inputs of shape {split.inputs} of x, the model was trained on {inputs}; pass the same transform"
             )
-        return taken
+        return split
 
     def _fit(self, name: str, t: Tensor) -> Tensor:
         """Return a tensor in the type of the training data's.

@@ -12,6 +12,9 @@ from bayesfl.composition.algorithm import Algorithm
 from bayesfl.federation.errors import CheckpointError
 from bayesfl.models.modes import norms, rate
 
+FIRST = 3
+"""Number of differences that an error message lists."""
+
 
 def identity(algorithm: Algorithm) -> dict[str, Any]:
     """Return a description of an algorithm that is equal for two algorithms whose saved states are interchangeable.
@@ -87,8 +90,7 @@ def check_method(what: str, made_with: dict[str, Any], algorithm: Algorithm) -> 
         CheckpointError: The two methods differ.
     """
     if different := differences(made_with, _as_known(made_with, identity(algorithm))):
-        told = "; ".join(f"{path}: saved {saved}, given {given}" for path, (saved, given) in different.items())
-        raise CheckpointError(f"{what} was made with another algorithm, which differs in {told}")
+        raise CheckpointError(f"{what} was made with another algorithm, which differs in {_told(different, 'saved', 'given')}")
 
 
 def check_network(what: str, made_with: Mapping[str, Any], algorithm: Algorithm) -> None:
@@ -107,9 +109,13 @@ def check_network(what: str, made_with: Mapping[str, Any], algorithm: Algorithm)
     now = _as_known(made_with, identity(algorithm))
     parts = ("layers", "held", "parameters", "constants")
     if different := differences(*({part: of.get(part) for part in parts} for of in (made_with, now))):
-        told = "; ".join(f"{path.rstrip('.')}: there {then}, here {given}" for path, (then, given) in list(different.items())[:3])
-        more = f", and {len(different) - 3} more" if len(different) > 3 else ""
         raise CheckpointError(
-            f"{what} has the state of another network, which differs in {told}{more}; build the method on the network of that run, frozen "
-            "weights and buffers included"
+            f"{what} has the state of another network, which differs in {_told(different, 'there', 'here')}; build the method on the "
+            "network of that run, frozen weights and buffers included"
         )
+
+
+def _told(different: Mapping[str, tuple[Any, Any]], then: str, now: str) -> str:
+    """Return the first differences in words, and how many more there are."""
+    told = "; ".join(f"{path.rstrip('.')}: {then} {saved}, {now} {given}" for path, (saved, given) in list(different.items())[:FIRST])
+    return told + (f"; and {len(different) - FIRST} more" if len(different) > FIRST else "")

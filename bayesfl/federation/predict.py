@@ -2,7 +2,7 @@
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, replace
 from typing import TypeAlias
 
@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from bayesfl.base.inputs import Inputs, call, count, each, first
-from bayesfl.base.inputs import pieces as in_pieces
+from bayesfl.base.inputs import Inputs, call, count, each
 from bayesfl.base.protocols import Fitted, Predictor, Tensors, View
 from bayesfl.base.random import Purpose, generator
 from bayesfl.composition.algorithm import Algorithm
@@ -90,8 +89,8 @@ def of_chunk(
         client = int(row[0])
         for split, parts in zip(splits, out, strict=True):
             address = _address(algorithm, client, local.seed, round)
-            x, _ = split.client(client)
-            found = _of_fitted(algorithm, fitted, done.views["n"], x, address, value, number, plain=draws == 0)
+            rows = _rows(split, client)
+            found = _of_fitted(algorithm, fitted, done.views["n"], rows, address, value, number, plain=draws == 0)
             parts.append((row, found))
     return out
 
@@ -99,7 +98,7 @@ def of_chunk(
 def alone(
     algorithm: Algorithm,
     view: View,
-    x: Inputs,
+    split: ClientData,
     *,
     client: int,
     seed: int,
@@ -113,7 +112,7 @@ def alone(
     Args:
         algorithm: The method.
         view: The client's view after its fine-tuning, [...].
-        x: Inputs [N, *].
+        split: Its N rows, as the only client's; of their labels nothing is read.
         client: The client's id, which selects its random draws.
         seed: The run's seed.
         round: Number of rounds done.
@@ -128,12 +127,10 @@ def alone(
     if fitted is None:
         noise = _noise(algorithm, np.array([client]), view["n"], seed, round, number)
         views = tree_map(lambda t: t.unsqueeze(0), view)
-        rows = torch.arange(count(x), device=first(x).device)
-        split = ClientData(x, torch.zeros_like(rows), rows, np.array([len(rows)]), dtype=view["n"].dtype)
         found = _of_views(Engine(), algorithm, algorithm.parts, views, split, np.zeros(1, np.int64), noise)
     else:
         address = _address(algorithm, client, seed, round)
-        found = _of_fitted(algorithm, fitted, view["n"], x, address, value, number, plain=draws == 0)
+        found = _of_fitted(algorithm, fitted, view["n"], _rows(split, 0), address, value, number, plain=draws == 0)
     return {name: t[0] for name, t in found.items()}
 
 
@@ -188,6 +185,12 @@ def _inputs(split: ClientData, ids: np.ndarray) -> Iterator[Inputs]:
         yield each(lambda t, shape=flat.shape: t.unflatten(0, shape), split.take(flat.reshape(-1)))
 
 
+def _rows(split: ClientData, client: int) -> Iterator[Inputs]:
+    """Yield one client's inputs [n, *] in pieces of rows; nothing where it has no rows."""
+    if split.counts[client]:
+        yield from (each(lambda t: t[0], x) for x in _inputs(split, np.array([client])))
+
+
 def _fitted(local: Local, done: Done) -> Iterator[tuple[np.ndarray, Fitted]]:
     """Yield each client of a chunk, [1], with its predictor."""
     assert local.algorithm.predictor is not None
@@ -198,11 +201,19 @@ def _fitted(local: Local, done: Done) -> Iterator[tuple[np.ndarray, Fitted]]:
 
 
 def _of_fitted(
-    algorithm: Algorithm, fitted: Fitted, like: Tensor, x: Inputs, rng: np.random.Generator, value: float | None, draws: int, *, plain: bool
+    algorithm: Algorithm,
+    fitted: Fitted,
+    like: Tensor,
+    rows: Iterable[Inputs],
+    rng: np.random.Generator,
+    value: float | None,
+    draws: int,
+    *,
+    plain: bool,
 ) -> Tensors:
-    """Predict with one client's predictor at its inputs, {name: [1, N, ...]}, in pieces of rows; empty where the client has no inputs."""
+    """Predict with one client's predictor at its inputs, given in pieces of rows, {name: [1, N, ...]}; empty where there are no inputs."""
     pieces: list[Tensors] = []
-    for piece in in_pieces(x, GATHER) if count(x) else ():
+    for piece in rows:
         noise = None
         with explained(piece):
             if draws:
@@ -275,12 +286,12 @@ def scores(local: Local, done: Done, validation: ClientData, *, round: int) -> T
     sums = torch.zeros(1 + len(grid), len(grid), dtype=torch.float64)
     for row, fitted in _fitted(local, done):
         client = int(row[0])
-        x, y = validation.client(client)
+        rows, y = list(_rows(validation, client)), validation.y[validation.rows(client)]
         losses = torch.full((len(grid), len(y)), torch.inf, dtype=torch.float64)
         for k, value in enumerate(grid if len(y) else ()):
             rng = _address(algorithm, client, local.seed, round)  # the same draws for each candidate
             with contextlib.suppress(torch.linalg.LinAlgError):
-                found = _of_fitted(algorithm, fitted, done.views["n"], x, rng, value, algorithm.draws, plain=False)
+                found = _of_fitted(algorithm, fitted, done.views["n"], rows, rng, value, algorithm.draws, plain=False)
                 losses[k] = nll({name: t[0] for name, t in found.items()}, y).cpu()
         sums += torch.cat([losses.sum(1)[None], (losses @ losses.T).nan_to_num(nan=torch.inf, posinf=torch.inf)])
     return sums

@@ -10,6 +10,8 @@ from bayesfl.base.inputs import Inputs, named
 
 BEYOND = re.compile(r"index out of range in self|is out of bounds for dimension|not in the valid range|Class values must be")
 """What torch says of a number beyond the rows of an embedding, or of any table."""
+BOOLEAN = re.compile(r"boolean masks|boolean tensor|BoolTensor for mask|only bool and floating types|dtype to be bool")
+"""What torch says where a mask holds other numbers than truth values."""
 TYPES = re.compile(r"dtype|datatype|scalar type|type .* should be the same|not implemented for|not supported")
 """What torch says where the numbers of a layer's inputs are of another type than its weights."""
 
@@ -38,6 +40,9 @@ def remedy(error: Exception, x: Inputs) -> str:
         )
     if "embedding" in said or "argument 'indices'" in said or "used as indices" in said:
         return "an embedding takes whole numbers, and they stay such: pass an array of integers, as x.astype('int64')"
+    masks = [name for name, t in whole if t.dtype != torch.bool]
+    if masks and BOOLEAN.search(said):
+        return f"a mask holds truth values, and whole numbers stay such: pass {masks[-1]}.astype(bool) where it is the mask"
     if whole and TYPES.search(said):
         name, t = whole[0]
         return (

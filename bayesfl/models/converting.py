@@ -7,8 +7,8 @@ from torch import nn
 
 from bayesfl.base.checks import instance, whole
 
-LEAST = 16
-"""Least number of channels in a group that may see vectors: of one channel alone nothing is left, and of two only the order."""
+LEAST, OF_VECTORS = 2, 16
+"""Least number of channels in a group, and in one that may see vectors: of one number alone nothing is left, and of two only the order."""
 _BATCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
@@ -17,9 +17,9 @@ def group_norm(module: nn.Module, *, groups: int = 32) -> nn.Module:
 
     A group norm looks at each example alone: there are no statistics to average, and every kernel and every method takes the network.
     Weights, biases, `eps` and what is frozen stay. The statistics are dropped, so a network that was trained with them computes something
-    else and has to be trained on. A norm has the largest number of groups that divides its channels and is at most `groups`; in the
-    place of an `nn.BatchNorm1d`, which may see vectors, a group has at least 16 channels, or all. `nn.SyncBatchNorm` and
-    `nn.InstanceNorm1d` and so on stay as they are.
+    else and has to be trained on. A norm has the largest number of groups that divides its channels and is at most `groups`, where a group
+    has at least 2 channels, or all; and at least 16, or all, in the place of an `nn.BatchNorm1d`, which may see vectors.
+    `nn.SyncBatchNorm`, `nn.InstanceNorm1d` and so on stay as they are.
 
     Args:
         module: Any module with `nn.BatchNorm1d`, `2d` or `3d` among its parts, or one of these itself.
@@ -57,7 +57,7 @@ def group_norm(module: nn.Module, *, groups: int = 32) -> nn.Module:
 def _converted(norm: Any, groups: int) -> nn.GroupNorm:
     """Return a group norm with a batch norm's own parameters, in its mode."""
     channels = norm.num_features
-    most = min(groups, channels // LEAST if isinstance(norm, nn.BatchNorm1d) else channels)
+    most = min(groups, channels // (OF_VECTORS if isinstance(norm, nn.BatchNorm1d) else LEAST))
     made = nn.GroupNorm(max(d for d in range(1, max(most, 1) + 1) if channels % d == 0), channels, eps=norm.eps, affine=False)
     made.affine, made.weight, made.bias = norm.affine, norm.weight, norm.bias
     return made.train(norm.training)

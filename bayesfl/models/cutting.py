@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bayesfl.base.inputs import Inputs, call
+
 
 class SplitModel(nn.Module):
     """A network cut in two: `head(body(x))`.
@@ -32,14 +34,15 @@ def has_body(module: nn.Module) -> bool:
     return any(name.startswith("body.") for name, p in module.named_parameters() if p.requires_grad)
 
 
-def split(module: nn.Module, *, head: str = "fc", example: Tensor | None = None) -> SplitModel:
+def split(module: nn.Module, *, head: str = "fc", example: Inputs | None = None) -> SplitModel:
     """Cut any module whose last step is the submodule `head` into a body and that head; the module itself is not changed.
 
     Args:
         module: Any module.
         head: Name of its last submodule, as `named_modules()` gives it: `fc`, `classifier.6`.
-        example: Inputs [B, ...] on which to check that the cut network computes what the module did. Without them only a step that an
-            `nn.Sequential` takes after `head` is seen; one that a `forward` takes after it is left in the body, before the head.
+        example: Inputs [B, ...], a tensor or a tuple or mapping of several, on which to check that the cut network computes what the
+            module did. Without them only a step that an `nn.Sequential` takes after `head` is seen; one that a `forward` takes after it is
+            left in the body, before the head.
 
     Raises:
         ValueError: There is no submodule `head`, it has no parameters or shares them with the rest, an `nn.Sequential` has modules after
@@ -90,7 +93,7 @@ def _after(module: nn.Module, head: str) -> list[str]:
     return found
 
 
-def _outputs(module: nn.Module, example: Tensor) -> Tensor:
+def _outputs(module: nn.Module, example: Inputs) -> Tensor:
     """Compute the outputs of a copy in evaluation mode."""
     with torch.no_grad():
-        return copy.deepcopy(module).eval()(example)
+        return call(copy.deepcopy(module).eval(), example)

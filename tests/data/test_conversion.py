@@ -80,6 +80,7 @@ def test_trees_are_tuples_and_plain_dicts():
         ((torch.zeros(2) * 1j,), r"^x\[0\] of client 3 must be real numbers, got torch\.complex64; pass real and imaginary"),
         ({"a": np.array([object()])}, r"^x\['a'\] of client 3 must be an array of numbers.*object"),
         ({"a": [[1, 2], [3]]}, r"^x\['a'\] of client 3 must be an array of numbers, all rows of one shape"),
+        ([np.ones((4, 2)), np.ones((4, 3))], r"^x of client 3 must be an array.*; several inputs of a network are a tuple or a mapping"),
         ({"a": ["b"]}, r"^x\['a'\] of client 3 holds text"),
         ({"a": np.ma.masked_array([1.0], mask=[True])}, r"^x\['a'\] of client 3 has masked values"),
     ],

@@ -15,7 +15,7 @@ from torch.testing import assert_close
 
 import bayesfl as bf
 from bayesfl.composition.predictors import LinearisedLaplace
-from bayesfl.data import FederatedData
+from bayesfl.data import ClientData, FederatedData
 from bayesfl.federation import checkpoint, client_model, predict
 from bayesfl.federation.client_files import FILE
 from bayesfl.federation.errors import CheckpointError
@@ -459,6 +459,25 @@ def test_rows_come_before_the_transform(pictures: Result, tmp_path: Path):
         one.predict(x / 255)
     with pytest.raises(ValueError, match=r"\[N, 3, 3\], got \[8, 9\]|got \[4, 9\]"):
         one.predict(x.flatten(1))
+
+
+@pytest.mark.parametrize("fitted", [False, True])
+def test_rows_are_transformed_a_piece_at_a_time(pictures: Result, fitted: bool, monkeypatch: pytest.MonkeyPatch):
+    """So that many rows of bytes never are as many rows of floats, in either kind of prediction."""
+    method = replace(pictures.algorithm, predictor=LinearisedLaplace(precision=1.0)) if fitted else pictures.algorithm
+    one = run(method, pictures.data, evaluate_every=None).client(1)
+    x = np.random.default_rng(1).integers(0, 256, (40, 3, 3), dtype=np.uint8)
+    probs, seen, changed = one.predict(x).probs, [], ClientData.changed
+
+    def watched(split: ClientData, name: str, change: Any, rows: torch.Tensor) -> Any:
+        seen.append(len(rows))
+        return changed(split, name, change, rows)
+
+    monkeypatch.setattr(predict, "GATHER", 5 * 9 * 8)
+    monkeypatch.setattr(ClientData, "changed", watched)
+    assert_close(one.predict(x).probs, probs, atol=1e-12, rtol=0)
+    assert max(seen) == 5
+    assert sum(seen) <= len(x) + 3  # and a row for each shape that is asked for
 
 
 def test_a_file_needs_the_transform_that_it_was_made_with(pictures: Result, ditto: Result, tmp_path: Path):

@@ -67,7 +67,7 @@ def test_a_transform_that_makes_something_else():
 
     def take(transform: object, x: Tensor) -> object:
         form = Form({"x": (torch.uint8, (4,))}, transform)  # type: ignore[arg-type]
-        return form.take(x, (4,), dtype=torch.float64, device=torch.device("cpu"))
+        return form.split(x, (4,), dtype=torch.float64, device=torch.device("cpu")).take(torch.arange(len(x)))
 
     x = torch.tensor([[0, 51, 102, 255]], dtype=torch.uint8)
     found = take(lambda x: x.double() / 255, x)

@@ -106,6 +106,13 @@ def test_what_other_versions_wrote():
         check_method("it", said | {"held": {**said["held"], "last": {"in_features": 9}}}, method)
 
 
+def test_three_differences_are_told():
+    """Of a deep network there may be hundreds."""
+    one, other = (nn.Sequential(*[nn.BatchNorm1d(8, eps=eps) for _ in range(9)], nn.Linear(8, 3)) for eps in (1e-5, 1e-3))
+    with pytest.raises(CheckpointError, match=r"differs in [^;]*; [^;]*; [^;]*; and 6 more$"):
+        check_method("it", identity(bf.algorithms.fedavg(one)), bf.algorithms.fedavg(other))
+
+
 def test_statistics_that_a_block_has_are_no_constants():
     """A model may be loaded into a network whose norms begin elsewhere, as its weights may; statistics that are held may not."""
     one, other = (nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)) for _ in range(2))

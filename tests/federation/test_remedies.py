@@ -113,6 +113,37 @@ class Floats(nn.Module):
         return self.last(x.flatten(1).to(self.last.weight.dtype))
 
 
+class Masked(nn.Module):
+    """A mask, used in one of torch's ways."""
+
+    def __init__(self, use: Any) -> None:
+        super().__init__()
+        self.use = use
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.use(x, mask)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda x, mask: x.masked_fill(mask, 0),
+        lambda x, mask: torch.where(mask, x, x),
+        lambda x, mask: x.masked_select(mask),
+        lambda x, mask: nn.MultiheadAttention(3, 1, batch_first=True)(*3 * (x[None],), key_padding_mask=mask[:, 0][None]),
+        lambda x, mask: F.scaled_dot_product_attention(*3 * (x[None],), attn_mask=mask[None]),
+    ],
+)
+def test_a_mask_of_whole_numbers(use: Any):
+    """It stays one of whole numbers, which torch takes for no mask."""
+    x = {"x": torch.ones(3, 3), "mask": torch.ones(3, 3, dtype=torch.int64)}
+    with pytest.raises((RuntimeError, AssertionError)) as raised:
+        call(Masked(use), x)
+    assert remedy(raised.value, x) == (
+        "a mask holds truth values, and whole numbers stay such: pass x['mask'].astype(bool) where it is the mask"
+    )
+
+
 @pytest.mark.parametrize(
     ("module", "x", "words"),
     [

@@ -61,8 +61,10 @@ def test_a_block_of_a_resnet():
     [
         (nn.BatchNorm2d(64), 32, 32),
         (nn.BatchNorm2d(48), 32, 24),
-        (nn.BatchNorm2d(6), 32, 6),
+        (nn.BatchNorm2d(6), 32, 3),
+        (nn.BatchNorm2d(32), 32, 16),
         (nn.BatchNorm2d(37), 32, 1),
+        (nn.BatchNorm2d(1), 32, 1),
         (nn.BatchNorm3d(64), 5, 4),
         (nn.BatchNorm2d(64), 1, 1),
         (nn.BatchNorm1d(512), 32, 32),
@@ -72,7 +74,7 @@ def test_a_block_of_a_resnet():
     ],
 )
 def test_the_largest_number_of_groups_that_divides(norm: nn.Module, groups: int, found: int):
-    """At most the number given; of vectors, with sixteen channels in each at least, since of one channel alone nothing is left."""
+    """At most the number given; with two channels in each at least, and of vectors sixteen, since of one number alone nothing is left."""
     made = bf.models.group_norm(norm, groups=groups)
     assert isinstance(made, nn.GroupNorm)
     assert made.num_groups == found

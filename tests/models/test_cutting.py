@@ -76,6 +76,25 @@ def test_a_step_after_the_head_is_seen_without_an_example():
         models.split(Pretrained(), head="conv", example=torch.randn(3, 1, 8, 8))
 
 
+def test_an_example_of_several_inputs():
+    """As `forward` takes them, by place or by name; the head stands last in one network and not in the other."""
+
+    class Masked(nn.Module):
+        def __init__(self, scale: float) -> None:
+            super().__init__()
+            self.inner, self.fc, self.scale = nn.Linear(3, 4), nn.Linear(4, 2), scale
+
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            return self.fc(self.inner(x) * mask) + self.scale
+
+    x, mask = torch.randn(5, 3), torch.ones(5, 1)
+    cut = models.split(Masked(0.0), example=(x, mask))
+    assert_close(cut(x, mask=mask), cut(x, mask))
+    for example in ((x, mask), {"x": x, "mask": mask}):
+        with pytest.raises(ValueError, match="'fc' is not the last step"):
+            models.split(Masked(1.0), example=example)
+
+
 def test_whether_there_is_a_body_to_train():
     """A model without hidden layers has none, nor one whose body is frozen."""
     model = models.mlp(4, outputs=2, hidden=3)
