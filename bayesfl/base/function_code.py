@@ -7,8 +7,10 @@ import inspect
 import io
 import os
 import pickle
+import re
 import sys
 import sysconfig
+import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -32,6 +34,9 @@ _ATOMS = (str, bytes, int, float, bool, type(None))
 
 DEEPEST = 20_000
 """Limit of Python's recursion while a function is read: a helper that calls another one takes some twenty levels."""
+
+_ONE_AT_A_TIME = threading.Lock()
+"""Held while a function is read, since Python's limit of recursion is that of all threads."""
 
 _Pickler: Any = pickle._Pickler  # the one in Python, whose steps can be changed; type checkers do not know it
 
@@ -57,21 +62,23 @@ def digest_of_code(function: Callable[..., Any]) -> str:
 
     It covers the bytecode and the constants, what the function closes over, has as defaults or is partially applied to, and the global
     functions, classes and values that it names, with all that these read in turn. It does not cover the function's own name and docstring,
-    and comments; nor the code of installed packages, which count by name; nor what a function imports when it is called. Of what cannot be
-    pickled, as locks, open files and functions of `torch.jit.trace`, the type and the attributes count.
+    and comments; nor the code of installed packages, which count by name; nor what a function imports when it is called. A module counts by
+    name where an object holds it, and so does a function of `np.frompyfunc`. Of what cannot be pickled, as locks, open files and tensors on
+    the device `meta`, the type and the attributes count.
 
     Raises:
         ValueError: What the function reads is nested too deeply.
     """
-    limit = sys.getrecursionlimit()
-    try:
-        sys.setrecursionlimit(max(limit, DEEPEST))  # the same whatever the depth from which this is called
-        _Reader(stream := io.BytesIO(), {}, {}).dump(function)
-        return hashlib.sha256(stream.getvalue()).hexdigest()
-    except RecursionError as error:
-        raise ValueError(f"{told(function)[0]} reads values that are nested too deeply for a digest; let it read fewer") from error
-    finally:
-        sys.setrecursionlimit(limit)
+    with _ONE_AT_A_TIME:
+        limit = sys.getrecursionlimit()
+        try:
+            sys.setrecursionlimit(max(limit, DEEPEST))  # the same whatever the depth from which this is called
+            _Reader(stream := io.BytesIO(), {}, {}).dump(function)
+            return hashlib.sha256(stream.getvalue()).hexdigest()
+        except RecursionError as error:
+            raise ValueError(f"{told(function)[0]} reads values that are nested too deeply for a digest; let it read fewer") from error
+        finally:
+            sys.setrecursionlimit(limit)
 
 
 def told(function: Any) -> list[Any]:
@@ -154,6 +161,10 @@ class _Reader(_Pickler):
         if isinstance(obj, types.CodeType):
             shape = (obj.co_argcount, obj.co_posonlyargcount, obj.co_kwonlyargcount, obj.co_flags & _MEANING)
             return _part, ("code", shape, obj.co_code, obj.co_exceptiontable, obj.co_names, obj.co_consts)
+        if isinstance(obj, torch.jit.ScriptModule):
+            return _part, ("script", _plain_graph(obj._c.dump_to_str(True, True, False)), [*obj.state_dict().items()])
+        if isinstance(obj, torch.jit.ScriptFunction):
+            return _part, ("script", _plain_graph(str(obj.graph)))
         if isinstance(obj, nn.Module):
             held = {key: part for key, part in vars(obj).items() if "state_dict" not in key}
             hooks = {key: list(part.values()) for key, part in held.items() if "_hooks" in key and isinstance(part, dict)}
@@ -177,6 +188,11 @@ class _Reader(_Pickler):
 
 def _part(*parts: Any) -> None:
     """Stand in the stream for what has no way of its own to be pickled."""
+
+
+def _plain_graph(text: str) -> str:
+    """Return what TorchScript says of a graph, without addresses, places in files, and the numbers that it gives to names in a process."""
+    return re.sub(r"___torch_mangle_\d+\.|0x[0-9a-f]+|# [^\n]*", "", text)
 
 
 def _is_of_a_module(obj: Any) -> bool:

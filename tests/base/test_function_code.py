@@ -6,6 +6,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -171,6 +172,9 @@ DIFFERENT = {
     ),
     "a part of a set": (HOLDS + "s = {{S({})}}\nf = lambda x: s", "255", "254"),
     "what is caught": ("def f(x):\n  try: return x.sin()\n  except {}: return x", "ValueError", "TypeError"),
+    "a number in TorchScript": ("f = torch.jit.trace(lambda x: x / {}, torch.ones(2))", "255.0", "254.0"),
+    "a part in TorchScript": ("f = torch.jit.trace(nn.Sequential(nn.{}()), torch.ones(2))", "ReLU", "Tanh"),
+    "a weight in TorchScript": (ONES + "f.weight.data += {}\nf = torch.jit.trace(f, torch.ones(1, 1))", "1", "2"),
     "a pattern": ("import re\np = re.compile({})\nf = lambda x: p", "'a'", "'b'"),
 }
 
@@ -210,6 +214,16 @@ SAME = {
 def test_what_makes_no_difference(text):
     one, other = SAME[text]
     assert digest_of_code(defined(one)) == digest_of_code(defined(other))
+
+
+def test_functions_are_read_by_several_threads():
+    """The limit of recursion, which is that of all threads, is as it was after it."""
+    before = sys.getrecursionlimit()
+    text, one, _ = DIFFERENT["a long chain"]
+    deep = defined(text.format(one))
+    with ThreadPoolExecutor(8) as pool:
+        assert len(set(pool.map(digest_of_code, [deep] * 40))) == 1
+    assert sys.getrecursionlimit() == before
 
 
 def test_a_function_that_has_run_is_the_same():
