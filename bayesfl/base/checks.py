@@ -5,6 +5,9 @@ from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral, Real
 from typing import Any
 
+import numpy as np
+from torch import Tensor
+
 
 def whole(name: str, value: Any, *, least: int) -> int:
     """Return `value` as an int of at least `least`.
@@ -57,3 +60,8 @@ def instance(name: str, value: Any, wanted: type, remedy: str) -> None:
     if not isinstance(value, wanted) or isinstance(value, type):  # a class has the methods of a protocol, but is not an instance
         came = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
         raise TypeError(f"{name} must be of type {wanted.__name__}, got {came}; {remedy}")
+
+
+def listed(values: Any) -> Any:
+    """Return the numbers of a tensor or an array as Python's own, in a list where there are several; return anything else as it is."""
+    return values.tolist() if isinstance(values, Tensor | np.ndarray | np.generic) else values

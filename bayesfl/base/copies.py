@@ -51,6 +51,8 @@ _ORIGINS: "weakref.WeakKeyDictionary[nn.Module, _Origin]" = weakref.WeakKeyDicti
 def copied(module: nn.Module) -> nn.Module:
     """Return a copy of a module whose frozen parameters share the original's storage; they are never written.
 
+    An `nn.TransformerEncoder` in it computes the same with gradients and without.
+
     Embeddings with `max_norm` are an exception, since torch rescales their rows in place whenever they are read.
 
     Raises:
@@ -65,6 +67,9 @@ def copied(module: nn.Module) -> nn.Module:
             f"model {type(module).__name__} cannot be copied: {error} Weights that are computed from others are a usual reason: take "
             "torch.nn.utils.parametrizations.weight_norm instead of torch.nn.utils.weight_norm, and call prune.remove after pruning"
         ) from error
+    for part in made.modules():
+        if isinstance(part, nn.TransformerEncoder):
+            part.use_nested_tensor = False  # else torch puts 0 at masked places where no gradient is computed, and only there
     _ORIGINS[made] = _ORIGINS.get(module) or _Origin(weakref.ref(module), _marks(module), _frozen(module), _hooks(module))
     return made
 

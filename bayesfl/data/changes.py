@@ -65,8 +65,8 @@ def check_augment(split: ClientData, augment: Change) -> None:
         augment: The function.
 
     Raises:
-        ValueError: It returns other shapes or dtypes, writes into its input, draws by something else than torch or by a generator of its
-            own, or gives something else when its draws are repeated.
+        ValueError: It returns other shapes or dtypes or numbers that are not finite, writes into its input, draws by something else than
+            torch or by a generator of its own, or gives something else when its draws are repeated.
         TypeError: It is no function, or does not return tensors.
 
     Warns:
@@ -84,6 +84,7 @@ def check_augment(split: ClientData, augment: Change) -> None:
             f"augment draws by {drawn[0]}, which no seed of a run reaches: draw by torch, as torch.rand(len(x)) does, without a generator"
         )
     made, again = made
+    all_finite("augment", made)
     if not _near(made, again, 0.0):
         raise ValueError("augment gives other inputs when its draws are repeated: it counts, which no seed repeats; remove that")
     if structure(made) != structure(x) or [name for name, _ in named(made)] != [name for name, _ in named(x)]:

@@ -2,14 +2,12 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
+from bayesfl.base.targets import Task
 from bayesfl.data.names import named_classes
-
-Task: TypeAlias = Literal["classification", "regression"]
 
 SEVERAL = "recipes divide single tensors; give several inputs to from_arrays, with the client of each row as client_ids"
 

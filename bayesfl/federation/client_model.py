@@ -250,9 +250,10 @@ def of_client(
     if isinstance(data, FederatedData):
         form = Form.of(data.train)
     elif data.transform is not None:
+        made_by = list(data.transform["function"])
         raise ValueError(
-            f"{name!r} predicts for what the transform {data.transform['function']} makes of rows, and this result was loaded without the "
-            "data, which have it; bf.load(path, algorithm, clients) loads it with them"
+            f"{name!r} predicts for what the transform {made_by} makes of rows, and this result was loaded without the data, which have "
+            "it; bf.load(path, algorithm, clients) loads it with them"
         )
     else:
         form = Form.of_floats(data.inputs) if data.tensors is None else Form.read({"tensors": data.tensors}, None)

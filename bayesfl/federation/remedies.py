@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from bayesfl.base.inputs import Inputs, named
 
@@ -36,19 +37,18 @@ def remedy(error: Exception, x: Inputs) -> str:
         ranges = [f"{name} {int(t.min())} to {int(t.max())}" for name, t in numbers]
         return (
             f"whole numbers choose an embedding's rows, from 0 to below its num_embeddings; here are {', '.join(ranges)}: build it with "
-            "more rows, or give all that are rare one number"
+            "more rows, or give all that are rare one number; if these fit, forward looks up something else that is too large, as a place"
         )
     if "embedding" in said or "argument 'indices'" in said or "used as indices" in said:
         return "an embedding takes whole numbers, and they stay such: pass an array of integers, as x.astype('int64')"
-    masks = [name for name, t in whole if t.dtype != torch.bool]
-    if masks and BOOLEAN.search(said):
-        return f"a mask holds truth values, and whole numbers stay such: pass {masks[-1]}.astype(bool) where it is the mask"
+    if numbers and BOOLEAN.search(said):
+        masks = [name for name, _ in numbers if "mask" in name] or [name for name, _ in numbers]
+        return f"a mask holds truth values, and whole numbers stay such: pass {' or '.join(f'{name}.astype(bool)' for name in masks)}"
     if whole and TYPES.search(said):
-        name, t = whole[0]
-        return (
-            f"{name} holds {t.dtype}, which stays as it is: if the model wants floats, pass {name}.astype('float32'), or make them "
-            "where they are read, as clients.transformed(lambda x: x / 255) does"
-        )
+        kinds = ", ".join(f"{name} holds {t.dtype}" for name, t in whole)
+        floats = " or ".join(f"{name}.astype('float32')" for name, _ in whole)
+        read = ", or make them where they are read, as clients.transformed(lambda x: x / 255) does" if isinstance(x, Tensor) else ""
+        return f"{kinds}, and such numbers stay as they are: where the model wants floats, pass {floats}{read}"
     if "padding token" in said:
         return "set model.config.pad_token_id, the token that fills rows up"
     if isinstance(error, TypeError) and "argument" in said:

@@ -1,11 +1,13 @@
 """Converting a network's batch norms to norms without statistics, which leave clients nothing to average."""
 
 import copy
+import warnings
 from typing import Any
 
 from torch import nn
 
 from bayesfl.base.checks import instance, whole
+from bayesfl.models.altered import altered
 
 LEAST, OF_VECTORS = 2, 16
 """Least number of channels in a group, and in one that may see vectors: of one number alone nothing is left, and of two only the order."""
@@ -18,7 +20,8 @@ def group_norm(module: nn.Module, *, groups: int = 32) -> nn.Module:
     A group norm looks at each example alone: there are no statistics to average, and every kernel and every method takes the network.
     Weights, biases, `eps` and what is frozen stay. The statistics are dropped, so a network that was trained with them computes something
     else and has to be trained on. A norm has the largest number of groups that divides its channels and is at most `groups`, where a group
-    has at least 2 channels, or all; and at least 16, or all, in the place of an `nn.BatchNorm1d`, which may see vectors.
+    has at least 2 channels, or all; and at least 16, or all, in the place of an `nn.BatchNorm1d`, which may see vectors. Maps of a single
+    pixel are vectors, too, of which small groups leave little: give fewer `groups`.
     `nn.SyncBatchNorm`, `nn.InstanceNorm1d` and so on stay as they are.
 
     Args:
@@ -27,7 +30,10 @@ def group_norm(module: nn.Module, *, groups: int = 32) -> nn.Module:
 
     Raises:
         TypeError: `module` is not an `nn.Module`.
-        ValueError: `groups` is no whole number >= 1, or there is no batch norm to convert.
+        ValueError: `groups` is no whole number >= 1, or there is no batch norm to convert; or one does more than a batch norm.
+
+    Warns:
+        UserWarning: A norm of vectors has few channels, of which a group norm leaves little.
 
     References:
         Wu and He, "Group normalization", ECCV 2018: 32 groups, or 16 channels in each. Hsieh, Phanishayee, Mutlu, Gibbons, "The non-IID
@@ -36,6 +42,7 @@ def group_norm(module: nn.Module, *, groups: int = 32) -> nn.Module:
     instance("module", module, nn.Module, "build one, as torchvision.models.resnet18()")
     whole("groups", groups, least=1)
     made = copy.deepcopy(module)
+    _check(made)
     if isinstance(made, _BATCH):
         return _converted(made, groups)
     # `named_children` would leave out a norm that stands in two places of one part.
@@ -52,6 +59,29 @@ def group_norm(module: nn.Module, *, groups: int = 32) -> nn.Module:
         assert norm is not None
         part._modules[key] = new.setdefault(norm, _converted(norm, groups))
     return made
+
+
+def _check(module: nn.Module) -> None:
+    """Check that batch norms do what those of torch do and no more, and warn of those whose converted norm would leave little.
+
+    Raises:
+        ValueError: One is of a subclass, has hooks or a forward of its own, or has a weight or a bias that is computed.
+    """
+    for name, part in module.named_modules():
+        if not isinstance(part, _BATCH):
+            continue
+        computed = part.affine and {"weight", "bias"} != {leaf for leaf, _ in part.named_parameters(recurse=False)}
+        if type(part) not in _BATCH or computed or altered(part):
+            raise ValueError(
+                f"batch norm {name!r} ({type(part).__name__}) does more than torch's: it is of a subclass, or has hooks or weights that "
+                "are computed, which a group norm in its place would lose; replace it by hand"
+            )
+        if isinstance(part, nn.BatchNorm1d) and part.num_features < OF_VECTORS:
+            warnings.warn(
+                f"batch norm {name!r} has {part.num_features} channels, and of vectors with so few a group norm leaves little, of two "
+                "their order alone; for inputs, standardise with fixed numbers in its place",
+                stacklevel=3,
+            )
 
 
 def _converted(norm: Any, groups: int) -> nn.GroupNorm:

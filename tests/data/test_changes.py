@@ -95,6 +95,7 @@ OWN, COUNTS = torch.Generator(), itertools.count()
         (writes, r"^augment writes into its input"),
         (lambda x: x > 0, r"^augment makes torch\.bool of x, torch\.uint8; .*data\.transformed"),
         (lambda x: x + torch.rand(1, generator=OWN), r"a generator of its own"),
+        (lambda x: x.float() / 0, r"^augment\(x\) holds NaN or infinite|^augment makes torch\.float32"),
         (lambda x: x + next(COUNTS), r"^augment gives other inputs when its draws are repeated"),
         (lambda x: x + random.random(), r"^augment draws by random, .*torch\.rand\(len\(x\)\)"),
         (lambda x: x + np.random.rand(), r"^augment draws by numpy\.random"),  # noqa: NPY002

@@ -236,6 +236,19 @@ def test_numbers_in_files_are_converted_where_they_are_read(tmp_path):
         from_arrays(np.memmap(bad, dtype=np.float64, mode="r"), y, client_ids=IDS)
 
 
+def test_doubles_in_files_are_those_in_memory(tmp_path):
+    """Read as float32 in any run, since both have one hash, and a run may go on with either."""
+    given = np.random.default_rng(0).normal(size=(21, 3))
+    given.tofile(tmp_path / "doubles")
+    x, y = np.memmap(tmp_path / "doubles", dtype=np.float64, mode="r", shape=(21, 3)), np.arange(21) % 3
+    one, other = (from_arrays(rows, y, client_ids=np.sort(IDS)) for rows in (x, given))
+    assert one.hash == other.hash
+    for dtype in (torch.float32, torch.float64):
+        mine, theirs = (data.to(dtype=dtype).train.client(1)[0] for data in (one, other))
+        assert mine.dtype == dtype
+        assert torch.equal(mine, theirs)
+
+
 ACCOUNT = Path("/proc/self/status")
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 from torch.testing import assert_close
 
 import bayesfl as bf
@@ -105,6 +106,25 @@ def test_a_norm_in_two_places_stays_one():
     assert isinstance(made.get_submodule("0"), nn.GroupNorm)
 
 
+class Active(nn.BatchNorm2d):
+    """A norm with an activation, as some libraries have."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).relu()
+
+
+def hooked() -> nn.Module:
+    norm = nn.BatchNorm2d(4)
+    norm.register_forward_hook(lambda module, args, out: out.relu())
+    return norm
+
+
+def test_vectors_of_few_channels_are_warned_of():
+    """Of two numbers a group norm leaves which is larger."""
+    with pytest.warns(UserWarning, match=r"batch norm '0' has 2 channels.*standardise"):
+        bf.models.group_norm(nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2)))
+
+
 def test_other_norms_stay():
     """Beside a batch norm; alone they are named."""
     others = [nn.SyncBatchNorm(4), nn.InstanceNorm2d(4), nn.LayerNorm(4), nn.GroupNorm(2, 4)]
@@ -119,6 +139,9 @@ def test_other_norms_stay():
     [
         (nn.Linear(2, 2), {}, ValueError, r"module Linear has no nn\.BatchNorm1d, 2d or 3d to convert; pass the module itself"),
         (nn.BatchNorm1d(4), {"groups": 0}, ValueError, r"groups .*got 0"),
+        (Active(4), {}, ValueError, r"batch norm '' \(Active\) does more than torch's.*replace it by hand"),
+        (nn.Sequential(hooked()), {}, ValueError, r"batch norm '0' \(BatchNorm2d\) does more"),
+        (nn.Sequential(weight_norm(nn.BatchNorm2d(4), dim=None)), {}, ValueError, r"batch norm '0' .* does more"),
         ("resnet", {}, TypeError, r"module must be of type Module, got str"),
     ],
 )

@@ -41,6 +41,7 @@ def rescaling(module: Any, x: Tensor) -> Tensor:
         (lambda module, x: x + torch.rand(()) * 0, "draws random"),
         (lambda module, x: x + torch.as_tensor(np.random.default_rng().normal()), "same examples again"),
         (lambda module, x: x * 2 if torch.is_grad_enabled() else x, "is_grad_enabled"),
+        (lambda module, x: x * 2 if x.requires_grad else x, "is_grad_enabled"),
         (counting, "the numbers ['calls']"),
         (rescaling, "the parameters ['layer.weight']"),
         (lambda module, x: x / len(x), "beside other examples"),

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -176,3 +177,30 @@ def test_its_curvature(clients):
 def test_sizes_that_are_none(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+class Masked(nn.Module):
+    """Torch's encoder over texts of several lengths, whose mean takes filled-up places in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.last = nn.Embedding(7, 8), nn.Linear(8, 3)
+        self.inner = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), 2)
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return self.last(self.inner(self.embed(ids), src_key_padding_mask=~mask).mean(1))
+
+
+def test_torchs_encoder_predicts_as_it_is_trained():
+    """Without gradients torch puts 0 at masked places, unless it is told not to; then the two are another network."""
+    ids = texts(60).numpy()
+    mask = np.arange(6) < 2 + ids[:, :1] % 4
+    data = bf.data.from_arrays({"ids": ids, "mask": mask}, ids[:, 0] % 3, client_ids=np.arange(60) % 2)
+    result = bf.simulate(bf.algorithms.fedavg(Masked(), epochs=2), data, rounds=2, progress=False)
+    x = data.test.client(0)[0]
+    wanted = result.predict().client(0).probs
+    module = result.model()
+    assert_close(module(**x).softmax(-1).detach(), wanted, atol=1e-6, rtol=0)
+    with torch.no_grad():
+        assert_close(module(**x).softmax(-1), wanted, atol=1e-6, rtol=0)
+    assert_close(result.client(0).predict({"ids": x["ids"], "mask": x["mask"]}).probs, wanted, atol=1e-6, rtol=0)

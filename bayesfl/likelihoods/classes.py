@@ -1,35 +1,52 @@
-"""Likelihoods: the distribution of the data given the network's outputs, for single examples.
-
-Whether an objective takes their sum or mean over a client's data is decided by the energy.
-"""
+"""Likelihoods of one label for each example: a class of several, one of two, or one of several in an order."""
 
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from numbers import Real
-from typing import Any
+from typing import ClassVar
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bayesfl.base.checks import number
+from bayesfl.base.checks import listed, number
 from bayesfl.base.protocols import Tensors
+from bayesfl.base.targets import Targets, Task
 
 
-def _class_predictive(log_probs: Tensor) -> Tensors:
-    """Return mean probabilities over draws [..., S, N, O] and the mutual information of label and weights [..., N], in nats."""
+def class_predictive(log_probs: Tensor, draws: int = -3) -> Tensors:
+    """Return mean probabilities over draws, and the mutual information of label and weights in nats.
+
+    Args:
+        log_probs: Logarithms of probabilities, [..., S, N, O].
+        draws: Axis of the draws S; further axes stand between N and O where an example has several labels.
+    """
     probs = log_probs.exp()
-    mean = probs.mean(-3)
+    mean = probs.mean(draws)
     total = torch.special.entr(mean).sum(-1)
-    expected = torch.special.entr(probs).sum(-1).mean(-2)
+    expected = torch.special.entr(probs).sum(-1).mean(draws + 1)
     return {"probs": mean, "epistemic": (total - expected).clamp_min(0)}
 
 
-def _listed(values: Any) -> Any:
-    """Return the numbers of a tensor or an array as Python's own, in a list where there are several; return anything else as it is."""
-    return values.tolist() if isinstance(values, Tensor | np.ndarray | np.generic) else values
+def _one_label(likelihood: object, targets: Targets, least: int, most: float = math.inf) -> None:
+    """Check that each example has one label, of `least` to `most` classes.
+
+    Raises:
+        ValueError: The targets are numbers, or each example has several labels, or there are fewer or more classes.
+    """
+    targets.check(likelihood, "classification")
+    if targets.shape:
+        raise ValueError(
+            f"likelihood {type(likelihood).__name__} is for one label an example, the data have labels {list(targets.shape)} of each; take "
+            "Tokens() for a class at each place, or MultiLabel() for labels that are 0 or 1"
+        )
+    if targets.count > most:
+        raise ValueError(f"likelihood {type(likelihood).__name__} is for {most} classes, the data have {targets.count}; use Categorical()")
+    if targets.count < least:
+        raise ValueError(
+            f"likelihood {type(likelihood).__name__} is for {'two classes' if most == 2 else f'{least} classes or more'}, the data have "
+            f"{targets.count}; if classes do not occur in them, make them with outputs={least}"
+        )
 
 
 @dataclass(frozen=True)
@@ -53,11 +70,11 @@ class Categorical:
 
     weights: tuple[float, ...] | None = None
     smoothing: float = 0.0
-    task = "classification"
+    task: ClassVar[Task] = "classification"
 
     def __post_init__(self) -> None:
         if self.weights is not None:
-            weights = _listed(self.weights)
+            weights = listed(self.weights)
             if not isinstance(weights, Iterable) or isinstance(weights, str | Mapping):
                 raise ValueError(f"weights must be one number for each class, as (1.0, 2.0), got {weights!r}")
             object.__setattr__(self, "weights", tuple(number("weights", w) for w in weights))
@@ -65,6 +82,15 @@ class Categorical:
                 raise ValueError(f"weights must be numbers >= 0, one for each class and not all 0, got {self.weights}")
         if not 0 <= number("smoothing", self.smoothing) < 1:
             raise ValueError(f"smoothing is a share and must lie in [0, 1), got {self.smoothing}")
+
+    def width(self, targets: Targets) -> tuple[int, ...]:
+        """Return (O,), one output for each class.
+
+        Raises:
+            ValueError: The targets are no classes, or each example has several labels.
+        """
+        _one_label(self, targets, least=1)
+        return (targets.count,)
 
     @property
     def plain(self) -> bool:
@@ -106,14 +132,23 @@ class Categorical:
 
     def predictive(self, outputs: Tensor) -> Tensors:
         """Return `probs` [..., N, O] and `epistemic` [..., N] (mutual information, nats) from draws `outputs` [..., S, N, O]."""
-        return _class_predictive(outputs.log_softmax(-1))
+        return class_predictive(outputs.log_softmax(-1))
 
 
 @dataclass(frozen=True)
 class Bernoulli:
     """The likelihood of two classes, 1 with probability sigmoid(outputs[..., 0])."""
 
-    task = "classification"
+    task: ClassVar[Task] = "classification"
+
+    def width(self, targets: Targets) -> tuple[int, ...]:
+        """Return (1,), the logit of class 1.
+
+        Raises:
+            ValueError: The targets are no classes, or not two, or each example has several labels.
+        """
+        _one_label(self, targets, least=2, most=2)
+        return (1,)
 
     def nll(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Return the binary cross-entropy [..., B] in nats of `outputs` [..., B, 1] at labels `y` [..., B] in {0, 1}, which broadcast."""
@@ -126,47 +161,58 @@ class Bernoulli:
 
     def predictive(self, outputs: Tensor) -> Tensors:
         """Return `probs` [..., N, 2] and `epistemic` [..., N] (mutual information, nats) from draws `outputs` [..., S, N, 1]."""
-        return _class_predictive(torch.cat([F.logsigmoid(-outputs), F.logsigmoid(outputs)], -1))
+        return class_predictive(torch.cat([F.logsigmoid(-outputs), F.logsigmoid(outputs)], -1))
 
 
 @dataclass(frozen=True)
-class Gaussian:
-    """The likelihood of targets [..., O] with mean `outputs` and one known standard deviation.
+class Ordinal:
+    """The likelihood of classes 0 to K - 1 in an order, by cumulative logits: p(y <= k) = sigmoid(c_k).
 
-    Args:
-        scale: Standard deviation of the noise, in the targets' unit, > 0 and finite; one for all targets.
+    The network has K - 1 outputs f. The cut points c_0 = f_0 and c_k = c_(k-1) + softplus(f_k) ascend, so no probability is negative. The
+    proportional-odds model is the network in which the inputs change the first output alone: the others are biases.
 
-    Raises:
-        ValueError: `scale` is no number, or out of range.
+    References:
+        McCullagh, "Regression models for ordinal data", JRSS B 42(2), 1980, eq. 2.3.
     """
 
-    scale: float = 1.0
-    task = "regression"
+    task: ClassVar[Task] = "classification"
 
-    def __post_init__(self) -> None:
-        scale = _listed(self.scale)
-        if isinstance(scale, bool) or not isinstance(scale, Real):
-            raise ValueError(f"scale is one standard deviation for all targets, a number, got {scale!r}; standardise targets that differ")
-        if not 0 < float(scale) < math.inf:
-            raise ValueError(f"scale is a standard deviation and must be > 0 and finite, got {scale}")
-        object.__setattr__(self, "scale", float(scale))
+    def width(self, targets: Targets) -> tuple[int, ...]:
+        """Return (K - 1,), a cut point between each two neighbouring classes.
+
+        Raises:
+            ValueError: The targets are no classes, or fewer than two, or each example has several labels.
+        """
+        _one_label(self, targets, least=2)
+        return (targets.count - 1,)
 
     def nll(self, outputs: Tensor, y: Tensor) -> Tensor:
-        """Return the negative log density [..., B] in nats, summed over the outputs; `y` is [..., B] where O is 1, else [..., B, O]."""
-        squares = (self._residual(outputs, y) / self.scale).square().sum(-1)
-        return 0.5 * squares + outputs.shape[-1] * (0.5 * math.log(2 * math.pi) + math.log(self.scale))
+        """Return -log p(y) [..., B] in nats of `outputs` [..., B, K - 1] at labels `y` [..., B], which broadcast."""
+        return -self._log_probs(outputs).gather(-1, y.expand(outputs.shape[:-1]).unsqueeze(-1)).squeeze(-1)
 
     def nll_and_slope(self, outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Return `nll` [..., B] and its derivative with respect to `outputs`, (outputs - y) / scale^2 [..., B, O]."""
-        return self.nll(outputs, y), self._residual(outputs, y) / self.scale**2
-
-    def _residual(self, outputs: Tensor, y: Tensor) -> Tensor:
-        return outputs - (y.unsqueeze(-1) if y.dim() < outputs.dim() and outputs.shape[-1] == 1 else y)
+        """Return `nll` [..., B] and its derivative with respect to `outputs` [..., B, K - 1]."""
+        cuts, places = _cuts(outputs), y.expand(outputs.shape[:-1]).unsqueeze(-1)
+        at = torch.arange(outputs.shape[-1], device=outputs.device)
+        above, below = at == places, at == places - 1  # the cut points at either end of the label's interval
+        of_cut = torch.where(below, cuts.sigmoid(), 0.0) - torch.where(above, (-cuts).sigmoid(), 0.0)
+        later = of_cut.flip(-1).cumsum(-1).flip(-1)  # an output moves its own cut point and all that follow
+        first = at == 0
+        through = torch.where(first, 1.0, outputs.sigmoid()) * later
+        return self.nll(outputs, y), through - torch.where(above & ~first, (-outputs).sigmoid(), 0.0)
 
     def predictive(self, outputs: Tensor) -> Tensors:
-        """Return moments of the mixture over draws [..., S, N, O]: `mean` and `variance` [..., N, O], and `epistemic` [..., N].
+        """Return `probs` [..., N, K] and `epistemic` [..., N] (mutual information, nats) from draws `outputs` [..., S, N, K - 1]."""
+        return class_predictive(self._log_probs(outputs))
 
-        The variance includes the noise; `epistemic` is the variance of the draws' means, summed over O.
-        """
-        spread = outputs.var(-3, correction=0)
-        return {"mean": outputs.mean(-3), "variance": self.scale**2 + spread, "epistemic": spread.sum(-1)}
+    def _log_probs(self, outputs: Tensor) -> Tensor:
+        # sigmoid(a) - sigmoid(b) = sigmoid(a) sigmoid(-b) (1 - exp(b - a)), and 1 - exp(-softplus(f)) = sigmoid(f): nothing cancels.
+        cuts = _cuts(outputs)
+        none = torch.zeros_like(cuts[..., :1])
+        upper, lower = torch.cat([F.logsigmoid(cuts), none], -1), torch.cat([none, F.logsigmoid(-cuts)], -1)
+        return upper + lower + torch.cat([none, F.logsigmoid(outputs[..., 1:]), none], -1)
+
+
+def _cuts(outputs: Tensor) -> Tensor:
+    """Return ascending cut points [..., K - 1]."""
+    return torch.cat([outputs[..., :1], F.softplus(outputs[..., 1:])], -1).cumsum(-1)
