@@ -36,7 +36,7 @@ from bayesfl.base.checks import number
 from bayesfl.base.inputs import in_rows
 from bayesfl.base.protocols import Batch, Likelihood, Server, Uplink, View
 from bayesfl.composition import Algorithm, Block, Descend, Energy, Mixed, Once
-from bayesfl.likelihoods import Categorical
+from bayesfl.likelihoods import Categorical, MultiLabel, Ordinal, Tokens
 from bayesfl.models.altered import cut
 from bayesfl.optim import SGD, Rate
 
@@ -94,6 +94,11 @@ def fedpac(
     """
     if not 0 <= number("lam", lam) < torch.inf:
         raise ValueError(f"lam is the strength of a pull and must be finite and >= 0, got {lam}")
+    if isinstance(likelihood, MultiLabel | Ordinal | Tokens):
+        raise ValueError(
+            f"FedPAC's statistics are of the classes that the head's outputs stand for, which those of likelihood "
+            f"{type(likelihood).__name__} do not; use fedrep"
+        )
     if likelihood.task != "classification":
         raise ValueError(f"FedPAC's statistics are of classes, likelihood {type(likelihood).__name__} is for {likelihood.task}; use fedrep")
     if not cut(model) or not isinstance(model.head, nn.Linear):

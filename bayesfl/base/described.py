@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from bayesfl.base import digest
 
 ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+LATER = {"later": True}
+"""Marks, as `metadata` of a field, an option that came after runs had been saved, in whose descriptions it is not."""
 DEPTH = 40  # deepest level of nested values that is described
 
 
@@ -55,7 +57,7 @@ def described(value: Any, path: tuple[int, ...] = ()) -> Any:
     if isinstance(value, nn.Module):
         return {"layers": layers(value), **{key: inner(t) for key, t in value.state_dict(keep_vars=True).items()}}
     if is_dataclass(value) and not isinstance(value, type):
-        return {"type": name, **{f.name: inner(getattr(value, f.name, None)) for f in fields(value) if f.init}}
+        return {"type": name, **{key: inner(option) for key, option in options(value).items()}}
     if isinstance(value, functools.partial):
         return {"type": name, "func": inner(value.func), "args": inner(value.args), "keywords": inner(value.keywords)}
     if isinstance(value, torch.dtype | torch.device):
@@ -70,6 +72,12 @@ def described(value: Any, path: tuple[int, ...] = ()) -> Any:
     cells = [contents(cell) for cell in getattr(value, "__closure__", None) or ()]
     more = [getattr(value, key, None) for key in ("__defaults__", "__kwdefaults__", "__wrapped__")]
     return [value.__qualname__, *(inner(part) for part in (*cells, *more) if part is not None)]
+
+
+def options(value: Any) -> dict[str, Any]:
+    """Return the options of a data class by name; those marked `LATER` that are None are left out."""
+    found = {f.name: (getattr(value, f.name, None), f.metadata) for f in fields(value) if f.init}
+    return {name: option for name, (option, marks) in found.items() if option is not None or "later" not in marks}
 
 
 def _attributes(value: Any, inner: Callable[[Any], Any]) -> Any:

@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 from torch import Tensor
 
 from bayesfl.base.inputs import Inputs
+from bayesfl.base.targets import Targets
 
 Tensors: TypeAlias = dict[str, Tensor]
 """One belief about a block, such as {"loc": [..., D], "rho": [..., D]}."""
@@ -128,6 +129,14 @@ class Likelihood(Protocol):
     @property
     def task(self) -> str:
         """Return `classification` or `regression`, which decides the measures that apply."""
+        ...
+
+    def width(self, targets: Targets) -> tuple[int, ...]:
+        """Return the shape of a network's outputs for one example, as (O,).
+
+        Raises:
+            ValueError: The likelihood is for other targets.
+        """
         ...
 
     def nll(self, outputs: Tensor, y: Tensor) -> Tensor:

@@ -184,7 +184,7 @@ class BackPack:
             criterion, scale = nn.CrossEntropyLoss(reduction="sum"), 1.0
             y = torch.zeros(len(x), dtype=torch.long, device=x.device)
         elif isinstance(likelihood, Gaussian):
-            criterion, scale = nn.MSELoss(reduction="sum"), 1 / (2 * likelihood.scale**2)
+            criterion, scale = nn.MSELoss(reduction="sum"), 1 / (2 * likelihood.known**2)
             with torch.no_grad():
                 y = self._module(x)
         else:

@@ -268,7 +268,7 @@ def _factors(curvature: Curvature, names: list[str], x: Data) -> list[tuple[Tens
     # laplace-torch knows squared error and softmax only; one logit is turned into two classes, the first with a logit of 0.
     whole = nn.Sequential(module, nn.ConstantPad1d((1, 0), 0.0)) if isinstance(likelihood, Bernoulli) else module
     backend = _laplace_torch().CurvlinopsGGN(whole, "regression" if regression else "classification")
-    scale = 1 / likelihood.scale**2 if isinstance(likelihood, Gaussian) else 1.0
+    scale = 1 / likelihood.known**2 if isinstance(likelihood, Gaussian) else 1.0
     layers = [module.get_submodule(name) for name in names]
     outer, inner, count = [0.0] * len(names), [0.0] * len(names), 0
     for batch in curvature.batches(x):

@@ -20,8 +20,16 @@ def check_known(likelihood: Likelihood) -> None:
                     f"the curvature of {type(likelihood).__name__}, which overrides {changed} of {kind.__name__}, is not known; take "
                     f"{kind.__name__} itself, or predictions without a Laplace approximation"
                 )
+            if isinstance(likelihood, Gaussian) and likelihood.floor is not None:
+                raise TypeError(
+                    f"the curvature of {likelihood}, in a scale that is learned, is not known; take a number as the scale, or predictions "
+                    "without a Laplace approximation"
+                )
             return
-    raise TypeError(f"the curvature of {type(likelihood).__name__} is not known; there are Categorical, Bernoulli and Gaussian")
+    raise TypeError(
+        f"the curvature of {type(likelihood).__name__} is not known; there are Categorical, Bernoulli and Gaussian, and predictions "
+        "without a Laplace approximation"
+    )
 
 
 def root(likelihood: Likelihood, outputs: Tensor) -> Tensor:
@@ -56,7 +64,7 @@ def root(likelihood: Likelihood, outputs: Tensor) -> Tensor:
         return (outputs.sigmoid() * (-outputs).sigmoid()).sqrt().unsqueeze(-1)
     assert isinstance(likelihood, Gaussian)
     one = torch.eye(outputs.shape[-1], dtype=outputs.dtype, device=outputs.device)
-    return (one / likelihood.scale).expand(*outputs.shape, -1)
+    return (one / likelihood.known).expand(*outputs.shape, -1)
 
 
 def basis(outputs: int, centre: bool) -> Tensor:

@@ -11,6 +11,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from bayesfl.base.inputs import Inputs, each, join, named, shape_of
 from bayesfl.base.random import Purpose, generator
+from bayesfl.base.targets import IGNORE, Task
 from bayesfl.data.assembly import assemble, check_shares
 from bayesfl.data.conversion import as_list, kind_of
 from bayesfl.data.federated import FederatedData
@@ -18,7 +19,7 @@ from bayesfl.data.frames import check_columns, check_rows, names_of
 from bayesfl.data.names import named_clients
 from bayesfl.data.partitions import TEST, stratified
 from bayesfl.data.parts import by_client, check_test, environments_of, per_client
-from bayesfl.data.sources import SourceInfo, Task
+from bayesfl.data.sources import SourceInfo
 
 FEW_VALUES = 20
 """So many different whole numbers as floats, or fewer, may be classes as well as targets."""
@@ -63,7 +64,8 @@ def from_arrays(
 
     Args:
         x: Inputs [n_j, ...] of each client, or [N, ...] of all.
-        y: Integer labels, [n_j] or [N], for classification; floats, also [., O], for regression.
+        y: Integer labels, [n_j] or [N], for classification, or [., T] where each example has several, -100 where one is not known; floats,
+            also [., O], for regression.
         client_ids: The client of each row of pooled arrays; clients are numbered in the order of their sorted ids.
         test: Test data in the same form, `(xs, ys)` or `(x, y, client_ids)`; None takes `test_share` of each client's examples.
         test_share: Share of each client's examples for the test, stratified by class, at least one; 0 for no test split.
@@ -140,10 +142,13 @@ def from_arrays(
         for yj in every:
             if yj.is_floating_point() and not (yj == yj.round()).all():
                 raise ValueError("task 'classification' needs whole numbers as labels, y holds fractions; pass task='regression'")
-            if yj.dim() != 1:
-                remedy = "a column becomes labels by y.ravel()" if yj.shape[1:] == (1,) else "one-hot labels become classes by y.argmax(1)"
-                raise ValueError(f"labels must be [n], got {list(yj.shape)}; {remedy}")
+            if yj.dim() not in (1, 2) or yj.shape[1:] == (1,):
+                remedy = "; a column becomes labels by y.ravel()" if yj.shape[1:] == (1,) else ""
+                raise ValueError(f"labels must be [n], or [n, T] for several of each example, got {list(yj.shape)}{remedy}")
         labels = torch.cat([yj.long() for yj in every])
+        if labels.dim() == 2 and bool(((labels == 0) | (labels == 1)).all() & (labels.sum(1) == 1).all()):
+            raise ValueError(f"y {list(labels.shape)} holds a single 1 in each row: one-hot labels become classes by y.argmax(1)")
+        labels = labels[labels != IGNORE] if labels.dim() == 2 else labels
         if outputs is None and len(labels) and int(labels.min()) > 0:
             raise ValueError(
                 f"classes are counted from 0, and the smallest label is {int(labels.min())}: subtract it, or pass outputs= if class 0 is "
@@ -169,7 +174,7 @@ def from_arrays(
                 )
             number = min(max(1, round(test_share * len(given))), len(given) - 1)
             rng = generator(seed, Purpose.SPLIT, client=j, phase=TEST)
-            kinds = pooled_y[torch.from_numpy(given)].numpy() if task == "classification" else None
+            kinds = pooled_y[torch.from_numpy(given)].numpy() if task == "classification" and pooled_y.dim() == 1 else None
             rows["train"][j], drawn = stratified(kinds, given, number, rng)
             rows["test"].append(drawn)
     inputs, apart = train.x, None

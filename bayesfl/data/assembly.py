@@ -10,10 +10,11 @@ from torch import Tensor
 
 from bayesfl.base.inputs import Inputs
 from bayesfl.base.random import Purpose, generator
+from bayesfl.base.targets import Task
 from bayesfl.data.federated import FederatedData
 from bayesfl.data.names import named_classes
 from bayesfl.data.partitions import SHARES, stratified
-from bayesfl.data.sources import SourceInfo, Task
+from bayesfl.data.sources import SourceInfo
 from bayesfl.data.split import ClientData
 
 
@@ -88,7 +89,7 @@ def assemble(
     if "test" in rows:
         parts["test"] = [np.asarray(r, dtype=np.int64) for r in rows["test"]]
     shares = {name: share for name, share in (("validation", validation), ("calibration", calibration)) if share > 0}
-    labels = y.numpy() if task == "classification" else None
+    labels = y.numpy() if task == "classification" and y.dim() == 1 else None
     parts |= {name: [] for name in shares}
     for j, given in enumerate(parts["train"]):
         rng = generator(seed, Purpose.SPLIT, client=j, phase=SHARES)

@@ -16,11 +16,12 @@ from bayesfl.base.checks import whole
 from bayesfl.base.function_code import digest_of_code, function_identity
 from bayesfl.base.inputs import Shapes, first, named
 from bayesfl.base.random import Purpose, generator
+from bayesfl.base.targets import IGNORE, Targets, Task
 from bayesfl.data.changes import check_augment, check_transform
 from bayesfl.data.names import named_classes, ordered
 from bayesfl.data.outline import Outline, place
 from bayesfl.data.partitions import NOVEL
-from bayesfl.data.sources import SourceInfo, Task, label_remedy
+from bayesfl.data.sources import SourceInfo, label_remedy
 from bayesfl.data.split import Change, ClientData
 from bayesfl.data.tensors import digest_of, digest_of_inputs, not_finite
 
@@ -109,6 +110,8 @@ class FederatedData:
             raise ValueError(f"task 'classification' needs integer labels, split {name!r} has {split.y.dtype}; use y.long()")
         y = split.y[split.index]
         wrong = (y < 0) | (y >= self.outputs)
+        if y.dim() > 1:
+            wrong &= y != IGNORE
         if wrong.any():
             raise ValueError(
                 f"labels must lie within [0, {self.outputs}), client {self._first_client(split, wrong)!r} has {int(y[wrong][0])} in split "
@@ -216,6 +219,11 @@ class FederatedData:
         if self.task != "classification":
             raise ValueError("a regression has no classes; data.outputs is the number of targets")
         return self.outputs
+
+    @property
+    def targets(self) -> Targets:
+        """Return what the training data are to predict, by which a likelihood says how many outputs a network needs."""
+        return Targets(self.task, self.outputs, self.train.y[self.train.index])
 
     @property
     def counts(self) -> dict[str, np.ndarray]:
@@ -372,7 +380,7 @@ class FederatedData:
         """Return a table with a row per client: its examples in each split, and in each class of the training data if it has at most 20."""
         head = ["client", *self.splits]
         columns = [list(self.client_names), *([str(n) for n in split.counts] for split in self.splits.values())]
-        if self.task == "classification" and self.outputs <= 20:
+        if self.task == "classification" and self.outputs <= 20 and self.train.y.dim() == 1:
             owner = np.repeat(np.arange(self.clients), self.train.counts)
             label = self.train.y[self.train.index].cpu().numpy()
             counts = np.bincount(owner * self.outputs + label, minlength=self.clients * self.outputs).reshape(self.clients, self.outputs)

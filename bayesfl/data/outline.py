@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from bayesfl.base.inputs import Shapes, as_tuples
-from bayesfl.data.sources import Task
+from bayesfl.base.targets import Task
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,11 @@ def all_finite(change: str, x: Inputs) -> Inputs:
     return x
 
 
+def _doubles(t: Tensor) -> bool:
+    """Say whether a tensor holds float64 in a mapped file: it is read as float32, as arrays in memory are once and for all."""
+    return t.dtype == torch.float64 and mapped(t)
+
+
 @dataclass(frozen=True, eq=False)
 class ClientData:
     """One named part (train, test, ...) of every client's data, as indices into shared tensors: nothing is copied per client.
@@ -73,8 +78,8 @@ class ClientData:
                 raise ValueError(f"{name} and y must have as many rows, got {len(t) if t.dim() else 'a single number'} and {len(self.y)}")
         if not (self.y.is_floating_point() or self.y.dtype == torch.int64):
             raise ValueError(f"y must hold int64 class labels or floating-point targets, got {self.y.dtype}; convert it with y.long()")
-        if self.y.dim() not in (1, 2) or (self.y.dim() == 2 and not self.y.is_floating_point()):
-            raise ValueError(f"y must be class labels [N] or targets [N] or [N, O], got {self.y.dtype} of shape {list(self.y.shape)}")
+        if self.y.dim() not in (1, 2):
+            raise ValueError(f"y must be labels [N] or [N, T], or targets [N] or [N, O], got {self.y.dtype} of shape {list(self.y.shape)}")
         if self.index.dtype != torch.int64 or self.index.dim() != 1:
             raise ValueError(f"index must be a vector of int64, got {self.index.dtype} of shape {list(self.index.shape)}")
         if self.counts.ndim != 1 or (self.counts < 0).any() or int(self.counts.sum()) != len(self.index):
@@ -130,7 +135,7 @@ class ClientData:
     def _ready(self) -> Tensor | None:
         """Return `x` if its rows are what a model receives: of one tensor of floats, on the device and in the precision of the run."""
         x = self.x
-        alike = isinstance(x, Tensor) and x.dtype == self.dtype and x.device == self.device
+        alike = isinstance(x, Tensor) and x.dtype == self.dtype and x.device == self.device and not _doubles(x)
         return x if alike and isinstance(x, Tensor) and self.transform is None else None
 
     @cached_property
@@ -148,8 +153,12 @@ class ClientData:
             return self._ready.index_select(0, rows)
         if self.transform is not None and not len(rows) and len(self.y):  # a transform is given at least one row
             return each(lambda t: t[:0], self.take(rows.new_zeros(1)))
-        x = in_precision(each(lambda t: t.index_select(0, rows.to(t.device)).to(self.device), self.x), self.dtype)
+        x = in_precision(each(lambda t: self._read(t, rows), self.x), self.dtype)
         return x if self.transform is None else all_finite("transform", self.changed("transform", self.transform, x))
+
+    def _read(self, t: Tensor, rows: Tensor) -> Tensor:
+        found = t.index_select(0, rows.to(t.device)).to(self.device)
+        return found.float() if _doubles(t) else found
 
     def changed(self, name: str, change: Change, x: Inputs) -> Inputs:
         """Return what `change` makes of inputs, floats in `dtype`.

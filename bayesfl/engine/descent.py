@@ -128,6 +128,11 @@ def descend(
     return descent.end(torch.as_tensor(plan.steps).to(views["n"]) if batch is None else phase.steps or phase.epochs)
 
 
+def _beside(t: Tensor, like: Tensor) -> Tensor:
+    """Return a tensor with axes of size 1 after its own, as many as `like` has more."""
+    return t[(..., *(like.dim() - t.dim()) * (None,))]
+
+
 class _Losses:
     """The data's part of an energy for a chunk of clients, and the sum of their batches' mean losses so far, [C]."""
 
@@ -148,24 +153,25 @@ class _Losses:
         losses, slope = self._likelihood.nll_and_slope(through.outputs, y)
         at_outputs, at_features = self._penalty(through, losses, slope, data)
         self._weigh(losses, slope, data, lifted=through.lifted)
-        factor = self._factor.unsqueeze(-1)
         if at_outputs is not None:
-            slope.addcmul_(at_outputs, factor)
-        return slope, None if at_features is None else at_features * factor
+            slope.addcmul_(at_outputs, _beside(self._factor, slope))
+        return slope, None if at_features is None else at_features * _beside(self._factor, at_features)
 
     def _weigh(self, losses: Tensor, slope: Tensor, data: Batch, *, lifted: bool) -> None:
         """Add the weighted mean of `losses` to the sum, and multiply each example's `slope` by its factor in the energy, in place.
 
-        They are [c, B] and [c, B, O], or [c, S, B] and [c, S, B, O] where lifted; M copies have S M draws.
+        They are [c, B] and [c, B, O], or [c, S, B] and [c, S, B, O] where lifted; M copies have S M draws. Where an example has several
+        labels, further axes stand before O.
         """
         share, factor = self._energy.shares(self._given, self._front, data), self._factor
+        event = slope.dim() - losses.dim()  # axes of an example's outputs
         if self._copies:  # each copy has draws of its own, and its losses are averaged over these alone
             losses, slope = losses.unflatten(1, (-1, self._copies)), slope.unflatten(1, (-1, self._copies))
             share, factor = share if share.dim() > 2 else share.unsqueeze(1), factor.unsqueeze(-1)
         weight = share * factor
         if lifted:
             weight, losses = weight.unsqueeze(1) / losses.shape[1], losses.mean(1)
-        slope.mul_(weight.unsqueeze(-1))
+        slope.mul_(weight[(..., *event * (None,))])
         self._sum.add_((losses * share).flatten(1).sum(-1))
 
     def _penalty(self, through: Through, losses: Tensor, slope: Tensor, data: Batch) -> tuple[Tensor | None, Tensor | None]:
@@ -189,7 +195,7 @@ class _Losses:
             ends = [outputs, each] if features is None else [outputs, each, features]
             at_outputs, at_losses, at_features = [*torch.autograd.grad(value.sum(), ends, allow_unused=True), None][:3]
         if at_losses is not None:
-            through_losses = at_losses.unsqueeze(-1) * slope
+            through_losses = _beside(at_losses, slope) * slope
             at_outputs = through_losses if at_outputs is None else at_outputs + through_losses
         return at_outputs, at_features
 

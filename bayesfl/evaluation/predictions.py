@@ -1,5 +1,6 @@
 """Predictive distributions of many clients, and their measures."""
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from bayesfl.base.checks import instance
 from bayesfl.base.protocols import Tensors
+from bayesfl.base.targets import IGNORE
 from bayesfl.data import ClientData
 from bayesfl.data.outline import known_names, place
 from bayesfl.evaluation import metrics
@@ -99,7 +101,7 @@ class Predictions:
             if own.shape != (given := labels[self.mask]).shape or not torch.equal(own, given.to(own.dtype)):
                 raise ValueError(f"split has other labels than the one that was predicted; {remedy}")
         if self.probs is not None:
-            return metrics.classification_summary(self.probs, labels.long(), self.mask)
+            return metrics.classification_summary(*per_place(self.probs, labels.long(), self.mask))
         return metrics.regression_summary(_present(self.mean), _present(self.variance), labels, self.mask)
 
 
@@ -108,6 +110,20 @@ def of_client(predictions: Predictions, j: int) -> Predictions:
     inside = predictions.mask[j]
     cut: dict[str, Any] = {name: t[j][inside] for name, t in vars(predictions).items() if isinstance(t, Tensor)}
     return Predictions(**cut)
+
+
+def per_place(probs: Tensor, labels: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return probabilities [J, N, O], labels and mask [J, N] with each place of an example as an example; of one place as they are.
+
+    Args:
+        probs: Class probabilities, [J, N, O], or [J, N, T, O] where an example has T labels.
+        labels: Labels, [J, N] or [J, N, T]; places of which none is known hold -100, and do not count.
+        mask: Which rows are examples, [J, N] bool.
+    """
+    if probs.dim() == 3:
+        return probs, labels, mask
+    known = labels != IGNORE
+    return probs.flatten(1, 2), labels.where(known, 0).flatten(1), (mask.unsqueeze(-1) & known).flatten(1)
 
 
 def _present(t: Tensor | None) -> Tensor:
@@ -150,4 +166,15 @@ class Collector:
         """Return the predictions of all clients; clients that were not added have no rows."""
         counts = torch.from_numpy(np.where(self._seen, self._counts, 0))
         labels = self._split.padded_labels()[0].cpu()
-        return Predictions(mask=torch.arange(self._width) < counts[:, None], labels=labels, names=self._names, **self._tensors)
+        mask = torch.arange(self._width) < counts[:, None]
+        bad = torch.zeros_like(mask)
+        for name in self._tensors.keys() - {"epistemic", "aleatoric"}:
+            bad |= mask & ~self._tensors[name].flatten(2).isfinite().all(-1)
+        if bad.any():
+            j = int(bad.any(1).nonzero()[0, 0])
+            warnings.warn(
+                f"the predictions for {int(bad.sum())} examples are not finite, the first that of row {int(bad[j].nonzero()[0, 0])} of "
+                f"client {known_names(self._names, len(mask))[j]!r}, so that measures are NaN; look at these inputs, or at the weights",
+                stacklevel=2,
+            )
+        return Predictions(mask=mask, labels=labels, names=self._names, **self._tensors)

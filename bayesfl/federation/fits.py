@@ -13,7 +13,6 @@ from bayesfl.composition.buffers import SUFFIX, Buffers
 from bayesfl.composition.phases import Descend, trained
 from bayesfl.data import ClientData, FederatedData
 from bayesfl.federation.remedies import remedy
-from bayesfl.likelihoods import Bernoulli
 from bayesfl.models.forwards import looked_at, looked_at_training, one_row_each
 from bayesfl.models.modes import asleep, note, noted
 
@@ -35,19 +34,15 @@ def check(algorithm: Algorithm, data: FederatedData) -> None:
     refuse_changed(algorithm.model)
     check_original(algorithm.model)
     likelihood = algorithm.likelihood
-    missing = [name for name in ("task", "nll", "nll_and_slope", "predictive") if not hasattr(likelihood, name)]
+    missing = [name for name in ("task", "width", "nll", "nll_and_slope", "predictive") if not hasattr(likelihood, name)]
     if isinstance(likelihood, type) or missing:
         came = f"the class {likelihood.__name__}" if isinstance(likelihood, type) else type(likelihood).__name__
-        lacks = "" if isinstance(likelihood, type) or len(missing) == 4 else f", which lacks {missing}"
+        lacks = "" if isinstance(likelihood, type) or len(missing) == 5 else f", which lacks {missing}"
         raise TypeError(
             f"likelihood must be a Likelihood, got {came}{lacks}; build the algorithm with one of bayesfl.likelihoods, as "
             "likelihood=Categorical()"
         )
-    if algorithm.likelihood.task != data.task:
-        raise ValueError(
-            f"likelihood {type(algorithm.likelihood).__name__} is for {algorithm.likelihood.task}, the data are for {data.task}; "
-            "build the algorithm with likelihood=" + ("Gaussian(scale=...)" if data.task == "regression" else "Categorical()")
-        )
+    wanted = likelihood.width(data.targets)
     module, rows = algorithm.module(torch.empty(0, dtype=data.train.dtype)), data.train.index[:PROBE]
     x, outputs, fault = _tried(module, data.train, rows)
     called = f"the model {type(algorithm.model).__name__}"
@@ -56,9 +51,10 @@ def check(algorithm: Algorithm, data: FederatedData) -> None:
             f"{called} returns a {type(outputs).__name__}, not a tensor of outputs; let forward return "
             "the logits, or wrap a model of Hugging Face by bf.models.logits(model)"
         )
-    if not one_row_each(outputs, x):
+    if not one_row_each(outputs, x) or outputs.dim() != 1 + len(wanted):
+        axes = "[N, O]" if len(wanted) == 1 else f"[N, {', '.join(map(str, wanted))}]"
         raise ValueError(
-            f"{called} returns {outputs.dtype} outputs of shape {list(outputs.shape)} for {count(x)} examples; they must be floats [N, O], "
+            f"{called} returns {outputs.dtype} outputs of shape {list(outputs.shape)} for {count(x)} examples; they must be floats {axes}, "
             "one row for each example: leave out a squeeze at the end, or flatten further axes"
         )
     if fault:
@@ -69,18 +65,16 @@ def check(algorithm: Algorithm, data: FederatedData) -> None:
         for split in filter(lambda one: len(one.index), data.splits.values()):
             for some in _extremes(split).split(PROBE):  # a number beyond an embedding's rows, also of F.embedding, may stand in any row
                 _tried(module, split, some)
-    if isinstance(algorithm.likelihood, Bernoulli) and data.outputs != 2:
-        take = "use Categorical()" if data.outputs > 2 else "if class 1 does not occur in them, make them with outputs=2"
-        raise ValueError(f"likelihood Bernoulli is for two classes, the data have {data.outputs}; {take}")
-    wanted = 1 if isinstance(algorithm.likelihood, Bernoulli) else data.outputs
-    if outputs.shape[-1] != wanted:
+    if tuple(outputs.shape[1:]) != wanted:
         what = "targets" if data.task == "regression" else "classes"
-        counts = data.task == "classification" and outputs.shape[-1] < wanted
+        had, needed = (str(shape[0]) if len(shape) == 1 else str(list(shape)) for shape in (outputs.shape[1:], wanted))
+        plain = data.task == "classification" and wanted == (data.outputs,)
+        few, many = plain and outputs.shape[1] < wanted[0], plain and outputs.shape[1] > wanted[0]
         raise ValueError(
-            f"the model has {outputs.shape[-1]} outputs, the data {data.outputs} {what}; build the model with outputs={wanted}"
-            + ", or make the data with task='regression' if their integers are measurements and no classes" * counts
-            + f", or make the data with outputs={outputs.shape[-1]} if some classes do not occur in them"
-            * (data.task == "classification" and outputs.shape[-1] > wanted)
+            f"the model has {had} outputs, the data {data.outputs} {what}; build the model with outputs={needed}"
+            + f", as likelihood {type(likelihood).__name__} takes" * (wanted != (data.outputs,))
+            + ", or make the data with task='regression' if their integers are measurements and no classes" * few
+            + f", or make the data with outputs={had} if some classes do not occur in them" * many
         )
 
     _check_slope(likelihood, outputs, data.train.y[rows].cpu())

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from bayesfl.base.checks import listed, number
 from bayesfl.base.protocols import Tensors
-from bayesfl.base.targets import Targets, Task
+from bayesfl.base.targets import Targets
 
 
 def class_predictive(log_probs: Tensor, draws: int = -3) -> Tensors:
@@ -41,11 +40,12 @@ def _one_label(likelihood: object, targets: Targets, least: int, most: float = m
             "Tokens() for a class at each place, or MultiLabel() for labels that are 0 or 1"
         )
     if targets.count > most:
-        raise ValueError(f"likelihood {type(likelihood).__name__} is for {most} classes, the data have {targets.count}; use Categorical()")
+        raise ValueError(f"likelihood {type(likelihood).__name__} is for two classes, the data have {targets.count}; use Categorical()")
     if targets.count < least:
+        few = "two classes" if most == 2 else "two classes or more"
         raise ValueError(
-            f"likelihood {type(likelihood).__name__} is for {'two classes' if most == 2 else f'{least} classes or more'}, the data have "
-            f"{targets.count}; if classes do not occur in them, make them with outputs={least}"
+            f"likelihood {type(likelihood).__name__} is for {few}, the data have {targets.count}; if class 1 does not occur in them, make "
+            "them with outputs=2"
         )
 
 
@@ -70,7 +70,7 @@ class Categorical:
 
     weights: tuple[float, ...] | None = None
     smoothing: float = 0.0
-    task: ClassVar[Task] = "classification"
+    task = "classification"
 
     def __post_init__(self) -> None:
         if self.weights is not None:
@@ -139,7 +139,7 @@ class Categorical:
 class Bernoulli:
     """The likelihood of two classes, 1 with probability sigmoid(outputs[..., 0])."""
 
-    task: ClassVar[Task] = "classification"
+    task = "classification"
 
     def width(self, targets: Targets) -> tuple[int, ...]:
         """Return (1,), the logit of class 1.
@@ -175,7 +175,7 @@ class Ordinal:
         McCullagh, "Regression models for ordinal data", JRSS B 42(2), 1980, eq. 2.3.
     """
 
-    task: ClassVar[Task] = "classification"
+    task = "classification"
 
     def width(self, targets: Targets) -> tuple[int, ...]:
         """Return (K - 1,), a cut point between each two neighbouring classes.

@@ -135,8 +135,8 @@ def _untouched(module: nn.Module) -> Iterator["_State"]:
 
 
 def one_row_each(outputs: Any, x: Inputs) -> bool:
-    """Say whether outputs are floats [N, O] with a row for each of the examples `x` [N, ...]."""
-    return isinstance(outputs, Tensor) and outputs.dim() == 2 and len(outputs) == count(x) and outputs.is_floating_point()
+    """Say whether outputs are floats [N, ..., O] with a row for each of the examples `x` [N, ...]."""
+    return isinstance(outputs, Tensor) and outputs.dim() >= 2 and len(outputs) == count(x) and outputs.is_floating_point()
 
 
 class _State(NamedTuple):
@@ -189,8 +189,9 @@ def _unlike(module: nn.Module, x: Inputs, outputs: Tensor) -> Iterator[str]:
             "gives other outputs when it sees the same examples again: it draws its own randomness or counts, which no seed could repeat; "
             "remove that"
         )
+    leaves = {name: p.detach().requires_grad_(p.is_floating_point()) for name, p in module.named_parameters()}
     with torch.enable_grad():
-        graded = again(Tensor.clone).detach()
+        graded = call_at(module, leaves, each(Tensor.clone, x)).detach()
     if _apart(outputs, graded, 100):
         yield "gives other outputs where gradients are computed (torch.is_grad_enabled()), and would train another model; remove that"
     mixes = (

@@ -18,13 +18,14 @@ import json
 import math
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, is_dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 from bayesfl.base.checks import instance
+from bayesfl.base.described import options
 from bayesfl.base.files import atomic_path
 from bayesfl.base.inputs import count
 from bayesfl.base.layout import Layout, Pattern
@@ -333,8 +334,8 @@ class Laplace:
 
 def _described(likelihood: Likelihood) -> str:
     """Return a likelihood's class and options as JSON."""
-    options = asdict(likelihood) if is_dataclass(likelihood) and not isinstance(likelihood, type) else {}
-    return json.dumps({"class": type(likelihood).__name__, **options}, default=float)
+    said = options(likelihood) if is_dataclass(likelihood) and not isinstance(likelihood, type) else {}
+    return json.dumps({"class": type(likelihood).__name__, **said}, default=float)
 
 
 def _likelihood(path: str | os.PathLike[str], stored: str, given: Likelihood | None) -> Likelihood:
@@ -347,12 +348,12 @@ def _likelihood(path: str | os.PathLike[str], stored: str, given: Likelihood | N
         if _described(given) != stored:
             raise ValueError(f"{str(path)!r} was fitted with the likelihood {stored}, got {_described(given)}; leave out likelihood=")
         return given
-    options = json.loads(stored)
-    name = options.pop("class")
+    found = json.loads(stored)
+    name = found.pop("class")
     known = {kind.__name__: kind for kind in (Categorical, Bernoulli, Gaussian)}
     if name not in known:
         raise ValueError(f"{str(path)!r} was fitted with a likelihood of class {name}: pass it as likelihood=")
-    return known[name](**options)
+    return known[name](**found)
 
 
 def _counted(x: Data, counts: list[int], device: torch.device) -> Iterator[Data]:

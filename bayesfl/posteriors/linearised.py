@@ -9,6 +9,7 @@ from torch import Tensor
 
 from bayesfl.base.checks import instance
 from bayesfl.base.protocols import Likelihood, Tensors
+from bayesfl.curvature.roots import check_known
 from bayesfl.likelihoods import Bernoulli, Gaussian
 
 Link = Literal["contrasts", "per_class"]
@@ -78,10 +79,11 @@ def predictive(
 
     Raises:
         ValueError: `noise` has another shape, or S is 0; or `link` is unknown.
-        TypeError: `noise` is no tensor.
+        TypeError: `noise` is no tensor, or the predictive distribution of `likelihood` is not known here.
     """
     if link not in LINKS:
         raise ValueError(f"link must be one of {LINKS}, got {link!r}")
+    check_known(likelihood)
     if noise is not None:
         instance("noise", noise, Tensor, "pass standard normals [S, N, O], as torch.randn makes them")
     if noise is not None and (noise.dim() != 3 or not len(noise) or noise.shape[1:] != mean.shape):
@@ -89,7 +91,7 @@ def predictive(
         raise ValueError(f"noise must be [S, {wanted}], standard normals for one draw or more of the outputs, got {list(noise.shape)}")
     spread = covariance.diagonal(dim1=-2, dim2=-1)
     if isinstance(likelihood, Gaussian):
-        return {"mean": mean, "variance": spread + likelihood.scale**2, "epistemic": spread.sum(-1)}
+        return {"mean": mean, "variance": spread + likelihood.known**2, "epistemic": spread.sum(-1)}
     if noise is not None:
         found = likelihood.predictive(draws(mean, covariance, noise))
         return found | {"aleatoric": torch.special.entr(found["probs"]).sum(-1) - found["epistemic"]}

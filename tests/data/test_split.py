@@ -95,7 +95,7 @@ def test_mapped_inputs_stay_where_they_are(split, tmp_path):
         ({"x": {3: torch.zeros(10)}}, "x must name its inputs by text.* 3;"),
         ({"y": torch.zeros(10, dtype=torch.int32)}, "y must hold int64"),
         ({"y": torch.zeros(9, dtype=torch.int64)}, r"x and y .*10 and 9"),
-        ({"y": torch.zeros(10, 2, dtype=torch.int64)}, "y must be class labels"),
+        ({"y": torch.zeros(10, 2, 2, dtype=torch.int64)}, "y must be labels"),
         ({"index": torch.zeros(6)}, r"index .*int64, got torch\.float32"),
         ({"index": torch.tensor([0, 1, 2, 3, 4, 10])}, r"index must lie within \[0, 10\)"),
         ({"counts": np.array([3, 4])}, r"counts .*6 .*index.* 7"),

@@ -120,3 +120,13 @@ def test_targets_may_have_another_precision():
     zeros = torch.zeros(2, 2, 1)
     collector.add(np.array([0, 1]), {"mean": zeros, "variance": zeros + 1, "epistemic": zeros[..., 0]})
     assert collector.predictions().summary(own)["rmse"] == pytest.approx((0.1 + math.sqrt((0.04 + 0.09) / 2)) / 2)
+
+
+def test_predictions_that_are_not_finite_name_a_client():
+    """Measures are NaN then, and nothing else would say which example did it; padding counts nothing."""
+    collector = Collector(split(2, 3), ("Bern", "Chur"))
+    probs = torch.full((2, 3, 3), 1 / 3)
+    probs[1, 2, 0], probs[0, 2] = math.nan, math.nan
+    collector.add(np.array([0, 1]), {"probs": probs, "epistemic": torch.full((2, 3), math.nan)})
+    with pytest.warns(UserWarning, match=r"predictions for 1 examples are not finite, the first that of row 2 of client 'Chur'"):
+        collector.predictions()

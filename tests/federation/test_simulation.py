@@ -182,7 +182,7 @@ def test_a_likelihood_that_lacks_something(clients: FederatedData, model: nn.Mod
 
         def predictive(self, outputs: Any) -> Any: ...
 
-    with pytest.raises(TypeError, match=r"likelihood .*Plain.*\['nll_and_slope'\]"):
+    with pytest.raises(TypeError, match=r"likelihood .*Plain.*\['width', 'nll_and_slope'\]"):
         bf.simulate(bf.algorithms.fedavg(model, likelihood=Plain()), clients, rounds=1)  # pyright: ignore[reportArgumentType]
 
 

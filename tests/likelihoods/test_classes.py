@@ -1,4 +1,4 @@
-"""Likelihoods against torch's, their slopes against autograd, and their predictive distributions against slow sums."""
+"""Likelihoods of one label: against torch's, and their predictive distributions against slow sums."""
 
 import math
 from typing import Any
@@ -11,24 +11,13 @@ from torch import Tensor, distributions
 from torch.testing import assert_close
 
 import bayesfl as bf
-from bayesfl.likelihoods import Bernoulli, Categorical, Gaussian
+from bayesfl.likelihoods import Bernoulli, Categorical, Ordinal
 from tests.cases import numbers
 
 
 def labels(classes: int, *shape: int) -> Tensor:
     """Labels from 0 to classes - 1."""
     return torch.randint(classes, shape, generator=torch.Generator().manual_seed(1))
-
-
-CASES = {
-    "categorical": (Categorical(), numbers(3, 7, 5), labels(5, 3, 7)),
-    "categorical of two": (Categorical(), numbers(7, 2), labels(2, 7)),
-    "bernoulli": (Bernoulli(), numbers(3, 7, 1), labels(2, 3, 7)),
-    "gaussian": (Gaussian(0.7), numbers(3, 7, 1), numbers(3, 7, seed=1)),
-    "gaussian, a column of targets": (Gaussian(0.7), numbers(3, 7, 1), numbers(3, 7, 1, seed=1)),
-    "gaussian, several outputs": (Gaussian(2.5), numbers(3, 7, 4), numbers(3, 7, 4, seed=1)),
-}
-cases = pytest.mark.parametrize(("likelihood", "outputs", "y"), CASES.values(), ids=list(CASES))
 
 
 # Negative log likelihoods
@@ -50,26 +39,6 @@ def test_bernoulli_is_torchs():
     assert_close(Bernoulli().nll(far, torch.tensor([1, 0, 0, 1])), torch.tensor([0.0, 0.0, 1000.0, 1000.0]))
 
 
-@pytest.mark.parametrize("scale", [0.1, 1.0, 3.0])
-def test_gaussian_is_torchs_summed_over_outputs(scale):
-    """-log N(y | outputs, scale^2), the constant kept."""
-    outputs, y = numbers(3, 7, 4), numbers(3, 7, 4, seed=1)
-    assert_close(Gaussian(scale).nll(outputs, y), -distributions.Normal(outputs, scale).log_prob(y).sum(-1))
-    one, target = outputs[..., :1], y[..., 0]
-    assert_close(Gaussian(scale).nll(one, target), -distributions.Normal(one.squeeze(-1), scale).log_prob(target))
-
-
-@pytest.mark.parametrize("scale", [0.0, -1.0, math.nan, math.inf, "1", (1.0, 2.0), None, torch.ones(2), np.ones(2)])
-def test_gaussian_needs_a_positive_scale(scale: Any):
-    """One number above 0 for all targets; a tensor or an array of one number is that number."""
-    with pytest.raises(ValueError, match=r"^scale .*standard deviation.* got "):
-        Gaussian(scale)
-    for one in (torch.tensor(0.5), np.array(0.5), np.float32(0.5)):
-        made: Any = one
-        assert Gaussian(made) == Gaussian(0.5)
-        assert type(Gaussian(made).scale) is float
-
-
 def test_weights_as_tensors():
     """And as arrays; a single number weights no class."""
     for weights in (torch.tensor([1.0, 2.0, 3.0]), np.array([1, 2, 3]), [1, 2, 3]):
@@ -79,50 +48,6 @@ def test_weights_as_tensors():
         given = wrong
         with pytest.raises(ValueError, match=r"^weights .*one number for each class.* got "):
             Categorical(weights=given)
-
-
-def test_tasks():
-    """Which measures apply."""
-    assert [rule.task for rule in (Categorical(), Bernoulli(), Gaussian())] == ["classification", "classification", "regression"]
-
-
-# Slopes
-
-
-@cases
-def test_slope_is_autograds(likelihood, outputs, y):
-    """The derivative of the sum of nll, by hand, is autograd's."""
-    live = outputs.clone().requires_grad_()
-    (expected,) = torch.autograd.grad(likelihood.nll(live, y).sum(), live)
-    losses, slope = likelihood.nll_and_slope(outputs, y)
-    assert_close(losses, likelihood.nll(outputs, y))
-    assert_close(slope, expected)
-
-
-@cases
-def test_targets_broadcast_over_draws(likelihood, outputs, y):
-    """One set of labels serves an axis of draws in front of the examples."""
-    several = outputs.unsqueeze(-3) + numbers(4, 1, 1, seed=2)  # [..., S, B, O]
-    shared = y.unsqueeze(outputs.dim() - 2)
-    losses, slope = likelihood.nll_and_slope(several, shared)
-    assert_close(likelihood.nll(several, shared), losses)
-    assert losses.shape == several.shape[:-1]
-    assert slope.shape == several.shape
-    for s in range(4):
-        one, along = likelihood.nll_and_slope(several.select(-3, s), y)
-        assert_close(losses.select(-2, s), one)
-        assert_close(slope.select(-3, s), along)
-
-
-@cases
-def test_outputs_are_only_read(likelihood, outputs, y):
-    """The slope is computed in place, but not in the outputs' place; what comes back may be overwritten."""
-    before = outputs.clone()
-    losses, slope = likelihood.nll_and_slope(outputs, y)
-    kept = losses.clone()
-    slope.mul_(2.0)
-    assert_close(outputs, before, rtol=0, atol=0)
-    assert_close(losses, kept, rtol=0, atol=0)
 
 
 # Predictive distributions
@@ -168,20 +93,6 @@ def test_opposite_certain_draws_are_worth_a_bit():
     seen = Bernoulli().predictive(torch.tensor([[[60.0]], [[-60.0]]]).double())
     assert_close(seen["epistemic"].item(), math.log(2))
     assert_close(seen["probs"], torch.tensor([[0.5, 0.5]]).double())
-
-
-def test_gaussian_predictive_is_noise_and_spread():
-    """The law of total variance: scale^2 plus the population variance of the means over draws; the latter is epistemic."""
-    outputs = numbers(2, 6, 4, 3)
-    seen = Gaussian(0.5).predictive(outputs)
-    mean = outputs.sum(1) / 6
-    spread = ((outputs - mean.unsqueeze(1)) ** 2).sum(1) / 6
-    assert_close(seen["mean"], mean)
-    assert_close(seen["variance"], 0.25 + spread)
-    assert_close(seen["epistemic"], spread.sum(-1))
-    alone = Gaussian(0.5).predictive(outputs[:, :1])
-    assert_close(alone["variance"], torch.full_like(mean, 0.25))
-    assert_close(alone["epistemic"], torch.zeros(2, 4).double())
 
 
 WEIGHTED = [Categorical((1.0, 2.0, 0.5)), Categorical(smoothing=0.2), Categorical((0.0, 3.0, 1.0), smoothing=0.1)]
@@ -244,3 +155,32 @@ def test_losses_that_are_no_likelihood_have_no_curvature():
         bf.curvature.Curvature(bf.models.mlp(4, hidden=3, outputs=3), WEIGHTED[1])
     with pytest.raises(ValueError, match=r"weights .*2 classes.* got 3"):
         WEIGHTED[0].nll(torch.zeros(1, 2), torch.zeros(1, dtype=torch.long))
+
+
+def test_ordinal_probabilities_are_differences_of_sigmoids():
+    """p(y <= k) = sigmoid(c_k), with c_k = c_(k-1) + softplus(f_k); they add up to 1 and keep their digits where sigmoids are 1."""
+    outputs = 2 * numbers(6, 3)
+    cuts = torch.stack([outputs[:, 0], outputs[:, 0] + F.softplus(outputs[:, 1]), outputs[:, 0] + F.softplus(outputs[:, 1:]).sum(1)], -1)
+    below = torch.cat([torch.zeros(6, 1), cuts.sigmoid(), torch.ones(6, 1)], -1)
+    probs = torch.stack([Ordinal().nll(outputs, torch.full((6,), k)) for k in range(4)], -1).neg().exp()
+    assert_close(probs, below.diff(dim=-1).double())
+    assert_close(probs.sum(-1), torch.ones(6).double())
+    assert_close(Ordinal().predictive(outputs[None])["probs"], probs)
+    high = torch.tensor([[50.0, 0.0, 0.0]]).double()  # sigmoid(50) is 1 in float64
+    assert_close(Ordinal().nll(high, torch.tensor([1])), torch.tensor([50.0 + math.log(2)], dtype=torch.float64), atol=1e-12, rtol=0)
+
+
+def test_ordinal_of_two_classes_is_bernoulli():
+    """With the sign that p(y <= 0) has."""
+    outputs, y = numbers(7, 1), labels(2, 7)
+    assert_close(Ordinal().nll(outputs, y), Bernoulli().nll(-outputs, y))
+
+
+def test_ordinal_predicts_means_over_draws():
+    """Probabilities are averaged, and what draws disagree on is the mutual information."""
+    outputs = numbers(5, 3, 2)
+    each = torch.stack([Ordinal().predictive(draw[None])["probs"] for draw in outputs])
+    seen = Ordinal().predictive(outputs)
+    assert_close(seen["probs"], each.mean(0))
+    information = torch.special.entr(each.mean(0)).sum(-1) - torch.special.entr(each).sum(-1).mean(0)
+    assert_close(seen["epistemic"], information)

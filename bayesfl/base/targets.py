@@ -1,0 +1,43 @@
+"""The targets of a federation: what a likelihood has to know of them to say how many outputs a network needs."""
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from torch import Tensor
+
+Task: TypeAlias = Literal["classification", "regression"]
+
+IGNORE = -100
+"""The label of a place that has none, as in `torch.nn.functional.cross_entropy`."""
+
+
+@dataclass(frozen=True, eq=False)
+class Targets:
+    """What a federation's training data are to predict.
+
+    Args:
+        task: `classification` or `regression`.
+        count: Number of classes, or of numbers for each example.
+        y: Labels [N] or [N, ...], or numbers [N] or [N, O].
+    """
+
+    task: Task
+    count: int
+    y: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of one example's labels or numbers; () where there is one."""
+        return tuple(self.y.shape[1:])
+
+    def check(self, likelihood: object, task: Task) -> None:
+        """Check that the targets are of the kind that a likelihood is for.
+
+        Raises:
+            ValueError: They are for another task.
+        """
+        if self.task != task:
+            raise ValueError(
+                f"likelihood {type(likelihood).__name__} is for {task}, the data are for {self.task}; build the algorithm with likelihood="
+                + ("Gaussian(scale=...)" if self.task == "regression" else "Categorical()")
+            )

@@ -1,0 +1,237 @@
+"""Likelihoods of numbers: with noise of a known or a learned scale, of counts, and intervals by two quantiles."""
+
+import math
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bayesfl.base.checks import listed, number
+from bayesfl.base.described import LATER
+from bayesfl.base.protocols import Tensors
+from bayesfl.base.targets import Targets
+
+
+def _rows(y: Tensor, outputs: Tensor) -> Tensor:
+    """Return targets [..., B] of one number as [..., B, 1], and others [..., B, O] as they are, for means `outputs` [..., B, O]."""
+    return y.unsqueeze(-1) if y.dim() < outputs.dim() and outputs.shape[-1] == 1 else y
+
+
+@dataclass(frozen=True)
+class Gaussian:
+    """The likelihood of targets [..., O] with a normal distribution: of one known standard deviation, or of one that the network tells.
+
+    With a learned scale the network has 2 O outputs, first the O means m, then the O numbers r of which the standard deviations are
+    floor + softplus(r). Without a floor the density of examples that are met exactly grows without bound, and training diverges.
+
+    Args:
+        scale: Standard deviation of the noise, in the targets' unit, > 0 and finite, one for all targets; or `learned`.
+        floor: Least standard deviation that is learned, in the targets' unit, > 0; of standardised targets 0.05 is a twentieth of their
+            spread. Only for `scale="learned"`.
+
+    Raises:
+        ValueError: `scale` or `floor` is no number, or out of range; or `floor` is given for a scale that is known.
+
+    References:
+        Nix and Weigend, "Estimating the mean and variance of the target probability distribution", ICNN 1994.
+    """
+
+    scale: float | Literal["learned"] = 1.0
+    floor: float | None = field(default=None, metadata=LATER)
+    task = "regression"
+
+    def __post_init__(self) -> None:
+        scale = listed(self.scale)
+        if scale == "learned":
+            floor = 0.05 if self.floor is None else number("floor", self.floor)
+            if not 0 < floor < math.inf:
+                raise ValueError(f"floor is a standard deviation and must be > 0 and finite, got {floor}")
+            object.__setattr__(self, "floor", floor)
+            return
+        if self.floor is not None:
+            raise ValueError(f"floor is for scale='learned', got floor={self.floor} beside scale={scale!r}; leave it out")
+        if isinstance(scale, bool) or not isinstance(scale, Real):
+            raise ValueError(
+                f"scale is one standard deviation for all targets, a number, or 'learned', got {scale!r}; standardise targets that differ"
+            )
+        if not 0 < float(scale) < math.inf:
+            raise ValueError(f"scale is a standard deviation and must be > 0 and finite, got {scale}")
+        object.__setattr__(self, "scale", float(scale))
+
+    @property
+    def known(self) -> float:
+        """Return the known standard deviation.
+
+        Raises:
+            ValueError: It is learned.
+        """
+        if not isinstance(self.scale, float):
+            raise ValueError(f"{self} has no known scale; take Gaussian(scale=0.5), say")
+        return self.scale
+
+    def width(self, targets: Targets) -> tuple[int, ...]:
+        """Return (O,), one output for each number; (2 O,) where the scale is learned.
+
+        Raises:
+            ValueError: The targets are classes.
+        """
+        targets.check(self, "regression")
+        return (targets.count if self.floor is None else 2 * targets.count,)
+
+    def _parts(self, outputs: Tensor) -> tuple[Tensor, Tensor | float]:
+        """Return means [..., B, O], and their standard deviations, or the one that is known."""
+        if self.floor is None:
+            return outputs, self.known
+        mean, raw = outputs.chunk(2, -1)
+        return mean, self.floor + F.softplus(raw)
+
+    def nll(self, outputs: Tensor, y: Tensor) -> Tensor:
+        """Return the negative log density [..., B] in nats, summed over the targets; `y` is [..., B] where O is 1, else [..., B, O]."""
+        mean, scale = self._parts(outputs)
+        squares = ((mean - _rows(y, mean)) / scale).square().sum(-1)
+        logs = scale.log().sum(-1) if isinstance(scale, Tensor) else mean.shape[-1] * math.log(scale)
+        return 0.5 * squares + mean.shape[-1] * 0.5 * math.log(2 * math.pi) + logs
+
+    def nll_and_slope(self, outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Return `nll` [..., B] and its derivative with respect to `outputs` [..., B, O]: (m - y) / scale^2 of a mean."""
+        mean, scale = self._parts(outputs)
+        slope = (mean - _rows(y, mean)) / scale**2
+        if not isinstance(scale, Tensor):
+            return self.nll(outputs, y), slope
+        squares = slope * (mean - _rows(y, mean))
+        return self.nll(outputs, y), torch.cat([slope, (1 - squares) / scale * outputs.chunk(2, -1)[1].sigmoid()], -1)
+
+    def predictive(self, outputs: Tensor) -> Tensors:
+        """Return moments of the mixture over draws [..., S, N, O]: `mean` and `variance` [..., N, O], and `epistemic` [..., N].
+
+        The variance includes the noise, its mean over draws where it is learned; `epistemic` is the variance of the draws' means, summed
+        over O.
+        """
+        means, scale = self._parts(outputs)
+        return _moments(means, scale**2)
+
+
+@dataclass(frozen=True)
+class Poisson:
+    """The likelihood of counts [..., O] with rates exp(outputs).
+
+    References:
+        McCullagh and Nelder, "Generalized linear models", 2nd ed. 1989, section 6.2.
+    """
+
+    task = "regression"
+
+    def width(self, targets: Targets) -> tuple[int, ...]:
+        """Return (O,), the logarithm of the rate of each count.
+
+        Raises:
+            ValueError: The targets are classes, or no whole numbers >= 0.
+        """
+        targets.check(self, "regression")
+        wrong = targets.y[(targets.y < 0) | (targets.y != targets.y.round())]
+        if len(wrong):
+            raise ValueError(
+                f"likelihood Poisson is of counts, whole numbers >= 0, the targets hold {wrong[0].item():g}; leave out scaling and "
+                "standardising of the targets, or take Gaussian(scale=...)"
+            )
+        return (targets.count,)
+
+    def nll(self, outputs: Tensor, y: Tensor) -> Tensor:
+        """Return -log p(y) [..., B] in nats, summed over the counts, with all constants; `y` is [..., B] where O is 1, else [..., B, O]."""
+        y = _rows(y, outputs)
+        return (outputs.exp() - y * outputs + (y + 1).lgamma()).sum(-1)
+
+    def nll_and_slope(self, outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Return `nll` [..., B] and its derivative with respect to `outputs`, exp(outputs) - y [..., B, O]."""
+        return self.nll(outputs, y), outputs.exp() - _rows(y, outputs)
+
+    def predictive(self, outputs: Tensor) -> Tensors:
+        """Return moments of the mixture over draws [..., S, N, O]: `mean` and `variance` [..., N, O], and `epistemic` [..., N].
+
+        The variance is the mean rate and the variance of the rates over draws, which, summed over O, is `epistemic`.
+        """
+        rates = outputs.exp()
+        return _moments(rates, rates)
+
+
+@dataclass(frozen=True)
+class Quantiles:
+    """The loss of an interval for targets [..., O] by two quantiles, which is no negative log likelihood of a distribution.
+
+    The network has 2 O outputs, first the O lower ends, then the O numbers r by whose softplus(r) the upper ends lie above them. With
+    the levels a = (1 - level) / 2 and 1 - a of the two ends q the loss is the sum of (y - q) (a - 1[y < q]) over both.
+
+    Args:
+        level: Probability of the interval, in (0, 1).
+
+    Raises:
+        ValueError: `level` is no number in (0, 1).
+
+    References:
+        Koenker and Bassett, "Regression quantiles", Econometrica 46(1), 1978.
+    """
+
+    level: float = 0.9
+    task = "regression"
+
+    def __post_init__(self) -> None:
+        if not 0 < number("level", self.level) < 1:
+            raise ValueError(f"level is the probability of the interval and must lie in (0, 1), got {self.level}; 90% is 0.9")
+
+    def width(self, targets: Targets) -> tuple[int, ...]:
+        """Return (2 O,), two outputs for each number.
+
+        Raises:
+            ValueError: The targets are classes.
+        """
+        targets.check(self, "regression")
+        return (2 * targets.count,)
+
+    def _shares(self) -> tuple[float, float]:
+        return (1 - self.level) / 2, (1 + self.level) / 2
+
+    def nll(self, outputs: Tensor, y: Tensor) -> Tensor:
+        """Return the loss [..., B] in the targets' unit, summed over ends and targets; `y` is [..., B] where O is 1, else [..., B, O]."""
+        ends = _ends(outputs)
+        y = _rows(y, ends[0])
+        return sum((_under(y - q, a) * (y - q) for q, a in zip(ends, self._shares(), strict=True)), torch.zeros_like(ends[0])).sum(-1)
+
+    def nll_and_slope(self, outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Return `nll` [..., B] and its derivative with respect to `outputs` [..., B, 2 O]."""
+        ends = _ends(outputs)
+        y = _rows(y, ends[0])
+        low, high = (-_under(y - q, a) for q, a in zip(ends, self._shares(), strict=True))
+        return self.nll(outputs, y), torch.cat([low + high, high * outputs.chunk(2, -1)[1].sigmoid()], -1)
+
+    def predictive(self, outputs: Tensor) -> Tensors:
+        """Return the interval from draws `outputs` [..., S, N, 2 O]: its ends, averaged over draws, and the spread of its middle.
+
+        Returns:
+            `lower` and `upper` [..., N, O]; `mean` [..., N, O], the middle, which is no mean; and `epistemic` [..., N], the variance over
+            draws of the middle, summed over O.
+        """
+        lower, upper = _ends(outputs)
+        middle = (lower + upper) / 2
+        found = {"lower": lower.mean(-3), "upper": upper.mean(-3), "mean": middle.mean(-3)}
+        return found | {"epistemic": middle.var(-3, correction=0).sum(-1)}
+
+
+def _ends(outputs: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the lower and the upper ends of intervals, [..., O] each."""
+    lower, raw = outputs.chunk(2, -1)
+    return lower, lower + F.softplus(raw)
+
+
+def _under(residual: Tensor, share: float) -> Tensor:
+    """Return share - 1[residual < 0]."""
+    return torch.where(residual < 0, share - 1, share).to(residual)
+
+
+def _moments(means: Tensor, variances: Tensor | float) -> Tensors:
+    """Return mean and variance of a mixture over draws [..., S, N, O], and the variance of the means, summed over O."""
+    spread = means.var(-3, correction=0)
+    noise = variances.mean(-3) if isinstance(variances, Tensor) else variances
+    return {"mean": means.mean(-3), "variance": noise + spread, "epistemic": spread.sum(-1)}
