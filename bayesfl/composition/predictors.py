@@ -236,7 +236,8 @@ def size_of(share: float, weights: int) -> int:
 class Mixture:
     """A predictor by the copies of a block together: sum_m pi_m p(y | x, copy m), each copy at its mean or by a posterior of its own.
 
-    Probabilities are averaged, not logits; for targets, the result has the moments of the mixture. Copies of weight 0 take no part.
+    Probabilities are averaged, not logits; for targets, the result has the moments of the mixture; of intervals by quantiles the ends are
+    averaged. Copies of weight 0 take no part.
 
     `Mixture("components", "pi", each=LinearisedLaplace())` makes a Laplace approximation of each of FedEM's components, under one
     precision, which is chosen for the predictions of the mixture. That of copy m is fitted to the client's training data, where example i
@@ -370,4 +371,6 @@ class _Mixed:
         if "probs" in mean:
             return mean
         spread = (stacked["mean"] - mean["mean"].unsqueeze(-1)).square() @ self._pi
-        return mean | {"variance": mean["variance"] + spread, "epistemic": mean["epistemic"] + spread.sum(-1)}
+        if "variance" in mean:
+            mean["variance"] = mean["variance"] + spread
+        return mean | {"epistemic": mean["epistemic"] + spread.sum(-1)}

@@ -1,6 +1,7 @@
 """Predictive distributions of many clients, and their measures."""
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bayesfl.base.checks import instance
-from bayesfl.base.protocols import Tensors
+from bayesfl.base.protocols import Likelihood, Tensors
 from bayesfl.base.targets import IGNORE
 from bayesfl.data import ClientData
 from bayesfl.data.outline import known_names, place
@@ -25,12 +26,15 @@ class Predictions:
         epistemic: The part of the uncertainty that more data would remove, [J, N]. For classes, in nats: by draws the mutual information of
             label and weights; under the link by contrasts the entropy that uncertainty adds; NaN at the mean, and class-wise
             (link="per_class"). For regression the variance of the means.
-        probs: Class probabilities [J, N, O]; None for regression.
-        mean: Predictive means [J, N, O]; None for classes.
-        variance: Predictive variances [J, N, O], noise included; None for classes.
+        probs: Class probabilities [J, N, O], or [J, N, T, O] where an example has T labels; None for regression.
+        mean: Predictive means [J, N, O], or the middles of intervals; None for classes.
+        variance: Predictive variances [J, N, O], noise included; None for classes and intervals.
+        lower: Lower ends of the intervals of likelihood `Quantiles`, [J, N, O]; None for others.
+        upper: Upper ends of these.
         labels: The labels [J, N] or targets [J, N, ...] of the split that was predicted, by which `summary` knows it; None where they are
             not known. Rows that pad are 0.
         names: The clients' names, by which `client` finds them; None where they are not known.
+        likelihood: The likelihood, by whose distribution numbers are measured; None for normal ones.
     """
 
     mask: Tensor
@@ -38,8 +42,11 @@ class Predictions:
     probs: Tensor | None = None
     mean: Tensor | None = None
     variance: Tensor | None = None
+    lower: Tensor | None = None
+    upper: Tensor | None = None
     labels: Tensor | None = None
     names: tuple[str, ...] | None = None
+    likelihood: Likelihood | None = None
 
     def __repr__(self) -> str:
         rows = self.mask.sum(-1)
@@ -54,8 +61,10 @@ class Predictions:
         """Return the part of the uncertainty that more data would not remove, [J, N]; NaN where `epistemic` is.
 
         For classes the entropy less `epistemic`, in nats; under the link `contrasts` this is the entropy of softmax(f), or that of `probs`
-        if it is smaller. For regression the noise's variance, summed over targets.
+        if it is smaller. For regression the noise's variance, summed over targets; NaN for intervals, which do not tell it.
         """
+        if self.lower is not None:
+            return torch.full_like(self.epistemic, torch.nan)
         total = torch.special.entr(self.probs).sum(-1) if self.probs is not None else _present(self.variance).sum(-1)
         return total - self.epistemic
 
@@ -76,12 +85,38 @@ class Predictions:
     def summary(self, split: ClientData) -> dict[str, float]:
         """Compute the measures of `bayesfl.metrics` that apply, with the labels or targets of `split`, over clients that have rows.
 
+        Classes by `classification_summary`, label by label where an example has several; numbers by `regression_summary`, under the
+        likelihood's distribution; intervals by `interval_summary`.
+
         Args:
             split: The split that was predicted.
 
         Raises:
             TypeError: `split` is no `ClientData`.
             ValueError: The predictions are of another split, with other numbers of examples or other labels, or of one client alone.
+        """
+        kind, given, options = self._measured(split)
+        return _SUMMARIES[kind](*given, **options)
+
+    def table(self, split: ClientData) -> dict[str, np.ndarray]:
+        """Return every measure that `summary` averages, of every client, as columns [J], ready for a data frame.
+
+        Args:
+            split: The split that was predicted.
+
+        Raises:
+            TypeError: `split` is no `ClientData`.
+            ValueError: As by `summary`.
+        """
+        kind, given, options = self._measured(split)
+        return _TABLES[kind](*given, names=self.names, **options)
+
+    def _measured(self, split: ClientData) -> tuple[str, tuple[Tensor, ...], dict[str, Any]]:
+        """Return which measures apply, what they are computed of, and their options.
+
+        Raises:
+            TypeError: `split` is no `ClientData`.
+            ValueError: The predictions are not of this split.
         """
         instance("split", split, ClientData, "pass the split that was predicted, as clients.test")
         labels, mask = (t.cpu() for t in split.padded_labels())
@@ -101,15 +136,30 @@ class Predictions:
             if own.shape != (given := labels[self.mask]).shape or not torch.equal(own, given.to(own.dtype)):
                 raise ValueError(f"split has other labels than the one that was predicted; {remedy}")
         if self.probs is not None:
-            return metrics.classification_summary(*per_place(self.probs, labels.long(), self.mask))
-        return metrics.regression_summary(_present(self.mean), _present(self.variance), labels, self.mask)
+            return "classes", per_place(self.probs, labels.long(), self.mask), {}
+        if self.lower is not None:
+            return "intervals", (self.lower, _present(self.upper), labels, self.mask), {"level": getattr(self.likelihood, "level", 0.9)}
+        kind = getattr(self.likelihood, "distribution", "normal")
+        return "numbers", (_present(self.mean), _present(self.variance), labels, self.mask), {"distribution": kind}
+
+
+_SUMMARIES: dict[str, Callable[..., dict[str, float]]] = {
+    "classes": metrics.classification_summary,
+    "numbers": metrics.regression_summary,
+    "intervals": metrics.interval_summary,
+}
+_TABLES: dict[str, Callable[..., dict[str, np.ndarray]]] = {
+    "classes": metrics.per_client_table,
+    "numbers": metrics.regression_table,
+    "intervals": metrics.interval_table,
+}
 
 
 def of_client(predictions: Predictions, j: int) -> Predictions:
     """Return the predictions of the client at place j alone, without padding: tensors [n_j, ...]."""
     inside = predictions.mask[j]
     cut: dict[str, Any] = {name: t[j][inside] for name, t in vars(predictions).items() if isinstance(t, Tensor)}
-    return Predictions(**cut)
+    return Predictions(**cut, likelihood=predictions.likelihood)
 
 
 def per_place(probs: Tensor, labels: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -137,10 +187,11 @@ class Collector:
     Args:
         split: The split that is predicted.
         names: The clients' names; none where they are not known.
+        likelihood: The likelihood under which they are made; None where it is not known.
     """
 
-    def __init__(self, split: ClientData, names: tuple[str, ...] = ()) -> None:
-        self._split, self._names = split, names or None
+    def __init__(self, split: ClientData, names: tuple[str, ...] = (), likelihood: Likelihood | None = None) -> None:
+        self._split, self._names, self._likelihood = split, names or None, likelihood
         self._counts = split.counts
         self._width = int(split.counts.max(initial=0))
         self._seen = np.zeros(split.clients, bool)
@@ -177,4 +228,4 @@ class Collector:
                 f"client {known_names(self._names, len(mask))[j]!r}, so that measures are NaN; look at these inputs, or at the weights",
                 stacklevel=2,
             )
-        return Predictions(mask=mask, labels=labels, names=self._names, **self._tensors)
+        return Predictions(mask=mask, labels=labels, names=self._names, likelihood=self._likelihood, **self._tensors)

@@ -116,7 +116,8 @@ class ClientModel:
             whole("draws (None is the paper's number)", draws, least=0)
         about: dict[str, Any] = {"client": self.client, "seed": self.seed, "round": self.round, "fitted": self._fitted, "value": self.value}
         found: dict[str, Any] = predict.alone(self.algorithm, self.view, rows, draws=0 if self.plug_in else draws, **about)
-        return Predictions(mask=torch.ones(len(rows.y), dtype=torch.bool), **{name: t.cpu() for name, t in found.items()})
+        everyone = torch.ones(len(rows.y), dtype=torch.bool)
+        return Predictions(mask=everyone, likelihood=self.algorithm.likelihood, **{name: t.cpu() for name, t in found.items()})
 
     def model(self) -> nn.Module:
         """Return the network at the means of the client's beliefs: a module of its own, in evaluation mode.

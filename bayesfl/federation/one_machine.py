@@ -42,7 +42,7 @@ class OneMachine:
 
     def __init__(self, local: Local, state: State, crew: Crew, test: ClientData | None, faults: FaultPlan | None) -> None:
         self._local, self._state, self._crew, self._test, self._faults = local, state, crew, test, faults
-        self.before = None if test is None else Collector(test, local.names)
+        self.before = None if test is None else Collector(test, local.names, local.algorithm.likelihood)
         """Predictions on `test`, before aggregation, of the clients that were taken; None without `test`."""
         self.counts = local.train.counts
         self.apart = 0.0

@@ -54,7 +54,7 @@ def personal(
         done = local.finetuned(ids, state.received(local.algorithm, ids), state.round)
         return of_chunk(local, done, splits, round=state.round, draws=draws, value=value)
 
-    collectors = [Collector(split, local.names) for split in splits]
+    collectors = [Collector(split, local.names, local.algorithm.likelihood) for split in splits]
     for found in crew.over(local.chunked(), work):
         for collector, parts in zip(collectors, found, strict=True):
             for ids, part in parts:
@@ -237,7 +237,7 @@ def shared(local: Local, state: State, split: ClientData) -> Predictions | None:
     views["n"] = torch.ones(1, dtype=split.dtype, device=split.device)
     everyone = replace(split, counts=np.array([len(split.index)]))
     flat = _of_views(local.engine, algorithm, parts, views, everyone, np.zeros(1, np.int64), {})
-    collector = Collector(split, local.names)
+    collector = Collector(split, local.names, algorithm.likelihood)
     for j, (start, n) in enumerate(zip(split.offsets, split.counts, strict=True)):
         collector.add(np.array([j]), {name: value[:, start : start + n] for name, value in flat.items()})
     return collector.predictions()

@@ -42,6 +42,7 @@ class Gaussian:
     scale: float | Literal["learned"] = 1.0
     floor: float | None = field(default=None, metadata=LATER)
     task = "regression"
+    distribution = "normal"
 
     def __post_init__(self) -> None:
         scale = listed(self.scale)
@@ -123,6 +124,7 @@ class Poisson:
     """
 
     task = "regression"
+    distribution = "counts"
 
     def width(self, targets: Targets) -> tuple[int, ...]:
         """Return (O,), the logarithm of the rate of each count.

@@ -11,6 +11,7 @@ from torch.testing import assert_close
 
 from bayesfl.data import ClientData
 from bayesfl.evaluation.predictions import Collector, Predictions
+from bayesfl.likelihoods import Gaussian, Poisson, Quantiles
 
 
 def split(*counts: int) -> ClientData:
@@ -130,3 +131,34 @@ def test_predictions_that_are_not_finite_name_a_client():
     collector.add(np.array([0, 1]), {"probs": probs, "epistemic": torch.full((2, 3), math.nan)})
     with pytest.warns(UserWarning, match=r"predictions for 1 examples are not finite, the first that of row 2 of client 'Chur'"):
         collector.predictions()
+
+
+def test_each_label_is_measured_as_an_example():
+    """Those that are not known and padding are left out, in summaries and in tables."""
+    probs = torch.rand(2, 3, 4, 5, generator=torch.Generator().manual_seed(0)).softmax(-1)
+    y = torch.arange(20).view(5, 4) % 5
+    y[1, 2:] = -100
+    data = ClientData(torch.zeros(5, 2), y, torch.arange(5), np.array([3, 2]))
+    mask = torch.tensor([[True, True, True], [True, True, False]])
+    found = Predictions(mask, probs[..., 0], probs=probs, names=("Bern", "Chur"))
+    table = found.table(data)
+    assert table["examples"].tolist() == [10, 8]
+    right = probs.argmax(-1) == torch.stack([y[:3], torch.cat([y[3:], y[:1]])])
+    assert table["accuracy"].tolist() == pytest.approx([float(right[0][y[:3] >= 0].double().mean()), float(right[1, :2].double().mean())])
+    assert found.summary(data)["accuracy"] == pytest.approx(table["accuracy"].mean())
+
+
+def test_numbers_are_measured_under_the_likelihood():
+    """Counts under theirs, intervals under their level, others as normal ones; a client alone keeps it."""
+    y = torch.tensor([0.0, 2.0, 5.0])
+    data, mask, mean = ClientData(torch.zeros(3, 2), y, torch.arange(3), np.array([3])), torch.ones(1, 3).bool(), torch.full((1, 3, 1), 2.0)
+    epistemic = torch.zeros(1, 3)
+    for likelihood, wanted in ((Poisson(), -torch.distributions.Poisson(2.0).log_prob(y)), (Gaussian(), None)):
+        found = Predictions(mask, epistemic, mean=mean, variance=mean, likelihood=likelihood)
+        wanted = -torch.distributions.Normal(2.0, math.sqrt(2.0)).log_prob(y) if wanted is None else wanted
+        assert found.summary(data)["nll"] == pytest.approx(float(wanted.mean()), abs=1e-6)
+        assert found.client(0).likelihood is likelihood
+        assert found.table(data)["client"].tolist() == [0]
+    ends = Predictions(mask, epistemic, mean=mean, lower=mean - 1, upper=mean + 1, likelihood=Quantiles(0.5))
+    assert ends.summary(data)["interval_score"] == pytest.approx((2 + 4 * 1 + 2 + 2 + 4 * 2) / 3)
+    assert bool(ends.aleatoric.isnan().all())

@@ -1,12 +1,16 @@
-"""Measures of predicted numbers: error, density and coverage under a normal distribution."""
+"""Measures of predicted numbers: error, density, score and coverage under a normal distribution, or one of counts."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from bayesfl.data.names import check_names
 from bayesfl.evaluation.metrics.clients import check_rows, mean_of_clients, pool
+from bayesfl.evaluation.metrics.distributions import KINDS, Distribution, Kind
 
 
 def rmse(mean: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
@@ -38,8 +42,8 @@ def gaussian_nll(mean: Tensor, variance: Tensor, targets: Tensor, mask: Tensor) 
     return _Fitted.of(mean, variance, targets, mask).nll()
 
 
-def coverage(mean: Tensor, variance: Tensor, targets: Tensor, mask: Tensor, level: float = 0.9) -> Tensor:
-    """Compute the share of targets inside the central interval of N(mean, variance) that should hold a share `level` of them.
+def coverage(mean: Tensor, variance: Tensor, targets: Tensor, mask: Tensor, level: float = 0.9, *, distribution: Kind = "normal") -> Tensor:
+    """Compute the share of targets inside the central interval that should hold a share `level` of them.
 
     Args:
         mean: Predictive means, [J, N, O].
@@ -47,14 +51,58 @@ def coverage(mean: Tensor, variance: Tensor, targets: Tensor, mask: Tensor, leve
         targets: True values, [J, N, O], or [J, N] if O is 1.
         mask: Which rows are examples, [J, N] bool.
         level: Probability of the interval, in (0, 1).
+        distribution: `normal`, or `counts`, whose intervals hold at least `level`, as counts lie apart.
 
     Returns:
         Shape [J], in [0, 1]; above `level` means too wide, below it too narrow.
     """
-    return _Fitted.of(mean, variance, targets, mask).coverage(level)
+    return _Fitted.of(mean, variance, targets, mask, distribution).coverage(level)
 
 
-def regression_summary(mean: Tensor, variance: Tensor, targets: Tensor, mask: Tensor) -> dict[str, float]:
+def crps(mean: Tensor, variance: Tensor, targets: Tensor, mask: Tensor, *, distribution: Kind = "normal") -> Tensor:
+    """Compute the mean continuous ranked probability score, averaged over outputs, in the targets' unit; of point predictions |y - m|.
+
+    It is proper, as the NLL, and a target far out counts by its distance, not by its square. Gneiting and Raftery, "Strictly proper
+    scoring rules, prediction, and estimation", JASA 102, 2007.
+
+    Args:
+        mean: Predictive means, [J, N, O].
+        variance: Predictive variances, observation noise included, [J, N, O], > 0.
+        targets: True values, [J, N, O], or [J, N] if O is 1.
+        mask: Which rows are examples, [J, N] bool.
+        distribution: `normal` or `counts`.
+
+    Returns:
+        Shape [J], >= 0.
+    """
+    return _Fitted.of(mean, variance, targets, mask, distribution).crps()
+
+
+def pit_histogram(
+    mean: Tensor, variance: Tensor, targets: Tensor, mask: Tensor, *, bins: int = 10, distribution: Kind = "normal"
+) -> Tensor:
+    """Compute the histogram of probability integral transforms P(Y <= y), which is flat where predictions are calibrated.
+
+    A hump in the middle means predictions that are too wide, a valley too narrow, a slope a bias. A count y is spread evenly over
+    P(Y < y) to P(Y <= y): Czado, Gneiting, Held, "Predictive model assessment for count data", Biometrics 65(4), 2009, eq. 2.
+
+    Args:
+        mean: Predictive means, [J, N, O].
+        variance: Predictive variances, observation noise included, [J, N, O], > 0.
+        targets: True values, [J, N, O], or [J, N] if O is 1.
+        mask: Which rows are examples, [J, N] bool.
+        bins: Number of bins of equal width, >= 1.
+        distribution: `normal` or `counts`.
+
+    Returns:
+        Share of the targets in each bin, [J, bins].
+    """
+    if bins < 1:
+        raise ValueError(f"bins is a number of bins, >= 1; got {bins}")
+    return _Fitted.of(mean, variance, targets, mask, distribution).pit(bins)
+
+
+def regression_summary(mean: Tensor, variance: Tensor, targets: Tensor, mask: Tensor, *, distribution: Kind = "normal") -> dict[str, float]:
     """Summarise the predictions of a federation of regressors.
 
     Args:
@@ -62,28 +110,61 @@ def regression_summary(mean: Tensor, variance: Tensor, targets: Tensor, mask: Te
         variance: Predictive variances, observation noise included, [J, N, O], > 0.
         targets: True values, [J, N, O], or [J, N] if O is 1.
         mask: Which rows are examples, [J, N] bool.
+        distribution: `normal` or `counts`.
 
     Returns:
-        `rmse`, `nll`, `coverage_50`, `coverage_90`: means over the clients that have examples. The same names with the prefix `pooled_`: of
-        all clients' examples pooled.
+        `rmse`, `nll`, `crps`, `coverage_50`, `coverage_90`: means over the clients that have examples. The same names with the prefix
+        `pooled_`: of all clients' examples pooled.
     """
-    fitted = _Fitted.of(mean, variance, targets, mask)
+    fitted = _Fitted.of(mean, variance, targets, mask, distribution)
     summary = {name: mean_of_clients(values, fitted.broken) for name, values in fitted.measures().items()}
     return summary | {f"pooled_{name}": float(value) for name, value in fitted.pooled().measures().items()}
 
 
+def regression_table(
+    mean: Tensor,
+    variance: Tensor,
+    targets: Tensor,
+    mask: Tensor,
+    *,
+    names: Sequence[str] | None = None,
+    distribution: Kind = "normal",
+) -> dict[str, np.ndarray]:
+    """Return every measure of every client as columns [J], ready for a data frame.
+
+    Args:
+        mean: Predictive means, [J, N, O].
+        variance: Predictive variances, observation noise included, [J, N, O], > 0.
+        targets: True values, [J, N, O], or [J, N] if O is 1.
+        mask: Which rows are examples, [J, N] bool.
+        names: Names of the clients, as `clients.client_names`; None for their numbers.
+        distribution: `normal` or `counts`.
+
+    Returns:
+        `client` (names or numbers) and `examples` (integers), `rmse`, `nll`, `crps`, `coverage_50`, `coverage_90`, and `width_90`, the
+        mean width of the 90% intervals in the targets' unit.
+    """
+    fitted = _Fitted.of(mean, variance, targets, mask, distribution)
+    check_names(names, len(mask))
+    index = {"client": np.arange(len(mask)) if names is None else np.array(names), "examples": fitted.mask.sum(-1).numpy()}
+    return index | {name: values.numpy() for name, values in (fitted.measures() | {"width_90": fitted.width(0.9)}).items()}
+
+
 @dataclass(frozen=True)
 class _Fitted:
-    """Checked Gaussian predictions, with mean and target 0 and variance 1 in every row that is padding or not finite."""
+    """Checked predictions, with mean and target 0 (of counts 1) and variance 1 in every row that is padding or not finite."""
 
     mean: Tensor  # [J, N, O]
     variance: Tensor  # [J, N, O]
     targets: Tensor  # [J, N, O]
     mask: Tensor  # [J, N]
     broken: Tensor  # [J]
+    kind: Kind = "normal"
 
     @classmethod
-    def of(cls, mean: Tensor, variance: Tensor | None, targets: Tensor, mask: Tensor) -> "_Fitted":
+    def of(cls, mean: Tensor, variance: Tensor | None, targets: Tensor, mask: Tensor, kind: Kind = "normal") -> "_Fitted":
+        if kind not in KINDS:
+            raise ValueError(f"distribution must be one of {list(KINDS)}, got {kind!r}")
         mean, targets, mask = (torch.as_tensor(t).detach().cpu() for t in (mean, targets, mask))
         if mean.dim() != 3:
             raise ValueError(f"mean must be [J, N, O], one row of outputs per example; got shape {list(mean.shape)}")
@@ -99,31 +180,62 @@ class _Fitted:
             raise ValueError("targets must be finite where mask is True; mask the rows that are padding")
         finite = mean.isfinite().all(-1) & variance.isfinite().all(-1)
         use = (mask & finite)[..., None]
-        mean, targets = (t.to(torch.float64).masked_fill(~use, 0) for t in (mean, targets))
+        filled = float(kind == "counts")  # a mean of counts is above 0
+        mean, targets = (t.to(torch.float64).masked_fill(~use, filled) for t in (mean, targets))
         variance = variance.to(torch.float64).masked_fill(~use, 1)
         if variance.numel() and not float(variance.min()) > 0:
             raise ValueError(f"variance must be > 0, got {float(variance.min()):.4g}; add the variance of the observation noise")
-        return cls(mean, variance, targets, mask, (mask & ~finite).any(-1))
+        if kind == "counts" and mean.numel() and (not float(mean.min()) > 0 or bool(((targets < 0) | (targets != targets.round())).any())):
+            raise ValueError("distribution='counts' is for means > 0 and targets that are whole numbers >= 0; leave it out for others")
+        return cls(mean, variance, targets, mask, (mask & ~finite).any(-1), kind)
+
+    @property
+    def distribution(self) -> Distribution:
+        return KINDS[self.kind](self.mean, self.variance)
 
     def pooled(self) -> "_Fitted":
         mean, targets, mask = pool(self.mean, self.targets, self.mask)
-        return _Fitted(mean, self.variance.flatten(0, 1)[None], targets, mask, self.broken.any()[None])
+        return replace(
+            self, mean=mean, variance=self.variance.flatten(0, 1)[None], targets=targets, mask=mask, broken=self.broken.any()[None]
+        )
 
     def measures(self) -> dict[str, Tensor]:
-        return {"rmse": self.rmse(), "nll": self.nll(), "coverage_50": self.coverage(0.5), "coverage_90": self.coverage(0.9)}
+        found = {"rmse": self.rmse(), "nll": self.nll(), "crps": self.crps()}
+        return found | {"coverage_50": self.coverage(0.5), "coverage_90": self.coverage(0.9)}
 
     def rmse(self) -> Tensor:
         return self._average((self.targets - self.mean).square().mean(-1)).sqrt()
 
     def nll(self) -> Tensor:
-        squares = (self.targets - self.mean).square() / self.variance
-        return self._average(0.5 * (squares + (2 * math.pi * self.variance).log()).sum(-1))
+        return self._average(self.distribution.nll(self.targets).sum(-1))
 
-    def coverage(self, level: float) -> Tensor:
+    def crps(self) -> Tensor:
+        return self._average(self.distribution.crps(self.targets).mean(-1))
+
+    def _interval(self, level: float) -> tuple[Tensor, Tensor]:
         if not 0 < level < 1:
             raise ValueError(f"level is the probability of the interval and must lie in (0, 1), got {level}; 90% is 0.9")
-        half = torch.special.ndtri(torch.tensor((1 + level) / 2, dtype=torch.float64)) * self.variance.sqrt()
-        return self._average(((self.targets - self.mean).abs() <= half).double().mean(-1))
+        found = self.distribution
+        return found.quantile((1 - level) / 2), found.quantile((1 + level) / 2)
+
+    def coverage(self, level: float) -> Tensor:
+        lower, upper = self._interval(level)
+        return self._average(((lower <= self.targets) & (self.targets <= upper)).double().mean(-1))
+
+    def width(self, level: float) -> Tensor:
+        lower, upper = self._interval(level)
+        return self._average((upper - lower).mean(-1))
+
+    def pit(self, bins: int) -> Tensor:
+        found, edges = self.distribution, torch.linspace(0, 1, bins + 1, dtype=torch.float64)
+        upper, lower = found.cdf(self.targets), found.below(self.targets)
+        if self.kind == "normal":  # the bin that holds the value, the last one 1, too
+            place = (upper * bins).floor().clamp(max=bins - 1).long()
+            share = torch.nn.functional.one_hot(place, bins).double()
+        else:
+            passed = (edges - lower[..., None]) / (upper - lower)[..., None].clamp_min(1e-300)
+            share = passed.clamp(0, 1).diff(dim=-1)
+        return torch.stack([self._average(part.mean(-1)) for part in share.unbind(-1)], -1)
 
     def _average(self, values: Tensor) -> Tensor:
         return ((values * self.mask).sum(-1) / self.mask.sum(-1)).masked_fill(self.broken, math.nan)

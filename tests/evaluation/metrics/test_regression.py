@@ -35,7 +35,7 @@ def test_regression_summary():
     """Means over clients and pooled ones; targets may leave out the one output."""
     mean, variance, targets, mask = regression(outputs=1)
     summary = metrics.regression_summary(mean, variance, targets[..., 0], mask)
-    keys = ["rmse", "nll", "coverage_50", "coverage_90"]
+    keys = ["rmse", "nll", "crps", "coverage_50", "coverage_90"]
     assert list(summary) == [*keys, *(f"pooled_{key}" for key in keys)]
     assert summary["rmse"] == pytest.approx(metrics.rmse(mean, targets, mask).mean().item())
     assert summary["pooled_rmse"] == pytest.approx(((targets - mean)[mask] ** 2).mean().sqrt().item())
@@ -65,3 +65,57 @@ def test_regression_errors():
         metrics.rmse(mean[0], targets, mask)
     with pytest.raises(ValueError, match="level"):
         metrics.coverage(*regression(), 90)
+
+
+def test_scores_and_tables_by_client():
+    """The score is the mean over targets; the table has the measures of the summary, and the width of intervals."""
+    stats = pytest.importorskip("scipy.stats")
+    mean, variance, targets, mask = regression()
+    table = metrics.regression_table(mean, variance, targets, mask)
+    for j, rows in enumerate(mask):
+        m, s, t = mean[j][rows].numpy(), variance[j][rows].sqrt().numpy(), targets[j][rows].numpy()
+        z = (t - m) / s
+        wanted = (s * (z * (2 * stats.norm.cdf(z) - 1) + 2 * stats.norm.pdf(z) - 1 / np.sqrt(np.pi))).mean()
+        assert metrics.crps(mean, variance, targets, mask)[j].item() == pytest.approx(wanted) == table["crps"][j]
+        assert table["width_90"][j] == pytest.approx(2 * 1.6448536269514722 * s.mean())
+        assert table["examples"][j] == rows.sum()
+    summary = metrics.regression_summary(mean, variance, targets, mask)
+    assert all(summary[name] == pytest.approx(np.nanmean(table[name])) for name in ("rmse", "nll", "crps", "coverage_90"))
+
+
+def test_the_histogram_of_calibrated_predictions_is_flat():
+    """And that of predictions too narrow is a valley, of shares that add up to 1."""
+    generator = torch.Generator().manual_seed(0)
+    y = torch.randn(1, 20_000, 1, generator=generator, dtype=torch.float64)
+    mask, zero = torch.ones(1, 20_000).bool(), torch.zeros_like(y)
+    flat = metrics.pit_histogram(zero, zero + 1, y, mask)
+    assert flat.shape == (1, 10)
+    assert flat.sum().item() == pytest.approx(1)
+    assert (flat - 0.1).abs().max() < 0.01
+    narrow = metrics.pit_histogram(zero, zero + 0.25, y, mask)[0]
+    assert narrow[0] > 0.2
+    assert narrow[-1] > 0.2
+    assert metrics.pit_histogram(zero, zero + 1, zero + 40, mask, bins=4).tolist() == [[0, 0, 0, 1]]
+
+
+def test_the_histogram_of_counts_is_flat():
+    """Though counts lie apart; that of a rate twice as high is not."""
+    y = torch.poisson(torch.full((1, 20_000, 1), 2.5, dtype=torch.float64), generator=torch.Generator().manual_seed(0))
+    mask, mean = torch.ones(1, 20_000).bool(), torch.full_like(y, 2.5)
+    flat = metrics.pit_histogram(mean, mean, y, mask, distribution="counts")[0]
+    assert flat.sum().item() == pytest.approx(1)
+    assert (flat - 0.1).abs().max() < 0.01
+    assert metrics.pit_histogram(2 * mean, 2 * mean, y, mask, distribution="counts")[0, 0] > 0.3
+    summary = metrics.regression_summary(mean, mean, y, mask, distribution="counts")
+    assert summary["nll"] == pytest.approx(float(-torch.distributions.Poisson(mean).log_prob(y).mean()))
+    assert 0.9 <= summary["coverage_90"] <= 0.97
+
+
+def test_what_is_no_count_or_distribution():
+    mean, variance, targets, mask = regression()
+    with pytest.raises(ValueError, match=r"distribution must be one of \['normal', 'counts'\], got 'gamma'"):
+        metrics.crps(mean, variance, targets, mask, distribution="gamma")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="whole numbers >= 0"):
+        metrics.crps(mean.abs() + 1, variance, targets, mask, distribution="counts")
+    with pytest.raises(ValueError, match=r"bins .*got 0"):
+        metrics.pit_histogram(mean, variance, targets, mask, bins=0)

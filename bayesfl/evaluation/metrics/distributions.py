@@ -1,0 +1,138 @@
+"""Predictive distributions of numbers by their moments: normal ones, and of counts negative binomial ones."""
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal, Protocol, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Kind: TypeAlias = Literal["normal", "counts"]
+"""Distributions that a mean and a variance stand for."""
+
+NODES = 128  # of a quadrature; scores are right to 1e-9 where the variance is at most ten times the mean
+POISSON = 1e-7  # excess of the variance over the mean, as a share of it, below which counts are Poisson
+
+
+class Distribution(Protocol):
+    """The interface of predictive distributions, elementwise over tensors of any shape, in float64."""
+
+    def nll(self, y: Tensor) -> Tensor:
+        """Return the negative logarithm of the density, or of the probability of a count, in nats."""
+        ...
+
+    def cdf(self, y: Tensor) -> Tensor:
+        """Return P(Y <= y)."""
+        ...
+
+    def below(self, y: Tensor) -> Tensor:
+        """Return P(Y < y)."""
+        ...
+
+    def quantile(self, p: float) -> Tensor:
+        """Return the least y with P(Y <= y) >= p."""
+        ...
+
+    def crps(self, y: Tensor) -> Tensor:
+        """Return the continuous ranked probability score, in the targets' unit."""
+        ...
+
+
+class Normal:
+    """Normal distributions.
+
+    Args:
+        mean: Means.
+        variance: Variances, > 0.
+    """
+
+    def __init__(self, mean: Tensor, variance: Tensor) -> None:
+        self.mean, self.variance, self.scale = mean, variance, variance.sqrt()
+
+    def nll(self, y: Tensor) -> Tensor:
+        """Return the negative log density, in nats."""
+        return 0.5 * ((y - self.mean).square() / self.variance + (2 * math.pi * self.variance).log())
+
+    def cdf(self, y: Tensor) -> Tensor:
+        """Return P(Y <= y)."""
+        return torch.special.ndtr((y - self.mean) / self.scale)
+
+    below = cdf
+
+    def quantile(self, p: float) -> Tensor:
+        """Return the y with P(Y <= y) = p."""
+        return self.mean + self.scale * torch.special.ndtri(torch.tensor(p, dtype=torch.float64))
+
+    def crps(self, y: Tensor) -> Tensor:
+        """Return the score s (z (2 Phi(z) - 1) + 2 phi(z) - pi^(-1/2)) with z = (y - m) / s; Gneiting et al. (2005), eq. 5."""
+        z = (y - self.mean) / self.scale
+        density = (-0.5 * z.square()).exp() / math.sqrt(2 * math.pi)
+        return self.scale * (z * (2 * torch.special.ndtr(z) - 1) + 2 * density - 1 / math.sqrt(math.pi))
+
+
+class Counts:
+    """Negative binomial distributions of these moments, which are Poisson where the variance is the mean.
+
+    A Poisson rate with a gamma distribution makes such counts, so that the excess of the variance is the variance of the rate.
+
+    Args:
+        mean: Means, > 0.
+        variance: Variances; the mean where they are smaller.
+    """
+
+    def __init__(self, mean: Tensor, variance: Tensor) -> None:
+        from scipy import stats
+
+        self._m = mean.numpy()
+        excess = np.maximum(variance.numpy() - self._m, 0.0)
+        self._v, self._spread_out = self._m + excess, excess > POISSON * self._m
+        self._size = np.divide(self._m**2, excess, out=np.ones_like(excess), where=self._spread_out)
+        self._poisson, self._binomial = stats.poisson(self._m), stats.nbinom(self._size, self._m / self._v)
+
+    def _either(self, function: Callable[[Any], np.ndarray]) -> Tensor:
+        return torch.from_numpy(np.where(self._spread_out, function(self._binomial), function(self._poisson)))
+
+    def nll(self, y: Tensor) -> Tensor:
+        """Return the negative log probability, in nats; infinite of what is no count."""
+        return -self._either(lambda one: one.logpmf(y.numpy()))
+
+    def cdf(self, y: Tensor) -> Tensor:
+        """Return P(Y <= y)."""
+        return self._either(lambda one: one.cdf(y.numpy()))
+
+    def below(self, y: Tensor) -> Tensor:
+        """Return P(Y < y)."""
+        return self.cdf(y.ceil() - 1)
+
+    def quantile(self, p: float) -> Tensor:
+        """Return the least count y with P(Y <= y) >= p."""
+        return self._either(lambda one: one.ppf(p))
+
+    def crps(self, y: Tensor) -> Tensor:
+        """Return the score E|Y - y| - E|Y - Y'| / 2, where Y' is a copy of Y; Gneiting and Raftery (2007), eq. 21."""
+        from scipy import stats
+
+        # E[Y 1(Y <= y)] is m times the probability of at most y - 1 under Poisson, or under the negative binomial of one more in its size.
+        more = stats.nbinom(self._size + 1, self._m / self._v)
+        x = y.numpy()
+        upto = self._m * np.where(self._spread_out, more.cdf(x - 1), self._poisson.cdf(x - 1))
+        apart = x * (2 * self.cdf(y).numpy() - 1) + self._m - 2 * upto
+        return torch.from_numpy(apart - 0.5 * self._apart())
+
+    def _apart(self) -> np.ndarray:
+        """Return E|Y - Y'|, 1 / pi times the integral of (1 - |f(t)|^2) / (1 - cos t) over (0, pi), where f is the characteristic function.
+
+        With t = sinh(u) / sqrt(v) the integrand is smooth at all scales, as the rule of Gauss and Legendre needs it.
+        """
+        scale, total = 1 / np.sqrt(self._v), np.zeros_like(self._m)
+        end = np.arcsinh(math.pi / scale)
+        for node, weight in zip(*np.polynomial.legendre.leggauss(NODES), strict=True):
+            u = 0.5 * end * (node + 1)
+            step = 2 * np.sin(0.5 * scale * np.sinh(u)) ** 2  # 1 - cos t
+            power = np.where(self._spread_out, self._size * np.log1p(2 * self._v / self._size * step), 2 * self._m * step)
+            total -= weight * np.expm1(-power) / step * scale * np.cosh(u)
+        return 0.5 * end * total / math.pi
+
+
+KINDS: dict[Kind, Callable[[Tensor, Tensor], Distribution]] = {"normal": Normal, "counts": Counts}

@@ -1,0 +1,98 @@
+"""Measures of intervals that a network predicts by two quantiles."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bayesfl.data.names import check_names
+from bayesfl.evaluation.metrics.clients import check_rows, mean_of_clients
+
+
+def interval_summary(lower: Tensor, upper: Tensor, targets: Tensor, mask: Tensor, *, level: float = 0.9) -> dict[str, float]:
+    """Summarise the intervals that a federation predicts for its targets.
+
+    Args:
+        lower: Lower ends, [J, N, O].
+        upper: Upper ends, [J, N, O].
+        targets: True values, [J, N, O], or [J, N] if O is 1.
+        mask: Which rows are examples, [J, N] bool.
+        level: Probability that an interval should hold its target, in (0, 1).
+
+    Returns:
+        Means over the clients that have examples. `rmse`: of the intervals' middles. `nll`: the loss of both quantiles, no negative log
+        likelihood. `coverage`: the share of targets inside. `width`: the mean width. `interval_score`: the width plus 2 / (1 - level) times
+        what a target lies outside, which is proper; it is 2 / (1 - level) times the loss. The same names with the prefix `pooled_`: of all
+        clients' examples pooled.
+
+    References:
+        Gneiting and Raftery, "Strictly proper scoring rules, prediction, and estimation", JASA 102, 2007, eq. 43.
+    """
+    values, broken, mask = _measures(lower, upper, targets, mask, level)
+    summary = {name: mean_of_clients(_average(name, t, mask).masked_fill(broken, math.nan), broken) for name, t in values.items()}
+    flat = {name: float(_average(name, t.flatten()[None], mask.flatten()[None])) for name, t in values.items()}
+    return summary | {f"pooled_{name}": math.nan if broken.any() else value for name, value in flat.items()}
+
+
+def interval_table(
+    lower: Tensor, upper: Tensor, targets: Tensor, mask: Tensor, *, level: float = 0.9, names: Sequence[str] | None = None
+) -> dict[str, np.ndarray]:
+    """Return every measure of `interval_summary` of every client as columns [J], ready for a data frame.
+
+    Args:
+        lower: Lower ends, [J, N, O].
+        upper: Upper ends, [J, N, O].
+        targets: True values, [J, N, O], or [J, N] if O is 1.
+        mask: Which rows are examples, [J, N] bool.
+        level: Probability that an interval should hold its target, in (0, 1).
+        names: Names of the clients, as `clients.client_names`; None for their numbers.
+
+    Returns:
+        `client` (names or numbers) and `examples` (integers), `rmse`, `nll`, `coverage`, `width` and `interval_score`.
+    """
+    values, broken, mask = _measures(lower, upper, targets, mask, level)
+    check_names(names, len(mask))
+    index = {"client": np.arange(len(mask)) if names is None else np.array(names), "examples": mask.sum(-1).numpy()}
+    return index | {name: _average(name, t, mask).masked_fill(broken, math.nan).numpy() for name, t in values.items()}
+
+
+def _average(name: str, values: Tensor, mask: Tensor) -> Tensor:
+    found = (values * mask).sum(-1) / mask.sum(-1)
+    return found.sqrt() if name == "rmse" else found
+
+
+def _measures(lower: Tensor, upper: Tensor, targets: Tensor, mask: Tensor, level: float) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """Return every measure of every example [J, N], of `rmse` its square, which clients have intervals that are not finite, and the mask.
+
+    Raises:
+        ValueError: Shapes do not fit, targets are not finite, a lower end is above the upper one, or `level` is out of range.
+    """
+    if not 0 < level < 1:
+        raise ValueError(f"level is the probability of the interval and must lie in (0, 1), got {level}; 90% is 0.9")
+    lower, upper, targets, mask = (torch.as_tensor(t).detach().cpu() for t in (lower, upper, targets, mask))
+    if lower.dim() != 3:
+        raise ValueError(f"lower must be [J, N, O], one row of ends per example; got shape {list(lower.shape)}")
+    targets = targets[..., None] if targets.dim() == 2 and lower.shape[-1] == 1 else targets
+    for name, value in {"upper": upper, "targets": targets}.items():
+        if value.shape != lower.shape:
+            raise ValueError(f"{name} must have the shape of lower, {list(lower.shape)}; got {list(value.shape)}")
+    check_rows(lower, mask)
+    if bool((targets.isfinite().all(-1) < mask).any()):
+        raise ValueError("targets must be finite where mask is True; mask the rows that are padding")
+    finite = lower.isfinite().all(-1) & upper.isfinite().all(-1)
+    use = (mask & finite)[..., None]
+    low, high, y = (t.to(torch.float64).masked_fill(~use, 0) for t in (lower, upper, targets))
+    if bool((low > high).any()):
+        raise ValueError("a lower end is above its upper one; sort the two")
+    outside = (low - y).clamp_min(0) + (y - high).clamp_min(0)
+    score = high - low + 2 / (1 - level) * outside
+    found = {
+        "rmse": (y - (low + high) / 2).square().mean(-1),
+        "nll": (0.5 * (1 - level) * score).sum(-1),
+        "coverage": (outside == 0).double().mean(-1),
+        "width": (high - low).mean(-1),
+        "interval_score": score.mean(-1),
+    }
+    return found, (mask & ~finite).any(-1), mask

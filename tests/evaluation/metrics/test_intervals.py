@@ -1,0 +1,69 @@
+"""Measures of intervals: by hand, against the loss of the likelihood, and for clients of different size."""
+
+import math
+
+import pytest
+import torch
+
+from bayesfl.evaluation import metrics
+from bayesfl.likelihoods import Quantiles
+from tests.cases import numbers
+
+
+def intervals() -> tuple[torch.Tensor, ...]:
+    """Two clients of three and two examples, and two targets."""
+    lower = numbers(2, 3, 2)
+    mask = torch.tensor([[True, True, True], [True, True, False]])
+    return lower, lower + numbers(2, 3, 2, seed=1).abs(), lower + numbers(2, 3, 2, seed=2), mask
+
+
+def test_intervals_by_hand():
+    """One inside, one 2 above; at level 0.8 what lies outside counts ten times."""
+    lower, upper, y = torch.zeros(1, 2, 1), torch.ones(1, 2, 1), torch.tensor([[0.5, 3.0]])
+    found = metrics.interval_summary(lower, upper, y, torch.ones(1, 2).bool(), level=0.8)
+    assert found["coverage"] == 0.5
+    assert found["width"] == 1
+    assert found["interval_score"] == pytest.approx((1 + (1 + 10 * 2)) / 2)
+    assert found["rmse"] == pytest.approx(math.sqrt(2.5**2 / 2))
+    assert found["pooled_coverage"] == 0.5
+
+
+def test_the_loss_is_the_likelihoods():
+    """Summed over targets, as `Quantiles` trains it; each client counts once, and all examples pooled."""
+    lower, upper, y, mask = intervals()
+    outputs = torch.cat([lower, torch.expm1(upper - lower).log()], -1)
+    losses = Quantiles(0.8).nll(outputs, y)
+    found = metrics.interval_summary(lower, upper, y, mask, level=0.8)
+    assert found["nll"] == pytest.approx(float((losses[0].mean() + losses[1, :2].mean()) / 2))
+    assert found["pooled_nll"] == pytest.approx(float(losses[mask].mean()))
+    table = metrics.interval_table(lower, upper, y, mask, level=0.8, names=["Bern", "Chur"])
+    assert table["client"].tolist() == ["Bern", "Chur"]
+    assert table["examples"].tolist() == [3, 2]
+    assert table["nll"].tolist() == pytest.approx([float(losses[0].mean()), float(losses[1, :2].mean())])
+    assert set(found) == {*list(table)[2:], *(f"pooled_{name}" for name in list(table)[2:])}
+
+
+def test_padding_is_not_read_and_broken_clients_are_nan():
+    lower, upper, y, mask = intervals()
+    before = metrics.interval_table(lower, upper, y, mask)
+    for t in (lower, upper, y):
+        t[1, 2] = math.nan
+    after = metrics.interval_table(lower, upper, y, mask)
+    assert all((before[name] == after[name]).all() for name in before)
+    upper[0, 1, 0] = math.nan
+    assert metrics.interval_table(lower, upper, y, mask)["width"].tolist() == pytest.approx([math.nan, before["width"][1]], nan_ok=True)
+    assert all(math.isnan(value) for value in metrics.interval_summary(lower, upper, y, mask).values())
+
+
+def test_what_does_not_fit():
+    lower, upper, y, mask = intervals()
+    with pytest.raises(ValueError, match=r"level .*got 90"):
+        metrics.interval_summary(lower, upper, y, mask, level=90)
+    with pytest.raises(ValueError, match=r"targets must have the shape of lower"):
+        metrics.interval_summary(lower, upper, y[..., 0], mask)
+    with pytest.raises(ValueError, match="lower end is above"):
+        metrics.interval_summary(upper, lower, y, mask)
+    with pytest.raises(ValueError, match="targets must be finite"):
+        metrics.interval_summary(lower, upper, y / 0 * 0, mask)
+    with pytest.raises(ValueError, match="lower must be"):
+        metrics.interval_summary(lower[0], upper, y, mask)
