@@ -317,7 +317,8 @@ class _Client:
             found: dict[str, Any] = {key: t.cpu() for key, t in computed.items()}
             if name == "test":
                 self._states(order.experiment).write_predictions(order.round, {key: t[0] for key, t in found.items()})
-            predictions = Predictions(mask=torch.ones(1, self.examples(name), dtype=torch.bool), **found)
+            mask = torch.ones(1, self.examples(name), dtype=torch.bool)
+            predictions = Predictions(mask=mask, likelihood=self.algorithm.likelihood, **found)
             reply[name] = MetricRecord(dict(self._measures(predictions, self._of_one(name, order).to("cpu"))))
         return RecordDict({**reply, "config": ConfigRecord({"share": self.shares})})
 

@@ -1,0 +1,193 @@
+"""Every likelihood under methods of each kind: kernels, chunks and workers, files, and a network of Flower."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+import bayesfl as bf
+from bayesfl.base.trees import flatten
+from bayesfl.data import FederatedData
+from bayesfl.engine.driver import KernelName
+from bayesfl.federation.result import Result
+from bayesfl.likelihoods import Bernoulli, Categorical, Gaussian, MultiLabel, Ordinal, Poisson, Quantiles, Tokens
+from tests.cases import SIZES, numbers
+from tests.federation.made import state
+from tests.flower.made import assert_same, deploy, simulated
+
+IDS = np.repeat(np.arange(len(SIZES)), SIZES)
+X = numbers(len(IDS), 8).float().numpy()
+PLACES = numbers(len(IDS), 4, 3).float().numpy()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A likelihood with targets for it.
+
+    Args:
+        likelihood: The likelihood.
+        y: Targets.
+        task: What they are, where that is not plain.
+        places: Whether an example's inputs, and its outputs, have an axis of places.
+    """
+
+    likelihood: Any
+    y: np.ndarray
+    task: Any = None
+    places: bool = False
+
+    def __str__(self) -> str:
+        return str(self.likelihood)
+
+    @property
+    def data(self) -> FederatedData:
+        return bf.data.from_arrays(PLACES if self.places else X, self.y, client_ids=IDS, task=self.task)
+
+    @property
+    def model(self) -> nn.Module:
+        width = self.likelihood.width(self.data.targets)[-1]
+        torch.manual_seed(0)
+        body = nn.Sequential(nn.Linear(3 if self.places else 8, 6), nn.ReLU())
+        return bf.models.SplitModel(body, nn.Linear(6, width))
+
+    def method(self, name: str) -> bf.Algorithm:
+        options: dict[str, Any] = {
+            "fedavg": {"epochs": 2, "batch_size": 10, "lr": 0.05},
+            "pfedvem": {"head_epochs": 2, "body_epochs": 1, "batch_size": 10, "head_lr": 1e-3, "body_lr": 1e-2, "init_scale": 0.1},
+            "fedem": {"epochs": 1, "batch_size": 10, "lr": 0.05},
+        }
+        return getattr(bf.algorithms, name)(self.model, likelihood=self.likelihood, **options[name])
+
+
+def noise(*shape: int) -> np.ndarray:
+    return numbers(len(IDS), *shape, seed=3).numpy()
+
+
+SIGNAL, TEXTS = X[:, 0], np.arange(len(IDS) * 4).reshape(-1, 4) % 5
+CASES = [
+    Case(Categorical(), np.digitize(SIGNAL, [-0.5, 0.5])),
+    Case(Bernoulli(), (SIGNAL > 0).astype(int)),
+    Case(Ordinal(), np.digitize(SIGNAL, [-1, 0, 1])),
+    Case(Tokens(), np.where(TEXTS == 4, -100, TEXTS), places=True),
+    Case(MultiLabel(), np.where(noise(3) > 1, -100, (X[:, :3] > 0))),
+    Case(Gaussian(0.7), SIGNAL + noise()),
+    Case(Gaussian("learned"), SIGNAL + noise() * np.exp(X[:, 1] / 2)),
+    Case(Poisson(), np.floor(np.exp(SIGNAL / 2 + noise() / 3)), "regression"),
+    Case(Quantiles(0.8), SIGNAL + noise()),
+]
+METHODS = ("fedavg", "pfedvem", "fedem")
+cases = pytest.mark.parametrize("case", CASES, ids=str)
+methods = pytest.mark.parametrize("name", METHODS)
+
+
+def run(algorithm: bf.Algorithm, data: FederatedData, **options: Any) -> Result:
+    defaults: dict[str, Any] = {"rounds": 2, "participation": 0.6, "evaluate_every": None, "seed": 2, "progress": False}
+    return bf.simulate(algorithm, data, **{**defaults, "dtype": torch.float64, **options})
+
+
+@cases
+@methods
+def test_kernels_agree(case: Case, name: str):
+    """At points, at draws, and at copies of the network."""
+    found: dict[KernelName, dict[str, Tensor]] = {}
+    kernels: tuple[KernelName, ...] = ("reference", "live", "layers", "vmap", "auto")
+    for kernel in kernels:
+        found[kernel] = state(run(case.method(name), case.data, engine=bf.Engine(kernel)))
+    for kernel in kernels[1:]:
+        assert_close(found[kernel], found["reference"], atol=1e-12, rtol=0)
+
+
+@cases
+def test_fedavg_is_a_bare_loop(case: Case):
+    """One client, all of its examples in each step: gradient steps on the mean of the likelihood's own loss."""
+    data = case.data.select([1])
+    algorithm = bf.algorithms.fedavg(case.model, epochs=5, batch_size=None, lr=0.05, momentum=0.0, likelihood=case.likelihood)
+    result = run(algorithm, data, rounds=1, participation=1.0)
+    module = case.model.double()
+    module.load_state_dict(dict(algorithm.layout("w").leaves(algorithm.init(1, seed=2, dtype=torch.float64)["w"]["loc"])))
+    x, y = data.to(dtype=torch.float64).train.client(0)
+    for _ in range(5):
+        slopes = torch.autograd.grad(case.likelihood.nll(module(x), y).mean(), list(module.parameters()))
+        with torch.no_grad():
+            for p, slope in zip(module.parameters(), slopes, strict=True):
+                p -= 0.05 * slope
+    for p, own in zip(module.parameters(), result.model().parameters(), strict=True):
+        assert_close(own, p, atol=1e-13, rtol=0)
+
+
+@cases
+@methods
+def test_workers_and_chunks_do_not_change_the_bits(case: Case, name: str):
+    """In float32, in which other sums would show: workers to the bit, chunks to rounding."""
+    first = state(run(case.method(name), case.data, dtype=torch.float32, engine=bf.Engine(chunk=2, workers=1)))
+    for chunk, workers in ((2, 2), (3, 1), (7, 2)):
+        other = state(run(case.method(name), case.data, dtype=torch.float32, engine=bf.Engine(chunk=chunk, workers=workers)))
+        if chunk == 2:
+            assert all(torch.equal(t, other[key]) for key, t in first.items())
+        else:
+            assert_close(other, first, atol=1e-6, rtol=1e-6)
+
+
+@cases
+@methods
+def test_predictions_survive_files(case: Case, name: str, tmp_path: Path):
+    """A run and a client's model predict the same bits after loading, and are measured under the likelihood."""
+    algorithm, data = case.method(name), case.data
+    result = run(algorithm, data)
+    found = result.predict()
+    summary = found.summary(data.test)
+    assert all(np.isfinite(summary[key]) for key in summary if "auroc" not in key)
+    result.save(tmp_path / "run")
+    assert bf.load(tmp_path / "run", algorithm, data).predict().summary(data.test) == pytest.approx(summary, nan_ok=True)
+    result.client(3).save(tmp_path / "client", plug_in=algorithm.predictor is None)
+    x = np.asarray(case.data.test.client(3)[0])
+    mine, theirs = result.client(3).predict(x, draws=0), bf.load_client(tmp_path / "client", algorithm).predict(x, draws=0)
+    assert mine.likelihood == theirs.likelihood == case.likelihood
+    for key in ("probs", "mean", "variance", "lower", "upper"):
+        one, other = getattr(mine, key), getattr(theirs, key)
+        assert (one is None) == (other is None)
+        assert one is None or torch.equal(one, other)
+    table = found.table(data.test)
+    assert table["examples"].sum() == int((np.asarray(data.test.y[data.test.index]) != -100).sum()) or data.task == "regression"
+    names = [key for key in table if key not in ("client", "examples", "auroc", "width_90")]
+    assert {key: summary[key] for key in names} == pytest.approx({key: np.nanmean(table[key]) for key in names})
+
+
+@cases
+def test_over_a_network_it_is_the_simulation(case: Case, tmp_path: Path):
+    """States, and the measures that clients send."""
+    algorithm, data = case.method("pfedvem"), case.data
+    found = deploy(algorithm, data, tmp_path, evaluate_every=3)
+    told = simulated(algorithm, data)
+    assert_same(found, tmp_path, told)
+    summary = told.predict().summary(data.test)
+    shared = {key.removeprefix("personal_"): value for key, value in found.history[-1].items() if key.startswith("personal_")}
+    assert {"nll"} < shared.keys()
+    both = [key for key in shared if key in summary and not key.endswith("decile")]
+    assert [shared[key] for key in both] == pytest.approx([summary[key] for key in both], rel=1e-6, nan_ok=True)
+
+
+def test_whole_numbers_as_inputs_leave_the_precision():
+    """Of tokens as inputs and labels, nothing is a float but the run's own numbers."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5))
+    data = bf.data.from_arrays(TEXTS, (TEXTS + 1) % 5, client_ids=IDS)
+    algorithm = bf.algorithms.fedavg(model, epochs=1, lr=0.1, likelihood=Tokens())
+    found = [state(run(algorithm, data, engine=bf.Engine(kernel))) for kernel in ("reference", "live", "vmap")]
+    assert all(t.dtype == torch.float64 for t in found[0].values() if t.is_floating_point())
+    for other in found[1:]:
+        assert_close(other, found[0], atol=1e-12, rtol=0)
+
+
+def test_private_heads_of_a_learned_scale_stay_finite():
+    """Under summed losses and beliefs that shrink, where densities without a floor grow without bound."""
+    case = CASES[6]
+    algorithm = bf.algorithms.pfedvem(case.model, likelihood=case.likelihood, head_lr=1e-3, init_scale=0.1)
+    result = run(algorithm, case.data, rounds=20, participation=1.0, dtype=torch.float32)
+    assert all(bool(t.isfinite().all()) for t in flatten(result.server).values())
+    assert float(result.predict().variance.nan_to_num(1.0).min()) >= 0.05**2  # type: ignore[union-attr]
