@@ -8,10 +8,11 @@ from torch import Tensor
 
 from bayesfl.data.names import check_names
 from bayesfl.data.outline import known_names
+from bayesfl.evaluation.predictions import per_place
 
 
 def predictions(source: Any, labels: Tensor | None, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Find what to score, [J, N, O], [J, N] and [J, N], of a result or of what was given.
+    """Find what to score, [J, N, O], [J, N] and [J, N], of a result or of what was given; label by label where an example has several.
 
     Raises:
         ValueError: There are no labels, two sorts of them, or a result of regression.
@@ -22,8 +23,8 @@ def predictions(source: Any, labels: Tensor | None, mask: Tensor | None) -> tupl
         test = source.data.test
         probs = source.predict(test).probs
         if probs is None:
-            raise ValueError("a reliability diagram needs class probabilities, and this result is of regression; look at its coverage")
-        return (probs, *test.padded_labels())
+            raise ValueError("this result is of regression, whose diagram is plots.interval_reliability(result)")
+        return per_place(probs, *test.padded_labels())
     if labels is None and isinstance(source, (tuple, list)) and len(source) == 3:
         source, labels, mask = source
     if labels is None:

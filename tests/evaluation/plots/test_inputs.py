@@ -46,5 +46,5 @@ def test_a_regression_has_no_reliability_diagram():
         def predict(self, split):
             return type("Predictions", (), {"probs": None})
 
-    with pytest.raises(ValueError, match="coverage"):
+    with pytest.raises(ValueError, match="interval_reliability"):
         plots.reliability(Regression())

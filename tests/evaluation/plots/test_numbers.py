@@ -1,0 +1,88 @@
+"""What a diagram of predicted numbers contains, without looking at it."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import bayesfl as bf
+from bayesfl.evaluation import plots
+from bayesfl.evaluation.metrics import coverage, pit_histogram
+from bayesfl.likelihoods import Gaussian, Poisson, Quantiles
+from tests.cases import run
+from tests.evaluation.plots.made import bars
+
+pytest.importorskip("matplotlib")
+from matplotlib.figure import Figure
+
+
+def case(scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Three clients, one without examples, whose targets are normal around the means."""
+    generator = torch.Generator().manual_seed(0)
+    mean = torch.randn(3, 300, 1, generator=generator).double()
+    targets = mean + torch.randn(3, 300, 1, generator=generator).double()
+    mask = torch.arange(300) < torch.tensor([[300], [0], [120]])
+    return mean, torch.full_like(mean, scale**2), targets, mask
+
+
+def lines(ax, gid: str) -> list:
+    return [line for line in ax.lines if line.get_gid() == gid]
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_the_diagram_shows_coverage_and_histogram(own: bool):
+    """The pooled share at each level, a line for each client with examples, and densities that add up to 1."""
+    mean, variance, targets, mask = case()
+    given = Figure().subplots() if own else None
+    ax = plots.interval_reliability((mean, variance, targets, mask), bins=8, ax=given, title="here")
+    assert given is None or ax is given
+    (pooled,) = lines(ax, "pooled")
+    levels, shares = pooled.get_xydata().T
+    flat = [t[mask][None] for t in (mean, variance, targets)]
+    wanted = [float(coverage(*flat, torch.ones(1, 420).bool(), level)) for level in levels]
+    np.testing.assert_allclose(shares, wanted)
+    assert len(lines(ax, "client")) == 2
+    (first, _) = lines(ax, "client")
+    assert first.get_ydata()[3] == pytest.approx(float(coverage(mean, variance, targets, mask, float(levels[3]))[0]))
+    (histogram,) = [a for a in [*ax.figure.axes, *ax.child_axes] if a.get_label() == "histogram"]
+    heights = [bar.get_height() for bar in bars(histogram, "pit")]
+    np.testing.assert_allclose(heights, 8 * pit_histogram(*flat, torch.ones(1, 420).bool(), bins=8)[0])
+    assert sum(heights) == pytest.approx(8)
+    assert ax.get_title() == "here"
+    ax.figure.canvas.draw()
+
+
+def test_narrow_intervals_lie_below_the_diagonal():
+    ax = plots.interval_reliability(case(0.3))
+    levels, shares = lines(ax, "pooled")[0].get_xydata().T
+    assert (shares < levels).all()
+
+
+def test_results_bring_their_distribution():
+    """Of counts; of some clients alone; classes and quantiles are refused with what to take."""
+    x = torch.randn(60, 3, generator=torch.Generator().manual_seed(0)).numpy()
+    y = np.random.default_rng(0).poisson(np.exp(x[:, 0])).astype(float)
+    data = bf.data.from_arrays(x, y, client_ids=["Bern", "Chur"] * 30, task="regression")
+    result = run(bf.algorithms.fedavg(bf.models.mlp(3, hidden=4, outputs=1), likelihood=Poisson()), data)
+    ax = plots.interval_reliability(result, clients=["Chur"])
+    assert len(lines(ax, "client")) == 1
+    found = result.predict()
+    targets, mask = data.test.padded_labels()
+    wanted = coverage(found.mean, found.variance, targets, mask, float(plots.numbers.LEVELS[9]), distribution="counts")  # type: ignore[arg-type]
+    assert lines(ax, "client")[0].get_ydata()[9] == pytest.approx(float(wanted[1]))
+    with pytest.raises(ValueError, match=r"interval_reliability\(result\)"):
+        plots.reliability(result)
+    with pytest.raises(ValueError, match="Genf"):
+        plots.interval_reliability(result, clients=["Genf"])
+    ends = run(bf.algorithms.fedavg(bf.models.mlp(3, hidden=4, outputs=2), likelihood=Quantiles()), data)
+    with pytest.raises(ValueError, match=r"one level; .*table\(clients\.test\)"):
+        plots.interval_reliability(ends)
+    assert Gaussian().distribution == "normal"
+
+
+def test_what_does_not_fit():
+    mean, variance, targets, mask = case()
+    with pytest.raises(ValueError, match="source must be"):
+        plots.interval_reliability((mean, variance))
+    with pytest.raises(ValueError, match="no client with examples"):
+        plots.interval_reliability((mean, variance, targets, mask & False))
