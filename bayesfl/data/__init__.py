@@ -3,9 +3,11 @@
 from bayesfl.data.arrays import from_arrays, from_datasets
 from bayesfl.data.class_groups import dominant_classes, label_groups
 from bayesfl.data.coloured import coloured, recoloured
+from bayesfl.data.columns import Columns
 from bayesfl.data.concept_shift import concept_drift, swapped_labels
 from bayesfl.data.even import diabetes, iid
 from bayesfl.data.federated import FederatedData
+from bayesfl.data.framed import frame_statistics, from_frame
 from bayesfl.data.label_skew import dirichlet, labels_per_client, pachinko, shards
 from bayesfl.data.natural import heart_disease, shakespeare
 from bayesfl.data.readers import load
@@ -15,6 +17,7 @@ from bayesfl.data.synthetic import linear_mixture
 
 __all__ = [
     "ClientData",
+    "Columns",
     "FederatedData",
     "Source",
     "SourceInfo",
@@ -24,8 +27,10 @@ __all__ = [
     "diabetes",
     "dirichlet",
     "dominant_classes",
+    "frame_statistics",
     "from_arrays",
     "from_datasets",
+    "from_frame",
     "heart_disease",
     "iid",
     "label_groups",

@@ -18,6 +18,7 @@ from bayesfl.base.inputs import Shapes, first, named
 from bayesfl.base.random import Purpose, generator
 from bayesfl.base.targets import IGNORE, Targets, Task
 from bayesfl.data.changes import check_augment, check_transform
+from bayesfl.data.columns import Columns
 from bayesfl.data.names import named_classes, ordered
 from bayesfl.data.outline import Outline, place
 from bayesfl.data.partitions import NOVEL
@@ -40,6 +41,7 @@ class FederatedData:
         recipe: The call that made this partition, JSON-able: its name, every argument and the seed.
         class_names: One name for each class; None for classes without names.
         columns: Names of the inputs' columns, as of a data frame; None for inputs without names.
+        prepared: What made these of the columns of a frame, see `from_frame`; None for other inputs.
 
     Raises:
         ValueError: Labels or inputs are invalid, a client has no training data, the splits do not fit each other, or they share examples.
@@ -55,6 +57,7 @@ class FederatedData:
     recipe: Mapping[str, Any]
     class_names: tuple[str, ...] | None = None
     columns: tuple[str, ...] | None = None
+    prepared: Columns | None = None
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{name} {split.counts.sum()}" for name, split in self.splits.items())
@@ -264,10 +267,11 @@ class FederatedData:
         counts = tuple(self.train.counts.tolist())
         names = (self.client_names, counts, self.inputs, self.outputs, self.task, self.class_names, self.columns)
         tensors = {name: (str(t.dtype).removeprefix("torch."), tuple(t.shape[1:])) for name, t in named(self.train.x)}
-        done = {
+        done: dict[str, Any] = {
             name: None if change is None else function_identity(change)
             for name, change in (("transform", self.train.transform), ("augment", self.train.augment))
         }
+        done["prepared"] = None if self.prepared is None else self.prepared.to_json()
         return Outline(*names, source=self.source.name, hash=self.hash, rows=self.rows_hash, tensors=tensors, **done)
 
     def select(self, ids: Iterable[int | str]) -> "FederatedData":

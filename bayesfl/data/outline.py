@@ -30,6 +30,7 @@ class Outline:
             known, in runs saved by earlier versions, whose inputs were one tensor of floats.
         transform: Identity of what is done to inputs whenever they are read, see `function_identity`; None for nothing.
         augment: The same of what is done to them in training alone.
+        prepared: What makes the inputs of the columns of a frame, as JSON; None for other inputs, and in runs saved by earlier versions.
         rows: As `hash`, without what is done to the inputs; None in runs saved by earlier versions.
     """
 
@@ -46,6 +47,7 @@ class Outline:
     transform: Any = None
     augment: Any = None
     rows: str | None = None
+    prepared: str | None = None
 
     @property
     def clients(self) -> int:

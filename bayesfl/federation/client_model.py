@@ -19,6 +19,7 @@ from bayesfl.base.trees import shapes
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.predictors import Mixture
 from bayesfl.data import FederatedData
+from bayesfl.data.columns import Columns
 from bayesfl.data.frames import names_of, same_columns
 from bayesfl.data.outline import Outline
 from bayesfl.data.split import Change
@@ -53,6 +54,7 @@ class ClientModel:
         form: The form of inputs as the client has them, and the transform.
         class_names: One name for each class; None for classes without names, or regression.
         columns: Names of the inputs' columns; None for inputs without names.
+        prepared: What makes these of the columns of a frame; None where the inputs were not made of one.
         value: The number that the method's predictor tunes; None where it has none.
         plug_in: Whether it predicts at the means of its beliefs alone.
         predictor: The client's predictor as it was fitted to training data; None where the method has none.
@@ -69,6 +71,7 @@ class ClientModel:
     form: Form
     class_names: tuple[str, ...] | None = None
     columns: tuple[str, ...] | None = None
+    prepared: Columns | None = None
     value: float | None = None
     plug_in: bool = False
     predictor: Fitted | None = None
@@ -95,7 +98,8 @@ class ClientModel:
 
         Args:
             x: Inputs [N, ...] as the training data were before the federation's transform, which is applied here: an array, a tensor, a
-                list or a data frame with the same columns, or a tuple or a mapping of these. Floats of any precision are converted, to
+                list or a data frame with the same columns, or a tuple or a mapping of these; or, of a federation that `from_frame` made, a
+                frame as that was, without client and target. Floats of any precision are converted, to
                 float32 as training data are, then to the model's precision. Whole numbers and truth values stay what they are, and do not
                 stand for floats; those of a data frame are floats.
             draws: Number of posterior draws S to average over; 0 predicts at the mean, None uses the number of the method's paper.
@@ -110,6 +114,8 @@ class ClientModel:
                 finite; or tokens beyond an embedding's rows; or `draws` is not a whole number >= 0.
         """
         refuse_changed(self.algorithm.model)
+        if self.prepared is not None and names_of(x, pooled=True) not in (None, self.columns):
+            x = self.prepared.apply(x)
         same_columns("x", names_of(x, pooled=True), self.columns)
         rows = self.form.split(x, self.inputs, dtype=self.dtype, device=self.device)
         if draws is not None:
@@ -165,6 +171,7 @@ class ClientModel:
             "form": self.form.described(),
             "class_names": self.class_names,
             "columns": self.columns,
+            "prepared": None if self.prepared is None else self.prepared.to_json(),
             "value": self.value,
             "plug_in": plug_in,
             "dtype": name_of(self.dtype),
@@ -258,7 +265,8 @@ def of_client(
         )
     else:
         form = Form.of_floats(data.inputs) if data.tensors is None else Form.read({"tensors": data.tensors}, None)
-    about = {"inputs": data.inputs, "form": form, "class_names": data.class_names, "columns": data.columns}
+    prepared = Columns.from_json(data.prepared) if isinstance(data.prepared, str) else data.prepared
+    about = {"inputs": data.inputs, "form": form, "class_names": data.class_names, "columns": data.columns, "prepared": prepared}
     return ClientModel(algorithm, name, client, kept, round, seed, value=value, predictor=predictor, **about)
 
 
@@ -303,6 +311,7 @@ def load_client(
             Form.read(form, transform),
             None if meta["class_names"] is None else tuple(meta["class_names"]),
             None if meta["columns"] is None else tuple(map(str, meta["columns"])),
+            None if meta.get("prepared") is None else Columns.from_json(meta["prepared"]),
             None if meta["value"] is None else number("value", meta["value"]),
             bool(meta["plug_in"]),
             stored=tensors.get("stored", {}),

@@ -1,0 +1,264 @@
+"""Columns of a data frame as inputs of a network: what is learnt of training rows, and how it is applied to any rows."""
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bayesfl.base.files import atomic_write
+from bayesfl.data.tables import Table, Values
+
+MOST = 100
+"""Most levels of a category: of more, nearly each row is a level of its own."""
+
+
+@dataclass(frozen=True)
+class Number:
+    """A column of numbers, which is standardised.
+
+    Args:
+        name: The column's name.
+        mean: Mean of the training rows that have a value, which stands where one is missing.
+        scale: Standard deviation of the training rows with the mean in place of what is missing; 1 for a constant.
+        flagged: Whether an indicator of missing values stands beside it, as where training rows lack some.
+    """
+
+    name: str
+    mean: float
+    scale: float
+    flagged: bool
+
+
+@dataclass(frozen=True)
+class Category:
+    """A column of categories, which becomes a column of zeros and ones for each level.
+
+    Args:
+        name: The column's name.
+        levels: The levels of the training rows, sorted; all others, and missing values, are zeros.
+    """
+
+    name: str
+    levels: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Columns:
+    """What turns rows of a data frame into inputs; learnt of training rows, applied to all others, never fitted again.
+
+    Args:
+        parts: The columns, in the order of the frame.
+    """
+
+    parts: tuple[Number | Category, ...]
+
+    def __repr__(self) -> str:
+        numbers = sum(isinstance(part, Number) for part in self.parts)
+        return f"Columns({numbers} numbers, {len(self.parts) - numbers} categories; {len(self.names)} inputs)"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the names of the inputs that `apply` makes."""
+        found: list[str] = []
+        for part in self.parts:
+            if isinstance(part, Number):
+                found += [part.name, *([f"{part.name} is missing"] if part.flagged else [])]
+            else:
+                found += [f"{part.name} is {level}" for level in part.levels]
+        return tuple(found)
+
+    def apply(self, frame: Any) -> np.ndarray:
+        """Make inputs of the rows of a frame; it needs these columns, in any order, and may have others.
+
+        Args:
+            frame: A data frame of pandas, or of polars and others by Arrow's capsule interface.
+
+        Returns:
+            Inputs [N, len(names)] float32.
+
+        Raises:
+            TypeError: It is no frame.
+            ValueError: A column is absent, or of another kind than in training; or numbers are infinite.
+        """
+        table = frame if isinstance(frame, Table) else Table(frame)
+        table.need([part.name for part in self.parts], "column")
+        out = np.zeros((table.rows, len(self.names)), np.float32)
+        place = 0
+        for part in self.parts:
+            values = table.values(part.name)
+            if isinstance(part, Category):
+                found = values.levels()
+                for k, level in enumerate(part.levels):
+                    out[:, place + k] = found == level
+                place += len(part.levels)
+                continue
+            numbers = _numbers(values)
+            missing = np.isnan(numbers)
+            out[:, place] = (np.where(missing, part.mean, numbers) - part.mean) / part.scale
+            if part.flagged:
+                out[:, place + 1] = missing
+            place += 1 + part.flagged
+        return out
+
+    def to_json(self) -> str:
+        """Return the columns as JSON text, to travel to other machines; it holds means, deviations and levels, and no rows."""
+        return json.dumps([{"kind": type(part).__name__.lower(), **asdict(part)} for part in self.parts])
+
+    @classmethod
+    def from_json(cls, text: str) -> "Columns":
+        """Read what `to_json` wrote.
+
+        Raises:
+            ValueError: It is something else.
+        """
+        try:
+            return cls(tuple(_part(found) for found in json.loads(text)))
+        except (TypeError, KeyError, AttributeError, json.JSONDecodeError) as error:
+            raise ValueError(f"this is no JSON of Columns: {error!r}") from error
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the columns to a JSON file, atomically."""
+        atomic_write(path, self.to_json() + "\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Columns":
+        """Read the file that `save` wrote.
+
+        Raises:
+            ValueError: It is something else.
+        """
+        return cls.from_json(Path(path).read_text(encoding="utf-8"))
+
+    @classmethod
+    def of(cls, statistics: Sequence[Mapping[str, Any]]) -> "Columns":
+        """Learn columns of the statistics of several clients, which `frame_statistics` makes; no rows are needed.
+
+        Means and deviations are those of all training rows together, by sums of each client's: Chan, Golub, LeVeque, "Algorithms for
+        computing the sample variance", The American Statistician 37(3), 1983, eq. 2.1.
+
+        Args:
+            statistics: Those of one client or of several each; their order does not matter beyond rounding.
+
+        Raises:
+            ValueError: There are none, they are of other columns or kinds, a column has no value anywhere, or a category too many levels.
+        """
+        found = [one for each in statistics for one in each["clients"].values()]
+        if not found:
+            raise ValueError("statistics is empty: pass those of one client at least")
+        names = [[column["name"] for column in one] for one in found]
+        if any(sorted(other) != sorted(names[0]) for other in names):
+            apart = sorted(set().union(*names) - set(names[0]).intersection(*names))
+            raise ValueError(f"clients have other columns: {apart[:10]} are not everywhere; select the same everywhere")
+        parts: list[Number | Category] = []
+        for name in names[0]:
+            mine = [next(column for column in one if column["name"] == name) for one in found]
+            kinds = {column["kind"] for column in mine if column["rows"] > column.get("missing", 0)}
+            if len(kinds) > 1:
+                raise ValueError(f"column {name!r} holds numbers at some clients and text at others; name it in categories= everywhere")
+            if not kinds:
+                raise ValueError(f"column {name!r} has no value in any training row; leave it out")
+            parts.append(_number(name, mine) if kinds == {"number"} else _category(name, mine))
+        return cls(tuple(parts))
+
+
+def _part(found: Mapping[str, Any]) -> Number | Category:
+    if found["kind"] == "number":
+        return Number(str(found["name"]), float(found["mean"]), float(found["scale"]), bool(found["flagged"]))
+    return Category(str(found["name"]), tuple(map(str, found["levels"])))
+
+
+def _number(name: str, mine: Sequence[Mapping[str, Any]]) -> Number:
+    count, mean, squares, rows = 0, 0.0, 0.0, 0
+    for one in mine:
+        rows += one["rows"]
+        if (n := one["rows"] - one["missing"]) and one["kind"] == "number":
+            away = one["mean"] - mean
+            squares += one["squares"] + away**2 * count * n / (count + n)
+            mean += away * n / (count + n)
+            count += n
+    spread = math.sqrt(squares / rows)
+    constant = spread <= 1e-12 * max(abs(mean), 1e-300)
+    return Number(name, mean, 1.0 if constant else spread, count < rows)
+
+
+def _category(name: str, mine: Sequence[Mapping[str, Any]]) -> Category:
+    levels = sorted({level for one in mine for level in one.get("levels", ())})
+    if len(levels) > MOST:
+        raise ValueError(
+            f"column {name!r} has {len(levels)} levels, more than {MOST}: leave it out if it is a name or an id, give rare levels one "
+            "name, or make numbers of it"
+        )
+    return Category(name, tuple(levels))
+
+
+def statistics_of(
+    table: Table, clients: Mapping[str, np.ndarray], names: Sequence[str], categories: Sequence[str]
+) -> dict[str, dict[str, Any]]:
+    """Return what `Columns.of` needs of clients' training rows: counts, means, sums of squares and levels, as JSON can hold them.
+
+    Args:
+        table: The frame.
+        clients: The training rows of each client, [n_j], by its name.
+        names: The columns that are inputs.
+        categories: Those of them that are categories though they may hold numbers.
+
+    Raises:
+        ValueError: A column holds neither numbers nor text, or infinite numbers, or numbers as text.
+    """
+    found: dict[str, list[dict[str, Any]]] = {client: [] for client in clients}
+    for name in names:
+        values = table.values(name)
+        for client, rows in clients.items():
+            found[client].append(_statistics(_chosen(values, rows), name in categories))
+    return {"clients": found}
+
+
+def _chosen(values: Values, rows: np.ndarray) -> Values:
+    numbers, texts = (None if part is None else part[rows] for part in (values.numbers, values.texts))
+    return Values(values.name, numbers, texts, values.whole)
+
+
+def _statistics(values: Values, category: bool) -> dict[str, Any]:
+    missing = values.missing
+    about = {"name": values.name, "rows": len(missing), "missing": int(missing.sum())}
+    if category or values.numbers is None:
+        texts = {str(level) for level in values.levels()[~missing]}
+        if not category and texts and all(_is_number(text) for text in texts):
+            raise ValueError(
+                f"column {values.name!r} holds numbers as text, as {sorted(texts)[0]!r}: make numbers of it by pandas.to_numeric, or name "
+                "it in categories= if they are codes"
+            )
+        return {**about, "kind": "category", "levels": sorted(texts)}
+    known = _numbers(values)[~missing]
+    mean = float(known.mean()) if len(known) else 0.0
+    return {**about, "kind": "number", "mean": mean, "squares": float(np.square(known - mean).sum())}
+
+
+def _numbers(values: Values) -> np.ndarray:
+    """Return a column's numbers, NaN where missing.
+
+    Raises:
+        ValueError: It holds text, or infinite numbers.
+    """
+    if values.numbers is None:
+        if values.missing.all():
+            return np.full(len(values.missing), np.nan)
+        raise ValueError(f"column {values.name!r} holds text where the training data hold numbers; make numbers of it by pandas.to_numeric")
+    if np.isinf(values.numbers).any():
+        raise ValueError(
+            f"column {values.name!r} holds infinite numbers, first in row {int(np.isinf(values.numbers).argmax())}; replace them"
+        )
+    return values.numbers
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

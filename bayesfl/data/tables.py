@@ -1,0 +1,149 @@
+"""Columns of data frames, of pandas or of anything that speaks Arrow's capsule interface, as plain arrays with what is missing."""
+
+import datetime
+from collections.abc import Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True, eq=False)
+class Values:
+    """The values of one column.
+
+    Args:
+        name: The column's name.
+        numbers: Numbers [N] in float64, NaN where one is missing; None for text.
+        texts: Texts [N], None where one is missing; None for numbers.
+        whole: Whether all numbers are whole, or truth values, by their type.
+    """
+
+    name: str
+    numbers: np.ndarray | None = None
+    texts: np.ndarray | None = None
+    whole: bool = False
+
+    @property
+    def missing(self) -> np.ndarray:
+        """Return which rows have no value, [N] bool."""
+        if self.numbers is not None:
+            return np.isnan(self.numbers)
+        assert self.texts is not None
+        return np.array([value is None for value in self.texts], dtype=bool)
+
+    def levels(self) -> np.ndarray:
+        """Return each row's level of a category as text [N], None where it is missing; 3 and 3.0 are one level."""
+        if self.texts is not None:
+            return self.texts
+        assert self.numbers is not None
+        plain = [None if np.isnan(v) else str(int(v)) if v == int(v) else repr(float(v)) for v in self.numbers.tolist()]
+        return np.array(plain, dtype=object)
+
+
+class Table:
+    """A data frame that is read column by column.
+
+    Args:
+        frame: The frame: of pandas, or of polars, pyarrow and others, by way of pyarrow.
+        name: Its name, for error messages.
+
+    Raises:
+        TypeError: It is no frame.
+        ImportError: It is not of pandas, and pyarrow is absent.
+        ValueError: It has no rows, or two columns of one name; or the index of a frame of pandas repeats.
+    """
+
+    def __init__(self, frame: Any, name: str = "frame") -> None:
+        self._name, self._pandas = name, hasattr(frame, "iloc") and hasattr(frame, "dtypes")
+        if not self._pandas:
+            if not hasattr(frame, "__arrow_c_stream__"):
+                raise TypeError(
+                    f"{name} must be a data frame, of pandas or polars say, got {type(frame).__name__}; pandas.DataFrame makes one"
+                )
+            frame = _arrow(frame)
+        self._frame = frame
+        self.columns = [str(column) for column in (frame.columns if self._pandas else frame.column_names)]
+        self.rows = len(frame)
+        if not self.rows:
+            raise ValueError(f"{name} has no rows")
+        if twice := sorted({column for column in self.columns if self.columns.count(column) > 1}):
+            raise ValueError(f"{name} has several columns called {twice[:5]}; give them names of their own")
+        if self._pandas and not frame.index.is_unique:
+            again = frame.index[frame.index.duplicated()].tolist()[0]
+            raise ValueError(
+                f"{name} has the index {again!r} more than once, as after concat: if the rows are different, call reset_index(drop=True), "
+                "if they are the same, drop_duplicates()"
+            )
+
+    def need(self, names: Sequence[str], role: str) -> None:
+        """Check that columns are there.
+
+        Raises:
+            ValueError: One is absent; the message names it.
+        """
+        if absent := [name for name in names if name not in self.columns]:
+            raise ValueError(f"{role}: {self._name} has no columns {absent[:10]}, only {self.columns[:40]}")
+
+    def values(self, name: str) -> Values:
+        """Read one column.
+
+        Raises:
+            ValueError: It holds dates, several types, numbers as text beside others, or anything that is neither number nor text.
+        """
+        if self._pandas:
+            column = self._frame.iloc[:, self.columns.index(name)]
+            kind = getattr(column.dtype, "kind", "O")
+            if kind in "Mm":
+                raise ValueError(_dates(name))
+            if kind in "biuf":
+                return Values(name, numbers=column.to_numpy(dtype=np.float64, na_value=np.nan), whole=kind != "f")
+            missing = column.isna().to_numpy()
+            return _of_objects(name, [None if none else value for none, value in zip(missing, column.astype(object), strict=True)])
+        import pyarrow as pa
+
+        column = self._frame[name]
+        if pa.types.is_temporal(column.type):
+            raise ValueError(_dates(name))
+        if pa.types.is_integer(column.type) or pa.types.is_floating(column.type):
+            found = column.cast("float64").to_numpy() if not column.null_count else None
+            found = np.array([np.nan if v is None else v for v in column.to_pylist()], dtype=np.float64) if found is None else found
+            return Values(name, numbers=found, whole=pa.types.is_integer(column.type))
+        return _of_objects(name, column.to_pylist())
+
+
+def _of_objects(name: str, values: list[Any]) -> Values:
+    """Read values of any type, None where one is missing."""
+    found = {type(value) for value in values if value is not None}
+    if found and found <= {bool, np.bool_}:
+        return Values(name, numbers=np.array([np.nan if v is None else float(v) for v in values]), whole=True)
+    if found and all(issubclass(kind, int | float | np.integer | np.floating | Decimal) for kind in found):
+        whole = all(issubclass(kind, int | np.integer) for kind in found)
+        return Values(name, numbers=np.array([np.nan if v is None else float(v) for v in values]), whole=whole)
+    if any(issubclass(kind, datetime.date | datetime.timedelta | np.datetime64) for kind in found):
+        raise ValueError(_dates(name))
+    if any(not issubclass(kind, str) for kind in found):
+        shown = sorted(kind.__name__ for kind in found)
+        raise ValueError(
+            f"column {name!r} holds values of the types {shown}: make it of one, as frame[{name!r}].astype(str) or pandas.to_numeric does, "
+            "or leave it out"
+        )
+    return Values(name, texts=np.array(values, dtype=object))
+
+
+def _dates(name: str) -> str:
+    return (
+        f"column {name!r} holds dates or durations: make numbers of it that mean something at prediction, as days since an event, "
+        f"(frame[{name!r}] - start).dt.days, or leave it out"
+    )
+
+
+def _arrow(frame: Any) -> Any:
+    try:
+        import pyarrow as pa
+    except ImportError as error:
+        raise ImportError(
+            f"a frame of {type(frame).__module__.split('.')[0]} is read by pyarrow, which is not installed; or pass frame.to_pandas()"
+        ) from error
+    return pa.table(frame)

@@ -1,0 +1,285 @@
+"""Federations of data frames: against scikit-learn's transformers, without leakage, and what is refused."""
+
+import datetime
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from sklearn.impute import MissingIndicator, SimpleImputer
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import OneHotEncoder, StandardScaler
+
+import bayesfl as bf
+from bayesfl.data import Columns, FederatedData, frame_statistics, from_frame
+from tests.federation.made import run
+
+
+def hospitals(n: int = 200, seed: int = 0) -> pd.DataFrame:
+    """Patients of four hospitals, with missing numbers and levels, and a level that one patient has."""
+    rng = np.random.default_rng(seed)
+    frame = pd.DataFrame(
+        {
+            "hospital": rng.choice(["Basel", "Bern", "Chur", "Genf"], n, p=[0.4, 0.3, 0.2, 0.1]),
+            "age": rng.normal(60, 9, n),
+            "pain": rng.choice(["none", "typical", "atypical"], n),
+            "pressure": rng.normal(130, 15, n),
+            "code": rng.choice([3, 6, 7], n),
+            "smokes": rng.random(n) < 0.3,
+            "patient": rng.integers(0, n // 3, n),
+            "ill": rng.random(n) < 0.4,
+        }
+    )
+    frame.loc[rng.random(n) < 0.2, "pressure"] = None
+    frame.loc[rng.random(n) < 0.1, "pain"] = None
+    frame.loc[7, "pain"] = "rare"
+    return frame
+
+
+ROLES: dict[str, Any] = {"client": "hospital", "target": "ill"}
+INPUTS = ["age", "pain", "pressure", "code", "smokes"]
+
+
+def by_hand(frame: pd.DataFrame, train: np.ndarray, codes: list[str], inputs: list[str]) -> np.ndarray:
+    """The matrix that scikit-learn's transformers, fitted on training rows, make of all rows."""
+    out = []
+    for name in inputs:
+        column = frame[[name]]
+        if name in codes or column[name].dtype == object or isinstance(column[name].dtype, pd.StringDtype):
+            known = column[name].iloc[train].dropna().unique()
+            encoder = OneHotEncoder(categories=[sorted(known, key=str)], handle_unknown="ignore", sparse_output=False)
+            out.append(encoder.fit(column.iloc[train].dropna()).transform(column.astype(object).where(column.notna(), "?")))
+            continue
+        numbers = column.astype(float)
+        steps = make_pipeline(SimpleImputer(), StandardScaler()).fit(numbers.iloc[train])
+        out.append(steps.transform(numbers))
+        if numbers.iloc[train].isna().any().any():
+            out.append(MissingIndicator(features="all").fit(numbers.iloc[train]).transform(numbers))
+    return np.concatenate(out, 1).astype(np.float32)
+
+
+def train_rows(data: FederatedData, columns: Columns, frame: pd.DataFrame) -> np.ndarray:
+    """The frame's training rows, by what `apply` makes of them."""
+    whole = {tuple(row): i for i, row in enumerate(columns.apply(frame).tolist())}
+    assert len(whole) == len(frame)
+    return np.array([whole[tuple(row)] for row in data.train.x[data.train.index].tolist()])  # type: ignore[index]
+
+
+@pytest.mark.parametrize("codes", [[], ["code"]])
+def test_inputs_are_scikit_learns(codes: list[str]):
+    """Of its imputer, scaler, indicator and encoder, fitted on training rows; validation rows are none of these."""
+    frame = hospitals().drop(columns="patient")
+    data, columns = from_frame(frame, **ROLES, categories=codes, validation=0.2)
+    train = train_rows(data, columns, frame)
+    assert len(train) == data.train.counts.sum() < len(frame) * 0.7
+    wanted = by_hand(frame, train, codes, INPUTS)
+    np.testing.assert_allclose(columns.apply(frame), wanted, atol=1e-6)
+    assert data.columns == columns.names
+    assert len(columns.names) == wanted.shape[1]
+    assert data.prepared == columns
+
+
+@pytest.mark.skipif("BAYESFL_DATA" not in os.environ, reason="needs the folder of data that BAYESFL_DATA names")
+@pytest.mark.parametrize("name", ["heart", "brca"])
+def test_real_files_as_they_lie(name: str, recwarn: pytest.WarningsRecorder):
+    """Missing values and all."""
+    folder = Path(os.environ["BAYESFL_DATA"])
+    path = folder / {"heart": "heart_disease/heart.csv", "brca": "tcga_brca/brca.csv"}[name]
+    if not path.exists():
+        pytest.skip(f"needs {path.name}")
+    frame = pd.read_csv(path).drop_duplicates()
+    roles: dict[str, Any] = {"client": "centre", "target": "num"} if name == "heart" else {"client": "region", "target": "event"}
+    codes = ["cp", "thal"] if name == "heart" else []
+    frame = frame.drop(columns=[c for c in ("split", "time") if c in frame])
+    frame["key"] = np.arange(len(frame)) / 7
+    data, columns = from_frame(frame, **roles, categories=codes)
+    train = train_rows(data, columns, frame)
+    wanted = by_hand(frame, train, codes, [c for c in frame.columns if c not in roles.values()])
+    np.testing.assert_allclose(columns.apply(frame), wanted, atol=2e-5)
+
+
+def test_nothing_of_other_rows_is_learnt():
+    """A value changed in a test, validation or calibration row, and a new level there, change no training input."""
+    frame = hospitals().drop(columns="patient").reset_index(drop=True)
+    options: dict[str, Any] = {**ROLES, "validation": 0.2, "calibration": 0.1}
+    data, columns = from_frame(frame, **options)
+    train = set(train_rows(data, columns, frame).tolist())
+    others = [row for row in range(len(frame)) if row not in train]
+    changed = frame.copy()
+    changed.loc[others, "pressure"] = 1e6
+    changed.loc[others, "pain"] = "new"
+    again, same = from_frame(changed, **options)
+    assert same == columns
+    for mine, theirs in ((data.train, again.train),):
+        assert torch.equal(mine.x[mine.index], theirs.x[theirs.index])  # type: ignore[index]
+    rare = columns.apply(changed.loc[others])
+    assert not rare[:, [i for i, name in enumerate(columns.names) if name.startswith("pain is")]].any()
+
+
+def test_hospitals_learn_columns_without_pooling():
+    """Each on its own machine, by numbers that JSON holds; their inputs are then made by the same columns."""
+    frame = hospitals().drop(columns="patient")
+    data, columns = from_frame(frame, **ROLES)
+    train = frame.iloc[np.sort(train_rows(data, columns, frame))]
+    told = [json.loads(json.dumps(frame_statistics(part, **ROLES, test_share=0.0))) for _, part in train.groupby("hospital", sort=False)]
+    found = Columns.of(told)
+    assert [part.name for part in found.parts] == [part.name for part in columns.parts]
+    np.testing.assert_allclose(found.apply(frame), columns.apply(frame), atol=1e-6)
+    mine, again = from_frame(train[train["hospital"] == "Chur"], **ROLES, columns=found, test_share=0.0)
+    assert again == mine.prepared == found
+    assert mine.inputs == data.inputs
+
+
+def test_columns_travel(tmp_path: Path):
+    """As JSON, in clients' files and saved runs; new frames may have other columns, and these in any order."""
+    frame = hospitals()
+    data, columns = from_frame(frame.drop(columns="patient"), **ROLES)
+    columns.save(tmp_path / "columns.json")
+    assert Columns.load(tmp_path / "columns.json") == columns
+    result = run(bf.algorithms.fedavg(bf.models.mlp(data.inputs, hidden=4, outputs=2), epochs=1), data, evaluate_every=None)
+    new = hospitals(20, seed=5)[["patient", *reversed(INPUTS)]]
+    wanted = result.client("Chur").predict(columns.apply(new)).probs
+    result.client("Chur").save(tmp_path / "chur")
+    result.save(tmp_path / "run")
+    for model in (
+        result.client("Chur"),
+        bf.load_client(tmp_path / "chur", result.algorithm),
+        bf.load(tmp_path / "run", result.algorithm, data).client("Chur"),
+        bf.load(tmp_path / "run", result.algorithm).client("Chur"),
+    ):
+        assert torch.equal(model.predict(new).probs, wanted)  # type: ignore[arg-type]
+        prepared = pd.DataFrame(columns.apply(new), columns=list(columns.names))
+        assert torch.equal(model.predict(prepared).probs, wanted)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=r"has no columns \['age'\]"):
+            model.predict(new.drop(columns="age"))
+        with pytest.raises(ValueError, match=r"'age' holds text where the training data hold numbers"):
+            model.predict(new.assign(age="old"))
+    assert data.hash != from_frame(frame.drop(columns=["patient", "age"]), **ROLES)[0].hash
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_group_stands_in_one_split(seed: int):
+    """Also where its rows are of several clients; shares are met about, and other rows than a group's move freely."""
+    frame = hospitals(400)
+    options: dict[str, Any] = {**ROLES, "group": "patient", "validation": 0.2, "calibration": 0.2, "seed": seed}
+    frame["key"] = np.arange(len(frame)).astype(float)
+    data, columns = from_frame(frame, **options)
+    assert "patient" not in columns.names
+    key = next(part for part in columns.parts if part.name == "key")
+    place = columns.names.index("key")
+    split_of: dict[int, set[str]] = {}
+    for name, split in data.splits.items():
+        values = split.x[split.index, place].double() * key.scale + key.mean  # type: ignore[index, union-attr]
+        for row in values.round().long().tolist():
+            split_of.setdefault(int(frame["patient"].iloc[row]), set()).add(name)
+    assert all(len(names) == 1 for names in split_of.values())
+    total = sum(split.counts.sum() for split in data.splits.values())
+    assert total == len(frame)
+    assert 0.15 < data.test.counts.sum() / total < 0.35
+    assert 0.1 < data.validation.counts.sum() / total < 0.3
+
+
+def test_frames_of_any_library():
+    """Of polars by way of Arrow, of pandas with its nullable and string types, and with objects: one federation."""
+    frame = hospitals().drop(columns="patient")
+    data, columns = from_frame(frame, **ROLES)
+    twins = [frame.convert_dtypes(), frame.astype(object), frame.astype({"pain": "category"}), frame.set_index(np.arange(200)[::-1])]
+    pl = pytest.importorskip("polars")
+    pytest.importorskip("pyarrow")
+    twins.append(pl.DataFrame({name: [None if pd.isna(v) else v for v in frame[name].tolist()] for name in frame}))
+    for twin in twins:
+        other, same = from_frame(twin, **ROLES)
+        assert same == columns, type(twin)
+        assert other.hash == data.hash
+
+
+def test_targets_of_each_kind():
+    """Text and truth values are classes, floats are numbers, several columns several numbers."""
+    frame = hospitals().drop(columns="patient")
+    named, _ = from_frame(frame.assign(ill=np.where(frame["ill"], "yes", "no")), **ROLES)
+    assert (named.task, named.class_names, named.classes) == ("classification", ("no", "yes"), 2)
+    plain, _ = from_frame(frame, **ROLES)
+    assert torch.equal(plain.train.y, named.train.y)
+    number, _ = from_frame(frame, client="hospital", target="age", task="regression")
+    assert (number.task, number.outputs) == ("regression", 1)
+    two, columns = from_frame(frame.dropna(), client="hospital", target=["age", "pressure"], task="regression")
+    assert two.outputs == 2
+    assert "age" not in columns.names
+
+
+def test_what_a_column_says_nothing_of_is_named():
+    frame = hospitals().drop(columns="patient")
+    frame.loc[frame["hospital"] == "Chur", "pressure"] = None
+    frame.loc[frame["hospital"] == "Genf", "age"] = 60.0
+    with pytest.warns(
+        UserWarning, match=r"'pressure' has no value in the training rows of \['Chur'\]; 'age' is constant in those of \['Genf'\]"
+    ):
+        from_frame(frame, **ROLES)
+    frame["age"] = 60.0
+    with pytest.warns(UserWarning, match="'age' is constant in those of all clients"):
+        _, columns = from_frame(frame, **ROLES)
+    assert not columns.apply(frame)[:, columns.names.index("age")].any()
+
+
+def test_clients_without_rows_in_a_split_are_named():
+    frame = hospitals().drop(columns="patient").assign(patient=lambda f: np.where(f["hospital"] == "Genf", -1, np.arange(len(f))))
+    with pytest.warns(UserWarning, match=r"clients \['Genf'\] \(1 in all\) have no test rows"):
+        data, _ = from_frame(frame, **ROLES, group="patient")
+    assert data.test.counts[-1] == 0
+
+
+CODE = np.arange(200)
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "words"),
+    [
+        (lambda f: f.assign(name=[f"patient {i}" for i in CODE]), {}, r"'name' has 1\d\d levels, more than 100: leave it out"),
+        (lambda f: f.assign(day=pd.Timestamp("2026-01-01")), {}, r"'day' holds dates .*\.dt\.days"),
+        (lambda f: f.assign(day=[datetime.date(2026, 1, 1)] * 200), {}, r"'day' holds dates"),
+        (lambda f: f.assign(mixed=["a", 1] * 100), {}, r"'mixed' holds values of the types \['int', 'str'\]"),
+        (lambda f: f.assign(lists=[[1]] * 200), {}, r"'lists' holds values of the types \['list'\]"),
+        (lambda f: f.assign(age=f["age"].astype(int).astype(str)), {}, r"'age' holds numbers as text, as '\d+': .*to_numeric.*categories="),
+        (lambda f: f.assign(age=np.inf), {}, r"'age' holds infinite numbers, first in row 0"),
+        (lambda f: f.assign(age=None), {}, r"'age' has no value in any training row; leave it out"),
+        (lambda f: pd.concat([f, f]), {}, r"index 0 more than once, as after concat: .*reset_index"),
+        (lambda f: f.assign(hospital=CODE % 4 * 1.5), {}, r"'hospital' holds floats, and a client .*astype\('int64'\)"),
+        (lambda f: f.assign(hospital=f["hospital"].where(CODE != 3)), {}, r"'hospital' has no client in 1 rows, first row 3: .*dropna"),
+        (lambda f: f.assign(ill=f["ill"].astype(object).where(CODE != 3)), {}, r"target 'ill' is missing in 1 rows, first row 3"),
+        (lambda f: f.assign(ill=pd.Timestamp("2026-01-01")), {}, r"'ill' holds dates"),
+        (lambda f: f, {"client": "clinic"}, r"client: frame has no columns \['clinic'\], only \['hospital'"),
+        (lambda f: f, {"target": ["ill", "gone"]}, r"target: frame has no columns \['gone'\]"),
+        (lambda f: f, {"categories": ["gone"]}, r"categories: frame has no columns \['gone'\]"),
+        (lambda f: f, {"categories": "code"}, r"categories must be a list of names, got 'code'"),
+        (lambda f: f, {"target": "hospital"}, r"a column has one role"),
+        (lambda f: f[["hospital", "ill"]], {}, r"no column is left for inputs"),
+        (lambda f: f.iloc[:0], {}, r"frame has no rows"),
+        (lambda f: f.drop(columns="code").assign(code=1).rename(columns={"code": "age"}), {}, r"several columns called \['age'\]"),
+        (lambda f: f.assign(hospital=np.where(CODE == 5, "Thun", f["hospital"])), {}, r"client 'Thun' has 1 example, too few"),
+        (lambda f: f, {"target": ["ill", "pain"]}, r"several targets must be numbers, \['pain'\] hold text"),
+        (lambda f: f, {"test_share": 1.5}, r"test_share is a share .* got 1\.5"),
+        (lambda f: f, {"group": "code", "test_share": 0.9, "validation": 0.2}, r"test_share and validation must leave something"),
+    ],
+)
+def test_what_is_refused(change: Any, options: dict[str, Any], words: str):
+    """By the column's name, with what to do."""
+    frame = hospitals().drop(columns="patient").fillna({"pain": "none"})
+    with pytest.raises(ValueError, match=words):
+        from_frame(change(frame), **{**ROLES, **options})
+
+
+def test_what_is_no_frame():
+    with pytest.raises(TypeError, match=r"frame must be a data frame.* got ndarray; pandas\.DataFrame makes one"):
+        from_frame(np.ones((3, 2)), client="a", target="b")
+    with pytest.raises(ValueError, match="no JSON of Columns"):
+        Columns.from_json("[1]")
+    with pytest.raises(ValueError, match="statistics is empty"):
+        Columns.of([])
+    frame = hospitals().drop(columns="patient")
+    one, other = (frame_statistics(part, **ROLES) for part in (frame, frame.rename(columns={"age": "years"})))
+    with pytest.raises(ValueError, match=r"clients have other columns: \['age', 'years'\] are not everywhere"):
+        Columns.of([one, other])
