@@ -25,7 +25,8 @@ from bayesfl.data.recipes import Options
 from tests.data.made import small
 
 RECIPES = {name: make for name in data.__all__ if "validation" in inspect.signature(make := getattr(data, name)).parameters}
-RECIPES.pop("from_arrays")
+for own in ("from_arrays", "from_frame", "frame_statistics"):
+    RECIPES.pop(own)
 
 
 def documented(make) -> set[str]:
