@@ -13,7 +13,7 @@ IGNORE = -100
 
 @dataclass(frozen=True, eq=False)
 class Targets:
-    """What a federation's training data are to predict.
+    """What a federation's data are to predict.
 
     Args:
         task: `classification` or `regression`.

@@ -36,15 +36,20 @@ def scale_slopes(likelihood: Likelihood, outputs: Tensor, y: Tensor) -> Tensor:
 
     Args:
         likelihood: Distribution of y given the outputs.
-        outputs: Outputs of the network, [..., B, O].
-        y: Labels [..., B], or targets [..., B, O].
+        outputs: Outputs of the network, [..., B, O], or [..., B, T, O] where an example has several labels.
+        y: Labels [..., B] or [..., B, T], or targets [..., B, O].
 
     Returns:
         Slopes [..., B] in nats, through which gradients flow; (sigmoid(a) - y) a for two classes, sum_c (p_c - 1[c = y]) a_c for more.
     """
+
     # jvp will not do, as torch's forward mode has one level for all threads; nor will nll_and_slope, which works in place.
-    slopes = torch.func.grad(lambda scaled: likelihood.nll(scaled, y).sum())(outputs)
-    return (outputs * slopes).sum(-1)
+    def total(scaled: Tensor) -> tuple[Tensor, Tensor]:
+        losses = likelihood.nll(scaled, y)
+        return losses.sum(), losses
+
+    slopes, losses = torch.func.grad(total, has_aux=True)(outputs)
+    return (outputs * slopes).flatten(losses.dim()).sum(-1)
 
 
 def members(batch: Batch) -> Tensor:

@@ -138,7 +138,8 @@ def from_arrays(
         task = "regression" if floats[0] else "classification"
     if task == "classification":
         if bad := sum(int((~yj.isfinite()).sum()) for yj in every):
-            raise ValueError(f"y holds {bad} labels that are NaN or infinite: leave out the rows of examples without a label")
+            known = ", or, of several labels of an example, put -100 in place of those that are not known" if every[0].dim() > 1 else ""
+            raise ValueError(f"y holds {bad} labels that are NaN or infinite: leave out the rows of examples without a label{known}")
         for yj in every:
             if yj.is_floating_point() and not (yj == yj.round()).all():
                 raise ValueError("task 'classification' needs whole numbers as labels, y holds fractions; pass task='regression'")
@@ -146,8 +147,13 @@ def from_arrays(
                 remedy = "; a column becomes labels by y.ravel()" if yj.shape[1:] == (1,) else ""
                 raise ValueError(f"labels must be [n], or [n, T] for several of each example, got {list(yj.shape)}{remedy}")
         labels = torch.cat([yj.long() for yj in every])
-        if labels.dim() == 2 and bool(((labels == 0) | (labels == 1)).all() & (labels.sum(1) == 1).all()):
-            raise ValueError(f"y {list(labels.shape)} holds a single 1 in each row: one-hot labels become classes by y.argmax(1)")
+        if labels.dim() == 2 and outputs is None and bool(((labels == 0) | (labels == 1)).all() & (labels.sum(1) == 1).all()):
+            raise ValueError(
+                f"y {list(labels.shape)} holds a single 1 in each row: one-hot labels become classes by y.argmax(1); pass outputs=2 if "
+                "they are labels of which one applies to each example"
+            )
+        if labels.dim() == 2 and not len(labels[labels != IGNORE]):
+            raise ValueError(f"y {list(labels.shape)} holds no label that is known, as all are -100; leave such examples out")
         labels = labels[labels != IGNORE] if labels.dim() == 2 else labels
         if outputs is None and len(labels) and int(labels.min()) > 0:
             raise ValueError(

@@ -225,8 +225,8 @@ class FederatedData:
 
     @property
     def targets(self) -> Targets:
-        """Return what the training data are to predict, by which a likelihood says how many outputs a network needs."""
-        return Targets(self.task, self.outputs, self.train.y[self.train.index])
+        """Return what the data are to predict, in all splits, by which a likelihood says how many outputs a network needs."""
+        return Targets(self.task, self.outputs, torch.cat([split.y[split.index] for split in self.splits.values()]))
 
     @property
     def counts(self) -> dict[str, np.ndarray]:

@@ -211,6 +211,8 @@ def available() -> dict[str, SourceInfo]:
 
 def label_remedy(y: Tensor) -> str:
     """Return the advice of an error message about labels [N] of which some are no classes."""
+    if y.dim() > 1 and (y < 0).any():
+        return "give every class a number from 0 up, and put -100 in place of labels that are not known"
     if (y < 0).any():
         return "give every class a number from 0 up, and leave out examples without a label, which no number stands for"
     return f"number the classes from 0, or pass outputs={int(y.max()) + 1}"

@@ -11,7 +11,8 @@ from bayesfl.data import ClientData
 from bayesfl.evaluation.predictions import Predictions, of_client
 
 Measure: TypeAlias = Callable[[Predictions, Tensor], Any]
-"""Function (one client's predictions [n, ...], its labels [n] or targets [n, ...]) -> a number; NaN where it is not defined."""
+"""Function (one client's predictions [n, ...], its labels [n] or targets [n, ...]) -> a number; NaN where it is not defined. Labels [n, T]
+hold -100 where one is not known."""
 NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
 
 

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -81,6 +81,21 @@ class Predictions:
         if self.mask.dim() != 2:
             raise ValueError(f"client {client!r}: these predictions are of one client alone; use them as they are")
         return of_client(self, place(client, known_names(self.names, len(self.mask))))
+
+    def places(self) -> "Predictions":
+        """Return predictions in which each label of an example is an example, [J, N * T], as calibration and detection take them.
+
+        Labels that are not known are masked. Predictions with one label for each example are returned as they are.
+
+        Raises:
+            ValueError: The labels are not known, or the predictions are of one client alone.
+        """
+        if self.probs is None or self.probs.dim() == self.mask.dim() + 1:
+            return self
+        if self.labels is None or self.mask.dim() != 2:
+            raise ValueError("places() needs predictions of a split of all clients, as result.predict(clients.test) gives")
+        probs, labels, mask = per_place(self.probs, self.labels.long(), self.mask)
+        return replace(self, probs=probs, labels=labels, mask=mask, epistemic=self.epistemic.flatten(1))
 
     def summary(self, split: ClientData) -> dict[str, float]:
         """Compute the measures of `bayesfl.metrics` that apply, with the labels or targets of `split`, over clients that have rows.
@@ -177,7 +192,8 @@ def per_place(probs: Tensor, labels: Tensor, mask: Tensor) -> tuple[Tensor, Tens
 
 
 def _present(t: Tensor | None) -> Tensor:
-    assert t is not None
+    if t is None:
+        raise ValueError("predictions of numbers need mean and variance: let `predictive` of the likelihood give both")
     return t
 
 

@@ -31,7 +31,7 @@ from bayesfl.base.files import atomic_write
 
 _BETTER: dict[str, Literal["higher", "lower"]] = {
     **dict.fromkeys(("accuracy", "accuracy_decile", "macro_f1", "auroc"), "higher"),
-    **dict.fromkeys(("nll", "ece", "mce", "brier", "rmse", "crps", "interval_score"), "lower"),
+    **dict.fromkeys(("nll", "ece", "mce", "brier", "rmse", "crps", "pinball", "interval_score"), "lower"),
 }
 _ACRONYMS = ("auroc", "crps", "ece", "f1", "mce", "nll", "rmse")
 

@@ -46,9 +46,9 @@ def compare(results: Mapping[str, Any], *, columns: Sequence[str] | None = None,
                 f"result {name!r} must be a Result, or a list of them, got {type(wrong[0]).__name__}; pass what simulate returned"
             )
     task = next(iter(runs.values()))[0].known.task
-    wanted = MEASURES[task] if columns is None else tuple(columns)
-    rows = {name: {key: [_last(name, run, key) for run in found] for key in wanted} for name, found in runs.items()}
-    shown = [report.Column(key, better=report.better(key)) for key in wanted]
+    wanted = {name: _usual(task, found) if columns is None else tuple(columns) for name, found in runs.items()}
+    rows = {name: {key: [_last(name, run, key) for run in found] for key in wanted[name]} for name, found in runs.items()}
+    shown = [report.Column(key, better=report.better(key)) for key in dict.fromkeys(key for row in rows.values() for key in row)]
     table = report.table(rows, columns=shown, style=style)
     told = {name: _given(found) | _together([_training(run) for run in found]) for name, found in runs.items()}
     apart = [what for what in next(iter(told.values())) if len({one[what] for one in told.values()}) > 1]
@@ -62,6 +62,12 @@ def compare(results: Mapping[str, Any], *, columns: Sequence[str] | None = None,
     if style == "markdown":
         lines = ["| " + " | ".join(line) + " |" for line in texts]
     return "\n\n".join([table, "\n".join(lines), *([options] if options else [])])
+
+
+def _usual(task: str, runs: Sequence[Any]) -> tuple[str, ...]:
+    """Return the measures to show by default: of intervals by quantiles their loss, as they have no NLL."""
+    intervals = any("personal_pinball" in row for run in runs for row in run.history)
+    return ("rmse", "pinball") if intervals else MEASURES[task]
 
 
 def _last(name: str, run: Any, key: str) -> float:

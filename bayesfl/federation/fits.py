@@ -12,6 +12,7 @@ from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.buffers import SUFFIX, Buffers
 from bayesfl.composition.phases import Descend, trained
 from bayesfl.data import ClientData, FederatedData
+from bayesfl.evaluation.metrics.distributions import KINDS
 from bayesfl.federation.remedies import remedy
 from bayesfl.models.forwards import looked_at, looked_at_training, one_row_each
 from bayesfl.models.modes import asleep, note, noted
@@ -42,7 +43,13 @@ def check(algorithm: Algorithm, data: FederatedData) -> None:
             f"likelihood must be a Likelihood, got {came}{lacks}; build the algorithm with one of bayesfl.likelihoods, as "
             "likelihood=Categorical()"
         )
+    if (kind := getattr(likelihood, "distribution", "normal")) not in KINDS:
+        raise ValueError(
+            f"likelihood {type(likelihood).__name__} has distribution={kind!r}, by which measures are computed; take one of {list(KINDS)}"
+        )
     wanted = likelihood.width(data.targets)
+    if not isinstance(wanted, tuple):
+        raise TypeError(f"likelihood {type(likelihood).__name__} must give its width as a tuple, as (1,), got {wanted!r}")
     module, rows = algorithm.module(torch.empty(0, dtype=data.train.dtype)), data.train.index[:PROBE]
     x, outputs, fault = _tried(module, data.train, rows)
     called = f"the model {type(algorithm.model).__name__}"
@@ -55,7 +62,8 @@ def check(algorithm: Algorithm, data: FederatedData) -> None:
         axes = "[N, O]" if len(wanted) == 1 else f"[N, {', '.join(map(str, wanted))}]"
         raise ValueError(
             f"{called} returns {outputs.dtype} outputs of shape {list(outputs.shape)} for {count(x)} examples; they must be floats {axes}, "
-            "one row for each example: leave out a squeeze at the end, or flatten further axes"
+            "one row for each example: "
+            + ("leave out a squeeze at the end, or flatten further axes" if len(wanted) == 1 else "let it give outputs for each place")
         )
     if fault:
         raise ValueError(f"{called} is refused: its forward {fault}")
@@ -72,7 +80,7 @@ def check(algorithm: Algorithm, data: FederatedData) -> None:
         few, many = plain and outputs.shape[1] < wanted[0], plain and outputs.shape[1] > wanted[0]
         raise ValueError(
             f"the model has {had} outputs, the data {data.outputs} {what}; build the model with outputs={needed}"
-            + f", as likelihood {type(likelihood).__name__} takes" * (wanted != (data.outputs,))
+            + f", as likelihood {likelihood} takes" * (wanted != (data.outputs,))
             + ", or make the data with task='regression' if their integers are measurements and no classes" * few
             + f", or make the data with outputs={had} if some classes do not occur in them" * many
         )

@@ -21,7 +21,7 @@ BLOB, STYPE = "tensors", "bayesfl.safetensors"
 HEADER = 2**16
 """Least number of bytes that a blob may have beyond its tensors; it may have twice those of names and shapes if that is more."""
 MEASURES = ("accuracy", "nll", "ece", "mce", "brier", "macro_f1", "auroc", "rmse", "crps", "coverage_50", "coverage_90")
-MEASURES += ("coverage", "width", "interval_score")
+MEASURES += ("pinball", "coverage", "width", "interval_score")
 """Measures of their predictions that clients report, by the names of `bayesfl.metrics`."""
 OWN = 20  # measures of a user's own that a client may send besides
 T = TypeVar("T", bool, int, float, str, list)

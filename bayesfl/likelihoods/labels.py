@@ -29,7 +29,8 @@ class Tokens:
     """The likelihood of a class at each of T places of an example, y [..., T], independent given the outputs [..., T, O].
 
     The negative log likelihood of an example is the sum over its places, so that a mean loss is one over examples: its steps are T times
-    those of a mean over places. Places with the label -100, such as those that fill up short texts, neither train nor are measured.
+    those of a mean over places. Places with the label -100, such as those that fill up short texts, add nothing to losses and measures; an
+    example counts as one in means and weights, however many of its labels are known.
     """
 
     task = "classification"
@@ -66,7 +67,8 @@ class Tokens:
 class MultiLabel:
     """The likelihood of L labels y [..., L] of each example that are 0 or 1, independent given the outputs: 1 with probability sigmoid.
 
-    Labels that are not known are -100: they neither train nor are measured.
+    Labels that are not known are -100: they add nothing to losses and measures. An example counts as one in means and weights, however many
+    of its labels are known.
     """
 
     task = "classification"

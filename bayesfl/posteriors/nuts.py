@@ -16,9 +16,10 @@ from bayesfl.base.checks import instance, number, whole
 from bayesfl.base.inputs import Inputs, call_at, each, in_precision, named
 from bayesfl.base.layout import Layout, Pattern
 from bayesfl.base.protocols import Likelihood, Tensors
+from bayesfl.base.targets import IGNORE, Targets
 from bayesfl.curvature.ggn import check_outputs
-from bayesfl.likelihoods import Bernoulli, Categorical, Gaussian
-from bayesfl.posteriors.linearised import as_labels, as_targets
+from bayesfl.likelihoods import Bernoulli, Categorical, Gaussian, MultiLabel, Ordinal, Poisson, Quantiles, Tokens
+from bayesfl.posteriors.linearised import as_labels
 
 LIMIT = 5000
 """Largest number of weights that can be sampled; one trajectory takes up to 1023 gradients of the whole data."""
@@ -217,17 +218,40 @@ def nuts(
 
 
 def _checked(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
-    """Convert labels or targets to the form that the likelihood takes with outputs [N, O]; keep them for a user's own likelihood.
+    """Convert labels or targets to the form that the likelihood takes with outputs `f`; keep them for a user's own likelihood.
 
     Raises:
         ValueError: The outputs `f` or `y` do not fit the likelihood.
     """
-    if not isinstance(likelihood, Categorical | Bernoulli | Gaussian):
+    if isinstance(likelihood, Quantiles):
+        raise ValueError(
+            f"{likelihood} is a loss and no density, so that there is nothing to sample; take Gaussian() or another likelihood"
+        )
+    if isinstance(likelihood, Gaussian | Poisson):
+        numbers = y.double().reshape(len(y), -1)
+        wanted = likelihood.width(Targets("regression", numbers.shape[1], numbers))
+        if len(y) != len(f) or tuple(f.shape[1:]) != wanted:
+            raise ValueError(
+                f"targets must be one row for each of the {len(f)} inputs, and the model's outputs for them {['N', *wanted]} under "
+                f"{likelihood}; got {list(y.shape)} and {list(f.shape)}"
+            )
+        return numbers
+    if isinstance(likelihood, Tokens | MultiLabel):
+        labels = y.long()
+        classes = f.shape[-1] if isinstance(likelihood, Tokens) else 2
+        wanted = likelihood.width(Targets("classification", classes, labels))
+        if len(y) != len(f) or tuple(f.shape[1:]) != wanted or bool(((labels < 0) & (labels != IGNORE) | (labels >= classes)).any()):
+            raise ValueError(
+                f"labels must be from 0 to {classes - 1}, or {IGNORE}, for each of the {len(f)} inputs and outputs {list(f.shape)}; got "
+                f"{list(y.shape)} from {int(labels.min())} to {int(labels.max())}"
+            )
+        return labels
+    if not isinstance(likelihood, Categorical | Bernoulli | Ordinal):
         return y
     if f.dim() != 2:
         raise ValueError(f"the model must give outputs [N, O], got shape {list(f.shape)}")
     check_outputs(likelihood, f.shape[1])
-    return as_targets(y, f) if isinstance(likelihood, Gaussian) else as_labels(y, len(f), max(2, f.shape[1]))
+    return as_labels(y, len(f), f.shape[1] + 1 if isinstance(likelihood, Ordinal) else max(2, f.shape[1]))
 
 
 def _potential(

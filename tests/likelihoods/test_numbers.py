@@ -55,7 +55,7 @@ def test_a_learned_scale_is_torchs_with_a_floor():
     assert_close(Gaussian("learned", floor=0.2).nll(outputs, y), -distributions.Normal(mean, scale).log_prob(y).sum(-1))
     sure = torch.tensor([[1.5, -200.0]]).double()
     seen = Gaussian("learned").predictive(sure[None])
-    assert_close(seen["variance"], torch.tensor([[0.05**2]]).double())
+    assert_close(seen["variance"], torch.tensor([[0.2**2]], dtype=torch.float64))
 
 
 def test_a_learned_scale_predicts_noise_and_spread():

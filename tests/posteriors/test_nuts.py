@@ -209,7 +209,7 @@ def test_input_errors():
         (Categorical(), 1, labels, r"Categorical\(\) .*model has 1"),
         (Categorical(), 3, labels + 2, r"labels .*0 to 2, got 3"),
         (Categorical(), 3, labels[:, None].expand(-1, 3), r"labels .*12 inputs, got shape \[12, 3\]"),
-        (Gaussian(), 3, y, r"targets .*12 inputs, .*\[12, 3\], got \[12\]"),
+        (Gaussian(), 3, y, r"targets .*12 inputs, .*got \[12\] and \[12, 3\]"),
     ):
         with pytest.raises(ValueError, match=words):
             nuts(nn.Linear(x.shape[1], outputs), likelihood, x, bad, precision=1.0)
@@ -277,3 +277,23 @@ def test_two_inputs_are_one_that_is_joined(names: bool):
     want, found = nuts(linear(), Gaussian(SCALE), x, y, **options), nuts(Two(), Gaussian(SCALE), inputs, y, **options)
     assert_close(found.draws, want.draws, rtol=1e-12, atol=1e-12)
     assert_close(found.predict(inputs)["mean"], want.predict(x)["mean"], rtol=1e-12, atol=1e-12)
+
+
+def test_targets_of_other_likelihoods_are_checked():
+    """A learned scale has two outputs for a target; counts, labels and shapes are looked at; a loss is no density."""
+    from bayesfl.likelihoods import MultiLabel, Ordinal, Poisson, Quantiles
+
+    x, two = torch.randn(12, 4), torch.nn.Linear(4, 2)
+    options: dict[str, Any] = {"warmup": 5, "samples": 5, "chains": 1}
+    y = torch.randn(12)
+    assert nuts(two, x, y, likelihood=Gaussian("learned"), **options).samples.shape[-1] == 10
+    for likelihood, wrong, words in (
+        (Gaussian("learned"), torch.randn(12, 2), r"outputs for them \['N', 4\]"),
+        (Poisson(), torch.rand(12, 2) + 0.5, "Poisson is of counts"),
+        (Poisson(), torch.ones(12), r"outputs for them \['N', 1\]"),
+        (MultiLabel(), torch.full((12, 2), 7), r"labels must be from 0 to 1, or -100"),
+        (Ordinal(), torch.full((12,), 9), r"classes from 0 to 2"),
+        (Quantiles(), y, "no density"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            nuts(two, x, wrong, likelihood=likelihood, **options)

@@ -118,7 +118,7 @@ class Counts:
         x = y.numpy()
         upto = self._m * np.where(self._spread_out, more.cdf(x - 1), self._poisson.cdf(x - 1))
         apart = x * (2 * self.cdf(y).numpy() - 1) + self._m - 2 * upto
-        return torch.from_numpy(apart - 0.5 * self._apart())
+        return torch.from_numpy(apart - 0.5 * self._apart()).clamp_min(0)  # of extreme spreads, rounding
 
     def _apart(self) -> np.ndarray:
         """Return E|Y - Y'|, 1 / pi times the integral of (1 - |f(t)|^2) / (1 - cos t) over (0, pi), where f is the characteristic function.

@@ -22,8 +22,8 @@ def interval_summary(lower: Tensor, upper: Tensor, targets: Tensor, mask: Tensor
         level: Probability that an interval should hold its target, in (0, 1).
 
     Returns:
-        Means over the clients that have examples. `rmse`: of the intervals' middles. `nll`: the loss of both quantiles, no negative log
-        likelihood. `coverage`: the share of targets inside. `width`: the mean width. `interval_score`: the width plus 2 / (1 - level) times
+        Means over the clients that have examples. `rmse`: of the intervals' middles. `pinball`: the loss of both quantiles, summed over
+        targets. `coverage`: the share of targets inside. `width`: the mean width. `interval_score`: the width plus 2 / (1 - level) times
         what a target lies outside, which is proper; it is 2 / (1 - level) times the loss. The same names with the prefix `pooled_`: of all
         clients' examples pooled.
 
@@ -50,7 +50,7 @@ def interval_table(
         names: Names of the clients, as `clients.client_names`; None for their numbers.
 
     Returns:
-        `client` (names or numbers) and `examples` (integers), `rmse`, `nll`, `coverage`, `width` and `interval_score`.
+        `client` (names or numbers) and `examples` (integers), `rmse`, `pinball`, `coverage`, `width` and `interval_score`.
     """
     values, broken, mask = _measures(lower, upper, targets, mask, level)
     check_names(names, len(mask))
@@ -90,7 +90,7 @@ def _measures(lower: Tensor, upper: Tensor, targets: Tensor, mask: Tensor, level
     score = high - low + 2 / (1 - level) * outside
     found = {
         "rmse": (y - (low + high) / 2).square().mean(-1),
-        "nll": (0.5 * (1 - level) * score).sum(-1),
+        "pinball": (0.5 * (1 - level) * score).sum(-1),
         "coverage": (outside == 0).double().mean(-1),
         "width": (high - low).mean(-1),
         "interval_score": score.mean(-1),

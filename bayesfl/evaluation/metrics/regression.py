@@ -51,7 +51,8 @@ def coverage(mean: Tensor, variance: Tensor, targets: Tensor, mask: Tensor, leve
         targets: True values, [J, N, O], or [J, N] if O is 1.
         mask: Which rows are examples, [J, N] bool.
         level: Probability of the interval, in (0, 1).
-        distribution: `normal`, or `counts`, whose intervals hold at least `level`, as counts lie apart.
+        distribution: `normal`, or `counts`, of which one at an interval's end lies inside in part, as its transform spread evenly does, see
+            `pit_histogram`: so calibrated predictions have a share of `level`, though counts lie apart.
 
     Returns:
         Shape [J], in [0, 1]; above `level` means too wide, below it too narrow.
@@ -220,21 +221,26 @@ class _Fitted:
 
     def coverage(self, level: float) -> Tensor:
         lower, upper = self._interval(level)
+        if self.kind == "counts":
+            return self._average(self._passed(torch.tensor([(1 - level) / 2, (1 + level) / 2])).diff(dim=-1)[..., 0].mean(-1))
         return self._average(((lower <= self.targets) & (self.targets <= upper)).double().mean(-1))
 
     def width(self, level: float) -> Tensor:
         lower, upper = self._interval(level)
         return self._average((upper - lower).mean(-1))
 
+    def _passed(self, edges: Tensor) -> Tensor:
+        """Return which share of P(Y < y) to P(Y <= y) lies below each edge, [J, N, O, edges]."""
+        found = self.distribution
+        upper, lower = found.cdf(self.targets)[..., None], found.below(self.targets)[..., None]
+        return ((edges - lower) / (upper - lower).clamp_min(1e-300)).clamp(0, 1)
+
     def pit(self, bins: int) -> Tensor:
-        found, edges = self.distribution, torch.linspace(0, 1, bins + 1, dtype=torch.float64)
-        upper, lower = found.cdf(self.targets), found.below(self.targets)
         if self.kind == "normal":  # the bin that holds the value, the last one 1, too
-            place = (upper * bins).floor().clamp(max=bins - 1).long()
+            place = (self.distribution.cdf(self.targets) * bins).floor().clamp(max=bins - 1).long()
             share = torch.nn.functional.one_hot(place, bins).double()
         else:
-            passed = (edges - lower[..., None]) / (upper - lower)[..., None].clamp_min(1e-300)
-            share = passed.clamp(0, 1).diff(dim=-1)
+            share = self._passed(torch.linspace(0, 1, bins + 1, dtype=torch.float64)).diff(dim=-1)
         return torch.stack([self._average(part.mean(-1)) for part in share.unbind(-1)], -1)
 
     def _average(self, values: Tensor) -> Tensor:

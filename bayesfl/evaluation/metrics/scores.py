@@ -106,7 +106,10 @@ class Scored:
         """
         probs, labels, mask = (torch.as_tensor(t).detach().cpu() for t in (probs, labels, mask))
         if probs.dim() != 3 or not probs.shape[-1]:
-            raise ValueError(f"probs must be [J, N, O], one row of class probabilities per example; got shape {list(probs.shape)}")
+            raise ValueError(
+                f"probs must be [J, N, O], one row of class probabilities per example; got shape {list(probs.shape)}"
+                + "; of several labels of each example take predictions.places()" * (probs.dim() == 4)
+            )
         check_rows(probs, mask, labels=labels)
         if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
             raise ValueError(f"labels must be class numbers of an integer type, got {labels.dtype}; use labels.long()")

@@ -34,12 +34,12 @@ def test_the_loss_is_the_likelihoods():
     outputs = torch.cat([lower, torch.expm1(upper - lower).log()], -1)
     losses = Quantiles(0.8).nll(outputs, y)
     found = metrics.interval_summary(lower, upper, y, mask, level=0.8)
-    assert found["nll"] == pytest.approx(float((losses[0].mean() + losses[1, :2].mean()) / 2))
-    assert found["pooled_nll"] == pytest.approx(float(losses[mask].mean()))
+    assert found["pinball"] == pytest.approx(float((losses[0].mean() + losses[1, :2].mean()) / 2))
+    assert found["pooled_pinball"] == pytest.approx(float(losses[mask].mean()))
     table = metrics.interval_table(lower, upper, y, mask, level=0.8, names=["Bern", "Chur"])
     assert table["client"].tolist() == ["Bern", "Chur"]
     assert table["examples"].tolist() == [3, 2]
-    assert table["nll"].tolist() == pytest.approx([float(losses[0].mean()), float(losses[1, :2].mean())])
+    assert table["pinball"].tolist() == pytest.approx([float(losses[0].mean()), float(losses[1, :2].mean())])
     assert set(found) == {*list(table)[2:], *(f"pooled_{name}" for name in list(table)[2:])}
 
 
