@@ -227,6 +227,8 @@ def _checked(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
         raise ValueError(
             f"{likelihood} is a loss and no density, so that there is nothing to sample; take Gaussian() or another likelihood"
         )
+    if isinstance(likelihood, Categorical | Bernoulli | Ordinal | Gaussian | Poisson | MultiLabel) and f.dim() != 2:
+        raise ValueError(f"the model must give outputs [N, O], got shape {list(f.shape)}")
     if isinstance(likelihood, Gaussian | Poisson):
         numbers = y.double().reshape(len(y), -1)
         wanted = likelihood.width(Targets("regression", numbers.shape[1], numbers))
@@ -248,8 +250,6 @@ def _checked(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
         return labels
     if not isinstance(likelihood, Categorical | Bernoulli | Ordinal):
         return y
-    if f.dim() != 2:
-        raise ValueError(f"the model must give outputs [N, O], got shape {list(f.shape)}")
     check_outputs(likelihood, f.shape[1])
     return as_labels(y, len(f), f.shape[1] + 1 if isinstance(likelihood, Ordinal) else max(2, f.shape[1]))
 

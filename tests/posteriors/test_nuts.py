@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from bayesfl.base.layout import Layout
-from bayesfl.likelihoods import Bernoulli, Categorical, Gaussian
+from bayesfl.likelihoods import Bernoulli, Categorical, Gaussian, MultiLabel, Ordinal, Poisson, Quantiles
 from bayesfl.posteriors import nuts
 from bayesfl.posteriors.nuts import LIMIT, Samples, _potential
 
@@ -281,12 +281,10 @@ def test_two_inputs_are_one_that_is_joined(names: bool):
 
 def test_targets_of_other_likelihoods_are_checked():
     """A learned scale has two outputs for a target; counts, labels and shapes are looked at; a loss is no density."""
-    from bayesfl.likelihoods import MultiLabel, Ordinal, Poisson, Quantiles
-
     x, two = torch.randn(12, 4), torch.nn.Linear(4, 2)
-    options: dict[str, Any] = {"warmup": 5, "samples": 5, "chains": 1}
+    options = {"precision": 1.0, "warmup": 5, "draws": 5, "chains": 1}
     y = torch.randn(12)
-    assert nuts(two, x, y, likelihood=Gaussian("learned"), **options).samples.shape[-1] == 10
+    assert isinstance(nuts(two, Gaussian("learned"), x, y, **options), Samples)
     for likelihood, wrong, words in (
         (Gaussian("learned"), torch.randn(12, 2), r"outputs for them \['N', 4\]"),
         (Poisson(), torch.rand(12, 2) + 0.5, "Poisson is of counts"),
@@ -296,4 +294,4 @@ def test_targets_of_other_likelihoods_are_checked():
         (Quantiles(), y, "no density"),
     ):
         with pytest.raises(ValueError, match=words):
-            nuts(two, x, wrong, likelihood=likelihood, **options)
+            nuts(two, likelihood, x, wrong, **options)
