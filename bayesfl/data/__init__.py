@@ -1,6 +1,6 @@
 """Federated data: recipes that divide a data set among clients, and federations of your own arrays."""
 
-from bayesfl.data.arrays import from_arrays, from_datasets
+from bayesfl.data.arrays import from_arrays
 from bayesfl.data.class_groups import dominant_classes, label_groups
 from bayesfl.data.coloured import coloured, recoloured
 from bayesfl.data.columns import Columns
@@ -11,6 +11,7 @@ from bayesfl.data.framed import frame_statistics, from_frame
 from bayesfl.data.label_skew import dirichlet, labels_per_client, pachinko, shards
 from bayesfl.data.natural import heart_disease, shakespeare
 from bayesfl.data.readers import load
+from bayesfl.data.sets import from_datasets
 from bayesfl.data.sources import Source, SourceInfo, available
 from bayesfl.data.split import ClientData
 from bayesfl.data.synthetic import linear_mixture

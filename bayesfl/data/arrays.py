@@ -1,4 +1,4 @@
-"""Federations of your own data: arrays, tensors, or torch data sets."""
+"""Federations of your own arrays and tensors."""
 
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -7,9 +7,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, TensorDataset
 
-from bayesfl.base.inputs import Inputs, each, join, named, shape_of
+from bayesfl.base.inputs import join
 from bayesfl.base.random import Purpose, generator
 from bayesfl.base.targets import IGNORE, Task
 from bayesfl.data.assembly import assemble, check_shares
@@ -208,91 +207,3 @@ def from_arrays(
         environment=found_in,
         columns=names_of(x, pooled=pooled),
     ).to(dtype=torch.float32)
-
-
-AGAIN = 8
-"""Items of a data set that are read twice, to see whether it draws."""
-
-
-def _examples(dataset: Any, name: str) -> tuple[Inputs, Tensor]:
-    """Read all examples of a map-style data set, as x [n, ...] and y [n, ...]."""
-    if isinstance(dataset, TensorDataset) and len(dataset.tensors) == 2:
-        return dataset.tensors[0], dataset.tensors[1]
-    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")) or isinstance(dataset, Mapping):
-        raise TypeError(
-            f"{name} must be a map-style data set, one with len() and [i], got {kind_of(dataset)}: of a data loader pass loader.dataset, "
-            "of anything that can be iterated list(...)"
-        )
-    if not len(dataset):
-        raise ValueError(f"{name} is empty: leave that client out")
-    xs, ys = [], []
-    for i in range(len(dataset)):
-        item = dataset[i]
-        if not (isinstance(item, tuple | list) and len(item) == 2):
-            keys = [repr(key) for key in item] if isinstance(item, Mapping) else ["0", "1"]
-            chosen = ", ".join(f"item[{key}]" for key in (keys * 2)[:2])
-            raise ValueError(
-                f"{name} must give pairs (x, y), got {kind_of(item)} as item {i}: choose the two, as in [({chosen}) for item in data]"
-            )
-        try:
-            x, y = _example(item[0]), torch.as_tensor(item[1])[None]
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise ValueError(
-                f"{name} must hold numbers, its item {i} does not: {error}. Images need a transform that makes them tensors, such as "
-                "torchvision's ToTensor()"
-            ) from error
-        xs.append(x)
-        ys.append(y)
-        if (shape_of(x), y.shape) != (shape_of(xs[0]), ys[0].shape):
-            raise ValueError(
-                f"{name} must have items of one shape: item {i} has x {_shown(x)} and y {_shown(y)}, item 0 has x {_shown(xs[0])} and y "
-                f"{_shown(ys[0])}; reshape, crop or pad them alike"
-            )
-    for i, (x, y) in enumerate(zip(xs[:AGAIN], ys, strict=False)):
-        item = dataset[i]
-        again = dict(named(_example(item[0]))) | {"y": torch.as_tensor(item[1])[None]}
-        if any(not torch.allclose(one, again[key], rtol=0, atol=0, equal_nan=True) for key, one in (*named(x), ("y", y))):
-            raise ValueError(
-                f"{name} gives other numbers when item {i} is read again, as random transforms do, and every item is read once: leave them "
-                "out, and pass them to clients.augmented(...), which draws anew in every step of training"
-            )
-    return join(xs), torch.cat(ys)
-
-
-def _example(x: Any) -> Inputs:
-    """Return one example's inputs as a row; a tuple of numbers is a vector, one of anything else several inputs."""
-    if isinstance(x, Mapping) or (isinstance(x, tuple) and any(np.ndim(part) or isinstance(part, Tensor | Mapping) for part in x)):
-        return {key: _example(part) for key, part in x.items()} if isinstance(x, Mapping) else tuple(map(_example, x))
-    return torch.as_tensor(x)[None]
-
-
-def _shown(x: Inputs) -> Any:
-    return list(x.shape[1:]) if isinstance(x, Tensor) else shape_of(x)
-
-
-def from_datasets(datasets: Sequence[Dataset], *, test: Sequence[Dataset] | None = None, **options: Any) -> FederatedData:
-    """Make federated data of one map-style torch data set per client, each giving pairs (x, y); all are read into memory once.
-
-    `x` is a tensor or an array, or a tuple or a mapping of several, see `from_arrays`.
-
-    Args:
-        datasets: One data set for each client.
-        test: Test data sets, one for each client; None takes a share of each client's examples.
-        **options: Those of `from_arrays` but `client_ids`.
-
-    Raises:
-        ValueError: A data set does not give pairs of numbers, or draws them at random, or `from_arrays` refuses them.
-        TypeError: `datasets` is no list of map-style data sets, or `client_ids` is given.
-    """
-    if "client_ids" in options:
-        raise TypeError("client_ids is for the pooled arrays of from_arrays; from_datasets takes one data set per client, see names=")
-    pairs = [_examples(dataset, f"datasets[{j}]") for j, dataset in enumerate(as_list(datasets, "datasets", "data set"))]
-    if not pairs:
-        raise ValueError("datasets is empty: pass one data set per client")
-    held = None
-    if test is not None:
-        nothing = each(lambda t: t[:0], pairs[0][0]), pairs[0][1][:0]  # a client without test data has an empty data set
-        sets = enumerate(as_list(test, "test", "data set"))
-        tests = [_examples(dataset, f"test[{j}]") if len(dataset) else nothing for j, dataset in sets]
-        held = ([x for x, _ in tests], [y for _, y in tests])
-    return from_arrays([x for x, _ in pairs], [y for _, y in pairs], test=held, **options)
