@@ -3,8 +3,10 @@
 import json
 import math
 import os
+import re
+import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ import numpy as np
 from bayesfl.base.files import atomic_write
 from bayesfl.data.tables import Table, Values
 
+DATE = re.compile(r"\d{4}-\d{1,2}(-\d{1,2})?([ T]|$)|\d{1,2}[./]\d{1,2}[./]\d{2,4}([ T]|$)")
+"""Beginnings of texts that are dates."""
 MOST = 100
 """Most levels of a category: of more, nearly each row is a level of its own."""
 
@@ -53,9 +57,20 @@ class Columns:
 
     Args:
         parts: The columns, in the order of the frame.
+        classes: Names of the classes of a target that is text, in the order of their numbers; None for others.
+        outputs: Number of classes; None where it is not known, or for numbers.
+
+    Raises:
+        ValueError: Two inputs would have one name.
     """
 
     parts: tuple[Number | Category, ...]
+    classes: tuple[str, ...] | None = None
+    outputs: int | None = None
+
+    def __post_init__(self) -> None:
+        if twice := sorted({name for name in self.names if self.names.count(name) > 1}):
+            raise ValueError(f"several inputs would be called {twice[:5]}; rename a column")
 
     def __repr__(self) -> str:
         numbers = sum(isinstance(part, Number) for part in self.parts)
@@ -93,6 +108,13 @@ class Columns:
             values = table.values(part.name)
             if isinstance(part, Category):
                 found = values.levels()
+                known = sum(int((found == level).sum()) for level in part.levels)
+                if not known and (strange := found[[level is not None for level in found]]).size:
+                    warnings.warn(
+                        f"column {part.name!r}: no row has a level of the training rows, {list(part.levels[:5])}, but for instance "
+                        f"{strange[0]!r}, so that all are 0; look at how it is written",
+                        stacklevel=2,
+                    )
                 for k, level in enumerate(part.levels):
                     out[:, place + k] = found == level
                 place += len(part.levels)
@@ -107,7 +129,8 @@ class Columns:
 
     def to_json(self) -> str:
         """Return the columns as JSON text, to travel to other machines; it holds means, deviations and levels, and no rows."""
-        return json.dumps([{"kind": type(part).__name__.lower(), **asdict(part)} for part in self.parts])
+        parts = [{"kind": type(part).__name__.lower(), **asdict(part)} for part in self.parts]
+        return json.dumps({"columns": parts, "classes": self.classes, "outputs": self.outputs})
 
     @classmethod
     def from_json(cls, text: str) -> "Columns":
@@ -117,7 +140,9 @@ class Columns:
             ValueError: It is something else.
         """
         try:
-            return cls(tuple(_part(found) for found in json.loads(text)))
+            found = json.loads(text)
+            classes = None if found["classes"] is None else tuple(map(str, found["classes"]))
+            return cls(tuple(map(_part, found["columns"])), classes, None if found["outputs"] is None else int(found["outputs"]))
         except (TypeError, KeyError, AttributeError, json.JSONDecodeError) as error:
             raise ValueError(f"this is no JSON of Columns: {error!r}") from error
 
@@ -147,6 +172,8 @@ class Columns:
         Raises:
             ValueError: There are none, they are of other columns or kinds, a column has no value anywhere, or a category too many levels.
         """
+        if isinstance(statistics, Mapping):
+            raise ValueError("statistics must be a list of what frame_statistics returned; put [...] around a single one")
         found = [one for each in statistics for one in each["clients"].values()]
         if not found:
             raise ValueError("statistics is empty: pass those of one client at least")
@@ -163,11 +190,18 @@ class Columns:
             if not kinds:
                 raise ValueError(f"column {name!r} has no value in any training row; leave it out")
             parts.append(_number(name, mine) if kinds == {"number"} else _category(name, mine))
-        return cls(tuple(parts))
+        classes: list[str] | None = None
+        if statistics[0]["classes"] is not None:
+            classes = sorted({name for each in statistics for name in each["classes"] or ()})
+            classes = list(statistics[0]["classes"]) if statistics[0]["ordered"] else classes
+        outputs = [each["outputs"] for each in statistics if each["outputs"] is not None]
+        return cls(tuple(parts), None if classes is None else tuple(classes), len(classes) if classes else max(outputs, default=None))
 
 
 def _part(found: Mapping[str, Any]) -> Number | Category:
     if found["kind"] == "number":
+        if not float(found["scale"]) > 0:
+            raise ValueError(f"column {found['name']!r} has the scale {found['scale']}, which must be > 0")
         return Number(str(found["name"]), float(found["mean"]), float(found["scale"]), bool(found["flagged"]))
     return Category(str(found["name"]), tuple(map(str, found["levels"])))
 
@@ -188,17 +222,22 @@ def _number(name: str, mine: Sequence[Mapping[str, Any]]) -> Number:
 
 def _category(name: str, mine: Sequence[Mapping[str, Any]]) -> Category:
     levels = sorted({level for one in mine for level in one.get("levels", ())})
+    _check_levels(name, levels)
+    return Category(name, tuple(levels))
+
+
+def _check_levels(name: str, levels: Sequence[str]) -> None:
+    """Raise ValueError if a category has too many levels."""
     if len(levels) > MOST:
         raise ValueError(
             f"column {name!r} has {len(levels)} levels, more than {MOST}: leave it out if it is a name or an id, give rare levels one "
             "name, or make numbers of it"
         )
-    return Category(name, tuple(levels))
 
 
 def statistics_of(
     table: Table, clients: Mapping[str, np.ndarray], names: Sequence[str], categories: Sequence[str]
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, list[dict[str, Any]]]:
     """Return what `Columns.of` needs of clients' training rows: counts, means, sums of squares and levels, as JSON can hold them.
 
     Args:
@@ -215,44 +254,61 @@ def statistics_of(
         values = table.values(name)
         for client, rows in clients.items():
             found[client].append(_statistics(_chosen(values, rows), name in categories))
-    return {"clients": found}
+    return found
 
 
 def _chosen(values: Values, rows: np.ndarray) -> Values:
     numbers, texts = (None if part is None else part[rows] for part in (values.numbers, values.texts))
-    return Values(values.name, numbers, texts, values.whole)
+    return replace(values, numbers=numbers, texts=texts, exact=None)
 
 
 def _statistics(values: Values, category: bool) -> dict[str, Any]:
     missing = values.missing
     about = {"name": values.name, "rows": len(missing), "missing": int(missing.sum())}
     if category or values.numbers is None:
-        texts = {str(level) for level in values.levels()[~missing]}
-        if not category and texts and all(_is_number(text) for text in texts):
-            raise ValueError(
-                f"column {values.name!r} holds numbers as text, as {sorted(texts)[0]!r}: make numbers of it by pandas.to_numeric, or name "
-                "it in categories= if they are codes"
-            )
-        return {**about, "kind": "category", "levels": sorted(texts)}
+        texts = sorted({str(level) for level in values.levels()[~missing]})
+        if not category and not values.declared:
+            _check_text(values.name, texts)
+        _check_levels(values.name, texts)
+        return {**about, "kind": "category", "levels": texts}
     known = _numbers(values)[~missing]
     mean = float(known.mean()) if len(known) else 0.0
+    if len(known) and known.min() == known.max():  # of which the mean may differ by rounding
+        return {**about, "kind": "number", "mean": float(known[0]), "squares": 0.0}
     return {**about, "kind": "number", "mean": mean, "squares": float(np.square(known - mean).sum())}
+
+
+def _check_text(name: str, texts: Sequence[str]) -> None:
+    """Check that texts are no numbers, nor dates, which would become a column each.
+
+    Raises:
+        ValueError: At least half of them are numbers, or all are dates.
+    """
+    numbers = [text for text in texts if _is_number(text)]
+    if texts and len(numbers) >= len(texts) / 2:
+        beside = [text for text in texts if text not in numbers]
+        with_others = f" beside {beside[0]!r}, which may stand for a missing value" if beside else ""
+        raise ValueError(
+            f"column {name!r} holds numbers as text, as {numbers[0]!r}{with_others}: make numbers of it by pandas.to_numeric, or name it "
+            "in categories= if they are codes"
+        )
+    if texts and all(DATE.match(text) for text in texts):
+        raise ValueError(
+            f"column {name!r} holds dates as text, as {texts[0]!r}: make numbers of it that mean something at prediction, as days since an "
+            "event, name it in categories= if they are few, or leave it out"
+        )
 
 
 def _numbers(values: Values) -> np.ndarray:
     """Return a column's numbers, NaN where missing.
 
     Raises:
-        ValueError: It holds text, or infinite numbers.
+        ValueError: It holds text.
     """
     if values.numbers is None:
         if values.missing.all():
             return np.full(len(values.missing), np.nan)
         raise ValueError(f"column {values.name!r} holds text where the training data hold numbers; make numbers of it by pandas.to_numeric")
-    if np.isinf(values.numbers).any():
-        raise ValueError(
-            f"column {values.name!r} holds infinite numbers, first in row {int(np.isinf(values.numbers).argmax())}; replace them"
-        )
     return values.numbers
 
 

@@ -1,8 +1,9 @@
 """Federations of data frames: rows are split first, and what is learnt of columns comes from training rows alone."""
 
+import hashlib
 import warnings
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,11 +16,13 @@ from bayesfl.data.arrays import from_arrays
 from bayesfl.data.assembly import check_shares
 from bayesfl.data.columns import Columns, statistics_of
 from bayesfl.data.federated import FederatedData
+from bayesfl.data.names import ordered
+from bayesfl.data.partitions import stratified
 from bayesfl.data.sources import SourceInfo
 from bayesfl.data.tables import Table, Values
 
-GROUPS = 90
-"""Address of the draw that puts groups into splits."""
+FRAME = 90
+"""Address of the draw that divides a client's rows."""
 
 
 def from_frame(
@@ -53,12 +56,12 @@ def from_frame(
         frame: A data frame of pandas, or of polars and others by Arrow's capsule interface, which is read by pyarrow.
         client: Name of the column that says whose a row is.
         target: Name of the column to predict, or of several numbers: whole numbers, truth values and text are classes, floats are numbers.
-        group: Name of a column, such as a patient's id, whose rows never stand in two splits, also where clients share it; None for rows
-            that are independent.
+        group: Name of a column, such as a patient's id, whose rows never stand in two splits, also where clients share it and on other
+            machines with the same seed, as its name and the seed choose the split; None for rows that are independent.
         categories: Names of columns of numbers that are codes of categories.
         columns: Columns that were learnt elsewhere, as on a node of a network; None to learn them here.
-        test_share: Share of each client's rows for the test, stratified by class, at least one row; with `group` about as many, in whole
-            groups.
+        test_share: Share of each client's rows for the test, stratified by class, at least one row, drawn by the client's name from its rows
+            in their order; with `group` the share that a group is drawn with, so that a client with few groups may have none.
         validation: Share of each client's training rows for tuning; 0 for no such split.
         calibration: The same for temperatures and conformal thresholds.
         outputs: Number of classes or targets; None for those found.
@@ -80,33 +83,23 @@ def from_frame(
         UserWarning: A column is constant, or has no value at some client; or a client has no rows in a split.
     """
     table, names = _opened(frame, client, target, group, categories)
-    data = _split(
-        table,
-        client,
-        target,
-        group,
-        test_share,
-        validation,
-        calibration,
-        outputs=outputs,
-        task=task,
-        class_names=class_names,
-        seed=seed,
-        source=source or SourceInfo(name="frame"),
-    )
-    for name, split in data.splits.items():
-        if empty := [who for who, n in zip(data.client_names, split.counts, strict=True) if not n]:
-            warnings.warn(
-                f"clients {empty[:5]} ({len(empty)} in all) have no {name} rows, as their groups are few: measures leave them out",
-                stacklevel=2,
-            )
+    if columns is not None:
+        if categories:
+            raise ValueError("categories= is for columns that are learnt here; leave it out beside columns=")
+        table.need([part.name for part in columns.parts], "columns=")
+        if roles := [part.name for part in columns.parts if part.name not in names]:
+            raise ValueError(f"columns= has the inputs {roles}, which are client, target or group here; learn columns for these roles")
+    targets = _targets(table, target, class_names, columns, task)
+    if outputs is None and columns is not None and targets.y.dtype.kind == "i" and task != "regression":
+        outputs = columns.outputs  # classes that do not occur here count, too
+    shares = {"test": test_share, "validation": validation, "calibration": calibration}
+    data = _split(table, client, targets, group, shares, outputs=outputs, task=task, seed=seed, source=source or SourceInfo(name="frame"))
     if columns is None:
         found = _statistics(table, data, names, categories)
         _warn(found)
-        columns = Columns.of([found])
-    else:
-        table.need([part.name for part in columns.parts], "columns=")
-    return _with_inputs(data, torch.from_numpy(columns.apply(table)), columns, client, target, group), columns
+        columns = Columns.of([{**_classes(data, targets), "clients": found}])
+    roles = {"client": client, "target": target if isinstance(target, str) else list(target), "group": group}
+    return _with_inputs(data, torch.from_numpy(columns.apply(table)), columns, {**roles, "test": test_share}), columns
 
 
 def frame_statistics(
@@ -120,6 +113,7 @@ def frame_statistics(
     validation: float = 0.0,
     calibration: float = 0.0,
     task: Task | None = None,
+    class_names: Sequence[str] | None = None,
     seed: int = 0,
 ) -> dict[str, Any]:
     """Return the statistics of the training rows of a frame's clients, of which `Columns.of` learns columns without anybody's rows.
@@ -139,6 +133,7 @@ def frame_statistics(
         validation: As for `from_frame`.
         calibration: As for `from_frame`.
         task: As for `from_frame`.
+        class_names: As for `from_frame`.
         seed: As for `from_frame`.
 
     Raises:
@@ -146,8 +141,10 @@ def frame_statistics(
         ValueError: As by `from_frame`.
     """
     table, names = _opened(frame, client, target, group, categories)
-    data = _split(table, client, target, group, test_share, validation, calibration, task=task, seed=seed)
-    return _statistics(table, data, names, categories)
+    targets = _targets(table, target, class_names, None, task)
+    shares = {"test": test_share, "validation": validation, "calibration": calibration}
+    data = _split(table, client, targets, group, shares, outputs=None, task=task, seed=seed, source=SourceInfo(name="frame"))
+    return {**_classes(data, targets), "clients": _statistics(table, data, names, categories)}
 
 
 def _opened(frame: Any, client: str, target: str | Sequence[str], group: str | None, categories: Sequence[str]) -> tuple[Table, list[str]]:
@@ -171,70 +168,102 @@ def _opened(frame: Any, client: str, target: str | Sequence[str], group: str | N
     return table, names
 
 
+@dataclass(frozen=True)
+class _Targets:
+    """Targets [N] or [N, O], the names of classes that are text, and whether these have an order of their own."""
+
+    y: np.ndarray
+    classes: tuple[str, ...] | None = None
+    ordered: bool = False
+    given: tuple[str, ...] | None = None
+
+
 def _split(
     table: Table,
     client: str,
-    target: str | Sequence[str],
+    targets: _Targets,
     group: str | None,
-    test_share: float,
-    validation: float,
-    calibration: float,
+    shares: Mapping[str, float],
     *,
-    outputs: int | None = None,
-    task: Task | None = None,
-    class_names: Sequence[str] | None = None,
+    outputs: int | None,
+    task: Task | None,
     seed: int,
-    source: SourceInfo | None = None,
+    source: SourceInfo,
 ) -> FederatedData:
     """Return the federation with the rows' numbers in the frame as inputs, [N, 1] int64."""
+    check_shares(**{"test_share" if name == "test" else name: number(name, share) for name, share in shares.items() if share})
     ids = _ids(table.values(client), "client")
-    y, names = _targets(table, target)
-    if class_names is None and names is not None and task != "regression":
-        class_names = names
-    x = np.arange(table.rows)[:, None]
-    about: dict[str, Any] = {"outputs": outputs, "task": task, "class_names": class_names, "seed": seed, "source": source}
-    if group is None:
-        return from_arrays(x, y, client_ids=ids, test_share=test_share, validation=validation, calibration=calibration, **about)
-    shares = {"test": test_share, "validation": validation, "calibration": calibration}
-    of = _by_group(ids, _ids(table.values(group), "group"), shares, seed)
-    if lacking := sorted(set(ids.tolist()) - set(ids[of == "train"].tolist())):
-        raise ValueError(
-            f"client {lacking[0]!r} has no training rows left, as its groups are few and large: use smaller shares, or leave it out"
-        )
+    y, x = targets.y, np.arange(table.rows)[:, None]
+    of = _by_row(ids, y, shares, seed) if group is None else _by_group(ids, _ids(table.values(group), "group"), shares, seed)
+    names = targets.given if targets.classes is None else targets.classes
+    outputs = len(names) if names is not None and outputs is None else outputs
     test = of == "test"
     held = (x[test], y[test], ids[test]) if test.any() else None
+    about: dict[str, Any] = {"outputs": outputs, "task": task, "class_names": names, "seed": seed, "source": source}
     data = from_arrays(x[~test], y[~test], client_ids=ids[~test], test=held, test_share=0.0, **about)
-    splits = dict(data.splits)
-    rows = _rows(data, "train")
+    splits, rows = dict(data.splits), _rows(data, "train")
+    owner = np.repeat(np.arange(data.clients), data.train.counts)
     for name in ("train", *(name for name in ("validation", "calibration") if shares[name])):
         mine = of[rows] == name
-        owner = np.repeat(np.arange(data.clients), data.train.counts)
         counts = np.bincount(owner[mine], minlength=data.clients)
         splits[name] = replace(data.train, index=data.train.index[torch.from_numpy(mine)], counts=counts)
+    for name in (name for name, share in shares.items() if share):
+        counts = splits[name].counts if name in splits else np.zeros(data.clients)
+        if empty := [who for who, n in zip(data.client_names, counts, strict=True) if not n]:
+            warnings.warn(f"clients {empty[:5]} ({len(empty)} in all) have no {name} rows: measures leave them out", stacklevel=3)
     return replace(data, splits=splits)
 
 
-def _by_group(ids: np.ndarray, groups: np.ndarray, shares: dict[str, float], seed: int) -> np.ndarray:
-    """Return the split of each row, [N] text: of a client's groups, drawn one after another, until a split has its share of rows."""
-    check_shares(**{"test_share" if name == "test" else name: number(name, share) for name, share in shares.items() if share})
-    chosen: dict[str, str] = {}
-    for j, owner in enumerate(sorted(set(ids.tolist()))):
-        mine = groups[ids == owner]
-        names, sizes = np.unique(mine, return_counts=True)
-        size = dict(zip(names.tolist(), sizes.tolist(), strict=True))
-        free = [name for name in names.tolist() if name not in chosen]
-        rng = generator(seed, Purpose.SPLIT, client=j, phase=GROUPS)
-        order = [free[k] for k in rng.permutation(len(free))]
-        left = sum(size.values())
-        for split, share in shares.items():
-            wanted = share * (sum(size.values()) if split == "test" else left)
-            got = sum(n for name, n in size.items() if chosen.get(name) == split)
-            while share and order[1:] and got < wanted:
-                name = order.pop()
-                chosen[name], got = split, got + size[name]
-            left -= got if split == "test" else 0
-        chosen |= dict.fromkeys(order, "train")
-    return np.array([chosen[name] for name in groups.tolist()])
+def _address(name: Any) -> int:
+    """Return a number that stands for a name on every machine."""
+    return int.from_bytes(hashlib.sha256(str(name).encode()).digest()[:4])
+
+
+def _by_row(ids: np.ndarray, y: np.ndarray, shares: Mapping[str, float], seed: int) -> np.ndarray:
+    """Return the split of each row, [N] text: drawn for each client by its name, stratified by class, a row in each split at least.
+
+    Raises:
+        ValueError: A client has too few rows.
+    """
+    of = np.full(len(ids), "train", dtype=object)
+    for owner in dict.fromkeys(ids.tolist()):
+        left = np.flatnonzero(ids == owner)
+        rng = generator(seed, Purpose.SPLIT, client=_address(owner), phase=FRAME)
+        total = len(left)
+        for name, share in shares.items():
+            if not share:
+                continue
+            labels = y[left] if y.ndim == 1 and y.dtype.kind == "i" else None
+            left, taken = stratified(labels, left, min(max(1, round(share * total)), len(left)), rng)
+            of[taken] = name
+            total = len(left) if name == "test" else total
+        if not len(left):
+            many = int((ids == owner).sum())
+            raise ValueError(f"client {owner!r} has {many} rows, too few for its splits: leave it out, or use smaller shares")
+    return of
+
+
+def _by_group(ids: np.ndarray, groups: np.ndarray, shares: Mapping[str, float], seed: int) -> np.ndarray:
+    """Return the split of each row, [N] text, which is its group's by a number that its name gives on every machine.
+
+    Raises:
+        ValueError: A client has no training rows.
+    """
+    chosen = {}
+    for name in dict.fromkeys(groups.tolist()):
+        u = _address(f"{seed} {name}") / 2**32
+        rest = (u - shares["test"]) / (1 - shares["test"])
+        held = "validation" if rest < shares["validation"] else "calibration"
+        first = held if rest < shares["validation"] + shares["calibration"] else "train"
+        chosen[name] = "test" if u < shares["test"] else first
+    of = np.array([chosen[name] for name in groups.tolist()], dtype=object)
+    if lacking := [owner for owner in dict.fromkeys(ids.tolist()) if not (of[ids == owner] == "train").any()]:
+        few = len(set(groups[ids == lacking[0]].tolist()))
+        raise ValueError(
+            f"client {lacking[0]!r} has no training rows, as its groups, {few}, stand in other splits: use another seed or smaller shares, "
+            "or leave it out"
+        )
+    return of
 
 
 def _rows(data: FederatedData, split: str) -> np.ndarray:
@@ -250,9 +279,13 @@ def _statistics(table: Table, data: FederatedData, names: Sequence[str], categor
     return statistics_of(table, dict(zip(data.client_names, parts, strict=True)), names, categories)
 
 
-def _with_inputs(
-    data: FederatedData, x: torch.Tensor, columns: Columns, client: str, target: str | Sequence[str], group: str | None
-) -> FederatedData:
+def _classes(data: FederatedData, targets: _Targets) -> dict[str, Any]:
+    """Return what other machines must know of the classes, as JSON can hold it."""
+    names = None if targets.classes is None else list(targets.classes)
+    return {"classes": names, "ordered": targets.ordered, "outputs": data.outputs if data.task == "classification" else None}
+
+
+def _with_inputs(data: FederatedData, x: torch.Tensor, columns: Columns, recipe: Mapping[str, Any]) -> FederatedData:
     """Return the federation with these inputs [N, D] of the frame's rows in place of the rows' numbers."""
     made: dict[int, torch.Tensor] = {}
     splits = {}
@@ -261,9 +294,8 @@ def _with_inputs(
         if id(split.x) not in made:
             made[id(split.x)] = x[split.x[:, 0]]
         splits[name] = replace(split, x=made[id(split.x)], columns=columns.names, dtype=torch.float32)
-    roles = {"client": client, "target": target if isinstance(target, str) else list(target), "group": group}
-    recipe = {**data.recipe, "recipe": "from_frame", **roles, "columns": columns.to_json()}
-    return replace(data, splits=splits, inputs=(x.shape[1],), columns=columns.names, prepared=columns, recipe=recipe)
+    told = {**data.recipe, "recipe": "from_frame", **recipe, "columns": columns.to_json()}
+    return replace(data, splits=splits, inputs=(x.shape[1],), columns=columns.names, prepared=columns, recipe=told)
 
 
 def _ids(values: Values, role: str) -> np.ndarray:
@@ -277,49 +309,63 @@ def _ids(values: Values, role: str) -> np.ndarray:
             f"column {values.name!r} has no {role} in {int(missing.sum())} rows, first row {int(missing.argmax())}: find out whose they "
             f"are, or leave them out, as frame.dropna(subset=[{values.name!r}]) does"
         )
-    if values.numbers is not None and not values.whole:
+    if values.numbers is not None and values.exact is None:
         raise ValueError(
             f"column {values.name!r} holds floats, and a {role} is a name or a whole number: frame[{values.name!r}].astype('int64') makes "
             "these of ids that became floats when one was missing"
         )
-    return values.levels() if values.numbers is None else values.numbers.astype(np.int64)
+    return values.levels() if values.exact is None else values.exact
 
 
-def _targets(table: Table, target: str | Sequence[str]) -> tuple[np.ndarray, list[str] | None]:
-    """Return the targets [N] or [N, O], and the names of the classes where they are text.
+def _targets(
+    table: Table, target: str | Sequence[str], class_names: Sequence[str] | None, columns: Columns | None, task: Task | None
+) -> _Targets:
+    """Return the targets; text is coded by the names that are given, by those of `columns`, by the type's order, or by the alphabet.
 
     Raises:
-        ValueError: Some are missing, or several of them hold text.
+        ValueError: Some are missing, a text is no class that is known, or several targets hold text.
     """
     found = [table.values(name) for name in ([target] if isinstance(target, str) else target)]
     for values in found:
         if (missing := values.missing).any():
             raise ValueError(
-                f"target {values.name!r} is missing in {int(missing.sum())} rows, first row {int(missing.argmax())}: leave these rows out, "
-                f"as frame.dropna(subset=[{values.name!r}]) does"
+                f"target {values.name!r} is missing in {int(missing.sum())} rows, first row {int(missing.argmax())}: leave these rows out"
+                + (", or put -100 in place of labels that are not known" if len(found) > 1 else "")
             )
+    if class_names is not None:
+        ordered("class_names", class_names, "pass a list in the order of the classes")
+    given = None if class_names is None else tuple(map(str, class_names))
     if len(found) == 1 and found[0].texts is not None:
-        names, codes = np.unique(found[0].texts.astype(str), return_inverse=True)
-        return codes, names.tolist()
+        if task == "regression":
+            raise ValueError(f"target {found[0].name!r} holds text, which is no number; leave out task='regression', or make numbers of it")
+        known = given or (columns.classes if columns is not None else None)
+        names = known or found[0].order or tuple(sorted(set(found[0].texts.tolist())))
+        if strange := sorted(set(found[0].texts.tolist()) - set(names)):
+            raise ValueError(
+                f"target {found[0].name!r} holds {strange[:5]}, which are none of the classes {list(names)}; name all, as they are written"
+            )
+        place = {name: k for k, name in enumerate(names)}
+        y = np.array([place[text] for text in found[0].texts.tolist()], dtype=np.int64)
+        return _Targets(y, tuple(names), ordered=given is not None or found[0].order is not None)
     if any(values.numbers is None for values in found):
         raise ValueError(f"several targets must be numbers, {[values.name for values in found if values.numbers is None]} hold text")
-    y = np.stack(
-        [values.numbers.astype(np.int64) if values.whole else values.numbers for values in found if values.numbers is not None], -1
-    )
-    return (y[:, 0] if isinstance(target, str) else y), None
+    whole = all(values.exact is not None for values in found)
+    parts = [values.exact.astype(np.int64) if whole and values.exact is not None else values.numbers for values in found]
+    y = np.stack([part for part in parts if part is not None], -1)
+    return _Targets(y[:, 0] if len(found) == 1 else y, given=given)
 
 
-def _warn(statistics: dict[str, Any]) -> None:
+def _warn(statistics: Mapping[str, Any]) -> None:
     """Warn of columns that are constant, or without a value at some client."""
     absent: dict[str, list[str]] = {}
     constant: dict[str, list[str]] = {}
-    for client, columns in statistics["clients"].items():
+    for client, columns in statistics.items():
         for column in columns:
             if column["rows"] == column["missing"]:
                 absent.setdefault(column["name"], []).append(client)
-            elif column.get("squares", 1.0) == 0 and column["rows"] > 1:
+            elif column["rows"] > 1 and (column.get("squares") == 0 or len(column.get("levels", "12")) == 1):
                 constant.setdefault(column["name"], []).append(client)
-    everyone = len(statistics["clients"])
+    everyone = len(statistics)
     told = [f"{name!r} has no value in the training rows of {clients[:5]}" for name, clients in absent.items()]
     told += [f"{name!r} is constant in those of {'all clients' if len(on) == everyone else on[:5]}" for name, on in constant.items()]
     if told:

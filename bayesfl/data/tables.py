@@ -1,12 +1,18 @@
 """Columns of data frames, of pandas or of anything that speaks Arrow's capsule interface, as plain arrays with what is missing."""
 
 import datetime
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
 import numpy as np
+
+WHOLE = re.compile(r"-?(0|[1-9]\d*)\.0+")
+"""A whole number as text, as whole numbers become where one is missing."""
+MOST = float(np.finfo(np.float32).max)
+"""Largest number that inputs hold."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -17,13 +23,17 @@ class Values:
         name: The column's name.
         numbers: Numbers [N] in float64, NaN where one is missing; None for text.
         texts: Texts [N], None where one is missing; None for numbers.
-        whole: Whether all numbers are whole, or truth values, by their type.
+        exact: The same numbers [N] as Python's whole numbers, where none is missing and their type has no others; None else.
+        order: Levels of a category in the order that its type gives them; None without an order.
+        declared: Whether the type says that it is a category.
     """
 
     name: str
     numbers: np.ndarray | None = None
     texts: np.ndarray | None = None
-    whole: bool = False
+    exact: np.ndarray | None = None
+    order: tuple[str, ...] | None = None
+    declared: bool = False
 
     @property
     def missing(self) -> np.ndarray:
@@ -34,12 +44,16 @@ class Values:
         return np.array([value is None for value in self.texts], dtype=bool)
 
     def levels(self) -> np.ndarray:
-        """Return each row's level of a category as text [N], None where it is missing; 3 and 3.0 are one level."""
-        if self.texts is not None:
-            return self.texts
-        assert self.numbers is not None
-        plain = [None if np.isnan(v) else str(int(v)) if v == int(v) else repr(float(v)) for v in self.numbers.tolist()]
-        return np.array(plain, dtype=object)
+        """Return each row's level of a category as text [N], None where it is missing; 3, 3.0 and the text 3.0 are one level."""
+        given = (self.numbers if self.numbers is not None else self.texts if self.texts is not None else np.empty(0)).tolist()
+        return np.array([None if v is None or v != v else _level(v) for v in given], dtype=object)
+
+
+def _level(value: Any) -> str:
+    """Return a level of a category as text."""
+    if isinstance(value, str):
+        return value[: value.index(".")] if WHOLE.fullmatch(value) else value
+    return str(int(value)) if value == int(value) else repr(float(value))
 
 
 class Table:
@@ -56,7 +70,7 @@ class Table:
     """
 
     def __init__(self, frame: Any, name: str = "frame") -> None:
-        self._name, self._pandas = name, hasattr(frame, "iloc") and hasattr(frame, "dtypes")
+        self._name, self._pandas = name, hasattr(frame, "iloc") and hasattr(frame, "columns")
         if not self._pandas:
             if not hasattr(frame, "__arrow_c_stream__"):
                 raise TypeError(
@@ -90,17 +104,29 @@ class Table:
         """Read one column.
 
         Raises:
-            ValueError: It holds dates, several types, numbers as text beside others, or anything that is neither number nor text.
+            ValueError: It holds dates, several types, numbers that are infinite or too large, or anything that is neither number nor text.
         """
+        found = self._values(name)
+        if found.numbers is not None and (large := np.abs(found.numbers) > MOST).any():
+            row = int(large.argmax())
+            raise ValueError(f"column {name!r} holds infinite or too large numbers, first {found.numbers[row]} in row {row}; replace them")
+        return found
+
+    def _values(self, name: str) -> Values:
         if self._pandas:
             column = self._frame.iloc[:, self.columns.index(name)]
             kind = getattr(column.dtype, "kind", "O")
             if kind in "Mm":
                 raise ValueError(_dates(name))
-            if kind in "biuf":
-                return Values(name, numbers=column.to_numpy(dtype=np.float64, na_value=np.nan), whole=kind != "f")
             missing = column.isna().to_numpy()
-            return _of_objects(name, [None if none else value for none, value in zip(missing, column.astype(object), strict=True)])
+            if kind in "biuf":
+                exact = _exact(column.astype(object)) if kind != "f" and not missing.any() else None
+                return Values(name, numbers=column.to_numpy(dtype=np.float64, na_value=np.nan), exact=exact)
+            found = _of_objects(name, [None if none else value for none, value in zip(missing, column.astype(object), strict=True)])
+            if column.dtype.name != "category":
+                return found
+            order = tuple(map(_level, column.dtype.categories)) if column.dtype.ordered else None
+            return Values(name, texts=found.levels(), order=order, declared=True)
         import pyarrow as pa
 
         column = self._frame[name]
@@ -109,18 +135,30 @@ class Table:
         if pa.types.is_integer(column.type) or pa.types.is_floating(column.type):
             found = column.cast("float64").to_numpy() if not column.null_count else None
             found = np.array([np.nan if v is None else v for v in column.to_pylist()], dtype=np.float64) if found is None else found
-            return Values(name, numbers=found, whole=pa.types.is_integer(column.type))
+            exact = _exact(column.to_pylist()) if pa.types.is_integer(column.type) and not column.null_count else None
+            return Values(name, numbers=found, exact=exact)
         return _of_objects(name, column.to_pylist())
+
+
+def _exact(values: Any) -> np.ndarray | None:
+    """Return whole numbers [N] as Python's; None if one is missing."""
+    listed = list(values)
+    return None if any(v is None for v in listed) else np.array([int(v) for v in listed], dtype=object)
+
+
+def is_frame(value: Any) -> bool:
+    """Say whether a value is a data frame, of pandas or of a library that speaks Arrow's capsule interface."""
+    return hasattr(value, "columns" if hasattr(value, "iloc") else "__arrow_c_stream__")
 
 
 def _of_objects(name: str, values: list[Any]) -> Values:
     """Read values of any type, None where one is missing."""
     found = {type(value) for value in values if value is not None}
     if found and found <= {bool, np.bool_}:
-        return Values(name, numbers=np.array([np.nan if v is None else float(v) for v in values]), whole=True)
+        return Values(name, numbers=np.array([np.nan if v is None else float(v) for v in values]), exact=_exact(values))
     if found and all(issubclass(kind, int | float | np.integer | np.floating | Decimal) for kind in found):
         whole = all(issubclass(kind, int | np.integer) for kind in found)
-        return Values(name, numbers=np.array([np.nan if v is None else float(v) for v in values]), whole=whole)
+        return Values(name, numbers=np.array([np.nan if v is None else float(v) for v in values]), exact=_exact(values) if whole else None)
     if any(issubclass(kind, datetime.date | datetime.timedelta | np.datetime64) for kind in found):
         raise ValueError(_dates(name))
     if any(not issubclass(kind, str) for kind in found):

@@ -23,6 +23,7 @@ from bayesfl.data.columns import Columns
 from bayesfl.data.frames import names_of, same_columns
 from bayesfl.data.outline import Outline
 from bayesfl.data.split import Change
+from bayesfl.data.tables import is_frame
 from bayesfl.evaluation.predictions import Predictions
 from bayesfl.federation import checkpoint, predict
 from bayesfl.federation.client import State, private_rows
@@ -99,7 +100,7 @@ class ClientModel:
         Args:
             x: Inputs [N, ...] as the training data were before the federation's transform, which is applied here: an array, a tensor, a
                 list or a data frame with the same columns, or a tuple or a mapping of these; or, of a federation that `from_frame` made, a
-                frame as that was, without client and target. Floats of any precision are converted, to
+                frame as that was; an array then holds what `Columns.apply` makes of one. Floats of any precision are converted, to
                 float32 as training data are, then to the model's precision. Whole numbers and truth values stay what they are, and do not
                 stand for floats; those of a data frame are floats.
             draws: Number of posterior draws S to average over; 0 predicts at the mean, None uses the number of the method's paper.
@@ -114,7 +115,7 @@ class ClientModel:
                 finite; or tokens beyond an embedding's rows; or `draws` is not a whole number >= 0.
         """
         refuse_changed(self.algorithm.model)
-        if self.prepared is not None and names_of(x, pooled=True) not in (None, self.columns):
+        if self.prepared is not None and is_frame(x):
             x = self.prepared.apply(x)
         same_columns("x", names_of(x, pooled=True), self.columns)
         rows = self.form.split(x, self.inputs, dtype=self.dtype, device=self.device)

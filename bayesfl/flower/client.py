@@ -1,5 +1,6 @@
 """The client's side of a federation over Flower: an algorithm's local work in answer to messages, on data that stay with the client."""
 
+import hashlib
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -90,6 +91,8 @@ def client_app(
         # Digests alone, as a transform may hold numbers of the client's data.
         for kind, change in (("transform", client.data.train.transform), ("augment", client.data.train.augment)):
             found[kind] = "" if change is None else digest_of_code(change)
+        made = client.data.prepared
+        found["columns"] = "" if made is None else hashlib.sha256(made.to_json().encode()).hexdigest()
         return Message(RecordDict({"config": ConfigRecord(found)}), reply_to=message)
 
     @app.train()

@@ -121,17 +121,79 @@ def test_nothing_of_other_rows_is_learnt():
 
 
 def test_hospitals_learn_columns_without_pooling():
-    """Each on its own machine, by numbers that JSON holds; their inputs are then made by the same columns."""
-    frame = hospitals().drop(columns="patient")
-    data, columns = from_frame(frame, **ROLES)
-    train = frame.iloc[np.sort(train_rows(data, columns, frame))]
-    told = [json.loads(json.dumps(frame_statistics(part, **ROLES, test_share=0.0))) for _, part in train.groupby("hospital", sort=False)]
+    """Each on its own machine, by numbers that JSON holds: columns and splits are those of the frame that nobody has."""
+    frame = hospitals().drop(columns="patient").assign(ill=lambda f: np.where(f["ill"], "yes", "no"))
+    options: dict[str, Any] = {**ROLES, "validation": 0.2}
+    data, columns = from_frame(frame, **options)
+    told = [json.loads(json.dumps(frame_statistics(part, **options))) for _, part in frame.groupby("hospital")]
     found = Columns.of(told)
-    assert [part.name for part in found.parts] == [part.name for part in columns.parts]
-    np.testing.assert_allclose(found.apply(frame), columns.apply(frame), atol=1e-6)
-    mine, again = from_frame(train[train["hospital"] == "Chur"], **ROLES, columns=found, test_share=0.0)
-    assert again == mine.prepared == found
-    assert mine.inputs == data.inputs
+    assert found == columns
+    for j, (_, part) in enumerate(frame.groupby("hospital")):
+        mine, again = from_frame(part, **options, columns=found)
+        assert again == mine.prepared == found
+        assert (mine.inputs, mine.classes, mine.class_names) == (data.inputs, 2, ("no", "yes"))
+        for name, split in mine.splits.items():
+            x, y = split.client(0)
+            wanted, labels = data.splits[name].client(j)
+            assert torch.equal(x, wanted)  # type: ignore[arg-type]
+            assert torch.equal(y, labels)
+    with pytest.raises(ValueError, match=r"list of what frame_statistics returned"):
+        Columns.of(told[0])  # type: ignore[arg-type]
+
+
+def test_classes_are_those_of_the_columns():
+    """On a machine where one does not occur, too; names that are given are an order, and all must be known."""
+    rng = np.random.default_rng(0)
+    frame = pd.DataFrame({"h": ["A", "B"] * 50, "x": rng.normal(size=100), "grade": rng.choice(["low", "mid", "high"], 100)})
+    _, columns = from_frame(frame, client="h", target="grade", class_names=["low", "mid", "high"])
+    assert columns.classes == ("low", "mid", "high")
+    part = frame[(frame["h"] == "B") & (frame["grade"] != "low")]
+    data, _ = from_frame(part, client="h", target="grade", columns=columns)
+    assert data.class_names == ("low", "mid", "high")
+    assert set(data.train.y.tolist()) == {1, 2}
+    ordered = frame.assign(grade=pd.Categorical(frame["grade"], categories=["low", "mid", "high"], ordered=True))
+    assert from_frame(ordered, client="h", target="grade")[0].class_names == ("low", "mid", "high")
+    with pytest.raises(ValueError, match=r"'grade' holds \['high'\], which are none of the classes \['low', 'mid'\]"):
+        from_frame(frame, client="h", target="grade", class_names=["low", "mid"])
+    whole = frame.assign(grade=np.arange(100) % 3)
+    _, columns = from_frame(whole, client="h", target="grade")
+    assert from_frame(whole[whole["grade"] < 2], client="h", target="grade", columns=columns)[0].classes == 3
+    with pytest.raises(ValueError, match=r"columns= has the inputs \['x'\], which are client, target or group"):
+        from_frame(frame, client="h", target="x", columns=columns, task="regression")
+    with pytest.raises(ValueError, match="holds text, which is no number"):
+        from_frame(frame, client="h", target="grade", task="regression")
+
+
+def test_frames_are_raw_and_arrays_prepared():
+    """Also where both have the same columns."""
+    rng = np.random.default_rng(0)
+    frame = pd.DataFrame({"h": ["A", "B"] * 50, "x": rng.normal(9, 3, size=100), "z": rng.normal(size=100), "y": np.arange(100) % 2})
+    data, columns = from_frame(frame, client="h", target="y")
+    assert columns.names == ("x", "z")
+    one = run(bf.algorithms.fedavg(bf.models.mlp(2, hidden=4, outputs=2), epochs=1), data, evaluate_every=None).client("A")
+    wanted = one.predict(columns.apply(frame)).probs
+    for given in (frame, frame[["x", "z"]], frame[["z", "x"]]):
+        assert torch.equal(one.predict(given).probs, wanted)  # type: ignore[arg-type]
+
+
+def test_levels_that_no_row_knows_are_warned_of():
+    """As of text with spaces, or of numbers in place of text; 3, 3.0 and "3.0" are one level."""
+    frame = hospitals().drop(columns="patient")
+    _, columns = from_frame(frame, **ROLES, categories=["code"])
+    place = [i for i, name in enumerate(columns.names) if name.startswith("code is")]
+    wanted = columns.apply(frame)[:, place]
+    for twin in (frame["code"].astype(float), frame["code"].astype(str), frame["code"].astype(float).astype(str)):
+        np.testing.assert_array_equal(columns.apply(frame.assign(code=twin))[:, place], wanted)
+    with pytest.warns(UserWarning, match=r"'code': no row has a level of the training rows, \['3', '6', '7'\], but for instance '03'"):
+        columns.apply(frame.assign(code="03"))
+    declared, _ = from_frame(frame.astype({"code": "category"}), **ROLES)
+    assert declared.columns == columns.names
+
+
+def test_large_ids_are_not_merged():
+    frame = hospitals(120).drop(columns="patient").assign(hospital=lambda f: 2**60 + np.arange(len(f)) % 4)
+    assert from_frame(frame, **ROLES)[0].client_names == tuple(str(2**60 + k) for k in range(4))
+    assert from_frame(frame.convert_dtypes(), **ROLES)[0].clients == 4
 
 
 def test_columns_travel(tmp_path: Path):
@@ -152,8 +214,6 @@ def test_columns_travel(tmp_path: Path):
         bf.load(tmp_path / "run", result.algorithm).client("Chur"),
     ):
         assert torch.equal(model.predict(new).probs, wanted)  # type: ignore[arg-type]
-        prepared = pd.DataFrame(columns.apply(new), columns=list(columns.names))
-        assert torch.equal(model.predict(prepared).probs, wanted)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=r"has no columns \['age'\]"):
             model.predict(new.drop(columns="age"))
         with pytest.raises(ValueError, match=r"'age' holds text where the training data hold numbers"):
@@ -179,8 +239,13 @@ def test_a_group_stands_in_one_split(seed: int):
     assert all(len(names) == 1 for names in split_of.values())
     total = sum(split.counts.sum() for split in data.splits.values())
     assert total == len(frame)
-    assert 0.15 < data.test.counts.sum() / total < 0.35
-    assert 0.1 < data.validation.counts.sum() / total < 0.3
+    assert 0.1 < data.test.counts.sum() / total < 0.35
+    assert 0.03 < data.validation.counts.sum() / total < 0.3
+    for part in frame["hospital"].unique():  # a patient of two hospitals stands in the same split on both machines
+        alone, _ = from_frame(frame[frame["hospital"] == part], **options, columns=columns)
+        for name, split in alone.splits.items():
+            values = split.x[split.index, place].double() * key.scale + key.mean  # type: ignore[index, union-attr]
+            assert all(split_of[int(frame["patient"].iloc[row])] == {name} for row in values.round().long().tolist())
 
 
 def test_frames_of_any_library():
@@ -226,10 +291,13 @@ def test_what_a_column_says_nothing_of_is_named():
 
 
 def test_clients_without_rows_in_a_split_are_named():
+    """As where all of one's rows are one group; a client without training rows is refused."""
     frame = hospitals().drop(columns="patient").assign(patient=lambda f: np.where(f["hospital"] == "Genf", -1, np.arange(len(f))))
     with pytest.warns(UserWarning, match=r"clients \['Genf'\] \(1 in all\) have no test rows"):
-        data, _ = from_frame(frame, **ROLES, group="patient")
+        data, _ = from_frame(frame, **ROLES, group="patient", seed=1)
     assert data.test.counts[-1] == 0
+    with pytest.raises(ValueError, match=r"client 'Genf' has no training rows, as its groups, 1, stand in other splits: use another seed"):
+        from_frame(frame, **ROLES, group="patient", seed=0)
 
 
 CODE = np.arange(200)
@@ -242,9 +310,13 @@ CODE = np.arange(200)
         (lambda f: f.assign(day=pd.Timestamp("2026-01-01")), {}, r"'day' holds dates .*\.dt\.days"),
         (lambda f: f.assign(day=[datetime.date(2026, 1, 1)] * 200), {}, r"'day' holds dates"),
         (lambda f: f.assign(mixed=["a", 1] * 100), {}, r"'mixed' holds values of the types \['int', 'str'\]"),
+        (lambda f: f.assign(day="2026-01-1" + (f["code"] - 2).astype(str)), {}, r"'day' holds dates as text, as '2026-01-1\d'"),
+        (lambda f: f.assign(age=[*map(str, range(190)), *["?"] * 10]), {}, r"numbers as text, as '\d+' beside '\?', which may stand for"),
+        (lambda f: f.assign(**{"pressure is missing": 1.0}), {}, r"several inputs would be called \['pressure is missing'\]"),
+        (lambda f: f.assign(age=1e300), {}, r"'age' holds infinite or too large numbers, first 1e\+300 in row 0"),
         (lambda f: f.assign(lists=[[1]] * 200), {}, r"'lists' holds values of the types \['list'\]"),
         (lambda f: f.assign(age=f["age"].astype(int).astype(str)), {}, r"'age' holds numbers as text, as '\d+': .*to_numeric.*categories="),
-        (lambda f: f.assign(age=np.inf), {}, r"'age' holds infinite numbers, first in row 0"),
+        (lambda f: f.assign(age=np.inf), {}, r"'age' holds infinite or too large numbers, first inf in row 0"),
         (lambda f: f.assign(age=None), {}, r"'age' has no value in any training row; leave it out"),
         (lambda f: pd.concat([f, f]), {}, r"index 0 more than once, as after concat: .*reset_index"),
         (lambda f: f.assign(hospital=CODE % 4 * 1.5), {}, r"'hospital' holds floats, and a client .*astype\('int64'\)"),
@@ -259,7 +331,7 @@ CODE = np.arange(200)
         (lambda f: f[["hospital", "ill"]], {}, r"no column is left for inputs"),
         (lambda f: f.iloc[:0], {}, r"frame has no rows"),
         (lambda f: f.drop(columns="code").assign(code=1).rename(columns={"code": "age"}), {}, r"several columns called \['age'\]"),
-        (lambda f: f.assign(hospital=np.where(CODE == 5, "Thun", f["hospital"])), {}, r"client 'Thun' has 1 example, too few"),
+        (lambda f: f.assign(hospital=np.where(CODE == 5, "Thun", f["hospital"])), {}, r"client 'Thun' has 1 rows, too few for its splits"),
         (lambda f: f, {"target": ["ill", "pain"]}, r"several targets must be numbers, \['pain'\] hold text"),
         (lambda f: f, {"test_share": 1.5}, r"test_share is a share .* got 1\.5"),
         (lambda f: f, {"group": "code", "test_share": 0.9, "validation": 0.2}, r"test_share and validation must leave something"),
