@@ -60,8 +60,8 @@ def from_frame(
             machines with the same seed, as its name and the seed choose the split; None for rows that are independent.
         categories: Names of columns of numbers that are codes of categories.
         columns: Columns that were learnt elsewhere, as on a node of a network; None to learn them here.
-        test_share: Share of each client's rows for the test, stratified by class, at least one row, drawn by the client's name from its rows
-            in their order; with `group` the share that a group is drawn with, so that a client with few groups may have none.
+        test_share: Share of each client's rows for the test, stratified by class, at least one row, drawn by the client's name from its
+            rows in their order; with `group` the share that a group is drawn with, so that a client with few groups may have none.
         validation: Share of each client's training rows for tuning; 0 for no such split.
         calibration: The same for temperatures and conformal thresholds.
         outputs: Number of classes or targets; None for those found.
