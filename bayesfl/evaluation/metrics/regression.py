@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -190,7 +191,7 @@ class _Fitted:
             raise ValueError("distribution='counts' is for means > 0 and targets that are whole numbers >= 0; leave it out for others")
         return cls(mean, variance, targets, mask, (mask & ~finite).any(-1), kind)
 
-    @property
+    @cached_property
     def distribution(self) -> Distribution:
         return KINDS[self.kind](self.mean, self.variance)
 
@@ -214,25 +215,30 @@ class _Fitted:
         return self._average(self.distribution.crps(self.targets).mean(-1))
 
     def _interval(self, level: float) -> tuple[Tensor, Tensor]:
-        if not 0 < level < 1:
-            raise ValueError(f"level is the probability of the interval and must lie in (0, 1), got {level}; 90% is 0.9")
         found = self.distribution
         return found.quantile((1 - level) / 2), found.quantile((1 + level) / 2)
 
     def coverage(self, level: float) -> Tensor:
-        lower, upper = self._interval(level)
+        if not 0 < level < 1:
+            raise ValueError(f"level is the probability of the interval and must lie in (0, 1), got {level}; 90% is 0.9")
         if self.kind == "counts":
-            return self._average(self._passed(torch.tensor([(1 - level) / 2, (1 + level) / 2])).diff(dim=-1)[..., 0].mean(-1))
+            ends = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)
+            return self._average(self._passed(ends).diff(dim=-1)[..., 0].mean(-1))
+        lower, upper = self._interval(level)
         return self._average(((lower <= self.targets) & (self.targets <= upper)).double().mean(-1))
 
     def width(self, level: float) -> Tensor:
         lower, upper = self._interval(level)
         return self._average((upper - lower).mean(-1))
 
+    @cached_property
+    def _transform(self) -> tuple[Tensor, Tensor]:
+        """Return P(Y < y) and P(Y <= y), [J, N, O, 1] each."""
+        return self.distribution.below(self.targets)[..., None], self.distribution.cdf(self.targets)[..., None]
+
     def _passed(self, edges: Tensor) -> Tensor:
         """Return which share of P(Y < y) to P(Y <= y) lies below each edge, [J, N, O, edges]."""
-        found = self.distribution
-        upper, lower = found.cdf(self.targets)[..., None], found.below(self.targets)[..., None]
+        lower, upper = self._transform
         return ((edges - lower) / (upper - lower).clamp_min(1e-300)).clamp(0, 1)
 
     def pit(self, bins: int) -> Tensor:
