@@ -54,7 +54,7 @@ def fedbn(
 
     Raises:
         TypeError: `model` is not an `nn.Module`.
-        ValueError: `model` has no norm with trainable weights.
+        ValueError: `model` has no norm with trainable weights, or has one in two places.
     """
     patterns, both = _patterns(model), ("w", "norms")
     rest = {"batch_size": batch_size, "optimiser": SGD(lr, momentum, weight_decay)}
@@ -77,5 +77,8 @@ def _patterns(model: nn.Module) -> tuple[str, ...]:
             f"model {type(model).__name__} has no norm with trainable weights (nn.BatchNorm2d, nn.LayerNorm, ...), so that no weight would "
             "stay with a client; take bf.algorithms.fedavg, or norms with affine=True"
         )
+    places = [name for name, part in model.named_modules(remove_duplicate=False) if isinstance(part, NORMS)]
+    if twice := sorted(set(places) - {name for name, part in model.named_modules() if isinstance(part, NORMS)}):
+        raise ValueError(f"the norm {twice[0]!r} stands in the model under another name, too; give each place a norm of its own")
     still = [name for name, part in norms(model).items() if not trainable(name, part)]
     return (*map(escape, own), *map(escape, still), *(f"{escape(name)}.running_*" for name in still))

@@ -190,12 +190,30 @@ class Columns:
             if not kinds:
                 raise ValueError(f"column {name!r} has no value in any training row; leave it out")
             parts.append(_number(name, mine) if kinds == {"number"} else _category(name, mine))
-        classes: list[str] | None = None
-        if statistics[0]["classes"] is not None:
-            classes = sorted({name for each in statistics for name in each["classes"] or ()})
-            classes = list(statistics[0]["classes"]) if statistics[0]["ordered"] else classes
+        classes = _classes(statistics)
         outputs = [each["outputs"] for each in statistics if each["outputs"] is not None]
-        return cls(tuple(parts), None if classes is None else tuple(classes), len(classes) if classes else max(outputs, default=None))
+        return cls(tuple(parts), classes, len(classes) if classes else max(outputs, default=None))
+
+
+def _classes(statistics: Sequence[Mapping[str, Any]]) -> tuple[str, ...] | None:
+    """Return the names of the classes: those of all clients, sorted, or the one order that all give; None where targets are no text.
+
+    Raises:
+        ValueError: Some targets are text and others are not, or clients give other names or orders.
+    """
+    given = [None if each["classes"] is None else tuple(each["classes"]) for each in statistics]
+    named = [names for names in given if names is not None]
+    if not named:
+        return None
+    if len(named) < len(given):
+        raise ValueError("the target is text at some clients and numbers at others; make it one kind everywhere")
+    if not any(each["ordered"] for each in statistics):
+        return tuple(sorted(set().union(*named)))
+    if len(set(named)) > 1:
+        raise ValueError(
+            f"clients give the classes in different orders or names, {sorted(set(named))[:3]}; pass one class_names= everywhere"
+        )
+    return named[0]
 
 
 def _part(found: Mapping[str, Any]) -> Number | Category:
@@ -252,6 +270,8 @@ def statistics_of(
     found: dict[str, list[dict[str, Any]]] = {client: [] for client in clients}
     for name in names:
         values = table.values(name)
+        if values.texts is not None and name not in categories and not values.declared:
+            _check_text(name, sorted(set(values.levels()[~values.missing].tolist())))
         for client, rows in clients.items():
             found[client].append(_statistics(_chosen(values, rows), name in categories))
     return found
@@ -266,9 +286,7 @@ def _statistics(values: Values, category: bool) -> dict[str, Any]:
     missing = values.missing
     about = {"name": values.name, "rows": len(missing), "missing": int(missing.sum())}
     if category or values.numbers is None:
-        texts = sorted({str(level) for level in values.levels()[~missing]})
-        if not category and not values.declared:
-            _check_text(values.name, texts)
+        texts = sorted(set(values.levels()[~missing].tolist()))
         _check_levels(values.name, texts)
         return {**about, "kind": "category", "levels": texts}
     known = _numbers(values)[~missing]

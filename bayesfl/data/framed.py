@@ -170,12 +170,19 @@ def _opened(frame: Any, client: str, target: str | Sequence[str], group: str | N
 
 @dataclass(frozen=True)
 class _Targets:
-    """Targets [N] or [N, O], the names of classes that are text, and whether these have an order of their own."""
+    """What is to be predicted.
+
+    Args:
+        y: Numbers of classes [N], or targets [N] or [N, O].
+        names: Names of the classes, in the order of their numbers; None where none are known.
+        text: Whether the column holds these names as text.
+        ordered: Whether the names have an order that was given, and not the alphabet's.
+    """
 
     y: np.ndarray
-    classes: tuple[str, ...] | None = None
+    names: tuple[str, ...] | None = None
+    text: bool = False
     ordered: bool = False
-    given: tuple[str, ...] | None = None
 
 
 def _split(
@@ -195,11 +202,10 @@ def _split(
     ids = _ids(table.values(client), "client")
     y, x = targets.y, np.arange(table.rows)[:, None]
     of = _by_row(ids, y, shares, seed) if group is None else _by_group(ids, _ids(table.values(group), "group"), shares, seed)
-    names = targets.given if targets.classes is None else targets.classes
-    outputs = len(names) if names is not None and outputs is None else outputs
+    outputs = len(targets.names) if targets.names is not None and outputs is None else outputs
     test = of == "test"
     held = (x[test], y[test], ids[test]) if test.any() else None
-    about: dict[str, Any] = {"outputs": outputs, "task": task, "class_names": names, "seed": seed, "source": source}
+    about: dict[str, Any] = {"outputs": outputs, "task": task, "class_names": targets.names, "seed": seed, "source": source}
     data = from_arrays(x[~test], y[~test], client_ids=ids[~test], test=held, test_share=0.0, **about)
     splits, rows = dict(data.splits), _rows(data, "train")
     owner = np.repeat(np.arange(data.clients), data.train.counts)
@@ -281,7 +287,7 @@ def _statistics(table: Table, data: FederatedData, names: Sequence[str], categor
 
 def _classes(data: FederatedData, targets: _Targets) -> dict[str, Any]:
     """Return what other machines must know of the classes, as JSON can hold it."""
-    names = None if targets.classes is None else list(targets.classes)
+    names = list(targets.names) if targets.text and targets.names is not None else None
     return {"classes": names, "ordered": targets.ordered, "outputs": data.outputs if data.task == "classification" else None}
 
 
@@ -346,13 +352,13 @@ def _targets(
             )
         place = {name: k for k, name in enumerate(names)}
         y = np.array([place[text] for text in found[0].texts.tolist()], dtype=np.int64)
-        return _Targets(y, tuple(names), ordered=given is not None or found[0].order is not None)
+        return _Targets(y, tuple(names), text=True, ordered=given is not None or found[0].order is not None)
     if any(values.numbers is None for values in found):
         raise ValueError(f"several targets must be numbers, {[values.name for values in found if values.numbers is None]} hold text")
     whole = all(values.exact is not None for values in found)
     parts = [values.exact.astype(np.int64) if whole and values.exact is not None else values.numbers for values in found]
     y = np.stack([part for part in parts if part is not None], -1)
-    return _Targets(y[:, 0] if len(found) == 1 else y, given=given)
+    return _Targets(y[:, 0] if len(found) == 1 else y, given)
 
 
 def _warn(statistics: Mapping[str, Any]) -> None:
@@ -363,7 +369,7 @@ def _warn(statistics: Mapping[str, Any]) -> None:
         for column in columns:
             if column["rows"] == column["missing"]:
                 absent.setdefault(column["name"], []).append(client)
-            elif column["rows"] > 1 and (column.get("squares") == 0 or len(column.get("levels", "12")) == 1):
+            elif column["rows"] > 1 and (column.get("squares") == 0 or len(column.get("levels", ())) == 1):
                 constant.setdefault(column["name"], []).append(client)
     everyone = len(statistics)
     told = [f"{name!r} has no value in the training rows of {clients[:5]}" for name, clients in absent.items()]

@@ -62,7 +62,8 @@ def from_datasets(
         nothing = each(lambda t: t[:0], pairs[0][0]), pairs[0][1][:0]  # a client without test data has an empty data set
         tests = [_examples(one, name) if len(one) else nothing for name, one in held]
     else:
-        every = [_rows(one, name, inputs, target) if len(one) or name.startswith("d") else [] for name, one in (*given, *held)]
+        every = [_rows(one, name, inputs, target) for name, one in given]
+        every += [_rows(one, name, inputs, target) if len(one) else [] for name, one in held]  # a client may have no test data
         joined = _filled(every, inputs, target, mask)
         pairs, tests = joined[: len(given)], joined[len(given) :]
     parts = ([x for x, _ in tests], [y for _, y in tests]) if test is not None else None

@@ -23,7 +23,7 @@ class Values:
         name: The column's name.
         numbers: Numbers [N] in float64, NaN where one is missing; None for text.
         texts: Texts [N], None where one is missing; None for numbers.
-        exact: The same numbers [N] as Python's whole numbers, where none is missing and their type has no others; None else.
+        exact: The same numbers [N] without rounding, where none is missing and their type holds whole numbers alone; None else.
         order: Levels of a category in the order that its type gives them; None without an order.
         declared: Whether the type says that it is a category.
     """
@@ -120,7 +120,7 @@ class Table:
                 raise ValueError(_dates(name))
             missing = column.isna().to_numpy()
             if kind in "biuf":
-                exact = _exact(column.astype(object)) if kind != "f" and not missing.any() else None
+                exact = column.to_numpy(dtype="uint64" if kind == "u" else "int64") if kind != "f" and not missing.any() else None
                 return Values(name, numbers=column.to_numpy(dtype=np.float64, na_value=np.nan), exact=exact)
             found = _of_objects(name, [None if none else value for none, value in zip(missing, column.astype(object), strict=True)])
             if column.dtype.name != "category":

@@ -150,3 +150,10 @@ def test_models_that_do_not_fit(model: nn.Module, words: str):
 def test_what_is_no_network():
     with pytest.raises(TypeError, match=r"model must be of type Module, got int"):
         bf.algorithms.fedbn(3)  # pyright: ignore[reportArgumentType] (what is refused)
+
+
+def test_a_norm_in_two_places_is_named():
+    """Its weights would be a client's own under one name and averaged under the other."""
+    norm = nn.BatchNorm1d(4)
+    with pytest.raises(ValueError, match=r"the norm '1' stands in the model under another name, too; give each place a norm of its own"):
+        bf.algorithms.fedbn(nn.Sequential(norm, norm, nn.Linear(4, 2)))

@@ -164,6 +164,21 @@ def test_classes_are_those_of_the_columns():
         from_frame(frame, client="h", target="grade", task="regression")
 
 
+def test_clients_must_agree_on_classes():
+    """One order where one is given, and one kind of target."""
+    frame = pd.DataFrame({"h": ["A", "B"] * 20, "x": np.arange(40.0), "grade": ["low", "high"] * 10 + ["high", "low"] * 10})
+
+    def told(**options: Any) -> dict[str, Any]:
+        return frame_statistics(frame.assign(**options.pop("change", {})), client="h", target="grade", **options)
+
+    one, other = told(class_names=["low", "high"]), told(class_names=["high", "low"])
+    assert Columns.of([one, one]).classes == ("low", "high")
+    with pytest.raises(ValueError, match=r"different orders or names, .*class_names= everywhere"):
+        Columns.of([one, other])
+    with pytest.raises(ValueError, match="text at some clients and numbers at others"):
+        Columns.of([told(), told(change={"grade": np.arange(40) % 2})])
+
+
 def test_frames_are_raw_and_arrays_prepared():
     """Also where both have the same columns."""
     rng = np.random.default_rng(0)
