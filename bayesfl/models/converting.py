@@ -41,8 +41,8 @@ def group_norm(module: nn.Module, *, groups: int = 32) -> nn.Module:
     """
     instance("module", module, nn.Module, "build one, as torchvision.models.resnet18()")
     whole("groups", groups, least=1)
+    _check(module)
     made = copy.deepcopy(module)
-    _check(made)
     if isinstance(made, _BATCH):
         return _converted(made, groups)
     # `named_children` would leave out a norm that stands in two places of one part.
@@ -70,7 +70,7 @@ def _check(module: nn.Module) -> None:
     for name, part in module.named_modules():
         if not isinstance(part, _BATCH):
             continue
-        computed = part.affine and {"weight", "bias"} != {leaf for leaf, _ in part.named_parameters(recurse=False)}
+        computed = not {"weight", "bias"} <= part._parameters.keys()  # where there is none, the name is there all the same
         if type(part) not in _BATCH or computed or altered(part):
             raise ValueError(
                 f"batch norm {name!r} ({type(part).__name__}) does more than torch's: it is of a subclass, or has hooks or weights that "

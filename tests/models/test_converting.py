@@ -125,6 +125,14 @@ def test_vectors_of_few_channels_are_warned_of():
         bf.models.group_norm(nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2)))
 
 
+def test_a_norm_without_a_bias_is_converted():
+    norm = nn.BatchNorm2d(8)
+    norm.register_parameter("bias", None)
+    made = bf.models.group_norm(nn.Sequential(norm))
+    assert [name for name, _ in made.named_parameters()] == ["0.weight"]
+    assert made(numbers(2, 8, 3, 3).float()).shape == (2, 8, 3, 3)
+
+
 def test_other_norms_stay():
     """Beside a batch norm; alone they are named."""
     others = [nn.SyncBatchNorm(4), nn.InstanceNorm2d(4), nn.LayerNorm(4), nn.GroupNorm(2, 4)]
@@ -142,6 +150,7 @@ def test_other_norms_stay():
         (Active(4), {}, ValueError, r"batch norm '' \(Active\) does more than torch's.*replace it by hand"),
         (nn.Sequential(hooked()), {}, ValueError, r"batch norm '0' \(BatchNorm2d\) does more"),
         (nn.Sequential(weight_norm(nn.BatchNorm2d(4), dim=None)), {}, ValueError, r"batch norm '0' .* does more"),
+        (nn.Sequential(nn.utils.weight_norm(nn.BatchNorm2d(4), dim=None)), {}, ValueError, r"batch norm '0' .* does more"),
         ("resnet", {}, TypeError, r"module must be of type Module, got str"),
     ],
 )
