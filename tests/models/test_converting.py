@@ -149,8 +149,8 @@ def test_other_norms_stay():
         (nn.BatchNorm1d(4), {"groups": 0}, ValueError, r"groups .*got 0"),
         (Active(4), {}, ValueError, r"batch norm '' \(Active\) does more than torch's.*replace it by hand"),
         (nn.Sequential(hooked()), {}, ValueError, r"batch norm '0' \(BatchNorm2d\) does more"),
-        (nn.Sequential(weight_norm(nn.BatchNorm2d(4), dim=None)), {}, ValueError, r"batch norm '0' .* does more"),
-        (nn.Sequential(nn.utils.weight_norm(nn.BatchNorm2d(4), dim=None)), {}, ValueError, r"batch norm '0' .* does more"),
+        (nn.Sequential(weight_norm(nn.BatchNorm2d(4), dim=0)), {}, ValueError, r"batch norm '0' .* does more"),
+        (nn.Sequential(nn.utils.weight_norm(nn.BatchNorm2d(4), dim=0)), {}, ValueError, r"batch norm '0' .* does more"),
         ("resnet", {}, TypeError, r"module must be of type Module, got str"),
     ],
 )
