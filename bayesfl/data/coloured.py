@@ -64,6 +64,7 @@ def coloured(
     rotate: bool = True,
     flip: float = 0.25,
     test: int | None = None,
+    max_size: int | None = None,
     seed: int = 0,
     validation: float = 0.0,
     calibration: float = 0.0,
@@ -106,7 +107,9 @@ def coloured(
     if (name := source.info.name if isinstance(source, Source) else source) in _NO_IMAGES:
         raise ValueError(f"coloured needs grey images, and the data {name!r} are no images: take 'digits', 'mnist' or 'fashion-mnist'")
     instance("rotate", rotate, bool, "pass True or False")
-    options = Options(source=source, seed=seed, validation=validation, calibration=calibration, root=root, download=download)
+    options = Options(
+        source=source, max_size=max_size, seed=seed, validation=validation, calibration=calibration, root=root, download=download
+    )
     opened = options.load()
     nested = _shares("agreement", agreement)
     _share("test_agreement", test_agreement)

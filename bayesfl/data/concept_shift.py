@@ -22,6 +22,7 @@ def concept_drift(
     clients: int = 20,
     superclasses: Sequence[Sequence[int]] | None = None,
     min_piece: int = 1,
+    max_size: int | None = None,
     seed: int = 0,
     validation: float = 0.0,
     calibration: float = 0.0,
@@ -53,7 +54,9 @@ def concept_drift(
         Zhu, Ma, Blaschko, "Tackling personalized federated learning with label concept drift via hierarchical Bayesian modeling",
         FL-NeurIPS 2022, experiments; details from the authors' code, github.com/JunyiZhu-AI/confidence_aware_PFL.
     """
-    options = Options(source=source, seed=seed, validation=validation, calibration=calibration, root=root, download=download)
+    options = Options(
+        source=source, max_size=max_size, seed=seed, validation=validation, calibration=calibration, root=root, download=download
+    )
     opened = options.open()
     y_train, y_test = classes(opened, "concept_drift")
     groups = superclass_groups(opened, superclasses)
@@ -95,6 +98,7 @@ def swapped_labels(
     clients: int = 20,
     groups: int = 4,
     swaps: int = 2,
+    max_size: int | None = None,
     seed: int = 0,
     validation: float = 0.0,
     calibration: float = 0.0,
@@ -117,7 +121,9 @@ def swapped_labels(
     Raises:
         ValueError: A number is out of range, or there are too many groups for all to differ.
     """
-    options = Options(source=source, seed=seed, validation=validation, calibration=calibration, root=root, download=download)
+    options = Options(
+        source=source, max_size=max_size, seed=seed, validation=validation, calibration=calibration, root=root, download=download
+    )
     opened = options.open()
     classes(opened, "swapped_labels")
     count = opened.outputs

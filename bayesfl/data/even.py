@@ -22,6 +22,7 @@ def iid(
     source: str | Source = "digits",
     *,
     clients: int = 20,
+    max_size: int | None = None,
     seed: int = 0,
     validation: float = 0.0,
     calibration: float = 0.0,
@@ -38,7 +39,9 @@ def iid(
     Raises:
         ValueError: There are more clients than training or test rows.
     """
-    options = Options(source=source, seed=seed, validation=validation, calibration=calibration, root=root, download=download)
+    options = Options(
+        source=source, max_size=max_size, seed=seed, validation=validation, calibration=calibration, root=root, download=download
+    )
     opened = options.open()
     check_clients(clients, min(opened.train, len(opened.x) - opened.train), "test examples")
     train, test = deal_evenly(opened, clients, generator(seed, Purpose.PARTITION))

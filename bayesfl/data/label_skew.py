@@ -21,6 +21,7 @@ def labels_per_client(
     clients: int = 20,
     labels: int = 2,
     sizes: Literal["equal", "random"] = "equal",
+    max_size: int | None = None,
     seed: int = 0,
     validation: float = 0.0,
     calibration: float = 0.0,
@@ -47,7 +48,9 @@ def labels_per_client(
         McMahan et al., "Communication-efficient learning of deep networks from decentralized data", AISTATS 2017, section 3,
         for two classes per client.
     """
-    options = Options(source=source, seed=seed, validation=validation, calibration=calibration, root=root, download=download)
+    options = Options(
+        source=source, max_size=max_size, seed=seed, validation=validation, calibration=calibration, root=root, download=download
+    )
     opened = options.open()
     y_train, y_test = classes(opened, "labels_per_client")
     labels = check_labels(labels, opened)
@@ -71,6 +74,7 @@ def shards(
     *,
     clients: int = 100,
     shards: int = 2,
+    max_size: int | None = None,
     seed: int = 0,
     validation: float = 0.0,
     calibration: float = 0.0,
@@ -96,7 +100,9 @@ def shards(
     References:
         McMahan et al., "Communication-efficient learning of deep networks from decentralized data", AISTATS 2017, section 3.
     """
-    options = Options(source=source, seed=seed, validation=validation, calibration=calibration, root=root, download=download)
+    options = Options(
+        source=source, max_size=max_size, seed=seed, validation=validation, calibration=calibration, root=root, download=download
+    )
     opened = options.open()
     y_train, y_test = classes(opened, "shards")
     shards = whole("shards", shards, least=1)
@@ -119,6 +125,7 @@ def dirichlet(
     alpha: float = 0.5,
     min_size: int = 10,
     label_clusters: int | None = None,
+    max_size: int | None = None,
     seed: int = 0,
     validation: float = 0.0,
     calibration: float = 0.0,
@@ -152,7 +159,9 @@ def dirichlet(
         Yurochkin et al., "Bayesian nonparametric federated learning of neural networks", ICML 2019, section 4. Groups: Marfoq et al.,
         "Federated multi-task learning under a mixture of distributions", NeurIPS 2021, experiments.
     """
-    options = Options(source=source, seed=seed, validation=validation, calibration=calibration, root=root, download=download)
+    options = Options(
+        source=source, max_size=max_size, seed=seed, validation=validation, calibration=calibration, root=root, download=download
+    )
     opened = options.open()
     y_train, y_test = classes(opened, "dirichlet")
     alpha, min_size = _concentration("alpha", alpha), whole("min_size", min_size, least=1)

@@ -60,7 +60,13 @@ def heart_disease(
 
 
 def shakespeare(
-    *, min_size: int = 10, seed: int = 0, validation: float = 0.0, calibration: float = 0.0, root: str | Path | None = None
+    *,
+    min_size: int = 10,
+    max_size: int | None = None,
+    seed: int = 0,
+    validation: float = 0.0,
+    calibration: float = 0.0,
+    root: str | Path | None = None,
 ) -> FederatedData:
     """Make a federation of the speaking roles of 37 plays, whose task is to predict the next character, for `bf.models.char_lstm`.
 
@@ -86,7 +92,7 @@ def shakespeare(
         distributions", NeurIPS 2021.
     """
     min_size = whole("min_size", min_size, least=2)
-    options = Options(source="shakespeare", seed=seed, validation=validation, calibration=calibration, root=root)
+    options = Options(source="shakespeare", max_size=max_size, seed=seed, validation=validation, calibration=calibration, root=root)
     source = options.load()
     assert source.owners is not None
     counts = np.bincount(source.owners.numpy(), minlength=len(source.owner_names))

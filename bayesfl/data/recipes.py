@@ -15,9 +15,11 @@ import numpy as np
 from torch import Tensor
 
 from bayesfl.base.checks import whole
+from bayesfl.base.random import Purpose, generator
 from bayesfl.data.assembly import assemble
 from bayesfl.data.federated import FederatedData
 from bayesfl.data.names import generated
+from bayesfl.data.partitions import LIMIT, stratified
 from bayesfl.data.readers import load
 from bayesfl.data.sources import Source
 
@@ -26,11 +28,14 @@ from bayesfl.data.sources import Source
 class Options:
     """The options of every recipe, by these names, and with these defaults unless its docstring says otherwise.
 
-    Recipes of one data set have no `source`, and those that need no files no `root` and no `download`.
+    Recipes of one data set have no `source`, and those that need no files no `root` and no `download`. Those that fix or standardise
+    each client's training rows themselves have no `max_size`.
 
     Args:
         source: Name of a data set, or a source of your own.
-        seed: Seed of all that is drawn: the partition, and the two shares below.
+        max_size: Largest number of training rows of each client, before validation and calibration. Those beyond it are left out, each
+            class in proportion. None for all.
+        seed: Seed of all that is drawn: the partition, the rows left out, and the two shares below.
         validation: Share of each client's training rows for tuning, at least one row; 0 for no such split.
         calibration: The same for temperatures and conformal thresholds, disjoint from `validation`.
         root: Folder of the data's files; None for the one in which `bayesfl.data.load` looks.
@@ -38,6 +43,7 @@ class Options:
     """
 
     source: str | Source = "digits"
+    max_size: int | None = None
     seed: int = 0
     validation: float = 0.0
     calibration: float = 0.0
@@ -91,11 +97,15 @@ class Options:
             environment: Environment from which each row comes, [N] int64, from 0 within each client; None for no environments.
 
         Raises:
-            ValueError: A share is out of range, or a client would have no training rows left.
+            ValueError: A share or `max_size` is out of range, or a client would have no training rows left.
         """
+        y = source.y if y is None else y
+        if self.max_size is not None:
+            train = self._limited(train, y.numpy() if source.task == "classification" and y.dim() == 1 else None)
+            recipe = {**recipe, "max_size": self.max_size}
         return assemble(
             source.x if x is None else x,
-            source.y if y is None else y,
+            y,
             {"train": train, "test": test if pooled else [rows + source.train for rows in test]},
             outputs=source.outputs if outputs is None else outputs,
             task=source.task,
@@ -108,6 +118,16 @@ class Options:
             seed=self.seed,
             environment=environment,
         )
+
+    def _limited(self, rows: Sequence[np.ndarray], labels: np.ndarray | None) -> list[np.ndarray]:
+        """Return at most `max_size` of each client's rows."""
+        most = whole("max_size", self.max_size, least=1)
+        kept = []
+        for j, mine in enumerate(rows):
+            rng = generator(self.seed, Purpose.SPLIT, client=j, phase=LIMIT)
+            beyond = max(len(mine) - most, 0)
+            kept.append(stratified(None if labels is None else labels[mine], mine, beyond, rng)[0])
+        return kept
 
 
 def classes(source: Source, recipe: str) -> tuple[np.ndarray, np.ndarray]:

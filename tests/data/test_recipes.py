@@ -1,5 +1,6 @@
 """What holds for every recipe: its options, what determines it, and what is said of mistakes."""
 
+import functools
 import inspect
 import re
 
@@ -96,6 +97,34 @@ def test_every_recipe_is_determined_by_its_arguments(make):
     source = load(str(data.source.name))
     assert (data.train.index < source.train).all()
     assert (data.test.index >= source.train).all()
+
+
+LIMITED = [name for name, make in RECIPES.items() if {"max_size", "source"} <= set(inspect.signature(make).parameters)]
+
+
+@pytest.mark.parametrize("name", LIMITED)
+def test_clients_may_have_so_many_examples_at_most(name):
+    """The rows that stay are of the same client and split, each class in proportion, and other splits have what they had."""
+    make = functools.partial(RECIPES[name], "digits")
+    every, few = make(seed=1), make(seed=1, max_size=30)
+    assert few.recipe["max_size"] == 30
+    assert "max_size" not in every.recipe
+    assert few.train.counts.tolist() == np.minimum(every.train.counts, 30).tolist()
+    assert torch.equal(few.test.index, every.test.index)
+    assert make(seed=1, max_size=30).hash == few.hash
+    for j in range(every.clients):
+        all_rows, kept = every.train.rows(j), few.train.rows(j)
+        assert set(kept.tolist()) <= set(all_rows.tolist())
+        counts = [torch.bincount(every.train.y[rows], minlength=every.outputs).double() for rows in (all_rows, kept)]
+        assert torch.equal(counts[0] > 0, counts[1] > 0)  # no class is lost
+        assert (counts[0] * len(kept) / len(all_rows) - counts[1]).abs().max() < 2
+    shared = make(seed=1, max_size=30, validation=0.2)
+    assert (shared.train.counts + shared.validation.counts).tolist() == few.train.counts.tolist()
+
+
+def test_an_impossible_size_is_named():
+    with pytest.raises(ValueError, match=r"max_size .*1.* got 0"):
+        iid(max_size=0)
 
 
 @pytest.mark.parametrize(
