@@ -116,7 +116,7 @@ def test_any_map_style_dataset():
     assert data.inputs == (1, 2, 2)
     assert data.counts["train"].tolist() == [10, 6]
     assert data.counts["test"].tolist() == [2, 4]
-    some = from_datasets([Squares(10), Squares(6)], test=[[], Squares(4)])  # pyright: ignore[reportArgumentType]
+    some = from_datasets([Squares(10), Squares(6)], test=[[], Squares(4)])
     assert some.counts["test"].tolist() == [0, 4]
 
 
@@ -125,7 +125,7 @@ def test_items_with_several_inputs():
     numbers, tokens = torch.arange(12.0).reshape(6, 2), torch.arange(18).reshape(6, 3)
     by_name: Any = [({"a": numbers[i].numpy(), "b": {"tokens": tokens[i].tolist()}}, i % 2) for i in range(6)]
     by_place: Any = [((numbers[i], tokens[i]), i % 2) for i in range(6)]
-    data = from_datasets([by_name, by_name[:3]], test=[by_name, []])  # pyright: ignore[reportArgumentType]
+    data = from_datasets([by_name, by_name[:3]], test=[by_name, []])
     x: Any = data.train.client(0)[0]
     assert x["a"].equal(numbers)
     assert x["b"]["tokens"].equal(tokens)

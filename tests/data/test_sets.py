@@ -1,13 +1,17 @@
-"""Federations of map-style data sets whose rows have names: columns, lists of different lengths, and what is refused."""
+"""Federations of map-style data sets whose rows have names: columns, lists of different lengths, a folder of them, and what is refused."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 import bayesfl as bf
+from bayesfl.base.inputs import named
+from bayesfl.base.mapped import mapped
 from bayesfl.data import from_datasets
 from bayesfl.likelihoods import Tokens
 from tests.federation.made import run
@@ -42,8 +46,8 @@ def test_lists_are_filled_up_with_a_mask():
         assert mask.tolist() == [True] * n + [False] * (longest - n)
     assert (x["input_ids"].dtype, x["attention_mask"].dtype) == (torch.int64, torch.bool)
     assert data.test.counts.tolist() == [4, 0]
-    named = from_datasets(SETS, inputs=["input_ids"], target="label", mask="known")
-    assert set(named.inputs) == {"input_ids", "known"}
+    called = from_datasets(SETS, inputs=["input_ids"], target="label", mask="known")
+    assert set(called.inputs) == {"input_ids", "known"}
 
 
 def test_a_mask_that_the_rows_have_is_theirs():
@@ -124,8 +128,120 @@ def test_what_is_refused(sets: Any, options: dict[str, Any], words: str):
 
 
 def test_rows_of_hugging_face_are_rows():
-    """As their library gives them."""
+    """As their library gives them; classes have the names that it knows."""
     datasets = pytest.importorskip("datasets")
     sets = [datasets.Dataset.from_list(one) for one in SETS]
     mine, theirs = (from_datasets(one, inputs="input_ids", target="label") for one in (sets, SETS))
     assert mine.hash == theirs.hash
+    labelled = [one.cast_column("label", datasets.ClassLabel(names=["no", "yes", "who knows", "never"])) for one in sets]
+    assert from_datasets(labelled, inputs="input_ids", target="label").class_names == ("no", "yes", "who knows", "never")
+    tags = datasets.Sequence(datasets.ClassLabel(names=list("abcd")))
+    tagged = [one.cast_column("tags", tags) for one in sets]
+    assert from_datasets(tagged, inputs="input_ids", target="tags").class_names == tuple("abcd")
+
+
+def test_partitions_of_flower_are_rows():
+    """As their partitioners make them."""
+    datasets, partitioners = pytest.importorskip("datasets"), pytest.importorskip("flwr_datasets.partitioner")
+    rng = np.random.default_rng(0)
+    drawn = {"image": rng.integers(0, 256, (60, 4, 4), dtype=np.uint8), "label": rng.integers(0, 3, 60)}
+    partitioner = partitioners.IidPartitioner(num_partitions=3)
+    partitioner.dataset = datasets.Dataset.from_dict({key: list(values) for key, values in drawn.items()}).with_format("numpy")
+    data = from_datasets([partitioner.load_partition(j) for j in range(3)], inputs="image", target="label")
+    assert data.inputs == (4, 4)
+    assert data.counts["train"].tolist() == [16, 16, 16]
+
+
+FORMS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "lists": (SETS, {"inputs": "input_ids", "target": "label"}),
+    "labels of places": (SETS, {"inputs": ["input_ids", "age"], "target": "tags", "names": ["Bern", "Chur"], "validation": 0.2}),
+    "numbers": (SETS, {"inputs": "age", "target": "label"}),
+    "pairs": ([[(np.full((2, 2), i + j, np.uint8), i % 2) for i in range(6)] for j in range(3)], {}),
+    "several inputs": (
+        [[((np.arange(3.0) + i, {"a": torch.tensor([i, j])}), float(i) / 7) for i in range(6)] for j in range(3)],
+        {"environments": [[0, 1, 0, 1, 0, 1]] * 3, "test_share": 0},
+    ),
+    "tensors": ([TensorDataset(torch.arange(12.0, dtype=torch.float64).reshape(6, 2) / 7, torch.arange(6) % 3)] * 2, {}),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_folder_holds_the_same_data(form: str, tmp_path: Path):
+    """Its arrays are mapped, nothing else is left beside them, and a second call reads them only."""
+    sets, options = FORMS[form]
+    want = from_datasets(sets, **options)
+    first = from_datasets(sets, folder=tmp_path / "new" / "rows", **options)
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["rows"]
+    read: list[int] = []
+
+    class Counted:
+        def __init__(self, own: Any) -> None:
+            self.own = own
+
+        def __len__(self) -> int:
+            return len(self.own)
+
+        def __getitem__(self, i: int) -> Any:
+            read.append(i)
+            return self.own[i]
+
+    second = from_datasets([Counted(one) for one in sets], folder=tmp_path / "new" / "rows", **options)
+    assert len(set(read)) <= 9
+    for data in (first, second):
+        assert data.hash == want.hash
+        assert data.client_names == want.client_names
+        assert all(mapped(t) for _, t in named(data.train.x))
+        assert [t.dtype for _, t in named(data.train.x)] == [t.dtype for _, t in named(want.train.x)]
+        for split, one in want.splits.items():
+            for (_, mine), (_, theirs) in zip(
+                named(data.splits[split].take(data.splits[split].index)), named(one.take(one.index)), strict=True
+            ):
+                assert torch.equal(mine, theirs)
+
+
+def test_a_folder_holds_test_rows_too(tmp_path: Path):
+    options: dict[str, Any] = {"inputs": "input_ids", "target": "tags", "test": [rows(4, 2, 9), []]}
+    want = from_datasets(SETS, **options)
+    data = from_datasets(SETS, folder=tmp_path, **options)  # an empty folder is taken
+    for split in ("train", "test"):
+        mine, theirs = data.splits[split], want.splits[split]
+        assert mine.counts.tolist() == theirs.counts.tolist()
+        assert torch.equal(mine.y[mine.index], theirs.y[theirs.index])
+        for (_, own), (_, other) in zip(named(mine.take(mine.index)), named(theirs.take(theirs.index)), strict=True):
+            assert torch.equal(own, other)
+
+
+def test_what_a_folder_may_not_hold(tmp_path: Path):
+    """Other rows, other files, half of the rows."""
+    one: dict[str, Any] = {"inputs": "input_ids", "target": "label", "folder": tmp_path / "rows"}
+    from_datasets(SETS, **one)
+    changed = [[{**row, "label": row["label"] + (i == 6)} for i, row in enumerate(SETS[0])], SETS[1]]
+    for sets, options, words in (
+        (changed, one, "differ in items: pass another folder, or delete"),
+        (SETS[:1], one, "differ in rows, items: "),
+        (SETS, one | {"inputs": "age"}, "differ in inputs, items: "),
+        (SETS, one | {"folder": tmp_path}, "holds other files"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            from_datasets(sets, **options)
+    (tmp_path / "rows" / "0.npy").write_bytes((tmp_path / "rows" / "0.npy").read_bytes()[:-8])
+    with pytest.raises(ValueError, match=r"rows' is damaged \(.*\): delete it"):
+        from_datasets(SETS, **one)
+
+    broken: Any = [*SETS[0], {"input_ids": [1], "label": "?"}]
+    with pytest.raises(ValueError, match=r"datasets\[0\] must hold numbers in column 'label', its item 12 does not"):
+        from_datasets([broken], inputs="input_ids", target="label", folder=tmp_path / "other")
+    mixed: Any = [[{"x": 1, "y": 0}, {"x": 1.5, "y": 1}]]
+    with pytest.raises(ValueError, match=r"column 'x' must hold numbers of one type, got torch.float32 after torch.int64"):
+        from_datasets(mixed, inputs="x", target="y", folder=tmp_path / "other")
+    shapes: Any = [[(np.ones(2), 0)], [(np.ones(3), 0)]]
+    with pytest.raises(ValueError, match=r"column 'x' has rows of shapes \[\(2,\), \(3,\)\]"):
+        from_datasets(shapes, folder=tmp_path / "other")
+    with pytest.raises(ValueError, match=r"all data sets must give the same inputs, got \['x\[0\]', 'y'\] after \['x', 'y'\]"):
+        from_datasets([shapes[0], [((np.ones(2),), 0)]], folder=tmp_path / "other")
+    assert [path.name for path in tmp_path.iterdir()] == ["rows"]  # nothing half-written
+    uneven: Any = {"environments": [[0] * 13, [0] * 19], "inputs": "age", "target": "label", "folder": tmp_path / "other"}
+    with pytest.raises(ValueError, match=r"environments must have one number for each row, \[12, 20\], got \[13, 19\]"):
+        from_datasets(SETS, **uneven)
+    with pytest.raises(ValueError, match=r"test has 1 clients, the training data 2"):
+        from_datasets(SETS, test=SETS[:1], inputs="age", target="label", folder=tmp_path / "third")
