@@ -191,6 +191,17 @@ def per_place(probs: Tensor, labels: Tensor, mask: Tensor) -> tuple[Tensor, Tens
     return probs.flatten(1, 2), labels.where(known, 0).flatten(1), (mask.unsqueeze(-1) & known).flatten(1)
 
 
+def broken(predictions: Tensors, axes: int = 2) -> Tensor:
+    """Say of which examples a prediction is not finite, bool of the first `axes` axes; its parts by their source do not count.
+
+    Args:
+        predictions: The predictions by name, each [J, N, ...], or [N, ...] of one client.
+        axes: Number of the axes that count examples: 2, or 1 of one client.
+    """
+    read = [t for name, t in predictions.items() if name not in ("epistemic", "aleatoric")]
+    return ~torch.stack([t.reshape(*t.shape[:axes], -1).isfinite().all(-1) for t in read]).all(0)
+
+
 def _present(t: Tensor | None) -> Tensor:
     if t is None:
         raise ValueError("predictions of numbers need mean and variance: let `predictive` of the likelihood give both")
@@ -234,9 +245,7 @@ class Collector:
         counts = torch.from_numpy(np.where(self._seen, self._counts, 0))
         labels = self._split.padded_labels()[0].cpu()
         mask = torch.arange(self._width) < counts[:, None]
-        bad = torch.zeros_like(mask)
-        for name in self._tensors.keys() - {"epistemic", "aleatoric"}:
-            bad |= mask & ~self._tensors[name].flatten(2).isfinite().all(-1)
+        bad = mask & broken(self._tensors)
         if bad.any():
             j = int(bad.any(1).nonzero()[0, 0])
             warnings.warn(

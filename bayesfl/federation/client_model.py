@@ -1,6 +1,7 @@
 """One client's own model after training: its predictions for new rows, as a module, and in a file, without data or server."""
 
 import os
+import warnings
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -24,7 +25,7 @@ from bayesfl.data.frames import names_of, same_columns
 from bayesfl.data.outline import Outline
 from bayesfl.data.split import Change
 from bayesfl.data.tables import is_frame
-from bayesfl.evaluation.predictions import Predictions
+from bayesfl.evaluation.predictions import Predictions, broken
 from bayesfl.federation import checkpoint, predict
 from bayesfl.federation.client import State, private_rows
 from bayesfl.federation.client_files import FILE, now, only_file
@@ -123,6 +124,12 @@ class ClientModel:
             whole("draws (None is the paper's number)", draws, least=0)
         about: dict[str, Any] = {"client": self.client, "seed": self.seed, "round": self.round, "fitted": self._fitted, "value": self.value}
         found: dict[str, Any] = predict.alone(self.algorithm, self.view, rows, draws=0 if self.plug_in else draws, **about)
+        if (bad := broken(found, axes=1)).any():
+            warnings.warn(
+                f"the predictions of {self.name!r} for {int(bad.sum())} rows are not finite, the first is row {int(bad.nonzero()[0])}; "
+                "look at these inputs, at the transform or at the weights",
+                stacklevel=2,
+            )
         everyone = torch.ones(len(rows.y), dtype=torch.bool)
         return Predictions(mask=everyone, likelihood=self.algorithm.likelihood, **{name: t.cpu() for name, t in found.items()})
 

@@ -126,6 +126,21 @@ def test_bad_rows_are_refused(ditto: Result, x: Any, error: type, words: str):
         ditto.client(0).predict(x)
 
 
+def test_predictions_that_are_not_finite_are_named():
+    """Of rows that no training row was like."""
+
+    class Roots(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return super().forward(input.sqrt())
+
+    data = bf.data.from_arrays(torch.rand(20, 2), torch.arange(20) % 2, client_ids=["Bern", "Chur"] * 10)
+    one = run(bf.algorithms.fedavg(Roots(2, 2), epochs=1), data, evaluate_every=None).client("Chur")
+    with pytest.warns(UserWarning, match="predictions of 'Chur' for 2 rows are not finite, the first is row 1"):
+        probs = one.predict([[1.0, 1.0], [-1.0, 1.0], [1.0, -1.0]]).probs
+    assert probs is not None
+    assert probs.isnan().any(-1).tolist() == [False, True, True]
+
+
 def test_targets_have_means_and_variances(tmp_path: Path):
     x = torch.randn(60, 4)
     data = bf.data.from_arrays(x, x @ torch.randn(4, 2), client_ids=[0, 1, 2] * 20, task="regression")
