@@ -36,7 +36,9 @@ def check_shares(**shares: float) -> None:
         raise ValueError(f"{' and '.join(shares)} must leave something to train on, got {sum(shares.values())} together")
 
 
-def _take(labels: np.ndarray | None, rows: np.ndarray, share: float, of: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+def take_share(
+    labels: np.ndarray | None, rows: np.ndarray, share: float, of: int, rng: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
     """Draw `share` of `of` examples, at least one, from `rows`; return the remaining rows, which may be none, and those drawn."""
     number = min(max(1, round(share * of)), len(rows))
     return stratified(None if labels is None else labels[rows], rows, number, rng)
@@ -95,7 +97,7 @@ def assemble(
         rng = generator(seed, Purpose.SPLIT, client=j, phase=SHARES)
         left = given
         for name, share in shares.items():
-            left, taken = _take(labels, left, share, len(given), rng)
+            left, taken = take_share(labels, left, share, len(given), rng)
             parts[name].append(taken)
         if len(given) and not len(left):
             asked = " and ".join(f"{name}={share}" for name, share in shares.items())

@@ -17,7 +17,7 @@ from bayesfl.data.tables import Table, Values
 
 DATE = re.compile(r"\d{4}-\d{1,2}(-\d{1,2})?([ T]|$)|\d{1,2}[./]\d{1,2}[./]\d{2,4}([ T]|$)")
 """Beginnings of texts that are dates."""
-MOST = 100
+MOST_LEVELS = 100
 """Most levels of a category: of more, nearly each row is a level of its own."""
 
 
@@ -100,23 +100,30 @@ class Columns:
             TypeError: It is no frame.
             ValueError: A column is absent, or of another kind than in training; or numbers are infinite.
         """
-        table = frame if isinstance(frame, Table) else Table(frame)
+        x, strange = self.applied(frame if isinstance(frame, Table) else Table(frame))
+        warn_of_levels(strange)
+        return x
+
+    def applied(self, table: Table) -> tuple[np.ndarray, dict[str, str]]:
+        """Return inputs as `apply` does, and of each category of which no row has a known level one that rows have.
+
+        Args:
+            table: The frame.
+
+        Raises:
+            ValueError: As by `apply`.
+        """
         table.need([part.name for part in self.parts], "column")
         out = np.zeros((table.rows, len(self.names)), np.float32)
-        place = 0
+        place, strange = 0, {}
         for part in self.parts:
             values = table.values(part.name)
             if isinstance(part, Category):
                 found = values.levels()
-                known = sum(int((found == level).sum()) for level in part.levels)
-                if not known and (strange := found[[level is not None for level in found]]).size:
-                    warnings.warn(
-                        f"column {part.name!r}: no row has a level of the training rows, {list(part.levels[:5])}, but for instance "
-                        f"{strange[0]!r}, so that all are 0; look at how it is written",
-                        stacklevel=2,
-                    )
                 for k, level in enumerate(part.levels):
                     out[:, place + k] = found == level
+                if not out[:, place : place + len(part.levels)].any() and (some := found[~values.missing]).size:
+                    strange[part.name] = f"{list(part.levels[:5])}, but for instance {some[0]!r}"
                 place += len(part.levels)
                 continue
             numbers = _numbers(values)
@@ -125,7 +132,7 @@ class Columns:
             if part.flagged:
                 out[:, place + 1] = missing
             place += 1 + part.flagged
-        return out
+        return out, strange
 
     def to_json(self) -> str:
         """Return the columns as JSON text, to travel to other machines; it holds means, deviations and levels, and no rows."""
@@ -167,23 +174,25 @@ class Columns:
         computing the sample variance", The American Statistician 37(3), 1983, eq. 2.1.
 
         Args:
-            statistics: Those of one client or of several each; their order does not matter beyond rounding.
+            statistics: Those of one client or of several each; inputs are in the order of the first's columns.
 
         Raises:
             ValueError: There are none, they are of other columns or kinds, a column has no value anywhere, or a category too many levels.
         """
         if isinstance(statistics, Mapping):
             raise ValueError("statistics must be a list of what frame_statistics returned; put [...] around a single one")
-        found = [one for each in statistics for one in each["clients"].values()]
+        try:
+            found = [{column["name"]: column for column in one} for each in statistics for one in each["clients"].values()]
+        except (TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"statistics must be a list of what frame_statistics returned, got {type(statistics[0]).__name__}") from error
         if not found:
             raise ValueError("statistics is empty: pass those of one client at least")
-        names = [[column["name"] for column in one] for one in found]
-        if any(sorted(other) != sorted(names[0]) for other in names):
-            apart = sorted(set().union(*names) - set(names[0]).intersection(*names))
+        if any(other.keys() != found[0].keys() for other in found):
+            apart = sorted(set().union(*found) - set(found[0]).intersection(*found))
             raise ValueError(f"clients have other columns: {apart[:10]} are not everywhere; select the same everywhere")
         parts: list[Number | Category] = []
-        for name in names[0]:
-            mine = [next(column for column in one if column["name"] == name) for one in found]
+        for name in found[0]:
+            mine = [one[name] for one in found]
             kinds = {column["kind"] for column in mine if column["rows"] > column.get("missing", 0)}
             if len(kinds) > 1:
                 raise ValueError(f"column {name!r} holds numbers at some clients and text at others; name it in categories= everywhere")
@@ -193,6 +202,14 @@ class Columns:
         classes = _classes(statistics)
         outputs = [each["outputs"] for each in statistics if each["outputs"] is not None]
         return cls(tuple(parts), classes, len(classes) if classes else max(outputs, default=None))
+
+
+def warn_of_levels(strange: Mapping[str, str]) -> None:
+    """Warn, at the caller's caller, of categories of which no row has a known level, see `Columns.applied`."""
+    for name, told in strange.items():
+        warnings.warn(
+            f"column {name!r}: no row has a level of the training rows, {told}, so that all are 0; look at how it is written", stacklevel=3
+        )
 
 
 def _classes(statistics: Sequence[Mapping[str, Any]]) -> tuple[str, ...] | None:
@@ -218,8 +235,8 @@ def _classes(statistics: Sequence[Mapping[str, Any]]) -> tuple[str, ...] | None:
 
 def _part(found: Mapping[str, Any]) -> Number | Category:
     if found["kind"] == "number":
-        if not float(found["scale"]) > 0:
-            raise ValueError(f"column {found['name']!r} has the scale {found['scale']}, which must be > 0")
+        if not (math.isfinite(found["mean"]) and math.isfinite(found["scale"]) and found["scale"] > 0):
+            raise ValueError(f"column {found['name']!r} has mean {found['mean']} and scale {found['scale']}: finite ones, > 0, are needed")
         return Number(str(found["name"]), float(found["mean"]), float(found["scale"]), bool(found["flagged"]))
     return Category(str(found["name"]), tuple(map(str, found["levels"])))
 
@@ -240,16 +257,16 @@ def _number(name: str, mine: Sequence[Mapping[str, Any]]) -> Number:
 
 def _category(name: str, mine: Sequence[Mapping[str, Any]]) -> Category:
     levels = sorted({level for one in mine for level in one.get("levels", ())})
-    _check_levels(name, levels)
+    check_levels(name, levels)
     return Category(name, tuple(levels))
 
 
-def _check_levels(name: str, levels: Sequence[str]) -> None:
+def check_levels(name: str, levels: Sequence[str]) -> None:
     """Raise ValueError if a category has too many levels."""
-    if len(levels) > MOST:
+    if len(levels) > MOST_LEVELS:
         raise ValueError(
-            f"column {name!r} has {len(levels)} levels, more than {MOST}: leave it out if it is a name or an id, give rare levels one "
-            "name, or make numbers of it"
+            f"column {name!r} has {len(levels)} levels, more than {MOST_LEVELS}: leave it out if it is a name or an id, give rare levels "
+            "one name, or make numbers of it"
         )
 
 
@@ -271,7 +288,7 @@ def statistics_of(
     for name in names:
         values = table.values(name)
         if values.texts is not None and name not in categories and not values.declared:
-            _check_text(name, sorted(set(values.levels()[~values.missing].tolist())))
+            check_text(name, sorted(set(values.levels()[~values.missing].tolist())), "name it in categories= if they are codes")
         for client, rows in clients.items():
             found[client].append(_statistics(_chosen(values, rows), name in categories))
     return found
@@ -279,7 +296,7 @@ def statistics_of(
 
 def _chosen(values: Values, rows: np.ndarray) -> Values:
     numbers, texts = (None if part is None else part[rows] for part in (values.numbers, values.texts))
-    return replace(values, numbers=numbers, texts=texts, exact=None)
+    return replace(values, numbers=numbers, texts=texts, exact=None if values.exact is None else values.exact[rows])
 
 
 def _statistics(values: Values, category: bool) -> dict[str, Any]:
@@ -287,7 +304,7 @@ def _statistics(values: Values, category: bool) -> dict[str, Any]:
     about = {"name": values.name, "rows": len(missing), "missing": int(missing.sum())}
     if category or values.numbers is None:
         texts = sorted(set(values.levels()[~missing].tolist()))
-        _check_levels(values.name, texts)
+        check_levels(values.name, texts)
         return {**about, "kind": "category", "levels": texts}
     known = _numbers(values)[~missing]
     mean = float(known.mean()) if len(known) else 0.0
@@ -296,24 +313,29 @@ def _statistics(values: Values, category: bool) -> dict[str, Any]:
     return {**about, "kind": "number", "mean": mean, "squares": float(np.square(known - mean).sum())}
 
 
-def _check_text(name: str, texts: Sequence[str]) -> None:
-    """Check that texts are no numbers, nor dates, which would become a column each.
+def check_text(name: str, texts: Sequence[str], otherwise: str) -> None:
+    """Check that texts are no numbers, nor dates, which would become a column or a class each.
+
+    Args:
+        name: The column's name.
+        texts: The texts that occur, each once.
+        otherwise: What to do if they are meant as text, for the error message.
 
     Raises:
         ValueError: At least half of them are numbers, or all are dates.
     """
-    numbers = [text for text in texts if _is_number(text)]
+    numbers = [text for text in texts if is_number(text)]
     if texts and len(numbers) >= len(texts) / 2:
         beside = [text for text in texts if text not in numbers]
         with_others = f" beside {beside[0]!r}, which may stand for a missing value" if beside else ""
         raise ValueError(
-            f"column {name!r} holds numbers as text, as {numbers[0]!r}{with_others}: make numbers of it by pandas.to_numeric, or name it "
-            "in categories= if they are codes"
+            f"column {name!r} holds numbers as text, as {numbers[0]!r}{with_others}: make numbers of it by pandas.to_numeric, or "
+            f"{otherwise}"
         )
     if texts and all(DATE.match(text) for text in texts):
         raise ValueError(
             f"column {name!r} holds dates as text, as {texts[0]!r}: make numbers of it that mean something at prediction, as days since an "
-            "event, name it in categories= if they are few, or leave it out"
+            f"event, leave it out, or {otherwise}"
         )
 
 
@@ -330,7 +352,8 @@ def _numbers(values: Values) -> np.ndarray:
     return values.numbers
 
 
-def _is_number(text: str) -> bool:
+def is_number(text: str) -> bool:
+    """Say whether a text is a number's."""
     try:
         float(text)
     except ValueError:

@@ -9,20 +9,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from bayesfl.base.checks import number
+from bayesfl.base.checks import instance, number
 from bayesfl.base.random import Purpose, generator
 from bayesfl.base.targets import Task
 from bayesfl.data.arrays import from_arrays
-from bayesfl.data.assembly import check_shares
-from bayesfl.data.columns import Columns, statistics_of
+from bayesfl.data.assembly import check_shares, take_share
+from bayesfl.data.columns import Columns, check_levels, check_text, is_number, statistics_of, warn_of_levels
 from bayesfl.data.federated import FederatedData
 from bayesfl.data.names import ordered
-from bayesfl.data.partitions import stratified
+from bayesfl.data.partitions import FRAME
+from bayesfl.data.parts import places_of
 from bayesfl.data.sources import SourceInfo
 from bayesfl.data.tables import Table, Values
-
-FRAME = 90
-"""Address of the draw that divides a client's rows."""
 
 
 def from_frame(
@@ -84,13 +82,14 @@ def from_frame(
     """
     table, names = _opened(frame, client, target, group, categories)
     if columns is not None:
+        instance("columns", columns, Columns, "Columns.load(path) and Columns.from_json(text) read some")
         if categories:
             raise ValueError("categories= is for columns that are learnt here; leave it out beside columns=")
         table.need([part.name for part in columns.parts], "columns=")
         if roles := [part.name for part in columns.parts if part.name not in names]:
             raise ValueError(f"columns= has the inputs {roles}, which are client, target or group here; learn columns for these roles")
     targets = _targets(table, target, class_names, columns, task)
-    if outputs is None and columns is not None and targets.y.dtype.kind == "i" and task != "regression":
+    if outputs is None and columns is not None and (task == "classification" or (task is None and targets.y.dtype.kind == "i")):
         outputs = columns.outputs  # classes that do not occur here count, too
     shares = {"test": test_share, "validation": validation, "calibration": calibration}
     data = _split(table, client, targets, group, shares, outputs=outputs, task=task, seed=seed, source=source or SourceInfo(name="frame"))
@@ -99,7 +98,10 @@ def from_frame(
         _warn(found)
         columns = Columns.of([{**_classes(data, targets), "clients": found}])
     roles = {"client": client, "target": target if isinstance(target, str) else list(target), "group": group}
-    return _with_inputs(data, torch.from_numpy(columns.apply(table)), columns, {**roles, "test": test_share}), columns
+    about = {**roles, **shares, "categories": list(categories), "task": data.task}
+    x, strange = columns.applied(table)
+    warn_of_levels(strange)
+    return _with_inputs(data, torch.from_numpy(x), columns, about), columns
 
 
 def frame_statistics(
@@ -209,11 +211,15 @@ def _split(
     data = from_arrays(x[~test], y[~test], client_ids=ids[~test], test=held, test_share=0.0, **about)
     splits, rows = dict(data.splits), _rows(data, "train")
     owner = np.repeat(np.arange(data.clients), data.train.counts)
-    for name in ("train", *(name for name in ("validation", "calibration") if shares[name])):
+    for name in ("train", "validation", "calibration"):
+        if not shares.get(name, 1):
+            continue
         mine = of[rows] == name
         counts = np.bincount(owner[mine], minlength=data.clients)
         splits[name] = replace(data.train, index=data.train.index[torch.from_numpy(mine)], counts=counts)
-    for name in (name for name, share in shares.items() if share):
+    for name, share in shares.items():
+        if not share:
+            continue
         counts = splits[name].counts if name in splits else np.zeros(data.clients)
         if empty := [who for who, n in zip(data.client_names, counts, strict=True) if not n]:
             warnings.warn(f"clients {empty[:5]} ({len(empty)} in all) have no {name} rows: measures leave them out", stacklevel=3)
@@ -232,20 +238,19 @@ def _by_row(ids: np.ndarray, y: np.ndarray, shares: Mapping[str, float], seed: i
         ValueError: A client has too few rows.
     """
     of = np.full(len(ids), "train", dtype=object)
-    for owner in dict.fromkeys(ids.tolist()):
-        left = np.flatnonzero(ids == owner)
+    labels = y if y.ndim == 1 and y.dtype.kind == "i" else None
+    for owner, places in places_of(ids.tolist()).items():
+        left = np.array(places, dtype=np.int64)
         rng = generator(seed, Purpose.SPLIT, client=_address(owner), phase=FRAME)
         total = len(left)
         for name, share in shares.items():
             if not share:
                 continue
-            labels = y[left] if y.ndim == 1 and y.dtype.kind == "i" else None
-            left, taken = stratified(labels, left, min(max(1, round(share * total)), len(left)), rng)
+            left, taken = take_share(labels, left, share, total, rng)
             of[taken] = name
             total = len(left) if name == "test" else total
         if not len(left):
-            many = int((ids == owner).sum())
-            raise ValueError(f"client {owner!r} has {many} rows, too few for its splits: leave it out, or use smaller shares")
+            raise ValueError(f"client {owner!r} has {len(places)} rows, too few for its splits: leave it out, or use smaller shares")
     return of
 
 
@@ -263,7 +268,8 @@ def _by_group(ids: np.ndarray, groups: np.ndarray, shares: Mapping[str, float], 
         first = held if rest < shares["validation"] + shares["calibration"] else "train"
         chosen[name] = "test" if u < shares["test"] else first
     of = np.array([chosen[name] for name in groups.tolist()], dtype=object)
-    if lacking := [owner for owner in dict.fromkeys(ids.tolist()) if not (of[ids == owner] == "train").any()]:
+    trained = set(ids[of == "train"].tolist())
+    if lacking := [owner for owner in dict.fromkeys(ids.tolist()) if owner not in trained]:
         few = len(set(groups[ids == lacking[0]].tolist()))
         raise ValueError(
             f"client {lacking[0]!r} has no training rows, as its groups, {few}, stand in other splits: use another seed or smaller shares, "
@@ -300,7 +306,7 @@ def _with_inputs(data: FederatedData, x: torch.Tensor, columns: Columns, recipe:
         if id(split.x) not in made:
             made[id(split.x)] = x[split.x[:, 0]]
         splits[name] = replace(split, x=made[id(split.x)], columns=columns.names, dtype=torch.float32)
-    told = {**data.recipe, "recipe": "from_frame", **recipe, "columns": columns.to_json()}
+    told = {**data.recipe, "recipe": "from_frame", **recipe}
     return replace(data, splits=splits, inputs=(x.shape[1],), columns=columns.names, prepared=columns, recipe=told)
 
 
@@ -320,7 +326,7 @@ def _ids(values: Values, role: str) -> np.ndarray:
             f"column {values.name!r} holds floats, and a {role} is a name or a whole number: frame[{values.name!r}].astype('int64') makes "
             "these of ids that became floats when one was missing"
         )
-    return values.levels() if values.exact is None else values.exact
+    return values.texts if values.texts is not None else values.exact if values.exact is not None else np.empty(0)
 
 
 def _targets(
@@ -344,9 +350,16 @@ def _targets(
     if len(found) == 1 and found[0].texts is not None:
         if task == "regression":
             raise ValueError(f"target {found[0].name!r} holds text, which is no number; leave out task='regression', or make numbers of it")
-        known = given or (columns.classes if columns is not None else None)
-        names = known or found[0].order or tuple(sorted(set(found[0].texts.tolist())))
-        if strange := sorted(set(found[0].texts.tolist()) - set(names)):
+        learnt = columns.classes if columns is not None else None
+        if given and learnt and given != learnt:
+            raise ValueError(f"class_names are {list(given)}, and columns= has the classes {list(learnt)}; leave class_names out")
+        present = set(found[0].texts.tolist())
+        known = given or learnt or found[0].order
+        if known is None and not found[0].declared:
+            check_text(found[0].name, sorted(present), "pass class_names= if they are codes")
+            check_levels(found[0].name, sorted(present))
+        names = known or tuple(sorted(present, key=(lambda text: (float(text), text)) if all(map(is_number, present)) else None))
+        if strange := sorted(present - set(names)):
             raise ValueError(
                 f"target {found[0].name!r} holds {strange[:5]}, which are none of the classes {list(names)}; name all, as they are written"
             )

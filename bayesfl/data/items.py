@@ -145,12 +145,13 @@ def together(sets: Sequence[list[Rows]], target: str, mask: str | None) -> list[
     if mask is not None:
         lists, lengths = ragged({key: [tuple(row[key].shape[1:]) for one in sets for row in one] for key in keys}, mask)
     width, start = max(lengths, default=0), 0
+    known = {key: next((row[key] for one in sets for row in one if row[key].numel()), sets[0][0][key]) for key in lists}
     out = []
     for one in sets:
         rows = one or [{key: t[:0] for key, t in sets[0][0].items()}]
         fill = {key: IGNORE if key == target else 0 for key in lists}
         joined = {
-            key: torch.cat([F.pad(row[key], (0, width - row[key].shape[1]), value=fill[key]) if key in lists else row[key] for row in rows])
+            key: torch.cat([_filled(row[key], width, fill[key], known[key].dtype) if key in lists else row[key] for row in rows])
             for key in (keys if mask is not None else rows[0])
         }
         if mask is not None and mask not in keys and any(key != target for key in lists):
@@ -159,3 +160,8 @@ def together(sets: Sequence[list[Rows]], target: str, mask: str | None) -> list[
         start += len(one)
         out.append(joined)
     return out
+
+
+def _filled(t: Tensor, width: int, value: int, kind: torch.dtype) -> Tensor:
+    """Return lists [b, n] filled up to `width`; empty ones, which have no type of their own, in that of the others."""
+    return F.pad(t if t.numel() else t.to(kind), (0, width - t.shape[1]), value=value)

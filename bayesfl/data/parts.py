@@ -124,7 +124,7 @@ def by_client(x: Any, y: Any, ids: Any, order: Sequence[Hashable] | None = None)
             f"{part}client_ids names no client for {len(missing)} of {len(owners)} rows, the first is row {missing[0]} "
             f"({owners[missing[0]]!r}); leave these rows out, or give them the id of their client"
         )
-    places = _places(owners)
+    places = places_of(owners)
     found = _sorted(places) if order is None else list(order)
     if strangers := [owner for owner in places if owner not in set(found)]:
         raise ValueError(
@@ -208,8 +208,8 @@ def _missing(owner: Any) -> bool:
     return owner is None or type(owner).__name__ in ("NAType", "NaTType") or (isinstance(owner, float) and math.isnan(owner))
 
 
-def _places(owners: Sequence[Hashable]) -> dict[Hashable, list[int]]:
-    """Return the rows of each client."""
+def places_of(owners: Iterable[Hashable]) -> dict[Hashable, list[int]]:
+    """Return the rows of each client, in the order of the clients' first ones."""
     places: dict[Hashable, list[int]] = {}
     for row, owner in enumerate(owners):
         places.setdefault(owner, []).append(row)
@@ -244,7 +244,7 @@ def environments_of(values: Any, train: Part, order: Sequence[Hashable]) -> list
             raise ValueError(
                 f"environments must have one number for each of the {len(train.client_ids)} rows, got shape {list(pooled.shape)}"
             )
-        places = _places(train.client_ids)
+        places = places_of(train.client_ids)
         parts = [pooled[torch.tensor(places[owner], dtype=torch.int64)] for owner in order]
     else:
         parts = [to_tensor(value, f"environments of client {j}") for j, value in enumerate(as_list(values, "environments", "array"))]

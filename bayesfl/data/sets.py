@@ -27,7 +27,7 @@ def from_datasets(
     folder: str | os.PathLike[str] | None = None,
     **options: Any,
 ) -> FederatedData:
-    """Make federated data of one map-style data set per client; every item is read once.
+    """Make federated data of one map-style data set per client; every item is read once, a few of them again.
 
     Items are pairs (x, y), or, with `inputs` and `target`, rows by name as those of Hugging Face's `datasets` and of a partition that
     Flower Datasets loads. `x` is a tensor or an array, or a tuple or a mapping of several, see `from_arrays`. Classes that such a data set
@@ -37,6 +37,7 @@ def from_datasets(
     Then an input `mask`, bool, is added that says which places are the row's own, unless the rows have one of that name.
 
     Data larger than memory get a `folder`: the first call writes all items into it, one after the other, and every call maps these files.
+    A column then holds numbers of one type.
     A later call reads three items of each data set and compares them and the lengths with what was written; delete the folder if anything
     else has changed.
 
@@ -51,7 +52,7 @@ def from_datasets(
 
     Raises:
         ValueError: A data set does not give pairs of numbers or lacks a column, or draws at random; lists of one row have different
-            lengths; only one of `inputs` and `target` is given; the folder holds something else; or `from_arrays` refuses them.
+            lengths; only one of `inputs` and `target` is given; data sets name classes differently; the folder holds something else; or `from_arrays` refuses them.
         TypeError: `datasets` is no list of map-style data sets, or `client_ids` is given.
     """
     if "client_ids" in options:
@@ -65,7 +66,11 @@ def from_datasets(
     for name, one in [*given, *held]:
         check_map_style(one, name, least=0 if name.startswith("test") else 1)  # a client may have no test data
     columns = None if inputs is None else [*([inputs] if isinstance(inputs, str) else inputs), str(target)]
-    if columns and (classes := class_names(given[0][1], columns[-1])):
+    if columns is None and mask != "attention_mask":
+        raise ValueError(f"mask={mask!r} is for rows by name, whose columns inputs= and target= name; leave it out for pairs (x, y)")
+    if columns and columns[-1] in columns[:-1]:
+        raise ValueError(f"target {target!r} is among inputs= {columns[:-1]}: leave it out there")
+    if columns and (classes := _classes([*given, *held], columns[-1])):
         options = {"class_names": classes, "outputs": len(classes)} | options
     sizes = [len(one) for _, one in given]
     with tqdm(total=sum(len(one) for _, one in given + held), unit="row", disable=None, leave=False) as bar:
@@ -107,6 +112,22 @@ def _from_files(x: Any, y: Any, sizes: list[int], tests: list[int] | None, optio
         options = options | {"environments": np.concatenate(given)}
     options = {"names": generated(len(sizes))} | options
     return from_arrays(at(x, slice(n)), y[:n], client_ids=owners, test=test, **options)
+
+
+def _classes(sets: Sequence[tuple[str, Any]], target: str) -> list[str] | None:
+    """Return the names of the classes that data sets of Hugging Face's give.
+
+    Raises:
+        ValueError: They give others, or another order.
+    """
+    named = {name: class_names(one, target) for name, one in sets}
+    first = next(iter(named.values()))
+    if other := [name for name, found in named.items() if found != first and len(dict(sets)[name])]:
+        raise ValueError(
+            f"{other[0]} has the classes {named[other[0]]}, {sets[0][0]} has {first}: labels would mean different things; cast them alike, "
+            "as data.cast_column does"
+        )
+    return first
 
 
 def _digest(dataset: Any, name: str, columns: Sequence[str] | None) -> str:

@@ -89,14 +89,17 @@ def _write(folder: Path, sets: Iterable[Iterable[Rows]], rows: int, target: str,
     finally:
         for column in columns.values():
             column.close()
+    if void := [key for key, column in columns.items() if not column.filled]:
+        raise ValueError(f"column {void[0]!r} holds nothing but empty lists; leave it out")
     lists, lengths = ragged({key: column.shapes for key, column in columns.items()}, mask)
+    width = max(lengths, default=0)
     for key in lists:
-        columns[key].fill_up(lengths, IGNORE if key == target else 0)
+        columns[key].fill_up(lengths, width, IGNORE if key == target else 0)
     files = {key: column.path.name for key, column in columns.items()}
     if mask is not None and mask not in files and any(key != target for key in lists):
-        own = _Column(folder / f"{len(files)}.npy", mask, rows, torch.zeros(1, max(lengths), dtype=torch.bool))
+        own = _Column(folder / f"{len(files)}.npy", mask, rows, torch.zeros(1, width, dtype=torch.bool))
         for n in lengths:
-            own.add((torch.arange(max(lengths)) < n)[None])
+            own.add((torch.arange(width) < n)[None])
         own.close()
         files[mask] = own.path.name
     return files
@@ -141,7 +144,7 @@ class _Column:
 
     def __init__(self, path: Path, name: str, rows: int, like: Tensor) -> None:
         self.path, self.name, self.rows = path, name, rows
-        self.type = as_kept(like[:0]).dtype
+        self.type, self.filled = as_kept(like[:0]).dtype, False
         self.shapes: list[tuple[int, ...]] = []
         self._open(tuple(like.shape[1:]))
 
@@ -153,9 +156,13 @@ class _Column:
 
     def add(self, piece: Tensor) -> None:
         """Write rows, [b, ...]."""
+        self.shapes += [tuple(piece.shape[1:])] * len(piece)
+        if not piece.numel():
+            return  # an empty list has no type of its own
+        if not self.filled:
+            self.type, self.filled = as_kept(piece[:0]).dtype, True
         if as_kept(piece[:0]).dtype != self.type:
             raise ValueError(f"column {self.name!r} must hold numbers of one type, got {piece.dtype} after {self.type}: convert them alike")
-        self.shapes += [tuple(piece.shape[1:])] * len(piece)
         for some in pieces(piece, PIECE):
             assert isinstance(some, Tensor)  # as `piece` is
             self.file.write(as_kept(some).contiguous().numpy().tobytes())
@@ -166,14 +173,14 @@ class _Column:
         os.fsync(self.file.fileno())
         self.file.close()
 
-    def fill_up(self, lengths: list[int], value: int) -> None:
-        """Write lists [n] of different lengths again as [N, T], with `value` behind each."""
+    def fill_up(self, lengths: list[int], width: int, value: int) -> None:
+        """Write lists [n] of different lengths again as [N, width], with `value` behind each."""
         flat, start, size = self.path.rename(self.path.with_suffix(".flat")), self.start, self.type.itemsize
-        self._open((max(lengths),))
+        self._open((width,))
         with flat.open("rb") as file:
             file.seek(start)
             for n in lengths:
-                row = torch.full((max(lengths),), value, dtype=self.type)
+                row = torch.full((width,), value, dtype=self.type)
                 row[:n] = torch.frombuffer(bytearray(file.read(n * size)), dtype=self.type) if n else row[:0]
                 self.file.write(row.numpy().tobytes())
         self.close()
@@ -181,5 +188,5 @@ class _Column:
 
 
 def as_kept(t: Tensor) -> Tensor:
-    """Return numbers in the type in which they are kept: floats of 64 bits in 32, unsigned numbers that torch hardly knows as int64."""
-    return t.float() if t.dtype == torch.float64 else t.long() if t.dtype in WIDE else t
+    """Return numbers in the type in which they are kept: floats that NumPy or inputs lack in 32 bits, numbers of `WIDE` types as int64."""
+    return t.float() if t.dtype in (torch.float64, torch.bfloat16) else t.long() if t.dtype in WIDE else t

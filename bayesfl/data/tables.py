@@ -11,7 +11,7 @@ import numpy as np
 
 WHOLE = re.compile(r"-?(0|[1-9]\d*)\.0+")
 """A whole number as text, as whole numbers become where one is missing."""
-MOST = float(np.finfo(np.float32).max)
+LARGEST = float(np.finfo(np.float32).max)
 """Largest number that inputs hold."""
 
 
@@ -45,7 +45,9 @@ class Values:
 
     def levels(self) -> np.ndarray:
         """Return each row's level of a category as text [N], None where it is missing; 3, 3.0 and the text 3.0 are one level."""
-        given = (self.numbers if self.numbers is not None else self.texts if self.texts is not None else np.empty(0)).tolist()
+        held = self.exact if self.exact is not None else self.numbers if self.numbers is not None else self.texts
+        assert held is not None
+        given = held.tolist()
         return np.array([None if v is None or v != v else _level(v) for v in given], dtype=object)
 
 
@@ -70,12 +72,10 @@ class Table:
     """
 
     def __init__(self, frame: Any, name: str = "frame") -> None:
-        self._name, self._pandas = name, hasattr(frame, "iloc") and hasattr(frame, "columns")
+        self._name, self._pandas = name, hasattr(frame, "iloc")
+        if not is_frame(frame):
+            raise TypeError(f"{name} must be a data frame, of pandas or polars say, got {type(frame).__name__}; pandas.DataFrame makes one")
         if not self._pandas:
-            if not hasattr(frame, "__arrow_c_stream__"):
-                raise TypeError(
-                    f"{name} must be a data frame, of pandas or polars say, got {type(frame).__name__}; pandas.DataFrame makes one"
-                )
             frame = _arrow(frame)
         self._frame = frame
         self.columns = [str(column) for column in (frame.columns if self._pandas else frame.column_names)]
@@ -106,11 +106,7 @@ class Table:
         Raises:
             ValueError: It holds dates, several types, numbers that are infinite or too large, or anything that is neither number nor text.
         """
-        found = self._values(name)
-        if found.numbers is not None and (large := np.abs(found.numbers) > MOST).any():
-            row = int(large.argmax())
-            raise ValueError(f"column {name!r} holds infinite or too large numbers, first {found.numbers[row]} in row {row}; replace them")
-        return found
+        return _finite(self._values(name))
 
     def _values(self, name: str) -> Values:
         if self._pandas:
@@ -125,6 +121,7 @@ class Table:
             found = _of_objects(name, [None if none else value for none, value in zip(missing, column.astype(object), strict=True)])
             if column.dtype.name != "category":
                 return found
+            _finite(found)
             order = tuple(map(_level, column.dtype.categories)) if column.dtype.ordered else None
             return Values(name, texts=found.levels(), order=order, declared=True)
         import pyarrow as pa
@@ -133,11 +130,24 @@ class Table:
         if pa.types.is_temporal(column.type):
             raise ValueError(_dates(name))
         if pa.types.is_integer(column.type) or pa.types.is_floating(column.type):
-            found = column.cast("float64").to_numpy() if not column.null_count else None
-            found = np.array([np.nan if v is None else v for v in column.to_pylist()], dtype=np.float64) if found is None else found
-            exact = _exact(column.to_pylist()) if pa.types.is_integer(column.type) and not column.null_count else None
-            return Values(name, numbers=found, exact=exact)
-        return _of_objects(name, column.to_pylist())
+            exact = column.to_numpy() if pa.types.is_integer(column.type) and not column.null_count else None
+            return Values(name, numbers=column.cast("float64", safe=False).to_numpy(), exact=exact)
+        if not pa.types.is_dictionary(column.type):
+            return _of_objects(name, column.to_pylist())
+        levels = column.unify_dictionaries().chunk(0).dictionary.to_pylist()
+        told = column.type.ordered or any(key.startswith(b"_PL_ENUM") for key in self._frame.schema.field(name).metadata or ())
+        order = tuple(_level(level) for level in levels if level is not None) if told else None
+        return Values(name, texts=_of_objects(name, column.to_pylist()).levels(), order=order, declared=True)
+
+
+def _finite(values: Values) -> Values:
+    """Return a column, after a check that inputs can hold its numbers."""
+    if values.numbers is not None and (large := np.abs(values.numbers) > LARGEST).any():
+        row = int(large.argmax())
+        raise ValueError(
+            f"column {values.name!r} holds infinite or too large numbers, first {values.numbers[row]} in row {row}; replace them"
+        )
+    return values
 
 
 def _exact(values: Any) -> np.ndarray | None:
@@ -147,8 +157,9 @@ def _exact(values: Any) -> np.ndarray | None:
 
 
 def is_frame(value: Any) -> bool:
-    """Say whether a value is a data frame, of pandas or of a library that speaks Arrow's capsule interface."""
-    return hasattr(value, "columns" if hasattr(value, "iloc") else "__arrow_c_stream__")
+    """Say whether a value is a data frame, of pandas or of a library that speaks Arrow's capsule interface; one column is none."""
+    read = hasattr(value, "iloc") or hasattr(value, "__arrow_c_stream__")
+    return read and (hasattr(value, "columns") or hasattr(value, "column_names"))
 
 
 def _of_objects(name: str, values: list[Any]) -> Values:
