@@ -39,5 +39,5 @@ class Targets:
         if self.task != task:
             raise ValueError(
                 f"likelihood {type(likelihood).__name__} is for {task}, the data are for {self.task}; build the algorithm with likelihood="
-                + ("Gaussian(scale=...)" if self.task == "regression" else "Categorical()")
+                + ("Gaussian(scale=...)" if self.task == "regression" else "Categorical(), or the data with task='regression'")
             )

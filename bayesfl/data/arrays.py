@@ -156,8 +156,8 @@ def from_arrays(
         labels = labels[labels != IGNORE] if labels.dim() == 2 else labels
         if outputs is None and len(labels) and int(labels.min()) > 0:
             raise ValueError(
-                f"classes are counted from 0, and the smallest label is {int(labels.min())}: subtract it, or pass outputs= if class 0 is "
-                "empty"
+                f"classes are counted from 0, and the smallest label is {int(labels.min())}: subtract it, pass outputs= if class 0 is "
+                "empty, or task='regression' if these are counts or measurements"
             )
         outputs = max(int(labels.max()) + 1, 1) if outputs is None else outputs
     else:

@@ -19,6 +19,10 @@ DATE = re.compile(r"\d{4}-\d{1,2}(-\d{1,2})?([ T]|$)|\d{1,2}[./]\d{1,2}[./]\d{2,
 """Beginnings of texts that are dates."""
 MOST_LEVELS = 100
 """Most levels of a category: of more, nearly each row is a level of its own."""
+STRANGE = 0.2
+"""Share of rows with unknown levels from which on a warning names them."""
+SINGLE, SEVERAL, SEVERAL_ROWS = 20.0, 3.0, 5
+"""Standard deviations from the training rows' mean at which a warning names a row, or the median of so many rows or more."""
 
 
 @dataclass(frozen=True)
@@ -99,13 +103,16 @@ class Columns:
         Raises:
             TypeError: It is no frame.
             ValueError: A column is absent, or of another kind than in training; or numbers are infinite.
+
+        Warns:
+            UserWarning: Rows are unlike the training rows: numbers far off, as in another unit, or levels that these had not.
         """
         x, strange = self.applied(frame if isinstance(frame, Table) else Table(frame))
-        warn_of_levels(strange)
+        warn_of_rows(strange)
         return x
 
     def applied(self, table: Table) -> tuple[np.ndarray, dict[str, str]]:
-        """Return inputs as `apply` does, and of each category of which no row has a known level one that rows have.
+        """Return inputs as `apply` does, and by column what rows have that training rows had not.
 
         Args:
             table: The frame.
@@ -122,13 +129,20 @@ class Columns:
                 found = values.levels()
                 for k, level in enumerate(part.levels):
                     out[:, place + k] = found == level
-                if not out[:, place : place + len(part.levels)].any() and (some := found[~values.missing]).size:
-                    strange[part.name] = f"{list(part.levels[:5])}, but for instance {some[0]!r}"
+                other = found[~out[:, place : place + len(part.levels)].any(1) & ~values.missing]
+                if len(other) and len(other) >= STRANGE * table.rows:
+                    strange[part.name] = (
+                        f"{len(other)} of {table.rows} rows have no level of the training rows, {list(part.levels[:5])}, but for instance "
+                        f"{other[0]!r}, so that all are 0; look at how it is written"
+                    )
                 place += len(part.levels)
                 continue
             numbers = _numbers(values)
             missing = np.isnan(numbers)
-            out[:, place] = (np.where(missing, part.mean, numbers) - part.mean) / part.scale
+            away = (np.where(missing, part.mean, numbers) - part.mean) / part.scale
+            out[:, place] = away
+            if told := _far(away[~missing], part, numbers[~missing]):
+                strange[part.name] = told
             if part.flagged:
                 out[:, place + 1] = missing
             place += 1 + part.flagged
@@ -204,12 +218,27 @@ class Columns:
         return cls(tuple(parts), classes, len(classes) if classes else max(outputs, default=None))
 
 
-def warn_of_levels(strange: Mapping[str, str]) -> None:
-    """Warn, at the caller's caller, of categories of which no row has a known level, see `Columns.applied`."""
+def warn_of_rows(strange: Mapping[str, str]) -> None:
+    """Warn, at the caller's caller, of rows that are unlike the training rows, see `Columns.applied`."""
     for name, told in strange.items():
-        warnings.warn(
-            f"column {name!r}: no row has a level of the training rows, {told}, so that all are 0; look at how it is written", stacklevel=3
-        )
+        warnings.warn(f"column {name!r}: {told}", stacklevel=3)
+
+
+def _far(away: np.ndarray, part: Number, numbers: np.ndarray) -> str:
+    """Say what is far from the training rows; '' if nothing is.
+
+    Args:
+        away: How many standard deviations each row is from the training rows' mean, [n].
+        part: The column.
+        numbers: The rows' numbers, [n].
+    """
+    size = np.abs(away)
+    known = f"training rows have a mean of {part.mean:.4g} and a standard deviation of {part.scale:.4g}"
+    if len(away) and size.max() > SINGLE:
+        return f"{int((size > SINGLE).sum())} of {len(away)} rows are far from all others, for instance {numbers[size.argmax()]:g}; {known}"
+    if len(away) >= SEVERAL_ROWS and np.median(size) > SEVERAL:
+        return f"half of the rows are far off, their median is {np.median(numbers):g}; {known}: is it another unit?"
+    return ""
 
 
 def _classes(statistics: Sequence[Mapping[str, Any]]) -> tuple[str, ...] | None:

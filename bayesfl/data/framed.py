@@ -12,10 +12,11 @@ import torch
 from bayesfl.base.checks import instance, number
 from bayesfl.base.random import Purpose, generator
 from bayesfl.base.targets import Task
-from bayesfl.data.arrays import from_arrays
+from bayesfl.data.arrays import FEW_VALUES, from_arrays
 from bayesfl.data.assembly import check_shares, take_share
-from bayesfl.data.columns import Columns, check_levels, check_text, is_number, statistics_of, warn_of_levels
+from bayesfl.data.columns import Columns, check_levels, check_text, is_number, statistics_of, warn_of_rows
 from bayesfl.data.federated import FederatedData
+from bayesfl.data.frame_warnings import few, warn_of_clients, warn_of_columns
 from bayesfl.data.names import ordered
 from bayesfl.data.partitions import FRAME
 from bayesfl.data.parts import places_of
@@ -95,12 +96,13 @@ def from_frame(
     data = _split(table, client, targets, group, shares, outputs=outputs, task=task, seed=seed, source=source or SourceInfo(name="frame"))
     if columns is None:
         found = _statistics(table, data, names, categories)
-        _warn(found)
+        warn_of_clients(found)
+        warn_of_columns(table, names, categories, _rows(data, "train"), targets.y)
         columns = Columns.of([{**_classes(data, targets), "clients": found}])
     roles = {"client": client, "target": target if isinstance(target, str) else list(target), "group": group}
     about = {**roles, **shares, "categories": list(categories), "task": data.task}
     x, strange = columns.applied(table)
-    warn_of_levels(strange)
+    warn_of_rows(strange)
     return _with_inputs(data, torch.from_numpy(x), columns, about), columns
 
 
@@ -222,7 +224,7 @@ def _split(
             continue
         counts = splits[name].counts if name in splits else np.zeros(data.clients)
         if empty := [who for who, n in zip(data.client_names, counts, strict=True) if not n]:
-            warnings.warn(f"clients {empty[:5]} ({len(empty)} in all) have no {name} rows: measures leave them out", stacklevel=3)
+            warnings.warn(f"clients {few(empty)} have no {name} rows: measures leave them out", stacklevel=3)
     return replace(data, splits=splits)
 
 
@@ -369,27 +371,12 @@ def _targets(
     if any(values.numbers is None for values in found):
         raise ValueError(f"several targets must be numbers, {[values.name for values in found if values.numbers is None]} hold text")
     whole = all(values.exact is not None for values in found)
+    if task is None and len(found) == 1 and found[0].exact is not None and given is None and columns is None:
+        if (many := len(set(found[0].exact.tolist()))) > FEW_VALUES:
+            raise ValueError(
+                f"target {found[0].name!r} holds {many} different whole numbers, which may be classes or counts and measurements: pass "
+                "task='classification' or task='regression'"
+            )
     parts = [values.exact.astype(np.int64) if whole and values.exact is not None else values.numbers for values in found]
     y = np.stack([part for part in parts if part is not None], -1)
     return _Targets(y[:, 0] if len(found) == 1 else y, given)
-
-
-def _warn(statistics: Mapping[str, Any]) -> None:
-    """Warn of columns that are constant, or without a value at some client."""
-    absent: dict[str, list[str]] = {}
-    constant: dict[str, list[str]] = {}
-    for client, columns in statistics.items():
-        for column in columns:
-            if column["rows"] == column["missing"]:
-                absent.setdefault(column["name"], []).append(client)
-            elif column["rows"] > 1 and (column.get("squares") == 0 or len(column.get("levels", ())) == 1):
-                constant.setdefault(column["name"], []).append(client)
-    everyone = len(statistics)
-    told = [f"{name!r} has no value in the training rows of {clients[:5]}" for name, clients in absent.items()]
-    told += [f"{name!r} is constant in those of {'all clients' if len(on) == everyone else on[:5]}" for name, on in constant.items()]
-    if told:
-        warnings.warn(
-            f"columns say nothing at some clients, and may tell these from others: {'; '.join(told[:10])}"
-            f"{f'; and {len(told) - 10} more' if len(told) > 10 else ''}. Leave them out, if that is not meant",
-            stacklevel=3,
-        )

@@ -52,7 +52,8 @@ def from_datasets(
 
     Raises:
         ValueError: A data set does not give pairs of numbers or lacks a column, or draws at random; lists of one row have different
-            lengths; only one of `inputs` and `target` is given; data sets name classes differently; the folder holds something else; or `from_arrays` refuses them.
+            lengths; only one of `inputs` and `target` is given; data sets name classes differently; the folder holds something else; or
+            `from_arrays` refuses them.
         TypeError: `datasets` is no list of map-style data sets, or `client_ids` is given.
     """
     if "client_ids" in options:

@@ -20,11 +20,11 @@ from bayesfl.base.trees import shapes
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.predictors import Mixture
 from bayesfl.data import FederatedData
-from bayesfl.data.columns import Columns
+from bayesfl.data.columns import Columns, warn_of_rows
 from bayesfl.data.frames import names_of, same_columns
 from bayesfl.data.outline import Outline
 from bayesfl.data.split import Change
-from bayesfl.data.tables import is_frame
+from bayesfl.data.tables import Table, is_frame
 from bayesfl.evaluation.predictions import Predictions, broken
 from bayesfl.federation import checkpoint, predict
 from bayesfl.federation.client import State, private_rows
@@ -117,7 +117,8 @@ class ClientModel:
         """
         refuse_changed(self.algorithm.model)
         if self.prepared is not None and is_frame(x):
-            x = self.prepared.apply(x)
+            x, strange = self.prepared.applied(Table(x, "x"))
+            warn_of_rows(strange)
         same_columns("x", names_of(x, pooled=True), self.columns)
         rows = self.form.split(x, self.inputs, dtype=self.dtype, device=self.device)
         if draws is not None:

@@ -1,8 +1,10 @@
 """Federations of data frames: against scikit-learn's transformers, without leakage, and what is refused."""
 
 import datetime
+import importlib.util
 import json
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -199,16 +201,100 @@ def test_levels_that_no_row_knows_are_warned_of():
     wanted = columns.apply(frame)[:, place]
     for twin in (frame["code"].astype(float), frame["code"].astype(str), frame["code"].astype(float).astype(str)):
         np.testing.assert_array_equal(columns.apply(frame.assign(code=twin))[:, place], wanted)
-    with pytest.warns(UserWarning, match=r"'code': no row has a level of the training rows, \['3', '6', '7'\], but for instance '03'"):
+    with pytest.warns(
+        UserWarning, match=r"'code': 200 of 200 rows have no level of the training rows, \['3', '6', '7'\], but for instance '03'"
+    ):
         columns.apply(frame.assign(code="03"))
+    with pytest.warns(UserWarning, match=r"'code': 100 of 200 rows have no level"):
+        columns.apply(frame.assign(code=[3, 33] * 100))
     declared, _ = from_frame(frame.astype({"code": "category"}), **ROLES)
     assert declared.columns == columns.names
 
 
+def test_rows_unlike_the_training_rows_are_warned_of():
+    """A code for what is missing, or another unit of all rows; the numbers are taken nevertheless."""
+    frame = hospitals().drop(columns="patient")
+    data, columns = from_frame(frame, **ROLES)
+    new = frame.drop(columns=["ill", "hospital"]).head(40)
+    with pytest.warns(
+        UserWarning, match=r"'age': 2 of 40 rows are far from all others, for instance 999; training rows have a mean of \d+"
+    ):
+        x = columns.apply(new.assign(age=[999.0, 999.0, *new["age"][2:]]))
+    assert x[0, 0] > 90
+    with pytest.warns(UserWarning, match=r"'pressure': half of the rows are far off, their median is 1[0-9]\.\d+; .*is it another unit"):
+        columns.apply(new.assign(pressure=new["pressure"] / 10))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        columns.apply(new)
+    one = run(bf.algorithms.fedavg(bf.models.mlp(data.inputs, hidden=4, outputs=2), epochs=1), data, evaluate_every=None).client("Bern")
+    with pytest.warns(UserWarning, match="'age': 1 of 1 rows are far") as caught:
+        one.predict(new.head(1).assign(age=744.0))
+    assert caught[0].filename == __file__
+
+
 def test_large_ids_are_not_merged():
+    """Nor codes of a category; of any library."""
     frame = hospitals(120).drop(columns="patient").assign(hospital=lambda f: 2**60 + np.arange(len(f)) % 4)
-    assert from_frame(frame, **ROLES)[0].client_names == tuple(str(2**60 + k) for k in range(4))
-    assert from_frame(frame.convert_dtypes(), **ROLES)[0].clients == 4
+    frame["code"] = 2**60 + frame["code"] % 3
+    twins: list[Any] = [frame, frame.convert_dtypes()]
+    if importlib.util.find_spec("polars"):
+        import polars
+
+        twins.append(polars.from_pandas(frame))
+    for twin in twins:
+        data, columns = from_frame(twin, **ROLES, categories=["code"])
+        assert data.client_names == tuple(str(2**60 + k) for k in range(4))
+        assert [name for name in columns.names if "code" in name] == [f"code is {2**60 + k}" for k in range(2)]
+
+
+def test_names_that_look_like_numbers_are_names():
+    frame = hospitals().drop(columns="patient")
+    frame["hospital"] = frame["hospital"].map({"Basel": "1", "Bern": "1.0", "Chur": "v1", "Genf": "2"})
+    assert from_frame(frame, **ROLES)[0].client_names == ("1", "1.0", "2", "v1")
+
+
+def test_classes_of_types_keep_their_order():
+    """Ordered categories of pandas, enumerations of polars, and numbers as categories, which are sorted as such."""
+    frame = hospitals().drop(columns="patient")
+    level = pd.Categorical(np.array(["mid", "low", "high"])[np.arange(200) % 3], categories=["low", "mid", "high"], ordered=True)
+    frame["ill"] = level
+    assert from_frame(frame, **ROLES)[0].class_names == ("low", "mid", "high")
+    frame["ill"] = pd.Categorical(np.arange(200) % 11)
+    assert from_frame(frame, **ROLES)[0].class_names == tuple(map(str, range(11)))
+    polars = pytest.importorskip("polars")
+    enumerated = polars.from_pandas(frame.assign(ill=level.astype(str))).with_columns(
+        polars.col("ill").cast(polars.Enum(["low", "mid", "high"]))
+    )
+    assert from_frame(enumerated, **ROLES)[0].class_names == ("low", "mid", "high")
+    codes = polars.from_pandas(frame.assign(ill=(np.arange(200) % 3).astype(str))).with_columns(polars.col("ill").cast(polars.Categorical))
+    assert from_frame(codes, **ROLES)[0].class_names == ("0", "1", "2")
+
+
+def test_a_recipe_says_how_rows_were_split():
+    frame = hospitals()
+    data, _ = from_frame(frame, **ROLES, group="patient", categories=["code"], validation=0.2, calibration=0.1, test_share=0.3, seed=3)
+    told = {"client": "hospital", "target": "ill", "group": "patient", "categories": ["code"], "task": "classification", "seed": 3}
+    assert data.recipe == {"recipe": "from_frame", **told, "test": 0.3, "validation": 0.2, "calibration": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda f: f.assign(number=np.arange(200) * 7), "'number' has another whole number in every row, as an id has"),
+        (lambda f: f.assign(seen=20210100 + np.arange(200) % 28 + 1), "'seen' looks like dates written as numbers"),
+        (lambda f: f.assign(age=[1e7, *f["age"][1:]]), r"'age' holds 1e\+07, while half of the rows are from 5\d"),
+        (lambda f: f.assign(outcome=f["ill"].map({True: "dead", False: "alive"})), "'outcome' tells the target of every row"),
+        (lambda f: f.assign(again=f["ill"].astype(float)), "'again' tells the target of every row"),
+        (lambda f: f.assign(ill=f["age"] / 3 + 2), "'age' tells the target of every row"),
+    ],
+)
+def test_inputs_that_are_seldom_meant_are_warned_of(change: Any, words: str):
+    frame = hospitals().drop(columns="patient")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        from_frame(frame, **ROLES)
+    with pytest.warns(UserWarning, match=words):
+        from_frame(change(frame), **ROLES, test_share=0)
 
 
 def test_columns_travel(tmp_path: Path):
@@ -308,11 +394,36 @@ def test_what_a_column_says_nothing_of_is_named():
 def test_clients_without_rows_in_a_split_are_named():
     """As where all of one's rows are one group; a client without training rows is refused."""
     frame = hospitals().drop(columns="patient").assign(patient=lambda f: np.where(f["hospital"] == "Genf", -1, np.arange(len(f))))
-    with pytest.warns(UserWarning, match=r"clients \['Genf'\] \(1 in all\) have no test rows"):
+    with pytest.warns(UserWarning, match=r"clients \['Genf'\] have no test rows"):
         data, _ = from_frame(frame, **ROLES, group="patient", seed=1)
     assert data.test.counts[-1] == 0
     with pytest.raises(ValueError, match=r"client 'Genf' has no training rows, as its groups, 1, stand in other splits: use another seed"):
         from_frame(frame, **ROLES, group="patient", seed=0)
+
+
+def test_other_classes_beside_columns_are_refused():
+    """As are columns that are none; labels that are floats count all classes that were learnt."""
+    frame = hospitals().drop(columns="patient").assign(ill=lambda f: f["ill"].map({True: "yes", False: "no"}))
+    _, columns = from_frame(frame, **ROLES)
+    with pytest.raises(ValueError, match=r"class_names are \['yes', 'no'\], and columns= has the classes \['no', 'yes'\]"):
+        from_frame(frame, **ROLES, columns=columns, class_names=["yes", "no"])
+    with pytest.raises(TypeError, match=r"columns must be .*Columns.load"):
+        from_frame(frame, **ROLES, columns="columns.json")  # pyright: ignore[reportArgumentType]
+    labels = frame.assign(ill=np.arange(200.0) % 3)
+    _, columns = from_frame(labels, **ROLES, task="classification")
+    assert from_frame(labels[labels["ill"] < 2], **ROLES, task="classification", columns=columns)[0].outputs == 3
+
+
+def test_what_is_no_frame_is_refused():
+    """One column is none."""
+    frame = hospitals().drop(columns="patient")
+    _, columns = from_frame(frame, **ROLES)
+    with pytest.raises(TypeError, match="must be a data frame, of pandas or polars say, got Series"):
+        columns.apply(frame["age"])
+    with pytest.raises(ValueError, match="statistics must be a list of what frame_statistics returned, got str"):
+        Columns.of(["a"])  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="'age' has mean nan"):
+        Columns.from_json(columns.to_json().replace(str(columns.parts[0].mean), "NaN"))  # type: ignore[union-attr]
 
 
 CODE = np.arange(200)
@@ -321,6 +432,14 @@ CODE = np.arange(200)
 @pytest.mark.parametrize(
     ("change", "options", "words"),
     [
+        (lambda f: f.assign(ill=np.arange(200) % 40), {}, "'ill' holds 40 different whole numbers, .*task='regression'"),
+        (
+            lambda f: f.assign(ill=(f["age"] / 7).round(3).astype(str)),
+            {},
+            r"'ill' holds numbers as text, .*to_numeric, or pass class_names=",
+        ),
+        (lambda f: f.assign(ill=["0", "1", "?", "0"] * 50), {}, r"'ill' holds numbers as text, as '0' beside '\?'"),
+        (lambda f: f.assign(code=pd.Categorical([1.0, np.inf] * 100)), {}, "'code' holds infinite"),
         (lambda f: f.assign(name=[f"patient {i}" for i in CODE]), {}, r"'name' has 1\d\d levels, more than 100: leave it out"),
         (lambda f: f.assign(day=pd.Timestamp("2026-01-01")), {}, r"'day' holds dates .*\.dt\.days"),
         (lambda f: f.assign(day=[datetime.date(2026, 1, 1)] * 200), {}, r"'day' holds dates"),

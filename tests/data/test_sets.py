@@ -1,5 +1,6 @@
 """Federations of map-style data sets whose rows have names: columns, lists of different lengths, a folder of them, and what is refused."""
 
+import types
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,8 @@ class Drawn:
             r"datasets\[0\] must give rows with the columns \['ids', 'label'\], got \['input_ids'",
         ),
         (SETS, {"inputs": "text", "target": "label"}, r"numbers in column 'text', its item 0 does not: .*tokeniser"),
+        (SETS, {"inputs": ["age", "label"], "target": "label"}, r"target 'label' is among inputs="),
+        (SETS, {"mask": "known"}, "mask='known' is for rows by name"),
         (SETS, {"inputs": "age"}, r"inputs= and target= name columns of rows together"),
         (SETS, {}, r"pairs \(x, y\), got dict .*inputs= and target="),
         ([[(1, 2)]], {"inputs": "x", "target": "y"}, r"rows with the columns \['x', 'y'\], got tuple of length 2 as item 0"),
@@ -138,6 +141,35 @@ def test_rows_of_hugging_face_are_rows():
     tags = datasets.Sequence(datasets.ClassLabel(names=list("abcd")))
     tagged = [one.cast_column("tags", tags) for one in sets]
     assert from_datasets(tagged, inputs="input_ids", target="tags").class_names == tuple("abcd")
+
+
+def test_an_empty_list_has_no_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Tokens stay whole numbers beside it, in memory and in a folder."""
+    monkeypatch.chdir(tmp_path)
+    texts: Any = [[{"ids": [], "y": 1}, {"ids": [1, 2, 3], "y": 0}, {"ids": [4], "y": 1}] * 2] * 2
+    for options in ({}, {"folder": "rows"}):
+        data = from_datasets(texts, inputs=["ids"], target="y", test_share=0, **options)
+        assert data.train.x["ids"].dtype == torch.int64  # type: ignore[index]
+        assert data.train.take(data.train.index[:2])["ids"].tolist() == [[0, 0, 0], [1, 2, 3]]  # type: ignore[index]
+    with pytest.raises(ValueError, match="column 'ids' holds nothing but empty lists"):
+        from_datasets([[{"ids": [], "y": 1}] * 3], inputs=["ids"], target="y", folder="void")
+
+
+class Labelled(list):
+    """Rows with features, as Hugging Face's have."""
+
+    def __init__(self, rows: list[Any], names: list[str]) -> None:
+        super().__init__(rows)
+        self.features = {"label": types.SimpleNamespace(names=names)}
+
+
+def test_other_names_of_classes_are_refused():
+    same, other = (Labelled(SETS[0], names) for names in (["a", "b", "c"], ["c", "b", "a"]))
+    assert from_datasets([same, same], inputs="age", target="label").class_names == ("a", "b", "c")
+    with pytest.raises(ValueError, match=r"datasets\[1\] has the classes \['c', 'b', 'a'\], datasets\[0\] has \['a', 'b', 'c'\]"):
+        from_datasets([same, other], inputs="age", target="label")
+    with pytest.raises(ValueError, match=r"test\[0\] has the classes \['c'"):
+        from_datasets([same], test=[other], inputs="age", target="label")
 
 
 def test_partitions_of_flower_are_rows():

@@ -98,6 +98,13 @@ def test_the_histogram_of_calibrated_predictions_is_flat():
     assert metrics.pit_histogram(zero, zero + 1, zero + 40, mask, bins=4).tolist() == [[0, 0, 0, 1]]
 
 
+def test_a_count_far_beyond_its_rate_lies_in_the_last_bin():
+    """Where P(Y < y) and P(Y <= y) both round to 1."""
+    five = torch.full((1, 2, 1), 5.0, dtype=torch.float64)
+    found = metrics.pit_histogram(five, five, torch.full_like(five, 200), torch.ones(1, 2).bool(), distribution="counts", bins=4)
+    assert found.tolist() == [[0, 0, 0, 1]]
+
+
 def test_the_histogram_of_counts_is_flat():
     """Though counts lie apart; that of a rate twice as high is not."""
     y = torch.poisson(torch.full((1, 20_000, 1), 2.5, dtype=torch.float64), generator=torch.Generator().manual_seed(0))
