@@ -33,6 +33,22 @@ def number(name: str, value: Any) -> float:
     return float(value)
 
 
+def probability(name: str, value: Any, of: str) -> float:
+    """Return `value` as a float within (0, 1).
+
+    Args:
+        name: Name of the argument.
+        value: Its value.
+        of: What it is the probability of, for the message.
+
+    Raises:
+        ValueError: `value` is no number within (0, 1).
+    """
+    if not 0 < number(name, value) < 1:
+        raise ValueError(f"{name} is the probability {of} and must lie in (0, 1), got {value}; 90% is 0.9")
+    return float(value)
+
+
 def refuse_idle(function: Callable[..., Any], given: Mapping[str, Any], names: Iterable[str], where: str) -> None:
     """Check that options which have no effect are left at their defaults.
 

@@ -13,10 +13,16 @@ from typing import Any
 import numpy as np
 
 from bayesfl.base.files import atomic_write
+from bayesfl.data.frame_warnings import warn_of_clients
 from bayesfl.data.tables import Table, Values
 
-DATE = re.compile(r"\d{4}-\d{1,2}(-\d{1,2})?([ T]|$)|\d{1,2}[./]\d{1,2}[./]\d{2,4}([ T]|$)")
-"""Beginnings of texts that are dates."""
+DATE = re.compile(
+    r"(\d{4}([-/.])\d{1,2}(\2\d{1,2})?|\d{1,2}([-/.])\d{1,2}\4\d{2,4}"  # 2026-11-23, 23.11.2026
+    r"|\d{1,2}[- .]+[^\W\d]{3,9}\.?[- ,]+\d{2,4}|\d{1,2}:\d{2}(:\d{2})?)([ T]|$)"  # 23 Nov 2026, 10:30
+)
+"""Beginnings of texts that are dates or times of day."""
+COMMA = re.compile(r"-?\d+,\d+")
+"""A number with a comma."""
 MOST_LEVELS = 100
 """Most levels of a category: of more, nearly each row is a level of its own."""
 STRANGE = 0.2
@@ -191,31 +197,49 @@ class Columns:
             statistics: Those of one client or of several each; inputs are in the order of the first's columns.
 
         Raises:
-            ValueError: There are none, they are of other columns or kinds, a column has no value anywhere, or a category too many levels.
+            ValueError: There are none, a client occurs twice, they are of other columns or kinds, a column has no value anywhere, or a
+                category too many levels.
+
+        Warns:
+            UserWarning: A column is constant, or has no value, at some client.
         """
-        if isinstance(statistics, Mapping):
-            raise ValueError("statistics must be a list of what frame_statistics returned; put [...] around a single one")
-        try:
-            found = [{column["name"]: column for column in one} for each in statistics for one in each["clients"].values()]
-        except (TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"statistics must be a list of what frame_statistics returned, got {type(statistics[0]).__name__}") from error
-        if not found:
-            raise ValueError("statistics is empty: pass those of one client at least")
-        if any(other.keys() != found[0].keys() for other in found):
-            apart = sorted(set().union(*found) - set(found[0]).intersection(*found))
-            raise ValueError(f"clients have other columns: {apart[:10]} are not everywhere; select the same everywhere")
-        parts: list[Number | Category] = []
-        for name in found[0]:
-            mine = [one[name] for one in found]
-            kinds = {column["kind"] for column in mine if column["rows"] > column.get("missing", 0)}
-            if len(kinds) > 1:
-                raise ValueError(f"column {name!r} holds numbers at some clients and text at others; name it in categories= everywhere")
-            if not kinds:
-                raise ValueError(f"column {name!r} has no value in any training row; leave it out")
-            parts.append(_number(name, mine) if kinds == {"number"} else _category(name, mine))
-        classes = _classes(statistics)
-        outputs = [each["outputs"] for each in statistics if each["outputs"] is not None]
-        return cls(tuple(parts), classes, len(classes) if classes else max(outputs, default=None))
+        made = learnt(statistics)
+        warn_of_clients({name: one for each in statistics for name, one in each["clients"].items()})
+        return made
+
+
+def learnt(statistics: Sequence[Mapping[str, Any]]) -> Columns:
+    """Return the columns that `Columns.of` learns, without its warnings.
+
+    Raises:
+        ValueError: As by `Columns.of`.
+    """
+    if isinstance(statistics, Mapping):
+        raise ValueError("statistics must be a list of what frame_statistics returned; put [...] around a single one")
+    try:
+        found = [{column["name"]: column for column in one} for each in statistics for one in each["clients"].values()]
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"statistics must be a list of what frame_statistics returned, got {type(statistics[0]).__name__}") from error
+    if not found:
+        raise ValueError("statistics is empty: pass those of one client at least")
+    if any(other.keys() != found[0].keys() for other in found):
+        apart = sorted(set().union(*found) - set(found[0]).intersection(*found))
+        raise ValueError(f"clients have other columns: {apart[:10]} are not everywhere; select the same everywhere")
+    parts: list[Number | Category] = []
+    for name in found[0]:
+        mine = [one[name] for one in found]
+        kinds = {column["kind"] for column in mine if column["rows"] > column.get("missing", 0)}
+        if len(kinds) > 1:
+            raise ValueError(f"column {name!r} holds numbers at some clients and text at others; name it in categories= everywhere")
+        if not kinds:
+            raise ValueError(f"column {name!r} has no value in any training row; leave it out")
+        parts.append(_number(name, mine) if kinds == {"number"} else _category(name, mine))
+    classes = _classes(statistics)
+    outputs = [each["outputs"] for each in statistics if each["outputs"] is not None]
+    clients = [client for each in statistics for client in each["clients"]]
+    if twice := sorted({client for client in clients if clients.count(client) > 1}):
+        raise ValueError(f"statistics has the clients {twice[:5]} more than once: pass those of each once")
+    return Columns(tuple(parts), classes, len(classes) if classes else max(outputs, default=None))
 
 
 def warn_of_rows(strange: Mapping[str, str]) -> None:
@@ -351,7 +375,7 @@ def check_text(name: str, texts: Sequence[str], otherwise: str) -> None:
         otherwise: What to do if they are meant as text, for the error message.
 
     Raises:
-        ValueError: At least half of them are numbers, or all are dates.
+        ValueError: At least half of them are numbers, or most are dates.
     """
     numbers = [text for text in texts if is_number(text)]
     if texts and len(numbers) >= len(texts) / 2:
@@ -361,9 +385,15 @@ def check_text(name: str, texts: Sequence[str], otherwise: str) -> None:
             f"column {name!r} holds numbers as text, as {numbers[0]!r}{with_others}: make numbers of it by pandas.to_numeric, or "
             f"{otherwise}"
         )
-    if texts and all(DATE.match(text) for text in texts):
+    if texts and 2 * sum(COMMA.fullmatch(text) is not None for text in texts) > len(texts):
         raise ValueError(
-            f"column {name!r} holds dates as text, as {texts[0]!r}: make numbers of it that mean something at prediction, as days since an "
+            f"column {name!r} holds numbers with commas, as {texts[0]!r}: pandas.read_csv(decimal=',') reads them as decimals, "
+            f"thousands=',' as thousands; or {otherwise}"
+        )
+    if texts and 2 * sum(DATE.match(text) is not None for text in texts) > len(texts):
+        dated = next(text for text in texts if DATE.match(text))
+        raise ValueError(
+            f"column {name!r} holds dates as text, as {dated!r}: make numbers of it that mean something at prediction, as days since an "
             f"event, leave it out, or {otherwise}"
         )
 

@@ -14,7 +14,7 @@ from bayesfl.base.random import Purpose, generator
 from bayesfl.base.targets import Task
 from bayesfl.data.arrays import FEW_VALUES, from_arrays
 from bayesfl.data.assembly import check_shares, take_share
-from bayesfl.data.columns import Columns, check_levels, check_text, is_number, statistics_of, warn_of_rows
+from bayesfl.data.columns import Columns, check_levels, check_text, is_number, learnt, statistics_of, warn_of_rows
 from bayesfl.data.federated import FederatedData
 from bayesfl.data.frame_warnings import few, warn_of_clients, warn_of_columns
 from bayesfl.data.names import ordered
@@ -96,9 +96,9 @@ def from_frame(
     data = _split(table, client, targets, group, shares, outputs=outputs, task=task, seed=seed, source=source or SourceInfo(name="frame"))
     if columns is None:
         found = _statistics(table, data, names, categories)
-        warn_of_clients(found)
         warn_of_columns(table, names, categories, _rows(data, "train"), targets.y)
-        columns = Columns.of([{**_classes(data, targets), "clients": found}])
+        columns = learnt([{**_classes(data, targets), "clients": found}])
+        warn_of_clients(found)
     roles = {"client": client, "target": target if isinstance(target, str) else list(target), "group": group}
     about = {**roles, **shares, "categories": list(categories), "task": data.task}
     x, strange = columns.applied(table)
@@ -147,7 +147,10 @@ def frame_statistics(
     table, names = _opened(frame, client, target, group, categories)
     targets = _targets(table, target, class_names, None, task)
     shares = {"test": test_share, "validation": validation, "calibration": calibration}
-    data = _split(table, client, targets, group, shares, outputs=None, task=task, seed=seed, source=SourceInfo(name="frame"))
+    labels = targets.names is None and targets.y.dtype.kind == "i" and task != "regression"
+    outputs = int(targets.y.max()) + 1 if labels else None  # class 0 may be at other clients only
+    data = _split(table, client, targets, group, shares, outputs=outputs, task=task, seed=seed, source=SourceInfo(name="frame"))
+    warn_of_columns(table, names, categories, _rows(data, "train"), targets.y)
     return {**_classes(data, targets), "clients": _statistics(table, data, names, categories)}
 
 

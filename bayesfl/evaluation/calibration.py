@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bayesfl.base.checks import number
+from bayesfl.base.checks import number, probability
 from bayesfl.evaluation import metrics
 
 BOUNDS = (0.05, 20.0)
@@ -214,8 +214,7 @@ class Coverage:
         """
         from scipy.stats import betabinom
 
-        if not 0 < number("level", level) < 1:
-            raise ValueError(f"level is the probability of the interval and must lie in (0, 1), got {level}; 90% is 0.9")
+        probability("level", level, "of the interval")
         table, client = np.unique(torch.stack([self.rank, self.examples, self.tested]).numpy(), axis=1, return_inverse=True)
         k, n, m = table.astype(float)
         bounds = []

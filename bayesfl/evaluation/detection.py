@@ -46,10 +46,12 @@ def scores(predictions: Predictions) -> dict[str, Tensor]:
         `doubt`, `entropy`, and `epistemic` unless the predictions were made at the mean, without draws.
 
     Raises:
-        ValueError: The predictions are of regression.
+        ValueError: The predictions are of regression, or of several labels of an example.
     """
     if predictions.probs is None:
         raise ValueError("doubt and entropy need class probabilities, and these predictions are of regression; use their epistemic")
+    if predictions.probs.dim() > predictions.mask.dim() + 1:
+        raise ValueError("each example has several labels; pass predictions.places(), in which each label is an example")
     found = {"doubt": doubt(predictions.probs), "entropy": entropy(predictions.probs)}
     if bool(predictions.epistemic[predictions.mask].isnan().all()):
         return found

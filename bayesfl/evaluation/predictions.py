@@ -23,9 +23,9 @@ class Predictions:
 
     Args:
         mask: Which rows are examples, [J, N] bool.
-        epistemic: The part of the uncertainty that more data would remove, [J, N]. For classes, in nats: by draws the mutual information of
-            label and weights; under the link by contrasts the entropy that uncertainty adds; NaN at the mean, and class-wise
-            (link="per_class"). For regression the variance of the means.
+        epistemic: The part of the uncertainty that more data would remove, [J, N], or [J, N, T] where an example has T labels. For
+            classes, in nats: by draws the mutual information of label and weights; under the link by contrasts the entropy that
+            uncertainty adds; NaN at the mean, and class-wise (link="per_class"). For regression the variance of the means.
         probs: Class probabilities [J, N, O], or [J, N, T, O] where an example has T labels; None for regression.
         mean: Predictive means [J, N, O], or the middles of intervals; None for classes.
         variance: Predictive variances [J, N, O], noise included; None for classes and intervals.
@@ -58,7 +58,7 @@ class Predictions:
 
     @property
     def aleatoric(self) -> Tensor:
-        """Return the part of the uncertainty that more data would not remove, [J, N]; NaN where `epistemic` is.
+        """Return the part of the uncertainty that more data would not remove, of the shape of `epistemic`; NaN where that is.
 
         For classes the entropy less `epistemic`, in nats; under the link `contrasts` this is the entropy of softmax(f), or that of `probs`
         if it is smaller. For regression the noise's variance, summed over targets; NaN for intervals, which do not tell it.
@@ -153,7 +153,12 @@ class Predictions:
         if self.probs is not None:
             return "classes", per_place(self.probs, labels.long(), self.mask), {}
         if self.lower is not None:
-            return "intervals", (self.lower, _present(self.upper), labels, self.mask), {"level": getattr(self.likelihood, "level", 0.9)}
+            level = 0.9 if self.likelihood is None else getattr(self.likelihood, "level", None)
+            if level is None:
+                raise ValueError(
+                    f"likelihood {type(self.likelihood).__name__} predicts intervals and does not say of which probability; give it `level`"
+                )
+            return "intervals", (self.lower, _present(self.upper), labels, self.mask), {"level": level}
         kind = getattr(self.likelihood, "distribution", "normal")
         return "numbers", (_present(self.mean), _present(self.variance), labels, self.mask), {"distribution": kind}
 

@@ -23,6 +23,9 @@ NUMBERS = (torch.int16, torch.int32, torch.int64, *WIDE)
 """Types of tokens and codes; bytes are mostly images, in files of any size."""
 COLUMNS = 64  # whole numbers of an example that may each choose rows of an embedding of its own
 
+FAR = 10.0
+"""Root mean square of targets beyond which a learned scale is warned of."""
+
 
 def check(algorithm: Algorithm, data: FederatedData) -> None:
     """Check, before training, that the likelihood and the model's outputs fit the data, and that the model's outputs are reproducible.
@@ -85,6 +88,8 @@ def check(algorithm: Algorithm, data: FederatedData) -> None:
             + f", or make the data with outputs={had} if some classes do not occur in them" * many
         )
 
+    if getattr(likelihood, "scale", None) == "learned" and (told := _far_targets(data)):
+        warnings.warn(told, stacklevel=3)
     _check_slope(likelihood, outputs, data.train.y[rows].cpu())
     _check_followed(algorithm)
     if still := asleep(algorithm.model):
@@ -102,6 +107,18 @@ def check(algorithm: Algorithm, data: FederatedData) -> None:
             "(requires_grad=False) if that is meant, else rename them or widen a block's pattern",
             stacklevel=3,
         )
+
+
+def _far_targets(data: FederatedData) -> str:
+    """Say that targets are far from standardised; '' if they are not."""
+    y = data.train.y[data.train.index].double()
+    if float(y.square().mean().sqrt()) <= FAR:
+        return ""
+    return (
+        f"the training targets have a mean of {float(y.mean()):.3g} and a standard deviation of {float(y.std()):.3g}, and a learned scale "
+        "begins near 1 around 0, from which it may not find back: standardise them, as (y - y.mean()) / y.std() of training rows, and "
+        "scale predictions back"
+    )
 
 
 def look(algorithm: Algorithm, split: ClientData) -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bayesfl.base.checks import listed, number
+from bayesfl.base.checks import listed, number, probability
 from bayesfl.base.described import LATER
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.targets import Targets
@@ -180,8 +180,7 @@ class Quantiles:
     task = "regression"
 
     def __post_init__(self) -> None:
-        if not 0 < number("level", self.level) < 1:
-            raise ValueError(f"level is the probability of the interval and must lie in (0, 1), got {self.level}; 90% is 0.9")
+        probability("level", self.level, "of the interval")
 
     def width(self, targets: Targets) -> tuple[int, ...]:
         """Return (2 O,), two outputs for each number.
@@ -197,16 +196,15 @@ class Quantiles:
 
     def nll(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Return the loss [..., B] in the targets' unit, summed over ends and targets; `y` is [..., B] where O is 1, else [..., B, O]."""
-        ends = _ends(outputs)
-        y = _rows(y, ends[0])
-        return sum((_under(y - q, a) * (y - q) for q, a in zip(ends, self._shares(), strict=True)), torch.zeros_like(ends[0])).sum(-1)
+        return self.nll_and_slope(outputs, y)[0]
 
     def nll_and_slope(self, outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return `nll` [..., B] and its derivative with respect to `outputs` [..., B, 2 O]."""
         ends = _ends(outputs)
         y = _rows(y, ends[0])
-        low, high = (-_under(y - q, a) for q, a in zip(ends, self._shares(), strict=True))
-        return self.nll(outputs, y), torch.cat([low + high, high * outputs.chunk(2, -1)[1].sigmoid()], -1)
+        away = [y - q for q in ends]
+        low, high = (-_under(r, a) for r, a in zip(away, self._shares(), strict=True))
+        return -(low * away[0] + high * away[1]).sum(-1), torch.cat([low + high, high * outputs.chunk(2, -1)[1].sigmoid()], -1)
 
     def predictive(self, outputs: Tensor) -> Tensors:
         """Return the interval from draws `outputs` [..., S, N, 2 O]: its ends, averaged over draws, and the spread of its middle.

@@ -240,6 +240,8 @@ def _checked(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
         return numbers
     if isinstance(likelihood, Tokens | MultiLabel):
         labels = y.long()
+        if bool((labels != y).any()):
+            raise ValueError(f"labels must be whole numbers under {likelihood}, y holds fractions")
         classes = f.shape[-1] if isinstance(likelihood, Tokens) else 2
         wanted = likelihood.width(Targets("classification", classes, labels))
         if len(y) != len(f) or tuple(f.shape[1:]) != wanted or bool(((labels < 0) & (labels != IGNORE) | (labels >= classes)).any()):

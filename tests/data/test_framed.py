@@ -174,7 +174,8 @@ def test_clients_must_agree_on_classes():
         return frame_statistics(frame.assign(**options.pop("change", {})), client="h", target="grade", **options)
 
     one, other = told(class_names=["low", "high"]), told(class_names=["high", "low"])
-    assert Columns.of([one, one]).classes == ("low", "high")
+    others = {**one, "clients": {f"{client}'": columns for client, columns in one["clients"].items()}}
+    assert Columns.of([one, others]).classes == ("low", "high")
     with pytest.raises(ValueError, match=r"different orders or names, .*class_names= everywhere"):
         Columns.of([one, other])
     with pytest.raises(ValueError, match="text at some clients and numbers at others"):
@@ -414,6 +415,20 @@ def test_other_classes_beside_columns_are_refused():
     assert from_frame(labels[labels["ill"] < 2], **ROLES, task="classification", columns=columns)[0].outputs == 3
 
 
+def test_statistics_of_clients_that_lack_the_first_class():
+    """Are those of all clients together; a client counts once, and what it lacks is warned of."""
+    frame = hospitals().drop(columns="patient").assign(ill=lambda f: np.where(f["hospital"] == "Bern", 2, f["ill"].astype(int)))
+    frame["pressure"] = frame["pressure"].where(frame["hospital"] != "Bern")
+    told = [frame_statistics(own, **ROLES) for _, own in frame.groupby("hospital")]
+    with pytest.warns(UserWarning, match=r"'pressure' has no value in the training rows of \['Bern'\]"):
+        columns = Columns.of(told)
+    assert columns.outputs == 3
+    with pytest.warns(UserWarning, match="'pressure' has no value"):
+        assert columns == from_frame(frame, **ROLES)[1]
+    with pytest.raises(ValueError, match=r"statistics has the clients \['Basel'\] more than once"):
+        Columns.of([*told, told[0]])
+
+
 def test_what_is_no_frame_is_refused():
     """One column is none."""
     frame = hospitals().drop(columns="patient")
@@ -445,6 +460,10 @@ CODE = np.arange(200)
         (lambda f: f.assign(day=[datetime.date(2026, 1, 1)] * 200), {}, r"'day' holds dates"),
         (lambda f: f.assign(mixed=["a", 1] * 100), {}, r"'mixed' holds values of the types \['int', 'str'\]"),
         (lambda f: f.assign(day="2026-01-1" + (f["code"] - 2).astype(str)), {}, r"'day' holds dates as text, as '2026-01-1\d'"),
+        (lambda f: f.assign(day="2026/01/1" + (f["code"] - 2).astype(str)), {}, "'day' holds dates as text"),
+        (lambda f: f.assign(day=[f"{1 + i % 28:02d} Jan 2026" for i in CODE]), {}, "'day' holds dates as text, as '01 Jan 2026'"),
+        (lambda f: f.assign(day=[f"{i % 24:02d}:30" if i else "unknown" for i in CODE]), {}, "'day' holds dates as text, as '00:30'"),
+        (lambda f: f.assign(dose=[f"{i % 9},5" for i in CODE]), {}, r"'dose' holds numbers with commas, as '0,5': .*decimal=','"),
         (lambda f: f.assign(age=[*map(str, range(190)), *["?"] * 10]), {}, r"numbers as text, as '\d+' beside '\?', which may stand for"),
         (lambda f: f.assign(**{"pressure is missing": 1.0}), {}, r"several inputs would be called \['pressure is missing'\]"),
         (lambda f: f.assign(age=1e300), {}, r"'age' holds infinite or too large numbers, first 1e\+300 in row 0"),

@@ -37,4 +37,3 @@ def test_each_place_is_predicted_as_if_alone(likelihood, one, shape):
         wanted = one.predictive(place)
         assert_close(seen["probs"][:, :, t], wanted["probs"])
         assert_close(seen["epistemic"][:, :, t], wanted["epistemic"])
-    assert torch.equal(seen["probs"].argmax(-1), likelihood.predictive(outputs.expand_as(outputs))["probs"].argmax(-1))

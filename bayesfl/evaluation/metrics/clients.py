@@ -1,12 +1,29 @@
 """Clients and their rows: checks of padded input, pooling of all examples, and summaries over clients."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from bayesfl.data.names import check_names
+
+
+def index_of(names: Sequence[str] | None, mask: Tensor) -> dict[str, np.ndarray]:
+    """Return the first columns of a table by client: `client`, names or numbers, and `examples`.
+
+    Args:
+        names: One name for each client; None for their numbers.
+        mask: Which rows are examples, [J, N] bool.
+
+    Raises:
+        TypeError: `names` is no list.
+        ValueError: There is another number of names.
+    """
+    check_names(names, len(mask))
+    return {"client": np.arange(len(mask)) if names is None else np.array(names), "examples": mask.sum(-1).cpu().numpy()}
 
 
 def pool(probs: Tensor, labels: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:

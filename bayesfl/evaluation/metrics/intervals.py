@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bayesfl.data.names import check_names
-from bayesfl.evaluation.metrics.clients import check_rows, mean_of_clients
+from bayesfl.base.checks import probability
+from bayesfl.evaluation.metrics.clients import check_rows, index_of, mean_of_clients
 
 
 def interval_summary(lower: Tensor, upper: Tensor, targets: Tensor, mask: Tensor, *, level: float = 0.9) -> dict[str, float]:
@@ -53,9 +53,7 @@ def interval_table(
         `client` (names or numbers) and `examples` (integers), `rmse`, `pinball`, `coverage`, `width` and `interval_score`.
     """
     values, broken, mask = _measures(lower, upper, targets, mask, level)
-    check_names(names, len(mask))
-    index = {"client": np.arange(len(mask)) if names is None else np.array(names), "examples": mask.sum(-1).numpy()}
-    return index | {name: _average(name, t, mask).masked_fill(broken, math.nan).numpy() for name, t in values.items()}
+    return index_of(names, mask) | {name: _average(name, t, mask).masked_fill(broken, math.nan).numpy() for name, t in values.items()}
 
 
 def _average(name: str, values: Tensor, mask: Tensor) -> Tensor:
@@ -69,8 +67,7 @@ def _measures(lower: Tensor, upper: Tensor, targets: Tensor, mask: Tensor, level
     Raises:
         ValueError: Shapes do not fit, targets are not finite, a lower end is above the upper one, or `level` is out of range.
     """
-    if not 0 < level < 1:
-        raise ValueError(f"level is the probability of the interval and must lie in (0, 1), got {level}; 90% is 0.9")
+    probability("level", level, "of the interval")
     lower, upper, targets, mask = (torch.as_tensor(t).detach().cpu() for t in (lower, upper, targets, mask))
     if lower.dim() != 3:
         raise ValueError(f"lower must be [J, N, O], one row of ends per example; got shape {list(lower.shape)}")

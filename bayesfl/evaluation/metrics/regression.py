@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bayesfl.data.names import check_names
-from bayesfl.evaluation.metrics.clients import check_rows, mean_of_clients, pool
+from bayesfl.base.checks import probability
+from bayesfl.evaluation.metrics.clients import check_rows, index_of, mean_of_clients, pool
 from bayesfl.evaluation.metrics.distributions import KINDS, Distribution, Kind
 
 
@@ -147,9 +147,9 @@ def regression_table(
         mean width of the 90% intervals in the targets' unit.
     """
     fitted = _Fitted.of(mean, variance, targets, mask, distribution)
-    check_names(names, len(mask))
-    index = {"client": np.arange(len(mask)) if names is None else np.array(names), "examples": fitted.mask.sum(-1).numpy()}
-    return index | {name: values.numpy() for name, values in (fitted.measures() | {"width_90": fitted.width(0.9)}).items()}
+    return index_of(names, fitted.mask) | {
+        name: values.numpy() for name, values in (fitted.measures() | {"width_90": fitted.width(0.9)}).items()
+    }
 
 
 @dataclass(frozen=True)
@@ -219,8 +219,7 @@ class _Fitted:
         return found.quantile((1 - level) / 2), found.quantile((1 + level) / 2)
 
     def coverage(self, level: float) -> Tensor:
-        if not 0 < level < 1:
-            raise ValueError(f"level is the probability of the interval and must lie in (0, 1), got {level}; 90% is 0.9")
+        probability("level", level, "of the interval")
         if self.kind == "counts":
             ends = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)
             return self._average(self._passed(ends).diff(dim=-1)[..., 0].mean(-1))

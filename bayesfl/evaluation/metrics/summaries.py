@@ -6,8 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
-from bayesfl.data.names import check_names
-from bayesfl.evaluation.metrics.clients import bottom_decile, mean_of_clients
+from bayesfl.evaluation.metrics.clients import bottom_decile, index_of, mean_of_clients
 from bayesfl.evaluation.metrics.reliability import calibration_error
 from bayesfl.evaluation.metrics.scores import Scored
 
@@ -56,9 +55,7 @@ def per_client_table(
         `client` (names or numbers) and `examples` (integers), `accuracy`, `nll`, `ece`, `mce`, `brier`, `macro_f1`, `auroc`.
     """
     scored = Scored.of(probs, labels, mask)
-    check_names(names, len(scored.mask))
-    index = {"client": np.arange(len(scored.mask)) if names is None else np.array(names), "examples": scored.mask.sum(-1).numpy()}
-    return index | {name: values.numpy() for name, values in _measures(scored, bins).items()}
+    return index_of(names, scored.mask) | {name: values.numpy() for name, values in _measures(scored, bins).items()}
 
 
 def _measures(scored: Scored, bins: int) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ LEVELS = np.linspace(0.05, 0.95, 19)
 def interval_reliability(
     source: Any,
     *,
-    clients: Sequence[int | str] | None = None,
+    clients: int | str | Sequence[int | str] | None = None,
     names: Sequence[str] | None = None,
     bins: int = 10,
     ax: "Axes | None" = None,
@@ -56,7 +56,7 @@ def interval_reliability(
     if clients is not None:
         called = names_of(source, names, len(mask))
         kept = torch.zeros(len(mask), 1, dtype=torch.bool)
-        kept[[place(client, called) for client in clients]] = True
+        kept[[place(client, called) for client in ([clients] if isinstance(clients, int | str) else clients)]] = True
         mask = mask & kept
     if not mask.any():
         raise ValueError("there is no client with examples to draw; check mask")
