@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-SHARES, TEST, NOVEL, OFFICIAL, LIMIT, FRAME = range(6)  # `phase` under Purpose.SPLIT, one for every kind of draw
+SHARES, TEST, NOVEL, OFFICIAL, LIMIT, FRAME = *range(5), 90  # `phase` under Purpose.SPLIT, one for every kind of draw
 REDRAWS = 100
 """Largest number of draws of Dirichlet proportions before small clients are topped up."""
 
