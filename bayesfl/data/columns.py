@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -15,16 +14,8 @@ import numpy as np
 from bayesfl.base.files import atomic_write
 from bayesfl.data.frame_warnings import warn_of_clients
 from bayesfl.data.tables import Table, Values
+from bayesfl.data.texts import check_levels, check_text, in_order
 
-DATE = re.compile(
-    r"(\d{4}([-/.])\d{1,2}(\2\d{1,2})?|\d{1,2}([-/.])\d{1,2}\4\d{2,4}"  # 2026-11-23, 23.11.2026
-    r"|\d{1,2}[- .]+[^\W\d]{3,9}\.?[- ,]+\d{2,4}|\d{1,2}:\d{2}(:\d{2})?)([ T]|$)"  # 23 Nov 2026, 10:30
-)
-"""Beginnings of texts that are dates or times of day."""
-COMMA = re.compile(r"-?\d+,\d+")
-"""A number with a comma."""
-MOST_LEVELS = 100
-"""Most levels of a category: of more, nearly each row is a level of its own."""
 STRANGE = 0.2
 """Share of rows with unknown levels from which on a warning names them."""
 SINGLE, SEVERAL, SEVERAL_ROWS = 20.0, 3.0, 5
@@ -257,9 +248,12 @@ def _far(away: np.ndarray, part: Number, numbers: np.ndarray) -> str:
         numbers: The rows' numbers, [n].
     """
     size = np.abs(away)
+    if 0 <= part.mean <= 1:
+        size = np.where((numbers == 0) | (numbers == 1), 0, size)  # of a rare yes, which is far from a mean near 0
     known = f"training rows have a mean of {part.mean:.4g} and a standard deviation of {part.scale:.4g}"
     if len(away) and size.max() > SINGLE:
-        return f"{int((size > SINGLE).sum())} of {len(away)} rows are far from all others, for instance {numbers[size.argmax()]:g}; {known}"
+        count = int((size > SINGLE).sum())
+        return f"{count} of {len(away)} rows are far from the training rows, for instance {numbers[size.argmax()]:g}; {known}"
     if len(away) >= SEVERAL_ROWS and np.median(size) > SEVERAL:
         return f"half of the rows are far off, their median is {np.median(numbers):g}; {known}: is it another unit?"
     return ""
@@ -278,7 +272,7 @@ def _classes(statistics: Sequence[Mapping[str, Any]]) -> tuple[str, ...] | None:
     if len(named) < len(given):
         raise ValueError("the target is text at some clients and numbers at others; make it one kind everywhere")
     if not any(each["ordered"] for each in statistics):
-        return tuple(sorted(set().union(*named)))
+        return in_order(set().union(*named))
     if len(set(named)) > 1:
         raise ValueError(
             f"clients give the classes in different orders or names, {sorted(set(named))[:3]}; pass one class_names= everywhere"
@@ -312,15 +306,6 @@ def _category(name: str, mine: Sequence[Mapping[str, Any]]) -> Category:
     levels = sorted({level for one in mine for level in one.get("levels", ())})
     check_levels(name, levels)
     return Category(name, tuple(levels))
-
-
-def check_levels(name: str, levels: Sequence[str]) -> None:
-    """Raise ValueError if a category has too many levels."""
-    if len(levels) > MOST_LEVELS:
-        raise ValueError(
-            f"column {name!r} has {len(levels)} levels, more than {MOST_LEVELS}: leave it out if it is a name or an id, give rare levels "
-            "one name, or make numbers of it"
-        )
 
 
 def statistics_of(
@@ -366,38 +351,6 @@ def _statistics(values: Values, category: bool) -> dict[str, Any]:
     return {**about, "kind": "number", "mean": mean, "squares": float(np.square(known - mean).sum())}
 
 
-def check_text(name: str, texts: Sequence[str], otherwise: str) -> None:
-    """Check that texts are no numbers, nor dates, which would become a column or a class each.
-
-    Args:
-        name: The column's name.
-        texts: The texts that occur, each once.
-        otherwise: What to do if they are meant as text, for the error message.
-
-    Raises:
-        ValueError: At least half of them are numbers, or most are dates.
-    """
-    numbers = [text for text in texts if is_number(text)]
-    if texts and len(numbers) >= len(texts) / 2:
-        beside = [text for text in texts if text not in numbers]
-        with_others = f" beside {beside[0]!r}, which may stand for a missing value" if beside else ""
-        raise ValueError(
-            f"column {name!r} holds numbers as text, as {numbers[0]!r}{with_others}: make numbers of it by pandas.to_numeric, or "
-            f"{otherwise}"
-        )
-    if texts and 2 * sum(COMMA.fullmatch(text) is not None for text in texts) > len(texts):
-        raise ValueError(
-            f"column {name!r} holds numbers with commas, as {texts[0]!r}: pandas.read_csv(decimal=',') reads them as decimals, "
-            f"thousands=',' as thousands; or {otherwise}"
-        )
-    if texts and 2 * sum(DATE.match(text) is not None for text in texts) > len(texts):
-        dated = next(text for text in texts if DATE.match(text))
-        raise ValueError(
-            f"column {name!r} holds dates as text, as {dated!r}: make numbers of it that mean something at prediction, as days since an "
-            f"event, leave it out, or {otherwise}"
-        )
-
-
 def _numbers(values: Values) -> np.ndarray:
     """Return a column's numbers, NaN where missing.
 
@@ -409,12 +362,3 @@ def _numbers(values: Values) -> np.ndarray:
             return np.full(len(values.missing), np.nan)
         raise ValueError(f"column {values.name!r} holds text where the training data hold numbers; make numbers of it by pandas.to_numeric")
     return values.numbers
-
-
-def is_number(text: str) -> bool:
-    """Say whether a text is a number's."""
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True

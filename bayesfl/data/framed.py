@@ -14,7 +14,7 @@ from bayesfl.base.random import Purpose, generator
 from bayesfl.base.targets import Task
 from bayesfl.data.arrays import FEW_VALUES, from_arrays
 from bayesfl.data.assembly import check_shares, take_share
-from bayesfl.data.columns import Columns, check_levels, check_text, is_number, learnt, statistics_of, warn_of_rows
+from bayesfl.data.columns import Columns, learnt, statistics_of, warn_of_rows
 from bayesfl.data.federated import FederatedData
 from bayesfl.data.frame_warnings import few, warn_of_clients, warn_of_columns
 from bayesfl.data.names import ordered
@@ -22,6 +22,7 @@ from bayesfl.data.partitions import FRAME
 from bayesfl.data.parts import places_of
 from bayesfl.data.sources import SourceInfo
 from bayesfl.data.tables import Table, Values
+from bayesfl.data.texts import check_levels, check_text, in_order
 
 
 def from_frame(
@@ -82,8 +83,10 @@ def from_frame(
         UserWarning: A column is constant, or has no value at some client; or a client has no rows in a split.
     """
     table, names = _opened(frame, client, target, group, categories)
+    here = columns is None
     if columns is not None:
         instance("columns", columns, Columns, "Columns.load(path) and Columns.from_json(text) read some")
+        task = task or ("regression" if columns.outputs is None else None)
         if categories:
             raise ValueError("categories= is for columns that are learnt here; leave it out beside columns=")
         table.need([part.name for part in columns.parts], "columns=")
@@ -102,7 +105,8 @@ def from_frame(
     roles = {"client": client, "target": target if isinstance(target, str) else list(target), "group": group}
     about = {**roles, **shares, "categories": list(categories), "task": data.task}
     x, strange = columns.applied(table)
-    warn_of_rows(strange)
+    if not here:
+        warn_of_rows(strange)
     return _with_inputs(data, torch.from_numpy(x), columns, about), columns
 
 
@@ -147,7 +151,7 @@ def frame_statistics(
     table, names = _opened(frame, client, target, group, categories)
     targets = _targets(table, target, class_names, None, task)
     shares = {"test": test_share, "validation": validation, "calibration": calibration}
-    labels = targets.names is None and targets.y.dtype.kind == "i" and task != "regression"
+    labels = targets.names is None and (task == "classification" or (task is None and targets.y.dtype.kind == "i"))
     outputs = int(targets.y.max()) + 1 if labels else None  # class 0 may be at other clients only
     data = _split(table, client, targets, group, shares, outputs=outputs, task=task, seed=seed, source=SourceInfo(name="frame"))
     warn_of_columns(table, names, categories, _rows(data, "train"), targets.y)
@@ -363,7 +367,7 @@ def _targets(
         if known is None and not found[0].declared:
             check_text(found[0].name, sorted(present), "pass class_names= if they are codes")
             check_levels(found[0].name, sorted(present))
-        names = known or tuple(sorted(present, key=(lambda text: (float(text), text)) if all(map(is_number, present)) else None))
+        names = known or in_order(present)
         if strange := sorted(present - set(names)):
             raise ValueError(
                 f"target {found[0].name!r} holds {strange[:5]}, which are none of the classes {list(names)}; name all, as they are written"

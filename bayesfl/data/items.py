@@ -133,7 +133,8 @@ def _shown(row: Rows) -> str:
 
 def class_names(dataset: Any, target: str) -> list[str] | None:
     """Return the names of the classes that a data set of Hugging Face's gives for a column of labels, or of lists of labels."""
-    feature = (getattr(dataset, "features", None) or {}).get(target)
+    features = getattr(dataset, "features", None)
+    feature = features.get(target) if isinstance(features, Mapping) else None
     found = getattr(feature, "names", None) or getattr(getattr(feature, "feature", None), "names", None)
     return list(found) if found else None
 

@@ -71,8 +71,9 @@ def from_datasets(
         raise ValueError(f"mask={mask!r} is for rows by name, whose columns inputs= and target= name; leave it out for pairs (x, y)")
     if columns and columns[-1] in columns[:-1]:
         raise ValueError(f"target {target!r} is among inputs= {columns[:-1]}: leave it out there")
-    if columns and (classes := _classes([*given, *held], columns[-1])):
-        options = {"class_names": classes, "outputs": len(classes)} | options
+    asked = options.get("class_names") is None and options.get("task") != "regression"
+    if asked and columns and (classes := _classes([*given, *held], columns[-1])) and options.get("outputs") in (None, len(classes)):
+        options |= {"class_names": classes, "outputs": len(classes)}
     sizes = [len(one) for _, one in given]
     with tqdm(total=sum(len(one) for _, one in given + held), unit="row", disable=None, leave=False) as bar:
         read = [items(one, name, columns, bar.update) for name, one in given + held]
@@ -125,8 +126,8 @@ def _classes(sets: Sequence[tuple[str, Any]], target: str) -> list[str] | None:
     first = next(iter(named.values()))
     if other := [name for name, found in named.items() if found != first and len(dict(sets)[name])]:
         raise ValueError(
-            f"{other[0]} has the classes {named[other[0]]}, {sets[0][0]} has {first}: labels would mean different things; cast them alike, "
-            "as data.cast_column does"
+            f"{other[0]} has the classes {named[other[0]]}, {sets[0][0]} has {first}: labels may mean different things; give all the "
+            "same features, as data.cast_column does, or pass class_names= if they mean the same"
         )
     return first
 

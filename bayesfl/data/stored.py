@@ -89,8 +89,6 @@ def _write(folder: Path, sets: Iterable[Iterable[Rows]], rows: int, target: str,
     finally:
         for column in columns.values():
             column.close()
-    if void := [key for key, column in columns.items() if not column.filled]:
-        raise ValueError(f"column {void[0]!r} holds nothing but empty lists; leave it out")
     lists, lengths = ragged({key: column.shapes for key, column in columns.items()}, mask)
     width = max(lengths, default=0)
     for key in lists:
@@ -118,6 +116,8 @@ def ragged(shapes: Mapping[str, list[tuple[int, ...]]], mask: str | None) -> tup
     Raises:
         ValueError: Rows have other shapes that are no lengths of lists, or lists of one row have different lengths.
     """
+    if void := [key for key, own in shapes.items() if all(0 in shape for shape in own)]:
+        raise ValueError(f"column {void[0]!r} holds nothing but empty lists; leave it out")
     found = [key for key, own in shapes.items() if len(set(own)) > 1]
     if wrong := [key for key in found if mask is None or any(len(shape) != 1 for shape in shapes[key])]:
         raise ValueError(f"column {wrong[0]!r} has rows of shapes {sorted(set(shapes[wrong[0]]))[:5]}; make them alike")

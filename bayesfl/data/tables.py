@@ -23,7 +23,7 @@ class Values:
         name: The column's name.
         numbers: Numbers [N] in float64, NaN where one is missing; None for text.
         texts: Texts [N], None where one is missing; None for numbers.
-        exact: The same numbers [N] without rounding, where none is missing and their type holds whole numbers alone; None else.
+        exact: The same numbers [N] without rounding, None where one is missing, if their type holds whole numbers alone; None else.
         order: Levels of a category in the order that its type gives them; None without an order.
         declared: Whether the type says that it is a category.
     """
@@ -116,28 +116,29 @@ class Table:
                 raise ValueError(_dates(name))
             missing = column.isna().to_numpy()
             if kind in "biuf":
-                exact = column.to_numpy(dtype="uint64" if kind == "u" else "int64") if kind != "f" and not missing.any() else None
+                exact = None if kind == "f" else column.to_numpy(dtype="uint64" if kind == "u" else "int64") if not missing.any() else None
+                if kind != "f" and exact is None:
+                    exact = _exact([None if none else value for none, value in zip(missing, column.astype(object), strict=True)])
                 return Values(name, numbers=column.to_numpy(dtype=np.float64, na_value=np.nan), exact=exact)
             found = _of_objects(name, [None if none else value for none, value in zip(missing, column.astype(object), strict=True)])
             if column.dtype.name != "category":
                 return found
-            _finite(found)
-            order = tuple(map(_level, column.dtype.categories)) if column.dtype.ordered else None
-            return Values(name, texts=found.levels(), order=order, declared=True)
+            return _declared(_finite(found), column.dtype.categories if column.dtype.ordered else None)
         import pyarrow as pa
 
         column = self._frame[name]
         if pa.types.is_temporal(column.type):
             raise ValueError(_dates(name))
         if pa.types.is_integer(column.type) or pa.types.is_floating(column.type):
-            exact = column.to_numpy() if pa.types.is_integer(column.type) and not column.null_count else None
+            exact = None
+            if pa.types.is_integer(column.type):
+                exact = _exact(column.to_pylist()) if column.null_count else column.to_numpy()
             return Values(name, numbers=column.cast("float64", safe=False).to_numpy(), exact=exact)
         if not pa.types.is_dictionary(column.type):
             return _of_objects(name, column.to_pylist())
         levels = column.unify_dictionaries().chunk(0).dictionary.to_pylist()
         told = column.type.ordered or any(key.startswith(b"_PL_ENUM") for key in self._frame.schema.field(name).metadata or ())
-        order = tuple(_level(level) for level in levels if level is not None) if told else None
-        return Values(name, texts=_of_objects(name, column.to_pylist()).levels(), order=order, declared=True)
+        return _declared(_of_objects(name, column.to_pylist()), levels if told else None)
 
 
 def _finite(values: Values) -> Values:
@@ -150,10 +151,16 @@ def _finite(values: Values) -> Values:
     return values
 
 
-def _exact(values: Any) -> np.ndarray | None:
-    """Return whole numbers [N] as Python's; None if one is missing."""
-    listed = list(values)
-    return None if any(v is None for v in listed) else np.array([int(v) for v in listed], dtype=object)
+def _exact(values: Any) -> np.ndarray:
+    """Return whole numbers [N] as Python's, None where one is missing."""
+    return np.array([None if v is None else int(v) for v in values], dtype=object)
+
+
+def _declared(values: Values, order: Any) -> Values:
+    """Return a column whose type says that it is a category as text, with its levels in their order where they have one."""
+    texts = values.levels() if values.texts is None else values.texts
+    named = None if order is None else tuple(level if isinstance(level, str) else _level(level) for level in order if level is not None)
+    return Values(values.name, texts=texts, order=named, declared=True)
 
 
 def is_frame(value: Any) -> bool:

@@ -218,7 +218,7 @@ def test_rows_unlike_the_training_rows_are_warned_of():
     data, columns = from_frame(frame, **ROLES)
     new = frame.drop(columns=["ill", "hospital"]).head(40)
     with pytest.warns(
-        UserWarning, match=r"'age': 2 of 40 rows are far from all others, for instance 999; training rows have a mean of \d+"
+        UserWarning, match=r"'age': 2 of 40 rows are far from the training rows, for instance 999; training rows have a mean of \d+"
     ):
         x = columns.apply(new.assign(age=[999.0, 999.0, *new["age"][2:]]))
     assert x[0, 0] > 90
@@ -251,7 +251,12 @@ def test_large_ids_are_not_merged():
 def test_names_that_look_like_numbers_are_names():
     frame = hospitals().drop(columns="patient")
     frame["hospital"] = frame["hospital"].map({"Basel": "1", "Bern": "1.0", "Chur": "v1", "Genf": "2"})
-    assert from_frame(frame, **ROLES)[0].client_names == ("1", "1.0", "2", "v1")
+    for twin in (frame, frame.astype({"hospital": "category"})):
+        assert from_frame(twin, **ROLES)[0].client_names == ("1", "1.0", "2", "v1")
+    grades = frame.assign(ill=pd.Categorical(np.array(["7", "7.0"])[np.arange(200) % 2]))
+    assert from_frame(grades, **ROLES, class_names=["7.0", "7"])[0].class_names == ("7.0", "7")
+    morphology = frame.assign(code=[f"85{k % 3}0/3" for k in range(200)])  # no dates
+    assert "code is 8500/3" in from_frame(morphology, **ROLES)[1].names
 
 
 def test_classes_of_types_keep_their_order():
@@ -269,6 +274,53 @@ def test_classes_of_types_keep_their_order():
     assert from_frame(enumerated, **ROLES)[0].class_names == ("low", "mid", "high")
     codes = polars.from_pandas(frame.assign(ill=(np.arange(200) % 3).astype(str))).with_columns(polars.col("ill").cast(polars.Categorical))
     assert from_frame(codes, **ROLES)[0].class_names == ("0", "1", "2")
+
+
+@pytest.mark.parametrize("levels", [[10, 9, 2], ["1", "2", "10"], [-1.5, 0.5, -10.5]])
+def test_classes_are_counted_alike_everywhere(levels: list[Any]):
+    """Numbers as categories by size: in the data, in the columns, and on machines that have these."""
+    frame = hospitals().drop(columns="patient").assign(ill=pd.Categorical(np.array(levels, dtype=object)[np.arange(200) % 3]))
+    data, columns = from_frame(frame, **ROLES)
+    assert data.class_names == columns.classes == tuple(sorted(map(str, levels), key=float))
+    assert torch.equal(from_frame(frame, **ROLES, columns=columns)[0].train.y, data.train.y)
+    assert from_frame(frame, **ROLES, columns=columns, class_names=list(data.class_names))[0].class_names == data.class_names
+
+
+def test_counts_stay_numbers_beside_columns():
+    frame = hospitals().drop(columns="patient").assign(ill=np.arange(200) % 30)
+    _, columns = from_frame(frame, **ROLES, task="regression")
+    assert from_frame(frame, **ROLES, columns=columns)[0].task == "regression"
+    labels = frame.assign(ill=1.0)
+    assert frame_statistics(labels, **ROLES, task="classification")["outputs"] == 2
+
+
+def test_codes_do_not_depend_on_what_other_rows_lack():
+    """Large ones beside a missing value are not rounded, of any type."""
+    frame = hospitals().drop(columns="patient")
+    codes = pd.array(2**53 + np.arange(200) % 3, dtype="Int64")
+    codes[5] = pd.NA
+    twins: list[Any] = [frame.assign(code=codes), frame.assign(code=pd.Categorical(codes)), frame.assign(code=codes.astype(object))]
+    if importlib.util.find_spec("polars"):
+        import polars
+
+        twins.append(polars.from_pandas(twins[0]))
+    for twin in twins:
+        _, columns = from_frame(twin, **ROLES, categories=["code"])
+        assert [name for name in columns.names if "code" in name] == [f"code is {2**53 + k}" for k in range(3)]
+        place = [i for i, name in enumerate(columns.names) if "code" in name]
+        assert columns.apply(twin)[:, place].argmax(1)[6:].tolist() == (np.arange(200) % 3)[6:].tolist()
+        assert not columns.apply(twin)[5, place].any()
+
+
+def test_rare_flags_are_no_outliers():
+    """Nor long tails among the rows of which columns are learnt."""
+    rng = np.random.default_rng(0)
+    frame = pd.DataFrame({"h": ["A", "B"] * 2000, "flag": np.arange(4000) % 1501 == 0, "lab": rng.lognormal(0, 1.5, 4000)})
+    frame["y"] = (rng.random(4000) < 0.4).astype(int)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _, columns = from_frame(frame, client="h", target="y")
+        columns.apply(frame.assign(lab=1.0))
 
 
 def test_a_recipe_says_how_rows_were_split():

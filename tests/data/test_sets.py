@@ -151,8 +151,9 @@ def test_an_empty_list_has_no_type(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         data = from_datasets(texts, inputs=["ids"], target="y", test_share=0, **options)
         assert data.train.x["ids"].dtype == torch.int64  # type: ignore[index]
         assert data.train.take(data.train.index[:2])["ids"].tolist() == [[0, 0, 0], [1, 2, 3]]  # type: ignore[index]
-    with pytest.raises(ValueError, match="column 'ids' holds nothing but empty lists"):
-        from_datasets([[{"ids": [], "y": 1}] * 3], inputs=["ids"], target="y", folder="void")
+    for options in ({}, {"folder": "void"}):
+        with pytest.raises(ValueError, match="column 'ids' holds nothing but empty lists"):
+            from_datasets([[{"ids": [], "y": 1}] * 3], inputs=["ids"], target="y", **options)
 
 
 class Labelled(list):
@@ -168,6 +169,12 @@ def test_other_names_of_classes_are_refused():
     assert from_datasets([same, same], inputs="age", target="label").class_names == ("a", "b", "c")
     with pytest.raises(ValueError, match=r"datasets\[1\] has the classes \['c', 'b', 'a'\], datasets\[0\] has \['a', 'b', 'c'\]"):
         from_datasets([same, other], inputs="age", target="label")
+    assert from_datasets([same, other], inputs="age", target="label", class_names=["x", "y", "z"]).class_names == ("x", "y", "z")
+    assert from_datasets([same, other], inputs="label", target="age", task="regression").class_names is None
+    assert from_datasets([same], inputs="age", target="label", outputs=5).class_names is None
+    held = Labelled(SETS[0], [])
+    held.features = torch.ones(3)  # type: ignore[assignment]
+    assert from_datasets([held], inputs="age", target="label").class_names is None
     with pytest.raises(ValueError, match=r"test\[0\] has the classes \['c'"):
         from_datasets([same], test=[other], inputs="age", target="label")
 

@@ -238,7 +238,7 @@ class _Fitted:
     def _passed(self, edges: Tensor) -> Tensor:
         """Return which share of P(Y < y) to P(Y <= y) lies below each edge, [J, N, O, edges]; where both round to 1, all of it at 1."""
         lower, upper = self._transform
-        return ((edges - lower) / (upper - lower).clamp_min(1e-300)).clamp(0, 1).masked_fill(edges >= upper, 1)
+        return ((edges - lower) / (upper - lower).clamp_min(1e-300)).clamp(0, 1).masked_fill((edges >= upper) & (edges > 0), 1)
 
     def pit(self, bins: int) -> Tensor:
         if self.kind == "normal":  # the bin that holds the value, the last one 1, too

@@ -98,8 +98,11 @@ def test_the_histogram_of_calibrated_predictions_is_flat():
     assert metrics.pit_histogram(zero, zero + 1, zero + 40, mask, bins=4).tolist() == [[0, 0, 0, 1]]
 
 
-def test_a_count_far_beyond_its_rate_lies_in_the_last_bin():
-    """Where P(Y < y) and P(Y <= y) both round to 1."""
+def test_counts_far_from_their_rate_lie_in_the_outer_bins():
+    """Where P(Y < y) and P(Y <= y) both round to 1, or to 0."""
+    many = torch.full((1, 2, 1), 5000.0, dtype=torch.float64)
+    found = metrics.pit_histogram(many, many, torch.full_like(many, 2000), torch.ones(1, 2).bool(), distribution="counts", bins=4)
+    assert found.tolist() == [[1, 0, 0, 0]]
     five = torch.full((1, 2, 1), 5.0, dtype=torch.float64)
     found = metrics.pit_histogram(five, five, torch.full_like(five, 200), torch.ones(1, 2).bool(), distribution="counts", bins=4)
     assert found.tolist() == [[0, 0, 0, 1]]
