@@ -35,6 +35,7 @@ class Purpose(IntEnum):
     FAULT = 11
     AUGMENT = 12
     FORWARD = 13
+    SURVEY = 14
 
 
 class Stage(IntEnum):

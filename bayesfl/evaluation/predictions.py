@@ -29,8 +29,10 @@ class Predictions:
         probs: Class probabilities [J, N, O], or [J, N, T, O] where an example has T labels; None for regression.
         mean: Predictive means [J, N, O], or the middles of intervals; None for classes.
         variance: Predictive variances [J, N, O], noise included; None for classes and intervals.
-        lower: Lower ends of the intervals of likelihood `Quantiles`, [J, N, O]; None for others.
+        lower: Lower ends of intervals, [J, N, O], of likelihood `Quantiles` or made by `Conformal`; None where there are none.
         upper: Upper ends of these.
+        sets: Which classes are in the conformal set of an example, [J, N, O] or [J, N, T, O] bool; None where none were made.
+        level: The probability that the sets or the intervals promise; None for that of the likelihood's intervals.
         labels: The labels [J, N] or targets [J, N, ...] of the split that was predicted, by which `summary` knows it; None where they are
             not known. Rows that pad are 0.
         names: The clients' names, by which `client` finds them; None where they are not known.
@@ -44,6 +46,8 @@ class Predictions:
     variance: Tensor | None = None
     lower: Tensor | None = None
     upper: Tensor | None = None
+    sets: Tensor | None = None
+    level: float | None = None
     labels: Tensor | None = None
     names: tuple[str, ...] | None = None
     likelihood: Likelihood | None = None
@@ -63,7 +67,7 @@ class Predictions:
         For classes the entropy less `epistemic`, in nats; under the link `contrasts` this is the entropy of softmax(f), or that of `probs`
         if it is smaller. For regression the noise's variance, summed over targets; NaN for intervals, which do not tell it.
         """
-        if self.lower is not None:
+        if self.probs is None and self.variance is None:
             return torch.full_like(self.epistemic, torch.nan)
         total = torch.special.entr(self.probs).sum(-1) if self.probs is not None else _present(self.variance).sum(-1)
         return total - self.epistemic
@@ -152,8 +156,8 @@ class Predictions:
                 raise ValueError(f"split has other labels than the one that was predicted; {remedy}")
         if self.probs is not None:
             return "classes", per_place(self.probs, labels.long(), self.mask), {}
-        if self.lower is not None:
-            level = 0.9 if self.likelihood is None else getattr(self.likelihood, "level", None)
+        if self.variance is None and self.lower is not None:
+            level = self.level or (0.9 if self.likelihood is None else getattr(self.likelihood, "level", None))
             if level is None:
                 raise ValueError(
                     f"likelihood {type(self.likelihood).__name__} predicts intervals and does not say of which probability; give it `level`"
@@ -179,7 +183,7 @@ def of_client(predictions: Predictions, j: int) -> Predictions:
     """Return the predictions of the client at place j alone, without padding: tensors [n_j, ...]."""
     inside = predictions.mask[j]
     cut: dict[str, Any] = {name: t[j][inside] for name, t in vars(predictions).items() if isinstance(t, Tensor)}
-    return Predictions(**cut, likelihood=predictions.likelihood)
+    return replace(predictions, names=None, **cut)
 
 
 def per_place(probs: Tensor, labels: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -258,4 +262,5 @@ class Collector:
                 f"client {known_names(self._names, len(mask))[j]!r}, so that measures are NaN; look at these inputs, or at the weights",
                 stacklevel=2,
             )
-        return Predictions(mask=mask, labels=labels, names=self._names, likelihood=self._likelihood, **self._tensors)
+        found: dict[str, Any] = self._tensors
+        return Predictions(mask=mask, labels=labels, names=self._names, likelihood=self._likelihood, **found)

@@ -25,8 +25,9 @@ from bayesfl.data.frames import names_of, same_columns
 from bayesfl.data.outline import Outline
 from bayesfl.data.split import Change
 from bayesfl.data.tables import Table, is_frame
+from bayesfl.evaluation import calibration
 from bayesfl.evaluation.predictions import Predictions, broken
-from bayesfl.federation import checkpoint, predict
+from bayesfl.federation import checkpoint, predict, surveying
 from bayesfl.federation.client import State, private_rows
 from bayesfl.federation.client_files import FILE, now, only_file
 from bayesfl.federation.errors import CheckpointError
@@ -35,7 +36,7 @@ from bayesfl.federation.identity import check_method, identity
 from bayesfl.federation.modules import module_at
 from bayesfl.federation.settings import DTYPES, METHOD, name_of, present
 
-VERSION = 2
+VERSION = 3
 """The version of what a file of a client says beside its tensors; 1 had inputs of one tensor of floats, and no transform."""
 LIMIT = 2**28
 """Bytes that a tensor of the predictor may take in a file, where the method's predictor needs training data."""
@@ -60,6 +61,7 @@ class ClientModel:
         value: The number that the method's predictor tunes; None where it has none.
         plug_in: Whether it predicts at the means of its beliefs alone.
         predictor: The client's predictor as it was fitted to training data; None where the method has none.
+        steps: Steps of calibration with the client's own parameters, [1, ...] each.
         stored: Tensors from which the method's predictor is restored, if it was read from a file.
     """
 
@@ -77,6 +79,7 @@ class ClientModel:
     value: float | None = None
     plug_in: bool = False
     predictor: Fitted | None = None
+    steps: tuple[calibration.Fitted, ...] = ()
     stored: Tensors = field(default_factory=dict)
 
     def __repr__(self) -> str:
@@ -123,6 +126,7 @@ class ClientModel:
         rows = self.form.split(x, self.inputs, dtype=self.dtype, device=self.device)
         if draws is not None:
             whole("draws (None is the paper's number)", draws, least=0)
+            surveying.check_draws(self.steps, draws)
         about: dict[str, Any] = {"client": self.client, "seed": self.seed, "round": self.round, "fitted": self._fitted, "value": self.value}
         found: dict[str, Any] = predict.alone(self.algorithm, self.view, rows, draws=0 if self.plug_in else draws, **about)
         if (bad := broken(found, axes=1)).any():
@@ -132,7 +136,8 @@ class ClientModel:
                 stacklevel=2,
             )
         everyone = torch.ones(len(rows.y), dtype=torch.bool)
-        return Predictions(mask=everyone, likelihood=self.algorithm.likelihood, **{name: t.cpu() for name, t in found.items()})
+        made = Predictions(mask=everyone, likelihood=self.algorithm.likelihood, **{name: t.cpu() for name, t in found.items()})
+        return surveying.of_one(self.steps, made, self.client, self.seed, self.round)
 
     def model(self) -> nn.Module:
         """Return the network at the means of the client's beliefs: a module of its own, in evaluation mode.
@@ -164,6 +169,11 @@ class ClientModel:
                 `LIMIT` bytes.
         """
         plug_in = plug_in or self.plug_in
+        if plug_in and self.steps:
+            raise ValueError(
+                f"{self.name!r} is calibrated for its full predictions, and plug_in=True stores others: save "
+                "dataclasses.replace(model, steps=())"
+            )
         try:
             stored = replace(self, plug_in=plug_in)._stored if plug_in else self._stored
         except MemoryError as error:
@@ -185,8 +195,10 @@ class ClientModel:
             "plug_in": plug_in,
             "dtype": name_of(self.dtype),
             "algorithm": identity(self.algorithm),
+            "steps": surveying.described(self.steps),
         }
-        checkpoint.write(path, meta, {"view": self.view, "stored": stored}, name=FILE)
+        tensors = {"view": self.view, "stored": stored, "steps": surveying.tensors_of(self.steps)}
+        checkpoint.write(path, meta, tensors, name=FILE)
 
     @property
     def _rule(self) -> Predictor | None:
@@ -242,6 +254,7 @@ def of_client(
     round: int,
     seed: int,
     value: float | None,
+    steps: tuple[calibration.Fitted, ...] = (),
 ) -> ClientModel:
     """Make one client's model.
 
@@ -256,6 +269,7 @@ def of_client(
         round: Number of rounds done.
         seed: The run's seed.
         value: The number that the method's predictor tunes.
+        steps: Steps of calibration with its own parameters, [1, ...].
 
     Raises:
         ValueError: The data have a transform, of which only the description is known.
@@ -276,7 +290,7 @@ def of_client(
         form = Form.of_floats(data.inputs) if data.tensors is None else Form.read({"tensors": data.tensors}, None)
     prepared = Columns.from_json(data.prepared) if isinstance(data.prepared, str) else data.prepared
     about = {"inputs": data.inputs, "form": form, "class_names": data.class_names, "columns": data.columns, "prepared": prepared}
-    return ClientModel(algorithm, name, client, kept, round, seed, value=value, predictor=predictor, **about)
+    return ClientModel(algorithm, name, client, kept, round, seed, value=value, predictor=predictor, steps=steps, **about)
 
 
 def load_client(
@@ -304,7 +318,7 @@ def load_client(
     file = only_file(folder("path", path))
     meta, tensors = checkpoint.read_file(file, present(device))
     try:
-        if meta["kind"] != "client" or meta["version"] not in (1, VERSION):
+        if meta["kind"] != "client" or meta["version"] not in range(1, VERSION + 1):
             raise ValueError(f"it is a {meta['kind']} of version {meta['version']}, this version of bayesfl reads clients up to {VERSION}")
         made_with, inputs = meta["algorithm"], as_tuples(meta["inputs"])
         form = {"tensors": {"x": ("float32", inputs)}, "transform": None} if meta["version"] == 1 else meta["form"]
@@ -323,6 +337,7 @@ def load_client(
             None if meta.get("prepared") is None else Columns.from_json(meta["prepared"]),
             None if meta["value"] is None else number("value", meta["value"]),
             bool(meta["plug_in"]),
+            steps=surveying.read(meta.get("steps", ()), tensors.get("steps", {})),
             stored=tensors.get("stored", {}),
         )
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:

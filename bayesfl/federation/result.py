@@ -1,7 +1,6 @@
 """The result of a federation: predictions, adaptation to new clients, and saving."""
 
 import os
-import warnings
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -15,25 +14,25 @@ from bayesfl.base.checks import instance, whole
 from bayesfl.base.copies import refuse_changed
 from bayesfl.base.described import described
 from bayesfl.base.files import folder
-from bayesfl.base.protocols import Server, View
-from bayesfl.base.random import Purpose, generator
+from bayesfl.base.protocols import Server, Tensors, View
 from bayesfl.composition.algorithm import Algorithm
-from bayesfl.composition.phases import Descend, Repeat
 from bayesfl.data import ClientData, FederatedData
-from bayesfl.data.frames import same_columns
 from bayesfl.data.outline import Outline, place
 from bayesfl.engine import Engine
+from bayesfl.evaluation.calibration import Fitted, Step, apply
 from bayesfl.evaluation.history import History
 from bayesfl.evaluation.predictions import Predictions
-from bayesfl.federation import checkpoint, predict
-from bayesfl.federation.client import Local, State, private_rows
+from bayesfl.evaluation.surveys import Mine, Outputs, Survey, conduct
+from bayesfl.federation import checkpoint, predict, surveying
+from bayesfl.federation.client import Local, State
 from bayesfl.federation.client_files import check_file_names
 from bayesfl.federation.client_model import ClientModel, needs_data, of_client
-from bayesfl.federation.form import other_transform, same_form
+from bayesfl.federation.draws import to_arviz
 from bayesfl.federation.identity import identity
+from bayesfl.federation.joining import adapted
 from bayesfl.federation.modules import server_module
-from bayesfl.federation.settings import FEDERATION, Settings, name_of, same_problem
-from bayesfl.optim import rate_at
+from bayesfl.federation.settings import Settings, name_of
+from bayesfl.federation.splits import check_split
 
 
 class Chosen(NamedTuple):
@@ -74,6 +73,7 @@ class Result:
             algorithm=...)` gives, it is chosen anew.
         tolerant: Whether a client whose fine-tuning is no longer finite predicts without it, as where bad clients are skipped; otherwise
             it raises `DivergenceError`.
+        steps: Steps of calibration, as `calibrate` has fitted them, which `predict` and `client` apply.
         began: What the run began from, in words that differ for other states; None where an earlier version wrote it.
     """
 
@@ -91,6 +91,7 @@ class Result:
     chosen: Chosen | None = None
     tolerant: bool = False
     began: str | None = None
+    steps: tuple[Fitted, ...] = ()
 
     def __repr__(self) -> str:
         source = self.known.source if isinstance(self.known, Outline) else self.known.source.name
@@ -134,7 +135,7 @@ class Result:
         """Return the number of `chosen`, if it was chosen for the method's way of predicting."""
         return self.chosen.value if self.chosen and self.chosen.reading == reading(self.algorithm) else None
 
-    def _known(self) -> Chosen | None:
+    def known_choice(self) -> Chosen | None:
         """Return `tuned` where there are data to tune on, otherwise `chosen`."""
         if self._chosen is not None or isinstance(self.known, Outline):
             return self.chosen
@@ -171,23 +172,61 @@ class Result:
             instance("split", split, ClientData, "pass clients.test, or another split of result.data")
         data = self.data.to(self.device, self.dtype)
         split = data.test if split is None else split.to(self.device, self.dtype)
-        if not split.counts.any():
-            raise ValueError("the split has no examples to predict; pass one that has, or make the data with a larger part for it")
-        same_columns("split", split.columns, data.columns)
-        same_form("split", split, data.train)
-        if split.clients != data.clients:
-            raise ValueError(f"the split has {split.clients} clients, the result {data.clients}; use result.adapt(...) for new clients")
-        if not any(_is_part(split, known) for known in data.splits.values()):
-            raise ValueError(
-                "the split is of other clients: its labels are not rows of the same clients in result.data. Pass one of result.data's "
-                "splits, or a part of one; result.adapt(...) is for clients never seen"
-            )
+        check_split(split, data)
         if draws is not None:
             whole("draws (None is the paper's number)", draws, least=0)
+            surveying.check_draws(self.steps, draws)
+        return apply(self.steps, self.mine(split, draws))
+
+    def mine(self, split: ClientData, draws: int | None = None) -> Mine:
+        """Return what clients know of themselves on a split, before any step of calibration."""
+        train = self.data.train.to(self.device, self.dtype)
         value = None if draws == 0 else self.tuned
         with self.engine.crew(self.device) as crew:
-            (found,) = predict.personal(self.local(data.train), self.state, [split], crew, draws=draws, value=value)
-        return found
+            (found,) = predict.personal(self.local(train), self.state, [split], crew, draws=draws, value=value)
+        return Mine(found, np.arange(self.data.clients), self.settings.seed, self.round)
+
+    @property
+    def _outputs(self) -> Outputs:
+        return Outputs(self.known.task, self.known.outputs, self.algorithm.likelihood)
+
+    def calibrate(self, *steps: Step, aggregation: Any = None) -> "Result":
+        """Return the federation with its predictions calibrated: steps are fitted one after the other, by surveys of the clients.
+
+        `predict` and `client` apply them from then on, and `save` keeps them. What a client's own data determine never leaves it.
+
+        Args:
+            *steps: `Temperature()`, `Bias()`, `Conformal()` of `bayesfl.calibration`, or others with the members of its `Step`; after those
+                that the result has already.
+            aggregation: How the clients' answers are added, as `SecureSum()`; None adds them openly.
+
+        Raises:
+            TypeError: Something is no step, or the aggregation cannot add answers.
+            ValueError: There is no such split, a step does not fit the task, or an answer is outside the aggregation's range.
+
+        Warns:
+            UserWarning: Sets are made on a split to which another step was fitted, or the data do not bound a temperature.
+        """
+        splits = surveying.splits_of(steps, [one.step for one in self.steps], self.data.to(self.device, self.dtype).splits)
+        predicted = {name: self.mine(split) for name, split in splits.items()}
+        found = surveying.fitted(steps, self.steps, predicted, self._outputs, aggregation)
+        return replace(self, steps=found, chosen=self.known_choice())
+
+    def survey(self, survey: Survey, *, aggregation: Any = None) -> Tensors:
+        """Ask the clients about their own predictions, as this result makes them, and return what the survey tells at last.
+
+        Args:
+            survey: The question, see `bayesfl.evaluation.surveys.Survey`.
+            aggregation: How the clients' answers are added, as `SecureSum()`; None adds them openly.
+
+        Raises:
+            TypeError: It is no survey, or the aggregation cannot add answers.
+            ValueError: There is no such split; or an answer has another shape than the survey declares, or is not finite.
+        """
+        split = surveying.asked(survey, self.data.to(self.device, self.dtype).splits)
+        mine = self.mine(split)
+        mine = replace(mine, predictions=apply(self.steps, mine))
+        return conduct(survey, surveying.put_to(survey, mine, aggregation), self._outputs)
 
     def adapt(self, novel: FederatedData) -> "Result":
         """Return the federation with clients never seen in training: their state starts from the server's and is adapted once.
@@ -203,38 +242,7 @@ class Result:
             ValueError: Their inputs, transform, outputs, task, columns or class names differ from the federation's, or these names' order.
             DivergenceError: A new client's training is not finite.
         """
-        instance("novel", novel, FederatedData, FEDERATION)
-        same_problem("novel", novel, self.known)
-        if other := other_transform(novel, self.known):
-            raise ValueError(f"novel has {other}: their rows would mean something else; pass novel.transformed(...) with the same function")
-        kept = [name for name in self.algorithm.parts if self.algorithm.blocks[name].keep]
-        if kept and not self.algorithm.adapt:
-            raise ValueError(
-                f"each client predicts with its own {kept}, and the method has no `adapt` phases, by which a new client would learn them; "
-                "give it some, as dataclasses.replace(algorithm, adapt=algorithm.phases)"
-            )
-        if slowed := self._slowed():
-            warnings.warn(slowed, stacklevel=2)
-        server = self.algorithm.newcomers(self.server, novel.clients)
-        private = private_rows(self.algorithm, server, novel.clients)
-        with self.engine.crew(self.device) as crew:
-            self.local(novel.to(self.device, self.dtype).train).adapt(State(server, private, self.round), crew)
-        return replace(self, known=novel, server=server, private=private, history=History(), novel=True, chosen=self._known())
-
-    def _slowed(self) -> str:
-        """Say where the rate of a phase of `adapt` has fallen below a tenth of its first; '' if none has."""
-        inner = [one for phase in self.algorithm.adapt for one in (phase.phases if isinstance(phase, Repeat) else (phase,))]
-        rates = [phase.optimiser.rate for phase in inner if isinstance(phase, Descend)]
-        last = min(self.round, self.settings.rounds - 1)  # as in `Algorithm.given`
-        pairs = [tuple(rate_at(rate, round, self.settings.rounds) for round in (0, last)) for rate in rates]
-        fallen = [f"{first:.3g} to {now:.3g}" for first, now in pairs if now < 0.1 * first]
-        if not fallen:
-            return ""
-        return (
-            f"the learning rate of the method's adapt phases has fallen from {', '.join(dict.fromkeys(fallen))} after {self.round} rounds, "
-            "so new clients hardly learn; adapt them at a constant rate, as dataclasses.replace(result, algorithm=dataclasses.replace("
-            "result.algorithm, adapt=bf.with_optimiser(result.algorithm, SGD(0.1)).adapt)).adapt(novel)"
-        )
+        return adapted(self, novel)
 
     def client(self, client: int | str) -> ClientModel:
         """Return a client's own model, which predicts for new rows and can be saved.
@@ -263,7 +271,16 @@ class Result:
             done = local.finetuned(ids, self.state.received(self.algorithm, ids), self.round)
             given, views, train, value = done.given, done.views, dict(zip("xy", local.train.client(j), strict=True)), self.tuned
         view = tree_map(lambda t: t[0].clone(), views)
-        about = {"name": name, "client": j, "data": self.known, "round": self.round, "seed": self.settings.seed, "value": value}
+        own = tuple(one.of(torch.tensor([j])) for one in self.steps)
+        about: dict[str, Any] = {
+            "steps": own,
+            "name": name,
+            "client": j,
+            "data": self.known,
+            "round": self.round,
+            "seed": self.settings.seed,
+            "value": value,
+        }
         return of_client(self.algorithm, given, view, train, **about)
 
     def _views(self, j: int) -> tuple[Server, View]:
@@ -320,26 +337,9 @@ class Result:
             ValueError: There is no such client or block, the block has nothing to draw, or `draws` is not a whole number >= 0.
             ImportError: ArviZ is not installed.
         """
-        import arviz
-
-        client = place(client, self.known.client_names)
-        whole("draws", draws, least=1)
-        if block not in self.algorithm.blocks:
-            raise ValueError(f"there is no block {block!r}; the method's blocks are {list(self.algorithm.blocks)}")
-        if not self.algorithm.blocks[block].stochastic:
-            drawn = [name for name, this in self.algorithm.blocks.items() if this.stochastic]
-            raise ValueError(f"block {block!r} is a point, of which there are no draws; the blocks with a distribution are {drawn}")
-        this, layout = self.algorithm.blocks[block], self.algorithm.layout(block)
-        belief = {key: t[0] for key, t in self._views(client)[1][block].items()}
-        index = list(self.algorithm.blocks).index(block)
-        rng = generator(self.settings.seed, Purpose.POSTERIOR, round=self.round, client=client, index=index)
-        noise = torch.from_numpy(rng.standard_normal((draws, self.algorithm.noise_size(block)), np.float32)).to(belief["loc"])
-        noise = self.algorithm.noise_of_copies(block, noise)
-        leaves = layout.leaves(this.posterior.sample({key: t.unsqueeze(0) for key, t in belief.items()}, noise))
-        posterior = {name: leaf.unsqueeze(0).cpu().numpy() for name, leaf in leaves.items()}
-        if int(arviz.__version__.split(".")[0]) > 0:  # from version 1 the groups are one mapping
-            return arviz.from_dict({"posterior": posterior})
-        return arviz.from_dict(posterior=posterior)
+        j = place(client, self.known.client_names)
+        about = {"client": j, "draws": draws, "seed": self.settings.seed, "round": self.round}
+        return to_arviz(self.algorithm, self._views(j)[1], block, **about)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the state, the settings and the history into the folder `path`, from which `bf.load` reads them.
@@ -360,7 +360,8 @@ class Result:
         checkpoint.write_round(path, self.round, self._meta(), self._tensors())
 
     def _tensors(self) -> dict[str, Any]:
-        return {"server": self.server, "private": self.private}
+        calibrated = {"steps": surveying.tensors_of(self.steps)} if self.steps else {}
+        return {"server": self.server, "private": self.private, **calibrated}
 
     def _meta(self) -> dict[str, Any]:
         return {
@@ -371,21 +372,10 @@ class Result:
             "novel": self.novel,
             "tolerant": self.tolerant,
             "began": self.began,
+            "steps": surveying.described(self.steps),
             "chosen": self.__dict__.get("tuned", self._chosen),
             "history": self.history.rows,
             "algorithm": identity(self.algorithm),
             "data": self.known.hash,
             "clients": asdict(self._outline),
         }
-
-
-def _is_part(split: ClientData, known: ClientData) -> bool:
-    """Say whether every client's examples in `split` are among its own in `known`, by labels and places; inputs may differ."""
-    if split.y is not known.y and not (split.y.dtype == known.y.dtype and torch.equal(split.y, known.y)):
-        return False
-
-    def owned(of: ClientData) -> torch.Tensor:
-        client = torch.from_numpy(np.repeat(np.arange(of.clients), of.counts)).to(of.index.device)
-        return client * len(of.y) + of.index
-
-    return bool(torch.isin(owned(split), owned(known)).all())

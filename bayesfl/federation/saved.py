@@ -16,7 +16,7 @@ from bayesfl.data import FederatedData
 from bayesfl.data.outline import Outline
 from bayesfl.engine import Engine
 from bayesfl.evaluation.history import History
-from bayesfl.federation import checkpoint
+from bayesfl.federation import checkpoint, surveying
 from bayesfl.federation.errors import CheckpointError
 from bayesfl.federation.form import check_function
 from bayesfl.federation.identity import check_method, check_network, identity
@@ -109,6 +109,7 @@ def _read(
             None if meta["chosen"] is None else Chosen(number("chosen", meta["chosen"]), reading(algorithm)),
             meta["tolerant"],
             None if meta.get("began") is None else str(meta["began"]),
+            surveying.read(meta.get("steps", ()), state.get("steps", {})),
         )
         for name in ("novel", "tolerant"):
             instance(name, meta[name], bool, "save writes True or False")

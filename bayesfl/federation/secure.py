@@ -148,6 +148,43 @@ class SecureSum:
         """Return the settings in words; see `Aggregation.name`."""
         return repr(self)
 
+    def added(self, summands: Mapping[int, Tensors]) -> Tensors:
+        """Return the sum of what clients answer to a survey, in float64, of which the server sees masked integers alone.
+
+        Args:
+            summands: Each client's tensors, by its number; all of the same names and shapes.
+
+        Raises:
+            ValueError: There is one client only, a number is not finite, J range / step is not below 2^62, or a number is outside the
+                range, which would be clipped; the message says which range is needed.
+        """
+        ids = sorted(summands)
+        if len(ids) < LEAST:
+            raise ValueError("a sum of one client's answer is that answer; secure sums need two clients at least")
+        self._check_room(len(ids))
+        shapes = {name: t.shape for name, t in summands[ids[0]].items()}
+        shared, messages = agreed(ids), []
+        for client in ids:
+            values = np.concatenate([summands[client][name].cpu().numpy().ravel() for name in shapes]).astype(np.float64)
+            units, clipped = quantised(values, self.range, self.step)
+            if clipped:
+                needed = 2.0 ** math.ceil(math.log2(np.abs(values).max()))
+                raise ValueError(
+                    f"client {client} answers with numbers up to {np.abs(values).max():.3g}, outside SecureSum(range={self.range:g}), and "
+                    f"a clipped answer would be wrong: pass range={needed:g}"
+                )
+            messages.append(masked(units, client, shared[client]))
+        flat = torch.from_numpy(restored(summed(messages), self.step))
+        parts = flat.split([shape.numel() for shape in shapes.values()])
+        return {name: part.reshape(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+
+    def _check_room(self, clients: int) -> None:
+        if not clients * self.range / self.step < ROOM:
+            raise ValueError(
+                f"clients x range / step must stay below 2**62, got {clients} x {self.range:g} / {self.step:g} = 2**"
+                f"{math.log2(clients) + math.log2(self.range) - math.log2(self.step):.1f}; take a smaller range or a larger step"
+            )
+
     def start(self, result: Result, admission: Admission, *, every: int | None, repeats: int) -> AggregationRun:
         """Start a run that continues from `result`; see `Aggregation.start`.
 
@@ -155,11 +192,7 @@ class SecureSum:
             ValueError: The method, the settings or the admission rules do not fit.
         """
         algorithm, clients, settings = result.algorithm, result.data.clients, result.settings
-        if not clients * self.range / self.step < ROOM:
-            raise ValueError(
-                f"clients x range / step must stay below 2**62, got {clients} x {self.range:g} / {self.step:g} = 2**"
-                f"{math.log2(clients) + math.log2(self.range) - math.log2(self.step):.1f}; take a smaller range or a larger step"
-            )
+        self._check_room(clients)
         if not (pools := {name: block.pool for name, block in algorithm.blocks.items() if block.pool}):
             raise ValueError("no block of the method is sent, so there is nothing to add up; leave aggregation out")
         for name, pool in pools.items():

@@ -286,7 +286,7 @@ def _rounds(
                 raise
             nothing = isinstance(tried, FailedRound)
             server, row, before = (result.server, {"round": result.round + 1, "cohort": 0, **tried.row}, None) if nothing else tried
-            result = replace(result, round=result.round + 1, server=server)
+            result = replace(result, round=result.round + 1, server=server, steps=())
             result.history.append(row)
             if test is not None:
                 _evaluate(result, before, local, data, crew, measures)

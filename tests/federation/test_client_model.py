@@ -528,8 +528,8 @@ def test_files_of_the_first_version_are_read(ditto: Result, tmp_path: Path):
     loaded = bf.load_client(tmp_path / "old", ditto.algorithm)
     assert torch.equal(loaded.predict(x).probs, one.predict(x).probs)  # type: ignore[arg-type]
     assert loaded.inputs == (8,)
-    checkpoint.write(tmp_path / "future", {**old, "version": 3}, tensors, name=FILE)
-    with pytest.raises(CheckpointError, match=r"version 3, .*up to 2"):
+    checkpoint.write(tmp_path / "future", {**old, "version": 4}, tensors, name=FILE)
+    with pytest.raises(CheckpointError, match=r"version 4, .*up to 3"):
         bf.load_client(tmp_path / "future", ditto.algorithm)
 
 

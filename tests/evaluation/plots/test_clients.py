@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from bayesfl.evaluation import plots
-from bayesfl.evaluation.calibration import conformal
+from bayesfl.evaluation.calibration.padded import conformal
 from tests.evaluation.plots.made import bars, federation
 
 pytest.importorskip("matplotlib")

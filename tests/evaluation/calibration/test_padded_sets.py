@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from bayesfl.evaluation.calibration import conformal
+from bayesfl.evaluation.calibration.padded import conformal
 from tests.evaluation.made import certain, federation
 
 

@@ -8,8 +8,9 @@ import torch
 from scipy.optimize import minimize_scalar
 from torch.testing import assert_close
 
-from bayesfl.evaluation import calibration, metrics
-from bayesfl.evaluation.calibration import fit_temperature, temper
+from bayesfl.evaluation import metrics
+from bayesfl.evaluation.calibration import temperature
+from bayesfl.evaluation.calibration.padded import fit_temperature, temper
 from tests.evaluation.made import certain, federation
 
 torch.set_num_threads(1)
@@ -93,7 +94,7 @@ def test_information_is_that_of_labels_drawn_from_the_model():
 
     step = 1e-4
     curvature = (expected(at + step) - 2 * expected(at) + expected(at - step)) / step**2
-    tempered = calibration._Tempered(logits.T[None], q.argmax(-1)[None], torch.zeros(1))
+    tempered = temperature.Tempered(logits.T[None], q.argmax(-1)[None], torch.zeros(1))
     assert float(tempered.information(torch.tensor([at]))) == pytest.approx(curvature, rel=1e-5)
 
 

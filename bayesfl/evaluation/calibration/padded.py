@@ -13,7 +13,6 @@ computed in float64.
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal, TypeAlias, get_args
 
 import numpy as np
@@ -22,18 +21,17 @@ from torch import Tensor
 
 from bayesfl.base.checks import number, probability
 from bayesfl.evaluation import metrics
+from bayesfl.evaluation.calibration.temperature import GRID, Tempered
 
 BOUNDS = (0.05, 20.0)
 """Smallest and largest temperature considered. If every prediction is right, the likelihood alone has no optimum: it is best at 0."""
 By: TypeAlias = Literal["pooled", "client", "mixture"]
 """Scores that set a conformal threshold: all clients' as if from one source, the client's own, or all clients' from different sources."""
-_GRID = 61  # temperatures tried before the best is refined; each is 10 % above the one before
-_HALVINGS = 32
 _ROUNDING = 1e-9  # tolerance, so that (n + 1) alpha is not rounded down where it would be an integer but for floating-point error
 
 
 @dataclass(frozen=True)
-class Temperature:
+class FittedTemperature:
     """The temperatures that `fit_temperature` found.
 
     Args:
@@ -47,7 +45,7 @@ class Temperature:
 
 def fit_temperature(
     probs: Tensor, labels: Tensor, mask: Tensor, *, strength: float = 10.0, bounds: tuple[float, float] = BOUNDS, logs: bool = False
-) -> Temperature:
+) -> FittedTemperature:
     """Find the temperatures that minimise the negative log likelihood of held-out labels under softmax(logits / T).
 
     Guo et al., "On calibration of modern neural networks", ICML 2017, section 4.2. The pooled temperature T_0 serves all examples of all
@@ -82,15 +80,15 @@ def fit_temperature(
     labels, mask = _checked(logits.exp() if logs else probs, labels, mask)
     if not mask.any():
         raise ValueError("there is no example to calibrate on; make the data with calibration=0.2, or check mask")
-    grid = torch.linspace(math.log(low), math.log(high), _GRID, dtype=torch.float64)
+    grid = torch.linspace(math.log(low), math.log(high), GRID, dtype=torch.float64)
     logits = (logits - logits.amax(-1, keepdim=True)).masked_fill(~mask[..., None], 0)  # 0 at every T if all logits are equal
-    scored = _Tempered(logits.mT.contiguous(), labels, grid)
+    scored = Tempered(logits.mT.contiguous(), labels, grid)
     pooled = scored.minimise(grid.new_zeros(1).clamp(grid[0], grid[-1]), grid.new_zeros(1), together=True)
     own = pooled.expand(len(mask))
     if strength < math.inf:
         own = scored.minimise(own, strength * scored.information(own).sum() / mask.sum())
     pooled, own = (t.exp().clamp(low, high) for t in (pooled, own))
-    return Temperature(float(pooled), own)
+    return FittedTemperature(float(pooled), own)
 
 
 def temper(probs: Tensor, temperature: float | Tensor, *, logs: bool = False) -> Tensor:
@@ -121,7 +119,7 @@ def temper(probs: Tensor, temperature: float | Tensor, *, logs: bool = False) ->
 
 
 @dataclass(frozen=True)
-class Conformal:
+class FittedSets:
     """The thresholds of conformal sets, made by `conformal`.
 
     Thresholds of pooled scores can be applied to any client; the promise of `conformal` holds as `by` says.
@@ -175,7 +173,7 @@ class Conformal:
 
 @dataclass(frozen=True)
 class Coverage:
-    """Coverage and size of conformal sets on test data, client by client; made by `Conformal.evaluate`.
+    """Coverage and size of conformal sets on test data, client by client; made by `FittedSets.evaluate`.
 
     Args:
         alpha: Share of labels that the sets may miss.
@@ -247,7 +245,7 @@ class Coverage:
         return index | {"coverage": self.share.numpy(), "set_size": self.size.numpy()}
 
 
-def conformal(probs: Tensor, labels: Tensor, mask: Tensor, *, alpha: float = 0.1, by: By = "pooled") -> Conformal:
+def conformal(probs: Tensor, labels: Tensor, mask: Tensor, *, alpha: float = 0.1, by: By = "pooled") -> FittedSets:
     """Fit prediction sets that hold the true class with probability at least 1 - alpha, if test examples are distributed as held-out ones.
 
     The sets are sets of classes. The promise holds for any model, if test examples come from the same distribution as the held-out ones;
@@ -292,65 +290,7 @@ def conformal(probs: Tensor, labels: Tensor, mask: Tensor, *, alpha: float = 0.1
     ordered = torch.cat([true, true.new_full((len(true), 1), -math.inf)], -1).sort(-1, descending=True).values
     place = torch.minimum(rank, n + 1) - 1  # scores 1 - p ascend as p descends; beyond the last example the set has every class
     threshold = ordered.gather(-1, place[:, None])[:, 0].clamp_min(0)
-    return Conformal(float(alpha), by, threshold, rank, n)
-
-
-@dataclass(frozen=True)
-class _Tempered:
-    """Logits [J, O, N] and labels [J, N] as functions of log T [J], and a grid of values to try.
-
-    Logits are 0 in padded rows, which therefore add a constant to `nll` and 0 to the others. Classes come before examples because torch's
-    softmax over a few classes is several times slower along the last axis.
-    """
-
-    logits: Tensor
-    labels: Tensor
-    grid: Tensor
-
-    def _at(self, log_t: Tensor) -> tuple[Tensor, Tensor]:
-        """Return logits / T, called u, of all classes [J, O, N] and of the true one [J, N]."""
-        u = self.logits * (-log_t).exp()[:, None, None]
-        return u, u.gather(1, self.labels[:, None])[:, 0]
-
-    def nll(self, log_t: Tensor) -> Tensor:
-        """Compute the negative log likelihood of each client, summed over examples [J], in nats."""
-        u, true = self._at(log_t)
-        return (u.logsumexp(1) - true).sum(-1)
-
-    def slope(self, log_t: Tensor) -> Tensor:
-        """Compute the derivative of `nll` by log T [J]: u_y - E u, summed over examples."""
-        u, true = self._at(log_t)
-        return (true - (u.softmax(1) * u).sum(1)).sum(-1)
-
-    def information(self, log_t: Tensor) -> Tensor:
-        """Compute the Fisher information about log T [J]: the variance of u, summed over examples."""
-        u, _ = self._at(log_t)
-        p = u.softmax(1)
-        return (p * (u - (p * u).sum(1, keepdim=True)).square()).sum((1, 2))
-
-    @cached_property
-    def tried(self) -> Tensor:
-        """Return `nll` at every value of the grid, [J, K]."""
-        return torch.stack([self.nll(g.expand(len(self.labels))) for g in self.grid], -1)
-
-    def minimise(self, centre: Tensor, pull: Tensor, *, together: bool = False) -> Tensor:
-        """Return each client's log T [J] with the smallest nll + 1/2 pull (log T - centre)^2 within the grid, by search and bisection.
-
-        With `together`, return one [1] for the sum of all clients' nll. The likelihood alone has one optimum (it is convex in 1 / T), but
-        with the quadratic term there may be several: hence the search. If the nll does not depend on T, the result is `centre`.
-        """
-
-        def total(sums: Tensor) -> Tensor:
-            return sums.sum(0, keepdim=True) if together else sums
-
-        values = total(self.tried) + 0.5 * (pull * (self.grid[:, None] - centre).square()).T
-        best = values.argmin(-1)
-        low, high = self.grid[(best - 1).clamp_min(0)], self.grid[(best + 1).clamp_max(len(self.grid) - 1)]
-        for _ in range(_HALVINGS):
-            middle = (low + high) / 2
-            falls = total(self.slope(middle.expand(len(self.labels)))) + pull * (middle - centre) < 0
-            low, high = torch.where(falls, middle, low), torch.where(falls, high, middle)
-        return torch.where(values.amax(-1) == values.amin(-1), centre, (low + high) / 2)
+    return FittedSets(float(alpha), by, threshold, rank, n)
 
 
 def _logits(probs: Tensor, logs: bool) -> Tensor:

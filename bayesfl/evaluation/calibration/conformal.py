@@ -1,0 +1,212 @@
+"""Conformal sets and intervals of each client, whose threshold is its own scores' and the federation's together."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias, get_args
+
+import torch
+from torch import Tensor
+
+from bayesfl.base.checks import number
+from bayesfl.base.protocols import Tensors
+from bayesfl.evaluation.calibration.scores import Score, class_scores, intervals, largest_class_score, number_scores
+from bayesfl.evaluation.calibration.steps import labelled, logits_of
+from bayesfl.evaluation.predictions import Predictions
+from bayesfl.evaluation.surveys import Mine, Outputs
+
+By: TypeAlias = Literal["client", "label"]
+
+BINS = 1024
+"""Bins of the histogram by which the federation's scores are known; a threshold at a bin's upper end is at most a bin too large."""
+POWERS = 64
+"""Scores of numbers are counted up to each of so many powers of 2 first, from 2^-32, which gives the histogram its range."""
+_BEYOND = 0.1
+"""Share of the scores that a set may miss, of which so much may lie beyond the histogram's range and counts as infinite."""
+_ROUNDING = 1e-9  # so that a rank is not rounded up where it would be whole but for floating-point error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conformal:
+    """Make a set of classes, or an interval, for every example, which holds the truth with a probability of `level`.
+
+    A set holds what scores at most the client's threshold t_j. With its own n_j scores s_ij, the share F(s) of all clients' N scores up to
+    s, and n0 = `shrink`,
+
+        t_j = inf{ s : #{i : s_ij <= s} + n0 F(s) >= level (n_j + n0 + 1) },
+
+    which is everything where no s suffices. All clients' scores count as n0 together, the client's own as 1 each, the new example's as 1.
+    If all clients are alike, coverage is at least `level`; Barber, Candès, Ramdas and Tibshirani, "Conformal prediction beyond
+    exchangeability", Annals of Statistics 51, 2023, theorem 2, bounds what foreign scores cost otherwise. `shrink=0` uses the client's own
+    scores alone, and promises `level` to each; a client with fewer than level / (1 - level) gets everything. `shrink=math.inf` uses all
+    scores as if of one source. n0 has to be fixed before the scores are seen.
+
+    The federation's scores are known as a histogram, whose bins count at their upper ends: thresholds can only be larger for it, by at most
+    a bin. The client's own are exact. Sets are often empty where a model is right more often than `level` says: then no class fits as
+    well as true ones did. `never_empty` adds the most probable class, which only raises coverage.
+
+    Args:
+        level: Probability with which a set is to hold the truth, in (0, 1).
+        score: What is compared, of classes, see `class_scores`; numbers have one score, see `number_scores`.
+        shrink: n0, >= 0, in examples.
+        by: Whether the thresholds are of `client`s, or of clients and labels: then `level` holds for examples of each class.
+        never_empty: Whether sets of classes hold at least the most probable class.
+        split: The split whose scores are used, to which nothing else was fitted.
+
+    Raises:
+        ValueError: An option is out of range or none of its words.
+    """
+
+    level: float = 0.9
+    score: Score = "lac"
+    shrink: float = 20.0
+    by: By = "client"
+    never_empty: bool = False
+    split: str = "calibration"
+
+    def __post_init__(self) -> None:
+        if not 0 < number("level", self.level) < 1:
+            raise ValueError(f"level is the probability that a set holds the truth and must lie in (0, 1), got {self.level}; 90 % is 0.9")
+        if not number("shrink", self.shrink) >= 0:
+            raise ValueError(f"shrink is a number of examples, >= 0, got {self.shrink}; math.inf pools all clients' scores")
+        for name, value, known in (("score", self.score, get_args(Score)), ("by", self.by, get_args(By))):
+            if value not in known:
+                raise ValueError(f"{name} must be one of {known}, got {value!r}")
+
+    def start(self, outputs: Outputs) -> Tensors:
+        """Return the ends of the histogram's bins, of classes; of numbers nothing, as their range is asked first.
+
+        Raises:
+            ValueError: Thresholds by label are asked of numbers.
+        """
+        if outputs.task == "classification":
+            groups = outputs.count if self.by == "label" else 1
+            return {"groups": torch.tensor(groups), "edges": self._edges(0.0, largest_class_score(self.score, outputs.count))}
+        if self.by == "label":
+            raise ValueError("by='label' makes a threshold for each class, and this is a regression; leave it out")
+        return {"groups": torch.tensor(1)}
+
+    @staticmethod
+    def _edges(low: float, high: float) -> Tensor:
+        return low + (high - low) * torch.arange(1, BINS + 1, dtype=torch.float64) / BINS
+
+    def shapes(self, told: Tensors) -> Mapping[str, tuple[int, ...]]:
+        """Return the shape of the counts: of scores in each bin and beyond the last, or of numbers' scores by their power of 2."""
+        if "edges" not in told:
+            return {"n_powers": (2, POWERS + 1)}
+        return {"n_scores": (int(told["groups"]), BINS + 1)}
+
+    def ask(self, told: Tensors, mine: Mine) -> Tensors:
+        """Return the clients' counts of scores, [J, G, bins + 1]."""
+        scores, group, mask = self._scores(mine)
+        if "edges" not in told:
+            powers = 2.0 ** (torch.arange(POWERS, dtype=torch.float64) - POWERS // 2)
+            return {"n_powers": _counted(torch.bucketize(scores.abs(), powers), (scores < 0).long(), mask, 2, POWERS + 1)}
+        place = torch.bucketize(scores, told["edges"])
+        return {"n_scores": _counted(place, group, mask, int(told["groups"]), BINS + 1)}
+
+    def solve(self, told: Tensors, total: Tensors) -> tuple[Tensors, bool]:
+        """Return the bins' ends once the range is known, then their counts, after which nothing is left to ask.
+
+        Raises:
+            ValueError: No client has an example.
+        """
+        if "edges" not in told:
+            counts = total["n_powers"]
+            self._some(counts.sum())
+            powers = 2.0 ** (torch.arange(POWERS, dtype=torch.float64) - POWERS // 2)
+            beyond = counts.sum() - counts.sum(0).cumsum(0)[:-1]  # scores above each power
+            allowed = _BEYOND * (1 - self.level) * counts.sum()
+            high = float(powers[min(int((beyond > allowed).sum()), POWERS - 1)])
+            negative = counts[1, :-1].nonzero()
+            low = -float(powers[int(negative.max())]) if len(negative) else 0.0
+            return told | {"edges": self._edges(max(low, -high), high)}, False
+        self._some(total["n_scores"].sum())
+        return told | {"counts": total["n_scores"]}, True
+
+    def _some(self, examples: Tensor) -> None:
+        if not examples > 0:
+            raise ValueError(f"no client has an example in the split {self.split!r}: make the data with {self.split}=0.1")
+
+    def settle(self, told: Tensors, mine: Mine) -> Tensors:
+        """Return the clients' thresholds, [J, G], infinite where a set holds everything, and the numbers of their own scores [J, G]."""
+        scores, group, mask = self._scores(mine)
+        found, numbers = [], []
+        for g in range(int(told["groups"])):
+            own = mask & (group == g)
+            found.append(thresholds(scores, own, told["edges"], told["counts"][g], level=self.level, shrink=self.shrink))
+            numbers.append(own.sum(-1))
+        return {"threshold": torch.stack(found, -1), "n_scores": torch.stack(numbers, -1)}
+
+    def apply(self, told: Tensors, own: Tensors, mine: Mine) -> Predictions:
+        """Return predictions with `sets` of classes, or with the ends of intervals as `lower` and `upper`."""
+        given, threshold = mine.predictions, own["threshold"]
+        if given.probs is None:
+            lower, upper = intervals(given, threshold[:, 0])
+            return replace(given, lower=lower.to(_like(given)), upper=upper.to(_like(given)), level=self.level)
+        logits, inside = logits_of(given), given.mask.cpu()
+        u = mine.uniform(1)
+        if logits.dim() == 4:
+            u, inside = u.unsqueeze(-1).expand(logits.shape[:-1]), inside.unsqueeze(-1).expand(logits.shape[:-1])
+        probs = logits.softmax(-1)
+        sets = class_scores(self.score, probs, u) <= threshold.reshape(len(threshold), *[1] * (logits.dim() - 2), -1)
+        if self.never_empty:
+            sets = sets.scatter(-1, probs.argmax(-1, keepdim=True), True)
+        return replace(given, sets=sets & inside.unsqueeze(-1), level=self.level)
+
+    def _scores(self, mine: Mine) -> tuple[Tensor, Tensor, Tensor]:
+        """Return scores [J, N], the group of each, and which are of examples."""
+        given = mine.predictions
+        if given.probs is None:
+            if given.labels is None:
+                raise ValueError("the targets of these predictions are not known; predict a split of the federation")
+            mask = given.mask.cpu()
+            scores = number_scores(given, given.labels.cpu()).masked_fill(~mask, 0.0)
+            if not bool(scores.isfinite().all()):
+                raise ValueError("predictions or targets are not finite, or a variance is 0; look at the inputs that were named")
+            return scores, torch.zeros_like(mask, dtype=torch.int64), mask
+        logits, labels, mask = labelled(given)
+        u = mine.uniform(0)
+        if logits.shape[1] != u.shape[1]:
+            u = u.repeat_interleave(logits.shape[1] // u.shape[1], 1)
+        scores = class_scores(self.score, logits.softmax(-1), u).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+        return scores.masked_fill(~mask, 0.0), labels if self.by == "label" else torch.zeros_like(labels), mask
+
+
+def thresholds(scores: Tensor, mask: Tensor, edges: Tensor, counts: Tensor, *, level: float, shrink: float) -> Tensor:
+    """Return each client's threshold, [J] in float64, see `Conformal`; infinite where it admits everything.
+
+    Args:
+        scores: The clients' own scores, [J, N].
+        mask: Which count, [J, N] bool.
+        edges: Upper ends of the bins of all clients' scores, [B], ascending.
+        counts: Number of all clients' scores in each bin, and beyond the last, [B + 1].
+        level: Probability with which a set is to hold the truth.
+        shrink: n0; `math.inf` for all clients' scores as if of one source.
+    """
+    total = counts.sum()
+    below = torch.cat([counts.new_zeros(1), counts[:-1].cumsum(0)])  # scores up to each end, after none
+    infinite = edges.new_tensor([math.inf])
+    if shrink == math.inf:
+        enough = below[1:] >= level * (total + 1) - _ROUNDING
+        return torch.cat([edges[enough], infinite]).min().expand(len(mask)).clone()
+    share = below / total.clamp_min(1)
+    own = scores.masked_fill(~mask, math.inf).sort(-1).values
+    n = mask.sum(-1, keepdim=True)
+    needed = level * (n + shrink + 1) - _ROUNDING
+    at_own = torch.arange(1, own.shape[1] + 1) + shrink * share[torch.searchsorted(edges, own, right=True)]
+    at_edges = torch.searchsorted(own, edges.expand(len(own), -1).contiguous(), right=True) + shrink * share[1:]
+    candidates = [own.masked_fill(at_own < needed, math.inf), edges.expand(len(own), -1).masked_fill(at_edges < needed, math.inf)]
+    return torch.cat([*candidates, infinite.expand(len(own), 1)], -1).amin(-1)
+
+
+def _counted(place: Tensor, group: Tensor, mask: Tensor, groups: int, size: int) -> Tensor:
+    """Count each client's places within each group, [J, G, size]."""
+    flat = group * size + place
+    out = torch.zeros(len(place), groups * size, dtype=torch.float64)
+    return out.scatter_add_(1, flat, mask.double()).reshape(len(place), groups, size)
+
+
+def _like(predictions: Predictions) -> torch.dtype:
+    t = predictions.mean if predictions.mean is not None else predictions.lower
+    return torch.float32 if t is None else t.dtype

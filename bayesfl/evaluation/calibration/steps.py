@@ -1,0 +1,119 @@
+"""Steps of calibration: surveys whose result changes predictions, fitted one after the other."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from bayesfl.base.protocols import Tensors
+from bayesfl.evaluation.predictions import Predictions
+from bayesfl.evaluation.surveys import Mine, Outputs, Put, Survey, conduct, together
+
+
+@runtime_checkable
+class Step(Survey, Protocol):
+    """A survey whose result is applied to predictions."""
+
+    def apply(self, told: Tensors, own: Tensors, mine: Mine) -> Predictions:
+        """Return changed predictions.
+
+        Args:
+            told: What was told at last.
+            own: The clients' own parameters, [J, ...].
+            mine: The predictions to change, and whose they are; labels are not read.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A step with what it has learnt.
+
+    Args:
+        step: The step.
+        told: What all clients know, as a pooled temperature or the histogram of all scores.
+        own: The clients' own parameters, [J, ...], which never leave them.
+    """
+
+    step: Step
+    told: Tensors
+    own: Tensors
+
+    def apply(self, mine: Mine) -> Mine:
+        """Return predictions as the step changes them, with whose they are."""
+        return replace(mine, predictions=self.step.apply(self.told, self.own, mine))
+
+    def of(self, rows: Tensor) -> "Fitted":
+        """Return the step as some clients know it, by their places [C]."""
+        return replace(self, own={name: t[rows] for name, t in self.own.items()})
+
+
+def fit(step: Step, mine: Mine, outputs: Outputs, put: Put | None = None) -> Fitted:
+    """Fit a step to clients' predictions on its split, to which the steps before it have been applied.
+
+    Args:
+        step: The step.
+        mine: The predictions, and whose they are.
+        outputs: What is predicted.
+        put: How questions are put; None adds the answers of `mine`.
+
+    Raises:
+        ValueError: The step does not fit such predictions, or a prediction is not finite.
+    """
+    told = conduct(step, put or together(step, mine), outputs)
+    return Fitted(step, told, step.settle(told, mine))
+
+
+def apply(steps: Sequence[Fitted], mine: Mine) -> Predictions:
+    """Return predictions as all steps change them, one after the other."""
+    for one in steps:
+        mine = one.apply(mine)
+    return mine.predictions
+
+
+def logits_of(predictions: Predictions) -> Tensor:
+    """Return log probabilities in float64 [J, N, O], or [J, N, T, O], finite in rows of examples and 0 in others.
+
+    Probabilities below the smallest normal number of their type count as that number.
+
+    Raises:
+        ValueError: These are no probabilities of classes, or one of an example is not finite.
+    """
+    probs, mask = predictions.probs, predictions.mask
+    if probs is None:
+        raise ValueError(
+            "this step changes probabilities of classes, and the predictions are of numbers, of which Conformal makes intervals"
+        )
+    inside = mask.reshape(*mask.shape, *[1] * (probs.dim() - 2)).cpu()
+    probs = probs.detach().cpu()
+    if bool((inside & ~probs.isfinite()).any()):
+        raise ValueError("predictions are not finite: the run diverged, lower its learning rate, or look at the inputs that were named")
+    logs = probs.double().clamp_min(torch.finfo(probs.dtype).tiny).log()
+    return torch.where(inside, logs.log_softmax(-1), 0.0)
+
+
+def labelled(predictions: Predictions) -> tuple[Tensor, Tensor, Tensor]:
+    """Return logits [J, N, O], labels [J, N] and the mask of examples, each place with a label of its own an example.
+
+    Raises:
+        ValueError: The labels are not known, or as by `logits_of`.
+    """
+    logits, mask = logits_of(predictions), predictions.mask.cpu()
+    if predictions.labels is None:
+        raise ValueError("the labels of these predictions are not known; predict a split of the federation, as result.predict(...) does")
+    labels = predictions.labels.cpu().long()
+    if logits.dim() == 4:
+        known = labels >= 0
+        logits, labels, mask = logits.flatten(1, 2), labels.where(known, 0).flatten(1), (mask.unsqueeze(-1) & known).flatten(1)
+        logits = torch.where(mask.unsqueeze(-1), logits, 0.0)
+    return logits, labels.masked_fill(~mask, 0), mask
+
+
+def changed(predictions: Predictions, logits: Tensor) -> Predictions:
+    """Return predictions with the probabilities of these logits; their epistemic part is what it was."""
+    assert predictions.probs is not None
+    inside = predictions.mask.reshape(*predictions.mask.shape, *[1] * (logits.dim() - 2)).cpu()
+    probs = torch.where(inside, logits.softmax(-1), torch.nan).to(predictions.probs)
+    return replace(predictions, probs=probs)

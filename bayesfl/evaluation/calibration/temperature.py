@@ -1,0 +1,196 @@
+"""Temperature scaling as a survey: one temperature of all clients by Newton on sums, and each client's own shrunk to it."""
+
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from bayesfl.base.checks import number
+from bayesfl.base.protocols import Tensors
+from bayesfl.evaluation.calibration.steps import changed, labelled, logits_of
+from bayesfl.evaluation.predictions import Predictions
+from bayesfl.evaluation.surveys import Mine, Outputs
+
+COLDEST, HOTTEST = 0.05, 20.0
+"""Smallest and largest temperature considered. If every prediction is right, the likelihood alone has no optimum: it is best at 0."""
+ENOUGH = 2e-16
+"""Newton's steps end where g^2 <= ENOUGH n h: what is left to gain is far below the rounding of n examples' losses."""
+GRID = 61
+"""Temperatures tried before the best is refined; each is 10 % above the one before."""
+_HALVINGS = 48
+
+
+@dataclass(frozen=True, kw_only=True)
+class Temperature:
+    """Divide logits by a temperature T that minimises the negative log likelihood of held-out labels; the order of classes stays.
+
+    The pooled temperature T_0 = 1 / beta is found by Newton's method on sums over all examples of the slope g and the curvature h of the
+    negative log likelihood in beta, which is convex, within a bracket. A client's own minimises
+
+        sum_i nll_i(T) + 1/2 strength I (log T - log T_0)^2,
+
+    a Gaussian prior on log T as precise as the information in `strength` average examples, I of one about log T at T_0 (Kass and Wasserman,
+    JASA 90, 1995). So a client whose n examples are like all others' is moved n / (n + strength) of the way to its own optimum.
+
+    Args:
+        split: The split that it is fitted to.
+        strength: Weight of the pooled temperature in a client's, in examples, >= 0; `math.inf` gives every client the pooled one.
+
+    Raises:
+        ValueError: `strength` is negative.
+
+    References:
+        Guo, Pleiss, Sun, Weinberger, "On calibration of modern neural networks", ICML 2017, section 4.2.
+    """
+
+    split: str = "validation"
+    strength: float = 10.0
+
+    def __post_init__(self) -> None:
+        if not number("strength", self.strength) >= 0:
+            raise ValueError(f"strength is a number of examples, >= 0, got {self.strength}; math.inf gives all clients one temperature")
+
+    def start(self, outputs: Outputs) -> Tensors:
+        """Return beta = 1 and the bracket within which it is sought, whose ends were not tried yet.
+
+        Raises:
+            ValueError: What is predicted has no classes.
+        """
+        if outputs.task != "classification":
+            raise ValueError("Temperature changes probabilities of classes, and this is a regression, of which Conformal makes intervals")
+        found = {"beta": 1.0, "low": 1 / HOTTEST, "high": 1 / COLDEST, "low_tried": 0.0, "high_tried": 0.0}
+        found |= {"information": 0.0, "bounded": 1.0}
+        return {name: torch.tensor(value, dtype=torch.float64) for name, value in found.items()}
+
+    def shapes(self, told: Tensors) -> Mapping[str, tuple[int, ...]]:
+        """Return the shapes of g, h, and the numbers of examples and of those whose label is not the most probable class."""
+        return {"g": (), "h": (), "n_examples": (), "n_wrong": ()}
+
+    def ask(self, told: Tensors, mine: Mine) -> Tensors:
+        """Return slope and curvature of the clients' negative log likelihoods in beta, in nats, and two counts; sums over examples, [J]."""
+        logits, labels, mask = labelled(mine.predictions)
+        probs = (told["beta"] * logits).softmax(-1)
+        mean, true = (probs * logits).sum(-1), logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+        h = (probs * (logits - mean.unsqueeze(-1)).square()).sum(-1)
+        wrong = (true < logits.amax(-1)) & mask
+        return {"g": ((mean - true) * mask).sum(-1), "h": (h * mask).sum(-1), "n_examples": mask.sum(-1), "n_wrong": wrong.sum(-1)}
+
+    def solve(self, told: Tensors, total: Tensors) -> tuple[Tensors, bool]:
+        """Return the next beta: Newton's; where that leaves the bracket its end, if that was not tried, or its middle.
+
+        Raises:
+            ValueError: No client has an example.
+        """
+        beta, low, high = (float(told[name]) for name in ("beta", "low", "high"))
+        g, h, n = (float(total[name]) for name in ("g", "h", "n_examples"))
+        if not n > 0:
+            raise ValueError(f"no client has an example in the split {self.split!r}: make the data with {self.split}=0.1")
+        now = told | {"information": told["beta"].square() * total["h"] / n}
+        if g == h == 0:
+            return now, True  # no prediction tells the classes apart, and no temperature changes one
+        if not total["n_wrong"] > 0:
+            return self._unbounded(now, 1 / COLDEST), True
+        if g * g <= ENOUGH * n * h:
+            return now, True
+        if beta == (1 / COLDEST if g < 0 else 1 / HOTTEST):
+            return self._unbounded(now, beta), True
+        low, high = (beta, high) if g < 0 else (low, beta)
+        low_tried, high_tried = bool(told["low_tried"]) or g < 0, bool(told["high_tried"]) or g > 0
+        step = beta - g / h if h > 0 else math.copysign(math.inf, -g)
+        if low < step < high:
+            following = step
+        elif step >= high:
+            following = math.sqrt(low * high) if high_tried else high
+        else:
+            following = math.sqrt(low * high) if low_tried else low
+        if following == beta:
+            return now, True  # the ends are neighbouring numbers
+        new = {"beta": following, "low": low, "high": high, "low_tried": float(low_tried), "high_tried": float(high_tried)}
+        return now | {name: torch.tensor(value, dtype=torch.float64) for name, value in new.items()}, False
+
+    def _unbounded(self, now: Tensors, beta: float) -> Tensors:
+        warnings.warn(
+            f"the split {self.split!r} does not bound the temperature, which is set to {1 / beta:.3g}, an end of the range considered: "
+            + ("every label, or nearly so, is the most probable class" if beta > 1 else "predictions do not tell the labels"),
+            stacklevel=2,
+        )
+        return now | {"beta": torch.tensor(beta, dtype=torch.float64), "bounded": torch.zeros((), dtype=torch.float64)}
+
+    def settle(self, told: Tensors, mine: Mine) -> Tensors:
+        """Return every client's own temperature, [J]."""
+        pooled = (1 / told["beta"]).expand(len(mine.ids))
+        if self.strength == math.inf:
+            return {"temperature": pooled.clone()}
+        logits, labels, mask = labelled(mine.predictions)
+        logits = torch.where(mask.unsqueeze(-1), logits - logits.amax(-1, keepdim=True), 0.0)
+        grid = torch.linspace(math.log(COLDEST), math.log(HOTTEST), GRID, dtype=torch.float64)
+        scored = Tempered(logits.mT.contiguous(), labels, grid)
+        own = scored.minimise(pooled.log(), self.strength * told["information"].expand(len(pooled)))
+        return {"temperature": own.exp().clamp(COLDEST, HOTTEST)}
+
+    def apply(self, told: Tensors, own: Tensors, mine: Mine) -> Predictions:
+        """Return predictions with softmax(log(probs) / T)."""
+        logits = logits_of(mine.predictions)
+        return changed(mine.predictions, logits / own["temperature"].reshape(-1, *[1] * (logits.dim() - 1)))
+
+
+@dataclass(frozen=True)
+class Tempered:
+    """Logits [J, O, N] and labels [J, N] as functions of log T [J], and a grid of values to try.
+
+    Logits are 0 in padded rows, which therefore add a constant to `nll` and 0 to the others. Classes come before examples because torch's
+    softmax over a few classes is several times slower along the last axis.
+    """
+
+    logits: Tensor
+    labels: Tensor
+    grid: Tensor
+
+    def _at(self, log_t: Tensor) -> tuple[Tensor, Tensor]:
+        """Return logits / T, called u, of all classes [J, O, N] and of the true one [J, N]."""
+        u = self.logits * (-log_t).exp()[:, None, None]
+        return u, u.gather(1, self.labels[:, None])[:, 0]
+
+    def nll(self, log_t: Tensor) -> Tensor:
+        """Compute the negative log likelihood of each client, summed over examples [J], in nats."""
+        u, true = self._at(log_t)
+        return (u.logsumexp(1) - true).sum(-1)
+
+    def slope(self, log_t: Tensor) -> Tensor:
+        """Compute the derivative of `nll` by log T [J]: u_y - E u, summed over examples."""
+        u, true = self._at(log_t)
+        return (true - (u.softmax(1) * u).sum(1)).sum(-1)
+
+    def information(self, log_t: Tensor) -> Tensor:
+        """Compute the Fisher information about log T [J]: the variance of u, summed over examples."""
+        u, _ = self._at(log_t)
+        p = u.softmax(1)
+        return (p * (u - (p * u).sum(1, keepdim=True)).square()).sum((1, 2))
+
+    @cached_property
+    def tried(self) -> Tensor:
+        """Return `nll` at every value of the grid, [J, K]."""
+        return torch.stack([self.nll(g.expand(len(self.labels))) for g in self.grid], -1)
+
+    def minimise(self, centre: Tensor, pull: Tensor, *, together: bool = False) -> Tensor:
+        """Return each client's log T [J] with the smallest nll + 1/2 pull (log T - centre)^2 within the grid, by search and bisection.
+
+        With `together`, return one [1] for the sum of all clients' nll. The likelihood alone has one optimum (it is convex in 1 / T), but
+        with the quadratic term there may be several: hence the search. If the nll does not depend on T, the result is `centre`.
+        """
+
+        def total(sums: Tensor) -> Tensor:
+            return sums.sum(0, keepdim=True) if together else sums
+
+        values = total(self.tried) + 0.5 * (pull * (self.grid[:, None] - centre).square()).T
+        best = values.argmin(-1)
+        low, high = self.grid[(best - 1).clamp_min(0)], self.grid[(best + 1).clamp_max(len(self.grid) - 1)]
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2
+            falls = total(self.slope(middle.expand(len(self.labels)))) + pull * (middle - centre) < 0
+            low, high = torch.where(falls, middle, low), torch.where(falls, high, middle)
+        return torch.where(values.amax(-1) == values.amin(-1), centre, (low + high) / 2)

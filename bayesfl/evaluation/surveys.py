@@ -1,0 +1,192 @@
+"""Surveys: questions to every client about its own predictions, answered by sums, after training.
+
+A survey asks, and learns of the answers their sum only:
+
+    start(outputs) -> told            shapes(told) -> the shape of each summand; none where nothing is asked
+    ask(told, mine) -> summands       solve(told, total) -> told, done
+    settle(told, mine) -> the client's own parameters, which never leave it
+
+`conduct` is its one loop; how a question is put, and how answers are added, is the caller's: on one machine, under secure sums, or over a
+network. Answers are summed in float64 in the order of the clients' ids, so that the sum does not depend on who answered first.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bayesfl.base.protocols import Likelihood, Tensors
+from bayesfl.base.random import Purpose, generator
+from bayesfl.base.targets import Task
+from bayesfl.evaluation.predictions import Predictions
+
+QUESTIONS = 1000
+"""So many questions of one survey, and it is taken for one that does not end."""
+
+Put: TypeAlias = Callable[[Tensors, Mapping[str, tuple[int, ...]]], Tensors]
+"""Put a question: what all clients are told and the shapes of the answer, to the sum of the clients' answers in float64."""
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What is predicted, as a survey knows it before it asks.
+
+    Args:
+        task: `classification` or `regression`.
+        count: Number of classes or of targets.
+        likelihood: The method's likelihood.
+    """
+
+    task: Task
+    count: int
+    likelihood: Likelihood | None = None
+
+
+@dataclass(frozen=True)
+class Mine:
+    """What clients know of themselves when they are asked: their predictions on the survey's split.
+
+    Args:
+        predictions: Predictions and labels of J clients, [J, N, ...], on the CPU; a node has J = 1.
+        ids: The clients' numbers in the federation, [J].
+        seed: The run's seed.
+        round: Number of rounds done.
+    """
+
+    predictions: Predictions
+    ids: np.ndarray
+    seed: int = 0
+    round: int = 0
+
+    def uniform(self, phase: int) -> Tensor:
+        """Draw a number within (0, 1) for every row, [J, N] in float64: the same for a client wherever it is computed.
+
+        Args:
+            phase: 0 for rows on which a survey is made, 1 for those to which its result is applied.
+        """
+        mask = self.predictions.mask
+        out = torch.full(mask.shape, 0.5, dtype=torch.float64)
+        for place, client in enumerate(self.ids.tolist()):
+            rng = generator(self.seed, Purpose.SURVEY, round=self.round, client=client, phase=phase)
+            n = int(mask[place].sum())
+            out[place, mask[place]] = torch.from_numpy((rng.integers(0, 2**52, n) + 0.5) / 2**52)
+        return out
+
+
+@runtime_checkable
+class Survey(Protocol):
+    """A question, and what to make of its answers; see the module."""
+
+    @property
+    def split(self) -> str:
+        """Return the name of the split on whose predictions clients are asked."""
+        ...
+
+    def start(self, outputs: Outputs) -> Tensors:
+        """Return what clients are told at first.
+
+        Raises:
+            ValueError: The survey does not fit such predictions.
+        """
+        ...
+
+    def shapes(self, told: Tensors) -> Mapping[str, tuple[int, ...]]:
+        """Return the shape of one client's answer, by name; empty where there is nothing to ask. Names that begin with `n_` are counts."""
+        ...
+
+    def ask(self, told: Tensors, mine: Mine) -> Tensors:
+        """Return each client's answer, [J, ...]; zeros of a client without rows."""
+        ...
+
+    def solve(self, told: Tensors, total: Tensors) -> tuple[Tensors, bool]:
+        """Return what clients are told next, or at last, and whether it is the last."""
+        ...
+
+    def settle(self, told: Tensors, mine: Mine) -> Tensors:
+        """Return the clients' own parameters, [J, ...], by what was told at last."""
+        ...
+
+
+def conduct(survey: Survey, put: Put, outputs: Outputs) -> Tensors:
+    """Put the survey's questions one after the other, and return what was told at last.
+
+    Args:
+        survey: The survey.
+        put: How a question is put.
+        outputs: What is predicted.
+
+    Raises:
+        ValueError: The survey does not fit, or an answer's sum has another shape, is not finite or is a negative count.
+        RuntimeError: The survey has not ended after `QUESTIONS` questions.
+    """
+    told = survey.start(outputs)
+    for _ in range(QUESTIONS):
+        if not (shapes := survey.shapes(told)):
+            return told
+        told, done = survey.solve(told, checked(put(told, shapes), shapes, "the sum of the answers"))
+        if done:
+            return told
+    raise RuntimeError(f"{type(survey).__name__} has asked {QUESTIONS} questions and not ended; let its solve return True some time")
+
+
+def checked(answer: Tensors, shapes: Mapping[str, tuple[int, ...]], whose: str) -> Tensors:
+    """Return an answer or a sum in float64 on the CPU, after a check of its names, shapes and numbers.
+
+    Args:
+        answer: The tensors.
+        shapes: Their shapes, by name.
+        whose: What they are, for error messages.
+
+    Raises:
+        ValueError: Names or shapes are others than were declared, or a number is not finite, or a count is negative.
+    """
+    if answer.keys() != dict(shapes).keys():
+        raise ValueError(f"{whose} holds {sorted(answer)}, and the survey declares {sorted(shapes)}")
+    found = {name: torch.as_tensor(t).detach().to("cpu", torch.float64) for name, t in answer.items()}
+    for name, t in found.items():
+        if tuple(t.shape) != tuple(shapes[name]):
+            raise ValueError(f"{whose} has {name!r} of shape {list(t.shape)}, and the survey declares {list(shapes[name])}")
+        if not bool(t.isfinite().all()):
+            raise ValueError(f"{whose} has numbers that are not finite in {name!r}; look at the predictions on the survey's split")
+        if name.startswith("n_") and bool((t < 0).any()):
+            raise ValueError(f"{whose} has a negative count in {name!r}")
+    return found
+
+
+def answers(survey: Survey, told: Tensors, mine: Mine, shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
+    """Return the answers of the clients of `mine`, [J, ...] in float64, each checked.
+
+    Raises:
+        ValueError: As by `checked`.
+    """
+    clients = len(mine.ids)
+    return checked(survey.ask(told, mine), {name: (clients, *shape) for name, shape in shapes.items()}, "an answer")
+
+
+def together(survey: Survey, mine: Mine) -> Put:
+    """Return how a question is put to clients whose predictions are all here: their answers are added."""
+
+    def put(told: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
+        order = torch.from_numpy(np.argsort(mine.ids, kind="stable"))
+        return {name: t[order].sum(0) for name, t in answers(survey, told, mine, shapes).items()}
+
+    return put
+
+
+def uplink_bytes(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Return what a client sends to answer one question, in bytes: eight a number."""
+    return 8 * sum(int(np.prod(shape)) for shape in shapes.values())
+
+
+def named_split(survey: Any) -> str:
+    """Return the name of the split that a survey asks about.
+
+    Raises:
+        TypeError: It is no survey.
+    """
+    if not isinstance(survey, Survey) or isinstance(survey, type):
+        raise TypeError(f"a survey has split, start, shapes, ask, solve and settle, got {survey!r}; see bayesfl.evaluation.surveys")
+    return survey.split

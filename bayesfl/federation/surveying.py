@@ -1,0 +1,186 @@
+"""Surveys of a federation after training, and calibration by them: whose predictions are asked, how answers are added, and what is kept."""
+
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+
+from bayesfl.base.protocols import Tensors
+from bayesfl.data import ClientData
+from bayesfl.evaluation.calibration import Bias, Conformal, Fitted, Step, Temperature, apply
+from bayesfl.evaluation.predictions import Predictions
+from bayesfl.evaluation.surveys import Mine, Outputs, Put, Survey, answers, conduct, named_split, together
+
+STEPS: dict[str, type] = {kind.__name__: kind for kind in (Temperature, Bias, Conformal)}
+"""Steps of calibration by their names in files."""
+
+
+@runtime_checkable
+class Adder(Protocol):
+    """An aggregation that can add what clients answer to a survey, as `SecureSum`."""
+
+    def added(self, summands: Mapping[int, Tensors]) -> Tensors:
+        """Return the sum of the clients' summands, in float64, without a look at a single one."""
+        ...
+
+
+def put_to(survey: Survey, mine: Mine, aggregation: Any) -> Put:
+    """Return how a survey's questions are put to clients on this machine.
+
+    Raises:
+        TypeError: The aggregation cannot add answers.
+    """
+    if aggregation is None:
+        return together(survey, mine)
+    if not isinstance(aggregation, Adder):
+        raise TypeError(f"aggregation must be able to add the answers of a survey, as SecureSum() is, got {aggregation!r}")
+
+    def put(told: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
+        found = answers(survey, told, mine, shapes)
+        return aggregation.added({client: {name: t[row] for name, t in found.items()} for row, client in enumerate(mine.ids.tolist())})
+
+    return put
+
+
+def asked(survey: Any, splits: Mapping[str, ClientData]) -> ClientData:
+    """Return the split that a survey asks about.
+
+    Raises:
+        TypeError: It is no survey.
+        ValueError: There is no such split, or it has no example.
+    """
+    name = named_split(survey)
+    if name not in splits or not splits[name].counts.any():
+        raise ValueError(
+            f"{type(survey).__name__} reads the split {name!r}, and the data have {list(splits)}: make them with {name}=0.1, or pass split="
+        )
+    return splits[name]
+
+
+def splits_of(steps: Sequence[Any], before: Sequence[Any], splits: Mapping[str, ClientData]) -> dict[str, ClientData]:
+    """Return the splits that steps read, by name.
+
+    Args:
+        steps: The steps.
+        before: The steps that are fitted already.
+        splits: The federation's splits.
+
+    Raises:
+        TypeError: Something is no step.
+        ValueError: There is no such split, or it has no example.
+    """
+    found = {}
+    for number, step in enumerate(steps):
+        if not isinstance(step, Step) or isinstance(step, type):
+            raise TypeError(f"steps must be steps of calibration, as Temperature(), got {step!r}")
+        found[step.split] = asked(step, splits)
+        _warn_of_shared([*before, *steps[:number]], step)
+    return found
+
+
+def _warn_of_shared(steps: Sequence[Any], step: Any) -> None:
+    """Warn where sets are made of scores on a split to which an earlier step was fitted."""
+    if isinstance(step, Conformal) and (other := [type(one).__name__ for one in steps if one.split == step.split]):
+        warnings.warn(
+            f"{', '.join(other)} and Conformal are fitted to the same split, {step.split!r}: sets then cover less than they promise, "
+            "hardly after a pooled temperature, by one or two per cent after a bias; fit these to 'validation'",
+            stacklevel=4,
+        )
+
+
+def fitted(
+    steps: Sequence[Step], before: Sequence[Fitted], predicted: Mapping[str, Mine], outputs: Outputs, aggregation: Any
+) -> tuple[Fitted, ...]:
+    """Fit steps one after the other, after those that were fitted before.
+
+    Args:
+        steps: The new steps.
+        before: The steps that are fitted already.
+        predicted: The clients' predictions on every split that is read, before any step.
+        outputs: What is predicted.
+        aggregation: What adds the clients' answers; None adds them openly.
+    """
+    done = list(before)
+    for step in steps:
+        mine = predicted[step.split]
+        for one in done:
+            mine = one.apply(mine)
+        told = conduct(step, put_to(step, mine, aggregation), outputs)
+        done.append(Fitted(step, told, step.settle(told, mine)))
+    return tuple(done)
+
+
+def settled(steps: Sequence[Fitted], predicted: Mapping[str, Mine]) -> tuple[Fitted, ...]:
+    """Return steps with the own parameters of other clients, by what was told; clients without rows in a split have none to go by."""
+    done: list[Fitted] = []
+    for one in steps:
+        mine = predicted[one.step.split]
+        for earlier in done:
+            mine = earlier.apply(mine)
+        done.append(replace(one, own=one.step.settle(one.told, mine)))
+    return tuple(done)
+
+
+def check_draws(steps: Sequence[Fitted], draws: int) -> None:
+    """Raise ValueError if predictions are to be made with another number of draws than those to which steps were fitted."""
+    if steps:
+        raise ValueError(
+            f"draws={draws} makes other predictions than those that were calibrated, which have the method's own number; leave draws out, "
+            "or predict with dataclasses.replace(result, steps=())"
+        )
+
+
+def without_rows(known: Mine) -> Mine:
+    """Return predictions of the same clients that have no rows in a split, with the outputs of `known`."""
+    like, ids, seed, round = known.predictions, known.ids, known.seed, known.round
+    mask = torch.zeros(len(ids), 1, dtype=torch.bool)
+    names = [name for name, t in vars(like).items() if isinstance(t, torch.Tensor) and name not in ("mask", "labels", "sets")]
+    blank: dict[str, Any] = {name: torch.full((len(ids), 1, *getattr(like, name).shape[2:]), torch.nan) for name in names}
+    labels = torch.zeros(len(ids), 1, dtype=torch.int64 if like.labels is None else like.labels.dtype)
+    if like.labels is not None:
+        labels = labels.reshape(len(ids), 1, *[1] * (like.labels.dim() - 2)).expand(len(ids), 1, *like.labels.shape[2:])
+    return Mine(Predictions(mask=mask, labels=labels, likelihood=like.likelihood, **blank), ids, seed, round)
+
+
+def of_one(steps: Sequence[Fitted], predictions: Predictions, client: int, seed: int, round: int) -> Predictions:
+    """Return one client's predictions [N, ...] as steps with its own parameters change them."""
+    if not steps:
+        return predictions
+    alone = {name: t.unsqueeze(0) for name, t in vars(predictions).items() if isinstance(t, torch.Tensor)}
+    found = apply(steps, Mine(replace(predictions, **alone), np.array([client]), seed, round))
+    return replace(found, **{name: t[0] for name, t in vars(found).items() if isinstance(t, torch.Tensor)})
+
+
+def described(steps: Sequence[Fitted]) -> list[dict[str, Any]]:
+    """Return what a file says of steps, JSON-able.
+
+    Raises:
+        ValueError: A step is none of bayesfl's.
+    """
+    if other := [type(one.step).__name__ for one in steps if type(one.step) not in STEPS.values()]:
+        raise ValueError(f"the step {other[0]} cannot be saved, as its code would be needed to read it; bayesfl's are {list(STEPS)}")
+    return [{"step": type(one.step).__name__, "options": json.loads(json.dumps(asdict(one.step)))} for one in steps]  # pyright: ignore[reportArgumentType] (bayesfl's steps are dataclasses)
+
+
+def tensors_of(steps: Sequence[Fitted]) -> dict[str, Any]:
+    """Return the tensors of steps as a file has them, {place: {told, own}}."""
+    return {str(place): {"told": dict(one.told), "own": dict(one.own)} for place, one in enumerate(steps)}
+
+
+def read(about: Sequence[Mapping[str, Any]], tensors: Mapping[str, Any]) -> tuple[Fitted, ...]:
+    """Return the steps that a file describes.
+
+    Raises:
+        KeyError: A step or its tensors are unknown.
+        ValueError: An option is out of range.
+        TypeError: There is no such option.
+    """
+    found = []
+    for place, one in enumerate(about):
+        kept = tensors.get(str(place), {})
+        found.append(Fitted(STEPS[one["step"]](**one["options"]), kept.get("told", {}), kept.get("own", {})))
+    return tuple(found)

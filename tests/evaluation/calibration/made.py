@@ -1,0 +1,47 @@
+"""Predictions of several clients, whose labels follow other temperatures and biases."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bayesfl.evaluation.predictions import Predictions
+from bayesfl.evaluation.surveys import Mine, Outputs
+
+CLASSES = Outputs("classification", 4)
+
+
+def mine(
+    counts: tuple[int, ...] = (30, 7, 0, 55), classes: int = 4, *, heat: float = 1.7, seed: int = 0, ids: tuple[int, ...] | None = None
+) -> Mine:
+    """Clients with so many rows; labels follow softmax(z / heat + b_j), probabilities softmax(z)."""
+    g = torch.Generator().manual_seed(seed)
+    shape = (len(counts), max(counts))
+    z = 2 * torch.randn(*shape, classes, generator=g, dtype=torch.float64)
+    bias = 0.7 * torch.randn(len(counts), 1, classes, generator=g, dtype=torch.float64)
+    y = torch.multinomial((z / heat + bias).softmax(-1).flatten(0, 1), 1, generator=g).reshape(shape)
+    mask = torch.arange(shape[1]) < torch.tensor(counts)[:, None]
+    probs = torch.where(mask[..., None], z.softmax(-1), torch.nan)
+    found = Predictions(mask=mask, epistemic=torch.zeros(shape), probs=probs, labels=y.masked_fill(~mask, 0))
+    return Mine(found, np.array(ids if ids is not None else range(len(counts))), seed=3, round=5)
+
+
+def alone(given: Mine) -> list[tuple[Tensor, Tensor]]:
+    """Each client's log probabilities [n, O] and labels [n]."""
+    found, mask = given.predictions, given.predictions.mask
+    assert found.probs is not None
+    assert found.labels is not None
+    return [(found.probs[j][mask[j]].log(), found.labels[j][mask[j]]) for j in range(len(mask))]
+
+
+def part(given: Mine, j: int) -> Mine:
+    """One client's predictions as its node has them: of its own rows alone."""
+    found, inside = given.predictions, given.predictions.mask[j]
+    assert found.probs is not None
+    assert found.labels is not None
+    cut = Predictions(
+        mask=inside[inside][None],
+        epistemic=torch.zeros(1, int(inside.sum())),
+        probs=found.probs[j][inside][None],
+        labels=found.labels[j][inside][None],
+    )
+    return Mine(cut, given.ids[j : j + 1], given.seed, given.round)

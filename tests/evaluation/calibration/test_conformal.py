@@ -1,0 +1,211 @@
+"""Conformal sets by the shrunk threshold: against its definition, its coverage, scores by hand, intervals."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.testing import assert_close
+
+from bayesfl.evaluation.calibration import Conformal, fit
+from bayesfl.evaluation.calibration.conformal import BINS, thresholds
+from bayesfl.evaluation.calibration.padded import conformal
+from bayesfl.evaluation.calibration.scores import class_scores
+from bayesfl.evaluation.predictions import Predictions
+from bayesfl.evaluation.surveys import Mine, Outputs
+from bayesfl.likelihoods import Quantiles
+from tests.evaluation.calibration.made import CLASSES, alone, mine, part
+
+EDGES = torch.arange(1, BINS + 1, dtype=torch.float64) / BINS
+
+
+def counted(scores: torch.Tensor, edges: torch.Tensor = EDGES) -> torch.Tensor:
+    return torch.bincount(torch.bucketize(scores, edges), minlength=len(edges) + 1).double()
+
+
+def by_definition(own: torch.Tensor, everyone: torch.Tensor, level: float, shrink: float) -> float:
+    """The smallest s that could be it at which own scores and n0 of everyone's, at their bins' upper ends, reach the level."""
+    rounded = torch.cat([EDGES, torch.tensor([math.inf]).double()])[torch.bucketize(everyone, EDGES)]
+    for s in sorted({*own.tolist(), *EDGES.tolist()}):
+        if float((own <= s).sum() + shrink * (rounded <= s).double().mean()) >= level * (len(own) + shrink + 1) - 1e-9:
+            return s
+    return math.inf
+
+
+@pytest.mark.parametrize("shrink", [0.0, 2.5, 20.0, 300.0])
+@pytest.mark.parametrize("level", [0.5, 0.9, 0.99])
+def test_the_threshold_is_as_defined(shrink: float, level: float):
+    """For clients of any size, with scores beyond the histogram; everything where no score suffices."""
+    g = torch.Generator().manual_seed(0)
+    sizes = (0, 1, 8, 9, 40)
+    own = [torch.rand(n, generator=g, dtype=torch.float64) * 1.05 for n in sizes]
+    own[1:4] = [(16 * scores).round() / 16 for scores in own[1:4]]  # at the ends of bins, some twice
+    everyone = torch.cat([*own, torch.rand(100, generator=g, dtype=torch.float64)])
+    padded = torch.full((len(sizes), max(sizes)), 7.0, dtype=torch.float64)
+    mask = torch.arange(max(sizes)) < torch.tensor(sizes)[:, None]
+    padded[mask] = torch.cat(own)
+    found = thresholds(padded, mask, EDGES, counted(everyone), level=level, shrink=shrink)
+    assert found.tolist() == [by_definition(mine, everyone, level, shrink) for mine in own]
+
+
+def test_pooled_and_own_scores_are_split_conformal():
+    """The k-th smallest score, k = ceil((n + 1) level), which is everything beyond n; the pooled one at most a bin above."""
+    given = mine((30, 7, 0, 55), seed=4)
+    found = given.predictions
+    assert found.probs is not None
+    assert found.labels is not None
+    padded = (found.probs.nan_to_num(0.25), found.labels, found.mask)
+    own = fit(Conformal(shrink=0), given, CLASSES).own["threshold"][:, 0]
+    wanted = 1 - conformal(*padded, alpha=0.1, by="client").threshold
+    assert own[[1, 2]].tolist() == [math.inf, math.inf]  # 7 scores and none are too few for 90 %
+    assert_close(own[[0, 3]], wanted[[0, 3]])
+    pooled = fit(Conformal(shrink=math.inf), given, CLASSES).own["threshold"][:, 0]
+    exact = 1 - float(conformal(*padded, alpha=0.1).threshold)
+    assert pooled.unique().numel() == 1
+    assert 0 <= float(pooled[0]) - exact <= 1 / BINS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("n", "wanted"), [(5, 0.931), (10, 0.924), (30, 0.911), (100, 0.904)])
+def test_coverage_where_clients_are_alike(n: int, wanted: float):
+    """Uniform scores, 400 of others; never below the level."""
+    g, covered = torch.Generator().manual_seed(n), []
+    for _ in range(4000):
+        scores = torch.rand(400 + n, generator=g, dtype=torch.float64)
+        t = thresholds(scores[None, :n], torch.ones(1, n, dtype=torch.bool), EDGES, counted(scores), level=0.9, shrink=20)
+        covered.append(min(float(t), 1.0))
+    assert np.mean(covered) == pytest.approx(wanted, abs=0.003)
+
+
+@pytest.mark.slow
+def test_coverage_of_a_client_that_differs():
+    """Whose scores are a third higher: pooled scores cover as little as they must, shrunk ones nearly what is promised."""
+    g, covered, alone_ = torch.Generator().manual_seed(1), [], []
+    edges = 1.33 * EDGES
+    for _ in range(4000):
+        own = torch.rand(30, generator=g, dtype=torch.float64) + 0.33
+        counts = counted(torch.cat([own, torch.rand(400, generator=g, dtype=torch.float64)]), edges)
+        inside = torch.ones(1, 30, dtype=torch.bool)
+        for shrink, out in ((20.0, covered), (math.inf, alone_)):
+            t = float(thresholds(own[None], inside, edges, counts, level=0.9, shrink=shrink))
+            out.append(min(max(t - 0.33, 0.0), 1.0))
+    assert np.mean(covered) == pytest.approx(0.874, abs=0.01)
+    assert np.mean(alone_) < 0.65
+
+
+def test_scores_by_hand():
+    probs = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
+    u = torch.tensor(0.25, dtype=torch.float64)
+    assert class_scores("lac", probs, u).tolist() == [0.8, 0.5, 0.7]
+    assert_close(class_scores("aps", probs, u), torch.tensor([0.8 + 0.05, 0.125, 0.5 + 0.075]).double())
+    eight = torch.full((8,), 0.125, dtype=torch.float64)
+    assert_close(class_scores("raps", eight, u) - class_scores("aps", eight, u), torch.tensor([0, 0, 0, 0, 0, 0.01, 0.02, 0.03]).double())
+
+
+def test_scores_of_labels_that_follow_the_probabilities_are_uniform():
+    """Which makes sets of APS hold the truth with probability `level` in every row."""
+    g = torch.Generator().manual_seed(0)
+    probs = torch.randn(20_000, 5, generator=g, dtype=torch.float64).softmax(-1)
+    y = torch.multinomial(probs, 1, generator=g)
+    scores = class_scores("aps", probs, torch.rand(20_000, generator=g, dtype=torch.float64)).gather(1, y)[:, 0].sort().values
+    assert float((scores - torch.linspace(0, 1, 20_000)).abs().max()) < 1.63 / math.sqrt(20_000)  # Kolmogorov, 1 %
+
+
+@pytest.mark.parametrize("options", [{}, {"score": "aps"}, {"score": "raps"}, {"by": "label"}, {"never_empty": True, "level": 0.1}])
+def test_sets_hold_what_scores_at_most_the_threshold(options: dict[str, Any]):
+    """Of every client, as its node computes them; rows that pad have none."""
+    given = mine(seed=2)
+    step = Conformal(**options)
+    fitted = fit(step, given, CLASSES)
+    made = fitted.apply(given).predictions
+    assert made.sets is not None
+    assert made.level == step.level
+    assert not made.sets[~given.predictions.mask].any()
+    for j, (z, _) in enumerate(alone(given)):
+        if not len(z):
+            continue
+        own = fitted.of(torch.tensor([j]))
+        assert_close(step.settle(fitted.told, part(given, j))["threshold"], own.own["threshold"])
+        sets = own.apply(part(given, j)).predictions.sets
+        assert sets is not None
+        assert torch.equal(sets[0], made.sets[j][: len(z)])
+        scores = class_scores(step.score, z.softmax(-1), given.uniform(1)[j, : len(z)])
+        wanted = scores <= fitted.own["threshold"][j]
+        if step.never_empty:
+            assert bool((~wanted).all(-1).any())
+            wanted |= z == z.amax(-1, keepdim=True)
+        assert torch.equal(sets[0], wanted)
+
+
+def test_thresholds_by_label_are_of_that_label_alone():
+    given = mine((200, 150), seed=3)
+    fitted = fit(Conformal(by="label", shrink=0), given, CLASSES)
+    for j, (z, y) in enumerate(alone(given)):
+        for label in range(4):
+            scores = 1 - z.softmax(-1)[y == label, label]
+            k = math.ceil(0.9 * (len(scores) + 1) - 1e-9)
+            wanted = float(scores.sort().values[k - 1]) if k <= len(scores) else math.inf
+            assert float(fitted.own["threshold"][j, label]) == pytest.approx(wanted)
+
+
+def numbers(kind: str) -> tuple[Mine, torch.Tensor]:
+    g = torch.Generator().manual_seed(5)
+    mask = torch.arange(60) < torch.tensor([60, 25, 0])[:, None]
+    mean, spread = torch.randn(3, 60, 2, generator=g), torch.rand(3, 60, 2, generator=g) + 0.2
+    y = mean + 300 * spread * torch.randn(3, 60, 2, generator=g)
+    about: dict[str, Any] = {"mean": mean, "variance": spread.square()}
+    if kind == "intervals":
+        about = {"mean": mean, "lower": mean - 1000 * spread, "upper": mean + 1000 * spread, "likelihood": Quantiles()}
+    return Mine(Predictions(mask=mask, epistemic=torch.zeros(3, 60), labels=y, **about), np.arange(3)), y
+
+
+@pytest.mark.parametrize("kind", ["deviations", "intervals"])
+def test_intervals_of_numbers(kind: str):
+    """Hold the targets that score at most the threshold, all of an example's together; also narrower ones than were predicted."""
+    given, y = numbers(kind)
+    fitted = fit(Conformal(level=0.8), given, Outputs("regression", 2))
+    made = fitted.apply(given).predictions
+    assert made.lower is not None
+    assert made.upper is not None
+    inside = ((made.lower <= y) & (y <= made.upper)).all(-1) & given.predictions.mask
+    assert 0.8 <= float(inside.sum() / given.predictions.mask.sum()) < 0.9
+    t = fitted.own["threshold"][0, 0]
+    low, high = float(fitted.told["edges"][0]), float(fitted.told["edges"][-1])
+    if kind == "deviations":
+        scores = ((y - given.predictions.mean) / given.predictions.variance.sqrt()).abs().amax(-1)  # type: ignore[operator, union-attr]
+        assert 0 < low < float(t) < high
+    else:
+        scores = torch.maximum(given.predictions.lower - y, y - given.predictions.upper).amax(-1)  # type: ignore[operator]
+        assert low < float(t) < 0  # the predicted ends are too wide
+    own = scores[0].double()
+    exact = own.sort().values
+    assert float(exact[int(0.7 * 60)]) < float(t) < float(exact[-1])
+    assert float(fitted.told["counts"].sum()) == 85
+    assert float(fitted.told["counts"][0, -1]) <= 0.1 * 0.2 * 85  # few beyond the range
+    assert fitted.own["threshold"].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"level": 1.0}, r"level is the probability that a set holds the truth and must lie in \(0, 1\), got 1.0"),
+        ({"shrink": -1}, "shrink is a number of examples, >= 0, got -1"),
+        ({"score": "thr"}, "score must be one of .*got 'thr'"),
+        ({"by": "group"}, "by must be one of .*got 'group'"),
+    ],
+)
+def test_what_is_refused(options: dict[str, Any], words: str):
+    with pytest.raises(ValueError, match=words):
+        Conformal(**options)
+
+
+def test_what_does_not_fit_is_refused():
+    given, _ = numbers("deviations")
+    with pytest.raises(ValueError, match="by='label' makes a threshold for each class"):
+        fit(Conformal(by="label"), given, Outputs("regression", 2))
+    with pytest.raises(ValueError, match="targets of these predictions are not known"):
+        fit(Conformal(), replace(given, predictions=replace(given.predictions, labels=None)), Outputs("regression", 2))
+    with pytest.raises(ValueError, match="no client has an example in the split 'calibration'"):
+        fit(Conformal(), mine((0, 0, 2)), CLASSES, lambda told, shapes: {name: torch.zeros(shape) for name, shape in shapes.items()})

@@ -1,0 +1,110 @@
+"""The temperature by Newton on sums: against a search, at the ends of its range, and each client's own."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from scipy.optimize import minimize_scalar
+from torch.testing import assert_close
+
+from bayesfl.evaluation.calibration import Temperature, fit
+from bayesfl.evaluation.calibration.padded import fit_temperature
+from bayesfl.evaluation.surveys import Mine, Outputs, together
+from tests.evaluation.calibration.made import CLASSES, alone, mine, part
+
+
+def central(given: Mine) -> float:
+    """The best temperature of all rows together, by a search."""
+    rows = alone(given)
+
+    def nll(log_t: float) -> float:
+        return float(sum((z / math.exp(log_t)).log_softmax(-1).gather(1, y[:, None]).neg().sum() for z, y in rows))
+
+    return math.exp(minimize_scalar(nll, bounds=(-3, 3), method="bounded", options={"xatol": 1e-12}).x)
+
+
+@pytest.mark.parametrize("heat", [0.15, 0.6, 1.0, 1.7, 6.0])
+def test_it_is_that_of_all_rows_together(heat: float):
+    """In a few questions, whose answers are sums; no slope is left."""
+    given, asked = mine(heat=heat), []
+    step = Temperature(strength=math.inf)
+    put = together(step, given)
+
+    def counted(told, shapes):
+        asked.append(put(told, shapes))
+        return asked[-1]
+
+    fitted = fit(step, given, CLASSES, counted)
+    assert float(1 / fitted.told["beta"]) == pytest.approx(central(given), rel=1e-6)  # a search knows an optimum to the root of rounding
+    assert abs(float(asked[-1]["g"])) < 1e-6
+    assert len(asked) <= 10
+    assert fitted.own["temperature"].unique().numel() == 1
+
+
+def test_slope_and_curvature_are_derivatives():
+    """Of the negative log likelihood in beta, of each client."""
+    given, step = mine(), Temperature()
+    beta = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+    told = step.start(CLASSES) | {"beta": beta.detach()}
+    answer = step.ask(told, given)
+    for j, (z, y) in enumerate(alone(given)):
+        nll = -(beta * z).log_softmax(-1).gather(1, y[:, None]).sum()
+        (g,) = torch.autograd.grad(nll, beta, create_graph=True)
+        (h,) = torch.autograd.grad(g, beta) if len(y) else (torch.zeros((), dtype=torch.float64),)
+        assert_close(answer["g"][j], g.detach())
+        assert_close(answer["h"][j], h)
+        assert int(answer["n_examples"][j]) == len(y)
+        assert int(answer["n_wrong"][j]) == int((z.argmax(-1) != y).sum())
+        assert_close(step.ask(told, part(given, j))["g"][0], answer["g"][j]) if len(y) else None
+
+
+@pytest.mark.parametrize("strength", [0.0, 3.0, 10.0])
+def test_a_clients_own_is_drawn_to_it(strength: float):
+    """By a prior as precise as so many examples; a client without rows has the pooled one."""
+    given = mine()
+    found = given.predictions
+    assert found.probs is not None
+    assert found.labels is not None
+    fitted = fit(Temperature(strength=strength), given, CLASSES)
+    wanted = fit_temperature(found.probs.nan_to_num(0.25), found.labels, found.mask, strength=strength)
+    assert_close(fitted.own["temperature"], wanted.clients, atol=1e-6, rtol=1e-6)
+    assert float(fitted.own["temperature"][2]) == pytest.approx(float(1 / fitted.told["beta"]))
+    own = fitted.apply(given).predictions.probs
+    assert own is not None
+    z = found.probs[0].log() / fitted.own["temperature"][0]
+    assert_close(own[0][:30], z.softmax(-1)[:30])
+    assert own[~found.mask].isnan().all()
+
+
+def test_ends_of_its_range():
+    """Labels that are always the most probable class, or the least, do not bound it; equal probabilities know none."""
+    given = mine()
+    found = given.predictions
+    assert found.probs is not None
+    for labels, value in ((found.probs.nan_to_num().argmax(-1), 0.05), (found.probs.nan_to_num().argmin(-1), 20.0)):
+        with pytest.warns(UserWarning, match=f"'validation' does not bound the temperature, which is set to {value:.3g}"):
+            fitted = fit(Temperature(), replace(given, predictions=replace(found, labels=labels)), CLASSES)
+        assert float(1 / fitted.told["beta"]) == pytest.approx(value)
+        assert fitted.told["bounded"] == 0
+    right = replace(given, predictions=replace(found, labels=found.probs.nan_to_num().argmax(-1)))
+    step, told = Temperature(), Temperature().start(CLASSES)
+    total = together(step, right)(told, step.shapes(told))
+    with pytest.warns(UserWarning, match="does not bound"):
+        assert step.solve(told, total)[1]  # one question is enough
+    flat = replace(given, predictions=replace(found, probs=torch.full_like(found.probs, 0.25)))
+    assert fit(Temperature(), flat, CLASSES).own["temperature"].tolist() == [1.0] * 4
+
+
+def test_what_is_refused():
+    with pytest.raises(ValueError, match=r"strength is a number of examples, >= 0, got -1"):
+        Temperature(strength=-1)
+    with pytest.raises(ValueError, match="this is a regression"):
+        fit(Temperature(), mine(), Outputs("regression", 1))
+    with pytest.raises(ValueError, match="no client has an example in the split 'validation'"):
+        fit(Temperature(), mine((0, 0, 3)), CLASSES, lambda told, shapes: {name: torch.zeros(()) for name in shapes})
+    broken = mine()
+    assert broken.predictions.probs is not None
+    broken.predictions.probs[0, 0] = torch.nan
+    with pytest.raises(ValueError, match="predictions are not finite"):
+        fit(Temperature(), broken, CLASSES)

@@ -1,0 +1,100 @@
+"""Surveys: their loop, what is declared and checked, and the order in which answers are added."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from bayesfl.evaluation.calibration import Temperature
+from bayesfl.evaluation.surveys import Mine, answers, conduct, named_split, together, uplink_bytes
+from tests.evaluation.calibration.made import CLASSES, mine
+
+
+@dataclass(frozen=True)
+class Share:
+    """How many examples are predicted rightly; asked twice, so that what is told changes."""
+
+    split: str = "test"
+    wrong: Any = None
+
+    def start(self, outputs: Any) -> dict[str, torch.Tensor]:
+        return {"asked": torch.zeros(())}
+
+    def shapes(self, told: Any) -> dict[str, tuple[int, ...]]:
+        return {"n_right": (), "n_examples": (2,)}
+
+    def ask(self, told: Any, mine: Mine) -> dict[str, torch.Tensor]:
+        found, mask = mine.predictions, mine.predictions.mask
+        assert found.probs is not None
+        right = (found.probs.argmax(-1) == found.labels) & mask
+        answer = {"n_right": right.sum(-1), "n_examples": mask.sum(-1, keepdim=True).expand(-1, 2)}
+        return answer if self.wrong is None else self.wrong(answer)
+
+    def solve(self, told: Any, total: Any) -> tuple[dict[str, torch.Tensor], bool]:
+        return {"asked": told["asked"] + 1, "share": total["n_right"] / total["n_examples"][0]}, bool(told["asked"] == 1)
+
+    def settle(self, told: Any, mine: Mine) -> dict[str, torch.Tensor]:
+        return {}
+
+
+def test_a_survey_of_ones_own():
+    """Ends when it says so, and knows sums alone."""
+    given = mine()
+    told = conduct(Share(), together(Share(), given), CLASSES)
+    found = given.predictions
+    assert found.probs is not None
+    right = (found.probs.argmax(-1) == found.labels) & found.mask
+    assert told["asked"] == 2
+    assert float(told["share"]) == pytest.approx(float(right.sum() / found.mask.sum()))
+    assert uplink_bytes(Share().shapes({})) == 24
+
+
+def test_sums_do_not_depend_on_the_order_of_clients():
+    """To the bit: answers are added in the order of the clients' numbers."""
+    given = mine((30, 7, 1, 55), ids=(5, 2, 9, 1))
+    order = np.array([3, 1, 0, 2])
+    moved = {name: t[torch.from_numpy(order)] for name, t in vars(given.predictions).items() if isinstance(t, torch.Tensor)}
+    turned = replace(given, ids=given.ids[order], predictions=replace(given.predictions, **moved))
+    step = Temperature()
+    told = step.start(CLASSES) | {"beta": torch.tensor(0.3, dtype=torch.float64)}
+    one, other = (together(step, some)(told, step.shapes(told)) for some in (given, turned))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_draws_are_the_clients_own():
+    """Whatever clients are computed beside it; two phases draw apart."""
+    given = mine((30, 7, 0, 55))
+    u = given.uniform(0)
+    alone = Mine(replace(given.predictions, mask=given.predictions.mask[1:2, :7]), given.ids[1:2], given.seed, given.round)
+    assert torch.equal(alone.uniform(0)[0], u[1, :7])
+    assert 0 < float(u.min()) < float(u.max()) < 1
+    assert not torch.equal(given.uniform(1)[0], u[0])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (lambda a: {"n_right": a["n_right"]}, r"an answer holds \['n_right'\], and the survey declares \['n_examples', 'n_right'\]"),
+        (lambda a: a | {"n_examples": a["n_right"]}, r"an answer has 'n_examples' of shape \[4\], and the survey declares \[4, 2\]"),
+        (lambda a: a | {"n_right": a["n_right"] / 0 * 0}, "an answer has numbers that are not finite in 'n_right'"),
+        (lambda a: a | {"n_right": -a["n_right"]}, "an answer has a negative count in 'n_right'"),
+    ],
+)
+def test_answers_are_checked(wrong: Any, words: str):
+    given = mine()
+    with pytest.raises(ValueError, match=words):
+        answers(Share(wrong=wrong), {}, given, Share().shapes({}))
+
+
+def test_what_is_no_survey_or_does_not_end():
+    with pytest.raises(TypeError, match="a survey has split, start, shapes, ask, solve and settle, got 3"):
+        named_split(3)
+    with pytest.raises(TypeError, match="a survey has"):
+        named_split(Share)
+    endless = type("Endless", (Share,), {"solve": lambda self, told, total: (told, False)})()
+    with pytest.raises(RuntimeError, match="Endless has asked 1000 questions and not ended"):
+        conduct(endless, lambda told, shapes: {name: torch.zeros(shape) for name, shape in shapes.items()}, CLASSES)
+    with pytest.raises(ValueError, match="the sum of the answers has a negative count"):
+        conduct(Share(), lambda told, shapes: {name: -torch.ones(shape) for name, shape in shapes.items()}, CLASSES)

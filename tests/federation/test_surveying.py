@@ -1,0 +1,167 @@
+"""Calibration of a federation: predictions, clients, files, newcomers, secure sums, and what is refused."""
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.testing import assert_close
+
+import bayesfl as bf
+from bayesfl import SecureSum
+from bayesfl.evaluation.calibration import Bias, Conformal, Temperature
+from bayesfl.federation import secure as secure_sums
+from bayesfl.federation.result import Result
+from bayesfl.federation.secure import summed
+from tests.evaluation.test_surveys import Share
+from tests.federation.made import run
+
+
+@pytest.fixture(scope="module")
+def clients() -> bf.data.FederatedData:
+    return bf.data.dirichlet("digits", clients=5, alpha=0.3, max_size=80, validation=0.2, calibration=0.25, seed=1)
+
+
+@pytest.fixture(scope="module")
+def method(clients: bf.data.FederatedData) -> bf.Algorithm:
+    return bf.algorithms.fedavg(bf.models.mlp(clients.inputs, hidden=8, outputs=10), epochs=2)
+
+
+@pytest.fixture(scope="module")
+def result(method: bf.Algorithm, clients: bf.data.FederatedData) -> Result:
+    return run(method, clients, rounds=3, evaluate_every=None)
+
+
+@pytest.fixture(scope="module")
+def served(result: Result) -> Result:
+    return result.calibrate(Temperature(), Bias()).calibrate(Conformal(score="aps"))
+
+
+def same(one: Any, other: Any) -> None:
+    for name, t in vars(one).items():
+        if isinstance(t, torch.Tensor):
+            assert_close(getattr(other, name), t, atol=0, rtol=0, equal_nan=True)
+
+
+def test_predictions_are_calibrated(result: Result, served: Result, clients: bf.data.FederatedData):
+    """By the steps in their order; the result before them stays as it was."""
+    assert [type(one.step) for one in served.steps] == [Temperature, Bias, Conformal]
+    plain, found = result.predict(), served.predict()
+    assert plain.sets is None
+    assert found.sets is not None
+    assert plain.probs is not None
+    assert found.level == 0.9
+    temperature, bias = served.steps[0].own["temperature"], served.steps[1].own["bias"]
+    wanted = (plain.probs.double().log() / temperature[:, None, None] + bias[:, None]).softmax(-1)
+    assert_close(found.probs, wanted.to(plain.probs), equal_nan=True)  # type: ignore[arg-type]
+    assert served.predict(clients.calibration).sets is not None
+    again = result.calibrate(Temperature(), Bias(), Conformal(score="aps"))
+    same(again.predict(), found)
+
+
+def test_files_and_clients_keep_it(served: Result, method: bf.Algorithm, clients: bf.data.FederatedData, tmp_path: Path):
+    """To the bit, in a saved run with data and without, and in a client's own file."""
+    served.save(tmp_path / "run")
+    found = served.predict()
+    same(bf.load(tmp_path / "run", method, clients).predict(), found)
+    x, _ = clients.test.client(2)
+    one = served.client(2).predict(x)
+    assert one.sets is not None
+    assert_close(one.probs, found.client(2).probs, atol=1e-6, rtol=0)
+    assert torch.equal(one.sets, found.client(2).sets)  # type: ignore[arg-type]
+    served.client(2).save(tmp_path / "client")
+    for model in (bf.load(tmp_path / "run", method).client(2), bf.load_client(tmp_path / "client", method)):
+        same(model.predict(x), one)
+    with pytest.raises(ValueError, match="is calibrated for its full predictions, and plug_in=True stores others"):
+        served.client(2).save(tmp_path / "other", plug_in=True)
+
+
+def test_secure_sums_are_the_same(result: Result, served: Result, monkeypatch: pytest.MonkeyPatch):
+    """Counts and thresholds to the bit; a temperature to the unit in which summands are rounded."""
+    secure = result.calibrate(Temperature(), aggregation=SecureSum())
+    assert_close(secure.steps[0].told["beta"], served.steps[0].told["beta"], atol=1e-8, rtol=0)
+    sets, plain = result.calibrate(Conformal(), aggregation=SecureSum()), result.calibrate(Conformal())
+    assert torch.equal(sets.steps[0].told["counts"], plain.steps[0].told["counts"])
+    assert torch.equal(sets.steps[0].own["threshold"], plain.steps[0].own["threshold"])
+    seen: list[Any] = []
+    monkeypatch.setattr(secure_sums, "summed", lambda messages: seen.extend(messages) or summed(messages))
+    answers = {client: {"g": torch.full((3,), float(client))} for client in (4, 2, 9)}
+    assert SecureSum().added(answers)["g"].tolist() == [15.0] * 3
+    assert (np.abs(np.stack(seen).view(np.int64).astype(float)) > 2**32).all()  # numbers up to 9 in units of 2^-24, below the masks
+    with pytest.raises(ValueError, match=r"client \d answers with numbers up to .*, outside SecureSum\(range=2\), .*pass range=\d+"):
+        result.calibrate(Conformal(), aggregation=SecureSum(range=2))
+    with pytest.raises(TypeError, match="aggregation must be able to add the answers of a survey"):
+        result.calibrate(Temperature(), aggregation="secure")
+    with pytest.raises(ValueError, match="a sum of one client's answer is that answer"):
+        SecureSum().added({3: {"g": torch.ones(())}})
+
+
+def test_a_survey_of_ones_own(result: Result, clients: bf.data.FederatedData):
+    """Asks about predictions as the result makes them, calibrated or not."""
+    for aggregation in (None, SecureSum()):
+        told = result.survey(Share(), aggregation=aggregation)
+        assert float(told["share"]) == pytest.approx(result.predict().summary(clients.test)["pooled_accuracy"])
+    skewed = result.calibrate(Bias())
+    assert float(skewed.survey(Share())["share"]) == pytest.approx(skewed.predict().summary(clients.test)["pooled_accuracy"])
+
+
+def test_newcomers_settle_by_what_was_told(served: Result):
+    """With their own rows where they have such a split, without where they have none; others' parameters stay with these."""
+    novel = bf.data.dirichlet("digits", clients=3, alpha=0.3, max_size=40, calibration=0.5, seed=9)
+    joined = served.adapt(novel)
+    assert joined.steps[0].own["temperature"].tolist() == pytest.approx([1 / float(served.steps[0].told["beta"])] * 3)
+    assert joined.steps[1].own["bias"].abs().max() == 0
+    assert joined.steps[2].own["n_scores"].flatten().tolist() == novel.calibration.counts.tolist()
+    steps = [one.step for one in served.steps]
+    fresh = dataclasses.replace(joined, steps=())
+    mine = fresh.mine(novel.to(fresh.device, fresh.dtype).calibration)
+    for one in joined.steps[:2]:
+        mine = one.apply(mine)
+    assert_close(joined.steps[2].own["threshold"], steps[2].settle(served.steps[2].told, mine)["threshold"])
+    assert all(joined.steps[k].told is served.steps[k].told for k in range(3))
+    sets = joined.predict().sets
+    assert sets is not None
+    assert sets.shape[0] == 3
+
+
+def test_training_that_goes_on_forgets_it(served: Result, method: bf.Algorithm, clients: bf.data.FederatedData):
+    on = bf.simulate(method, clients, rounds=1, start=served, progress=False, evaluate_every=None)
+    assert on.steps == ()
+
+
+def test_what_is_refused(result: Result, served: Result):
+    with pytest.raises(ValueError, match=r"Temperature reads the split 'tuning', and the data have \['train', 'test', .*tuning=0.1"):
+        result.calibrate(Temperature(split="tuning"))
+    with pytest.raises(TypeError, match="steps must be steps of calibration, as Temperature"):
+        result.calibrate(Temperature)  # pyright: ignore[reportArgumentType]
+    for predict in (served.predict, lambda draws: served.client(0).predict(torch.zeros(1, 64), draws=draws)):
+        with pytest.raises(ValueError, match="draws=0 makes other predictions than those that were calibrated"):
+            predict(draws=0)
+    with pytest.warns(UserWarning, match="Bias and Conformal are fitted to the same split, 'calibration'") as caught:
+        result.calibrate(Bias(split="calibration"), Conformal())
+    assert caught[0].filename == __file__
+    own = result.calibrate(type("Own", (Temperature,), {})())
+    with pytest.raises(ValueError, match="the step Own cannot be saved"):
+        own.save("nowhere")
+
+
+def test_regression_has_intervals(tmp_path: Path):
+    """Beside means and variances, by which it is measured as before; of a client's file, too."""
+    data = bf.data.diabetes(clients=4, calibration=0.3, seed=0)
+    method = bf.algorithms.fedavg(bf.models.mlp(10, hidden=4, outputs=1), likelihood=bf.likelihoods.Gaussian(scale=0.7), epochs=2)
+    plain = run(method, data, rounds=3, evaluate_every=None)
+    served = plain.calibrate(Conformal(level=0.8, shrink=math.inf))
+    found = served.predict()
+    assert found.lower is not None
+    assert found.upper is not None
+    y, mask = data.test.padded_labels()
+    inside = ((found.lower[..., 0] <= y) & (y <= found.upper[..., 0]))[mask]
+    assert 0.65 < float(inside.double().mean()) < 0.95
+    assert found.summary(data.test) == plain.predict().summary(data.test)
+    served.client(1).save(tmp_path / "client")
+    x, _ = data.test.client(1)
+    assert_close(bf.load_client(tmp_path / "client", method).predict(x).lower, found.client(1).lower)
+    assert dataclasses.replace(served, steps=()).predict().lower is None
