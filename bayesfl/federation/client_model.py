@@ -320,7 +320,7 @@ def load_client(
     try:
         if meta["kind"] != "client" or meta["version"] not in range(1, VERSION + 1):
             raise ValueError(f"it is a {meta['kind']} of version {meta['version']}, this version of bayesfl reads clients up to {VERSION}")
-        made_with, inputs = meta["algorithm"], as_tuples(meta["inputs"])
+        made_with, inputs = dict(meta["algorithm"]), as_tuples(meta["inputs"])
         form = {"tensors": {"x": ("float32", inputs)}, "transform": None} if meta["version"] == 1 else meta["form"]
         made_by = form["transform"]
         made = ClientModel(

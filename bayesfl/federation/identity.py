@@ -72,8 +72,8 @@ def _differences(one: Any, other: Any, path: str = "") -> dict[str, tuple[Any, A
 def _as_known(made_with: Mapping[str, Any], now: dict[str, Any]) -> dict[str, Any]:
     """Return an identity with what a saved one says of a model's parts: earlier versions wrote less, and those of torch may hold more."""
     found = {name: part for name, part in now.items() if name in made_with or name not in ("held", "drawing")}
-    if "held" in found:
-        then, own = made_with["held"], now["held"]
+    then, own = made_with.get("held"), now["held"]
+    if isinstance(then, Mapping) and all(isinstance(old, Mapping) for old in then.values()):  # else the file is damaged, and differs
         found["held"] = {part: {**old, **{key: own[part][key] for key in old if key in own.get(part, {})}} for part, old in then.items()}
     return found
 

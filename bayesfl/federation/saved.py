@@ -56,6 +56,9 @@ def load(
             )
         _check_data(f"{str(path)!r}", before, clients)
     if clients is not None and before is not None:
+        problem, known = ((one.inputs, one.outputs, one.task) for one in (before, clients.outline))
+        if made_on == clients.hash and problem != known:
+            raise CheckpointError(f"{str(path)!r} is damaged: of the same data it says {problem}, and these have {known}")
         same_problem("clients", clients, before)
     return _checked(path, result)
 
@@ -91,7 +94,7 @@ def _read(
     if clients is None and "clients" not in meta:
         raise CheckpointError(f"{str(path)!r} does not say who its clients are, as an earlier version wrote it; pass their data, too")
     try:
-        made_with, made_on = meta["algorithm"], str(meta["data"])
+        made_with, made_on = dict(meta["algorithm"]), str(meta["data"])
         before = Outline.read(meta["clients"]) if "clients" in meta else None
         known = clients or Outline.read(meta["clients"])
         result = Result(

@@ -214,7 +214,7 @@ def read(folder: str | os.PathLike[str], algorithm: Algorithm, *, same: bool = T
     """
     meta, tensors = checkpoint.read(folder, checkpoint.DEPLOYMENT)
     try:
-        made_with, base = meta["algorithm"], _names(meta["base"])
+        made_with, base = dict(meta["algorithm"]), _names(meta["base"])
         keys = {whole("client", int(client), least=0): bytes.fromhex(key).hex() for client, key in meta["keys"].items()}
         counts = {whole("client", int(client), least=0): whole("n", n, least=1) for client, n in meta.get("counts", {}).items()}
         if any(client >= len(base) or n >= 2**63 for client, n in counts.items()):
