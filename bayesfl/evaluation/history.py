@@ -13,6 +13,9 @@ HEADLINES = ("personal_accuracy", "personal_rmse")
 PREFIXES = {"test": "personal", "validation": "validation"}
 """Prefixes of columns that measure each client's own predictor, by the split that it predicts."""
 
+CALIBRATED = "calibrated"
+"""Prefix of columns that measure predictions of test data as steps of calibration change them, after a run over a network."""
+
 
 class History:
     """The rows of a run, one for each round, which can be read by columns.

@@ -36,6 +36,7 @@ class Predictions:
         labels: The labels [J, N] or targets [J, N, ...] of the split that was predicted, by which `summary` knows it; None where they are
             not known. Rows that pad are 0.
         names: The clients' names, by which `client` finds them; None where they are not known.
+        class_names: One name for each class, see `named_sets`; None for classes without names.
         likelihood: The likelihood, by whose distribution numbers are measured; None for normal ones.
     """
 
@@ -51,6 +52,7 @@ class Predictions:
     labels: Tensor | None = None
     names: tuple[str, ...] | None = None
     likelihood: Likelihood | None = None
+    class_names: tuple[str, ...] | None = None
 
     def __repr__(self) -> str:
         rows = self.mask.sum(-1)
@@ -105,7 +107,8 @@ class Predictions:
         """Compute the measures of `bayesfl.metrics` that apply, with the labels or targets of `split`, over clients that have rows.
 
         Classes by `classification_summary`, label by label where an example has several; numbers by `regression_summary`, under the
-        likelihood's distribution; intervals by `interval_summary`.
+        likelihood's distribution; intervals by `interval_summary`. Of conformal sets or intervals also `coverage`, the share that holds the
+        truth, of all an example's targets together, and `set_size`, the mean number of classes, or `width`.
 
         Args:
             split: The split that was predicted.
@@ -115,7 +118,8 @@ class Predictions:
             ValueError: The predictions are of another split, with other numbers of examples or other labels, or of one client alone.
         """
         kind, given, options = self._measured(split)
-        return _SUMMARIES[kind](*given, **options)
+        promised = {name: float(t.nanmean()) for name, t in self._promised(split).items()}
+        return _SUMMARIES[kind](*given, **options) | promised
 
     def table(self, split: ClientData) -> dict[str, np.ndarray]:
         """Return every measure that `summary` averages, of every client, as columns [J], ready for a data frame.
@@ -128,7 +132,59 @@ class Predictions:
             ValueError: As by `summary`.
         """
         kind, given, options = self._measured(split)
-        return _TABLES[kind](*given, names=self.names, **options)
+        return _TABLES[kind](*given, names=self.names, **options) | {name: t.numpy() for name, t in self._promised(split).items()}
+
+    def named_sets(self) -> list[Any]:
+        """Return the conformal sets as the names of their classes, or their numbers where classes have none, the most probable first.
+
+        Returns:
+            For one client a tuple for each row, for several a list of these for each client, without padding; of rows with T labels each
+            row has a list of T tuples.
+
+        Raises:
+            ValueError: There are no sets.
+        """
+        if self.sets is None or self.probs is None:
+            raise ValueError("there are no sets: make them with result.calibrate(Conformal()), of bayesfl.evaluation.calibration")
+        if self.mask.dim() == 2:
+            return [of_client(self, j).named_sets() for j in range(len(self.mask))]
+        known = self.class_names or tuple(range(self.sets.shape[-1]))
+        order = self.probs.sort(dim=-1, descending=True, stable=True).indices
+
+        def named(held: Any, ranked: Any) -> Any:
+            if held and isinstance(held[0], list):
+                return [named(*pair) for pair in zip(held, ranked, strict=True)]
+            return tuple(known[c] for c in ranked if held[c])
+
+        return [named(*pair) for pair in zip(self.sets.tolist(), order.tolist(), strict=True)]
+
+    def promised(self, labels: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Say of every example whether its conformal set or interval holds the truth, and how large it is; None where none were made.
+
+        Args:
+            labels: The labels or targets, [J, N, ...].
+
+        Returns:
+            Which hold it, [J, M] bool; the number of classes in the set, or the mean width of the intervals, [J, M] in float64; and which
+            places are examples, [J, M] bool. M is N, or N T where an example has T labels.
+        """
+        if self.level is None:
+            return None
+        if self.sets is None:
+            lower, upper = _present(self.lower).cpu(), _present(self.upper).cpu()
+            held = metrics.held_numbers(lower, upper, labels.cpu().reshape(lower.shape))
+            return held & self.mask.cpu(), (upper.double() - lower.double()).mean(-1), self.mask.cpu()
+        sets, labels, mask = per_place(self.sets.cpu(), labels.cpu().long(), self.mask.cpu())
+        return metrics.held_classes(sets, labels.masked_fill(~mask, 0)) & mask, sets.sum(-1).double(), mask
+
+    def _promised(self, split: ClientData) -> Tensors:
+        """Return the measures of conformal sets or intervals by client, [J]."""
+        found = self.promised(split.padded_labels()[0][:, : self.mask.shape[1]])
+        if found is None:
+            return {}
+        held, size, mask = found
+        n, name = mask.sum(-1), "set_size" if self.sets is not None else "width"
+        return {"coverage": held.sum(-1).double() / n, name: torch.where(mask, size, 0.0).sum(-1) / n}
 
     def _measured(self, split: ClientData) -> tuple[str, tuple[Tensor, ...], dict[str, Any]]:
         """Return which measures apply, what they are computed of, and their options.

@@ -12,7 +12,7 @@ network. Answers are summed in float64 in the order of the clients' ids, so that
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
@@ -76,8 +76,12 @@ class Mine:
         return out
 
 
+Known_contra = TypeVar("Known_contra", contravariant=True)
+"""What clients know of themselves: `Mine`, or what else a survey asks about, which has the clients' numbers as `ids`."""
+
+
 @runtime_checkable
-class Survey(Protocol):
+class Survey(Protocol[Known_contra]):
     """A question, and what to make of its answers; see the module."""
 
     @property
@@ -97,7 +101,7 @@ class Survey(Protocol):
         """Return the shape of one client's answer, by name; empty where there is nothing to ask. Names that begin with `n_` are counts."""
         ...
 
-    def ask(self, told: Tensors, mine: Mine) -> Tensors:
+    def ask(self, told: Tensors, mine: Known_contra) -> Tensors:
         """Return each client's answer, [J, ...]; zeros of a client without rows."""
         ...
 
@@ -105,7 +109,7 @@ class Survey(Protocol):
         """Return what clients are told next, or at last, and whether it is the last."""
         ...
 
-    def settle(self, told: Tensors, mine: Mine) -> Tensors:
+    def settle(self, told: Tensors, mine: Known_contra) -> Tensors:
         """Return the clients' own parameters, [J, ...], by what was told at last."""
         ...
 
@@ -156,7 +160,7 @@ def checked(answer: Tensors, shapes: Mapping[str, tuple[int, ...]], whose: str) 
     return found
 
 
-def answers(survey: Survey, told: Tensors, mine: Mine, shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
+def answers(survey: Survey, told: Tensors, mine: Any, shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
     """Return the answers of the clients of `mine`, [J, ...] in float64, each checked.
 
     Raises:

@@ -28,7 +28,7 @@ Declared: TypeAlias = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Shape and dtype of every tensor that a client sends, by its dotted name."""
 
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Version of the messages between client and server."""
 
 

@@ -137,7 +137,7 @@ class ClientModel:
             )
         everyone = torch.ones(len(rows.y), dtype=torch.bool)
         made = Predictions(mask=everyone, likelihood=self.algorithm.likelihood, **{name: t.cpu() for name, t in found.items()})
-        return surveying.of_one(self.steps, made, self.client, self.seed, self.round)
+        return replace(surveying.of_one(self.steps, made, self.client, self.seed, self.round), class_names=self.class_names)
 
     def model(self) -> nn.Module:
         """Return the network at the means of the client's beliefs: a module of its own, in evaluation mode.
@@ -195,7 +195,7 @@ class ClientModel:
             "plug_in": plug_in,
             "dtype": name_of(self.dtype),
             "algorithm": identity(self.algorithm),
-            "steps": surveying.described(self.steps),
+            "steps": surveying.described([one.step for one in self.steps]),
         }
         tensors = {"view": self.view, "stored": stored, "steps": surveying.tensors_of(self.steps)}
         checkpoint.write(path, meta, tensors, name=FILE)

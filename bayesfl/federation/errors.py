@@ -24,6 +24,10 @@ class BadClients(RuntimeError):
     """An error raised when clients' replies are missing or bad and the admission rules stop the run for that."""
 
 
+class FailedSurvey(RuntimeError):
+    """An error raised when a survey over a network has begun so often that it is given up, each time for clients that did not answer."""
+
+
 class FailedRound(RuntimeError):
     """An error raised when a round gives no new state of the server.
 

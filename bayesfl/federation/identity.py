@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -47,9 +47,10 @@ def _constants(algorithm: Algorithm) -> dict[str, str]:
     return algorithm.__dict__["_constants"]
 
 
-def fingerprint(algorithm: Algorithm) -> str:
-    """Return a digest of a method's identity, by which two machines recognise that they run the same method."""
-    return hashlib.sha256(json.dumps(identity(algorithm), sort_keys=True).encode()).hexdigest()
+def fingerprint(algorithm: Algorithm, calibration: Sequence[Any] = ()) -> str:
+    """Return a digest of a method's identity and of its steps of calibration, by which two machines recognise that theirs are the same."""
+    everything = identity(algorithm) | ({"calibration": described(list(calibration))} if calibration else {})
+    return hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()
 
 
 def differences(one: Any, other: Any) -> dict[str, tuple[Any, Any]]:

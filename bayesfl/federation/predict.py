@@ -1,7 +1,5 @@
 """Predictions of every client: by its own model after aggregation, fine-tuned where the method does so, or by the shared model."""
 
-import contextlib
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, replace
 from typing import TypeAlias
@@ -12,17 +10,15 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from bayesfl.base.inputs import Inputs, call, count, each
-from bayesfl.base.protocols import Fitted, Predictor, Tensors, View
+from bayesfl.base.protocols import Fitted, Tensors, View
 from bayesfl.base.random import Purpose, generator
 from bayesfl.composition.algorithm import Algorithm
-from bayesfl.data import ClientData, FederatedData
+from bayesfl.data import ClientData
 from bayesfl.engine import Engine
 from bayesfl.engine.crew import Crew
 from bayesfl.evaluation.predictions import Collector, Predictions
 from bayesfl.federation.client import Done, Local, State
 from bayesfl.federation.remedies import explained
-from bayesfl.posteriors.linearised import nll
-from bayesfl.posteriors.prior_precision import largest_alike
 
 Part: TypeAlias = tuple[np.ndarray, Tensors]
 """Clients [C], and their predictions, {name: [C, N, ...]}."""
@@ -43,7 +39,7 @@ def personal(
         crew: The threads that compute.
         draws: Number of posterior draws S; 0 predicts at the mean, None uses the number of the method's paper (or the closed form, where
             its predictor has one).
-        value: The number that the method's predictor tunes, see `tune`; None for the predictor's default.
+        value: The number that the method's predictor tunes; None for the predictor's default.
 
     Raises:
         DivergenceError: A client's fine-tuning is not finite, and `local.tolerant` is False.
@@ -85,12 +81,12 @@ def of_chunk(
         everything = algorithm, algorithm.parts, done.views
         return [[(done.ids, _of_views(local.engine, *everything, split, done.ids, noise))] for split in splits]
     out: list[list[Part]] = [[] for _ in splits]
-    for row, fitted in _fitted(local, done):
+    for row, fitted in fitted_of(local, done):
         client = int(row[0])
         for split, parts in zip(splits, out, strict=True):
-            address = _address(algorithm, client, local.seed, round)
-            rows = _rows(split, client)
-            found = _of_fitted(algorithm, fitted, done.views["n"], rows, address, value, number, plain=draws == 0)
+            address = address_of(algorithm, client, local.seed, round)
+            rows = rows_of(split, client)
+            found = of_fitted(algorithm, fitted, done.views["n"], rows, address, value, number, plain=draws == 0)
             parts.append((row, found))
     return out
 
@@ -129,12 +125,12 @@ def alone(
         views = tree_map(lambda t: t.unsqueeze(0), view)
         found = _of_views(Engine(), algorithm, algorithm.parts, views, split, np.zeros(1, np.int64), noise)
     else:
-        address = _address(algorithm, client, seed, round)
-        found = _of_fitted(algorithm, fitted, view["n"], _rows(split, 0), address, value, number, plain=draws == 0)
+        address = address_of(algorithm, client, seed, round)
+        found = of_fitted(algorithm, fitted, view["n"], rows_of(split, 0), address, value, number, plain=draws == 0)
     return {name: t[0] for name, t in found.items()}
 
 
-def _address(algorithm: Algorithm, client: int, seed: int, round: int) -> np.random.Generator:
+def address_of(algorithm: Algorithm, client: int, seed: int, round: int) -> np.random.Generator:
     """Return the generator of the draws that a client's own predictor makes."""
     return generator(seed, Purpose.PREDICT, round=round, client=client, index=len(algorithm.blocks))
 
@@ -185,13 +181,13 @@ def _inputs(split: ClientData, ids: np.ndarray) -> Iterator[Inputs]:
         yield each(lambda t, shape=flat.shape: t.unflatten(0, shape), split.take(flat.reshape(-1)))
 
 
-def _rows(split: ClientData, client: int) -> Iterator[Inputs]:
+def rows_of(split: ClientData, client: int) -> Iterator[Inputs]:
     """Yield one client's inputs [n, *] in pieces of rows; nothing where it has no rows."""
     if split.counts[client]:
         yield from (each(lambda t: t[0], x) for x in _inputs(split, np.array([client])))
 
 
-def _fitted(local: Local, done: Done) -> Iterator[tuple[np.ndarray, Fitted]]:
+def fitted_of(local: Local, done: Done) -> Iterator[tuple[np.ndarray, Fitted]]:
     """Yield each client of a chunk, [1], with its predictor."""
     assert local.algorithm.predictor is not None
     for c in range(len(done.ids)):
@@ -200,7 +196,7 @@ def _fitted(local: Local, done: Done) -> Iterator[tuple[np.ndarray, Fitted]]:
         yield done.ids[c : c + 1], local.algorithm.predictor(local.algorithm, done.given, view, {"x": x, "y": y})
 
 
-def _of_fitted(
+def of_fitted(
     algorithm: Algorithm,
     fitted: Fitted,
     like: Tensor,
@@ -241,97 +237,3 @@ def shared(local: Local, state: State, split: ClientData) -> Predictions | None:
     for j, (start, n) in enumerate(zip(split.offsets, split.counts, strict=True)):
         collector.add(np.array([j]), {name: value[:, start : start + n] for name, value in flat.items()})
     return collector.predictions()
-
-
-def without_data(algorithm: Algorithm) -> float | None:
-    """Return the one number of the grid of a method's predictor; None where there is none, or where there are several."""
-    grid = algorithm.predictor.grid if algorithm.predictor is not None else ()
-    return grid[0] if len(grid) == 1 else None
-
-
-def tune(local: Local, state: State, data: FederatedData, crew: Crew) -> float | None:
-    """Choose the number that the method's predictor tunes: of its grid, the candidate that best fits the validation data of all clients.
-
-    Every client scores the whole grid and sends sums over its examples: of the negative log likelihoods under each candidate, and of their
-    products for each two candidates, by which they are compared example by example. Of candidates that fit as well as the best, to one
-    standard error of the difference, the largest is chosen, see `largest_alike`. None where the method has no such number.
-
-    Raises:
-        DivergenceError: A client's fine-tuning is not finite, and `local.tolerant` is False.
-        ValueError: The data have no validation split, or no candidate gives finite predictions.
-    """
-    predictor = local.algorithm.predictor
-    if predictor is None or len(predictor.grid) < 2:
-        return without_data(local.algorithm)
-    check_tunable(local.algorithm, data)
-
-    def work(ids: np.ndarray) -> Tensor:
-        done = local.finetuned(ids, state.received(local.algorithm, ids), state.round)
-        return scores(local, done, data.validation, round=state.round)
-
-    total = torch.stack(list(crew.over(local.chunked(), work))).sum(0)
-    return choose(predictor, total, int(data.validation.counts.sum()))
-
-
-def scores(local: Local, done: Done, validation: ClientData, *, round: int) -> Tensor:
-    """Return how the candidates of the grid fit a chunk's validation data, predicted as the method predicts by default.
-
-    Returns:
-        Sums over examples, [1 + K, K], first of the negative log likelihoods under each of K candidates, in nats, infinite where one does
-        not work, then of their products for each two candidates.
-    """
-    algorithm = local.algorithm
-    assert algorithm.predictor is not None
-    grid = algorithm.predictor.grid
-    sums = torch.zeros(1 + len(grid), len(grid), dtype=torch.float64)
-    for row, fitted in _fitted(local, done):
-        client = int(row[0])
-        rows, y = list(_rows(validation, client)), validation.y[validation.rows(client)]
-        losses = torch.full((len(grid), len(y)), torch.inf, dtype=torch.float64)
-        for k, value in enumerate(grid if len(y) else ()):
-            rng = _address(algorithm, client, local.seed, round)  # the same draws for each candidate
-            with contextlib.suppress(torch.linalg.LinAlgError):
-                found = _of_fitted(algorithm, fitted, done.views["n"], rows, rng, value, algorithm.draws, plain=False)
-                losses[k] = nll({name: t[0] for name, t in found.items()}, y).cpu()
-        sums += torch.cat([losses.sum(1)[None], (losses @ losses.T).nan_to_num(nan=torch.inf, posinf=torch.inf)])
-    return sums
-
-
-def choose(predictor: Predictor, sums: Tensor, examples: int) -> float:
-    """Choose the largest candidate of the predictor's grid that fits the validation data as well as the best; warn if it is the smallest.
-
-    Args:
-        predictor: The method's predictor, whose grid holds the K candidates in ascending order.
-        sums: The `scores` of all clients, added, [1 + K, K].
-        examples: Number of validation examples of all clients together.
-
-    Raises:
-        ValueError: No candidate gives finite predictions.
-    """
-    try:
-        best = largest_alike(sums[0], sums[1:], examples)
-    except ValueError as error:
-        raise ValueError(
-            f"no {predictor.tunes} of the grid {predictor.grid} gives finite predictions; look at the scale of inputs and weights"
-        ) from error
-    if best == 0:
-        warnings.warn(
-            f"{predictor.tunes} is at the lower edge of its grid, {predictor.grid[0]:g}: the validation data do not bound it; hold more of "
-            "them back, or give a number",
-            stacklevel=3,
-        )
-    return predictor.grid[best]
-
-
-def check_tunable(algorithm: Algorithm, data: FederatedData) -> None:
-    """Check that there are validation data if the method's predictor has a number to tune.
-
-    Raises:
-        ValueError: The predictor's grid has several candidates, and the data have no validation examples.
-    """
-    predictor = algorithm.predictor
-    if predictor is not None and len(predictor.grid) > 1 and not ("validation" in data.splits and data.validation.counts.any()):
-        raise ValueError(
-            f"{predictor.tunes} is chosen on validation data, and the data have none: make them with validation=0.1, or give a number "
-            f"instead, as {predictor.tunes}=100.0 to fedsi or precision=100.0 to LinearisedLaplace"
-        )

@@ -23,7 +23,7 @@ from bayesfl.evaluation.calibration import Fitted, Step, apply
 from bayesfl.evaluation.history import History
 from bayesfl.evaluation.predictions import Predictions
 from bayesfl.evaluation.surveys import Mine, Outputs, Survey, conduct
-from bayesfl.federation import checkpoint, predict, surveying
+from bayesfl.federation import checkpoint, predict, surveying, tuning
 from bayesfl.federation.client import Local, State
 from bayesfl.federation.client_files import check_file_names
 from bayesfl.federation.client_model import ClientModel, needs_data, of_client
@@ -125,10 +125,10 @@ class Result:
         if (value := self._chosen) is not None:
             return value
         if self.algorithm.predictor is None or len(self.algorithm.predictor.grid) < 2:
-            return predict.without_data(self.algorithm)
+            return tuning.without_data(self.algorithm)
         data = self.data.to(self.device, self.dtype)
         with self.engine.crew(self.device) as crew:
-            return predict.tune(self.local(data.train), self.state, data, crew)
+            return tuning.tune(self.local(data.train), self.state, data, crew)
 
     @property
     def _chosen(self) -> float | None:
@@ -140,7 +140,7 @@ class Result:
         if self._chosen is not None or isinstance(self.known, Outline):
             return self.chosen
         try:
-            predict.check_tunable(self.algorithm, self.data)
+            tuning.check_tunable(self.algorithm, self.data)
         except ValueError:
             return None
         return None if self.tuned is None else Chosen(self.tuned, reading(self.algorithm))
@@ -176,7 +176,7 @@ class Result:
         if draws is not None:
             whole("draws (None is the paper's number)", draws, least=0)
             surveying.check_draws(self.steps, draws)
-        return apply(self.steps, self.mine(split, draws))
+        return replace(apply(self.steps, self.mine(split, draws)), class_names=self.known.class_names)
 
     def mine(self, split: ClientData, draws: int | None = None) -> Mine:
         """Return what clients know of themselves on a split, before any step of calibration."""
@@ -207,8 +207,9 @@ class Result:
         Warns:
             UserWarning: Sets are made on a split to which another step was fitted, or the data do not bound a temperature.
         """
-        splits = surveying.splits_of(steps, [one.step for one in self.steps], self.data.to(self.device, self.dtype).splits)
-        predicted = {name: self.mine(split) for name, split in splits.items()}
+        surveying.checked_steps(steps, [one.step for one in self.steps])
+        splits = self.data.to(self.device, self.dtype).splits
+        predicted = {name: self.mine(split) for name, split in {step.split: surveying.asked(step, splits) for step in steps}.items()}
         found = surveying.fitted(steps, self.steps, predicted, self._outputs, aggregation)
         return replace(self, steps=found, chosen=self.known_choice())
 
@@ -372,7 +373,7 @@ class Result:
             "novel": self.novel,
             "tolerant": self.tolerant,
             "began": self.began,
-            "steps": surveying.described(self.steps),
+            "steps": surveying.described([one.step for one in self.steps]),
             "chosen": self.__dict__.get("tuned", self._chosen),
             "history": self.history.rows,
             "algorithm": identity(self.algorithm),

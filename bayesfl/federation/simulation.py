@@ -19,7 +19,7 @@ from bayesfl.engine.crew import Crew
 from bayesfl.evaluation.history import PREFIXES, History
 from bayesfl.evaluation.own_measures import Measure, check_measures, measured
 from bayesfl.evaluation.predictions import Collector, Predictions
-from bayesfl.federation import predict, warm
+from bayesfl.federation import predict, tuning, warm
 from bayesfl.federation.admission import Admission, attempts
 from bayesfl.federation.callbacks import Callback, checked, ended, finished, over
 from bayesfl.federation.checkpoint import claim, held, newest
@@ -162,7 +162,7 @@ def simulate(
     if evaluate_every is not None and "test" not in clients.splits:
         raise ValueError("the data have no test split to evaluate on; give them one, or pass evaluate_every=None")
     if evaluate_every is not None:
-        predict.check_tunable(algorithm, clients)
+        tuning.check_tunable(algorithm, clients)
     repeats = 0
     if resume is None:
         trained = clients.clients if settings.train == "all" else settings.fixed_size(clients.clients)
@@ -326,7 +326,7 @@ def _summary(predictions: Predictions, split: ClientData, measures: Mapping[str,
 def _measure(local: Local, state: State, data: FederatedData, crew: Crew, measures: Mapping[str, Measure]) -> dict[str, float]:
     """Return the history's columns that measure the models after aggregation."""
     splits = {name: data.splits[name] for name in PREFIXES if name in data.splits}
-    value, row = predict.tune(local, state, data, crew), {}
+    value, row = tuning.tune(local, state, data, crew), {}
     for (name, split), predictions in zip(
         splits.items(), predict.personal(local, state, list(splits.values()), crew, value=value), strict=True
     ):

@@ -61,35 +61,32 @@ def asked(survey: Any, splits: Mapping[str, ClientData]) -> ClientData:
     return splits[name]
 
 
-def splits_of(steps: Sequence[Any], before: Sequence[Any], splits: Mapping[str, ClientData]) -> dict[str, ClientData]:
-    """Return the splits that steps read, by name.
+def checked_steps(steps: Sequence[Any], before: Sequence[Any] = ()) -> tuple[Step, ...]:
+    """Return steps of calibration after a look at what they are.
 
     Args:
         steps: The steps.
         before: The steps that are fitted already.
-        splits: The federation's splits.
 
     Raises:
-        TypeError: Something is no step.
-        ValueError: There is no such split, or it has no example.
+        TypeError: Something is no step, or `steps` is no list of them.
+
+    Warns:
+        UserWarning: Sets are made of scores on a split to which an earlier step is fitted.
     """
-    found = {}
+    if isinstance(steps, str) or not isinstance(steps, Sequence):
+        raise TypeError(f"calibration must be a list of steps, as [Temperature(), Conformal()], got {steps!r}")
     for number, step in enumerate(steps):
         if not isinstance(step, Step) or isinstance(step, type):
             raise TypeError(f"steps must be steps of calibration, as Temperature(), got {step!r}")
-        found[step.split] = asked(step, splits)
-        _warn_of_shared([*before, *steps[:number]], step)
-    return found
-
-
-def _warn_of_shared(steps: Sequence[Any], step: Any) -> None:
-    """Warn where sets are made of scores on a split to which an earlier step was fitted."""
-    if isinstance(step, Conformal) and (other := [type(one).__name__ for one in steps if one.split == step.split]):
-        warnings.warn(
-            f"{', '.join(other)} and Conformal are fitted to the same split, {step.split!r}: sets then cover less than they promise, "
-            "hardly after a pooled temperature, by one or two per cent after a bias; fit these to 'validation'",
-            stacklevel=4,
-        )
+        shared = [type(one).__name__ for one in (*before, *steps[:number]) if one.split == step.split]
+        if isinstance(step, Conformal) and shared:
+            warnings.warn(
+                f"{', '.join(shared)} and Conformal are fitted to the same split, {step.split!r}: sets then cover less than they promise, "
+                "hardly after a pooled temperature, by one or two per cent after a bias; fit these to 'validation'",
+                stacklevel=3,
+            )
+    return tuple(steps)
 
 
 def fitted(
@@ -155,15 +152,15 @@ def of_one(steps: Sequence[Fitted], predictions: Predictions, client: int, seed:
     return replace(found, **{name: t[0] for name, t in vars(found).items() if isinstance(t, torch.Tensor)})
 
 
-def described(steps: Sequence[Fitted]) -> list[dict[str, Any]]:
+def described(steps: Sequence[Step]) -> list[dict[str, Any]]:
     """Return what a file says of steps, JSON-able.
 
     Raises:
         ValueError: A step is none of bayesfl's.
     """
-    if other := [type(one.step).__name__ for one in steps if type(one.step) not in STEPS.values()]:
+    if other := [type(step).__name__ for step in steps if type(step) not in STEPS.values()]:
         raise ValueError(f"the step {other[0]} cannot be saved, as its code would be needed to read it; bayesfl's are {list(STEPS)}")
-    return [{"step": type(one.step).__name__, "options": json.loads(json.dumps(asdict(one.step)))} for one in steps]  # pyright: ignore[reportArgumentType] (bayesfl's steps are dataclasses)
+    return [{"step": type(step).__name__, "options": json.loads(json.dumps(asdict(step)))} for step in steps]  # pyright: ignore[reportArgumentType] (bayesfl's steps are dataclasses)
 
 
 def tensors_of(steps: Sequence[Fitted]) -> dict[str, Any]:

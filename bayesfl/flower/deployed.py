@@ -12,45 +12,19 @@ import torch
 from torch import nn
 
 from bayesfl.base.checks import instance, number, whole
-from bayesfl.base.protocols import Server, View
+from bayesfl.base.protocols import Server, Tensors, View
 from bayesfl.composition.algorithm import Algorithm
+from bayesfl.evaluation.calibration import Fitted, Step
 from bayesfl.evaluation.history import History
-from bayesfl.federation import checkpoint, warm
+from bayesfl.federation import checkpoint, surveying, warm
 from bayesfl.federation.identity import check_method, check_network, identity
 from bayesfl.federation.modules import server_module
 from bayesfl.federation.saved import check_state, reloaded
 from bayesfl.federation.settings import DTYPES, METHOD, Settings, changed, name_of
-from bayesfl.flower.states import EXPERIMENT, SESSION, STATE
+from bayesfl.flower.before import Before, Place, read_before, state_names
+from bayesfl.flower.states import EXPERIMENT, SESSION
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Place:
-    """The place of a client's last state that was taken.
-
-    Args:
-        experiment: Name of the experiment under which the client keeps it.
-        client: The client's number in that experiment.
-        base: The state's name; empty for the initial one of that experiment.
-    """
-
-    experiment: str
-    client: int
-    base: str
-
-
-@dataclass(frozen=True)
-class Before:
-    """The states of earlier runs from which the clients of a run begin.
-
-    Args:
-        places: For each client of this run the place of its state; None for a new client.
-        starts: {experiment: a client's private state at its start}, of the experiments from whose initial state a client begins.
-    """
-
-    places: tuple[Place | None, ...]
-    starts: Mapping[str, View]
 
 
 @dataclass(frozen=True)
@@ -72,6 +46,8 @@ class Deployed:
         before: The states from which the clients began; None for the method's own start.
         names: The clients' names, as their nodes told them; empty text, or no names at all, where they are not known.
         began: What the run began from, in words that differ for other states; None where an earlier version wrote it.
+        calibration: The steps of calibration that are fitted after training.
+        told: What they told the clients at last, by their places, `0` the first; empty until they are fitted.
     """
 
     algorithm: Algorithm
@@ -88,6 +64,8 @@ class Deployed:
     before: Before | None = None
     names: tuple[str, ...] = ()
     began: str | None = None
+    calibration: tuple[Step, ...] = ()
+    told: Mapping[str, Tensors] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return f"Deployed({self.clients} clients, round {self.round} of {self.settings.rounds}; {self.history})"
@@ -102,6 +80,11 @@ class Deployed:
         """Return words for this state, in which a run that begins from it keeps what it began from."""
         state = {"server": self.server, "start": self.start}
         return warm.told(f"round {self.round} of experiment {self.experiment}", (*self.names, *self.base), state)
+
+    @property
+    def steps(self) -> tuple[Fitted, ...]:
+        """Return the steps of calibration as the server knows them, without the clients' own parameters; none until they are fitted."""
+        return tuple(Fitted(step, self.told.get(str(place), {}), {}) for place, step in enumerate(self.calibration)) if self.told else ()
 
     def place(self, client: int) -> Place:
         """Return the place of a client's last state that was taken, in this run or in one before."""
@@ -196,9 +179,11 @@ def _content(state: Deployed, keys: Mapping[int, str], counts: Mapping[int, int]
         "names": state.names,
         "began": state.began,
         "algorithm": identity(state.algorithm),
+        "steps": surveying.described(state.calibration),
+        "calibrated": bool(state.told),
     }
     before = {} if state.before is None else state.before.starts
-    return meta, {"server": state.server, "start": state.start, "before": before}
+    return meta, {"server": state.server, "start": state.start, "before": before, "told": state.told}
 
 
 def read(folder: str | os.PathLike[str], algorithm: Algorithm, *, same: bool = True) -> tuple[Deployed, dict[int, str], dict[int, int]]:
@@ -214,7 +199,7 @@ def read(folder: str | os.PathLike[str], algorithm: Algorithm, *, same: bool = T
     """
     meta, tensors = checkpoint.read(folder, checkpoint.DEPLOYMENT)
     try:
-        made_with, base = dict(meta["algorithm"]), _names(meta["base"])
+        made_with, base = dict(meta["algorithm"]), state_names(meta["base"])
         keys = {whole("client", int(client), least=0): bytes.fromhex(key).hex() for client, key in meta["keys"].items()}
         counts = {whole("client", int(client), least=0): whole("n", n, least=1) for client, n in meta.get("counts", {}).items()}
         if any(client >= len(base) or n >= 2**63 for client, n in counts.items()):
@@ -231,9 +216,11 @@ def read(folder: str | os.PathLike[str], algorithm: Algorithm, *, same: bool = T
             History.read(meta["history"]),
             DTYPES[meta["dtype"]],
             _measures(meta.get("measures", {})),
-            _before(meta.get("before"), tensors.get("before", {}), len(base)),
+            read_before(meta.get("before"), tensors.get("before", {}), len(base)),
             _called(meta.get("names", []), len(base)),
             None if meta.get("began") is None else str(meta["began"]),
+            tuple(one.step for one in surveying.read(meta.get("steps", ()), {})),
+            _told(meta, tensors.get("told", {})),
         )
         if not (EXPERIMENT.fullmatch(state.experiment) and state.sessions and all(map(SESSION.fullmatch, state.sessions))):
             raise ValueError("experiment and sessions must be names")
@@ -284,6 +271,7 @@ def begun(
     dtype: torch.dtype,
     experiment: str,
     session: str,
+    calibration: tuple[Step, ...] = (),
 ) -> Deployed:
     """Return the state with which an experiment begins.
 
@@ -295,6 +283,7 @@ def begun(
         dtype: The run's precision.
         experiment: The experiment's name.
         session: The server's session.
+        calibration: The steps of calibration that are fitted after training.
 
     Raises:
         ValueError: The experiment begins from another run, and clients have the same name.
@@ -312,11 +301,14 @@ def begun(
         past = Before(tuple(map(known.get, range(clients))), {name: before.initial(name) for name in sorted(initial)})
     start, base = algorithm.rows(server), ("",) * clients
     began = warm.OWN if before is None else before.origin
-    return Deployed(algorithm, settings, experiment, (session,), 0, server, start, base, dtype=dtype, before=past, began=began)
+    about: dict[str, Any] = {"dtype": dtype, "before": past, "began": began, "calibration": calibration}
+    return Deployed(algorithm, settings, experiment, (session,), 0, server, start, base, **about)
 
 
-def resumed(saved: Deployed, settings: Settings, clients: int, dtype: torch.dtype) -> Deployed:
+def resumed(saved: Deployed, settings: Settings, clients: int, dtype: torch.dtype, calibration: tuple[Step, ...]) -> Deployed:
     """Return a saved state under new settings; `rounds` and `evaluate_every` may change, any other change would make it another experiment.
+
+    What steps of calibration told is kept where they are the same.
 
     Raises:
         ValueError: Another setting has changed, or `rounds` is less than the number of rounds done.
@@ -327,7 +319,8 @@ def resumed(saved: Deployed, settings: Settings, clients: int, dtype: torch.dtyp
     then |= {"clients": saved.clients, "dtype": saved.dtype}
     if apart := changed(then, {**vars(settings), "clients": clients, "dtype": dtype}):
         raise ValueError(f"a run that goes on keeps its settings: {apart}; another experiment takes another folder of checkpoints")
-    return replace(saved, settings=settings)
+    told = saved.told if calibration == saved.calibration else {}
+    return replace(saved, settings=settings, calibration=calibration, told=told)
 
 
 def bases(folder: str | os.PathLike[str], clients: int) -> dict[int, tuple[str, ...]]:
@@ -336,7 +329,7 @@ def bases(folder: str | os.PathLike[str], clients: int) -> dict[int, tuple[str, 
     for file in checkpoint.held(folder):
         with contextlib.suppress(checkpoint.CheckpointError, KeyError, TypeError, ValueError):
             meta, _ = checkpoint.read_file(file)
-            if len(base := _names(meta["base"])) == clients:
+            if len(base := state_names(meta["base"])) == clients:
                 found[checkpoint.round_of(file)] = base
     return found
 
@@ -352,26 +345,9 @@ def _measures(found: Any) -> dict[int, dict[str, float]]:
     return {whole("client", int(client), least=0): {str(k): number(str(k), v) for k, v in row.items()} for client, row in found.items()}
 
 
-def _before(found: Any, starts: Mapping[str, Any], clients: int) -> Before | None:
-    """Return where the clients of a checkpoint began, if they began from states of earlier runs.
-
-    Raises:
-        KeyError: An entry is missing.
-        ValueError: There is not one place for each client, or an experiment or a state has no valid name.
-    """
-    if found is None:
-        return None
-    if isinstance(found, Mapping):  # as bayesfl 0.2 wrote it, which matched clients by number
-        base = _names(found["base"])[:clients]
-        starts = {str(found["experiment"]): starts}
-        found = [{"experiment": found["experiment"], "client": client, "base": name} for client, name in enumerate(base)]
-        found += [None] * (clients - len(base))
-    places = tuple(
-        None if one is None else Place(str(one["experiment"]), whole("client", one["client"], least=0), one["base"]) for one in found
-    )
-    if len(places) != clients or not all(EXPERIMENT.fullmatch(place.experiment) and _names([place.base]) for place in places if place):
-        raise ValueError("before must place the state of each client")
-    return Before(places, starts)
+def _told(meta: Mapping[str, Any], told: Mapping[str, Tensors]) -> dict[str, Tensors]:
+    """Return what the steps of calibration in a checkpoint told at last; a step may have told nothing."""
+    return {str(place): told.get(str(place), {}) for place in range(len(meta["steps"]))} if meta.get("calibrated") else {}
 
 
 def _called(names: Any, clients: int) -> tuple[str, ...]:
@@ -383,14 +359,3 @@ def _called(names: Any, clients: int) -> tuple[str, ...]:
     if not isinstance(names, list) or len(names) not in (0, clients) or not all(isinstance(name, str) for name in names):
         raise ValueError("names must be one text for each client")
     return tuple(names)
-
-
-def _names(base: Any) -> tuple[str, ...]:
-    """Return the names of states in a checkpoint.
-
-    Raises:
-        ValueError: `base` is no list of such names.
-    """
-    if not isinstance(base, list) or not base or not all(isinstance(name, str) and (not name or STATE.fullmatch(name)) for name in base):
-        raise ValueError("base must name a state of each client")
-    return tuple(base)

@@ -3,23 +3,20 @@
 import logging
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, RecordDict
+from flwr.app import ArrayRecord, RecordDict
 from flwr.serverapp import Grid
-from torch.utils._pytree import tree_map
 
 from bayesfl.base.trees import nest
-from bayesfl.federation.admission import LARGEST, PROTOCOL, Message, objection, shares
+from bayesfl.federation.admission import LARGEST, Message, objection, shares
 from bayesfl.federation.errors import CheckpointError
-from bayesfl.federation.identity import fingerprint
 from bayesfl.federation.replies import Replies
 from bayesfl.federation.round import Absence, Round
-from bayesfl.federation.settings import name_of
 from bayesfl.flower import records
 from bayesfl.flower.deployed import Deployed
+from bayesfl.flower.orders import orders
 from bayesfl.flower.post import Failure, ask
 from bayesfl.flower.roster import Roster
 from bayesfl.flower.states import FORGOTTEN
@@ -145,56 +142,6 @@ class Journey:
         return Replies(
             ids, torch.from_numpy(self.counts[ids]).to(state.dtype), sent, reported, np.array([np.nan if loss is None else loss])
         )
-
-
-def orders(
-    state: Deployed,
-    ids: np.ndarray,
-    senders: set[int],
-    kept: Collection[tuple[str, ...]],
-    *,
-    value: float = float("nan"),
-    tolerant: bool = False,
-) -> dict[int, RecordDict]:
-    """Make the server's request to each of some clients; the tensors that all receive are the same bytes.
-
-    Args:
-        state: The federation.
-        ids: The clients [C].
-        senders: The clients whose replies are gathered.
-        kept: As for `Journey`.
-        value: The number that was tuned; NaN for none.
-        tolerant: Whether a client whose fine-tuning is not finite predicts without it.
-
-    Returns:
-        The message to each client, by its id.
-    """
-    common, addressed = state.algorithm.share(state.server, torch.from_numpy(ids))
-    shared, digest = records.pack(common)
-    told: dict[str, Any] = {
-        "protocol": PROTOCOL,
-        "algorithm": fingerprint(state.algorithm),
-        "experiment": state.experiment,
-        "sessions": list(state.sessions),
-        "round": state.round,
-        "rounds": state.settings.rounds,
-        "seed": state.settings.seed,
-        "dtype": name_of(state.dtype),
-        "value": value,
-        "tolerant": tolerant,
-        "keeps": bool(state.start),
-        "common_digest": digest,
-    }
-    found: dict[int, RecordDict] = {}
-    for place, client in enumerate(ids.tolist()):
-        kept_at = state.place(client)
-        start = {} if kept_at.base else tree_map(lambda t: t[None], state.initial(kept_at.experiment))
-        own, digest = records.pack({"addressed": tree_map(lambda t, i=place: t[i : i + 1], addressed), "start": start})
-        named = sorted({state.base[client], *(names[client] for names in kept)} - {""})
-        config = {**told, "client": client, "named": named, "sends": client in senders, "own_digest": digest}
-        config |= {"base": kept_at.base, "kept_in": kept_at.experiment, "kept_as": kept_at.client}
-        found[client] = RecordDict({"config": ConfigRecord(config), "common": shared, "own": own})
-    return found
 
 
 def _message(reply: RecordDict, most: int | None) -> Message:

@@ -36,7 +36,8 @@ class Roster:
         keys: Public keys of the clients that are bound, {client: hexadecimal digits}.
         nodes: Nodes of the clients, {client: node}.
         counts: Numbers of training examples, {client: n}.
-        validation: Numbers of validation examples, {client: n}.
+        splits: The splits in which clients have rows, {client: names}.
+        predicted: What clients predict, {client: (task, number of classes or targets)}.
         names: Names of the clients, {client: name}.
     """
 
@@ -46,7 +47,8 @@ class Roster:
     keys: dict[int, str] = field(default_factory=dict)
     nodes: dict[int, int] = field(default_factory=dict)
     counts: dict[int, int] = field(default_factory=dict)
-    validation: dict[int, int] = field(default_factory=dict)
+    splits: dict[int, frozenset[str]] = field(default_factory=dict)
+    predicted: dict[int, tuple[str, int]] = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)
     _changes: dict[str, str] = field(default_factory=dict)
     _again: dict[int, float] = field(default_factory=dict)
@@ -87,6 +89,10 @@ class Roster:
         """Return the numbers of training examples of all clients, [J]; 0 for clients that have not answered."""
         return np.array([self.counts.get(client, 0) for client in range(self.clients)])
 
+    def having(self, split: str) -> list[int]:
+        """Return the clients that have rows in a split."""
+        return sorted(client for client, names in self.splits.items() if split in names)
+
     def look(self, grid: Grid) -> bool:
         """Ask new nodes which client they are, take answers that have arrived, and return whether the roster changed; do not wait."""
         now, before = time.monotonic(), dict(self.nodes)
@@ -126,8 +132,9 @@ class Roster:
             raise records.RecordError(reply.reason)
         if (protocol := records.setting(reply, "protocol", int)) != PROTOCOL:
             raise records.RecordError(f"it speaks protocol {protocol}, the server {PROTOCOL}")
-        client, n, validation = (records.setting(reply, key, int) for key in ("client", "n", "validation"))
-        name = records.setting(reply, "name", str)
+        client, n, outputs = (records.setting(reply, key, int) for key in ("client", "n", "outputs"))
+        name, task = (records.setting(reply, key, str) for key in ("name", "task"))
+        splits = frozenset(map(str, records.setting(reply, "splits", list)))
         if not 0 <= client < self.clients:
             raise records.RecordError(f"it says that it is client {client}, and clients are 0 to {self.clients - 1}")
         if not 1 <= len(name) <= LONGEST:
@@ -137,8 +144,8 @@ class Roster:
                 f"client {client} was called {known!r}, and its data call it {name!r} now; start each node with the client-id and the data "
                 "that it had, or start a new experiment"
             )
-        if n < 1 or validation < 0:
-            raise records.RecordError(f"client {client} says that it has {n} training and {validation} validation examples")
+        if n < 1:
+            raise records.RecordError(f"client {client} says that it has {n} training examples")
         if client in self.nodes and self.nodes[client] in there and self.nodes[client] != node:
             raise records.RecordError(
                 f"{self.called(client)} is node {self.nodes[client]} already; give every node a client-id of its own, got {name!r}"
@@ -165,4 +172,5 @@ class Roster:
             log.warning("%s has %d training examples now, %d before", self.called(client), n, self.counts[client])
         if not key:
             log.warning("node %d of %s has no key: anyone could be this client", node, self.called(client))
-        self.keys[client], self.nodes[client], self.counts[client], self.validation[client] = key, node, n, validation
+        self.keys[client], self.nodes[client], self.counts[client] = key, node, n
+        self.splits[client], self.predicted[client] = splits, (task, outputs)

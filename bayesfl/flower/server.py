@@ -16,22 +16,27 @@ from flwr.app import Context, RecordDict
 from flwr.serverapp import Grid, ServerApp
 
 from bayesfl.base.checks import instance, number, whole
+from bayesfl.base.protocols import Tensors
 from bayesfl.composition.algorithm import Algorithm
-from bayesfl.evaluation.history import PREFIXES
-from bayesfl.federation import warm
+from bayesfl.evaluation.calibration import Step
+from bayesfl.evaluation.history import CALIBRATED, PREFIXES
+from bayesfl.evaluation.surveys import Outputs
+from bayesfl.federation import surveying, warm
 from bayesfl.federation.admission import PROTOCOL, Admission, attempts
 from bayesfl.federation.callbacks import Callback, checked, ended, finished, over
 from bayesfl.federation.checkpoint import KEPT, held
-from bayesfl.federation.errors import FailedRound
+from bayesfl.federation.errors import FailedRound, FailedSurvey
 from bayesfl.federation.identity import fingerprint
-from bayesfl.federation.predict import choose
 from bayesfl.federation.replies import OpenRun
 from bayesfl.federation.round import Rules, run_round
 from bayesfl.federation.settings import METHOD, Settings, precision
+from bayesfl.federation.tuning import Tuning, needs_validation, no_validation, without_data
 from bayesfl.flower import deployed, records
 from bayesfl.flower.deployed import Deployed
-from bayesfl.flower.network import Journey, Network, orders
+from bayesfl.flower.network import Journey, Network
+from bayesfl.flower.orders import TUNING, orders
 from bayesfl.flower.post import Failure
+from bayesfl.flower.questions import Questions
 from bayesfl.flower.roster import REMIND, Roster
 from bayesfl.flower.states import name_of as state_name
 
@@ -75,6 +80,7 @@ def serve(
     start: Deployed | str | os.PathLike[str] | None = None,
     evaluate_every: int | None = None,
     on_round: Sequence[Callback] = (),
+    calibration: Sequence[Step] = (),
 ) -> Deployed:
     """Train a federation over Flower's grid; the results equal those of `simulate` with the same seed, up to rounding.
 
@@ -106,12 +112,17 @@ def serve(
             ends the run, after which every client predicts; between evaluations it is measured first, as by `simulate`. A run that goes
             on calls them first for the round that it goes on from. The state that is returned, and by which clients predict, is the one
             that they choose, as `EarlyStopping(keep="best")` does; checkpoints are of the last one.
+        calibration: Steps of calibration, as of `Result.calibrate`, which are fitted to the returned state by surveys of the clients before
+            they predict; with the same options as the clients'. A survey's cohort is the clients that answer its first question; where one
+            of them is lost it begins again, three times at most, and is then given up: the clients predict without calibration, which the
+            log says. Columns `calibrated_...` of the history measure the calibrated predictions of test data.
 
     Raises:
-        TypeError: `algorithm` is no `Algorithm`, `admission` no `Admission`, or `on_round` no list of callbacks.
+        TypeError: `algorithm` is no `Algorithm`, `admission` no `Admission`, `on_round` no list of callbacks, or a step is none.
         ValueError: An option is outside its range, another server uses the folder, it holds a run of other settings, the method tunes
-            a number and no client has validation data; `start` is given and clients have the same name, or it names the folder of
-            checkpoints, or the run in that folder began from another state.
+            a number and no client has validation data, or a step of calibration does not fit, or no client has rows in its split; `start`
+            is given and clients have the same name, or it names the folder of checkpoints, or the run in that folder began from another
+            state.
         CheckpointError: The folder's checkpoints are damaged, or were made with another method; or no client has kept its state of the
             run that `start` is.
         BadClients: A reply is missing or bad, and bad clients stop the run.
@@ -131,10 +142,12 @@ def serve(
     if not number("timeout", timeout) > 0:
         raise ValueError(f"timeout is in seconds and must be > 0, got {timeout}")
     precision(dtype)
-    callbacks = checked(on_round)
+    callbacks, steps = checked(on_round), surveying.checked_steps(calibration)
+    if checkpoint is not None:
+        surveying.described(steps)
     warm.check_apart(start, checkpoint)
     with contextlib.nullcontext() if checkpoint is None else deployed.alone(Path(checkpoint)):
-        run = _Run(grid, admission, float(timeout), checkpoint, every, callbacks)
+        run = _Run(grid, admission, float(timeout), checkpoint, every, callbacks, steps)
         state = run.begin(algorithm, settings, clients, dtype, start)
         stopped = over(callbacks, state)
         while state.round < settings.rounds and not stopped:
@@ -146,7 +159,9 @@ def serve(
             run.save(state)
             ended(callbacks, state)  # once more, with the measures, as in a simulation
         chosen = finished(callbacks, state)
-        if run.evaluated != chosen.round:
+        calibrates = bool(steps) and not chosen.told
+        chosen = run.calibrate(chosen) if calibrates else chosen
+        if calibrates or run.evaluated != chosen.round:
             chosen = run.evaluate(chosen)
         if chosen.round == state.round:
             run.save(chosen)
@@ -164,6 +179,7 @@ class _Run:
         folder: The folder for checkpoints; None for no checkpoints.
         every: Rounds between checkpoints.
         callbacks: What is called after each round.
+        calibration: Steps of calibration, fitted after the last round.
     """
 
     grid: Grid
@@ -172,12 +188,15 @@ class _Run:
     folder: str | os.PathLike[str] | None
     every: int
     callbacks: Sequence[Callback]
+    calibration: tuple[Step, ...]
     network: Network = field(init=False)
     rules: Rules = field(init=False)
     kept: dict[int, tuple[str, ...]] = field(default_factory=dict)
     """For each checkpoint that is kept, by its round, the state's `base`."""
     evaluated: int = -1
     """Number of rounds that were done at the last evaluation of this server."""
+    values: dict[int, float] = field(default_factory=dict)
+    """The number that the method's predictor tunes, by the number of rounds done when this server chose it."""
 
     def begin(
         self,
@@ -194,7 +213,7 @@ class _Run:
         before = deployed.opened(begins, algorithm, dtype=dtype)
         if self.folder is not None and held(self.folder):
             state, keys, counts = deployed.read(self.folder, algorithm)
-            state = deployed.resumed(state, settings, clients, dtype)
+            state = deployed.resumed(state, settings, clients, dtype, self.calibration)
             if before is not None:
                 warm.check_start(self.folder, state.began, before.origin)
             state = replace(state, sessions=(*state.sessions, session))
@@ -204,23 +223,21 @@ class _Run:
             warm.warn_of_seed(before.settings.seed, settings.seed)
         experiment = secrets.token_hex(8) if state is None else state.experiment
         known = {} if state is None else {client: name for client, name in enumerate(state.names) if name}
-        hello = {"protocol": PROTOCOL, "algorithm": fingerprint(algorithm), "experiment": experiment}
+        hello = {"protocol": PROTOCOL, "algorithm": fingerprint(algorithm, self.calibration), "experiment": experiment}
         patience = 2 * self.timeout + REMIND  # answers are read between rounds, and a round may last `timeout` seconds
         roster = Roster(clients, hello, patience, keys, counts=counts, names=known)
         self.network = Network(self.grid, roster, self.timeout)
         roster.wait(self.grid, least=self.admission.min_clients, patience=None if state is None else self.timeout)
         names = roster.everyone()
         if state is None:
-            state = deployed.begun(before, algorithm, settings, names, dtype=dtype, experiment=experiment, session=session)
+            about: dict[str, Any] = {"dtype": dtype, "experiment": experiment, "session": session, "calibration": self.calibration}
+            state = deployed.begun(before, algorithm, settings, names, **about)
         state = replace(state, names=names)
         run = OpenRun(algorithm, settings, clients, self.admission.min_clients)
         self.rules = Rules(algorithm, settings, clients, algorithm.uplink(dtype), self.admission, run, names)
-        predictor = algorithm.predictor
-        if predictor is not None and len(predictor.grid) > 1 and not sum(roster.validation.values()):
-            raise ValueError(
-                f"{predictor.tunes} is chosen on validation data, and no client has any: give them some, or give a number instead, as "
-                f"{predictor.tunes}=100.0 to fedsi or precision=100.0 to LinearisedLaplace"
-            )
+        if needs_validation(algorithm) and not roster.having("validation"):
+            raise ValueError(no_validation(algorithm, "no client has any: give them some"))
+        self._check_calibration(state)
         self.save(state)  # experiment, session and keys are stored before anything depends on them
         if state.before is not None and not state.round and state.start and algorithm.adapt:
             state = self._adapted(state, [j for j, place in enumerate(state.before.places) if place is None and not state.base[j]])
@@ -249,11 +266,11 @@ class _Run:
         def once(attempt: int) -> tuple[Deployed, dict[str, Any]]:
             journey = Journey(self.network, state, self._named(state))
             server, row = run_round(self.rules, state.server, state.round, state.history, journey, attempt=attempt)
-            return replace(state, round=state.round + 1, server=server, base=journey.base), row
+            return replace(state, round=state.round + 1, server=server, base=journey.base, told={}), row
 
         tried = attempts(self.admission, once)
         if isinstance(tried, FailedRound):
-            tried = replace(state, round=state.round + 1), {"round": state.round + 1, "cohort": 0, **tried.row}
+            tried = replace(state, round=state.round + 1, told={}), {"round": state.round + 1, "cohort": 0, **tried.row}
         made, row = tried
         made = replace(made, names=self.network.roster.everyone())
         made.history.append(row)
@@ -264,27 +281,89 @@ class _Run:
             self.save(made)
         return made
 
+    def _check_calibration(self, state: Deployed) -> None:
+        """Check, before anything is trained, that the steps of calibration fit what the clients predict, and their splits.
+
+        Raises:
+            ValueError: A step does not fit, or no client has rows in its split.
+        """
+        roster = self.network.roster
+        for step in self.calibration:
+            step.start(self._outputs(state))
+            if not roster.having(step.split):
+                raise ValueError(
+                    f"{type(step).__name__} reads the split {step.split!r}, and no client has rows in it: let load_data make them with "
+                    f"{step.split}=0.1, or pass split="
+                )
+
+    def _outputs(self, state: Deployed) -> Outputs:
+        """Return what is predicted, as the clients say.
+
+        Raises:
+            ValueError: They do not agree.
+        """
+        roster = self.network.roster
+        kinds = {roster.predicted[client]: client for client in sorted(roster.predicted, reverse=True)}
+        if len(kinds) > 1:
+            told = "; ".join(f"{roster.called(client)} predicts {task} with {count} outputs" for (task, count), client in kinds.items())
+            raise ValueError(f"the clients do not predict the same, so their answers cannot be added: {told}")
+        ((task, count),) = kinds
+        return Outputs("classification" if task == "classification" else "regression", count, state.algorithm.likelihood)
+
+    def _questions(self, state: Deployed, **told: Any) -> Questions:
+        def request(ids: np.ndarray, **asked: Any) -> dict[int, RecordDict]:
+            return orders(state, ids, set(), self._named(state), tolerant=self.admission.skips, **told, **asked)
+
+        return Questions(self.network, self.admission, request)
+
+    def calibrate(self, state: Deployed) -> Deployed:
+        """Fit the steps of calibration by surveys of the clients; if one is given up, none is fitted, and the log says so."""
+        told: dict[str, Tensors] = {}
+        try:
+            questions = self._questions(state, value=self._value(state))
+            for place, step in enumerate(self.calibration):
+                told[str(place)] = questions.conduct(step, str(place), self._outputs(state), told)
+        except (FailedSurvey, ValueError) as error:
+            log.error("nothing is calibrated: %s", error)
+            return state
+        return replace(state, told=told)
+
+    def _value(self, state: Deployed) -> float:
+        """Return the number that the method's predictor tunes, chosen once for a state by a survey; NaN where there is none.
+
+        Raises:
+            ValueError: No client has validation data, or no candidate gives finite predictions.
+            FailedSurvey: The survey was given up.
+        """
+        predictor = state.algorithm.predictor
+        if predictor is None or not needs_validation(state.algorithm):
+            return float("nan") if (value := without_data(state.algorithm)) is None else value
+        if state.round not in self.values:
+            found = self._questions(state).conduct(Tuning(predictor), TUNING, self._outputs(state), {})
+            self.values[state.round] = float(found["value"])
+        return self.values[state.round]
+
     def evaluate(self, state: Deployed) -> Deployed:
         """Send the model to every client, which stores its own and predicts; the means of the clients' measures go into the history."""
-        predictor, value, self.evaluated = state.algorithm.predictor, float("nan"), state.round
+        self.evaluated = state.round
         self.network.roster.look(self.grid)
-        if predictor is not None and predictor.grid:
-            try:
-                value = predictor.grid[0] if len(predictor.grid) == 1 else self._tuned(state)
-            except ValueError as error:
-                log.warning("nothing is predicted: %s", error)
-                return state
+        try:
+            value = self._value(state)
+        except (FailedSurvey, ValueError) as error:
+            log.warning("nothing is predicted: %s", error)
+            return state
         found: dict[str, list[float]] = {}
         each: dict[int, dict[str, float]] = {}
-        told = orders(state, np.arange(state.clients), set(), self._named(state), value=value, tolerant=self.admission.skips)
+        about: dict[str, Any] = {"value": value, "tolerant": self.admission.skips, "told": state.told}
+        told = orders(state, np.arange(state.clients), set(), self._named(state), **about)
         for client, reply in self.network.ask("evaluate", told, group="evaluate"):
             if isinstance(reply, Failure):
                 log.warning("%s did not predict: %s", self.network.roster.called(client), reply.reason)
                 continue
-            for split, prefix in PREFIXES.items():
+            for split, prefix in (*PREFIXES.items(), (CALIBRATED, CALIBRATED)):
                 for name, measured in records.measures(reply, split).items():
                     found.setdefault(f"{prefix}_{name}", []).append(measured)
-            if _shares(reply) and (own := records.measures(reply, "test")):
+            if _shares(reply) and (own := records.measures(reply, CALIBRATED) or records.measures(reply, "test")):
                 each[client] = own
         if found:
             last = state.history.rows[-1]
@@ -293,38 +372,6 @@ class _Run:
             log.info("evaluation: %s", ", ".join(f"{k} {v:.4g}" for k, v in last.items() if k in found))
             state = replace(state, measures=dict(sorted(each.items())))
         return state
-
-    def _tuned(self, state: Deployed) -> float:
-        """Choose the number that the method's predictor tunes, by sums over the clients' validation data.
-
-        Raises:
-            ValueError: No client has scored the candidates, or no candidate gives finite predictions.
-        """
-        predictor = state.algorithm.predictor
-        assert predictor is not None
-        shape = 1 + len(predictor.grid), len(predictor.grid)
-        total, examples = torch.zeros(shape, dtype=torch.float64), 0
-        asked = np.array([client for client, n in sorted(self.network.roster.validation.items()) if n])
-        wanted = {"scores": (shape, torch.float64)}
-        told = orders(state, asked, set(), self._named(state), tolerant=self.admission.skips)
-        for client, reply in self.network.ask("evaluate.tune", told, group="tune"):
-            try:
-                if isinstance(reply, Failure):
-                    raise records.RecordError(reply.reason)
-                tensors = records.unpack(reply, "scores", records.setting(reply, "digest", str), most=records.most_bytes(wanted))
-                shapes = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
-                if shapes != wanted:
-                    raise records.RecordError(f"it sent {shapes}, not {wanted}")
-                if bool((tensors["scores"].isnan() | tensors["scores"].isneginf()).any() or tensors["scores"][0].isposinf().all()):
-                    raise records.RecordError("its scores are not numbers")
-            except records.RecordError as error:
-                log.warning("%s has no part in tuning %s: %s", self.network.roster.called(client), predictor.tunes, error)
-                continue
-            total += tensors["scores"]
-            examples += self.network.roster.validation[client]
-        if not examples:
-            raise ValueError(f"no client has scored the candidates for {predictor.tunes}")
-        return choose(predictor, total, examples)
 
     def save(self, state: Deployed) -> None:
         """Write a checkpoint, if there is a folder for them."""

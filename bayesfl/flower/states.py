@@ -8,6 +8,7 @@ A name is the number of rounds and the server's session, `000004-1f6f0c9a`. A se
 which a client still does for the session before is never mistaken for work of the present one.
 """
 
+import contextlib
 import os
 import re
 from collections.abc import Collection, Mapping
@@ -64,8 +65,10 @@ class States:
         self.folder.mkdir(mode=0o700, exist_ok=True)  # readable by its owner alone: personal models
 
     def clean(self) -> None:
-        """Remove temporary files that a killed process has left."""
+        """Remove temporary files that a killed process has left, and predictions that were kept for surveys."""
         remove_leftovers(self.folder, ".safetensors")
+        for file in self.folder.glob("survey-*.safetensors"):
+            file.unlink(missing_ok=True)
 
     def write(self, round: int, session: str, rows: Mapping[str, Any]) -> None:
         """Store the state after `round` rounds, completely or not at all."""
@@ -117,3 +120,16 @@ class States:
     def write_predictions(self, round: int, tensors: Mapping[str, Tensor]) -> None:
         """Store the predictions of the personal model after `round` rounds."""
         checkpoint.write(self.folder, {"round": round}, tensors, name="predictions.safetensors")
+
+    def write_kept(self, split: str, made_by: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Store predictions of a split, by which the client answers surveys, and what made them."""
+        checkpoint.write(self.folder, {"made_by": made_by}, tensors, name=f"survey-{split}.safetensors")
+
+    def read_kept(self, split: str, made_by: Mapping[str, Any]) -> dict[str, Tensor] | None:
+        """Return the stored predictions of a split; None where there are none, or where something else made them."""
+        if not (file := self.folder / f"survey-{split}.safetensors").is_file():
+            return None
+        with contextlib.suppress(checkpoint.CheckpointError):
+            meta, tensors = checkpoint.read_file(file)
+            return tensors if meta.get("made_by") == made_by else None
+        return None

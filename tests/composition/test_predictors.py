@@ -15,7 +15,7 @@ from bayesfl.base.random import Purpose, generator
 from bayesfl.composition.predictors import GRID, LinearisedLaplace
 from bayesfl.data import FederatedData
 from bayesfl.evaluation.predictions import Predictions
-from bayesfl.federation import predict
+from bayesfl.federation import predict, tuning
 from bayesfl.likelihoods import Bernoulli, Gaussian
 from bayesfl.posteriors import Laplace
 from bayesfl.posteriors.linearised import nll
@@ -136,8 +136,10 @@ def test_draws_are_a_link(held: FederatedData, model: nn.Module):
     assert result.tuned == GRID[largest_alike(losses.sum(1), losses @ losses.T, losses.shape[1])]
     local, ids = result.local(held.to(dtype=torch.float64).train), np.arange(held.clients)
     done = local.finetuned(ids, result.state.received(method, ids), result.round)
-    sums = predict.scores(local, done, held.validation.to(dtype=torch.float64), round=result.round)
-    assert_close(sums, torch.cat([losses.sum(1)[None], losses @ losses.T]), atol=1e-6, rtol=1e-6)
+    asked = tuning.candidates(local, done, held.validation.to(dtype=torch.float64), round=result.round)
+    sums = {name: t.sum(0) for name, t in tuning.Tuning(method.predictor).ask({}, asked).items()}
+    assert_close(sums["nll"], losses.sum(1), atol=1e-6, rtol=1e-6)
+    assert_close(sums["products"], losses @ losses.T, atol=1e-6, rtol=1e-6)
 
 
 def test_the_number_is_chosen_on_all_validation_data(held: FederatedData, model: nn.Module):

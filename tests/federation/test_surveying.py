@@ -160,8 +160,35 @@ def test_regression_has_intervals(tmp_path: Path):
     y, mask = data.test.padded_labels()
     inside = ((found.lower[..., 0] <= y) & (y <= found.upper[..., 0]))[mask]
     assert 0.65 < float(inside.double().mean()) < 0.95
-    assert found.summary(data.test) == plain.predict().summary(data.test)
+    summary, before = found.summary(data.test), plain.predict().summary(data.test)
+    assert {name: summary[name] for name in before} == before
+    each = [(found.lower[j, : mask[j].sum(), 0], found.upper[j, : mask[j].sum(), 0], y[j, mask[j]]) for j in range(4)]
+    assert summary["coverage"] == pytest.approx(np.mean([float(((lo <= t) & (t <= up)).double().mean()) for lo, up, t in each]), abs=1e-12)
+    assert summary["width"] == pytest.approx(np.mean([float((up - lo).double().mean()) for lo, up, _ in each]), abs=1e-6)
+    assert found.table(data.test)["width"][2] == pytest.approx(float((each[2][1] - each[2][0]).double().mean()), abs=1e-6)
     served.client(1).save(tmp_path / "client")
     x, _ = data.test.client(1)
     assert_close(bf.load_client(tmp_path / "client", method).predict(x).lower, found.client(1).lower)
     assert dataclasses.replace(served, steps=()).predict().lower is None
+
+
+def test_sets_have_the_names_of_classes(tmp_path: Path):
+    """The most probable class first; of a client's file, too; numbers where classes have no names."""
+    x = np.random.default_rng(0).normal(size=(300, 3)).astype(np.float32)
+    y, names = np.abs(x).argmax(1), ["cold", "flu", "none"]
+    data = bf.data.from_arrays([x[i::3] for i in range(3)], [y[i::3] for i in range(3)], class_names=names, calibration=0.3, seed=0)
+    method = bf.algorithms.fedavg(bf.models.mlp(3, hidden=8, outputs=3), epochs=2)
+    served = run(method, data, rounds=3, evaluate_every=None).calibrate(Conformal(level=0.8))
+    found = served.predict()
+    named = found.named_sets()
+    assert [len(rows) for rows in named] == data.test.counts.tolist()
+    for i, row in enumerate(named[1]):
+        assert set(row) == {data.class_names[c] for c in range(3) if found.sets[1, i, c]}
+        assert not row or row[0] == data.class_names[int((found.probs[1, i] * found.sets[1, i]).argmax())]
+    assert len({row for rows in named for row in rows}) > 3
+    served.client(1).save(tmp_path)
+    assert bf.load_client(tmp_path, method).predict(data.test.client(1)[0]).named_sets() == named[1]
+    plain = dataclasses.replace(found, class_names=None).client(1)
+    assert plain.named_sets()[0] == tuple(data.class_names.index(name) for name in named[1][0])
+    with pytest.raises(ValueError, match=r"there are no sets: .*Conformal"):
+        dataclasses.replace(found, sets=None).named_sets()

@@ -33,13 +33,13 @@ def grid_of(algorithm: bf.Algorithm, clients: FederatedData, folder: Path, **opt
     def data_of(context: Any) -> FederatedData:
         return clients.select([int(context.node_config["client-id"])])
 
-    app = client_app(algorithm, data_of, engine=bf.Engine(workers=1))
+    app = client_app(algorithm, data_of, engine=bf.Engine(workers=1), calibration=options.pop("calibration", ()))
     nodes = options.pop("nodes", range(100, 100 + clients.clients))
     return LocalGrid(dict.fromkeys(nodes, app), folder, **{"ids": {node: client for client, node in enumerate(nodes)}, **options})
 
 
 def deploy(algorithm: bf.Algorithm, clients: FederatedData, folder: Path, grid: LocalGrid | None = None, **options: Any) -> Deployed:
-    grid = grid or grid_of(algorithm, clients, folder)
+    grid = grid or grid_of(algorithm, clients, folder, calibration=options.get("calibration", ()))
     return serve(grid, algorithm, clients=clients.clients, **{**OPTIONS, "timeout": 5.0, **options})
 
 

@@ -58,7 +58,7 @@ def test_no_order_is_for_another(tmp_path: Path):
     deploy(algorithm, clients, tmp_path, grid, rounds=1)
     orders = {message.metadata.message_type: message for message in grid.sent if message.metadata.dst_node_id == 100}
     assert orders.pop("query")
-    assert orders.keys() == {"train", "evaluate", "evaluate.tune"}
+    assert orders.keys() == {"train", "evaluate", "evaluate.survey"}
     for order in orders.values():
         with pytest.raises(Refused, match=r"client 0\b.*client 1\b.*client-id"):
             grid.apps[101](order, grid.context(101))

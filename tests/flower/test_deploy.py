@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.testing import assert_close
 
 import bayesfl as bf
@@ -54,7 +55,7 @@ def hangs(net: loopback.Loopback, folder: Path, name: str) -> Path:
 
 
 def assert_the_simulation(net: loopback.Loopback, name: str, folder: Path, *, rounds: int = 3, **options: Any) -> Deployed:
-    """That a run's server and its clients' predictions are those of the simulation."""
+    """That a run's server and its clients' predictions, calibrated where they are, are those of the simulation."""
     algorithm = task.method(name)
     found = load(folder, algorithm)
     told = bf.simulate(
@@ -62,11 +63,16 @@ def assert_the_simulation(net: loopback.Loopback, name: str, folder: Path, *, ro
     )
     assert found.round == rounds
     assert_close(flatten(found.server), flatten(told.server), atol=1e-6, rtol=0)
+    told = told.calibrate(*task.steps(name))
     expected = told.predict()
+    for one, other in zip(found.steps, told.steps, strict=True):
+        assert_close(dict(one.told), dict(other.told), atol=1e-6, rtol=0)
     for client in range(task.CLIENTS):
         (file,) = net.folder.glob(f"states/client-{client}*/{found.experiment}/client-{client}/predictions.safetensors")
         _, predicted = checkpoint.read_file(file)
         assert_close(predicted["probs"], expected.client(client).probs, atol=1e-6, rtol=0)
+        if expected.sets is not None:
+            assert torch.equal(predicted["sets"], expected.client(client).sets)
     return found
 
 

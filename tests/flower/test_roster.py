@@ -109,7 +109,7 @@ def test_a_node_whose_inputs_are_made_otherwise_is_named(
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("validation", "x"), ("validation", -5), ("n", 0), ("n", 2.5), ("name", ""), ("name", "x" * 201), ("name", 7)]
+    ("key", "value"), [("splits", "x"), ("task", 5), ("outputs", "x"), ("n", 0), ("n", 2.5), ("name", ""), ("name", "x" * 201), ("name", 7)]
 )
 def test_a_greeting_is_checked_before_it_counts(
     key: str, value: Any, model: nn.Module, clients: FederatedData, tmp_path: Path, monkeypatch: Any, caplog: pytest.LogCaptureFixture

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import bayesfl as bf
+from bayesfl.base.protocols import Tensors
 from bayesfl.base.trees import flatten
 from bayesfl.composition.predictors import LinearisedLaplace, Mixture
 from bayesfl.data import FederatedData
 from bayesfl.federation import checkpoint
 from bayesfl.federation.faults import KINDS, Fault
-from bayesfl.federation.predict import choose as chosen
 from bayesfl.federation.settings import Settings
+from bayesfl.federation.tuning import Tuning
 from bayesfl.flower import BadClients, Deployed, client_app, load, records, serve, server_app
 from tests.cases import CASES, Case, burst_by_fine_tuning, federation, with_batch_norm
 from tests.flower.grid import LocalGrid
@@ -341,14 +342,14 @@ def test_honest_clients_of_any_size(model: nn.Module, tmp_path: Path):
 @pytest.mark.parametrize("mixed", [False, True], ids=["one model", "a mixture"])
 def test_a_tuned_number_is_the_simulations(mixed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A predictive precision, FedSI's or FedEM's components', from sums over the clients' validation data, which are the simulation's."""
-    sums: list[tuple[Tensor, int]] = []
+    sums: list[Tensors] = []
 
-    def choose(predictor: Any, total: Tensor, examples: int) -> float:
-        sums.append((total.clone(), examples))
-        return chosen(predictor, total, examples)
+    def solve(survey: Tuning, told: Tensors, total: Tensors) -> tuple[Tensors, bool]:
+        sums.append(dict(total))
+        return chosen(survey, told, total)
 
-    monkeypatch.setattr("bayesfl.federation.predict.choose", choose)
-    monkeypatch.setattr("bayesfl.flower.server.choose", choose)
+    chosen = Tuning.solve
+    monkeypatch.setattr(Tuning, "solve", solve)
     algorithm, clients = tuned()
     if mixed:
         each = Mixture("components", "pi", each=LinearisedLaplace(structure="diagonal"))
@@ -360,10 +361,10 @@ def test_a_tuned_number_is_the_simulations(mixed: bool, tmp_path: Path, monkeypa
     for client in range(4):
         assert_close(predictions(found, tmp_path, client)["probs"], expected.client(client).probs, atol=1e-6, rtol=0)
     assert found.history["tuned"][-1] == told.tuned
-    (over, examples), (within, known) = sums
+    over, within = sums
     assert_close(over, within, atol=1e-6, rtol=0)
-    assert examples == known == clients.validation.counts.sum()
-    assert over.std() > 0
+    assert over["n_examples"] == clients.validation.counts.sum()
+    assert over["nll"].std() > 0 == over["n_broken"].sum()
     bare = bf.data.concept_drift("digits", clients=4, seed=0)
     with pytest.raises(ValueError, match=r"predictive_precision .*no client"):
         deploy(algorithm, bare, tmp_path / "bare", rounds=2)
@@ -422,8 +423,8 @@ def test_a_server_app_runs_what_it_was_given(model: nn.Module, clients: Federate
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "bad",
-    [lambda t: t * float("nan"), lambda t: t - float("inf"), lambda t: t + float("inf"), lambda t: t[:3], lambda t: t.float()],
-    ids=["nan", "-inf", "inf", "shape", "dtype"],
+    [lambda t: t * float("nan"), lambda t: t - float("inf"), lambda t: t + float("inf"), lambda t: t[None], lambda t: -t],
+    ids=["nan", "-inf", "inf", "shape", "negative counts"],
 )
 def test_scores_that_are_no_numbers(bad: Callable[[Tensor], Tensor], tmp_path: Path, caplog: pytest.LogCaptureFixture):
     """One client cannot end the run or make the choice; where nobody scores, nothing is predicted, and the models are kept."""
@@ -433,15 +434,15 @@ def test_scores_that_are_no_numbers(bad: Callable[[Tensor], Tensor], tmp_path: P
     liars: list[int] = [1]
 
     def alter(client: int, message: Message, reply: Message) -> Message:
-        if message.metadata.message_type != "evaluate.tune" or client not in liars:
+        if message.metadata.message_type != "evaluate.survey" or client not in liars:
             return reply
-        scores = records.unpack(reply.content, "scores", asked(reply, "digest"))["scores"]
-        reply.content["scores"], digest = records.pack({"scores": bad(scores)})
+        sums = records.unpack(reply.content, "answer", asked(reply, "digest"))
+        reply.content["answer"], digest = records.pack({name: bad(t) for name, t in sums.items()})
         return changed(reply, digest=digest)
 
     found = deploy(algorithm, clients, tmp_path, grid_of(algorithm, clients, tmp_path, alter=alter), rounds=1)
     assert found.history["tuned"][-1] in algorithm.predictor.grid
-    assert re.search(r"client 1 .*tuning", caplog.text)
+    assert re.search(r"client 1 .*Tuning", caplog.text)
     liars[:] = [0, 1, 2, 3]
     found = deploy(algorithm, clients, tmp_path, grid_of(algorithm, clients, tmp_path, alter=alter), rounds=1)
     assert "tuned" not in found.history.columns

@@ -13,7 +13,7 @@ from bayesfl.evaluation.surveys import Mine, Outputs, Put, Survey, conduct, toge
 
 
 @runtime_checkable
-class Step(Survey, Protocol):
+class Step(Survey[Mine], Protocol):
     """A survey whose result is applied to predictions."""
 
     def apply(self, told: Tensors, own: Tensors, mine: Mine) -> Predictions:

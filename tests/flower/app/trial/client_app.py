@@ -9,7 +9,7 @@ from flwr.clientapp import ClientApp
 
 from bayesfl.data import FederatedData
 from bayesfl.flower import client_app
-from trial.task import federation, method
+from trial.task import federation, method, steps
 
 app = ClientApp()
 
@@ -39,7 +39,8 @@ def misbehave(message: Message, context: Context) -> None:
 @app.query()
 def hello(message: Message, context: Context) -> Message:
     """Who it is."""
-    return client_app(method(str(context.run_config["method"])), load_data)(message, context)
+    name = str(context.run_config["method"])
+    return client_app(method(name), load_data, calibration=steps(name))(message, context)
 
 
 @app.train()
@@ -49,9 +50,9 @@ def train(message: Message, context: Context) -> Message:
     return hello(message, context)
 
 
-@app.evaluate("tune")
-def tune(message: Message, context: Context) -> Message:
-    """How good the candidates of what is tuned are."""
+@app.evaluate("survey")
+def survey(message: Message, context: Context) -> Message:
+    """Questions about its predictions."""
     return hello(message, context)
 
 

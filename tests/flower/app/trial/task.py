@@ -4,6 +4,7 @@ import torch
 
 import bayesfl as bf
 from bayesfl.data import FederatedData
+from bayesfl.evaluation.calibration import Bias, Conformal, Step, Temperature
 
 CLIENTS, SEED = 2, 3
 torch.set_num_threads(1)
@@ -21,6 +22,11 @@ def method(name: str) -> bf.Algorithm:
     return getattr(bf.algorithms, name)(model, batch_size=10, **options[name])
 
 
+def steps(name: str) -> tuple[Step, ...]:
+    """How its predictions are calibrated after training."""
+    return (Temperature(strength=5.0), Bias(), Conformal()) if name == "ditto" else ()
+
+
 def federation() -> FederatedData:
     """Two clients that mean different things by the same labels."""
-    return bf.data.concept_drift("digits", clients=CLIENTS, seed=0, validation=0.1)
+    return bf.data.concept_drift("digits", clients=CLIENTS, seed=0, validation=0.1, calibration=0.1)

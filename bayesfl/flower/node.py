@@ -1,0 +1,308 @@
+"""One client on its node: an algorithm's local work, its predictions, and what it keeps in its folder."""
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from bayesfl.base.checks import instance
+from bayesfl.base.protocols import Tensors
+from bayesfl.base.random import Stage
+from bayesfl.composition.algorithm import Algorithm
+from bayesfl.data import ClientData, FederatedData
+from bayesfl.engine import Engine
+from bayesfl.evaluation.calibration import Fitted, Step, apply
+from bayesfl.evaluation.history import CALIBRATED, PREFIXES
+from bayesfl.evaluation.own_measures import Measure, measured
+from bayesfl.evaluation.predictions import Predictions
+from bayesfl.evaluation.surveys import Mine, answers
+from bayesfl.federation import surveying
+from bayesfl.federation.admission import PROTOCOL
+from bayesfl.federation.client import Done, Local, Received, kept_phases
+from bayesfl.federation.client_model import of_client
+from bayesfl.federation.errors import called
+from bayesfl.federation.predict import of_chunk
+from bayesfl.federation.settings import FEDERATION
+from bayesfl.federation.tuning import Tuning, candidates
+from bayesfl.flower import records
+from bayesfl.flower.orders import TUNING, Order
+from bayesfl.flower.states import States
+
+log = logging.getLogger(__name__)
+
+
+class Refused(RuntimeError):
+    """An error raised when a client refuses a request; the server receives the reason."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """One client on its node.
+
+    Args:
+        id: The client's id, from 0.
+        algorithm: The method.
+        data: The data of this one client.
+        folder: The folder of its states.
+        engine: How it computes.
+        device: The device that computes.
+        shares: Whether the server may keep its measures as such.
+        measures: Measures beside the library's own.
+        calibration: Steps of calibration, as the server fits them.
+    """
+
+    id: int
+    algorithm: Algorithm
+    data: FederatedData
+    folder: str | os.PathLike[str]
+    engine: Engine
+    device: torch.device
+    shares: bool
+    measures: Mapping[str, Measure]
+    calibration: tuple[Step, ...]
+
+    @classmethod
+    def of(
+        cls,
+        context: Context,
+        load_data: Callable[[Context], FederatedData],
+        state_dir: str | os.PathLike[str] | None,
+        algorithm: Algorithm,
+        engine: Engine,
+        device: torch.device,
+        shares: bool,
+        measures: Mapping[str, Measure],
+        calibration: tuple[Step, ...],
+    ) -> "Node":
+        """Make the client that a node's configuration names.
+
+        Raises:
+            Refused: The configuration has no valid `client-id` or no folder for states, or the data are not those of one client.
+            TypeError: `load_data` returns no `FederatedData`.
+        """
+        node = context.node_config
+        id = node.get("client-id")
+        if type(id) is not int or id < 0:
+            raise Refused(
+                f"this node does not say which client it is: client-id must be a whole number >= 0, got {id!r}; start it with "
+                "--node-config 'client-id=0'"
+            )
+        folder = node.get("state-dir") if state_dir is None else state_dir
+        if not isinstance(folder, str | os.PathLike):
+            raise Refused("the client has no folder for its state: give client_app a state_dir, or the node state-dir in --node-config")
+        data = load_data(context)
+        instance("what load_data returns", data, FederatedData, FEDERATION)
+        if data.clients != 1:
+            raise Refused(f"load_data must return the data of one client, got {data.clients}; data.select([{id}]) takes one of many")
+        shares = shares or node.get("share-measures") is True
+        return cls(id, algorithm, data, folder, engine, device, shares, measures, calibration)
+
+    def examples(self, split: str) -> int:
+        """Return the number of examples in a split, 0 if there is no such split."""
+        return int(self.data.splits[split].counts.sum()) if split in self.data.splits else 0
+
+    def order(self, message: Message) -> Order:
+        """Return the server's request to this client.
+
+        Raises:
+            Refused: The request is for another client: this node was restarted with another id.
+        """
+        order = Order.of(message, self.device)
+        if order.client != self.id:
+            raise Refused(
+                f"the server takes this node for client {order.client}, and it says now that it is {called(self.id, self._names)}; start "
+                "each node with the client-id that it had, or start a new experiment"
+            )
+        return order
+
+    def train(self, order: Order) -> RecordDict:
+        """Do a round's local work, and return the reply; the new state is on disk before the reply is sent."""
+        received, local = self._received(order), self._local(order)
+        phases = None if order.sends else kept_phases(self.algorithm)
+        with self.engine.crew(self.device) as crew:
+            (done,) = crew.over([received], lambda got: local.run(Stage.TRAIN, self._ids, got, order.round, phases=phases))
+        views = done.views
+        if order.keeps:
+            states = self._states(order.experiment)
+            states.write(order.round + 1, order.sessions[-1], {key: views[key] for key in received.rows})
+            states.forget(order.round, named=order.named, sessions=order.sessions)
+        metrics = MetricRecord()
+        if order.sends and "nll" in done.info:
+            metrics["train_nll"] = float(done.info["nll"].double().mean())
+        config: dict[str, Any] = {"protocol": PROTOCOL, "round": order.round}
+        out: dict[str, Any] = {"metrics": metrics}
+        if order.sends:
+            sent = tree_map(lambda t: t[0], {**self.algorithm.sent(views), **self.algorithm.reported(views)})
+            out["up"], config["digest"] = records.pack(sent)
+        return RecordDict({**out, "config": ConfigRecord(config)})
+
+    def adapt(self, order: Order) -> RecordDict:
+        """Run the adaptation of a client that joins a federation trained without it; its state is then on disk."""
+        local, received = self._local(order), self._received(order)
+        with self.engine.crew(self.device) as crew:
+            (done,) = crew.over([received], lambda got: local.run(Stage.ADAPT, self._ids, got, order.round))
+        self._states(order.experiment).write(order.round, order.sessions[-1], {key: done.views[key] for key in received.rows})
+        return RecordDict({"config": ConfigRecord({"protocol": PROTOCOL, "round": order.round})})
+
+    def survey(self, order: Order) -> RecordDict:
+        """Answer a question of a survey by sums over this client's rows; zeros where it has none."""
+        survey = self._surveying(order.survey)
+        told = order.told.get(order.survey, {})
+        shapes = survey.shapes(told)
+        if not self.examples(survey.split):
+            found: Tensors = {name: torch.zeros(shape) for name, shape in shapes.items()}
+        else:
+            mine = self._candidates(order) if order.survey == TUNING else self._calibrated(order, survey.split, int(order.survey))
+            found = {name: t[0] for name, t in answers(survey, told, mine, shapes).items()}
+        record, digest = records.pack(found)
+        return RecordDict({"answer": record, "config": ConfigRecord({"protocol": PROTOCOL, "digest": digest})})
+
+    def _surveying(self, name: str) -> Any:
+        """Return the survey of that name.
+
+        Raises:
+            Refused: There is none.
+        """
+        if name == TUNING and self.algorithm.predictor is not None:
+            return Tuning(self.algorithm.predictor)
+        if name.isdecimal() and int(name) < len(self.calibration):
+            return self.calibration[int(name)]
+        raise Refused(f"the server asks for survey {name!r}, which this client does not have; ship the same app to both")
+
+    def _candidates(self, order: Order) -> Any:
+        local = self._local(order)
+        done = local.finetuned(self._ids, self._received(order), order.round)
+        return candidates(local, done, self._split("validation", order), round=order.round)
+
+    def _calibrated(self, order: Order, split: str, steps: int) -> Mine:
+        """Return what this client knows of itself on a split, as the first steps of calibration change it."""
+        mine = self._predicted(order, split)
+        for one in self._steps(order, steps):
+            mine = one.apply(mine)
+        return mine
+
+    def _steps(self, order: Order, steps: int) -> tuple[Fitted, ...]:
+        """Return the first steps of calibration by what was told of them, with this client's own parameters."""
+        told = [Fitted(step, order.told.get(str(place), {}), {}) for place, step in enumerate(self.calibration[:steps])]
+        return surveying.settled(told, {one.step.split: self._predicted(order, one.step.split) for one in told})
+
+    def _predicted(self, order: Order, split: str) -> Mine:
+        """Return what this client knows of itself on a split; predictions are made once, and kept in its folder.
+
+        Raises:
+            Refused: They are no longer in the folder, and the request has no model by which to make them.
+        """
+        if not self.examples(split):
+            return surveying.without_rows(self._predicted(order, next(s for s in self.data.splits if self.examples(s))))
+        labels, mask = (t.cpu() for t in self._of_one(split, order).padded_labels())
+        made_by = {
+            "model": list(order.model),
+            "state": [order.kept_in, order.base],
+            "run": [order.round, order.seed, str(order.dtype), order.tolerant, None if np.isnan(order.value) else order.value],
+            "labels": records.pack({"labels": labels})[1],
+        }
+        states = self._states(order.experiment)
+        if (found := states.read_kept(split, made_by)) is None:
+            if not order.whole:
+                raise Refused(f"this client's predictions for its split {split!r} are no longer in its folder")
+            local, value = self._local(order), None if np.isnan(order.value) else order.value
+            done = local.finetuned(self._ids, self._received(order), order.round)
+            [[(_, computed)]] = of_chunk(local, done, [self._split(split, order)], round=order.round, draws=None, value=value)
+            found = {name: t.cpu() for name, t in computed.items()}
+            states.write_kept(split, made_by, found)
+        tensors: dict[str, Any] = found
+        predictions = Predictions(mask=mask, labels=labels, likelihood=self.algorithm.likelihood, **tensors)
+        return Mine(predictions, self._ids, order.seed, order.round)
+
+    def evaluate(self, order: Order) -> RecordDict:
+        """Store the client's own model in its folder, and the predictions of its test data; the reply has the measures alone."""
+        local, value = self._local(order), None if np.isnan(order.value) else order.value
+        done = local.finetuned(self._ids, self._received(order), order.round)
+        steps = self._steps(order, len(self.calibration)) if order.calibrated else ()
+        self._keep_model(order, local, done, value, steps)
+        names = [name for name in PREFIXES if self.examples(name)]
+        parts = of_chunk(local, done, [self._split(name, order) for name in names], round=order.round, draws=None, value=value)
+        reply: dict[str, Any] = {}
+        for name, ((_, computed),) in zip(names, parts, strict=True):
+            found: dict[str, Any] = {key: t.cpu() for key, t in computed.items()}
+            mask = torch.ones(1, self.examples(name), dtype=torch.bool)
+            predictions, split = Predictions(mask=mask, likelihood=self.algorithm.likelihood, **found), self._of_one(name, order).to("cpu")
+            reply[name] = MetricRecord(dict(self._measures(predictions, split)))
+            if name == "test" and steps:
+                predictions = apply(steps, Mine(predictions, self._ids, order.seed, order.round))
+                reply[CALIBRATED] = MetricRecord(dict(self._measures(predictions, split)))
+            if name == "test":
+                kept = {key: t[0] for key, t in vars(predictions).items() if isinstance(t, Tensor) and key != "mask"}
+                self._states(order.experiment).write_predictions(order.round, kept)
+        return RecordDict({**reply, "config": ConfigRecord({"share": self.shares})})
+
+    def _measures(self, predictions: Predictions, split: ClientData) -> dict[str, float]:
+        """Return the library's measures of predictions that are sent, and the client's own."""
+        summary = predictions.summary(split)
+        known = {name: summary[name] for name in records.MEASURES if name in summary}
+        try:
+            known |= measured(self.measures, predictions, split, summary)
+        except Exception:  # of a user's own function; the library's measures are sent all the same
+            log.exception("the measures of one's own are left out")
+        return {name: value for name, value in known.items() if np.isfinite(value)}
+
+    def _keep_model(self, order: Order, local: Local, done: Done, value: float | None, steps: tuple[Fitted, ...]) -> None:
+        """Store the client's own model, which `bayesfl.load_client` reads; at its means where its covariance would take too much."""
+        view, train = tree_map(lambda t: t[0].clone(), done.views), dict(zip("xy", local.train.client(self.id), strict=True))
+        about: dict[str, Any] = {"name": self.name, "client": self.id, "data": self.data, "round": order.round, "steps": steps}
+        made = of_client(self.algorithm, done.given, view, train, seed=order.seed, value=value, **about)
+        folder = self._states(order.experiment).folder
+        try:
+            made.save(folder)
+        except ValueError as error:
+            log.warning("the model of this client is stored at the means of its beliefs alone: %s", error)
+            if steps:
+                log.warning("it is stored without its calibration, which was fitted to its full predictions")
+            replace(made, steps=()).save(folder, plug_in=True)
+
+    @property
+    def name(self) -> str:
+        """Return the client's name, as its data have it."""
+        return self.data.client_names[0]
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        """Return names for messages, of which this client's alone is known."""
+        return ("",) * self.id + (self.name,)
+
+    @property
+    def _ids(self) -> np.ndarray:
+        return np.array([self.id])
+
+    def _of_one(self, name: str, order: Order) -> ClientData:
+        return self.data.splits[name].to(self.device, order.dtype)
+
+    def _split(self, name: str, order: Order) -> ClientData:
+        """Return a split in which this client has its own id, which selects its random draws, and all other clients have no examples."""
+        split = self._of_one(name, order)
+        return replace(split, counts=np.append(np.zeros(self.id, np.int64), split.counts))
+
+    def clean(self, experiment: str) -> None:
+        """Remove temporary files that a killed process of this client has left."""
+        self._states(experiment).clean()
+
+    def _states(self, experiment: str) -> States:
+        return States(self.folder, experiment, self.id, self.name)
+
+    def _local(self, order: Order) -> Local:
+        train = self._split("train", order)
+        return Local(self.algorithm, self.engine, train, order.seed, order.rounds, order.tolerant, self._names)
+
+    def _received(self, order: Order) -> Received:
+        """Return what the server sent, with the private state that it names, [1, ...]."""
+        own = order.start
+        if order.base and order.keeps:
+            own = States(self.folder, order.kept_in, order.kept_as, self.name).read(order.base, now=order.experiment)
+        return Received(order.common, order.addressed, tree_map(lambda t: t.to(self.device), own))

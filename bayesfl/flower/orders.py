@@ -1,0 +1,159 @@
+"""The server's requests to its clients: as it writes them, and as a client reads them."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import ConfigRecord, Message, RecordDict
+from torch.utils._pytree import tree_map
+
+from bayesfl.base.protocols import Server, Tensors, View
+from bayesfl.base.trees import nest
+from bayesfl.federation.admission import PROTOCOL
+from bayesfl.federation.identity import fingerprint
+from bayesfl.federation.settings import DTYPES, name_of
+from bayesfl.flower import records
+from bayesfl.flower.deployed import Deployed
+
+TUNING = "tuning"
+"""The survey of the number that the method's predictor tunes; the steps of calibration are named by their places, `0` the first."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """A request of the server to one client.
+
+    Args:
+        client: The client's id.
+        experiment: The experiment's name.
+        round: Number of rounds done before.
+        rounds: Number of rounds of the run.
+        seed: The run's seed.
+        dtype: The run's precision.
+        sessions: Sessions of the servers that have run the experiment, the present one last.
+        base: The name of the state from which the client starts; empty for the initial one.
+        kept_in: The experiment under which the client keeps that state: this one, or one before.
+        kept_as: The client's id in that experiment.
+        named: Names of the states that may be asked for again.
+        keeps: Whether the method's clients have a private state.
+        sends: Whether the reply is gathered.
+        value: The number that was tuned; NaN for none.
+        tolerant: Whether the client predicts without its fine-tuning if that is not finite; always False for training.
+        survey: The survey that asks: `TUNING`, or a step's place; empty for another request.
+        model: Digests of the tensors for all clients and for this one, by which a client knows the predictions that it has kept.
+        common: What the server sends to every client.
+        addressed: What the server sends to this client alone, [1, ...].
+        start: The initial state, [1, ...], if the client starts from it; empty otherwise.
+        told: What a survey, or the steps of calibration, tell, by the survey's name.
+        whole: Whether the request has the model's tensors; further questions of a survey have not.
+        calibrated: Whether `told` is what the steps of calibration told at last.
+    """
+
+    client: int
+    experiment: str
+    round: int
+    rounds: int
+    seed: int
+    dtype: torch.dtype
+    sessions: list[str]
+    base: str
+    kept_in: str
+    kept_as: int
+    named: list[str]
+    keeps: bool
+    sends: bool
+    value: float
+    tolerant: bool
+    survey: str
+    model: tuple[str, str]
+    common: Server
+    addressed: View
+    start: View
+    told: Mapping[str, Tensors]
+    whole: bool
+    calibrated: bool
+
+    @classmethod
+    def of(cls, message: Message, device: torch.device | str) -> "Order":
+        """Read a request.
+
+        Raises:
+            RecordError: A setting or a tensor is missing, or damaged on its way.
+        """
+        content = message.content
+        asked: dict[str, Any] = {key: records.setting(content, key, str) for key in ("experiment", "base", "kept_in", "survey")}
+        asked |= {key: records.setting(content, key, bool) for key in ("keeps", "sends", "tolerant", "whole", "calibrated")}
+        asked |= {key: records.setting(content, key, int) for key in ("client", "round", "rounds", "seed", "kept_as")}
+        asked |= {key: [str(name) for name in records.setting(content, key, list)] for key in ("sessions", "named")}
+        asked["value"] = records.setting(content, "value", float)
+        asked["dtype"] = DTYPES[records.setting(content, "dtype", str)]
+        digests = {part: records.setting(content, f"{part}_digest", str) for part in ("common", "own", "told")}
+        there = {part: bool(digest) if part == "told" else asked["whole"] for part, digest in digests.items()}
+        parts = {part: nest(records.unpack(content, part, digests[part])) for part in digests if there[part]}
+        common, own = (tree_map(lambda t: t.to(device), parts.get(part, {})) for part in ("common", "own"))
+        model = digests["common"], digests["own"]
+        return cls(model=model, common=common, told=parts.get("told", {}), **{"addressed": {}, "start": {}, **own}, **asked)
+
+
+def orders(
+    state: Deployed,
+    ids: np.ndarray,
+    senders: set[int],
+    kept: Collection[tuple[str, ...]],
+    *,
+    value: float = float("nan"),
+    tolerant: bool = False,
+    survey: str = "",
+    told: Mapping[str, Tensors] = {},
+    whole: bool = True,
+) -> dict[int, RecordDict]:
+    """Make the server's request to each of some clients; the tensors that all receive are the same bytes.
+
+    Args:
+        state: The federation.
+        ids: The clients [C].
+        senders: The clients whose replies are gathered.
+        kept: For each state of the server that may be asked for again its `base`: the names of the clients' states, a tuple of J.
+        value: The number that was tuned; NaN for none.
+        tolerant: Whether a client whose fine-tuning is not finite predicts without it.
+        survey: As of `Order`.
+        told: As of `Order`.
+        whole: As of `Order`.
+
+    Returns:
+        The message to each client, by its id.
+    """
+    common, addressed = state.algorithm.share(state.server, torch.from_numpy(ids))
+    shared, digest = records.pack(common)
+    telling, told_digest = records.pack(told) if told else (None, "")
+    everyone: dict[str, Any] = {
+        "protocol": PROTOCOL,
+        "algorithm": fingerprint(state.algorithm, state.calibration),
+        "experiment": state.experiment,
+        "sessions": list(state.sessions),
+        "round": state.round,
+        "rounds": state.settings.rounds,
+        "seed": state.settings.seed,
+        "dtype": name_of(state.dtype),
+        "value": value,
+        "tolerant": tolerant,
+        "survey": survey,
+        "whole": whole,
+        "calibrated": bool(told) and not survey,
+        "keeps": bool(state.start),
+        "common_digest": digest,
+        "told_digest": told_digest,
+    }
+    found: dict[int, RecordDict] = {}
+    for place, client in enumerate(ids.tolist()):
+        kept_at = state.place(client)
+        start = {} if kept_at.base else tree_map(lambda t: t[None], state.initial(kept_at.experiment))
+        own, digest = records.pack({"addressed": tree_map(lambda t, i=place: t[i : i + 1], addressed), "start": start})
+        named = sorted({state.base[client], *(names[client] for names in kept)} - {""})
+        config = {**everyone, "client": client, "named": named, "sends": client in senders, "own_digest": digest}
+        config |= {"base": kept_at.base, "kept_in": kept_at.experiment, "kept_as": kept_at.client}
+        content = {"config": ConfigRecord(config), **({"common": shared, "own": own} if whole else {})}
+        found[client] = RecordDict(content if telling is None else {**content, "told": telling})
+    return found

@@ -1,0 +1,110 @@
+"""Surveys over a network: questions to the nodes, with one cohort for each survey, which begins again where a client of it is lost."""
+
+import logging
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import RecordDict
+
+from bayesfl.base.protocols import Tensors
+from bayesfl.evaluation.surveys import Outputs, Survey, checked, conduct
+from bayesfl.federation.admission import Admission
+from bayesfl.federation.errors import BadClients, FailedSurvey
+from bayesfl.flower import records
+from bayesfl.flower.network import Network
+from bayesfl.flower.post import Failure
+
+log = logging.getLogger(__name__)
+RESTARTS = 3
+"""How often a survey begins again because a client of its cohort did not answer."""
+
+
+class LostClients(RuntimeError):
+    """An error raised when a question has fewer answers than the survey needs."""
+
+
+@dataclass(frozen=True)
+class Questions:
+    """The questions of one server after training.
+
+    The first question of a survey brings the model, by which a client predicts once; those that answer are the survey's cohort. Further
+    questions go to them alone, without the model.
+
+    Args:
+        network: The connection to the clients.
+        admission: Whether a client that does not answer stops the run, and how many answers are needed.
+        request: Makes the messages to some clients, as `orders` does of a state.
+    """
+
+    network: Network
+    admission: Admission
+    request: Callable[..., Mapping[int, RecordDict]]
+
+    def conduct(self, survey: Survey[Any], name: str, outputs: Outputs, before: Mapping[str, Tensors]) -> Tensors:
+        """Conduct a survey among the clients that have rows in its split, and return what was told at last.
+
+        Args:
+            survey: The survey.
+            name: Its name in messages.
+            outputs: What is predicted.
+            before: What the surveys before it told at last, by their names.
+
+        Raises:
+            ValueError: As by `bayesfl.evaluation.surveys.conduct`.
+            BadClients: A client does not answer, or wrongly, and bad clients stop the run.
+            FailedSurvey: Clients were lost each of the times that it began.
+        """
+        for left in range(RESTARTS, -1, -1):
+            try:
+                return conduct(survey, _Asked(self, survey, name, before), outputs)
+            except LostClients as error:
+                if not left:
+                    raise FailedSurvey(
+                        f"{type(survey).__name__} is given up after it began {1 + RESTARTS} times: {error}; start the server again, with "
+                        "its folder of checkpoints, when the clients are back"
+                    ) from error
+                log.warning("%s begins again: %s", type(survey).__name__, error)
+        raise AssertionError
+
+
+class _Asked:
+    """How the questions of a survey that has begun are put."""
+
+    def __init__(self, questions: Questions, survey: Survey[Any], name: str, before: Mapping[str, Tensors]) -> None:
+        self._questions, self._survey, self._name, self._before = questions, survey, name, before
+        self._cohort: list[int] | None = None
+
+    def __call__(self, told: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
+        network, first = self._questions.network, self._cohort is None
+        if first:
+            network.roster.look(network.grid)
+        asked = self._cohort if self._cohort is not None else network.roster.having(self._survey.split)
+        telling = {**self._before, self._name: told}
+        messages = self._questions.request(np.array(asked, np.int64), survey=self._name, told=telling, whole=first)
+        found = dict(self._answers(messages, shapes))
+        least = self._questions.admission.min_clients
+        if first and len(found) < least:
+            raise LostClients(f"{len(found)} clients answered and {least} are needed (min_clients)")
+        if missing := [network.roster.called(client) for client in self._cohort or () if client not in found]:
+            raise LostClients(f"{', '.join(missing)} did not answer a further question")
+        self._cohort = sorted(found)
+        return {name: torch.stack([found[client][name] for client in self._cohort]).sum(0) for name in shapes}
+
+    def _answers(self, messages: Mapping[int, RecordDict], shapes: Mapping[str, tuple[int, ...]]) -> Collection[tuple[int, Tensors]]:
+        """Return the clients that answered, and how; of others say why not."""
+        out, network = [], self._questions.network
+        most = records.most_bytes({name: (shape, torch.float64) for name, shape in shapes.items()})
+        for client, reply in network.ask("evaluate.survey", messages, group=f"survey-{self._name}"):
+            try:
+                if isinstance(reply, Failure):
+                    raise records.RecordError(reply.reason)
+                tensors = records.unpack(reply, "answer", records.setting(reply, "digest", str), most=most)
+                out.append((client, checked(tensors, shapes, "its answer")))
+            except ValueError as error:
+                if not self._questions.admission.skips:
+                    raise BadClients(f"{network.roster.called(client)} has no part in a survey: {error}") from error
+                log.warning("%s has no part in %s: %s", network.roster.called(client), type(self._survey).__name__, error)
+        return out

@@ -1,0 +1,217 @@
+"""Calibration over a network: the simulation's, to the nodes' own parameters; clients that are lost on the way; who is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord, Message
+from torch import Tensor
+from torch.testing import assert_close
+
+import bayesfl as bf
+from bayesfl.data import FederatedData
+from bayesfl.evaluation.calibration import Bias, Conformal, Temperature
+from bayesfl.federation import checkpoint
+from bayesfl.federation.result import Result
+from bayesfl.flower import BadClients, Deployed, load, node
+from tests.flower.made import asked, deploy, grid_of, simulated, waits
+
+STEPS = (Temperature(strength=5.0), Bias(), Conformal(score="aps", shrink=5.0))
+
+
+@pytest.fixture(scope="module")
+def parted() -> FederatedData:
+    return bf.data.dirichlet("digits", clients=4, alpha=0.5, validation=0.2, calibration=0.2, seed=1, max_size=120)
+
+
+@pytest.fixture(scope="module")
+def method(parted: FederatedData) -> bf.Algorithm:
+    return bf.algorithms.fedavg(bf.models.mlp(parted.inputs, hidden=8, outputs=10), epochs=5, batch_size=20, lr=0.1)
+
+
+def kept(folder: Path, found: Deployed, client: int) -> Path:
+    return folder / f"node-{100 + client}" / found.experiment / f"client-{client}"
+
+
+def surveys(grid: Any) -> list[Message]:
+    return [message for message in grid.sent if message.metadata.message_type == "evaluate.survey"]
+
+
+def assert_as(found: Deployed, told: Result) -> None:
+    """What the steps told is the simulation's: the temperature nearly, counts exactly."""
+    for one, other in zip(found.steps, told.steps, strict=True):
+        for name, t in other.told.items():
+            assert_close(one.told[name], t, atol=0 if name == "counts" else 1e-9, rtol=0)
+
+
+def test_calibration_is_the_simulations(parted: FederatedData, method: bf.Algorithm, tmp_path: Path):
+    """Temperature, counts, own parameters, sets, and the measures; the clients' files predict with them."""
+    told = simulated(method, parted).calibrate(*STEPS)
+    expected = told.predict()
+    grid = grid_of(method, parted, tmp_path, calibration=STEPS)
+    found = deploy(method, parted, tmp_path, grid, calibration=STEPS, checkpoint=tmp_path / "server")
+    assert_as(found, told)
+    assert_as(load(tmp_path / "server", method), told)
+    for j in range(4):
+        _, tensors = checkpoint.read_file(kept(tmp_path, found, j) / "predictions.safetensors")
+        assert_close(tensors["probs"], expected.client(j).probs, atol=1e-9, rtol=0)
+        assert torch.equal(tensors["sets"], expected.client(j).sets)
+        model = bf.load_client(kept(tmp_path, found, j), method)
+        assert_close(model.steps[0].own["temperature"], told.steps[0].own["temperature"][j : j + 1], atol=1e-8, rtol=0)
+        assert torch.equal(model.predict(parted.test.client(j)[0]).sets, expected.client(j).sets)
+    last, summary = found.history[-1], expected.summary(parted.test)
+    assert last["calibrated_nll"] == pytest.approx(summary["nll"], abs=1e-8)
+    assert last["personal_nll"] == pytest.approx(simulated(method, parted).predict().summary(parted.test)["nll"], abs=1e-8)
+    assert last["calibrated_coverage"] == pytest.approx(summary["coverage"], abs=1e-12)
+    assert last["calibrated_set_size"] == pytest.approx(summary["set_size"], abs=1e-12)
+
+
+def test_a_client_predicts_once(parted: FederatedData, method: bf.Algorithm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The first question brings the model, further ones have numbers alone; predictions of a split are made once."""
+    made: list[int] = []
+    real = node.of_chunk
+
+    def counted(local: Any, done: Any, splits: Any, **options: Any) -> Any:
+        made.extend(int(split.counts.sum()) for split in splits)
+        return real(local, done, splits, **options)
+
+    monkeypatch.setattr(node, "of_chunk", counted)
+    grid = grid_of(method, parted, tmp_path, calibration=STEPS)
+    deploy(method, parted, tmp_path, grid, calibration=STEPS)
+    names = ("validation", "calibration", "test", "validation")  # for the surveys, then to be measured
+    assert sorted(made) == sorted(int(n) for name in names for n in parted.splits[name].counts)
+    whole = [asked(message, "whole") for message in surveys(grid)]
+    assert sum(whole) == 2 * 4 < len(whole)  # two surveys ask, of four clients each
+    for message in surveys(grid):
+        sizes = {name: sum(len(a.data) for a in r.values()) for name, r in message.content.items() if isinstance(r, ArrayRecord)}
+        assert ("common" in sizes) == asked(message, "whole")
+        assert sizes["told"] < 30_000
+
+
+def test_a_survey_begins_again(parted: FederatedData, method: bf.Algorithm, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """A client that is lost at a further question; asked again from the start, it answers."""
+    lost: list[int] = []
+
+    def alter(client: int, message: Message, reply: Message) -> Message | None:
+        if message.metadata.message_type == "evaluate.survey" and client == 2 and not asked(message, "whole") and not lost:
+            lost.append(client)
+            return None
+        return reply
+
+    grid = grid_of(method, parted, tmp_path, calibration=STEPS, alter=alter)
+    admission = bf.Admission("skip")
+    found = deploy(method, parted, tmp_path, grid, calibration=STEPS, admission=admission, timeout=0.5)
+    assert lost
+    assert "Temperature begins again: client 2 did not answer" in caplog.text
+    assert_as(found, simulated(method, parted).calibrate(*STEPS))
+
+
+def test_kept_predictions_that_are_gone(
+    parted: FederatedData, method: bf.Algorithm, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    """A node whose folder was emptied between two questions says so, and is asked from the start."""
+    real, gone = node.States.read_kept, []
+
+    def forgets(states: Any, split: str, made_by: Any) -> dict[str, Tensor] | None:
+        found = real(states, split, made_by)
+        if found is not None and not gone:
+            return gone.append(split)
+        return found
+
+    monkeypatch.setattr(node.States, "read_kept", forgets)
+    found = deploy(method, parted, tmp_path, calibration=STEPS, admission=bf.Admission("skip"))
+    assert gone == ["validation"]
+    assert "no longer in its folder" in caplog.text
+    assert_as(found, simulated(method, parted).calibrate(*STEPS))
+
+
+def test_a_client_that_was_away_settles_later(parted: FederatedData, method: bf.Algorithm, tmp_path: Path):
+    """The cohort is those that answered; another one predicts by what they told, with parameters of its own."""
+
+    def alter(client: int, message: Message, reply: Message) -> Message | None:
+        return None if message.metadata.message_type == "evaluate.survey" and client == 0 else reply
+
+    grid = grid_of(method, parted, tmp_path, calibration=STEPS, alter=alter)
+    found = deploy(method, parted, tmp_path, grid, calibration=STEPS, admission=bf.Admission("skip"), timeout=0.5)
+    assert found.told["2"]["counts"].sum() == parted.splits["calibration"].counts[1:].sum()
+    model = bf.load_client(kept(tmp_path, found, 0), method)
+    assert int(model.steps[2].own["n_scores"].sum()) == parted.splits["calibration"].counts[0]
+    assert model.predict(parted.test.client(0)[0]).sets is not None
+
+
+def test_a_survey_is_given_up(parted: FederatedData, method: bf.Algorithm, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """After four losses the run ends without calibration, and says so; a later server fits what is missing."""
+
+    def alter(client: int, message: Message, reply: Message) -> Message | None:
+        further = message.metadata.message_type == "evaluate.survey" and not asked(message, "whole")
+        return None if further and client == 2 else reply
+
+    options: dict[str, Any] = {"calibration": STEPS, "admission": bf.Admission("skip"), "timeout": 0.3, "checkpoint": tmp_path / "server"}
+    grid = grid_of(method, parted, tmp_path, calibration=STEPS, alter=alter)
+    found = deploy(method, parted, tmp_path, grid, **options)
+    assert "nothing is calibrated: Temperature is given up after it began 4 times" in caplog.text
+    assert caplog.text.count("Temperature begins again") == 3
+    assert found.told == {}
+    assert found.steps == ()
+    assert "calibrated_nll" not in found.history.columns
+    assert bf.load_client(kept(tmp_path, found, 1), method).steps == ()
+    again = deploy(method, parted, tmp_path, **{**options, "timeout": 5.0})
+    assert_as(again, simulated(method, parted).calibrate(*STEPS))
+    grid = grid_of(method, parted, tmp_path, calibration=STEPS)
+    more = deploy(method, parted, tmp_path, grid, **options)
+    assert not surveys(grid)  # what was told is in the checkpoint
+    assert_as(more, simulated(method, parted).calibrate(*STEPS))
+    other = (Conformal(),)
+    assert_as(deploy(method, parted, tmp_path, **{**options, "calibration": other}), simulated(method, parted).calibrate(*other))
+
+
+def test_a_missing_answer_may_stop_the_run(parted: FederatedData, method: bf.Algorithm, tmp_path: Path):
+    def alter(client: int, message: Message, reply: Message) -> Message | None:
+        return None if message.metadata.message_type == "evaluate.survey" and client == 2 else reply
+
+    grid = grid_of(method, parted, tmp_path, calibration=STEPS, alter=alter)
+    with pytest.raises(BadClients, match="client 2 has no part in a survey"):
+        deploy(method, parted, tmp_path, grid, calibration=STEPS, admission=bf.Admission("stop"), timeout=0.3)
+
+
+def test_steps_are_part_of_the_fingerprint(parted: FederatedData, method: bf.Algorithm, tmp_path: Path, monkeypatch: Any, caplog: Any):
+    """Nodes with other steps, or none, are refused before anything is trained."""
+    for own in ((), (Temperature(), Bias(), Conformal(shrink=7.0))):
+        grid = grid_of(method, parted, tmp_path, calibration=own)
+        caplog.clear()
+        waits(grid, monkeypatch, algorithm=method, clients=4, rounds=1, calibration=STEPS)
+        assert "another method or calibration" in caplog.text
+        assert not [message for message in grid.sent if message.metadata.message_type == "train"]
+
+
+@pytest.mark.parametrize(
+    ("steps", "words"),
+    [
+        ([Conformal(split="later")], "Conformal reads the split 'later', and no client has rows in it"),
+        ([Temperature, Bias()], "steps must be steps"),
+        ("Temperature", "must be a list"),
+    ],
+)
+def test_steps_that_do_not_fit(steps: Any, words: str, parted: FederatedData, method: bf.Algorithm, tmp_path: Path):
+    with pytest.raises((ValueError, TypeError), match=words):
+        deploy(method, parted, tmp_path, calibration=steps)
+
+
+def test_regressions_have_intervals(tmp_path: Path):
+    """Of numbers: a temperature is refused before training; intervals are the simulation's, and a client without rows has some."""
+    x = np.random.default_rng(0).normal(size=(240, 3)).astype(np.float32)
+    y = x.sum(1) + np.random.default_rng(1).normal(size=240).astype(np.float32)
+    made = bf.data.from_arrays([x[i::4] for i in range(4)], [y[i::4] for i in range(4)], validation=0.2, calibration=0.3, task="regression")
+    algorithm = bf.algorithms.fedavg(bf.models.mlp(3, hidden=4, outputs=1), likelihood=bf.likelihoods.Gaussian(1.0), epochs=1)
+    with pytest.raises(ValueError, match="Temperature changes probabilities of classes"):
+        deploy(algorithm, made, tmp_path / "refused", calibration=[Temperature()])
+    steps = [Conformal(level=0.8)]
+    told = simulated(algorithm, made).calibrate(*steps)
+    found = deploy(algorithm, made, tmp_path, calibration=steps)
+    assert_as(found, told)
+    for j in range(4):
+        _, tensors = checkpoint.read_file(kept(tmp_path, found, j) / "predictions.safetensors")
+        assert_close(tensors["lower"], told.predict().client(j).lower, atol=1e-9, rtol=0)
+    assert found.history[-1]["calibrated_coverage"] > 0.5
