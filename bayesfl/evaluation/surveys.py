@@ -12,6 +12,7 @@ network. Answers are summed in float64 in the order of the clients' ids, so that
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import numpy as np
@@ -60,6 +61,26 @@ class Mine:
     ids: np.ndarray
     seed: int = 0
     round: int = 0
+
+    @cached_property
+    def logits(self) -> Tensor:
+        """Return log probabilities in float64 [J, N, O], or [J, N, T, O], finite in rows of examples and 0 in others.
+
+        Probabilities below the smallest normal number of their type count as that number.
+
+        Raises:
+            ValueError: What is predicted has no classes, or a prediction for an example is not finite.
+        """
+        return _logits(self.predictions)
+
+    @cached_property
+    def labelled(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return logits [J, N, O], labels [J, N] and the mask of examples, each place with a label of its own an example.
+
+        Raises:
+            ValueError: The labels are not known, or as by `logits`.
+        """
+        return _labelled(self.predictions, self.logits)
 
     def uniform(self, phase: int) -> Tensor:
         """Draw a number within (0, 1) for every row, [J, N] in float64: the same for a client wherever it is computed.
@@ -194,3 +215,41 @@ def named_split(survey: Any) -> str:
     if not isinstance(survey, Survey) or isinstance(survey, type):
         raise TypeError(f"a survey has split, start, shapes, ask, solve and settle, got {survey!r}; see bayesfl.evaluation.surveys")
     return survey.split
+
+
+def _logits(predictions: Predictions) -> Tensor:
+    """Return log probabilities in float64 [J, N, O], or [J, N, T, O], finite in rows of examples and 0 in others.
+
+    Probabilities below the smallest normal number of their type count as that number.
+
+    Raises:
+        ValueError: These are no probabilities of classes, or one of an example is not finite.
+    """
+    probs, mask = predictions.probs, predictions.mask
+    if probs is None:
+        raise ValueError(
+            "this step changes probabilities of classes, and the predictions are of numbers, of which Conformal makes intervals"
+        )
+    inside = mask.reshape(*mask.shape, *[1] * (probs.dim() - 2)).cpu()
+    probs = probs.detach().cpu()
+    if bool((inside & ~probs.isfinite()).any()):
+        raise ValueError("predictions are not finite: the run diverged, lower its learning rate, or look at the inputs that were named")
+    logs = probs.double().clamp_min(torch.finfo(probs.dtype).tiny).log()
+    return torch.where(inside, logs.log_softmax(-1), 0.0)
+
+
+def _labelled(predictions: Predictions, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return these logits as [J, N, O], labels [J, N] and the mask of examples, each place with a label of its own an example.
+
+    Raises:
+        ValueError: The labels are not known, or as by `_logits`.
+    """
+    mask = predictions.mask.cpu()
+    if predictions.labels is None:
+        raise ValueError("the labels of these predictions are not known; predict a split of the federation, as result.predict(...) does")
+    labels = predictions.labels.cpu().long()
+    if logits.dim() == 4:
+        known = labels >= 0
+        logits, labels, mask = logits.flatten(1, 2), labels.where(known, 0).flatten(1), (mask.unsqueeze(-1) & known).flatten(1)
+        logits = torch.where(mask.unsqueeze(-1), logits, 0.0)
+    return logits, labels.masked_fill(~mask, 0), mask

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from bayesfl.base.protocols import Tensors
-from bayesfl.evaluation.calibration.steps import changed, labelled, logits_of
+from bayesfl.evaluation.calibration.steps import changed
 from bayesfl.evaluation.predictions import Predictions
 from bayesfl.evaluation.surveys import Mine, Outputs
 
@@ -15,6 +15,8 @@ _STEPS = 100
 _HALVINGS = 30
 _ENOUGH = 1e-10
 """Largest slope, in nats, at which Newton's steps end."""
+_ROUNDING = 1e-13
+"""Share of a loss that a step may seem to add to it, by floating-point error."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +58,7 @@ class Bias:
 
     def settle(self, told: Tensors, mine: Mine) -> Tensors:
         """Return every client's b_j, [J, O]."""
-        logits, labels, mask = labelled(mine.predictions)
+        logits, labels, mask = mine.labelled
         seen = torch.zeros(len(logits), logits.shape[-1], dtype=torch.float64).scatter_add_(1, labels, mask.double())
 
         def loss(b: Tensor) -> Tensor:
@@ -73,20 +75,17 @@ class Bias:
             # Of zero rows, as of padding, p p' adds nothing; within a client p is a row's probabilities, masked once.
             curvature = torch.diag_embed(probs.sum(1) + 1) - probs.mT @ probs
             step = torch.linalg.solve(curvature, slope.unsqueeze(-1)).squeeze(-1)
-            then = loss(b - step)
+            then, most = loss(b - step), now + _ROUNDING * (1 + now.abs())
             for _ in range(_HALVINGS):
-                if not (worse := then > now).any():
+                if not (worse := then > most).any():
                     break
                 step = torch.where(worse.unsqueeze(-1), step / 2, step)
                 then = loss(b - step)
-            better = then < now
-            if not better.any():
-                break
-            b, now = torch.where(better.unsqueeze(-1), b - step, b), torch.minimum(then, now)
+            b, now = b - step, then
         return {"bias": b}
 
     def apply(self, told: Tensors, own: Tensors, mine: Mine) -> Predictions:
         """Return predictions with softmax(log(probs) + b_j)."""
-        logits = logits_of(mine.predictions)
+        logits = mine.logits
         b = own["bias"]
         return changed(mine.predictions, logits + b.reshape(len(b), *[1] * (logits.dim() - 2), b.shape[-1]))

@@ -11,7 +11,6 @@ from torch import Tensor
 from bayesfl.base.checks import number
 from bayesfl.base.protocols import Tensors
 from bayesfl.evaluation.calibration.scores import Score, class_scores, intervals, largest_class_score, number_scores
-from bayesfl.evaluation.calibration.steps import labelled, logits_of
 from bayesfl.evaluation.predictions import Predictions
 from bayesfl.evaluation.surveys import Mine, Outputs
 
@@ -144,7 +143,7 @@ class Conformal:
         if given.probs is None:
             lower, upper = intervals(given, threshold[:, 0])
             return replace(given, lower=lower.to(_like(given)), upper=upper.to(_like(given)), level=self.level)
-        logits, inside = logits_of(given), given.mask.cpu()
+        logits, inside = mine.logits, given.mask.cpu()
         u = mine.uniform(1)
         if logits.dim() == 4:
             u, inside = u.unsqueeze(-1).expand(logits.shape[:-1]), inside.unsqueeze(-1).expand(logits.shape[:-1])
@@ -165,7 +164,7 @@ class Conformal:
             if not bool(scores.isfinite().all()):
                 raise ValueError("predictions or targets are not finite, or a variance is 0; look at the inputs that were named")
             return scores, torch.zeros_like(mask, dtype=torch.int64), mask
-        logits, labels, mask = labelled(given)
+        logits, labels, mask = mine.labelled
         u = mine.uniform(0)
         if logits.shape[1] != u.shape[1]:
             u = u.repeat_interleave(logits.shape[1] // u.shape[1], 1)

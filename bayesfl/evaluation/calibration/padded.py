@@ -86,7 +86,7 @@ def fit_temperature(
     pooled = scored.minimise(grid.new_zeros(1).clamp(grid[0], grid[-1]), grid.new_zeros(1), together=True)
     own = pooled.expand(len(mask))
     if strength < math.inf:
-        own = scored.minimise(own, strength * scored.information(own).sum() / mask.sum())
+        own = scored.minimise(own, strength * scored.slopes(own)[1].sum() / mask.sum())
     pooled, own = (t.exp().clamp(low, high) for t in (pooled, own))
     return FittedTemperature(float(pooled), own)
 

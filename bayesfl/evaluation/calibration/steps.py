@@ -73,44 +73,6 @@ def apply(steps: Sequence[Fitted], mine: Mine) -> Predictions:
     return mine.predictions
 
 
-def logits_of(predictions: Predictions) -> Tensor:
-    """Return log probabilities in float64 [J, N, O], or [J, N, T, O], finite in rows of examples and 0 in others.
-
-    Probabilities below the smallest normal number of their type count as that number.
-
-    Raises:
-        ValueError: These are no probabilities of classes, or one of an example is not finite.
-    """
-    probs, mask = predictions.probs, predictions.mask
-    if probs is None:
-        raise ValueError(
-            "this step changes probabilities of classes, and the predictions are of numbers, of which Conformal makes intervals"
-        )
-    inside = mask.reshape(*mask.shape, *[1] * (probs.dim() - 2)).cpu()
-    probs = probs.detach().cpu()
-    if bool((inside & ~probs.isfinite()).any()):
-        raise ValueError("predictions are not finite: the run diverged, lower its learning rate, or look at the inputs that were named")
-    logs = probs.double().clamp_min(torch.finfo(probs.dtype).tiny).log()
-    return torch.where(inside, logs.log_softmax(-1), 0.0)
-
-
-def labelled(predictions: Predictions) -> tuple[Tensor, Tensor, Tensor]:
-    """Return logits [J, N, O], labels [J, N] and the mask of examples, each place with a label of its own an example.
-
-    Raises:
-        ValueError: The labels are not known, or as by `logits_of`.
-    """
-    logits, mask = logits_of(predictions), predictions.mask.cpu()
-    if predictions.labels is None:
-        raise ValueError("the labels of these predictions are not known; predict a split of the federation, as result.predict(...) does")
-    labels = predictions.labels.cpu().long()
-    if logits.dim() == 4:
-        known = labels >= 0
-        logits, labels, mask = logits.flatten(1, 2), labels.where(known, 0).flatten(1), (mask.unsqueeze(-1) & known).flatten(1)
-        logits = torch.where(mask.unsqueeze(-1), logits, 0.0)
-    return logits, labels.masked_fill(~mask, 0), mask
-
-
 def changed(predictions: Predictions, logits: Tensor) -> Predictions:
     """Return predictions with the probabilities of these logits; their epistemic part is what it was."""
     assert predictions.probs is not None

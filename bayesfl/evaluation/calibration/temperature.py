@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bayesfl.base.checks import number
 from bayesfl.base.protocols import Tensors
-from bayesfl.evaluation.calibration.steps import changed, labelled, logits_of
+from bayesfl.evaluation.calibration.steps import changed
 from bayesfl.evaluation.predictions import Predictions
 from bayesfl.evaluation.surveys import Mine, Outputs
 
@@ -21,7 +21,9 @@ ENOUGH = 2e-16
 """Newton's steps end where g^2 <= ENOUGH n h: what is left to gain is far below the rounding of n examples' losses."""
 GRID = 61
 """Temperatures tried before the best is refined; each is 10 % above the one before."""
-_HALVINGS = 48
+_STEPS = 48
+_ENOUGH = 1e-13
+"""Largest change of log T at which Newton's steps, or halvings, for a client's own temperature end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +74,7 @@ class Temperature:
 
     def ask(self, told: Tensors, mine: Mine) -> Tensors:
         """Return slope and curvature of the clients' negative log likelihoods in beta, in nats, and two counts; sums over examples, [J]."""
-        logits, labels, mask = labelled(mine.predictions)
+        logits, labels, mask = mine.labelled
         probs = (told["beta"] * logits).softmax(-1)
         mean, true = (probs * logits).sum(-1), logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
         h = (probs * (logits - mean.unsqueeze(-1)).square()).sum(-1)
@@ -125,7 +127,7 @@ class Temperature:
         pooled = (1 / told["beta"]).expand(len(mine.ids))
         if self.strength == math.inf:
             return {"temperature": pooled.clone()}
-        logits, labels, mask = labelled(mine.predictions)
+        logits, labels, mask = mine.labelled
         logits = torch.where(mask.unsqueeze(-1), logits - logits.amax(-1, keepdim=True), 0.0)
         grid = torch.linspace(math.log(COLDEST), math.log(HOTTEST), GRID, dtype=torch.float64)
         scored = Tempered(logits.mT.contiguous(), labels, grid)
@@ -134,42 +136,44 @@ class Temperature:
 
     def apply(self, told: Tensors, own: Tensors, mine: Mine) -> Predictions:
         """Return predictions with softmax(log(probs) / T)."""
-        logits = logits_of(mine.predictions)
+        logits = mine.logits
         return changed(mine.predictions, logits / own["temperature"].reshape(-1, *[1] * (logits.dim() - 1)))
 
 
 @dataclass(frozen=True)
 class Tempered:
-    """Logits [J, O, N] and labels [J, N] as functions of log T [J], and a grid of values to try.
+    """Logits [J, O, N], whose largest of an example is 0, and labels [J, N] as functions of log T [J], and a grid of values to try.
 
     Logits are 0 in padded rows, which therefore add a constant to `nll` and 0 to the others. Classes come before examples because torch's
-    softmax over a few classes is several times slower along the last axis.
+    sums over a few classes are several times slower along the last axis.
     """
 
     logits: Tensor
     labels: Tensor
     grid: Tensor
 
-    def _at(self, log_t: Tensor) -> tuple[Tensor, Tensor]:
-        """Return logits / T, called u, of all classes [J, O, N] and of the true one [J, N]."""
-        u = self.logits * (-log_t).exp()[:, None, None]
-        return u, u.gather(1, self.labels[:, None])[:, 0]
+    @cached_property
+    def true(self) -> Tensor:
+        """Return the logits of the labels, summed over examples [J]."""
+        return self.logits.gather(1, self.labels[:, None]).sum((1, 2))
 
     def nll(self, log_t: Tensor) -> Tensor:
         """Compute the negative log likelihood of each client, summed over examples [J], in nats."""
-        u, true = self._at(log_t)
-        return (u.logsumexp(1) - true).sum(-1)
+        beta = (-log_t).exp()
+        # No largest logit has to be taken out, since it is 0, and in place: this is the costly part of a calibration.
+        return (self.logits * beta[:, None, None]).exp_().sum(1).log_().sum(-1) - self.true * beta
 
-    def slope(self, log_t: Tensor) -> Tensor:
-        """Compute the derivative of `nll` by log T [J]: u_y - E u, summed over examples."""
-        u, true = self._at(log_t)
-        return (true - (u.softmax(1) * u).sum(1)).sum(-1)
-
-    def information(self, log_t: Tensor) -> Tensor:
-        """Compute the Fisher information about log T [J]: the variance of u, summed over examples."""
-        u, _ = self._at(log_t)
-        p = u.softmax(1)
-        return (p * (u - (p * u).sum(1, keepdim=True)).square()).sum((1, 2))
+    def slopes(self, log_t: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute the derivative of `nll` by log T, u_y - E u for u = logits / T, and the Fisher information, Var u; sums [J]."""
+        beta = (-log_t).exp()
+        u = self.logits * beta[:, None, None]
+        e = u.exp()
+        total = e.sum(1)
+        e *= u
+        mean = e.sum(1) / total
+        e *= u
+        information = (e.sum(1) / total - mean.square()).sum(-1)
+        return self.true * beta - mean.sum(-1), information
 
     @cached_property
     def tried(self) -> Tensor:
@@ -177,10 +181,11 @@ class Tempered:
         return torch.stack([self.nll(g.expand(len(self.labels))) for g in self.grid], -1)
 
     def minimise(self, centre: Tensor, pull: Tensor, *, together: bool = False) -> Tensor:
-        """Return each client's log T [J] with the smallest nll + 1/2 pull (log T - centre)^2 within the grid, by search and bisection.
+        """Return each client's log T [J] with the smallest nll + 1/2 pull (log T - centre)^2 within the grid.
 
         With `together`, return one [1] for the sum of all clients' nll. The likelihood alone has one optimum (it is convex in 1 / T), but
-        with the quadratic term there may be several: hence the search. If the nll does not depend on T, the result is `centre`.
+        with the quadratic term there may be several: hence the grid, between whose neighbours Newton's steps, or halvings, go on. If the
+        nll does not depend on T, the result is `centre`.
         """
 
         def total(sums: Tensor) -> Tensor:
@@ -189,8 +194,15 @@ class Tempered:
         values = total(self.tried) + 0.5 * (pull * (self.grid[:, None] - centre).square()).T
         best = values.argmin(-1)
         low, high = self.grid[(best - 1).clamp_min(0)], self.grid[(best + 1).clamp_max(len(self.grid) - 1)]
-        for _ in range(_HALVINGS):
-            middle = (low + high) / 2
-            falls = total(self.slope(middle.expand(len(self.labels)))) + pull * (middle - centre) < 0
-            low, high = torch.where(falls, middle, low), torch.where(falls, high, middle)
-        return torch.where(values.amax(-1) == values.amin(-1), centre, (low + high) / 2)
+        now = self.grid[best]
+        for _ in range(_STEPS):
+            slope, information = (total(t) for t in self.slopes(now.expand(len(self.labels))))
+            curvature = information - slope + pull
+            slope = slope + pull * (now - centre)
+            low, high = torch.where(slope < 0, now, low), torch.where(slope < 0, high, now)
+            step = now - slope / curvature
+            then = torch.where((curvature > 0) & (step > low) & (step < high), step, (low + high) / 2)
+            moved, now = (then - now).abs().amax(), then
+            if moved <= _ENOUGH:
+                break
+        return torch.where(values.amax(-1) == values.amin(-1), centre, now)

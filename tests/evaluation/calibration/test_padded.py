@@ -95,7 +95,7 @@ def test_information_is_that_of_labels_drawn_from_the_model():
     step = 1e-4
     curvature = (expected(at + step) - 2 * expected(at) + expected(at - step)) / step**2
     tempered = temperature.Tempered(logits.T[None], q.argmax(-1)[None], torch.zeros(1))
-    assert float(tempered.information(torch.tensor([at]))) == pytest.approx(curvature, rel=1e-5)
+    assert float(tempered.slopes(torch.tensor([at]))[1]) == pytest.approx(curvature, rel=1e-5)
 
 
 def test_shrinkage_counts_in_examples():
