@@ -27,7 +27,8 @@ from bayesfl.composition import (
 from bayesfl.engine import Engine
 from bayesfl.evaluation import metrics
 from bayesfl.federation.admission import Admission
-from bayesfl.federation.client_model import ClientModel, load_client
+from bayesfl.federation.client_loading import load_client
+from bayesfl.federation.client_model import ClientModel
 from bayesfl.federation.comparison import compare
 from bayesfl.federation.errors import DivergenceError
 from bayesfl.federation.privacy import ClientPrivacy

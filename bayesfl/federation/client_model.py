@@ -9,32 +9,28 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
-from bayesfl.base.checks import instance, number, whole
+from bayesfl.base.checks import whole
 from bayesfl.base.copies import refuse_changed
-from bayesfl.base.files import folder
-from bayesfl.base.inputs import Shapes, as_tuples
+from bayesfl.base.inputs import Shapes
 from bayesfl.base.protocols import Batch, Fitted, Predictor, Server, StoredPredictor, Tensors, View
-from bayesfl.base.trees import shapes
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.predictors import Mixture
 from bayesfl.data import FederatedData
 from bayesfl.data.columns import Columns, warn_of_rows
 from bayesfl.data.frames import names_of, same_columns
 from bayesfl.data.outline import Outline
-from bayesfl.data.split import Change
 from bayesfl.data.tables import Table, is_frame
 from bayesfl.evaluation import calibration
+from bayesfl.evaluation.alarm import Alarm, Watched
 from bayesfl.evaluation.predictions import Predictions, broken
 from bayesfl.federation import checkpoint, predict, surveying
-from bayesfl.federation.client import State, private_rows
-from bayesfl.federation.client_files import FILE, now, only_file
-from bayesfl.federation.errors import CheckpointError
-from bayesfl.federation.form import Form, check_function
-from bayesfl.federation.identity import check_method, identity
+from bayesfl.federation.client_files import FILE, now
+from bayesfl.federation.form import Form
+from bayesfl.federation.identity import identity
 from bayesfl.federation.modules import module_at
-from bayesfl.federation.settings import DTYPES, METHOD, name_of, present
+from bayesfl.federation.settings import name_of
+from bayesfl.federation.watching import strangeness, watching
 
 VERSION = 3
 """The version of what a file of a client says beside its tensors; 1 had inputs of one tensor of floats, and no transform."""
@@ -118,26 +114,61 @@ class ClientModel:
                 them, another kind of numbers (whole ones for floats) or none (complex ones, text, dates, objects), or numbers that are not
                 finite; or tokens beyond an embedding's rows; or `draws` is not a whole number >= 0.
         """
+        made = self.uncalibrated(x, draws=draws)
+        if draws is not None:
+            surveying.check_draws(self.steps, draws)
+        return surveying.of_one(self.steps, made, self.client, self.seed, self.round)
+
+    def uncalibrated(self, x: Any, *, draws: int | None = None) -> Predictions:
+        """Predict as `predict` does, without the steps of calibration."""
         refuse_changed(self.algorithm.model)
+        if draws is not None:
+            whole("draws (None is the paper's number)", draws, least=0)
         if self.prepared is not None and is_frame(x):
             x, strange = self.prepared.applied(Table(x, "x"))
             warn_of_rows(strange)
         same_columns("x", names_of(x, pooled=True), self.columns)
         rows = self.form.split(x, self.inputs, dtype=self.dtype, device=self.device)
-        if draws is not None:
-            whole("draws (None is the paper's number)", draws, least=0)
-            surveying.check_draws(self.steps, draws)
         about: dict[str, Any] = {"client": self.client, "seed": self.seed, "round": self.round, "fitted": self._fitted, "value": self.value}
         found: dict[str, Any] = predict.alone(self.algorithm, self.view, rows, draws=0 if self.plug_in else draws, **about)
         if (bad := broken(found, axes=1)).any():
             warnings.warn(
                 f"the predictions of {self.name!r} for {int(bad.sum())} rows are not finite, the first is row {int(bad.nonzero()[0])}; "
                 "look at these inputs, at the transform or at the weights",
-                stacklevel=2,
+                stacklevel=3,
             )
         everyone = torch.ones(len(rows.y), dtype=torch.bool)
-        made = Predictions(mask=everyone, likelihood=self.algorithm.likelihood, **{name: t.cpu() for name, t in found.items()})
-        return replace(surveying.of_one(self.steps, made, self.client, self.seed, self.round), class_names=self.class_names)
+        about = {"likelihood": self.algorithm.likelihood, "class_names": self.class_names}
+        return Predictions(mask=everyone, **about, **{name: t.cpu() for name, t in found.items()})
+
+    def scores(self, x: Any, y: Any = None) -> np.ndarray:
+        """Return how strange rows are, [N], as `Alarm.see` takes it; the larger, the stranger.
+
+        Args:
+            x: Inputs, as of `predict`.
+            y: Their labels [N] or targets [N, O], of which the scores of `Conformal` are made; None for the epistemic uncertainty of the
+                predictions, which needs no labels.
+
+        Raises:
+            ValueError: As by `predict`; or the client's model has no conformal sets, `y` does not fit `x`, or there is no epistemic
+                uncertainty.
+        """
+        return strangeness(self, x, y)
+
+    def alarm(self, *, score: Watched = "labels", delta: float = 0.05) -> Alarm:
+        """Return an alarm for rows to come, which compares them with the client's calibration rows, and may be read after every one.
+
+        >>> watch = model.alarm()  # doctest: +SKIP
+        >>> watch.see(model.scores(x, y)).raised  # doctest: +SKIP
+
+        Args:
+            score: What it looks at: `labels`, how badly they fit, for `scores(x, y)`; or `epistemic` uncertainty, for `scores(x)`.
+            delta: Probability with which it may ever be raised although nothing has changed, in (0, 1).
+
+        Raises:
+            ValueError: The client's model has no conformal sets, the client has no calibration rows, or there is no epistemic uncertainty.
+        """
+        return watching(self, score, delta)
 
     def model(self) -> nn.Module:
         """Return the network at the means of the client's beliefs: a module of its own, in evaluation mode.
@@ -276,7 +307,7 @@ def of_client(
     """
     rule = algorithm.predictor
     predictor = None if rule is None else rule(algorithm, given, view, train or {})
-    names = _needed(algorithm) if rule is None or isinstance(rule, StoredPredictor) else view
+    names = needed(algorithm) if rule is None or isinstance(rule, StoredPredictor) else view
     kept = {key: view[key] for key in names}
     if isinstance(data, FederatedData):
         form = Form.of(data.train)
@@ -293,82 +324,12 @@ def of_client(
     return ClientModel(algorithm, name, client, kept, round, seed, value=value, predictor=predictor, steps=steps, **about)
 
 
-def load_client(
-    path: str | os.PathLike[str], algorithm: Algorithm, *, transform: Change | None = None, device: torch.device | str = "cpu"
-) -> ClientModel:
-    """Load one client's model, which `ClientModel.save` or a node of a deployed federation wrote; no data are needed.
-
-    Args:
-        path: The folder, or a folder in which only one client's models lie, as a node's folder of states, of which the one written last is
-            taken; the files say when that was, so that they may be copied.
-        algorithm: The method that made it, with the same options.
-        transform: The transform of the federation's data, of which the file holds a description and no code; None where it had none.
-        device: The device that is to hold it and to compute its predictions.
-
-    Raises:
-        TypeError: `algorithm` is no `Algorithm`, `transform` is no function, or `path` is neither text nor a path.
-        ValueError: The device is absent, or `path` is empty.
-        CheckpointError: There is no model of a client, or several clients', or several of which none says that it was written last; or the
-            file is damaged, or was made with another method or another transform, told by its code, see `FederatedData.hash`.
-
-    Warns:
-        UserWarning: The file was written under another version of Python, so that transforms are told by their names and numbers alone.
-    """
-    instance("algorithm", algorithm, Algorithm, METHOD)
-    file = only_file(folder("path", path))
-    meta, tensors = checkpoint.read_file(file, present(device))
-    try:
-        if meta["kind"] != "client" or meta["version"] not in range(1, VERSION + 1):
-            raise ValueError(f"it is a {meta['kind']} of version {meta['version']}, this version of bayesfl reads clients up to {VERSION}")
-        made_with, inputs = dict(meta["algorithm"]), as_tuples(meta["inputs"])
-        form = {"tensors": {"x": ("float32", inputs)}, "transform": None} if meta["version"] == 1 else meta["form"]
-        made_by = form["transform"]
-        made = ClientModel(
-            algorithm,
-            str(meta["name"]),
-            whole("client", meta["client"], least=0),
-            tensors["view"],
-            whole("round", meta["round"], least=0),
-            whole("seed", meta["seed"], least=0),
-            inputs,
-            Form.read(form, transform),
-            None if meta["class_names"] is None else tuple(meta["class_names"]),
-            None if meta["columns"] is None else tuple(map(str, meta["columns"])),
-            None if meta.get("prepared") is None else Columns.from_json(meta["prepared"]),
-            None if meta["value"] is None else number("value", meta["value"]),
-            bool(meta["plug_in"]),
-            steps=surveying.read(meta.get("steps", ()), tensors.get("steps", {})),
-            stored=tensors.get("stored", {}),
-        )
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise CheckpointError(f"{str(file)!r} is no client's model of this version: {type(error).__name__}, {error}") from error
-    check_method(f"{str(file)!r}", made_with, algorithm)
-    check_function(f"{str(file)!r}", "transform", made_by, transform)
-    try:
-        wanted, found = shapes(_start(algorithm, DTYPES[meta["dtype"]])), shapes(made.view)
-        if wrong := sorted(key for key in wanted.keys() | found.keys() if wanted.get(key) != found.get(key)):
-            raise ValueError(f"{wrong[0]} is {found.get(wrong[0], 'absent')}, not {wanted.get(wrong[0], 'absent')}")
-        if isinstance(algorithm.predictor, StoredPredictor) and not made.plug_in:
-            algorithm.predictor.restored(algorithm, made.view, made.stored)
-    except (KeyError, ValueError) as error:
-        raise CheckpointError(f"{str(file)!r} holds another model than the method has: {error}") from error
-    return made
-
-
 def needs_data(algorithm: Algorithm) -> bool:
     """Say whether a client needs its training data to predict: to fine-tune, or for the method's predictor."""
     rule = algorithm.predictor
     return bool(algorithm.finetune) or (rule is not None and getattr(rule, "needs_data", True))
 
 
-def _needed(algorithm: Algorithm) -> tuple[str, ...]:
+def needed(algorithm: Algorithm) -> tuple[str, ...]:
     """Return the names of the view's entries from which a client predicts."""
     return (*algorithm.whole(algorithm.parts), *getattr(algorithm.predictor, "reads", ()), "n")
-
-
-def _start(algorithm: Algorithm, dtype: torch.dtype) -> View:
-    """Return what one client predicts from before the first round, for its shapes."""
-    server = algorithm.init(1, dtype=dtype)
-    got = State(server, private_rows(algorithm, server, 1), 0).received(algorithm, np.zeros(1, np.int64))
-    views = algorithm.views(algorithm.given(got.common, 0, 1), got.addressed, got.rows, torch.ones(1, dtype=dtype))
-    return {key: tree_map(lambda t: t[0], views[key]) for key in _needed(algorithm)}

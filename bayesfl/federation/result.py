@@ -3,12 +3,11 @@
 import os
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from bayesfl.base.checks import instance, whole
 from bayesfl.base.copies import refuse_changed
@@ -19,6 +18,8 @@ from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import ClientData, FederatedData
 from bayesfl.data.outline import Outline, place
 from bayesfl.engine import Engine
+from bayesfl.evaluation.alarm import Alarm, Watched
+from bayesfl.evaluation.audit import Audit
 from bayesfl.evaluation.calibration import Fitted, Step, apply
 from bayesfl.evaluation.history import History
 from bayesfl.evaluation.predictions import Predictions
@@ -26,13 +27,15 @@ from bayesfl.evaluation.surveys import Mine, Outputs, Survey, conduct
 from bayesfl.federation import checkpoint, predict, surveying, tuning
 from bayesfl.federation.client import Local, State
 from bayesfl.federation.client_files import check_file_names
-from bayesfl.federation.client_model import ClientModel, needs_data, of_client
+from bayesfl.federation.client_model import ClientModel
 from bayesfl.federation.draws import to_arviz
 from bayesfl.federation.identity import identity
 from bayesfl.federation.joining import adapted
 from bayesfl.federation.modules import server_module
+from bayesfl.federation.serving import served_client, unadapted
 from bayesfl.federation.settings import Settings, name_of
 from bayesfl.federation.splits import check_split
+from bayesfl.federation.surveying import Groups
 
 
 class Chosen(NamedTuple):
@@ -122,7 +125,7 @@ class Result:
             ValueError: The data have no validation split, or no candidate gives finite predictions.
             DivergenceError: A client's fine-tuning is not finite, and `tolerant` is False.
         """
-        if (value := self._chosen) is not None:
+        if (value := self.known_value) is not None:
             return value
         if self.algorithm.predictor is None or len(self.algorithm.predictor.grid) < 2:
             return tuning.without_data(self.algorithm)
@@ -131,13 +134,13 @@ class Result:
             return tuning.tune(self.local(data.train), self.state, data, crew)
 
     @property
-    def _chosen(self) -> float | None:
+    def known_value(self) -> float | None:
         """Return the number of `chosen`, if it was chosen for the method's way of predicting."""
         return self.chosen.value if self.chosen and self.chosen.reading == reading(self.algorithm) else None
 
     def known_choice(self) -> Chosen | None:
         """Return `tuned` where there are data to tune on, otherwise `chosen`."""
-        if self._chosen is not None or isinstance(self.known, Outline):
+        if self.known_value is not None or isinstance(self.known, Outline):
             return self.chosen
         try:
             tuning.check_tunable(self.algorithm, self.data)
@@ -229,6 +232,37 @@ class Result:
         mine = replace(mine, predictions=apply(self.steps, mine))
         return conduct(survey, surveying.put_to(survey, mine, aggregation), self._outputs)
 
+    def audit(
+        self,
+        split: str = "test",
+        *,
+        by: Literal["client", "label"] = "client",
+        groups: Groups | None = None,
+        delta: float = 0.05,
+        aggregation: Any = None,
+    ) -> Audit:
+        """Audit the predictions by client, label or group: coverage, set sizes, accuracy and calibration error, with exact intervals.
+
+        It is a survey: of each unit the server learns counts and sums over all clients; by client they are each client's own.
+
+        Args:
+            split: The split that is predicted, which must have been used for nothing else.
+            by: What the rows of the table are.
+            groups: For each client the group of every row of its split, as text, numbers or truth values; or a function that makes these of
+                a client's inputs. The rows of the table are then these groups.
+            delta: Probability with which any of a column's intervals may miss, in (0, 1).
+            aggregation: How the clients' answers are added, as `SecureSum()`; None adds them openly.
+
+        Raises:
+            TypeError: The aggregation cannot add answers.
+            ValueError: There is no such split, `by` or `groups` does not fit, or `delta` is out of range.
+        """
+        return surveying.audited(self, split, by, groups, delta, aggregation)
+
+    def alarm(self, client: int | str, *, score: Watched = "labels", delta: float = 0.05) -> Alarm:
+        """Return an alarm for a client's rows to come, see `ClientModel.alarm`."""
+        return self.client(client).alarm(score=score, delta=delta)
+
     def adapt(self, novel: FederatedData) -> "Result":
         """Return the federation with clients never seen in training: their state starts from the server's and is adapted once.
 
@@ -259,39 +293,7 @@ class Result:
                 loaded without, or validation data to tune its predictor.
             DivergenceError: The client's fine-tuning is not finite, and `tolerant` is False.
         """
-        name = self.known.client_names[j := place(client, self.known.client_names)]
-        if isinstance(self.known, Outline) and needs_data(self.algorithm):
-            raise ValueError(
-                f"{name!r} needs its training data, for fine-tuning or for the method's predictor, and this result was loaded without "
-                "them; bf.load(path, algorithm, clients) loads it with them, bf.load_client reads a client's own file"
-            )
-        if isinstance(self.known, Outline):
-            (given, views), train, value = self._views(j), None, self._chosen
-        else:
-            local, ids = self.local(self.known.train.alone(j).to(self.device, self.dtype)), np.array([j])
-            done = local.finetuned(ids, self.state.received(self.algorithm, ids), self.round)
-            given, views, train, value = done.given, done.views, dict(zip("xy", local.train.client(j), strict=True)), self.tuned
-        view = tree_map(lambda t: t[0].clone(), views)
-        own = tuple(one.of(torch.tensor([j])) for one in self.steps)
-        about: dict[str, Any] = {
-            "steps": own,
-            "name": name,
-            "client": j,
-            "data": self.known,
-            "round": self.round,
-            "seed": self.settings.seed,
-            "value": value,
-        }
-        return of_client(self.algorithm, given, view, train, **about)
-
-    def _views(self, j: int) -> tuple[Server, View]:
-        """Return what client j received and its view before any phase, [1, ...]."""
-        refuse_changed(self.algorithm.model)
-        got = self.state.received(self.algorithm, np.array([j]))
-        given = self.algorithm.given(got.common, self.round, self.settings.rounds)
-        counts = self.known.counts if isinstance(self.known, Outline) else self.known.train.counts
-        count = torch.tensor([int(counts[j])], dtype=self.dtype, device=self.device)
-        return given, self.algorithm.views(given, got.addressed, got.rows, count)
+        return served_client(self, client)
 
     def save_clients(self, path: str | os.PathLike[str], *, plug_in: bool = False) -> None:
         """Write every client's model into a folder of its name in the folder `path`; `load_client` reads them.
@@ -340,7 +342,7 @@ class Result:
         """
         j = place(client, self.known.client_names)
         about = {"client": j, "draws": draws, "seed": self.settings.seed, "round": self.round}
-        return to_arviz(self.algorithm, self._views(j)[1], block, **about)
+        return to_arviz(self.algorithm, unadapted(self, j)[1], block, **about)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the state, the settings and the history into the folder `path`, from which `bf.load` reads them.
@@ -374,7 +376,7 @@ class Result:
             "tolerant": self.tolerant,
             "began": self.began,
             "steps": surveying.described([one.step for one in self.steps]),
-            "chosen": self.__dict__.get("tuned", self._chosen),
+            "chosen": self.__dict__.get("tuned", self.known_value),
             "history": self.history.rows,
             "algorithm": identity(self.algorithm),
             "data": self.known.hash,

@@ -2,19 +2,23 @@
 
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import torch
 
+from bayesfl.base.checks import probability
 from bayesfl.base.protocols import Tensors
 from bayesfl.data import ClientData
+from bayesfl.evaluation.audit import Audit, Counting, grouped
 from bayesfl.evaluation.calibration import Bias, Conformal, Fitted, Step, Temperature, apply
 from bayesfl.evaluation.predictions import Predictions
 from bayesfl.evaluation.surveys import Mine, Outputs, Put, Survey, answers, conduct, named_split, together
 
+Groups: TypeAlias = Sequence[Sequence[Any]] | Callable[[Any], Any]
+"""Groups of rows: for each client that of every row, or a function that makes these of a client's inputs."""
 STEPS: dict[str, type] = {kind.__name__: kind for kind in (Temperature, Bias, Conformal)}
 """Steps of calibration by their names in files."""
 
@@ -150,6 +154,40 @@ def of_one(steps: Sequence[Fitted], predictions: Predictions, client: int, seed:
     alone = {name: t.unsqueeze(0) for name, t in vars(predictions).items() if isinstance(t, torch.Tensor)}
     found = apply(steps, Mine(replace(predictions, **alone), np.array([client]), seed, round))
     return replace(found, **{name: t[0] for name, t in vars(found).items() if isinstance(t, torch.Tensor)})
+
+
+def audited(result: Any, split: str, by: str, groups: Groups | None, delta: float, aggregation: Any) -> Audit:
+    """Return the audit of a federation's predictions; see `Result.audit`.
+
+    Args:
+        result: The federation, a `Result`, whose module imports this one.
+        split: As of `Result.audit`.
+        by: As of `Result.audit`.
+        groups: As of `Result.audit`.
+        delta: As of `Result.audit`.
+        aggregation: As of `Result.audit`.
+
+    Raises:
+        TypeError: As by `Result.audit`.
+        ValueError: As by `Result.audit`.
+    """
+    probability("delta", delta, "that an interval of a column misses")
+    if by not in ("client", "label"):
+        raise ValueError(f"by must be 'client' or 'label', got {by!r}; of other groups pass groups=")
+    known = result.data
+    if groups is not None:
+        if by != "client":
+            raise ValueError("groups= has rows of its own in the table; leave by out")
+        rows = asked(Counting("group", (), split), known.splits)
+        each = [groups(rows.client(j)[0]) for j in range(known.clients)] if callable(groups) else groups
+        names, places = grouped(each, rows.counts)
+        survey = Counting("group", names, split, places)
+    elif by == "label":
+        survey = Counting("label", tuple(known.class_names or map(str, range(known.outputs))), split)
+    else:
+        survey = Counting("client", tuple(known.client_names), split)
+    levels = [one.step.level for one in result.steps if isinstance(one.step, Conformal)]
+    return survey.audit(result.survey(survey, aggregation=aggregation), level=levels[-1] if levels else None, delta=delta)
 
 
 def described(steps: Sequence[Step]) -> list[dict[str, Any]]:

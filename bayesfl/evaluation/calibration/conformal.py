@@ -22,6 +22,7 @@ POWERS = 64
 """Scores of numbers are counted up to each of so many powers of 2 first, from 2^-32, which gives the histogram its range."""
 _BEYOND = 0.1
 """Share of the scores that a set may miss, of which so much may lie beyond the histogram's range and counts as infinite."""
+_DECIMALS = 6
 _ROUNDING = 1e-9  # so that a rank is not rounded up where it would be whole but for floating-point error
 
 
@@ -128,14 +129,31 @@ class Conformal:
             raise ValueError(f"no client has an example in the split {self.split!r}: make the data with {self.split}=0.1")
 
     def settle(self, told: Tensors, mine: Mine) -> Tensors:
-        """Return the clients' thresholds, [J, G], infinite where a set holds everything, and the numbers of their own scores [J, G]."""
+        """Return the clients' thresholds, [J, G], infinite where a set holds everything, and the numbers of their own scores [J, G].
+
+        For alarms, which compare rows to come with these, also `scores` as of `scored` and `epistemic` of every row, [J, N], NaN for none.
+        """
         scores, group, mask = self._scores(mine)
         found, numbers = [], []
         for g in range(int(told["groups"])):
             own = mask & (group == g)
             found.append(thresholds(scores, own, told["edges"], told["counts"][g], level=self.level, shrink=self.shrink))
             numbers.append(own.sum(-1))
-        return {"threshold": torch.stack(found, -1), "n_scores": torch.stack(numbers, -1)}
+        kept = {"scores": self.scored(mine), "epistemic": doubt(mine)}
+        kept = {name: t.masked_fill(~mask, torch.nan) for name, t in kept.items()}
+        return {"threshold": torch.stack(found, -1), "n_scores": torch.stack(numbers, -1), **kept}
+
+    def scored(self, mine: Mine) -> Tensor:
+        """Return the scores of labels or targets, [J, N] in float64, by which an alarm compares rows; with u = 1/2 for those that draw.
+
+        Scores of classes are rounded: where a model is sure, floating-point error would otherwise decide which row is stranger, and rows
+        that are predicted one by one might have another error than calibration rows, which are predicted together.
+
+        Raises:
+            ValueError: Labels or targets are not known, or a prediction is not finite.
+        """
+        scores = self._scores(mine, torch.full(mine.predictions.mask.shape, 0.5, dtype=torch.float64))[0]
+        return scores if mine.predictions.probs is None else scores.round(decimals=_DECIMALS)
 
     def apply(self, told: Tensors, own: Tensors, mine: Mine) -> Predictions:
         """Return predictions with `sets` of classes, or with the ends of intervals as `lower` and `upper`."""
@@ -153,8 +171,8 @@ class Conformal:
             sets = sets.scatter(-1, probs.argmax(-1, keepdim=True), True)
         return replace(given, sets=sets & inside.unsqueeze(-1), level=self.level)
 
-    def _scores(self, mine: Mine) -> tuple[Tensor, Tensor, Tensor]:
-        """Return scores [J, N], the group of each, and which are of examples."""
+    def _scores(self, mine: Mine, u: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return scores [J, N], the group of each, and which are of examples; by draws u [J, N], or those of calibration rows."""
         given = mine.predictions
         if given.probs is None:
             if given.labels is None:
@@ -165,11 +183,17 @@ class Conformal:
                 raise ValueError("predictions or targets are not finite, or a variance is 0; look at the inputs that were named")
             return scores, torch.zeros_like(mask, dtype=torch.int64), mask
         logits, labels, mask = mine.labelled
-        u = mine.uniform(0)
+        u = mine.uniform(0) if u is None else u
         if logits.shape[1] != u.shape[1]:
             u = u.repeat_interleave(logits.shape[1] // u.shape[1], 1)
         scores = class_scores(self.score, logits.softmax(-1), u).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
         return scores.masked_fill(~mask, 0.0), labels if self.by == "label" else torch.zeros_like(labels), mask
+
+
+def doubt(mine: Mine) -> Tensor:
+    """Return the epistemic uncertainty of every row, [J, N] in float64, of classes rounded as `Conformal.scored`; NaN for none."""
+    found = mine.predictions.epistemic.cpu().flatten(1).double()
+    return found if mine.predictions.probs is None else found.round(decimals=_DECIMALS)
 
 
 def thresholds(scores: Tensor, mask: Tensor, edges: Tensor, counts: Tensor, *, level: float, shrink: float) -> Tensor:

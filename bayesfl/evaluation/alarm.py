@@ -1,0 +1,254 @@
+"""Alarms that may be read after every row: evidence that a client's new rows are unlike those on which its promises were made.
+
+Each new score is compared with the client's calibration scores and those seen since. If all are exchangeable, the conformal p-values
+
+    p_s = (#{i : s_i > s} + u #{i : s_i = s}) / (m + 1),
+
+of m scores before it, where both counts include s itself and u is uniform, are independent and uniform (Vovk, Gammerman and Shafer,
+"Algorithmic learning in a random world", 2005, theorem 8.2). Bets against that multiply a wealth that starts at 1,
+
+    E_t = 1/2 mean over lambda of prod_s (1 + lambda (1[p_s <= alpha] - alpha)) + 1/2 mean over eps of prod_s eps p_s^(eps - 1),
+
+the first on more misses than the promised alpha, the second on small p-values (Vovk, Nouretdinov and Gammerman, "Testing exchangeability
+on-line", ICML 2003). It is a martingale, so the probability that it ever reaches 1 / delta is at most delta (Ville), however often, and
+whenever, somebody looks.
+"""
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+from bayesfl.base.checks import number, probability
+from bayesfl.base.files import atomic_path
+from bayesfl.base.random import Purpose, generator
+
+Watched: TypeAlias = Literal["labels", "epistemic"]
+"""What an alarm looks at: how badly labels fit the predictions, or the predictions' epistemic uncertainty, which needs no labels."""
+STAKES = np.array([0.02, 0.05, 0.1, 0.2, 0.4, 0.8])
+"""What a bet on misses loses by a row that is no miss; lambda = stake / alpha."""
+POWERS = np.arange(1, 10) / 10
+"""The values of eps in the bets on small p-values."""
+_BLOCK = 512  # scores that are ranked among each other at once
+_VERSION = 1
+
+
+class Alarm:
+    """An alarm for the rows to come of one client; `see` takes their scores, and `raised` says whether it was ever raised.
+
+    >>> watch = Alarm([0.1, 0.2, 0.3], delta=0.05)
+    >>> watch.see([0.25, 0.15]).raised
+    False
+
+    Args:
+        reference: Scores of the client's calibration rows, [n]: the larger, the stranger.
+        alpha: Share of rows that the client's sets may miss, in (0, 1).
+        delta: Probability with which it may ever be raised although nothing has changed, in (0, 1).
+        seed: The run's seed; with `client` and `round` it gives the uniform draws that break ties.
+        client: The client's number.
+        round: Number of rounds done.
+
+    Raises:
+        ValueError: `alpha` or `delta` is out of range, or the reference is empty or not finite.
+    """
+
+    def __init__(self, reference: Any, *, alpha: float = 0.1, delta: float = 0.05, seed: int = 0, client: int = 0, round: int = 0) -> None:
+        self.alpha = probability("alpha", alpha, "that a set misses the truth")
+        self.delta = probability("delta", delta, "of a false alarm")
+        self._address = {"seed": seed, "client": client, "round": round}
+        self._sorted = np.sort(_scores("reference", reference))
+        if not len(self._sorted):
+            raise ValueError("reference is empty: an alarm compares new rows with the client's calibration rows, of which it has none")
+        self._wealth = np.zeros(len(STAKES) + len(POWERS))  # logarithms
+        self._seen = [np.empty((3, 0))]  # p-value, uniform draw and evidence of each row, in pieces
+        self._rows, self._last, self._first = 0, 1.0, None
+        self._block = -1, np.empty(0)
+
+    def __repr__(self) -> str:
+        said = f"raised after {self.raised_after} rows" if self.raised else "not raised"
+        return f"Alarm({self._rows} rows seen, evidence {self.evidence:.3g} of {1 / self.delta:g}; {said})"
+
+    @property
+    def evidence(self) -> float:
+        """Return E_t of all rows seen, >= 0; 1 before the first. This number alone is what a client sends to be merged."""
+        return self._last
+
+    @property
+    def raised(self) -> bool:
+        """Say whether the evidence has ever reached 1 / delta."""
+        return self._first is not None
+
+    @property
+    def raised_after(self) -> int | None:
+        """Return the number of rows after which the evidence first reached 1 / delta; None if it never did."""
+        return self._first
+
+    @property
+    def history(self) -> np.ndarray:
+        """Return the evidence E_t after every row seen, [t]."""
+        return self._kept()[2]
+
+    @property
+    def p(self) -> np.ndarray:
+        """Return the p-value of every row seen, [t]."""
+        return self._kept()[0]
+
+    @property
+    def uniforms(self) -> np.ndarray:
+        """Return the draw u of every row seen, [t]."""
+        return self._kept()[1]
+
+    def _kept(self) -> np.ndarray:
+        self._seen = [np.concatenate(self._seen, 1)]
+        return self._seen[0]
+
+    def see(self, scores: Any) -> "Alarm":
+        """Take the scores of new rows, in the order in which they came, and return the alarm itself.
+
+        Args:
+            scores: Scores as those of the reference, [n], or one of them, as `ClientModel.scores` gives.
+
+        Raises:
+            ValueError: A score is not finite, or there is more than one axis.
+        """
+        new = _scores("scores", scores)
+        for start in range(0, len(new), _BLOCK):
+            self._take(new[start : start + _BLOCK])
+        return self
+
+    def _take(self, new: np.ndarray) -> None:
+        m, u = len(self._sorted), self._uniform(self._rows, len(new))
+        earlier = np.tri(len(new), k=-1, dtype=bool)  # of each new score those that came before it
+        above = m - np.searchsorted(self._sorted, new, "right") + ((new[None] > new[:, None]) & earlier).sum(1)
+        up_to = np.searchsorted(self._sorted, new, "right") - np.searchsorted(self._sorted, new, "left")
+        equal = up_to + ((new[None] == new[:, None]) & earlier).sum(1) + 1
+        p = (above + u * equal) / (m + np.arange(len(new)) + 1)
+        bets = np.concatenate(
+            [
+                np.where((p <= self.alpha)[:, None], np.log1p(STAKES / self.alpha * (1 - self.alpha)), np.log1p(-STAKES)),
+                np.log(POWERS) + (POWERS - 1) * np.log(p)[:, None],
+            ],
+            1,
+        )
+        wealth = np.cumsum(np.concatenate([self._wealth[None], bets]), 0)[1:]
+        self._wealth = wealth[-1]
+        share = np.repeat([0.5 / len(STAKES), 0.5 / len(POWERS)], [len(STAKES), len(POWERS)])
+        with np.errstate(over="ignore"):
+            evidence = (np.exp(wealth) * share).sum(1)  # not a product of matrices, whose bits depend on the number of rows
+        self._sorted = np.insert(self._sorted, np.searchsorted(self._sorted, added := np.sort(new)), added)
+        reached = np.flatnonzero(evidence >= 1 / self.delta)
+        if self._first is None and len(reached):
+            self._first = self._rows + int(reached[0]) + 1
+        self._seen.append(np.stack([p, u, evidence]))
+        self._rows, self._last = self._rows + len(new), float(evidence[-1])
+
+    def _uniform(self, start: int, count: int) -> np.ndarray:
+        """Return the draws u of the scores from `start` on, within (0, 1): of each the same, however they come in pieces."""
+        found = []
+        while count:
+            block, place = divmod(start, _BLOCK)
+            if self._block[0] != block:
+                rng = generator(purpose=Purpose.SURVEY, phase=2, index=block, **self._address)
+                self._block = block, (rng.integers(0, 2**52, _BLOCK) + 0.5) / 2**52
+            found.append(self._block[1][place : place + count])
+            start, count = start + len(found[-1]), count - len(found[-1])
+        return np.concatenate(found)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the alarm's state into a file, completely or not at all; `Alarm.load` goes on from it to the same bits.
+
+        The file holds the scores of the client's rows, and stays with the client.
+        """
+        with atomic_path(path) as temporary, temporary.open("wb") as file:
+            numbers = {"alpha": self.alpha, "delta": self.delta, **self._address, "version": _VERSION}
+            arrays: dict[str, Any] = {name: np.asarray(value) for name, value in numbers.items()}
+            np.savez(file, sorted=self._sorted, wealth=self._wealth, seen=self._kept(), **arrays)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Alarm":
+        """Read an alarm that `save` wrote.
+
+        Raises:
+            FileNotFoundError: There is no such file.
+            ValueError: It is no alarm, or damaged.
+        """
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                found = {name: file[name] for name in file.files}
+            if int(found["version"]) != _VERSION:
+                raise ValueError(f"it is of version {int(found['version'])}")
+            address = {name: int(found[name]) for name in ("seed", "client", "round")}
+            made = cls(found["sorted"], alpha=float(found["alpha"]), delta=float(found["delta"]), **address)
+            made._wealth, seen = found["wealth"], found["seen"]
+            if made._wealth.shape != (len(STAKES) + len(POWERS),) or seen.ndim != 2 or len(seen) != 3 or seen.dtype != np.float64:
+                raise ValueError("its parts do not fit each other")
+            reached = np.flatnonzero(seen[2] >= 1 / made.delta)
+            made._seen, made._rows, made._first = [seen], seen.shape[1], int(reached[0]) + 1 if len(reached) else None
+            made._last = float(seen[2, -1]) if seen.shape[1] else 1.0
+        except FileNotFoundError:
+            raise
+        except Exception as error:  # bytes of any kind may raise anything
+            raise ValueError(f"{os.fspath(path)!r} is no alarm that this version can read: {type(error).__name__}, {error}") from error
+        return made
+
+
+class Merged:
+    """One alarm of several clients, of whose alarms it knows one number each: the mean of their evidence.
+
+    The mean of martingales is one, whatever they have in common, so the probability that it ever reaches 1 / `delta` is at most delta. A
+    product would be right for independent clients alone; an alarm wherever any client's evidence reaches 1 / delta is raised more often.
+
+    Args:
+        clients: The clients' names, fixed beforehand.
+        delta: Probability with which it may ever be raised although nothing has changed at any client, in (0, 1).
+
+    Raises:
+        ValueError: There is no client, or two have one name, or `delta` is out of range.
+    """
+
+    def __init__(self, clients: Sequence[str], *, delta: float = 0.05) -> None:
+        self.delta = probability("delta", delta, "of a false alarm")
+        self._last = dict.fromkeys(clients, 1.0)
+        if not self._last or len(self._last) < len(clients):
+            raise ValueError(f"clients must be one name or more, each once, got {list(clients)}")
+        self.history: list[float] = []
+
+    @property
+    def evidence(self) -> float:
+        """Return the mean over clients of the last evidence that each sent; a client that has sent none counts as 1."""
+        return math.fsum(self._last.values()) / len(self._last)
+
+    @property
+    def raised(self) -> bool:
+        """Say whether the mean has ever reached 1 / delta."""
+        return any(one >= 1 / self.delta for one in self.history)
+
+    def see(self, evidence: Mapping[str, float]) -> "Merged":
+        """Take what clients sent, `Alarm.evidence` by their names, and return the alarm itself; others keep what they sent last.
+
+        Raises:
+            ValueError: A client is unknown, or a number is negative or NaN.
+        """
+        if other := [name for name in evidence if name not in self._last]:
+            raise ValueError(f"{other[0]!r} is none of the clients {list(self._last)}, which are fixed beforehand")
+        if bad := [name for name, value in evidence.items() if not number(f"the evidence of {name!r}", value) >= 0]:
+            raise ValueError(f"the evidence of {bad[0]!r} must be >= 0, as Alarm.evidence is, got {evidence[bad[0]]}")
+        self._last |= {name: float(value) for name, value in evidence.items()}
+        self.history.append(self.evidence)
+        return self
+
+
+def _scores(name: str, scores: Any) -> np.ndarray:
+    """Return scores as an array [n] of float64.
+
+    Raises:
+        ValueError: They have more than one axis, or are not finite.
+    """
+    found = np.atleast_1d(np.asarray(scores, np.float64))
+    if found.ndim != 1:
+        raise ValueError(f"{name} must be one number for each row, got shape {list(found.shape)}")
+    if not np.isfinite(found).all():
+        raise ValueError(f"{name} must be finite; row {int(np.flatnonzero(~np.isfinite(found))[0])} is not")
+    return found

@@ -1,0 +1,261 @@
+"""Audits: what predictions keep of their promises, by client, label or group, with exact intervals."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bayesfl.base.checks import probability
+from bayesfl.base.protocols import Tensors
+from bayesfl.base.targets import IGNORE
+from bayesfl.evaluation.binomial import clopper_pearson, worst_by_chance
+from bayesfl.evaluation.surveys import Mine, Outputs
+
+BINS = 15
+"""Bins of confidence of the calibration error, as of `bayesfl.metrics.ece`."""
+Unit: TypeAlias = Literal["client", "label", "group"]
+
+
+@dataclass(frozen=True, eq=False)
+class Audit:
+    """What predictions keep of their promises, unit by unit.
+
+    Args:
+        by: What the units are: `client`, `label` or `group`.
+        units: Their names, G.
+        rows: Numbers of examples, [G].
+        level: The probability that sets or intervals promise; None where there are none.
+        delta: Probability with which any of the intervals of a column may miss.
+        held: Numbers of examples whose set or interval holds the truth, [G]; None where there are none.
+        size: Mean number of classes in a set, or mean width of an interval, [G]; None where there are none.
+        right: Numbers of right predictions, [G]; None for numbers.
+        ece: Expected calibration errors, [G]; None for numbers, and by label.
+        rmse: Roots of mean squared errors, [G]; None for classes, and for predictions without means.
+    """
+
+    by: Unit
+    units: tuple[str, ...]
+    rows: np.ndarray
+    level: float | None
+    delta: float
+    held: np.ndarray | None = None
+    size: np.ndarray | None = None
+    right: np.ndarray | None = None
+    ece: np.ndarray | None = None
+    rmse: np.ndarray | None = None
+
+    def __repr__(self) -> str:
+        return f"Audit({len(self.units)} {self.by}s, {int(self.rows.sum())} rows; below the promise: {list(self.below)})"
+
+    @property
+    def coverage(self) -> np.ndarray | None:
+        """Return the share of each unit's examples whose set or interval holds the truth, [G]; NaN without examples."""
+        return None if self.held is None else _share(self.held, self.rows)
+
+    @property
+    def accuracy(self) -> np.ndarray | None:
+        """Return the share of right predictions of each unit, [G]; NaN without examples."""
+        return None if self.right is None else _share(self.right, self.rows)
+
+    def intervals(self, counts: np.ndarray) -> np.ndarray:
+        """Return Clopper-Pearson intervals of shares, [G, 2], all of which hold together with a probability of at least 1 - `delta`.
+
+        Each has the probability delta / G to miss (Bonferroni), G the number of units that have examples.
+
+        Args:
+            counts: Numbers of examples of which something holds, [G], as `held` or `right`.
+        """
+        return clopper_pearson(counts, self.rows, self.delta / max(1, int((self.rows > 0).sum())))
+
+    @property
+    def below(self) -> tuple[str, ...]:
+        """Return the units whose coverage lies below the promise by more than chance explains: that have it above their whole interval."""
+        if self.held is None or self.level is None:
+            return ()
+        return tuple(name for name, high in zip(self.units, self.intervals(self.held)[:, 1], strict=True) if high < self.level)
+
+    @property
+    def worst_by_chance(self) -> float:
+        """Return the coverage that the worst unit would show on average if every one had exactly the promised one; NaN without sets."""
+        return float("nan") if self.level is None else worst_by_chance(self.rows, self.level)
+
+    def columns(self) -> dict[str, np.ndarray]:
+        """Return the audit as columns [G], ready for a data frame; a share's interval is in the columns with `_low` and `_high`."""
+        found: dict[str, np.ndarray] = {self.by: np.array(self.units), "rows": self.rows}
+        for name, counts in (("coverage", self.held), ("accuracy", self.right)):
+            if counts is not None:
+                low, high = self.intervals(counts).T
+                found |= {name: _share(counts, self.rows), f"{name}_low": low, f"{name}_high": high}
+        size = {"size": self.size} if self.right is not None else {"width": self.size}
+        return found | {name: t for name, t in {**size, "ece": self.ece, "rmse": self.rmse}.items() if t is not None}
+
+    def table(self) -> str:
+        """Return the audit as a text, with what chance alone would show beside it."""
+        columns = self.columns()
+        shown = {name: [_text(name, value) for value in values] for name, values in columns.items() if not name.endswith(("_low", "_high"))}
+        for name in ("coverage", "accuracy"):
+            if name in shown:
+                ends = zip(columns[f"{name}_low"], columns[f"{name}_high"], strict=True)
+                shown[name] = [f"{share}  {low:.2f} to {high:.2f}" for share, (low, high) in zip(shown[name], ends, strict=True)]
+        width = {name: max(len(name), *map(len, values)) if values else len(name) for name, values in shown.items()}
+        lines = ["  ".join(name.ljust(width[name]) for name in shown).rstrip()]
+        for row in zip(*shown.values(), strict=True):
+            lines.append("  ".join(t.ljust(w) if i == 0 else t.rjust(w) for i, (t, w) in enumerate(zip(row, width.values(), strict=True))))
+        return "\n".join([*lines, *self._said()])
+
+    def _said(self) -> list[str]:
+        units = int((self.rows > 0).sum())
+        said = [f"All intervals of a column hold together with probability {1 - self.delta:g}."]
+        if self.level is not None and units:
+            said += [
+                f"Promised: {self.level:g}. If all {units} {self.by}s had exactly that, the worst would read {self.worst_by_chance:.2f} on "
+                "average, by chance.",
+                f"Below the promise: {', '.join(self.below) or 'none'}.",
+            ]
+        return said
+
+
+@dataclass(frozen=True, eq=False)
+class Counting:
+    """The survey of an audit: counts and sums of every unit, added over clients.
+
+    Args:
+        by: What the units are.
+        units: Their names.
+        split: The split that is predicted.
+        groups: The unit of every row, [J, N], for clients in their order; -1 of rows without one. None of clients and labels.
+    """
+
+    by: Unit
+    units: tuple[str, ...]
+    split: str = "test"
+    groups: Tensor | None = None
+
+    def start(self, outputs: Outputs) -> Tensors:
+        """Return whether classes are predicted.
+
+        Raises:
+            ValueError: Numbers are to be audited by label.
+        """
+        if self.by == "label" and outputs.task != "classification":
+            raise ValueError("by='label' audits each class, and this is a regression; take by='client', or groups=")
+        return {"classes": torch.tensor(outputs.task == "classification")}
+
+    def shapes(self, told: Tensors) -> Mapping[str, tuple[int, ...]]:
+        """Return the shapes of counts and sums by unit, and of those by bins of confidence."""
+        units = len(self.units)
+        common: dict[str, tuple[int, ...]] = {"n_rows": (units,), "n_held": (units,), "n_endless": (units,), "size": (units,)}
+        if not bool(told["classes"]):
+            return common | {"squares": (units,)}
+        return common | {"n_bin": (units, BINS), "n_bin_right": (units, BINS), "confidence": (units, BINS)}
+
+    def ask(self, told: Tensors, mine: Mine) -> Tensors:
+        """Return each client's counts and sums, [J, G] and [J, G, BINS]."""
+        given, units = mine.predictions, len(self.units)
+        assert given.labels is not None  # of a split of the federation
+        labels, mask = given.labels.cpu(), given.mask.cpu()
+        promised = given.promised(labels)
+        many = labels.dim() == 3 and given.probs is not None  # T labels of an example
+        if many:
+            labels, mask = labels.flatten(1), (mask.unsqueeze(-1) & (labels != IGNORE)).flatten(1)
+        unit = self._unit(mine, labels, mask)
+        mask = mask & (unit >= 0)
+        place = unit.clamp_min(0)
+
+        def summed(values: Tensor, index: Tensor = place, size: int = units) -> Tensor:
+            out = torch.zeros(len(values), size, dtype=torch.float64)
+            return out.scatter_add_(1, index, torch.where(mask, values.double(), 0.0))
+
+        held, size = (torch.zeros_like(mask), torch.zeros(mask.shape)) if promised is None else promised[:2]
+        endless = ~size.isfinite()
+        found = {"n_rows": summed(mask), "n_held": summed(held), "n_endless": summed(endless)}
+        found["size"] = summed(torch.where(endless, 0.0, size))
+        if given.probs is None:
+            centre = given.mean if given.mean is not None else torch.full_like(labels, torch.nan)
+            error = (labels.reshape(centre.shape).double() - centre.cpu().double()).square().mean(-1)
+            return found | {"squares": summed(error.nan_to_num(nan=0.0))}
+        probs = given.probs.cpu().double()
+        top, best = (probs.flatten(1, 2) if many else probs).max(-1)
+        inner = torch.arange(1, BINS, dtype=torch.float64) / BINS
+        bins = place * BINS + torch.bucketize(top.nan_to_num(nan=0.0), inner)
+        by_bin = {"n_bin": mask, "n_bin_right": best == labels, "confidence": top}
+        return found | {name: summed(t, bins, units * BINS).reshape(-1, units, BINS) for name, t in by_bin.items()}
+
+    def _unit(self, mine: Mine, labels: Tensor, mask: Tensor) -> Tensor:
+        """Return the unit of every place, [J, M]."""
+        if self.by == "label":
+            return labels.long().masked_fill(~mask, 0)
+        if self.by == "client":
+            return torch.from_numpy(mine.ids)[:, None].expand(mask.shape).long()
+        assert self.groups is not None
+        own = self.groups[torch.from_numpy(mine.ids)]
+        return own.repeat_interleave(mask.shape[1] // own.shape[1], 1)
+
+    def solve(self, told: Tensors, total: Tensors) -> tuple[Tensors, bool]:
+        """Return the sums over clients."""
+        return {**told, **total}, True
+
+    def settle(self, told: Tensors, mine: Mine) -> Tensors:
+        """Return nothing."""
+        return {}
+
+    def audit(self, told: Tensors, *, level: float | None, delta: float) -> Audit:
+        """Return the audit of what was told at last.
+
+        Args:
+            told: The sums over clients.
+            level: The probability that sets or intervals promise; None where there are none.
+            delta: Probability with which any of the intervals of a column may miss, in (0, 1).
+        """
+        probability("delta", delta, "that an interval of a column misses")
+        sums = {name: t.numpy() for name, t in told.items()}
+        rows = sums["n_rows"]
+        found: dict[str, np.ndarray | None] = {}
+        if level is not None:
+            size = np.where(sums["n_endless"] > 0, np.inf, _share(sums["size"], rows))
+            found |= {"held": sums["n_held"].astype(np.int64), "size": size}
+        if "n_bin" in sums:
+            gaps = np.abs(sums["n_bin_right"] - sums["confidence"]).sum(-1)
+            found["right"] = sums["n_bin_right"].sum(-1).astype(np.int64)
+            if self.by != "label":  # among rows of one label even a calibrated model is wrong by its confidence
+                found["ece"] = _share(gaps, rows)
+        elif sums["squares"].any():
+            found["rmse"] = np.sqrt(_share(sums["squares"], rows))
+        return Audit(self.by, self.units, rows.astype(np.int64), level, delta, **found)
+
+
+def grouped(groups: Sequence[Sequence[object]], counts: np.ndarray) -> tuple[tuple[str, ...], Tensor]:
+    """Return the names of groups in their order, and the place of every row's, [J, N], -1 where a client has no such row.
+
+    Args:
+        groups: For each client the group of every row, text, numbers or truth values.
+        counts: The clients' numbers of rows, [J].
+
+    Raises:
+        ValueError: There is another number of clients, or of rows of one.
+    """
+    if len(groups) != len(counts):
+        raise ValueError(f"groups must have the groups of {len(counts)} clients, one list for each, got {len(groups)}")
+    texts = [[str(one) for one in np.asarray(own).tolist()] for own in groups]
+    for j, own in enumerate(texts):
+        if len(own) != counts[j]:
+            raise ValueError(f"groups of client {j} must name a group for each of its {counts[j]} rows, got {len(own)}")
+    names = tuple(sorted({one for own in texts for one in own}))
+    places = torch.full((len(counts), int(counts.max(initial=0))), -1, dtype=torch.int64)
+    for j, own in enumerate(texts):
+        places[j, : len(own)] = torch.tensor([names.index(one) for one in own], dtype=torch.int64)
+    return names, places
+
+
+def _share(counts: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.where(rows > 0, counts / rows, np.nan)
+
+
+def _text(name: str, value: object) -> str:
+    if isinstance(value, str | np.str_ | int | np.integer):
+        return str(value)
+    return "-" if np.isnan(value) else f"{value:.2f}" if name in ("coverage", "accuracy", "size", "ece") else f"{value:.3g}"  # pyright: ignore[reportArgumentType, reportCallIssue] (a number)

@@ -1,0 +1,68 @@
+"""Exact statements on shares: Clopper-Pearson bounds, and how low the lowest of several shares lies by chance."""
+
+import numpy as np
+
+from bayesfl.base.checks import probability
+
+
+def clopper_pearson(successes: np.ndarray, trials: np.ndarray, delta: float) -> np.ndarray:
+    """Return intervals that hold the true share with a probability of at least 1 - `delta` each, [..., 2].
+
+    Args:
+        successes: Numbers of successes, [...].
+        trials: Numbers of independent trials, [...]; 0 gives (0, 1).
+        delta: Probability with which an interval may miss, half of it on either side, in (0, 1).
+
+    Raises:
+        ValueError: `delta` is out of range, or there are more successes than trials.
+
+    References:
+        Clopper and Pearson, "The use of confidence or fiducial limits illustrated in the case of the binomial", Biometrika 26, 1934.
+    """
+    probability("delta", delta, "that an interval misses")
+    return np.stack([lower_bound(successes, trials, delta / 2), upper_bound(successes, trials, delta / 2)], -1)
+
+
+def lower_bound(successes: np.ndarray, trials: np.ndarray, delta: float) -> np.ndarray:
+    """Return lower bounds of the true share that hold with a probability of at least 1 - `delta` each, [...]; 0 without successes."""
+    k, n = _counts(successes, trials)
+    from scipy.stats import beta
+
+    return np.where(k > 0, beta.ppf(delta, np.maximum(k, 1), n - k + 1), 0.0)
+
+
+def upper_bound(successes: np.ndarray, trials: np.ndarray, delta: float) -> np.ndarray:
+    """Return upper bounds of the true share that hold with a probability of at least 1 - `delta` each, [...]; 1 without failures."""
+    k, n = _counts(successes, trials)
+    from scipy.stats import beta
+
+    return np.where(k < n, beta.ppf(1 - delta, k + 1, np.maximum(n - k, 1)), 1.0)
+
+
+def worst_by_chance(trials: np.ndarray, share: float) -> float:
+    """Return the expectation of the lowest observed share of several units whose true share is the same, exactly.
+
+    Args:
+        trials: Numbers of independent trials of each unit, [J]; units without any are left out.
+        share: The true share of all units, in [0, 1].
+
+    Returns:
+        The sum over the distinct shares that can be seen, of their distances times the probability that all units lie above; NaN where no
+        unit has a trial.
+    """
+    from scipy.stats import binom
+
+    n = np.unique(np.asarray(trials)[np.asarray(trials) > 0], return_counts=True)
+    if not len(n[0]):
+        return float("nan")
+    seen = np.unique(np.concatenate([np.arange(m + 1) / m for m in n[0]]))
+    # E min = integral over x of P(all shares > x); between two shares that can be seen it is constant.
+    log_above = sum(times * binom.logsf(np.floor(seen[:-1] * m + 1e-9), m, share) for m, times in zip(*n, strict=True))
+    return float(seen[0] + (np.diff(seen) * np.exp(log_above)).sum())
+
+
+def _counts(successes: np.ndarray, trials: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    k, n = np.asarray(successes, float), np.asarray(trials, float)
+    if (k > n).any() or (k < 0).any():
+        raise ValueError("successes must lie between 0 and trials")
+    return k, n

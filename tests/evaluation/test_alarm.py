@@ -1,0 +1,146 @@
+"""Alarms: p-values and evidence against their definition, false alarms against Ville's bound, and what is kept."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bayesfl.evaluation.alarm import POWERS, STAKES, Alarm, Merged
+
+
+def by_definition(reference: Any, scores: Any, uniforms: Any, alpha: float) -> tuple[np.ndarray, np.ndarray]:
+    """p-values and evidence one row at a time, products and all."""
+    past, p = list(reference), []
+    for s, u in zip(scores, uniforms, strict=True):
+        past.append(s)
+        p.append((sum(one > s for one in past) + u * sum(one == s for one in past)) / len(past))
+    wealth = []
+    for t in range(1, len(p) + 1):
+        misses = [math.prod(1 + stake / alpha * ((one <= alpha) - alpha) for one in p[:t]) for stake in STAKES]
+        small = [math.prod(eps * one ** (eps - 1) for one in p[:t]) for eps in POWERS]
+        wealth.append(np.mean(misses) / 2 + np.mean(small) / 2)
+    return np.array(p), np.array(wealth)
+
+
+@pytest.mark.parametrize("rounded", [False, True], ids=["distinct", "ties"])
+def test_evidence_is_its_definition(rounded: bool):
+    """Also where scores are equal among each other and to the reference."""
+    rng = np.random.default_rng(0)
+    reference, scores = rng.normal(size=30), rng.normal(size=70) + 0.3
+    if rounded:
+        reference, scores = reference.round(1), scores.round(1)
+    watch = Alarm(reference, alpha=0.2, seed=3, client=5).see(scores)
+    p, wealth = by_definition(reference, scores, watch.uniforms, 0.2)
+    np.testing.assert_allclose(watch.p, p, rtol=1e-13)
+    np.testing.assert_allclose(watch.history, wealth, rtol=1e-10)
+    assert watch.evidence == watch.history[-1]
+    assert watch.raised == (watch.history >= 20).any()
+
+
+def test_pieces_change_nothing(tmp_path: Path):
+    """One row at a time, all at once, or saved and loaded between: the same bits; draws are the client's."""
+    rng = np.random.default_rng(1)
+    reference, scores = rng.normal(size=20), rng.normal(size=1300).round(1)
+    whole = Alarm(reference, seed=1, client=2).see(scores)
+    single = Alarm(reference, seed=1, client=2)
+    for s in scores[:40]:
+        single.see(s)
+    single.see(scores[40:700]).save(tmp_path / "alarm.npz")
+    loaded = Alarm.load(tmp_path / "alarm.npz")
+    assert repr(loaded) == repr(single)
+    loaded.see(scores[700:])
+    for name in ("p", "uniforms", "history"):
+        assert np.array_equal(getattr(loaded, name), getattr(whole, name))
+    assert loaded.raised_after == whole.raised_after
+    other = Alarm(reference, seed=1, client=3).see(scores)
+    assert not np.array_equal(other.uniforms, whole.uniforms)
+    assert 0 < whole.uniforms.min() < whole.uniforms.max() < 1
+    assert len(np.unique(whole.uniforms)) == len(scores)
+
+
+def test_bets_are_fair():
+    """Under a uniform p-value every bet returns its stake on average: their integral over (0, 1) is 1."""
+    alpha = 0.1
+    np.testing.assert_allclose(alpha * (1 + STAKES / alpha * (1 - alpha)) + (1 - alpha) * (1 - STAKES), 1, rtol=1e-12)
+    grid = (np.arange(200_000) + 0.5) / 200_000
+    np.testing.assert_allclose([(grid * 0 + eps * grid ** (eps - 1)).mean() for eps in POWERS[4:]], 1, atol=5e-3)
+
+
+@pytest.mark.parametrize("rounded", [False, True], ids=["distinct", "ties"])
+def test_false_alarms_stay_within_delta(rounded: bool):
+    """Of clients where nothing changes at most delta ever raise, whenever one looks; ties do not matter."""
+    rng = np.random.default_rng(2)
+    raised = 0
+    for client in range(300):
+        reference, scores = (rng.normal(size=n).round(0 if rounded else 9) for n in (50, 1000))
+        raised += Alarm(reference, client=client).see(scores).raised
+    assert raised / 300 <= 0.05 + 2 * math.sqrt(0.05 * 0.95 / 300)
+    assert raised > 0
+
+
+def test_a_change_raises_soon():
+    """A shift by 1.5 standard deviations, and twice as many misses; not a change for the better."""
+    rng = np.random.default_rng(3)
+    after = [Alarm(rng.normal(size=100), client=j).see(rng.normal(size=300) + 1.5).raised_after for j in range(50)]
+    assert np.median([one for one in after if one]) <= 10
+    assert all(after)
+    assert not any(Alarm(rng.normal(size=100), client=j).see(rng.normal(size=300) - 1.0).raised for j in range(50))
+
+
+def test_it_stays_raised():
+    watch = Alarm(np.arange(50.0)).see(np.full(20, 100.0))
+    assert watch.raised
+    first = watch.raised_after
+    assert first is not None
+    watch.see(np.zeros(500))
+    assert watch.evidence < 1
+    assert watch.raised_after == first
+    assert f"raised after {first} rows" in repr(watch)
+
+
+def test_clients_are_merged_by_the_mean():
+    """A client that sends nothing counts with what it sent last; the first maximum counts."""
+    merged = Merged(["Zurich", "Basel", "Bern"], delta=0.1)
+    assert merged.evidence == 1
+    assert not merged.see({"Zurich": 25.0}).raised
+    assert merged.evidence == pytest.approx(9.0)
+    assert merged.see({"Basel": 8.0}).raised
+    merged.see({"Zurich": 0.0, "Basel": 0.0})
+    assert merged.evidence == pytest.approx(1 / 3)
+    assert merged.raised
+    assert merged.history == pytest.approx([9.0, 34 / 3, 1 / 3])
+    for bad in ({"Chur": 1.0}, {"Zurich": -1.0}, {"Zurich": math.nan}):
+        with pytest.raises(ValueError, match=r"none of the clients|must be >= 0|number"):
+            merged.see(bad)
+    with pytest.raises(ValueError, match="each once"):
+        Merged(["Zurich", "Zurich"])
+
+
+def test_bad_input(tmp_path: Path):
+    for make, words in (
+        (lambda: Alarm([]), "reference is empty"),
+        (lambda: Alarm([1.0, math.nan]), "reference must be finite; row 1"),
+        (lambda: Alarm([1.0], alpha=1.0), "alpha is the probability"),
+        (lambda: Alarm([1.0], delta=0.0), "delta is the probability"),
+        (lambda: Alarm([1.0]).see([[1.0]]), "scores must be one number for each row"),
+        (lambda: Alarm([1.0]).see([1.0, math.inf]), "scores must be finite"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            make()
+    (tmp_path / "other").write_bytes(b"nothing")
+    with pytest.raises(ValueError, match="is no alarm"):
+        Alarm.load(tmp_path / "other")
+    with pytest.raises(FileNotFoundError):
+        Alarm.load(tmp_path / "absent")
+
+
+def test_a_file_that_does_not_fit(tmp_path: Path):
+    Alarm([1.0, 2.0]).see([1.5]).save(tmp_path / "alarm.npz")
+    with np.load(tmp_path / "alarm.npz") as file:
+        found = dict(file)
+    for change in ({"version": np.array(9)}, {"wealth": np.zeros(3)}, {"seen": np.zeros(4)}):
+        np.savez(tmp_path / "other.npz", **{**found, **change})  # pyright: ignore[reportArgumentType] (arrays by name)
+        with pytest.raises(ValueError, match="is no alarm"):
+            Alarm.load(tmp_path / "other.npz")

@@ -1,0 +1,173 @@
+"""Audits: counts, sums and intervals of units against loops over examples, and that intervals hold together."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from bayesfl.evaluation.audit import BINS, Audit, Counting, grouped
+from bayesfl.evaluation.binomial import clopper_pearson, worst_by_chance
+from bayesfl.evaluation.metrics import ece
+from bayesfl.evaluation.predictions import Predictions
+from bayesfl.evaluation.surveys import Mine, Outputs, conduct, together
+
+MASK = torch.arange(30) < torch.tensor([30, 12, 25])[:, None]
+CLASSES = Outputs("classification", 4)
+
+
+def of_classes(names: int = 4) -> Predictions:
+    """Probabilities, labels and sets of three clients; what pads is NaN."""
+    rng = torch.Generator().manual_seed(0)
+    probs = torch.rand(3, 30, names, generator=rng).mul(3).softmax(-1).double()
+    labels = torch.where(torch.rand(3, 30, generator=rng) < 0.5, probs.argmax(-1), torch.randint(names, (3, 30), generator=rng))
+    sets = (probs > 0.2) & MASK[..., None]
+    probs = torch.where(MASK[..., None], probs, torch.nan)
+    return Predictions(mask=MASK, epistemic=torch.full((3, 30), torch.nan), probs=probs, labels=labels, sets=sets, level=0.8)
+
+
+def audited(survey: Counting, given: Predictions, outputs: Outputs = CLASSES, delta: float = 0.05) -> Audit:
+    told = conduct(survey, together(survey, Mine(given, np.arange(3))), outputs)
+    return survey.audit(told, level=given.level, delta=delta)
+
+
+def rows_of(unit: Tensor, u: int) -> list[tuple[int, int]]:
+    return [(j, i) for j in range(3) for i in range(30) if MASK[j, i] and int(unit[j, i]) == u]
+
+
+@pytest.mark.parametrize("by", ["client", "label", "group"])
+def test_units_are_those_of_a_loop(by: str):
+    """Rows, held, right, size, and the calibration error of a unit's rows as one client."""
+    given = of_classes()
+    assert given.labels is not None
+    assert given.probs is not None
+    assert given.sets is not None
+    groups = torch.randint(-1, 2, (3, 30), generator=torch.Generator().manual_seed(1))
+    unit = {"client": torch.arange(3)[:, None].expand(3, 30), "label": given.labels, "group": groups}[by]
+    names = {"client": ("a", "b", "c"), "label": ("0", "1", "2", "3"), "group": ("old", "young")}[by]
+    found = audited(Counting(by, names, groups=groups if by == "group" else None), given)  # pyright: ignore[reportArgumentType] (one of three)
+    assert found.held is not None
+    assert found.right is not None
+    assert found.size is not None
+    for u in range(len(names)):
+        rows = rows_of(unit, u)
+        assert found.rows[u] == len(rows) > 0
+        assert found.held[u] == sum(bool(given.sets[j, i, given.labels[j, i]]) for j, i in rows)
+        assert found.right[u] == sum(int(given.probs[j, i].argmax()) == int(given.labels[j, i]) for j, i in rows)
+        assert found.size[u] == pytest.approx(np.mean([int(given.sets[j, i].sum()) for j, i in rows]))
+        alone = [torch.stack([t[j, i] for j, i in rows])[None] for t in (given.probs, given.labels, MASK)]
+        if by == "label":
+            assert found.ece is None
+        else:
+            assert found.ece is not None
+            assert found.ece[u] == pytest.approx(float(ece(*alone, bins=BINS)), abs=1e-12)
+
+
+def test_intervals_are_shared_among_units():
+    """Each at delta / G; units without rows take no share, and have NaN."""
+    given = of_classes()
+    found = audited(Counting("client", ("a", "b", "c", "nobody")), given, delta=0.1)
+    assert found.held is not None
+    np.testing.assert_array_equal(found.intervals(found.held), clopper_pearson(found.held, found.rows, 0.1 / 3))
+    columns = found.columns()
+    assert columns["client"].tolist() == ["a", "b", "c", "nobody"]
+    assert np.isnan(columns["coverage"][3])
+    np.testing.assert_array_equal(columns["coverage_low"], found.intervals(found.held)[:, 0])
+    assert found.worst_by_chance == worst_by_chance(found.rows, 0.8)
+    text = found.table()
+    assert "nobody     0" in text
+    assert "All intervals of a column hold together with probability 0.9." in text
+    assert f"the worst would read {found.worst_by_chance:.2f} on average" in text
+
+
+def test_who_is_below_the_promise():
+    found = Audit("client", ("a", "b"), np.array([200, 200]), 0.9, 0.05, held=np.array([184, 150]))
+    assert found.below == ("b",)
+    assert "Below the promise: b." in found.table()
+    assert dataclasses.replace(found, held=np.array([170, 184])).below == ()  # .85 of 200 is not beyond chance, among two
+    assert "below the promise: ['b']" in repr(found)
+
+
+@pytest.mark.slow
+def test_intervals_hold_together():
+    """Of honest federations at most delta flag anybody, where plain intervals of 90 % flag somebody in most of them."""
+    rng = np.random.default_rng(0)
+    runs, rows = 2000, np.full(20, 50)
+    flagged = plain = 0
+    for _ in range(runs):
+        held = rng.binomial(rows, 0.9)
+        audit = Audit("client", tuple(map(str, range(20))), rows, 0.9, 0.05, held=held)
+        low, high = audit.intervals(held).T
+        flagged += bool(((low > 0.9) | (high < 0.9)).any())
+        low, high = clopper_pearson(held, rows, 0.1).T
+        plain += bool(((low > 0.9) | (high < 0.9)).any())
+    assert flagged / runs <= 0.05
+    assert plain / runs > 0.5
+
+
+def test_labels_of_an_example_are_places():
+    """T labels: each known one counts, also by label; -100 does not."""
+    rng = torch.Generator().manual_seed(0)
+    mask = torch.tensor([[True, True], [True, False], [True, True]])
+    probs = torch.rand(3, 2, 3, 2, generator=rng).softmax(-1).double()
+    labels = torch.randint(-1, 2, (3, 2, 3), generator=rng)
+    labels = labels.masked_fill(labels < 0, -100)
+    sets = probs > 0.45
+    given = Predictions(mask=mask, epistemic=torch.full((3, 2, 3), torch.nan), probs=probs, labels=labels, sets=sets, level=0.9)
+    found = audited(Counting("label", ("no", "yes")), given, Outputs("classification", 2))
+    places = [(j, i, t) for j in range(3) for i in range(2) for t in range(3) if mask[j, i] and labels[j, i, t] >= 0]
+    assert found.held is not None
+    for c in range(2):
+        own = [place for place in places if labels[place] == c]
+        assert found.rows[c] == len(own) > 0
+        assert found.held[c] == sum(bool(sets[place][c]) for place in own)
+    groups = torch.tensor([[0, 1], [1, -1], [0, 0]])
+    by_group = audited(Counting("group", ("a", "b"), groups=groups), given, Outputs("classification", 2))
+    assert by_group.rows.tolist() == [sum(int(groups[j, i]) == g for j, i, _ in places) for g in range(2)]
+
+
+def test_numbers_have_widths():
+    """An interval without end makes its unit's width infinite; errors are of means."""
+    rng = torch.Generator().manual_seed(0)
+    mean, y = torch.rand(3, 30, 2, generator=rng).double(), torch.rand(3, 30, 2, generator=rng).double()
+    lower, upper = mean - 0.4, mean + 0.4
+    upper[1, 0] = torch.inf
+    blank = torch.full((3, 30), torch.nan)
+    options = {"mean": mean, "variance": torch.ones_like(mean), "lower": lower, "upper": upper, "labels": y, "level": 0.9}
+    given = Predictions(mask=MASK, epistemic=blank, **options)
+    found = audited(Counting("client", ("a", "b", "c")), given, Outputs("regression", 2))
+    assert found.held is not None
+    assert found.rmse is not None
+    assert found.size is not None
+    for j in range(3):
+        own = MASK[j]
+        inside = ((lower[j] <= y[j]) & (y[j] <= upper[j])).all(-1)[own]
+        assert found.held[j] == int(inside.sum())
+        assert found.rmse[j] == pytest.approx(float((mean[j] - y[j])[own].square().mean().sqrt()))
+    assert found.size.tolist() == pytest.approx([0.8, np.inf, 0.8])
+    assert found.accuracy is None
+    assert list(found.columns()) == ["client", "rows", "coverage", "coverage_low", "coverage_high", "width", "rmse"]
+    with pytest.raises(ValueError, match="by='label' audits each class"):
+        audited(Counting("label", ("a",)), given, Outputs("regression", 2))
+
+
+def test_without_sets_there_is_no_promise():
+    given = dataclasses.replace(of_classes(), sets=None, level=None)
+    found = audited(Counting("client", ("a", "b", "c")), given)
+    assert found.coverage is None
+    assert found.below == ()
+    assert np.isnan(found.worst_by_chance)
+    assert "coverage" not in found.table()
+    assert "Promised" not in found.table()
+
+
+def test_groups_have_names():
+    names, places = grouped([["old", "young"], [], ["young"]], np.array([2, 0, 1]))
+    assert names == ("old", "young")
+    assert places.tolist() == [[0, 1], [-1, -1], [1, -1]]
+    assert grouped([[True, False]], np.array([2]))[0] == ("False", "True")
+    with pytest.raises(ValueError, match="groups must have the groups of 3 clients"):
+        grouped([[]], np.array([2, 0, 1]))
+    with pytest.raises(ValueError, match="groups of client 1 must name a group for each of its 2 rows, got 1"):
+        grouped([["a"], ["b"]], np.array([1, 2]))

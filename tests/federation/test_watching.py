@@ -1,0 +1,173 @@
+"""Audits and alarms of a calibrated federation: whose rows they read, also under secure sums, from files and without labels."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import bayesfl as bf
+from bayesfl.composition.predictors import LinearisedLaplace
+from bayesfl.data import FederatedData
+from bayesfl.evaluation.alarm import Alarm
+from bayesfl.evaluation.calibration import Bias, Conformal, Temperature
+from bayesfl.federation.result import Result
+from tests.federation.made import run
+
+NAMES = ("cold", "flu", "none")
+
+
+def federation(**options: Any) -> FederatedData:
+    """Three clients of named classes that depend on the largest input."""
+    x = np.random.default_rng(0).normal(size=(900, 3)).astype(np.float32)
+    y = np.abs(x).argmax(1)
+    return bf.data.from_arrays(
+        [x[i::3] for i in range(3)], [y[i::3] for i in range(3)], class_names=NAMES, calibration=0.2, validation=0.2, **options
+    )
+
+
+@pytest.fixture(scope="module")
+def data() -> FederatedData:
+    return federation()
+
+
+@pytest.fixture(scope="module")
+def served(data: FederatedData) -> Result:
+    method = bf.algorithms.fedavg(bf.models.mlp(3, hidden=16, outputs=3), epochs=5, lr=0.3)
+    return run(method, data, rounds=10, evaluate_every=None).calibrate(Temperature(), Bias(), Conformal(level=0.8, score="aps"))
+
+
+def test_an_audit_is_of_the_predictions(served: Result, data: FederatedData):
+    """Coverage and accuracy by client are the table's; the same under secure sums; labels by their names; groups by function or list."""
+    table, found = served.predict().table(data.test), served.audit()
+    np.testing.assert_allclose(found.columns()["coverage"], table["coverage"], rtol=1e-12)
+    np.testing.assert_allclose(found.columns()["size"], table["set_size"], rtol=1e-12)
+    np.testing.assert_allclose(found.columns()["accuracy"], table["accuracy"], rtol=1e-12)
+    np.testing.assert_allclose(found.columns()["ece"], table["ece"], atol=1e-12)
+    assert found.units == data.client_names
+    assert found.level == 0.8
+    secure = served.audit(by="label", aggregation=bf.SecureSum())
+    assert secure.units == NAMES
+    assert secure.table() == served.audit(by="label").table()
+    assert secure.rows.tolist() == torch.bincount(data.test.y[data.test.index]).tolist()
+    groups = [["high" if v > 0 else "low" for v in data.test.client(j)[0][:, 0]] for j in range(3)]
+    by_list, by_function = served.audit(groups=groups), served.audit(groups=lambda x: np.where(x[:, 0] > 0, "high", "low"))
+    assert by_list.table() == by_function.table()
+    assert by_list.units == ("high", "low")
+    assert by_list.rows.sum() == found.rows.sum()
+    assert served.audit("validation").rows.tolist() == data.validation.counts.tolist()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"by": "town"}, "by must be 'client' or 'label'"),
+        ({"by": "label", "groups": lambda x: x}, "leave by out"),
+        ({"delta": 0}, "delta is the probability"),
+        ({"split": "later"}, r"reads the split 'later', and the data have"),
+        ({"groups": [["a"]]}, "groups must have the groups of 3 clients"),
+    ],
+)
+def test_audits_that_do_not_fit(options: dict[str, Any], words: str, served: Result):
+    with pytest.raises(ValueError, match=words):
+        served.audit(**options)
+
+
+def test_an_alarm_compares_with_the_clients_calibration_rows(served: Result, data: FederatedData, tmp_path: Path):
+    """Scores of new rows are those of calibration rows; a client's file gives the same alarm; labels may be names."""
+    model = served.client(1)
+    x, y = data.splits["calibration"].client(1)
+    kept = served.steps[2].own["scores"][1]
+    np.testing.assert_allclose(model.scores(x, y), kept[kept.isfinite()].numpy(), atol=1e-6)
+    assert kept.isfinite().sum() == data.splits["calibration"].counts[1]
+    x, y = data.test.client(1)
+    scores = model.scores(x, y)
+    expected = Alarm(kept[kept.isfinite()].numpy(), alpha=1 - 0.8, delta=0.1, client=1, round=10, seed=served.settings.seed).see(scores)
+    model.save(tmp_path)
+    loaded = bf.load_client(tmp_path, served.algorithm)
+    for watch in (model.alarm(delta=0.1), served.alarm(data.client_names[1], delta=0.1), loaded.alarm(delta=0.1)):
+        assert np.array_equal(watch.see(scores).history, expected.history)
+    np.testing.assert_array_equal(loaded.scores(x, [NAMES[c] for c in y]), scores)
+    assert not expected.raised
+    assert served.alarm(1).see(model.scores(x, (y + 1) % 3)).raised
+
+
+def test_a_row_alone_has_the_score_that_it_has_among_others(served: Result, data: FederatedData):
+    """To the bit, as scores of classes are rounded: where a model is sure, floating-point error would otherwise decide who is stranger."""
+    model = served.client(2)
+    x, y = data.test.client(2)
+    together = model.scores(x, y)
+    assert [float(model.scores(x[i : i + 1], y[i : i + 1])[0]) for i in range(20)] == together[:20].tolist()
+    assert (together == together.round(6)).all()
+    assert len(np.unique(together)) > 10
+
+
+def test_scores_of_an_early_conformal_step(data: FederatedData, served: Result):
+    """Scores are of the predictions to which sets were fitted, after the steps before and none behind."""
+    plain = dataclasses.replace(served, steps=())
+    early = plain.calibrate(Conformal())
+    x, y = data.test.client(0)
+    probs = plain.client(0).predict(x).probs
+    np.testing.assert_allclose(early.client(0).scores(x, y), 1 - probs.gather(1, y[:, None])[:, 0].double().numpy(), atol=1e-6)
+
+
+def test_without_labels_by_epistemic_uncertainty(data: FederatedData):
+    """Rows far from the training data raise it, others do not; a method of one set of weights has none."""
+    method = bf.algorithms.fedper(bf.models.mlp(3, hidden=8, outputs=3), epochs=3, lr=0.1)
+    method = dataclasses.replace(method, predictor=LinearisedLaplace(precision=1.0))
+    model = run(method, data, rounds=3, evaluate_every=None).calibrate(Conformal()).client(0)
+    x, _ = data.test.client(0)
+    np.testing.assert_allclose(model.scores(x), model.predict(x).epistemic.double().numpy(), atol=1e-6)
+    assert not model.alarm(score="epistemic").see(model.scores(x)).raised
+    assert model.alarm(score="epistemic").see(model.scores(6 * x)).raised
+
+
+def test_alarms_that_cannot_be(served: Result, data: FederatedData):
+    model = served.client(0)
+    x, y = data.test.client(0)
+    for make, words in (
+        (lambda: model.alarm(score="epistemic"), "no epistemic uncertainty.*predictor=LinearisedLaplace"),
+        (lambda: model.scores(x), "no epistemic uncertainty"),
+        (lambda: model.alarm(score="loss"), "score must be one of"),
+        (lambda: dataclasses.replace(model, steps=()).alarm(), r"result.calibrate\(Conformal\(\)\)"),
+        (lambda: model.scores(x, y[:3]), "y must have a label for each of"),
+        (lambda: model.scores(x, y + 3), "y must be classes from 0 to 2"),
+        (lambda: model.scores(x, ["flue"] * len(x)), "y has 'flue', which is none of the classes"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            make()
+
+
+def test_a_client_without_calibration_rows(data: FederatedData):
+    """It has sets by the others' scores, and no alarm."""
+    splits = dict(data.splits)
+    old = splits["calibration"]
+    counts = old.counts.copy()
+    kept = np.ones(len(old.index), bool)
+    kept[: counts[0]] = False
+    counts[0] = 0
+    splits["calibration"] = dataclasses.replace(old, index=old.index[torch.from_numpy(kept)], counts=counts)
+    fewer = dataclasses.replace(data, splits=splits)
+    method = bf.algorithms.fedavg(bf.models.mlp(3, hidden=4, outputs=3))
+    served = run(method, fewer, rounds=1, evaluate_every=None).calibrate(Conformal())
+    assert bool(served.predict().sets[0].any())
+    with pytest.raises(ValueError, match=r"'client 0' has no rows in the split 'calibration'"):
+        served.alarm(0)
+    assert not served.alarm(1).raised
+
+
+def test_numbers_have_alarms_too():
+    """|y - m| / s of targets; a target shifted by three deviations raises it."""
+    data = bf.data.diabetes(clients=3, calibration=0.3, seed=0)
+    method = bf.algorithms.fedavg(bf.models.mlp(10, hidden=4, outputs=1), likelihood=bf.likelihoods.Gaussian(scale=0.7), epochs=2)
+    model = run(method, data, rounds=3, evaluate_every=None).calibrate(Conformal()).client(2)
+    x, y = data.test.client(2)
+    found = model.predict(x)
+    expected = (y - found.mean[:, 0]).abs() / found.variance[:, 0].sqrt()
+    np.testing.assert_allclose(model.scores(x, y), expected.double().numpy(), rtol=1e-5)
+    assert not model.alarm().see(model.scores(x, y)).raised
+    assert model.alarm().see(model.scores(x, y + 4.0)).raised
+    with pytest.raises(ValueError, match="y must have 1 targets for each row"):
+        model.scores(x, torch.stack([y, y], 1))
