@@ -11,6 +11,7 @@ that are there).
 
 import argparse
 import json
+import math
 import runpy
 import warnings
 from dataclasses import replace
@@ -26,6 +27,7 @@ from bayesfl.base.files import atomic_path
 from bayesfl.composition.predictors import GRID
 from bayesfl.evaluation import calibration, detection, report
 from bayesfl.evaluation.plots.look import new_figure
+from bayesfl.evaluation.surveys import Outputs
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "links.json"
@@ -40,9 +42,9 @@ def measured(result: Any, outside: dict[str, Any], draws: int | None) -> dict[st
     data = result.data
     own, labels, mask = result.predict(draws=draws), *data.test.padded_labels()
     found = {key: value for key, value in own.summary(data.test).items() if key in ("accuracy", "nll", "ece", "brier")}
-    seen, (truth, inside) = result.predict(data.calibration, draws=draws), data.calibration.padded_labels()
-    one = calibration.fit_temperature(seen.probs, truth, inside).pooled
-    tempered = bf.metrics.classification_summary(calibration.temper(own.probs, one), labels, mask)
+    seen, test = (result.mine(split, draws) for split in (data.calibration, data.test))
+    one = calibration.fit(calibration.Temperature(strength=math.inf), seen, Outputs(data.task, data.outputs))
+    tempered = bf.metrics.classification_summary(one.apply(test).predictions.probs, labels, mask)
     found |= {f"{key}_tempered": tempered[key] for key in ("nll", "ece")}
     here, there = (result.predict(outside[name][0], draws=draws) for name in ("own", "near"))
     for score in ("entropy",) if draws == 0 else ("entropy", "epistemic"):

@@ -27,6 +27,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -35,6 +36,8 @@ from bayesfl.base.files import atomic_path
 from bayesfl.evaluation import calibration, report
 from bayesfl.evaluation.detection import auroc, entropy
 from bayesfl.evaluation.metrics import classification_summary
+from bayesfl.evaluation.predictions import Predictions
+from bayesfl.evaluation.surveys import Mine, Outputs
 from bayesfl.posteriors import Laplace, selection
 from bayesfl.posteriors.linearised import predictive
 from bayesfl.posteriors.prior_precision import predictive_nll
@@ -195,7 +198,21 @@ def quality(probs: Tensor, labels: Tensor) -> dict[str, float]:
 
 def temperature(probs: Tensor, labels: Tensor) -> float:
     """The one temperature that serves labels [N] best."""
-    return calibration.fit_temperature(probs[None], labels[None], torch.ones(1, len(labels), dtype=torch.bool)).pooled
+    return float(1 / fitted_temperature(probs[None], labels[None]).told["beta"])
+
+
+def fitted_temperature(probs: Tensor, labels: Tensor) -> calibration.Fitted:
+    """One temperature of several networks' probabilities [J, N, O] for labels [J, N]."""
+    step = calibration.Temperature(strength=math.inf)
+    return calibration.fit(step, mine(probs, labels), Outputs("classification", probs.shape[-1]))
+
+
+def mine(probs: Tensor, labels: Tensor) -> Mine:
+    """Probabilities [J, N, O] and labels [J, N] as predictions of as many clients."""
+    everyone = torch.ones(labels.shape, dtype=torch.bool)
+    return Mine(
+        Predictions(mask=everyone, epistemic=torch.full(labels.shape, torch.nan), probs=probs, labels=labels), np.arange(len(probs))
+    )
 
 
 def on_lit(predict: Predict, data: Images, probs: Tensor) -> dict[str, float]:
@@ -210,8 +227,9 @@ def measure(predict: Predict, data: Images, *, everything: bool = True) -> dict[
     start = time.process_time()
     probs, epistemic = predict(data.test)
     row = quality(probs, data.test_y) | {"predict_seconds": (time.process_time() - start) / len(data.test) * 1000}
-    best = temperature(predict(data.held)[0], data.held_y)
-    row |= {"temperature": best, "nll_tempered": quality(calibration.temper(probs[None], best)[0], data.test_y)["nll"]}
+    best = fitted_temperature(predict(data.held)[0][None], data.held_y[None])
+    tempered = best.apply(mine(probs[None], data.test_y[None])).predictions.probs
+    row |= {"temperature": float(1 / best.told["beta"]), "nll_tempered": quality(tempered[0], data.test_y)["nll"]}
     for name in data.outside if everything else ("near",):
         there, doubt = predict(data.outside[name])
         row[f"{name}_entropy"] = told_apart(entropy(probs), entropy(there))
@@ -360,7 +378,7 @@ def pooled(dataset: str, scaling: str, seeds: tuple[int, ...], sizes: Sizes, roo
         zip([train(m, d.x, d.y, s, sizes.steps) for m, d, s in zip(models, all_data, seeds, strict=True)], all_data, strict=True)
     )
     held, labels = torch.stack([at_point(m)(d.held)[0] for m, d in networks]), torch.stack([d.held_y for d in all_data])
-    best = calibration.fit_temperature(held, labels, torch.ones_like(labels, dtype=torch.bool)).pooled
+    best = float(1 / fitted_temperature(held, labels).told["beta"])
     found = {"MAP": [measure(at_point(m), d, everything=False) for m, d in networks]}
     found["MAP, one temperature"] = [measure(at_point(m, best), d, everything=False) | {"temperature": best} for m, d in networks]
     planned = [posteriors(m, d, seed, few=True) for (m, d), seed in zip(networks, seeds, strict=True)]

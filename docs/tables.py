@@ -288,9 +288,6 @@ def fedsi() -> str:
             report.Column("far_entropy_fpr95", title="permuted pixels: FPR at TPR 0.95"),
             report.Column("pooled_aurc", title="AURC", digits=4),
             report.Column("accuracy_at_80", title="accuracy on the most confident four fifths"),
-            report.Column("coverage", title="conformal coverage, target 0.9"),
-            report.Column("lowest", title="conformal coverage, lowest client"),
-            report.Column("size", title="classes in a conformal set", digits=2),
         ]
         there = {key for row in rows.values() for key in row}
         tables = [

@@ -30,8 +30,11 @@ from torch import Tensor
 import bayesfl as bf
 from bayesfl.base.files import atomic_path, atomic_write
 from bayesfl.data import ClientData, FederatedData
-from bayesfl.evaluation import calibration, detection, report
+from bayesfl.evaluation import detection, report
+from bayesfl.evaluation.audit import audit
+from bayesfl.evaluation.calibration import Conformal, Temperature, fit
 from bayesfl.evaluation.metrics import classification_summary
+from bayesfl.evaluation.surveys import Outputs
 from bayesfl.optim import SGD
 
 DRAWS = 100
@@ -118,9 +121,9 @@ DOUBT = (
 DECISIONS = (
     report.Column("pooled_aurc", title="AURC", digits=4, better="lower"),
     report.Column("accuracy_at_80", title="accuracy on the most confident four fifths", better="higher"),
-    report.Column("coverage", title=f"conformal coverage, target {1 - ALPHA:g}"),
-    report.Column("lowest", title="lowest client"),
-    report.Column("size", title="classes in a set", digits=2, better="lower"),
+    report.Column("set_coverage", title=f"conformal coverage, target {1 - ALPHA:g}"),
+    report.Column("set_lowest", title="lowest client"),
+    report.Column("set_size", title="classes in a set", digits=2, better="lower"),
 )
 POSTERIOR = (
     report.Column("log10_precision", title="predictive precision, log10", digits=1),
@@ -217,22 +220,25 @@ def measure(result: Any, outside: dict[str, list[ClientData]], draws: int | None
         summary = classification_summary(probs, labels, mask, bins=BINS)
         return {name: summary[name] for name in names}
 
-    for_temperatures, for_thresholds = halves(data.calibration)
-    seen, (truth, inside) = result.predict(for_temperatures, draws=draws), for_temperatures.padded_labels()
-    fitted = calibration.fit_temperature(probs_of(seen), truth, inside)
+    splits = (*halves(data.calibration), data.test)
+    outputs, (seen, held, test) = Outputs(data.task, data.outputs), (result.mine(split, draws) for split in splits)
+    pooled = fit(Temperature(strength=math.inf), seen, outputs)
     row = quality(probs_of(own), "accuracy", "nll", "ece", "mce", "brier")
-    for name, temperature in (("pooled", fitted.pooled), ("client", fitted.clients)):
-        tempered = quality(calibration.temper(probs_of(own), temperature), "nll", "ece", "mce", "brier")
+    for name, one in (("pooled", pooled), ("client", fit(Temperature(), seen, outputs))):
+        tempered = quality(probs_of(one.apply(test).predictions), "nll", "ece", "mce", "brier")
         row |= {f"{key}_{name}": value for key, value in tempered.items()}
-    held, (truth, inside) = result.predict(for_thresholds, draws=draws), for_thresholds.padded_labels()
-    covered = calibration.conformal(probs_of(held), truth, inside, alpha=ALPHA, by="mixture").evaluate(probs_of(own), labels, mask)
-    row |= {"coverage": float(covered.share.nanmean()), "lowest": float(covered.share.min()), "size": float(covered.size.nanmean())}
+    covered = audit(fit(Conformal(level=1 - ALPHA), held, outputs).apply(test), outputs, names=data.client_names)
+    row |= {
+        "set_coverage": float(covered.coverage.mean()),
+        "set_lowest": float(covered.coverage.min()),
+        "set_size": float(covered.size.mean()),
+    }
     selective = detection.selective_summary(probs_of(own), labels, mask)
     row |= {key: selective[key] for key in ("pooled_aurc", "accuracy_at_80")}
 
     def uncertainty(found: Any) -> dict[str, Tensor]:
         scores = {name: score for name, score in detection.scores(found).items() if name in ("entropy", "epistemic")}
-        return scores | {"tempered": detection.entropy(calibration.temper(probs_of(found), fitted.pooled))}
+        return scores | {"tempered": detection.entropy(probs_of(pooled.apply(replace(test, predictions=found)).predictions))}
 
     here = result.predict(outside["own"][0], draws=draws)
     for name in [key for key in outside if key != "own"]:

@@ -12,7 +12,7 @@ from bayesfl.base.checks import probability
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.targets import IGNORE
 from bayesfl.evaluation.binomial import clopper_pearson, worst_by_chance
-from bayesfl.evaluation.surveys import Mine, Outputs
+from bayesfl.evaluation.surveys import Mine, Outputs, conduct, together
 
 BINS = 15
 """Bins of confidence of the calibration error, as of `bayesfl.metrics.ece`."""
@@ -225,6 +225,22 @@ class Counting:
         elif sums["squares"].any():
             found["rmse"] = np.sqrt(_share(sums["squares"], rows))
         return Audit(self.by, self.units, rows.astype(np.int64), level, delta, **found)
+
+
+def audit(mine: Mine, outputs: Outputs, *, names: Sequence[str], delta: float = 0.05) -> Audit:
+    """Audit predictions at hand by client; `Result.audit` does so for a federation, also by label or group.
+
+    Args:
+        mine: The predictions of a split, and whose they are.
+        outputs: What is predicted.
+        names: The clients' names, [J].
+        delta: Probability with which any of a column's intervals may miss, in (0, 1).
+
+    Raises:
+        ValueError: `delta` is out of range.
+    """
+    survey = Counting("client", tuple(names))
+    return survey.audit(conduct(survey, together(survey, mine), outputs), level=mine.predictions.level, delta=delta)
 
 
 def grouped(groups: Sequence[Sequence[object]], counts: np.ndarray) -> tuple[tuple[str, ...], Tensor]:

@@ -235,7 +235,6 @@ def test_labels_as_examples():
     assert flat.labels is not None
     assert float(bf.metrics.pooled(bf.metrics.nll, flat.probs, flat.labels, flat.mask)) == pytest.approx(wanted["pooled_nll"])  # type: ignore[arg-type]
     assert flat.places() is flat
-    bf.calibration.fit_temperature(flat.probs, flat.labels, flat.mask)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"predictions\.places\(\)"):
         bf.metrics.nll(found.probs, found.labels, found.mask)  # type: ignore[arg-type]
 

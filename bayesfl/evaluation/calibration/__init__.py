@@ -6,22 +6,15 @@
 
 from bayesfl.evaluation.calibration.bias import Bias
 from bayesfl.evaluation.calibration.conformal import Conformal
-from bayesfl.evaluation.calibration.padded import Coverage, FittedSets, FittedTemperature, conformal, fit_temperature, temper
 from bayesfl.evaluation.calibration.steps import Fitted, Step, apply, fit
 from bayesfl.evaluation.calibration.temperature import Temperature
 
 __all__ = [
     "Bias",
     "Conformal",
-    "Coverage",
     "Fitted",
-    "FittedSets",
-    "FittedTemperature",
     "Step",
     "Temperature",
     "apply",
-    "conformal",
     "fit",
-    "fit_temperature",
-    "temper",
 ]

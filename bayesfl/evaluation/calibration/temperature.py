@@ -175,28 +175,19 @@ class Tempered:
         information = (e.sum(1) / total - mean.square()).sum(-1)
         return self.true * beta - mean.sum(-1), information
 
-    @cached_property
-    def tried(self) -> Tensor:
-        """Return `nll` at every value of the grid, [J, K]."""
-        return torch.stack([self.nll(g.expand(len(self.labels))) for g in self.grid], -1)
-
-    def minimise(self, centre: Tensor, pull: Tensor, *, together: bool = False) -> Tensor:
+    def minimise(self, centre: Tensor, pull: Tensor) -> Tensor:
         """Return each client's log T [J] with the smallest nll + 1/2 pull (log T - centre)^2 within the grid.
 
-        With `together`, return one [1] for the sum of all clients' nll. The likelihood alone has one optimum (it is convex in 1 / T), but
-        with the quadratic term there may be several: hence the grid, between whose neighbours Newton's steps, or halvings, go on. If the
-        nll does not depend on T, the result is `centre`.
+        The likelihood alone has one optimum (it is convex in 1 / T), but with the quadratic term there may be several: hence the grid,
+        between whose neighbours Newton's steps, or halvings, go on. If the nll does not depend on T, the result is `centre`.
         """
-
-        def total(sums: Tensor) -> Tensor:
-            return sums.sum(0, keepdim=True) if together else sums
-
-        values = total(self.tried) + 0.5 * (pull * (self.grid[:, None] - centre).square()).T
+        tried = torch.stack([self.nll(g.expand(len(self.labels))) for g in self.grid], -1)
+        values = tried + 0.5 * (pull * (self.grid[:, None] - centre).square()).T
         best = values.argmin(-1)
         low, high = self.grid[(best - 1).clamp_min(0)], self.grid[(best + 1).clamp_max(len(self.grid) - 1)]
         now = self.grid[best]
         for _ in range(_STEPS):
-            slope, information = (total(t) for t in self.slopes(now.expand(len(self.labels))))
+            slope, information = self.slopes(now)
             curvature = information - slope + pull
             slope = slope + pull * (now - centre)
             low, high = torch.where(slope < 0, now, low), torch.where(slope < 0, high, now)

@@ -34,3 +34,8 @@ def clean(ax: "Axes", *, grid: Literal["both", "y"] | None = None) -> None:
     ax.set_axisbelow(True)
     if grid is not None:
         ax.grid(True, axis=grid, color="0.9", linewidth=0.8)
+
+
+def some(count: int) -> list[int]:
+    """Return the places that are named on an axis of so many: all, or of many every few, 20 at most."""
+    return list(range(0, count, max(1, -(-count // 20))))

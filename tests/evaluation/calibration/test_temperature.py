@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 from scipy.optimize import minimize_scalar
+from torch import Tensor
 from torch.testing import assert_close
 
 from bayesfl.evaluation.calibration import Temperature, fit
-from bayesfl.evaluation.calibration.padded import fit_temperature
 from bayesfl.evaluation.surveys import Mine, Outputs, together
 from tests.evaluation.calibration.made import CLASSES, alone, mine, part
 
@@ -67,8 +67,21 @@ def test_a_clients_own_is_drawn_to_it(strength: float):
     assert found.probs is not None
     assert found.labels is not None
     fitted = fit(Temperature(strength=strength), given, CLASSES)
-    wanted = fit_temperature(found.probs.nan_to_num(0.25), found.labels, found.mask, strength=strength)
-    assert_close(fitted.own["temperature"], wanted.clients, atol=1e-6, rtol=1e-6)
+    pooled, rows = 1 / central(given), alone(given)
+    at_pooled = [(pooled * z).log_softmax(-1) for z, _ in rows]
+    u = [pooled * z for z, _ in rows]
+    spread = [(p.exp() * (v - (p.exp() * v).sum(-1, keepdim=True)).square()).sum() for p, v in zip(at_pooled, u, strict=True)]
+    information = float(sum(spread)) / sum(len(y) for _, y in rows)
+    for j, (z, y) in enumerate(rows):
+
+        def penalised(log_t: float, z: Tensor = z, y: Tensor = y) -> float:
+            nll = float((z / math.exp(log_t)).log_softmax(-1).gather(1, y[:, None]).neg().sum())
+            return nll + strength * information * (log_t + math.log(pooled)) ** 2 / 2
+
+        if strength or len(y):
+            starts = [minimize_scalar(penalised, bounds=(low, low + 1), method="bounded", options={"xatol": 1e-12}) for low in range(-3, 3)]
+            best = min(starts, key=lambda one: one.fun)
+            assert float(fitted.own["temperature"][j]) == pytest.approx(math.exp(best.x), rel=1e-6)
     assert float(fitted.own["temperature"][2]) == pytest.approx(float(1 / fitted.told["beta"]))
     own = fitted.apply(given).predictions.probs
     assert own is not None

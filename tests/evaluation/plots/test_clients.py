@@ -5,40 +5,9 @@ import pytest
 import torch
 
 from bayesfl.evaluation import plots
-from bayesfl.evaluation.calibration.padded import conformal
-from tests.evaluation.plots.made import bars, federation
 
 pytest.importorskip("matplotlib")
 from matplotlib.figure import Figure
-
-
-def test_coverage_shows_clients_and_chance():
-    """A point and a size for each client with test examples, its interval behind; who is beyond chance looks different."""
-    probs, labels, mask = case = federation()
-    found = conformal(*case, by="pooled").evaluate(*case)
-    figure = plots.coverage({"a": found, "b": conformal(*case, by="client").evaluate(*case)}, title="t")
-    upper = [ax for ax in figure.axes if ax.get_label() == "coverage"]
-    lower = [ax for ax in figure.axes if ax.get_label() == "size"]
-    assert [ax.get_title() for ax in upper] == ["a", "b"]
-    assert len({ax.get_ylim() for ax in upper}) == len({ax.get_ylim() for ax in lower}) == 1
-    client = [0, *range(2, 14)]
-    inside, outside = (next(line for line in upper[0].lines if line.get_gid() == gid) for gid in ("a client", "a client beyond chance"))
-    drawn = dict(zip((*inside.get_xdata(), *outside.get_xdata()), (*inside.get_ydata(), *outside.get_ydata()), strict=True))
-    assert drawn == pytest.approx({j: found.share[j].item() for j in client})
-    low, high = found.chance(0.9)
-    assert {int(j) for j in outside.get_xdata()} == {j for j in client if not low[j] <= found.share[j] <= high[j]}
-    np.testing.assert_allclose([bar.get_y() for bar in bars(upper[0], "chance")], low[client])
-    np.testing.assert_allclose([bar.get_y() + bar.get_height() for bar in bars(upper[0], "chance")], high[client])
-    np.testing.assert_allclose([bar.get_height() for bar in bars(lower[0], "size")], found.size[client])
-    (asked,) = [line for line in upper[0].lines if str(line.get_label()).startswith("asked")]
-    assert list(asked.get_ydata()) == [0.9, 0.9]
-    assert figure.get_suptitle() == "t"
-    figure.canvas.draw()
-    plots.coverage(found).canvas.draw()
-    with pytest.raises(ValueError, match="entries is empty"):
-        plots.coverage({})
-    with pytest.raises(ValueError, match="no test examples"):
-        plots.coverage(conformal(*case).evaluate(probs, labels, torch.zeros_like(mask)))
 
 
 def test_collaboration_shows_groups_as_blocks():
@@ -69,12 +38,7 @@ def test_collaboration_shows_groups_as_blocks():
 
 
 def test_clients_stand_under_their_names():
-    """In both diagrams, in the order in which they are drawn; of many clients some are named, each at its own place."""
-    case = federation()
-    found = conformal(*case).evaluate(*case)
-    town = [f"town {j}" for j in range(14)]
-    sizes = [ax for ax in plots.coverage({"a": found, "b": found}, names=town).axes if ax.get_label() == "size"]
-    assert [[text.get_text() for text in ax.get_xticklabels()] for ax in sizes] == [town, town]
+    """In the order in which they are drawn; of many clients some are named, each at its own place."""
     weights = torch.eye(4)
     ax = plots.collaboration(weights, groups=[0, 1, 0, 1], names=["a", "b", "c", "d"])
     for labels in (ax.get_xticklabels(), ax.get_yticklabels()):
@@ -83,6 +47,5 @@ def test_clients_stand_under_their_names():
     assert [(int(x), text.get_text()) for x, text in zip(many.get_xticks(), many.get_xticklabels(), strict=True)] == [
         (j, f"town {j}") for j in range(0, 50, 3)
     ]
-    for refused in (lambda: plots.coverage(found, names=["a"]), lambda: plots.collaboration(weights, names=["a"])):
-        with pytest.raises(ValueError, match=r"names.*(14|4) clients, got 1"):
-            refused()
+    with pytest.raises(ValueError, match=r"names.*4 clients, got 1"):
+        plots.collaboration(weights, names=["a"])

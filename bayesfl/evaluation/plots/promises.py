@@ -1,0 +1,136 @@
+"""Diagrams of promises: coverage by client, label or group with exact intervals, sizes of sets, and the evidence of alarms over time."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bayesfl.evaluation.alarm import Alarm, Merged
+from bayesfl.evaluation.audit import Audit
+from bayesfl.evaluation.plots.look import BLUE, GREY, INK, OKABE_ITO, clean, looks, new_figure, some
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+RED = OKABE_ITO[1]
+_LINES = ((0, "coverage"), (1, "size"))
+
+
+def coverage(entries: "Audit | Mapping[str, Audit]", *, title: str | None = None) -> "Figure":
+    """Draw the coverage of sets or intervals unit by unit, with its interval, and their sizes beneath.
+
+    A point is the share of a client's rows, or of a label's or group's, whose set holds the truth; its bar is its interval, which hold
+    together with the audit's probability. Units whose whole bar lies below the promise are drawn in vermilion. The dashed line is the
+    promise, the dotted one what the worst unit would show on average by chance alone, if all kept it exactly.
+
+    Args:
+        entries: What `Result.audit` gives; {name: that} for several side by side.
+        title: Of the figure.
+
+    Returns:
+        A matplotlib Figure, to be saved by `.savefig`.
+
+    Raises:
+        ValueError: There is no entry, or one has no rows or no sets.
+    """
+    named = {"": entries} if isinstance(entries, Audit) else dict(entries)
+    if not named:
+        raise ValueError("entries is empty: give what result.audit() returns, or {name: that}")
+    if empty := [name for name, found in named.items() if found.held is None or not found.rows.any()]:
+        raise ValueError(f"{empty} have no rows, or no sets: make sets by result.calibrate(Conformal()) before the audit")
+    most = max(len(found.units) for found in named.values())
+    figure = new_figure((max(3.2, 1.2 + 0.16 * most) * len(named) + 0.4, 3.9))
+    grid = figure.add_gridspec(2, len(named), height_ratios=(3, 1))
+    uppers, lowers = ([figure.add_subplot(grid[line, column], label=kind) for column in range(len(named))] for line, kind in _LINES)
+    for (name, found), upper, lower in zip(named.items(), uppers, lowers, strict=True):
+        _covered(upper, lower, found)
+        upper.set_title(name, fontsize="medium")
+    bottom = min(ax.get_ylim()[0] for ax in uppers)
+    widest = max(_largest(found) for found in named.values())
+    for ax, beneath in zip(uppers, lowers, strict=True):
+        ax.set_ylim(bottom, 1.02)
+        beneath.set_ylim(0, 1.08 * widest)
+        ax.tick_params(labelleft=ax is uppers[0])
+        beneath.tick_params(labelleft=beneath is lowers[0])
+    uppers[0].set_ylabel("share that holds the truth")
+    lowers[0].set_ylabel("set size" if next(iter(named.values())).right is not None else "width", fontsize="small")
+    shown = {label: handle for ax in uppers for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
+    columns = 3 if figure.get_figwidth() > 6 else 2
+    figure.legend(
+        list(shown.values()), list(shown), loc="outside lower center", ncols=columns, frameon=False, fontsize="small", handlelength=1.6
+    )
+    if title:
+        figure.suptitle(title)
+    return figure
+
+
+def evidence(entries: "Alarm | Merged | Mapping[str, Alarm | Merged]", *, ax: "Axes | None" = None, title: str | None = None) -> "Axes":
+    """Draw the evidence of alarms after every row, on a logarithmic axis, and the height at which they are raised.
+
+    Args:
+        entries: An alarm; {name: alarm} for several.
+        ax: Where to draw; by default a new figure.
+        title: Of the axes.
+
+    Returns:
+        The matplotlib Axes. `axes.figure` is the figure.
+
+    Raises:
+        ValueError: There is no alarm, none has seen a row, or they are raised at different heights.
+    """
+    named: dict[str, Alarm | Merged] = {"": entries} if isinstance(entries, Alarm | Merged) else dict(entries)
+    heights = {1 / watch.delta for watch in named.values()}
+    if len(heights) != 1 or not any(len(watch.history) for watch in named.values()):
+        raise ValueError("entries must be alarms of one delta, of which one has seen rows")
+    (height,) = heights
+    ax = new_figure((5.4, 3.4)).add_subplot() if ax is None else ax
+    for (name, watch), (colour, dash) in zip(named.items(), looks(), strict=False):
+        shown = np.clip(np.concatenate([[1.0], np.asarray(watch.history)]), 1e-3, 1e9)
+        ax.plot(np.arange(len(shown)), shown, color=colour, linestyle=dash, linewidth=1.4, label=name or None)
+        reached = np.flatnonzero(shown >= height)
+        if len(reached):
+            ax.plot(reached[:1], shown[reached[:1]], "o", color=colour, markersize=5, gid="raised")
+    ax.axhline(height, linestyle=(0, (4, 3)), color=INK, linewidth=1, label=f"raised at {height:g}")
+    ax.set_yscale("log")
+    ax.set(xlabel="rows seen" if all(isinstance(one, Alarm) for one in named.values()) else "reports", ylabel="evidence", title=title or "")
+    ax.legend(frameon=False, fontsize="small")
+    clean(ax, grid="y")
+    return ax
+
+
+def _largest(found: Audit) -> float:
+    assert found.size is not None  # as there are sets
+    known = found.size[np.isfinite(found.size)]
+    return max(float(known.max(initial=0.0)), 1.0 if found.right is not None else 1e-12)
+
+
+def _covered(ax: "Axes", beneath: "Axes", found: Audit) -> None:
+    """Draw coverage by unit in `ax`, and mean sizes in `beneath`, with the units' names."""
+    from matplotlib.ticker import MaxNLocator
+
+    assert found.held is not None
+    assert found.size is not None
+    assert found.level is not None
+    kept = found.rows > 0
+    place, share, (low, high) = np.arange(len(kept))[kept], (found.held[kept] / found.rows[kept]), found.intervals(found.held)[kept].T
+    below = high < found.level
+    together = f"interval, all with probability {1 - found.delta:g}"
+    ax.bar(place, high - low, 0.6, bottom=low, color="#D9DDE1", linewidth=0, label=together, gid="interval")
+    for which, colour, marker, label in ((~below, BLUE, "o", f"a {found.by}"), (below, RED, "D", f"a {found.by} below the promise")):
+        if which.any():
+            ax.plot(place[which], share[which], marker, color=colour, markersize=4.5, label=label, gid=label)
+    ax.axhline(found.level, linestyle=(0, (4, 3)), color=INK, linewidth=1, label=f"promised: {found.level:g}")
+    worst = found.worst_by_chance
+    ax.axhline(worst, linestyle=(0, (1, 2)), color=INK, linewidth=1, label=f"worst by chance: {worst:.2f}")
+    ax.set(xlim=(-0.7, len(kept) - 0.3), ylim=(max(0.0, min(float(share.min()), float(low.min())) - 0.05), 1.02))
+    ax.tick_params(labelbottom=False)
+    beneath.bar(
+        place, np.where(np.isfinite(found.size), found.size, 0.0)[kept], 0.6, color=GREY, edgecolor="white", linewidth=0.6, gid="size"
+    )
+    beneath.set(xlim=ax.get_xlim(), xlabel=found.by)
+    shown = some(len(kept))
+    beneath.set_xticks(shown, [found.units[u] for u in shown], rotation=90, fontsize="small")
+    beneath.yaxis.set_major_locator(MaxNLocator(integer=found.right is not None, nbins=3))
+    for axes in (ax, beneath):
+        clean(axes, grid="y")

@@ -1,0 +1,92 @@
+"""What diagrams of promises contain, without looking at them."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from bayesfl.evaluation import plots
+from bayesfl.evaluation.alarm import Alarm, Merged
+from bayesfl.evaluation.audit import Audit
+
+pytest.importorskip("matplotlib")
+from matplotlib.figure import Figure
+
+from tests.evaluation.plots.made import bars
+
+UNITS = ("Basel", "Bern", "Chur", "Genf")
+FOUND = Audit(
+    "client",
+    UNITS,
+    np.array([50, 0, 200, 40]),
+    0.9,
+    0.05,
+    held=np.array([46, 0, 150, 40]),
+    size=np.array([1.2, np.nan, 1.6, 0.9]),
+    right=np.array([40, 0, 140, 39]),
+)
+
+
+def test_coverage_shows_units_and_their_intervals():
+    """A point, a bar and a size for each unit with rows; who is below the promise looks different."""
+    figure = plots.coverage({"a": FOUND, "b": FOUND}, title="t")
+    upper = [ax for ax in figure.axes if ax.get_label() == "coverage"]
+    lower = [ax for ax in figure.axes if ax.get_label() == "size"]
+    assert [ax.get_title() for ax in upper] == ["a", "b"]
+    assert len({ax.get_ylim() for ax in upper}) == len({ax.get_ylim() for ax in lower}) == 1
+    kept, below = (next(line for line in upper[0].lines if line.get_gid() == gid) for gid in ("a client", "a client below the promise"))
+    assert list(below.get_xdata()) == [2]
+    assert dict(zip(kept.get_xdata(), kept.get_ydata(), strict=True)) == pytest.approx({0: 0.92, 3: 1.0})
+    low, high = FOUND.intervals(FOUND.held)[[0, 2, 3]].T
+    np.testing.assert_allclose([bar.get_y() for bar in bars(upper[0], "interval")], low)
+    np.testing.assert_allclose([bar.get_y() + bar.get_height() for bar in bars(upper[0], "interval")], high)
+    np.testing.assert_allclose([bar.get_height() for bar in bars(lower[0], "size")], [1.2, 1.6, 0.9])
+    lines = {str(line.get_label()): list(line.get_ydata()) for line in upper[0].lines}
+    assert lines["promised: 0.9"] == [0.9, 0.9]
+    assert lines[f"worst by chance: {FOUND.worst_by_chance:.2f}"] == pytest.approx([FOUND.worst_by_chance] * 2)
+    assert [text.get_text() for text in lower[1].get_xticklabels()] == list(UNITS)
+    assert figure.get_suptitle() == "t"
+    figure.canvas.draw()
+    plots.coverage(FOUND).canvas.draw()
+
+
+def test_widths_without_end_are_left_out():
+    """Of a client that gets everything there is no bar of infinite height."""
+    numbers = dataclasses.replace(FOUND, right=None, size=np.array([2.0, np.nan, np.inf, 3.0]))
+    figure = plots.coverage(numbers)
+    (lower,) = [ax for ax in figure.axes if ax.get_label() == "size"]
+    assert [bar.get_height() for bar in bars(lower, "size")] == [2.0, 0.0, 3.0]
+    assert lower.get_ylabel() == "width"
+    figure.canvas.draw()
+
+
+def test_nothing_to_show():
+    for bad, words in (
+        ({}, "entries is empty"),
+        (dataclasses.replace(FOUND, held=None), "no rows, or no sets"),
+        (dataclasses.replace(FOUND, rows=np.zeros(4, int)), "no rows, or no sets"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            plots.coverage(bad)  # pyright: ignore[reportArgumentType] (an empty one is the point)
+
+
+def test_evidence_is_drawn_from_one():
+    """After every row, with the height at which it is raised, and a mark where it first was."""
+    rng = np.random.default_rng(0)
+    strange, usual = Alarm(rng.normal(size=50)).see(rng.normal(size=40) + 2), Alarm(rng.normal(size=50), client=1).see(rng.normal(size=60))
+    mine = Figure().add_subplot()
+    ax = plots.evidence({"strange": strange, "usual": usual}, ax=mine, title="t")
+    assert ax is mine
+    lines = {str(line.get_label()): line for line in ax.lines}
+    np.testing.assert_allclose(lines["usual"].get_ydata(), np.clip([1.0, *usual.history], 1e-3, 1e9))
+    assert list(lines["raised at 20"].get_ydata()) == [20, 20]
+    (mark,) = [line for line in ax.lines if line.get_gid() == "raised"]
+    assert list(mark.get_xdata()) == [strange.raised_after]
+    assert ax.get_yscale() == "log"
+    ax.figure.canvas.draw()
+    plots.evidence(strange).figure.canvas.draw()
+    assert plots.evidence(Merged(["a", "b"]).see({"a": 3.0})).get_xlabel() == "reports"
+    with pytest.raises(ValueError, match="entries must be alarms of one delta"):
+        plots.evidence({"a": strange, "b": Alarm([1.0], delta=0.1)})
+    with pytest.raises(ValueError, match="of which one has seen rows"):
+        plots.evidence(Alarm([1.0]))
