@@ -32,6 +32,7 @@ class Predictions:
         lower: Lower ends of intervals, [J, N, O], of likelihood `Quantiles` or made by `Conformal`; None where there are none.
         upper: Upper ends of these.
         sets: Which classes are in the conformal set of an example, [J, N, O] or [J, N, T, O] bool; None where none were made.
+        answered: Which examples are answered, [J, N] or [J, N, T] bool, as `Abstention` says; None where all are.
         level: The probability that the sets or the intervals promise; None for that of the likelihood's intervals.
         labels: The labels [J, N] or targets [J, N, ...] of the split that was predicted, by which `summary` knows it; None where they are
             not known. Rows that pad are 0.
@@ -48,6 +49,7 @@ class Predictions:
     lower: Tensor | None = None
     upper: Tensor | None = None
     sets: Tensor | None = None
+    answered: Tensor | None = None
     level: float | None = None
     labels: Tensor | None = None
     names: tuple[str, ...] | None = None
@@ -108,7 +110,8 @@ class Predictions:
 
         Classes by `classification_summary`, label by label where an example has several; numbers by `regression_summary`, under the
         likelihood's distribution; intervals by `interval_summary`. Of conformal sets or intervals also `coverage`, the share that holds the
-        truth, of all an example's targets together, and `set_size`, the mean number of classes, or `width`.
+        truth, of all an example's targets together, and `set_size`, the mean number of classes, or `width`. After `Abstention` also
+        `answered`, the share of examples that have an answer, and `answered_accuracy`.
 
         Args:
             split: The split that was predicted.
@@ -179,12 +182,18 @@ class Predictions:
 
     def _promised(self, split: ClientData) -> Tensors:
         """Return the measures of conformal sets or intervals by client, [J]."""
-        found = self.promised(split.padded_labels()[0][:, : self.mask.shape[1]])
-        if found is None:
-            return {}
-        held, size, mask = found
-        n, name = mask.sum(-1), "set_size" if self.sets is not None else "width"
-        return {"coverage": held.sum(-1).double() / n, name: torch.where(mask, size, 0.0).sum(-1) / n}
+        labels = split.padded_labels()[0][:, : self.mask.shape[1]].cpu()
+        measures = {}
+        if (found := self.promised(labels)) is not None:
+            held, size, mask = found
+            n, name = mask.sum(-1), "set_size" if self.sets is not None else "width"
+            measures = {"coverage": held.sum(-1).double() / n, name: torch.where(mask, size, 0.0).sum(-1) / n}
+        if self.answered is not None and self.probs is not None:
+            probs, labels, mask = per_place(self.probs.cpu(), labels.long(), self.mask.cpu())
+            given = self.answered.cpu().reshape(mask.shape) & mask
+            right = given & (probs.argmax(-1) == labels)
+            measures |= {"answered": given.sum(-1) / mask.sum(-1).double(), "answered_accuracy": right.sum(-1) / given.sum(-1).double()}
+        return measures
 
     def _measured(self, split: ClientData) -> tuple[str, tuple[Tensor, ...], dict[str, Any]]:
         """Return which measures apply, what they are computed of, and their options.

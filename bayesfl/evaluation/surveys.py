@@ -55,12 +55,14 @@ class Mine:
         ids: The clients' numbers in the federation, [J].
         seed: The run's seed.
         round: Number of rounds done.
+        shared: Predictions of the same rows by the server's model, where a step compares them with the clients' own; None otherwise.
     """
 
     predictions: Predictions
     ids: np.ndarray
     seed: int = 0
     round: int = 0
+    shared: Predictions | None = None
 
     @cached_property
     def logits(self) -> Tensor:

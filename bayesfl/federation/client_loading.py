@@ -70,6 +70,7 @@ def load_client(
             bool(meta["plug_in"]),
             steps=surveying.read(meta.get("steps", ()), tensors.get("steps", {})),
             stored=tensors.get("stored", {}),
+            common=tensors.get("common", {}),
         )
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise CheckpointError(f"{str(file)!r} is no client's model of this version: {type(error).__name__}, {error}") from error

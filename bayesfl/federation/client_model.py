@@ -21,9 +21,11 @@ from bayesfl.data.columns import Columns, warn_of_rows
 from bayesfl.data.frames import names_of, same_columns
 from bayesfl.data.outline import Outline
 from bayesfl.data.tables import Table, is_frame
+from bayesfl.engine import Engine
 from bayesfl.evaluation import calibration
 from bayesfl.evaluation.alarm import Alarm, Watched
 from bayesfl.evaluation.predictions import Predictions, broken
+from bayesfl.evaluation.surveys import Mine
 from bayesfl.federation import checkpoint, predict, surveying
 from bayesfl.federation.client_files import FILE, now
 from bayesfl.federation.form import Form
@@ -59,6 +61,7 @@ class ClientModel:
         predictor: The client's predictor as it was fitted to training data; None where the method has none.
         steps: Steps of calibration with the client's own parameters, [1, ...] each.
         stored: Tensors from which the method's predictor is restored, if it was read from a file.
+        common: The beliefs about the server's model, where a step of calibration compares it with the client's own; empty otherwise.
     """
 
     algorithm: Algorithm
@@ -77,6 +80,7 @@ class ClientModel:
     predictor: Fitted | None = None
     steps: tuple[calibration.Fitted, ...] = ()
     stored: Tensors = field(default_factory=dict)
+    common: View = field(default_factory=dict)
 
     def __repr__(self) -> str:
         how = ", at the means" if self.plug_in else ""
@@ -114,13 +118,14 @@ class ClientModel:
                 them, another kind of numbers (whole ones for floats) or none (complex ones, text, dates, objects), or numbers that are not
                 finite; or tokens beyond an embedding's rows; or `draws` is not a whole number >= 0.
         """
-        made = self.uncalibrated(x, draws=draws)
+        mine = self.mine(x, draws=draws)
         if draws is not None:
             surveying.check_draws(self.steps, draws)
-        return surveying.of_one(self.steps, made, self.client, self.seed, self.round)
+        found = calibration.apply(self.steps, mine)
+        return replace(found, **{name: t[0] for name, t in vars(found).items() if isinstance(t, torch.Tensor)})
 
-    def uncalibrated(self, x: Any, *, draws: int | None = None) -> Predictions:
-        """Predict as `predict` does, without the steps of calibration."""
+    def mine(self, x: Any, *, draws: int | None = None) -> Mine:
+        """Return what the client knows of itself on new rows, [1, N, ...], before any step of calibration; as `predict` reads them."""
         refuse_changed(self.algorithm.model)
         if draws is not None:
             whole("draws (None is the paper's number)", draws, least=0)
@@ -137,7 +142,14 @@ class ClientModel:
                 "look at these inputs, at the transform or at the weights",
                 stacklevel=3,
             )
-        everyone = torch.ones(len(rows.y), dtype=torch.bool)
+        shared = predict.by_all(Engine(), self.algorithm, self.common, rows) if self.common else None
+        made, other = (None if of is None else self._predictions(of) for of in ({k: t[None] for k, t in found.items()}, shared))
+        assert made is not None
+        return Mine(made, np.array([self.client]), self.seed, self.round, other)
+
+    def _predictions(self, found: dict[str, Any]) -> Predictions:
+        """Return tensors [1, N, ...] as predictions on the CPU."""
+        everyone = torch.ones(next(iter(found.values())).shape[:2], dtype=torch.bool)
         about = {"likelihood": self.algorithm.likelihood, "class_names": self.class_names}
         return Predictions(mask=everyone, **about, **{name: t.cpu() for name, t in found.items()})
 
@@ -229,6 +241,7 @@ class ClientModel:
             "steps": surveying.described([one.step for one in self.steps]),
         }
         tensors = {"view": self.view, "stored": stored, "steps": surveying.tensors_of(self.steps)}
+        tensors |= {"common": self.common} if self.common else {}
         checkpoint.write(path, meta, tensors, name=FILE)
 
     @property
@@ -286,6 +299,7 @@ def of_client(
     seed: int,
     value: float | None,
     steps: tuple[calibration.Fitted, ...] = (),
+    server: Server | None = None,
 ) -> ClientModel:
     """Make one client's model.
 
@@ -301,6 +315,7 @@ def of_client(
         seed: The run's seed.
         value: The number that the method's predictor tunes.
         steps: Steps of calibration with its own parameters, [1, ...].
+        server: The server's state; None for what the client received.
 
     Raises:
         ValueError: The data have a transform, of which only the description is known.
@@ -320,7 +335,10 @@ def of_client(
     else:
         form = Form.of_floats(data.inputs) if data.tensors is None else Form.read({"tensors": data.tensors}, None)
     prepared = Columns.from_json(data.prepared) if isinstance(data.prepared, str) else data.prepared
+    compared = calibration.compares(one.step for one in steps)
+    common = predict.common_view(algorithm, given if server is None else server) if compared else None
     about = {"inputs": data.inputs, "form": form, "class_names": data.class_names, "columns": data.columns, "prepared": prepared}
+    about["common"] = {} if common is None else {block: {key: t.clone() for key, t in of.items()} for block, of in common.items()}
     return ClientModel(algorithm, name, client, kept, round, seed, value=value, predictor=predictor, steps=steps, **about)
 
 

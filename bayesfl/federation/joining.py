@@ -7,6 +7,7 @@ from typing import Any
 from bayesfl.base.checks import instance
 from bayesfl.composition.phases import Descend, Repeat
 from bayesfl.data import FederatedData
+from bayesfl.evaluation.calibration import compares
 from bayesfl.evaluation.history import History
 from bayesfl.federation import surveying
 from bayesfl.federation.client import State, private_rows
@@ -48,11 +49,12 @@ def adapted(result: Any, novel: FederatedData) -> Any:
     )
     if not result.steps:
         return new
-    moved = novel.to(result.device, result.dtype)
-    like = new.mine(moved.train)
+    moved, both = novel.to(result.device, result.dtype), compares(one.step for one in result.steps)
+    like = new.mine(moved.train, compares=both)
     splits = {one.step.split: moved.splits.get(one.step.split) for one in result.steps}
     predicted = {
-        name: surveying.without_rows(like) if split is None or not split.counts.any() else new.mine(split) for name, split in splits.items()
+        name: surveying.without_rows(like) if split is None or not split.counts.any() else new.mine(split, compares=both)
+        for name, split in splits.items()
     }
     return replace(new, steps=surveying.settled(result.steps, predicted))
 

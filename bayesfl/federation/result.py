@@ -18,9 +18,10 @@ from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import ClientData, FederatedData
 from bayesfl.data.outline import Outline, place
 from bayesfl.engine import Engine
+from bayesfl.evaluation import calibration
 from bayesfl.evaluation.alarm import Alarm, Watched
 from bayesfl.evaluation.audit import Audit
-from bayesfl.evaluation.calibration import Fitted, Step, apply
+from bayesfl.evaluation.calibration import Fitted, Step
 from bayesfl.evaluation.history import History
 from bayesfl.evaluation.predictions import Predictions
 from bayesfl.evaluation.surveys import Mine, Outputs, Survey, conduct
@@ -179,15 +180,23 @@ class Result:
         if draws is not None:
             whole("draws (None is the paper's number)", draws, least=0)
             surveying.check_draws(self.steps, draws)
-        return replace(apply(self.steps, self.mine(split, draws)), class_names=self.known.class_names)
+        return replace(calibration.apply(self.steps, self.mine(split, draws)), class_names=self.known.class_names)
 
-    def mine(self, split: ClientData, draws: int | None = None) -> Mine:
-        """Return what clients know of themselves on a split, before any step of calibration."""
+    def mine(self, split: ClientData, draws: int | None = None, *, compares: bool | None = None) -> Mine:
+        """Return what clients know of themselves on a split, before any step of calibration.
+
+        Args:
+            split: The split.
+            draws: As of `predict`.
+            compares: Whether the server's model is to predict, too, where there is one; None where the result's own steps compare the two.
+        """
         train = self.data.train.to(self.device, self.dtype)
         value = None if draws == 0 else self.tuned
         with self.engine.crew(self.device) as crew:
             (found,) = predict.personal(self.local(train), self.state, [split], crew, draws=draws, value=value)
-        return Mine(found, np.arange(self.data.clients), self.settings.seed, self.round)
+        both = calibration.compares(one.step for one in self.steps) if compares is None else compares
+        shared = predict.shared(self.local(train), self.state, split) if both else None
+        return Mine(found, np.arange(self.data.clients), self.settings.seed, self.round, shared)
 
     @property
     def _outputs(self) -> Outputs:
@@ -212,7 +221,9 @@ class Result:
         """
         surveying.checked_steps(steps, [one.step for one in self.steps])
         splits = self.data.to(self.device, self.dtype).splits
-        predicted = {name: self.mine(split) for name, split in {step.split: surveying.asked(step, splits) for step in steps}.items()}
+        both = calibration.compares([*steps, *(one.step for one in self.steps)])
+        wanted = {step.split: surveying.asked(step, splits) for step in steps}
+        predicted = {name: self.mine(split, compares=both) for name, split in wanted.items()}
         found = surveying.fitted(steps, self.steps, predicted, self._outputs, aggregation)
         return replace(self, steps=found, chosen=self.known_choice())
 
@@ -229,7 +240,7 @@ class Result:
         """
         split = surveying.asked(survey, self.data.to(self.device, self.dtype).splits)
         mine = self.mine(split)
-        mine = replace(mine, predictions=apply(self.steps, mine))
+        mine = replace(mine, predictions=calibration.apply(self.steps, mine))
         return conduct(survey, surveying.put_to(survey, mine, aggregation), self._outputs)
 
     def audit(

@@ -46,6 +46,7 @@ def served_client(result: Any, client: int | str) -> ClientModel:
         "round": result.round,
         "seed": result.settings.seed,
         "value": value,
+        "server": result.server,
     }
     return of_client(result.algorithm, given, view, train, **about)
 

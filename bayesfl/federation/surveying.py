@@ -6,20 +6,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
-import numpy as np
 import torch
 
 from bayesfl.base.checks import probability
 from bayesfl.base.protocols import Tensors
 from bayesfl.data import ClientData
 from bayesfl.evaluation.audit import Audit, Counting, grouped
-from bayesfl.evaluation.calibration import Bias, Conformal, Fitted, Step, Temperature, apply
+from bayesfl.evaluation.calibration import Abstention, Bias, Choice, Conformal, Fitted, Step, Temperature, compares
 from bayesfl.evaluation.predictions import Predictions
 from bayesfl.evaluation.surveys import Mine, Outputs, Put, Survey, answers, conduct, named_split, together
 
 Groups: TypeAlias = Sequence[Sequence[Any]] | Callable[[Any], Any]
 """Groups of rows: for each client that of every row, or a function that makes these of a client's inputs."""
-STEPS: dict[str, type] = {kind.__name__: kind for kind in (Temperature, Bias, Conformal)}
+STEPS: dict[str, type] = {kind.__name__: kind for kind in (Choice, Temperature, Bias, Conformal, Abstention)}
 """Steps of calibration by their names in files."""
 
 
@@ -74,6 +73,7 @@ def checked_steps(steps: Sequence[Any], before: Sequence[Any] = ()) -> tuple[Ste
 
     Raises:
         TypeError: Something is no step, or `steps` is no list of them.
+        ValueError: A step that compares models is not the first.
 
     Warns:
         UserWarning: Sets are made of scores on a split to which an earlier step is fitted.
@@ -83,11 +83,15 @@ def checked_steps(steps: Sequence[Any], before: Sequence[Any] = ()) -> tuple[Ste
     for number, step in enumerate(steps):
         if not isinstance(step, Step) or isinstance(step, type):
             raise TypeError(f"steps must be steps of calibration, as Temperature(), got {step!r}")
-        shared = [type(one).__name__ for one in (*before, *steps[:number]) if one.split == step.split]
-        if isinstance(step, Conformal) and shared:
+        earlier = (*before, *steps[:number])
+        if compares([step]) and earlier:
+            raise ValueError(f"{type(step).__name__} must be the first step, as others are fitted to the predictions that it chooses")
+        shared = [type(one).__name__ for one in earlier if one.split == step.split and not isinstance(one, Conformal | Abstention)]
+        if isinstance(step, Conformal | Abstention) and shared:
             warnings.warn(
-                f"{', '.join(shared)} and Conformal are fitted to the same split, {step.split!r}: sets then cover less than they promise, "
-                "hardly after a pooled temperature, by one or two per cent after a bias; fit these to 'validation'",
+                f"{', '.join(shared)} and {type(step).__name__} are fitted to the same split, {step.split!r}: then less is kept than is "
+                "promised, hardly less after a pooled temperature, one or two per cent of coverage after a bias, more after a choice; fit "
+                "these to 'validation'",
                 stacklevel=3,
             )
     return tuple(steps)
@@ -139,21 +143,13 @@ def without_rows(known: Mine) -> Mine:
     """Return predictions of the same clients that have no rows in a split, with the outputs of `known`."""
     like, ids, seed, round = known.predictions, known.ids, known.seed, known.round
     mask = torch.zeros(len(ids), 1, dtype=torch.bool)
-    names = [name for name, t in vars(like).items() if isinstance(t, torch.Tensor) and name not in ("mask", "labels", "sets")]
+    names = [name for name, t in vars(like).items() if isinstance(t, torch.Tensor) and t.is_floating_point() and name != "labels"]
     blank: dict[str, Any] = {name: torch.full((len(ids), 1, *getattr(like, name).shape[2:]), torch.nan) for name in names}
     labels = torch.zeros(len(ids), 1, dtype=torch.int64 if like.labels is None else like.labels.dtype)
     if like.labels is not None:
         labels = labels.reshape(len(ids), 1, *[1] * (like.labels.dim() - 2)).expand(len(ids), 1, *like.labels.shape[2:])
-    return Mine(Predictions(mask=mask, labels=labels, likelihood=like.likelihood, **blank), ids, seed, round)
-
-
-def of_one(steps: Sequence[Fitted], predictions: Predictions, client: int, seed: int, round: int) -> Predictions:
-    """Return one client's predictions [N, ...] as steps with its own parameters change them."""
-    if not steps:
-        return predictions
-    alone = {name: t.unsqueeze(0) for name, t in vars(predictions).items() if isinstance(t, torch.Tensor)}
-    found = apply(steps, Mine(replace(predictions, **alone), np.array([client]), seed, round))
-    return replace(found, **{name: t[0] for name, t in vars(found).items() if isinstance(t, torch.Tensor)})
+    none = Predictions(mask=mask, labels=labels, likelihood=like.likelihood, **blank)
+    return Mine(none, ids, seed, round, None if known.shared is None else none)
 
 
 def audited(result: Any, split: str, by: str, groups: Groups | None, delta: float, aggregation: Any) -> Audit:

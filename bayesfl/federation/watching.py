@@ -31,8 +31,9 @@ def strangeness(model: Any, x: Any, y: Any) -> np.ndarray:
         ValueError: As by `ClientModel.scores`.
     """
     place, one = _sets_of(model)
-    given: Predictions = model.uncalibrated(x)
-    mine = _mine(model, given, None if y is None else _labels(model, given, y))
+    mine: Mine = model.mine(x)
+    if y is not None:
+        mine = replace(mine, predictions=replace(mine.predictions, labels=_labels(model, mine.predictions, y)[None]))
     for earlier in model.steps[:place]:
         mine = earlier.apply(mine)
     if y is not None:
@@ -91,7 +92,7 @@ def _labels(model: Any, found: Predictions, y: Any) -> Tensor:
     Raises:
         ValueError: They do not fit the predictions.
     """
-    values, rows = np.asarray(y), len(found.mask)
+    values, rows = np.asarray(y), found.mask.shape[1]
     if values.dtype.kind in "OUT" and model.class_names is not None:
         known = {name: place for place, name in enumerate(model.class_names)}
         if other := sorted({str(one) for one in values.ravel().tolist()} - known.keys()):
@@ -105,14 +106,7 @@ def _labels(model: Any, found: Predictions, y: Any) -> Tensor:
         assert like is not None  # predictions of numbers have one of the two
         if labels.numel() != like.numel():
             raise ValueError(f"y must have {like.shape[-1]} targets for each row, got shape {list(labels.shape)}")
-        return labels.reshape(like.shape)
-    if labels.shape != found.probs.shape[:-1] or bool(((labels < 0) | (labels >= found.probs.shape[-1])).any()):
+        return labels.reshape(like.shape[1:])
+    if labels.shape != found.probs.shape[1:-1] or bool(((labels < 0) | (labels >= found.probs.shape[-1])).any()):
         raise ValueError(f"y must be classes from 0 to {found.probs.shape[-1] - 1}, one for each row, got shape {list(labels.shape)}")
     return labels.long()
-
-
-def _mine(model: Any, found: Predictions, labels: Tensor | None) -> Mine:
-    """Return one client's predictions with an axis of clients, and whose they are."""
-    alone: dict[str, Any] = {name: t.unsqueeze(0) for name, t in vars(found).items() if isinstance(t, Tensor)}
-    given = replace(found, **alone, **({} if labels is None else {"labels": labels.unsqueeze(0)}))
-    return Mine(given, np.array([model.client]), model.seed, model.round)

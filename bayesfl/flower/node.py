@@ -18,7 +18,7 @@ from bayesfl.base.random import Stage
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import ClientData, FederatedData
 from bayesfl.engine import Engine
-from bayesfl.evaluation.calibration import Fitted, Step, apply
+from bayesfl.evaluation.calibration import Fitted, Step, apply, compares
 from bayesfl.evaluation.history import CALIBRATED, PREFIXES
 from bayesfl.evaluation.own_measures import Measure, measured
 from bayesfl.evaluation.predictions import Predictions
@@ -28,7 +28,7 @@ from bayesfl.federation.admission import PROTOCOL
 from bayesfl.federation.client import Done, Local, Received, kept_phases
 from bayesfl.federation.client_model import of_client
 from bayesfl.federation.errors import called
-from bayesfl.federation.predict import of_chunk
+from bayesfl.federation.predict import by_all, common_view, of_chunk
 from bayesfl.federation.settings import FEDERATION
 from bayesfl.federation.tuning import Tuning, candidates
 from bayesfl.flower import records
@@ -215,11 +215,21 @@ class Node:
             local, value = self._local(order), None if np.isnan(order.value) else order.value
             done = local.finetuned(self._ids, self._received(order), order.round)
             [[(_, computed)]] = of_chunk(local, done, [self._split(split, order)], round=order.round, draws=None, value=value)
-            found = {name: t.cpu() for name, t in computed.items()}
+            found = {"own": {name: t.cpu() for name, t in computed.items()}, "shared": self._by_all(order, split)}
             states.write_kept(split, made_by, found)
-        tensors: dict[str, Any] = found
-        predictions = Predictions(mask=mask, labels=labels, likelihood=self.algorithm.likelihood, **tensors)
-        return Mine(predictions, self._ids, order.seed, order.round)
+        own, shared = (
+            Predictions(mask=mask, labels=labels, likelihood=self.algorithm.likelihood, **tensors) if tensors else None
+            for tensors in (found["own"], found.get("shared"))
+        )
+        assert own is not None
+        return Mine(own, self._ids, order.seed, order.round, shared)
+
+    def _by_all(self, order: Order, split: str) -> dict[str, Any]:
+        """Return the predictions of the server's model, [1, n, ...], where a step of calibration compares it with this client's."""
+        common = common_view(self.algorithm, order.common) if compares(self.calibration) else None
+        if common is None:
+            return {}
+        return {name: t.cpu() for name, t in by_all(self.engine, self.algorithm, common, self._of_one(split, order)).items()}
 
     def evaluate(self, order: Order) -> RecordDict:
         """Store the client's own model in its folder, and the predictions of its test data; the reply has the measures alone."""
@@ -236,7 +246,9 @@ class Node:
             predictions, split = Predictions(mask=mask, likelihood=self.algorithm.likelihood, **found), self._of_one(name, order).to("cpu")
             reply[name] = MetricRecord(dict(self._measures(predictions, split)))
             if name == "test" and steps:
-                predictions = apply(steps, Mine(predictions, self._ids, order.seed, order.round))
+                shared = {key: t.to(predictions.mask.device) for key, t in self._by_all(order, name).items()}
+                other = Predictions(mask=mask, likelihood=self.algorithm.likelihood, **shared) if shared else None
+                predictions = apply(steps, Mine(predictions, self._ids, order.seed, order.round, other))
                 reply[CALIBRATED] = MetricRecord(dict(self._measures(predictions, split)))
             if name == "test":
                 kept = {key: t[0] for key, t in vars(predictions).items() if isinstance(t, Tensor) and key != "mask"}

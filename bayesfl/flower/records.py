@@ -20,7 +20,7 @@ from bayesfl.federation.admission import Declared
 BLOB, STYPE = "tensors", "bayesfl.safetensors"
 HEADER = 2**16
 """Least number of bytes that a blob may have beyond its tensors; it may have twice those of names and shapes if that is more."""
-_OF_CLASSES = ("accuracy", "nll", "ece", "mce", "brier", "macro_f1", "auroc", "set_size")
+_OF_CLASSES = ("accuracy", "nll", "ece", "mce", "brier", "macro_f1", "auroc", "set_size", "answered", "answered_accuracy")
 _OF_NUMBERS = ("rmse", "crps", "coverage_50", "coverage_90", "pinball", "coverage", "width", "interval_score")
 MEASURES = (*_OF_CLASSES, *_OF_NUMBERS)
 """Measures of their predictions that clients report, by the names of `bayesfl.metrics`."""

@@ -121,11 +121,11 @@ class States:
         """Store the predictions of the personal model after `round` rounds."""
         checkpoint.write(self.folder, {"round": round}, tensors, name="predictions.safetensors")
 
-    def write_kept(self, split: str, made_by: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    def write_kept(self, split: str, made_by: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
         """Store predictions of a split, by which the client answers surveys, and what made them."""
         checkpoint.write(self.folder, {"made_by": made_by}, tensors, name=f"survey-{split}.safetensors")
 
-    def read_kept(self, split: str, made_by: Mapping[str, Any]) -> dict[str, Tensor] | None:
+    def read_kept(self, split: str, made_by: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return the stored predictions of a split; None where there are none, or where something else made them."""
         if not (file := self.folder / f"survey-{split}.safetensors").is_file():
             return None

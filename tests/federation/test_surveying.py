@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 import bayesfl as bf
 from bayesfl import SecureSum
-from bayesfl.evaluation.calibration import Bias, Conformal, Temperature
+from bayesfl.evaluation.calibration import Abstention, Bias, Choice, Conformal, Temperature
 from bayesfl.federation import secure as secure_sums
 from bayesfl.federation.result import Result
 from bayesfl.federation.secure import summed
@@ -192,3 +192,77 @@ def test_sets_have_the_names_of_classes(tmp_path: Path):
     assert plain.named_sets()[0] == tuple(data.class_names.index(name) for name in named[1][0])
     with pytest.raises(ValueError, match=r"there are no sets: .*Conformal"):
         dataclasses.replace(found, sets=None).named_sets()
+
+
+@pytest.fixture(scope="module")
+def personal() -> tuple[Any, Any]:
+    """FedAvg with fine-tuning at a rate that is too high for some clients, at which the global model is better."""
+    data = bf.data.dirichlet("digits", clients=5, alpha=0.5, validation=0.4, calibration=0.2, seed=0)
+    model = bf.models.mlp(data.inputs, hidden=16, outputs=10)
+    method = bf.algorithms.fedavg_ft(model, epochs=5, batch_size=10, lr=0.03, finetune_epochs=5, finetune_lr=0.1)
+    return data, run(method, data, rounds=5, evaluate_every=None)
+
+
+def test_clients_choose_between_two_models(personal: tuple[Any, Any], tmp_path: Path):
+    """Those that take the server's predict as it does; so do saved runs, files, and newcomers by their own rows."""
+    data, plain = personal
+    chosen = plain.calibrate(Choice(), Temperature(), Conformal(shrink=5.0))
+    takes = chosen.steps[0].own["shared"]
+    assert takes.any()
+    assert not takes.all()
+    alone = dataclasses.replace(chosen, steps=chosen.steps[:1]).predict()
+    shared = torch.stack([plain.model()(data.test.client(j)[0][:5].double()).softmax(-1) for j in range(5)])
+    own = plain.predict()
+    for j in range(5):
+        assert_close(alone.probs[j, :5], shared[j] if takes[j] else own.probs[j, :5], atol=1e-6, rtol=1e-5)
+    found = chosen.predict()
+    chosen.save(tmp_path / "run")
+    assert_close(bf.load(tmp_path / "run", plain.algorithm, data).predict().probs, found.probs, equal_nan=True)
+    for j in (int(takes.nonzero()[0]), int((~takes).nonzero()[0])):
+        chosen.client(j).save(tmp_path / str(j))
+        model = bf.load_client(tmp_path / str(j), plain.algorithm)
+        again = model.predict(data.test.client(j)[0])
+        assert_close(again.probs, found.client(j).probs, atol=1e-6, rtol=1e-5)
+        assert torch.equal(again.sets, found.client(j).sets)
+        assert len(model.alarm().see(model.scores(*data.test.client(j))).p) == data.test.counts[j]
+    joined = plain.calibrate(Choice()).adapt(data.select([1, 3]))
+    assert joined.steps[0].own["shared"].shape == (2,)
+    assert joined.predict().probs is not None
+
+
+def test_a_choice_comes_first_and_needs_two_models(personal: tuple[Any, Any]):
+    data, plain = personal
+    with pytest.raises(ValueError, match="Choice must be the first step"):
+        plain.calibrate(Temperature(), Choice())
+    with pytest.raises(ValueError, match="Choice must be the first step"):
+        plain.calibrate(Temperature()).calibrate(Choice())
+    with pytest.warns(UserWarning, match="Choice and Conformal are fitted to the same split"):
+        plain.calibrate(Choice(split="calibration"), Conformal())
+    own_head = run(bf.algorithms.fedper(bf.models.mlp(data.inputs, outputs=10)), data, rounds=1, evaluate_every=None)
+    with pytest.raises(ValueError, match="no whole model on the server"):
+        own_head.calibrate(Choice())
+
+
+def test_answers_where_doubt_is_low(personal: tuple[Any, Any], tmp_path: Path):
+    """`answered` and its accuracy by client are those of a loop; a client's file answers the same rows."""
+    data, plain = personal
+    served = plain.calibrate(Temperature(), Abstention(risk=0.06, delta=0.2))
+    found = served.predict()
+    assert found.answered is not None
+    table = found.table(data.test)
+    for j in range(5):
+        x, y = data.test.client(j)
+        given = found.client(j)
+        assert given.answered is not None
+        right = (given.probs.argmax(-1) == y)[given.answered]
+        assert table["answered"][j] == pytest.approx(float(given.answered.double().mean()))
+        assert table["answered_accuracy"][j] == pytest.approx(float(right.double().mean()))
+        served.client(j).save(tmp_path / str(j))
+        assert torch.equal(bf.load_client(tmp_path / str(j), plain.algorithm).predict(x).answered, given.answered)
+    summary = found.summary(data.test)
+    assert 0.2 < summary["answered"] < 1
+    assert summary["answered_accuracy"] > summary["accuracy"]
+    secure = plain.calibrate(Temperature(), Abstention(risk=0.06, delta=0.2), aggregation=SecureSum())
+    assert secure.steps[1].told["threshold"] == served.steps[1].told["threshold"]
+    with pytest.warns(UserWarning, match="Bias and Abstention are fitted to the same split"):
+        plain.calibrate(Bias(split="calibration"), Abstention(risk=0.3, delta=0.3))

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 import bayesfl as bf
 from bayesfl.data import FederatedData
-from bayesfl.evaluation.calibration import Bias, Conformal, Temperature
+from bayesfl.evaluation.calibration import Abstention, Bias, Choice, Conformal, Temperature
 from bayesfl.federation import checkpoint
 from bayesfl.federation.result import Result
 from bayesfl.flower import BadClients, Deployed, load, node
@@ -215,3 +215,26 @@ def test_regressions_have_intervals(tmp_path: Path):
         _, tensors = checkpoint.read_file(kept(tmp_path, found, j) / "predictions.safetensors")
         assert_close(tensors["lower"], told.predict().client(j).lower, atol=1e-9, rtol=0)
     assert found.history[-1]["calibrated_coverage"] > 0.5
+
+
+def test_choices_and_answers_are_the_simulations(parted: FederatedData, tmp_path: Path):
+    """Nodes compare their own model with the server's, and answer where doubt is low; so do their files."""
+    model = bf.models.mlp(parted.inputs, hidden=16, outputs=10)
+    method = bf.algorithms.fedavg_ft(model, epochs=5, batch_size=10, lr=0.03, finetune_epochs=5, finetune_lr=0.15)
+    steps = (Choice(delta=0.4), Temperature(), Abstention(risk=0.4, delta=0.4))
+    told = simulated(method, parted).calibrate(*steps)
+    takes = told.steps[0].own["shared"]
+    assert takes.any()
+    assert not takes.all()
+    found = deploy(method, parted, tmp_path, calibration=steps)
+    expected = told.predict()
+    assert float(found.told["2"]["threshold"]) == pytest.approx(float(told.steps[2].told["threshold"]))
+    for j in range(4):
+        model = bf.load_client(kept(tmp_path, found, j), method)
+        assert bool(model.steps[0].own["shared"][0]) == bool(takes[j])
+        again, test = model.predict(parted.test.client(j)[0]), expected.client(j)
+        assert_close(again.probs, test.probs, atol=1e-8, rtol=0)
+        assert torch.equal(again.answered, test.answered)
+        _, tensors = checkpoint.read_file(kept(tmp_path, found, j) / "predictions.safetensors")
+        assert torch.equal(tensors["answered"], test.answered)
+    assert found.history[-1]["calibrated_answered"] == pytest.approx(expected.summary(parted.test)["answered"], abs=1e-9)

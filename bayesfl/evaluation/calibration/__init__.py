@@ -1,20 +1,25 @@
-"""Calibration after training: temperatures, biases and conformal sets, fitted by surveys of the clients.
+"""Calibration after training: temperatures, biases, conformal sets and more, fitted by surveys of the clients.
 
 >>> served = result.calibrate(Temperature(), Bias(), Conformal(level=0.9))  # doctest: +SKIP
 >>> served.predict().sets  # doctest: +SKIP
 """
 
+from bayesfl.evaluation.calibration.abstention import Abstention
 from bayesfl.evaluation.calibration.bias import Bias
+from bayesfl.evaluation.calibration.choice import Choice
 from bayesfl.evaluation.calibration.conformal import Conformal
-from bayesfl.evaluation.calibration.steps import Fitted, Step, apply, fit
+from bayesfl.evaluation.calibration.steps import Fitted, Step, apply, compares, fit
 from bayesfl.evaluation.calibration.temperature import Temperature
 
 __all__ = [
+    "Abstention",
     "Bias",
+    "Choice",
     "Conformal",
     "Fitted",
     "Step",
     "Temperature",
     "apply",
+    "compares",
     "fit",
 ]

@@ -1,8 +1,8 @@
 """Steps of calibration: surveys whose result changes predictions, fitted one after the other."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -64,6 +64,11 @@ def fit(step: Step, mine: Mine, outputs: Outputs, put: Put | None = None) -> Fit
     """
     told = conduct(step, put or together(step, mine), outputs)
     return Fitted(step, told, step.settle(told, mine))
+
+
+def compares(steps: Iterable[Any]) -> bool:
+    """Say whether one of some steps compares clients' own predictions with those of the server's model."""
+    return any(getattr(step, "compares", False) for step in steps)
 
 
 def apply(steps: Sequence[Fitted], mine: Mine) -> Predictions:

@@ -1,7 +1,7 @@
 """Diagrams of promises: coverage by client, label or group with exact intervals, sizes of sets, and the evidence of alarms over time."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 

@@ -1,0 +1,105 @@
+"""Answers where doubt is low: a threshold below which the share of wrong answers is promised."""
+
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from bayesfl.base.checks import probability
+from bayesfl.base.protocols import Tensors
+from bayesfl.evaluation.binomial import upper_bound
+from bayesfl.evaluation.predictions import Predictions
+from bayesfl.evaluation.surveys import Mine, Outputs
+
+THRESHOLDS = 200
+"""So many thresholds are tested, from `risk` to 1 in equal steps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Abstention:
+    """Answer rows whose doubt, 1 less the largest probability, is at most a threshold, so that at most `risk` of the answers are wrong.
+
+    Thresholds are fixed beforehand, from doubt = `risk` upwards. One after the other is tested on all clients' rows together: whether the
+    Clopper-Pearson bound, at 1 - `delta`, of the share of wrong answers is at most `risk`. The first that fails ends the sequence, and the
+    one before it is taken. So the promise, that the true share of wrong answers among those given is at most `risk`, holds with a
+    probability of at least 1 - `delta` over the data (Angelopoulos, Bates, Candès, Jordan and Lei, "Learn then test", Annals of Applied
+    Statistics 19, 2025, fixed-sequence testing). It is of all clients' rows together; a client's own share may be higher, see the column
+    `answered_accuracy` of `Predictions.table`.
+
+    Of calibrated probabilities the wrong answers below a doubt of `risk` are fewer than `risk`, so the first test is one that should pass:
+    fit a `Temperature` before. It needs at least log(delta) / log(1 - risk) rows below it, 59 for 5 % and 5 %.
+
+    Args:
+        risk: Largest share of wrong answers, in (0, 1).
+        delta: Probability with which the promise may fail, in (0, 1).
+        split: The split on which thresholds are tested, to which nothing else was fitted.
+
+    Raises:
+        ValueError: `risk` or `delta` is out of range.
+    """
+
+    risk: float = 0.05
+    delta: float = 0.05
+    split: str = "calibration"
+
+    def __post_init__(self) -> None:
+        probability("risk", self.risk, "of a wrong answer")
+        probability("delta", self.delta, "that the promise fails")
+
+    def start(self, outputs: Outputs) -> Tensors:
+        """Return the thresholds.
+
+        Raises:
+            ValueError: What is predicted has no classes.
+        """
+        if outputs.task != "classification":
+            raise ValueError("Abstention counts wrong classes, and this is a regression: leave it out; Conformal makes intervals")
+        return {"thresholds": torch.linspace(self.risk, 1.0, THRESHOLDS, dtype=torch.float64)}
+
+    def shapes(self, told: Tensors) -> Mapping[str, tuple[int, ...]]:
+        """Return the shapes of the counts of rows, and of wrong ones, between each threshold and the one before."""
+        return {"n_rows": (THRESHOLDS,), "n_wrong": (THRESHOLDS,)}
+
+    def ask(self, told: Tensors, mine: Mine) -> Tensors:
+        """Return the clients' counts, [J, THRESHOLDS]."""
+        logits, labels, mask = mine.labelled
+        place = torch.bucketize(_doubt(logits), told["thresholds"]).clamp_max(THRESHOLDS - 1)
+        wrong = mask & (logits.argmax(-1) != labels)
+
+        def counted(rows: Tensor) -> Tensor:
+            return torch.zeros(len(mask), THRESHOLDS, dtype=torch.float64).scatter_add_(1, place, rows.double())
+
+        return {"n_rows": counted(mask), "n_wrong": counted(wrong)}
+
+    def solve(self, told: Tensors, total: Tensors) -> tuple[Tensors, bool]:
+        """Return the last threshold before the first test that fails, -inf if that is the first."""
+        n, wrong = total["n_rows"].cumsum(0).numpy(), total["n_wrong"].cumsum(0).numpy()
+        passes = torch.from_numpy(upper_bound(wrong, n, self.delta) <= self.risk)
+        good = int(passes.long().cumprod(0).sum())
+        if not good:
+            warnings.warn(
+                f"no answer is given: of {int(n[0])} rows in {self.split!r} of a doubt of at most {self.risk:g}, {int(wrong[0])} are "
+                f"wrong, which does not show a risk of {self.risk:g} with confidence {1 - self.delta:g}; give it more rows, fit a "
+                "Temperature before, or allow more risk",
+                stacklevel=2,
+            )
+        threshold = told["thresholds"][good - 1] if good else told["thresholds"].new_tensor(-math.inf)
+        return {"threshold": threshold, **{name: total[name] for name in ("n_rows", "n_wrong")}}, True
+
+    def settle(self, told: Tensors, mine: Mine) -> Tensors:
+        """Return nothing, as the threshold is one for all."""
+        return {}
+
+    def apply(self, told: Tensors, own: Tensors, mine: Mine) -> Predictions:
+        """Return predictions that say which rows are `answered`."""
+        inside = mine.predictions.mask.cpu()
+        answered = _doubt(mine.logits) <= told["threshold"]
+        return replace(mine.predictions, answered=answered & inside.reshape(*inside.shape, *[1] * (answered.dim() - 2)))
+
+
+def _doubt(logits: Tensor) -> Tensor:
+    """Return 1 less the largest probability, [...], of log probabilities [..., O]."""
+    return 1 - logits.softmax(-1).amax(-1)

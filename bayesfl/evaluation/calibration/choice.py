@@ -1,0 +1,101 @@
+"""The choice of each client between its own model and the server's."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from bayesfl.base.checks import probability
+from bayesfl.base.protocols import Tensors
+from bayesfl.evaluation.predictions import Predictions
+from bayesfl.evaluation.surveys import Mine, Outputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """Let each client predict with the server's model where that is better than its own, by an exact test on its own rows.
+
+    Rows count on which exactly one of the two is right; of numbers, on which one is nearer. If neither is better, each wins such a row with
+    probability 1/2, so a client takes the server's model if so many wins of it have a probability of at most `delta` (McNemar,
+    Psychometrika 12, 1947, in its exact form). Otherwise, and without rows, it keeps its own. Nothing is sent.
+
+    It comes before other steps, which are then fitted to the predictions chosen. The method needs a server's model beside clients' own, as
+    fine-tuning or a personal block gives it.
+
+    Args:
+        delta: Probability with which a client may take the server's model although that is no better, in (0, 1).
+        split: The split on which the two are compared, which neither was trained on.
+
+    Raises:
+        ValueError: `delta` is out of range.
+    """
+
+    delta: float = 0.05
+    split: str = "validation"
+    compares: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        probability("delta", self.delta, "of a wrong change to the server's model")
+
+    def start(self, outputs: Outputs) -> Tensors:
+        """Return nothing to be told."""
+        return {}
+
+    def shapes(self, told: Tensors) -> Mapping[str, tuple[int, ...]]:
+        """Return nothing, as nothing is asked."""
+        return {}
+
+    def ask(self, told: Tensors, mine: Mine) -> Tensors:
+        """Return nothing."""
+        return {}
+
+    def solve(self, told: Tensors, total: Tensors) -> tuple[Tensors, bool]:
+        """Return what was told."""
+        return told, True
+
+    def settle(self, told: Tensors, mine: Mine) -> Tensors:
+        """Return which clients take the server's model, `shared`, and on how many rows that is better and worse, [J] each."""
+        from scipy.stats import binom
+
+        own, shared = _losses(mine, mine.predictions), _losses(mine, _shared(mine))
+        better, worse = (shared < own).sum(-1), (shared > own).sum(-1)
+        p = torch.from_numpy(binom.sf((better - 1).numpy(), (better + worse).numpy(), 0.5))
+        return {"shared": p <= self.delta, "better": better, "worse": worse}
+
+    def apply(self, told: Tensors, own: Tensors, mine: Mine) -> Predictions:
+        """Return the predictions that clients have chosen."""
+        given, other = mine.predictions, _shared(mine)
+        found: dict[str, Any] = {}
+        for name, t in vars(given).items():
+            if isinstance(t, Tensor) and name not in ("mask", "labels"):
+                theirs = getattr(other, name)
+                theirs = torch.full_like(t, torch.nan) if theirs is None else theirs.to(t)
+                found[name] = torch.where(own["shared"].reshape(-1, *[1] * (t.dim() - 1)), theirs, t)
+        return replace(given, **found)
+
+
+def _shared(mine: Mine) -> Predictions:
+    """Return the predictions by the server's model.
+
+    Raises:
+        ValueError: There are none.
+    """
+    if mine.shared is None:
+        raise ValueError(
+            "Choice compares clients' own models with the server's, and this method has no whole model on the server: leave it out, or "
+            "take a method that has one, such as fedavg_ft or ditto"
+        )
+    return mine.shared
+
+
+def _losses(mine: Mine, predictions: Predictions) -> Tensor:
+    """Return how bad each row's prediction is, [J, M]: 1 if it is wrong, or how far it is; 0 in rows that pad."""
+    if predictions.probs is not None:
+        logits, labels, mask = replace(mine, predictions=replace(predictions, labels=mine.predictions.labels)).labelled
+        return ((logits.argmax(-1) != labels) & mask).double()
+    y, mask, centre = mine.predictions.labels, mine.predictions.mask.cpu(), predictions.mean
+    assert y is not None  # of a split of the federation
+    assert centre is not None  # as numbers have
+    return ((y.reshape(centre.shape).double() - centre.cpu().double()).square().sum(-1)).masked_fill(~mask, 0.0)
