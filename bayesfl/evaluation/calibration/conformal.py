@@ -15,6 +15,8 @@ from bayesfl.evaluation.predictions import Predictions
 from bayesfl.evaluation.surveys import Mine, Outputs
 
 By: TypeAlias = Literal["client", "label"]
+SHRINKS = (5.0, 10.0, 20.0, 40.0, 80.0, 160.0, math.inf)
+"""The values of n0 of which shrink="pinball" takes one."""
 
 BINS = 1024
 """Bins of the histogram by which the federation's scores are known; a threshold at a bin's upper end is at most a bin too large."""
@@ -39,7 +41,8 @@ class Conformal:
     If all clients are alike, coverage is at least `level`; Barber, Candès, Ramdas and Tibshirani, "Conformal prediction beyond
     exchangeability", Annals of Statistics 51, 2023, theorem 2, bounds what foreign scores cost otherwise. `shrink=0` uses the client's own
     scores alone, and promises `level` to each; a client with fewer than level / (1 - level) gets everything. `shrink=math.inf` uses all
-    scores as if of one source. n0 has to be fixed before the scores are seen.
+    scores as if of one source. n0 has to be fixed before the scores are seen. `shrink="pinball"` takes the value of `SHRINKS`, one for all
+    clients, with the smallest pinball loss of every score under the threshold that its client has without it; then no theorem holds.
 
     The federation's scores are known as a histogram, whose bins count at their upper ends: thresholds can only be larger for it, by at most
     a bin. The client's own are exact. Sets are often empty where a model is right more often than `level` says: then no class fits as
@@ -48,7 +51,7 @@ class Conformal:
     Args:
         level: Probability with which a set is to hold the truth, in (0, 1).
         score: What is compared, of classes, see `class_scores`; numbers have one score, see `number_scores`.
-        shrink: n0, >= 0, in examples.
+        shrink: n0, >= 0, in examples; or `pinball`.
         by: Whether the thresholds are of `client`s, or of clients and labels: then `level` holds for examples of each class.
         never_empty: Whether sets of classes hold at least the most probable class.
         split: The split whose scores are used, to which nothing else was fitted.
@@ -59,7 +62,7 @@ class Conformal:
 
     level: float = 0.9
     score: Score = "lac"
-    shrink: float = 20.0
+    shrink: float | Literal["pinball"] = 20.0
     by: By = "client"
     never_empty: bool = False
     split: str = "calibration"
@@ -67,8 +70,8 @@ class Conformal:
     def __post_init__(self) -> None:
         if not 0 < number("level", self.level) < 1:
             raise ValueError(f"level is the probability that a set holds the truth and must lie in (0, 1), got {self.level}; 90 % is 0.9")
-        if not number("shrink", self.shrink) >= 0:
-            raise ValueError(f"shrink is a number of examples, >= 0, got {self.shrink}; math.inf pools all clients' scores")
+        if self.shrink != "pinball" and not number("shrink", self.shrink) >= 0:
+            raise ValueError(f"shrink is a number of examples, >= 0, or 'pinball', got {self.shrink}; math.inf pools all clients' scores")
         for name, value, known in (("score", self.score, get_args(Score)), ("by", self.by, get_args(By))):
             if value not in known:
                 raise ValueError(f"{name} must be one of {known}, got {value!r}")
@@ -91,14 +94,18 @@ class Conformal:
         return low + (high - low) * torch.arange(1, BINS + 1, dtype=torch.float64) / BINS
 
     def shapes(self, told: Tensors) -> Mapping[str, tuple[int, ...]]:
-        """Return the shape of the counts: of scores in each bin and beyond the last, or of numbers' scores by their power of 2."""
+        """Return the shape of counts of scores, in each bin and beyond the last, or of numbers' by their power of 2; or that of losses."""
         if "edges" not in told:
             return {"n_powers": (2, POWERS + 1)}
+        if "counts" in told:
+            return {"pinball": (len(SHRINKS),)}
         return {"n_scores": (int(told["groups"]), BINS + 1)}
 
     def ask(self, told: Tensors, mine: Mine) -> Tensors:
-        """Return the clients' counts of scores, [J, G, bins + 1]."""
+        """Return the clients' counts of scores, [J, G, bins + 1], or their summed losses under each value of n0, [J, K]."""
         scores, group, mask = self._scores(mine)
+        if "counts" in told:
+            return {"pinball": self._losses(told, scores, group, mask)}
         if "edges" not in told:
             powers = 2.0 ** (torch.arange(POWERS, dtype=torch.float64) - POWERS // 2)
             return {"n_powers": _counted(torch.bucketize(scores.abs(), powers), (scores < 0).long(), mask, 2, POWERS + 1)}
@@ -121,8 +128,22 @@ class Conformal:
             negative = counts[1, :-1].nonzero()
             low = -float(powers[int(negative.max())]) if len(negative) else 0.0
             return told | {"edges": self._edges(max(low, -high), high)}, False
+        if "counts" in told:
+            return told | {"shrink": torch.tensor(SHRINKS[int(total["pinball"].argmin())], dtype=torch.float64)}, True
         self._some(total["n_scores"].sum())
-        return told | {"counts": total["n_scores"]}, True
+        return told | {"counts": total["n_scores"]}, self.shrink != "pinball"
+
+    def _losses(self, told: Tensors, scores: Tensor, group: Tensor, mask: Tensor) -> Tensor:
+        """Return each client's pinball losses, of each score under the threshold of the others, [J, K]; what is beyond the end counts as it."""
+        out = torch.zeros(len(scores), len(SHRINKS), dtype=torch.float64)
+        end = told["edges"][-1]
+        for k, shrink in enumerate(SHRINKS):
+            for g in range(int(told["groups"])):
+                own = mask & (group == g)
+                t = without_one(scores, own, told["edges"], told["counts"][g], level=self.level, shrink=shrink).clamp_max(end)
+                above = scores.clamp_max(end) - t
+                out[:, k] += torch.where(own, torch.maximum(self.level * above, (self.level - 1) * above), 0.0).sum(-1)
+        return out
 
     def _some(self, examples: Tensor) -> None:
         if not examples > 0:
@@ -135,9 +156,10 @@ class Conformal:
         """
         scores, group, mask = self._scores(mine)
         found, numbers = [], []
+        shrink = float(told["shrink"]) if "shrink" in told else float(self.shrink)
         for g in range(int(told["groups"])):
             own = mask & (group == g)
-            found.append(thresholds(scores, own, told["edges"], told["counts"][g], level=self.level, shrink=self.shrink))
+            found.append(thresholds(scores, own, told["edges"], told["counts"][g], level=self.level, shrink=shrink))
             numbers.append(own.sum(-1))
         kept = {"scores": self.scored(mine), "epistemic": doubt(mine)}
         kept = {name: t.masked_fill(~mask, torch.nan) for name, t in kept.items()}
@@ -207,20 +229,36 @@ def thresholds(scores: Tensor, mask: Tensor, edges: Tensor, counts: Tensor, *, l
         level: Probability with which a set is to hold the truth.
         shrink: n0; `math.inf` for all clients' scores as if of one source.
     """
-    total = counts.sum()
-    below = torch.cat([counts.new_zeros(1), counts[:-1].cumsum(0)])  # scores up to each end, after none
-    infinite = edges.new_tensor([math.inf])
     if shrink == math.inf:
-        enough = below[1:] >= level * (total + 1) - _ROUNDING
-        return torch.cat([edges[enough], infinite]).min().expand(len(mask)).clone()
-    share = below / total.clamp_min(1)
+        return _pooled(edges, counts, level).expand(len(mask)).clone()
+    return _first(scores, mask, edges, counts, shrink, level * (mask.sum(-1) + shrink + 1))
+
+
+def without_one(scores: Tensor, mask: Tensor, edges: Tensor, counts: Tensor, *, level: float, shrink: float) -> Tensor:
+    """Return for every score the threshold that its client has without it, [J, N]; all clients' scores still hold it. See `thresholds`."""
+    if shrink == math.inf:
+        return _pooled(edges, counts, level).expand(scores.shape).clone()
+    needed = level * (mask.sum(-1) + shrink)
+    low, high = (_first(scores, mask, edges, counts, shrink, needed + more)[:, None] for more in (0, 1))
+    return torch.where(scores > low, low, high)  # a score above the threshold is not counted there in any case
+
+
+def _pooled(edges: Tensor, counts: Tensor, level: float) -> Tensor:
+    """Return the threshold of all clients' scores as if of one source."""
+    enough = counts[:-1].cumsum(0) >= level * (counts.sum() + 1) - _ROUNDING
+    return torch.cat([edges[enough], edges.new_tensor([math.inf])]).min()
+
+
+def _first(scores: Tensor, mask: Tensor, edges: Tensor, counts: Tensor, shrink: float, needed: Tensor) -> Tensor:
+    """Return the smallest s at which a client's own scores up to s, and `shrink` times all clients' share of them, reach `needed` [J]."""
+    below = torch.cat([counts.new_zeros(1), counts[:-1].cumsum(0)])  # scores up to each end, after none
+    share = below / counts.sum().clamp_min(1)
     own = scores.masked_fill(~mask, math.inf).sort(-1).values
-    n = mask.sum(-1, keepdim=True)
-    needed = level * (n + shrink + 1) - _ROUNDING
+    least = needed.unsqueeze(-1) - _ROUNDING
     at_own = torch.arange(1, own.shape[1] + 1) + shrink * share[torch.searchsorted(edges, own, right=True)]
     at_edges = torch.searchsorted(own, edges.expand(len(own), -1).contiguous(), right=True) + shrink * share[1:]
-    candidates = [own.masked_fill(at_own < needed, math.inf), edges.expand(len(own), -1).masked_fill(at_edges < needed, math.inf)]
-    return torch.cat([*candidates, infinite.expand(len(own), 1)], -1).amin(-1)
+    candidates = [own.masked_fill(at_own < least, math.inf), edges.expand(len(own), -1).masked_fill(at_edges < least, math.inf)]
+    return torch.cat([*candidates, edges.new_full((len(own), 1), math.inf)], -1).amin(-1)
 
 
 def _counted(place: Tensor, group: Tensor, mask: Tensor, groups: int, size: int) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch.testing import assert_close
 
 from bayesfl.evaluation.calibration import Conformal, fit
-from bayesfl.evaluation.calibration.conformal import BINS, thresholds
+from bayesfl.evaluation.calibration.conformal import BINS, SHRINKS, thresholds, without_one
 from bayesfl.evaluation.calibration.scores import class_scores
 from bayesfl.evaluation.predictions import Predictions
 from bayesfl.evaluation.surveys import Mine, Outputs
@@ -194,7 +194,7 @@ def test_intervals_of_numbers(kind: str):
     ("options", "words"),
     [
         ({"level": 1.0}, r"level is the probability that a set holds the truth and must lie in \(0, 1\), got 1.0"),
-        ({"shrink": -1}, "shrink is a number of examples, >= 0, got -1"),
+        ({"shrink": -1}, "shrink is a number of examples, >= 0, or 'pinball', got -1"),
         ({"score": "thr"}, "score must be one of .*got 'thr'"),
         ({"by": "group"}, "by must be one of .*got 'group'"),
     ],
@@ -212,3 +212,37 @@ def test_what_does_not_fit_is_refused():
         fit(Conformal(), replace(given, predictions=replace(given.predictions, labels=None)), Outputs("regression", 2))
     with pytest.raises(ValueError, match="no client has an example in the split 'calibration'"):
         fit(Conformal(), mine((0, 0, 2)), CLASSES, lambda told, shapes: {name: torch.zeros(shape) for name, shape in shapes.items()})
+
+
+def test_a_threshold_without_one_score_by_leaving_it_out():
+    """Each client's scores less one, under the same pool, with n0 and for the pool alone; also with ties."""
+    g = torch.Generator().manual_seed(5)
+    scores = torch.rand(3, 12, generator=g, dtype=torch.float64)
+    scores[1] = (8 * scores[1]).round() / 8
+    mask = torch.arange(12) < torch.tensor([12, 9, 1])[:, None]
+    counts = counted(torch.rand(300, generator=g, dtype=torch.float64))
+    for shrink in (0.0, 5.0, 40.0, math.inf):
+        found = without_one(scores, mask, EDGES, counts, level=0.7, shrink=shrink)
+        for j in range(3):
+            for i in range(int(mask[j].sum())):
+                others = mask[j : j + 1].clone()
+                others[0, i] = False
+                alone = thresholds(scores[j : j + 1], others, EDGES, counts, level=0.7, shrink=shrink)
+                assert float(found[j, i]) == float(alone[0])
+
+
+def test_n0_by_the_pinball_loss():
+    """The value whose thresholds lose least: the largest where clients are alike, a small one where each has its own scale."""
+    g, rows = torch.Generator().manual_seed(0), 60
+    for spread, expected in ((0.0, {80.0, 160.0, math.inf}), (1.5, {5.0, 10.0, 20.0})):
+        scale = torch.exp(spread * torch.randn(30, 1, 1, generator=g))
+        mean, y = torch.zeros(30, rows, 1), scale * torch.randn(30, rows, 1, generator=g)
+        options = {"mean": mean, "variance": torch.ones_like(mean), "labels": y}
+        found = Predictions(mask=torch.ones(30, rows, dtype=torch.bool), epistemic=torch.zeros(30, rows), **options)
+        given, numbers = Mine(found, np.arange(30)), Outputs("regression", 1)
+        fitted = fit(Conformal(shrink="pinball"), given, numbers)
+        assert float(fitted.told["shrink"]) in expected
+        fixed = fit(Conformal(shrink=float(fitted.told["shrink"])), given, numbers)
+        assert torch.equal(fixed.own["threshold"], fitted.own["threshold"])
+        losses = Conformal(shrink="pinball").ask({**fixed.told}, given)["pinball"].sum(0)
+        assert SHRINKS[int(losses.argmin())] == float(fitted.told["shrink"])
