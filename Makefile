@@ -58,6 +58,8 @@ examples: $(VENV)/.plain
 	$(BIN)/python benchmarks/selection.py --quick
 	$(BIN)/python benchmarks/pfedvem.py --quick --seeds 0
 	$(BIN)/python benchmarks/links.py --quick
+	$(BIN)/python benchmarks/promises.py --quick
+	$(BIN)/python examples/promises.py --data digits --rounds 3 --out runs/smoke-promises
 	$(BIN)/python benchmarks/simplex.py --quick
 	$(BIN)/python benchmarks/privacy.py --quick
 	$(BIN)/python benchmarks/networks.py --quick --parts two_inputs

@@ -134,7 +134,7 @@ class Conformal:
         return told | {"counts": total["n_scores"]}, self.shrink != "pinball"
 
     def _losses(self, told: Tensors, scores: Tensor, group: Tensor, mask: Tensor) -> Tensor:
-        """Return each client's pinball losses, of each score under the threshold of the others, [J, K]; what is beyond the end counts as it."""
+        """Return each client's pinball losses, each score under the threshold of the others, [J, K]; beyond the end counts as the end."""
         out = torch.zeros(len(scores), len(SHRINKS), dtype=torch.float64)
         end = told["edges"][-1]
         for k, shrink in enumerate(SHRINKS):
