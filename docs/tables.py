@@ -3,8 +3,8 @@
 What is implemented comes from the compositions themselves, the demo's table from benchmarks/results/demo.json (`make demo` writes it to
 runs/demo/table.json), speed from benchmarks/results/engines.json (`make benchmarks`), rules of subnetworks from
 benchmarks/results/selection.json (python benchmarks/selection.py), pFedVEM over many rounds from benchmarks/results/pfedvem.json, links
-from benchmarks/results/links.json, networks as they come from benchmarks/results/networks.json, noise from
-benchmarks/results/privacy.json, papers' tables from benchmarks/results/papers.
+from benchmarks/results/links.json, networks as they come from benchmarks/results/networks.json, promises from
+benchmarks/results/promises.json, noise from benchmarks/results/privacy.json, papers' tables from benchmarks/results/papers.
 """
 
 import ast
@@ -455,6 +455,54 @@ def links() -> str:
     return "\n\n".join([*parts, made(next(iter(saved["cells"].values())) | saved)])
 
 
+def promises() -> str:
+    """Return what steps of calibration do for each method, a table for each data set and question, and how often promises are broken."""
+    saved = json.loads((RESULTS / "promises.json").read_text())
+    tables: dict[str, dict[str, dict[str, list[float]]]] = {}
+    for key, cell in saved["cells"].items():
+        if key.startswith("methods/"):
+            _, dataset, name, _ = key.split("/")
+            for measure, value in cell["row"].items():
+                tables.setdefault(dataset, {}).setdefault(name, {}).setdefault(measure, []).append(value)
+    quality = [
+        report.Column("accuracy", better="higher"),
+        report.Column("accuracy_b", title="accuracy with T and bias", better="higher"),
+        report.Column("nll", title="NLL (nats)", better="lower"),
+        report.Column("nll_t", title="NLL, one T", better="lower"),
+        report.Column("nll_own", title="NLL, a client's T", better="lower"),
+        report.Column("nll_b", title="NLL, T and bias", better="lower"),
+        report.Column("ece", title="ECE", better="lower"),
+        report.Column("ece_b", title="ECE, T and bias", better="lower"),
+    ]
+    kinds = {
+        "shrunk": "shrunk",
+        "pooled": "pooled",
+        "own": "own",
+        "quantile_of_quantiles": "FedCP-QQ",
+        "mean_of_quantiles": "mean quantile",
+    }
+    measures = {"coverage": "coverage", "worst": "worst client", "size": "size"}
+    sets = [report.Column(f"{kind}_{key}", title=f"{name}: {said}") for kind, name in kinds.items() for key, said in measures.items()]
+    parts = []
+    for dataset in ("digits", *DATASETS):
+        rows = tables[dataset]
+        shown = [report.table(rows, columns=columns, style="markdown") for columns in (quality, sets)]
+        parts.append(f"{DATASETS.get(dataset, 'Digits')}, probabilities:\n\n{shown[0]}\n\nSets for 0.9, after T and bias:\n\n{shown[1]}")
+    made_up = saved["cells"]["sets"]["row"]
+    alike = {case: row for case, row in made_up.items() if case.startswith("alike")}
+    ((_, unlike),) = ((case, row) for case, row in made_up.items() if case not in alike)
+    heads = ["own scores alike", *next(iter(alike.values()))]
+    parts.append(ruled(heads, [[case.removeprefix("alike, "), *(f"{v:.3f}" for v in row.values())] for case, row in alike.items()]))
+    told = ("coverage", "worst", "below .85")
+    lines = [[kind, *(f"{unlike[f'{kind}, {key}']:.3f}" for key in told)] for kind in ("own", "shrunk", "pooled")]
+    parts.append(ruled(["scales that differ", "coverage", "worst of twenty", "share of clients below 0.85"], lines))
+    rest = {**saved["cells"]["alarms"]["row"], **saved["cells"]["answers"]["row"], **saved["cells"]["speed"]["row"]}
+    shown = {name.replace("_", " "): f"{value:,.0f}" if value > 10 else f"{value:.3f}" for name, value in rest.items()}
+    parts.append(ruled(["alarms, answers, speed", ""], [[name, value] for name, value in shown.items()]))
+    named = {key if "/" in key else f"//{key}": cell for key, cell in saved["cells"].items()}
+    return "\n\n".join([*parts, versions({**saved, "cells": named}, place=2, drawn_anew=set())])
+
+
 def ruled(heads: list[str], lines: list[list[str]]) -> str:
     """A table of texts."""
     return "\n".join("| " + " | ".join(line) + " |" for line in (heads, ["---"] * len(heads), *lines))
@@ -656,6 +704,7 @@ PAGES = {
     ROOT / "docs" / "selection.md": (selection,),
     ROOT / "docs" / "long-training.md": (pfedvem,),
     ROOT / "docs" / "links.md": (links,),
+    ROOT / "docs" / "promises.md": (promises,),
     ROOT / "docs" / "howto" / "networks.md": (networks,),
     ROOT / "docs" / "privacy.md": (privacy,),
     ROOT / "docs" / "speed.md": (engines, curvature, fedsi_round, curvature_every, programs),

@@ -122,3 +122,13 @@ def test_a_split_without_examples(result):
     empty = ClientData(test.x, test.y, test.index[:0], np.zeros(test.clients, int))
     with pytest.raises(ValueError, match="split has no examples"):
         result.predict(empty)
+
+
+def test_a_server_without_the_whole_model_has_no_common_view():
+    """As what a client receives, where some blocks are addressed to single clients; a method with personal heads has none at all."""
+    method = bf.algorithms.fedavg(bf.models.mlp(4, outputs=3))
+    server = method.init(2, dtype=torch.float32)
+    assert predict.common_view(method, server) is not None
+    assert predict.common_view(method, {}) is None
+    personal = bf.algorithms.fedper(bf.models.mlp(4, outputs=3))
+    assert predict.common_view(personal, personal.init(2, dtype=torch.float32)) is None

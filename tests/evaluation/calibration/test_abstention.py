@@ -85,6 +85,16 @@ def test_too_little_to_show_a_small_risk():
     assert not answered.any()
 
 
+def test_the_first_failure_ends_the_sequence():
+    """Also where a larger threshold would pass again: with fresh rows that are all right."""
+    step = Abstention(risk=0.1, delta=0.1)
+    told, rows, wrong = step.start(CLASSES), torch.zeros(THRESHOLDS).double(), torch.zeros(THRESHOLDS).double()
+    rows[[0, 10, 20]], wrong[10] = torch.tensor([100.0, 20.0, 1000.0]).double(), 15
+    found, done = step.solve(told, {"n_rows": rows, "n_wrong": wrong})
+    assert done
+    assert float(found["threshold"]) == float(told["thresholds"][9])
+
+
 def test_bad_options():
     for options, words in (({"risk": 0.0}, "risk is the probability of a wrong answer"), ({"delta": 1.0}, "delta is the probability")):
         with pytest.raises(ValueError, match=words):

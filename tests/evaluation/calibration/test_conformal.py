@@ -244,5 +244,10 @@ def test_n0_by_the_pinball_loss():
         assert float(fitted.told["shrink"]) in expected
         fixed = fit(Conformal(shrink=float(fitted.told["shrink"])), given, numbers)
         assert torch.equal(fixed.own["threshold"], fitted.own["threshold"])
+        edges, counts = fixed.told["edges"], fixed.told["counts"][0]
+        own = fixed.own["scores"][:1].clamp_max(edges[-1])
+        t = without_one(fixed.own["scores"][:1], found.mask[:1], edges, counts, level=0.9, shrink=5.0).clamp_max(edges[-1])
+        by_hand = sum(0.9 * (s - q) if s > q else 0.1 * (q - s) for s, q in zip(own[0].tolist(), t[0].tolist(), strict=True))
+        assert float(Conformal(shrink="pinball").ask({**fixed.told}, given)["pinball"][0, 0]) == pytest.approx(by_hand)
         losses = Conformal(shrink="pinball").ask({**fixed.told}, given)["pinball"].sum(0)
         assert SHRINKS[int(losses.argmin())] == float(fitted.told["shrink"])
