@@ -215,18 +215,19 @@ def speed() -> dict[str, float]:
     clients, rows = 1000, 100
     x = np.random.default_rng(0).normal(size=(clients, 3 * rows, 20)).astype(np.float32)
     y = x[..., :10].argmax(-1)
-    data = bf.data.from_arrays(list(x), list(y), outputs=10, test=1 / 3, validation=0.5, task="classification")
-    data = replace(data, splits={"train": data.train, "test": data.test, "validation": data.validation, "calibration": data.validation})
+    about = {"outputs": 10, "task": "classification", "validation": 1 / 3, "calibration": 1 / 3}
+    data = bf.data.from_arrays(list(x), list(y), test=(list(x[:, :1]), list(y[:, :1])), **about)
     method = bf.algorithms.fedavg(bf.models.mlp(20, hidden=100, outputs=10))
     result = bf.simulate(method, data, rounds=1, evaluate_every=None, progress=False)
     times: dict[str, list[float]] = {"prediction": [], "calibration": [], "alarm": []}
+    steps = Temperature(), Bias(), Conformal(split="validation")
     outputs = Outputs(data.task, data.outputs)
     for _ in range(5):
         start = time.perf_counter()
         mine = result.mine(data.validation)
         times["prediction"].append(time.perf_counter() - start)
         start = time.perf_counter()
-        for step in (Temperature(), Bias(), Conformal()):
+        for step in steps:
             mine = fit(step, mine, outputs).apply(mine)
         times["calibration"].append(time.perf_counter() - start)
         watch, scores = Alarm(np.random.default_rng(0).normal(size=100)), np.random.default_rng(1).normal(size=100_000)
