@@ -42,7 +42,7 @@ def measured(result: Any, outside: dict[str, Any], draws: int | None) -> dict[st
     data = result.data
     own, labels, mask = result.predict(draws=draws), *data.test.padded_labels()
     found = {key: value for key, value in own.summary(data.test).items() if key in ("accuracy", "nll", "ece", "brier")}
-    seen, test = (result.mine(split, draws) for split in (data.calibration, data.test))
+    seen, test = result.mine(data.calibration, data.test, draws=draws)
     one = calibration.fit(calibration.Temperature(strength=math.inf), seen, Outputs(data.task, data.outputs))
     tempered = bf.metrics.classification_summary(one.apply(test).predictions.probs, labels, mask)
     found |= {f"{key}_tempered": tempered[key] for key in ("nll", "ece")}

@@ -66,7 +66,7 @@ def measured(result: Result) -> dict[str, float]:
     """NLL, ECE and accuracy as trained, by temperature, and with a bias; coverage, the worst client's, and sizes of four kinds of sets."""
     data, row = result.data, {}
     labels, mask = data.test.padded_labels()
-    seen, held, test = (result.mine(split) for split in (data.validation, data.calibration, data.test))
+    seen, held, test = result.mine(data.validation, data.calibration, data.test)
     outputs, fitted = Outputs(data.task, data.outputs), {}
 
     def quality(mine: Mine, name: str) -> None:
@@ -224,7 +224,7 @@ def speed() -> dict[str, float]:
     outputs = Outputs(data.task, data.outputs)
     for _ in range(5):
         start = time.perf_counter()
-        mine = result.mine(data.validation)
+        (mine,) = result.mine(data.validation)
         times["prediction"].append(time.perf_counter() - start)
         start = time.perf_counter()
         for step in steps:

@@ -221,7 +221,7 @@ def measure(result: Any, outside: dict[str, list[ClientData]], draws: int | None
         return {name: summary[name] for name in names}
 
     splits = (*halves(data.calibration), data.test)
-    outputs, (seen, held, test) = Outputs(data.task, data.outputs), (result.mine(split, draws) for split in splits)
+    outputs, (seen, held, test) = Outputs(data.task, data.outputs), result.mine(*splits, draws=draws)
     pooled = fit(Temperature(strength=math.inf), seen, outputs)
     row = quality(probs_of(own), "accuracy", "nll", "ece", "mce", "brier")
     for name, one in (("pooled", pooled), ("client", fit(Temperature(), seen, outputs))):

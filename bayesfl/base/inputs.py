@@ -4,6 +4,7 @@ import ast
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -155,3 +156,13 @@ def _nested(parts: Sequence[tuple[list[str | int], Tensor]]) -> Inputs:
         groups.setdefault(key, []).append((rest, t))
     places = sorted(key for key in groups if isinstance(key, int))
     return tuple(_nested(groups[key]) for key in places) if places else {str(key): _nested(own) for key, own in groups.items()}
+
+
+def words(x: Inputs) -> np.ndarray:
+    """Return the numbers of every row as 32-bit words, [n, m] uint32, the same in every precision: floats as float32, others as int64."""
+    parts = []
+    for _, t in named(x):
+        flat = t.detach().cpu().reshape(len(t), -1)
+        plain = (flat.float() + 0.0).numpy() if t.is_floating_point() else flat.to(torch.int64).numpy()  # + 0 makes -0 a 0
+        parts.append(np.ascontiguousarray(plain).view(np.uint32))
+    return np.concatenate(parts, 1)

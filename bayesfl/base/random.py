@@ -84,3 +84,21 @@ def keyed(secret: bytes, *address: bytes, size: int) -> np.ndarray:
     """Return words [size], uint64, of SHAKE-256 of a secret and an address: for anyone without the secret they are as good as uniform."""
     text = b"".join(len(part).to_bytes(8, "little") + part for part in (b"bayesfl", secret, *address))
     return np.frombuffer(hashlib.shake_256(text).digest(8 * size), "<u8").astype(np.uint64)
+
+
+def hashed(rows: np.ndarray) -> np.ndarray:
+    """Return a hash of every row [n, m] of 32-bit words, [n] uint64, by a multilinear function of fixed random weights."""
+    weights = generator(0, Purpose.SURVEY, phase=9).integers(0, 2**64, rows.shape[1] + 1, dtype=np.uint64)
+    out = np.empty(len(rows), np.uint64)
+    size = max(1, 2**18 // max(1, rows.shape[1]))
+    for start in range(0, len(rows), size):
+        out[start : start + size] = (rows[start : start + size].astype(np.uint64) * weights[1:]).sum(1, dtype=np.uint64) + weights[0]
+    return mixed(out)
+
+
+def mixed(words: np.ndarray) -> np.ndarray:
+    """Return words of 64 bits mixed so that every bit depends on all (splitmix64; Steele, Lea and Flood, OOPSLA 2014)."""
+    words = words + np.uint64(0x9E3779B97F4A7C15)
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))

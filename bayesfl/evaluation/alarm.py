@@ -14,15 +14,17 @@ on-line", ICML 2003). It is a martingale, so the probability that it ever reache
 whenever, somebody looks.
 """
 
+import json
 import math
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
 from bayesfl.base.checks import number, probability
-from bayesfl.base.files import atomic_path
+from bayesfl.base.files import atomic_path, atomic_write
 from bayesfl.base.random import Purpose, generator
 
 Watched: TypeAlias = Literal["labels", "epistemic"]
@@ -33,6 +35,22 @@ POWERS = np.arange(1, 10) / 10
 """The values of eps in the bets on small p-values."""
 _BLOCK = 512  # scores that are ranked among each other at once
 _VERSION = 1
+
+
+class Scores(np.ndarray):
+    """Scores of rows [N], float64, with what they are scores of: the kind, and whose model made them; slices keep it."""
+
+    of: tuple[str, str] | None = None
+
+    @classmethod
+    def made(cls, values: np.ndarray, kind: Watched, whose: str) -> "Scores":
+        """Return scores of a kind, by a client's model."""
+        found = np.asarray(values, np.float64).view(cls)
+        found.of = kind, whose
+        return found
+
+    def __array_finalize__(self, other: Any) -> None:
+        self.of = getattr(other, "of", None)
 
 
 class Alarm:
@@ -49,18 +67,30 @@ class Alarm:
         seed: The run's seed; with `client` and `round` it gives the uniform draws that break ties.
         client: The client's number.
         round: Number of rounds done.
+        of: What it looks at and whose model it watches, as of `Scores`; then `see` refuses scores of other kinds and other models.
 
     Raises:
         ValueError: `alpha` or `delta` is out of range, or the reference is empty or not finite.
     """
 
-    def __init__(self, reference: Any, *, alpha: float = 0.1, delta: float = 0.05, seed: int = 0, client: int = 0, round: int = 0) -> None:
+    def __init__(
+        self,
+        reference: Any,
+        *,
+        alpha: float = 0.1,
+        delta: float = 0.05,
+        seed: int = 0,
+        client: int = 0,
+        round: int = 0,
+        of: tuple[str, str] | None = None,
+    ) -> None:
         self.alpha = probability("alpha", alpha, "that a set misses the truth")
         self.delta = probability("delta", delta, "of a false alarm")
         self._address = {"seed": seed, "client": client, "round": round}
         self._sorted = np.sort(_scores("reference", reference))
         if not len(self._sorted):
             raise ValueError("reference is empty: an alarm compares new rows with the client's calibration rows, of which it has none")
+        self.of = of
         self._wealth = np.zeros(len(STAKES) + len(POWERS))  # logarithms
         self._seen = [np.empty((3, 0))]  # p-value, uniform draw and evidence of each row, in pieces
         self._rows, self._last, self._first = 0, 1.0, None
@@ -111,8 +141,11 @@ class Alarm:
             scores: Scores as those of the reference, [n], or one of them, as `ClientModel.scores` gives.
 
         Raises:
-            ValueError: A score is not finite, or there is more than one axis.
+            ValueError: A score is not finite, there is more than one axis, or they are of another kind or another model.
         """
+        other = getattr(scores, "of", None)
+        if self.of is not None and other is not None and other != self.of:
+            raise ValueError(f"scores are of {' by '.join(other)}, and this alarm watches {' by '.join(self.of)}: take its model's scores")
         new = _scores("scores", scores)
         for start in range(0, len(new), _BLOCK):
             self._take(new[start : start + _BLOCK])
@@ -164,6 +197,7 @@ class Alarm:
         with atomic_path(path) as temporary, temporary.open("wb") as file:
             numbers = {"alpha": self.alpha, "delta": self.delta, **self._address, "version": _VERSION}
             arrays: dict[str, Any] = {name: np.asarray(value) for name, value in numbers.items()}
+            arrays["of"] = np.array(self.of or ())
             np.savez(file, sorted=self._sorted, wealth=self._wealth, seen=self._kept(), **arrays)
 
     @classmethod
@@ -179,11 +213,14 @@ class Alarm:
                 found = {name: file[name] for name in file.files}
             if int(found["version"]) != _VERSION:
                 raise ValueError(f"it is of version {int(found['version'])}")
-            address = {name: int(found[name]) for name in ("seed", "client", "round")}
+            address: dict[str, Any] = {name: int(found[name]) for name in ("seed", "client", "round")}
             made = cls(found["sorted"], alpha=float(found["alpha"]), delta=float(found["delta"]), **address)
+            made.of = (str(found["of"][0]), str(found["of"][1])) if len(found["of"]) else None
             made._wealth, seen = found["wealth"], found["seen"]
             if made._wealth.shape != (len(STAKES) + len(POWERS),) or seen.ndim != 2 or len(seen) != 3 or seen.dtype != np.float64:
                 raise ValueError("its parts do not fit each other")
+            if np.isnan(made._wealth).any() or np.isnan(seen).any():
+                raise ValueError("it holds NaN")
             reached = np.flatnonzero(seen[2] >= 1 / made.delta)
             made._seen, made._rows, made._first = [seen], seen.shape[1], int(reached[0]) + 1 if len(reached) else None
             made._last = float(seen[2, -1]) if seen.shape[1] else 1.0
@@ -197,8 +234,8 @@ class Alarm:
 class Merged:
     """One alarm of several clients, of whose alarms it knows one number each: the mean of their evidence.
 
-    The mean of martingales is one, whatever they have in common, so the probability that it ever reaches 1 / `delta` is at most delta. A
-    product would be right for independent clients alone; an alarm wherever any client's evidence reaches 1 / delta is raised more often.
+    If no client's rows tell another's, the mean is a martingale as each of them is, so the probability that it ever reaches 1 / `delta` is
+    at most delta. An alarm wherever any client's evidence reaches 1 / delta is raised more often.
 
     Args:
         clients: The clients' names, fixed beforehand.
@@ -211,9 +248,13 @@ class Merged:
     def __init__(self, clients: Sequence[str], *, delta: float = 0.05) -> None:
         self.delta = probability("delta", delta, "of a false alarm")
         self._last = dict.fromkeys(clients, 1.0)
-        if not self._last or len(self._last) < len(clients):
-            raise ValueError(f"clients must be one name or more, each once, got {list(clients)}")
+        if isinstance(clients, str) or not self._last or len(self._last) < len(clients):
+            raise ValueError(f"clients must be one name or more, each once, got {clients!r}")
         self.history: list[float] = []
+
+    def __repr__(self) -> str:
+        said = "raised" if self.raised else "not raised"
+        return f"Merged({len(self._last)} clients, {len(self.history)} reports, evidence {self.evidence:.3g} of {1 / self.delta:g}; {said})"
 
     @property
     def evidence(self) -> float:
@@ -238,6 +279,32 @@ class Merged:
         self._last |= {name: float(value) for name, value in evidence.items()}
         self.history.append(self.evidence)
         return self
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the alarm's state into a file, completely or not at all, from which `Merged.load` goes on."""
+        atomic_write(path, json.dumps({"version": _VERSION, "delta": self.delta, "last": self._last, "history": self.history}))
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Merged":
+        """Read an alarm that `save` wrote.
+
+        Raises:
+            FileNotFoundError: There is no such file.
+            ValueError: It is no such alarm, or damaged.
+        """
+        text = Path(path).read_bytes()
+        try:
+            found = json.loads(text)
+            if found["version"] != _VERSION:
+                raise ValueError(f"it is of version {found['version']}")
+            made = cls(list(found["last"]), delta=found["delta"])
+            made.see({name: number(name, value) for name, value in found["last"].items()})
+            made.history = [number("history", one) for one in found["history"]]
+        except Exception as error:  # bytes of any kind may raise anything
+            raise ValueError(
+                f"{os.fspath(path)!r} is no merged alarm that this version can read: {type(error).__name__}, {error}"
+            ) from error
+        return made
 
 
 def _scores(name: str, scores: Any) -> np.ndarray:

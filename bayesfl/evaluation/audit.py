@@ -1,8 +1,8 @@
 """Audits: what predictions keep of their promises, by client, label or group, with exact intervals."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from bayesfl.base.checks import probability
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.targets import IGNORE
+from bayesfl.data.texts import in_order
 from bayesfl.evaluation.binomial import clopper_pearson, worst_by_chance
 from bayesfl.evaluation.surveys import Mine, Outputs, conduct, together
 
@@ -26,14 +27,15 @@ class Audit:
     Args:
         by: What the units are: `client`, `label` or `group`.
         units: Their names, G.
-        rows: Numbers of examples, [G].
+        rows: Numbers of examples, [G]; where an example has several labels, of labels, which are not independent: then intervals are too
+            narrow.
         level: The probability that sets or intervals promise; None where there are none.
         delta: Probability with which any of the intervals of a column may miss.
         held: Numbers of examples whose set or interval holds the truth, [G]; None where there are none.
         size: Mean number of classes in a set, or mean width of an interval, [G]; None where there are none.
         right: Numbers of right predictions, [G]; None for numbers.
         ece: Expected calibration errors, [G]; None for numbers, and by label.
-        rmse: Roots of mean squared errors, [G]; None for classes, and for predictions without means.
+        rmse: Roots of mean squared errors, [G]; None for classes.
     """
 
     by: Unit
@@ -106,6 +108,12 @@ class Audit:
             lines.append("  ".join(t.ljust(w) if i == 0 else t.rjust(w) for i, (t, w) in enumerate(zip(row, width.values(), strict=True))))
         return "\n".join([*lines, *self._said()])
 
+    def _together(self) -> str:
+        assert self.held is not None
+        held, rows = int(self.held.sum()), int(self.rows.sum())
+        low, high = clopper_pearson(np.array(held), np.array(rows), self.delta)
+        return f"All rows together: {held / rows:.2f}, {low:.2f} to {high:.2f} with probability {1 - self.delta:g}."
+
     def _said(self) -> list[str]:
         units = int((self.rows > 0).sum())
         said = [f"All intervals of a column hold together with probability {1 - self.delta:g}."]
@@ -114,6 +122,7 @@ class Audit:
                 f"Promised: {self.level:g}. If all {units} {self.by}s had exactly that, the worst would read {self.worst_by_chance:.2f} on "
                 "average, by chance.",
                 f"Below the promise: {', '.join(self.below) or 'none'}.",
+                self._together(),
             ]
         return said
 
@@ -174,9 +183,9 @@ class Counting:
         found = {"n_rows": summed(mask), "n_held": summed(held), "n_endless": summed(endless)}
         found["size"] = summed(torch.where(endless, 0.0, size))
         if given.probs is None:
-            centre = given.mean if given.mean is not None else torch.full_like(labels, torch.nan)
-            error = (labels.reshape(centre.shape).double() - centre.cpu().double()).square().mean(-1)
-            return found | {"squares": summed(error.nan_to_num(nan=0.0))}
+            assert given.mean is not None  # as numbers have
+            error = (labels.reshape(given.mean.shape).double() - given.mean.cpu().double()).square().mean(-1)
+            return found | {"squares": summed(error)}
         probs = given.probs.cpu().double()
         top, best = (probs.flatten(1, 2) if many else probs).max(-1)
         inner = torch.arange(1, BINS, dtype=torch.float64) / BINS
@@ -222,7 +231,7 @@ class Counting:
             found["right"] = sums["n_bin_right"].sum(-1).astype(np.int64)
             if self.by != "label":  # among rows of one label even a calibrated model is wrong by its confidence
                 found["ece"] = _share(gaps, rows)
-        elif sums["squares"].any():
+        else:
             found["rmse"] = np.sqrt(_share(sums["squares"], rows))
         return Audit(self.by, self.units, rows.astype(np.int64), level, delta, **found)
 
@@ -239,7 +248,7 @@ def audit(mine: Mine, outputs: Outputs, *, names: Sequence[str], delta: float = 
     Raises:
         ValueError: `delta` is out of range.
     """
-    survey = Counting("client", tuple(names))
+    survey, mine = Counting("client", tuple(names)), replace(mine, ids=np.arange(len(mine.ids)))
     return survey.audit(conduct(survey, together(survey, mine), outputs), level=mine.predictions.level, delta=delta)
 
 
@@ -247,7 +256,7 @@ def grouped(groups: Sequence[Sequence[object]], counts: np.ndarray) -> tuple[tup
     """Return the names of groups in their order, and the place of every row's, [J, N], -1 where a client has no such row.
 
     Args:
-        groups: For each client the group of every row, text, numbers or truth values.
+        groups: For each client the group of every row, text, numbers or truth values; None or NaN for rows of no group.
         counts: The clients' numbers of rows, [J].
 
     Raises:
@@ -255,15 +264,36 @@ def grouped(groups: Sequence[Sequence[object]], counts: np.ndarray) -> tuple[tup
     """
     if len(groups) != len(counts):
         raise ValueError(f"groups must have the groups of {len(counts)} clients, one list for each, got {len(groups)}")
-    texts = [[str(one) for one in np.asarray(own).tolist()] for own in groups]
+    texts = [_names(own, j) for j, own in enumerate(groups)]
     for j, own in enumerate(texts):
         if len(own) != counts[j]:
             raise ValueError(f"groups of client {j} must name a group for each of its {counts[j]} rows, got {len(own)}")
-    names = tuple(sorted({one for own in texts for one in own}))
+    names = in_order({one for own in texts for one in own if one is not None})
+    known = {name: place for place, name in enumerate(names)}
     places = torch.full((len(counts), int(counts.max(initial=0))), -1, dtype=torch.int64)
     for j, own in enumerate(texts):
-        places[j, : len(own)] = torch.tensor([names.index(one) for one in own], dtype=torch.int64)
+        places[j, : len(own)] = torch.tensor([-1 if one is None else known[one] for one in own], dtype=torch.int64)
     return names, places
+
+
+def _names(own: Any, j: int) -> list[str | None]:
+    """Return the groups of a client's rows as text, whole numbers without a point; None for rows of no group.
+
+    Raises:
+        ValueError: They are not one for each row.
+    """
+    values = np.asarray(own, dtype=object)
+    if values.ndim != 1:
+        raise ValueError(f"groups of client {j} must be one group for each of its rows, got {type(own).__name__} of shape {values.shape}")
+
+    def text(one: Any) -> str | None:
+        if isinstance(one, Tensor | np.generic):
+            one = one.item()
+        if one is None or one != one:
+            return None
+        return str(int(one)) if isinstance(one, float) and one.is_integer() else str(one)
+
+    return [text(one) for one in values.tolist()]
 
 
 def _share(counts: np.ndarray, rows: np.ndarray) -> np.ndarray:

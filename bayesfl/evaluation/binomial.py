@@ -4,6 +4,9 @@ import numpy as np
 
 from bayesfl.base.checks import probability
 
+_MANY = 4000
+"""Most shares at which the expectation of the lowest is summed; with more, it is exact to half such a step."""
+
 
 def clopper_pearson(successes: np.ndarray, trials: np.ndarray, delta: float) -> np.ndarray:
     """Return intervals that hold the true share with a probability of at least 1 - `delta` each, [..., 2].
@@ -47,15 +50,15 @@ def worst_by_chance(trials: np.ndarray, share: float) -> float:
         share: The true share of all units, in [0, 1].
 
     Returns:
-        The sum over the distinct shares that can be seen, of their distances times the probability that all units lie above; NaN where no
-        unit has a trial.
+        The sum over the distinct shares that can be seen, of their distances times the probability that all units lie above, or over
+        `_MANY` equal steps where these are more; NaN where no unit has a trial.
     """
     from scipy.stats import binom
 
     n = np.unique(np.asarray(trials)[np.asarray(trials) > 0], return_counts=True)
     if not len(n[0]):
         return float("nan")
-    seen = np.unique(np.concatenate([np.arange(m + 1) / m for m in n[0]]))
+    seen = np.unique(np.concatenate([np.arange(m + 1) / m for m in n[0]])) if n[0].sum() < _MANY else np.arange(_MANY + 1) / _MANY
     # E min = integral over x of P(all shares > x); between two shares that can be seen it is constant.
     log_above = sum(times * binom.logsf(np.floor(seen[:-1] * m + 1e-9), m, share) for m, times in zip(*n, strict=True))
     return float(seen[0] + (np.diff(seen) * np.exp(log_above)).sum())

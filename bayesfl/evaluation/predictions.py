@@ -103,7 +103,9 @@ class Predictions:
         if self.labels is None or self.mask.dim() != 2:
             raise ValueError("places() needs predictions of a split of all clients, as result.predict(clients.test) gives")
         probs, labels, mask = per_place(self.probs, self.labels.long(), self.mask)
-        return replace(self, probs=probs, labels=labels, mask=mask, epistemic=self.epistemic.flatten(1))
+        more = {"sets": self.sets, "answered": self.answered}
+        found: dict[str, Any] = {name: t.flatten(1, 2) for name, t in more.items() if t is not None}
+        return replace(self, probs=probs, labels=labels, mask=mask, epistemic=self.epistemic.flatten(1), **found)
 
     def summary(self, split: ClientData) -> dict[str, float]:
         """Compute the measures of `bayesfl.metrics` that apply, with the labels or targets of `split`, over clients that have rows.

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bayesfl.base.protocols import Likelihood, Tensors
-from bayesfl.base.random import Purpose, generator
+from bayesfl.base.protocols import Tensors
+from bayesfl.base.random import Purpose, key, mixed
 from bayesfl.base.targets import Task
 from bayesfl.evaluation.predictions import Predictions
 
@@ -38,12 +38,10 @@ class Outputs:
     Args:
         task: `classification` or `regression`.
         count: Number of classes or of targets.
-        likelihood: The method's likelihood.
     """
 
     task: Task
     count: int
-    likelihood: Likelihood | None = None
 
 
 @dataclass(frozen=True)
@@ -56,6 +54,7 @@ class Mine:
         seed: The run's seed.
         round: Number of rounds done.
         shared: Predictions of the same rows by the server's model, where a step compares them with the clients' own; None otherwise.
+        rows: A hash of the inputs of every row, [J, N] uint64, where a step draws a number for each; None otherwise.
     """
 
     predictions: Predictions
@@ -63,15 +62,16 @@ class Mine:
     seed: int = 0
     round: int = 0
     shared: Predictions | None = None
+    rows: np.ndarray | None = None
 
     @cached_property
     def logits(self) -> Tensor:
-        """Return log probabilities in float64 [J, N, O], or [J, N, T, O], finite in rows of examples and 0 in others.
+        """Return log probabilities in float64 [J, N, O], or [J, N, T, O]: 0 in rows that pad, NaN where a prediction is not finite.
 
         Probabilities below the smallest normal number of their type count as that number.
 
         Raises:
-            ValueError: What is predicted has no classes, or a prediction for an example is not finite.
+            ValueError: What is predicted has no classes.
         """
         return _logits(self.predictions)
 
@@ -80,23 +80,39 @@ class Mine:
         """Return logits [J, N, O], labels [J, N] and the mask of examples, each place with a label of its own an example.
 
         Raises:
-            ValueError: The labels are not known, or as by `logits`.
+            ValueError: The labels are not known, a prediction for an example is not finite, or as by `logits`.
         """
+        self.refuse_broken(self.logits)
         return _labelled(self.predictions, self.logits)
 
+    def refuse_broken(self, found: Tensor) -> None:
+        """Raise ValueError, naming client and row, if what was found of examples, [J, N, ...], is not finite somewhere."""
+        finite = found.isfinite()
+        bad = self.predictions.mask.cpu() & ~(finite if finite.dim() == 2 else finite.flatten(2).all(-1))
+        if bad.any():
+            place, row = (int(i) for i in bad.nonzero()[0])
+            names = self.predictions.names
+            who = f"client {int(self.ids[place])}" if names is None or len(names) != len(bad) else repr(names[place])
+            raise ValueError(
+                f"predictions, or targets, of {int(bad.sum())} rows are not finite, the first of row {row} of {who}: the run diverged, so "
+                "lower its learning rate, or look at these inputs"
+            )
+
     def uniform(self, phase: int) -> Tensor:
-        """Draw a number within (0, 1) for every row, [J, N] in float64: the same for a client wherever it is computed.
+        """Return a number within (0, 1) for every row, [J, N] in float64: by the row's inputs, the same whichever rows stand beside it.
 
         Args:
             phase: 0 for rows on which a survey is made, 1 for those to which its result is applied.
+
+        Raises:
+            ValueError: The inputs of the rows are not known.
         """
-        mask = self.predictions.mask
-        out = torch.full(mask.shape, 0.5, dtype=torch.float64)
-        for place, client in enumerate(self.ids.tolist()):
-            rng = generator(self.seed, Purpose.SURVEY, round=self.round, client=client, phase=phase)
-            n = int(mask[place].sum())
-            out[place, mask[place]] = torch.from_numpy((rng.integers(0, 2**52, n) + 0.5) / 2**52)
-        return out
+        if self.rows is None:
+            raise ValueError("a score with a random term draws by the rows' inputs, which these predictions do not have; take score='lac'")
+        keys = np.array(
+            [key(self.seed, Purpose.SURVEY, round=self.round, client=client, phase=phase) for client in self.ids.tolist()], np.uint64
+        )
+        return torch.from_numpy(((mixed(self.rows ^ keys[:, None]) >> np.uint64(12)).astype(np.float64) + 0.5) / 2**52)
 
 
 Known_contra = TypeVar("Known_contra", contravariant=True)
@@ -220,13 +236,6 @@ def named_split(survey: Any) -> str:
 
 
 def _logits(predictions: Predictions) -> Tensor:
-    """Return log probabilities in float64 [J, N, O], or [J, N, T, O], finite in rows of examples and 0 in others.
-
-    Probabilities below the smallest normal number of their type count as that number.
-
-    Raises:
-        ValueError: These are no probabilities of classes, or one of an example is not finite.
-    """
     probs, mask = predictions.probs, predictions.mask
     if probs is None:
         raise ValueError(
@@ -234,18 +243,11 @@ def _logits(predictions: Predictions) -> Tensor:
         )
     inside = mask.reshape(*mask.shape, *[1] * (probs.dim() - 2)).cpu()
     probs = probs.detach().cpu()
-    if bool((inside & ~probs.isfinite()).any()):
-        raise ValueError("predictions are not finite: the run diverged, lower its learning rate, or look at the inputs that were named")
     logs = probs.double().clamp_min(torch.finfo(probs.dtype).tiny).log()
     return torch.where(inside, logs.log_softmax(-1), 0.0)
 
 
 def _labelled(predictions: Predictions, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return these logits as [J, N, O], labels [J, N] and the mask of examples, each place with a label of its own an example.
-
-    Raises:
-        ValueError: The labels are not known, or as by `_logits`.
-    """
     mask = predictions.mask.cpu()
     if predictions.labels is None:
         raise ValueError("the labels of these predictions are not known; predict a split of the federation, as result.predict(...) does")

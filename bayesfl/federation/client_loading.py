@@ -68,7 +68,7 @@ def load_client(
             None if meta.get("prepared") is None else Columns.from_json(meta["prepared"]),
             None if meta["value"] is None else number("value", meta["value"]),
             bool(meta["plug_in"]),
-            steps=surveying.read(meta.get("steps", ()), tensors.get("steps", {})),
+            steps=surveying.read(meta.get("steps", ()), tensors.get("steps", {}), clients=1),
             stored=tensors.get("stored", {}),
             common=tensors.get("common", {}),
         )

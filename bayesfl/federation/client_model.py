@@ -12,8 +12,9 @@ from torch import nn
 
 from bayesfl.base.checks import whole
 from bayesfl.base.copies import refuse_changed
-from bayesfl.base.inputs import Shapes
+from bayesfl.base.inputs import Shapes, words
 from bayesfl.base.protocols import Batch, Fitted, Predictor, Server, StoredPredictor, Tensors, View
+from bayesfl.base.random import hashed
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.predictors import Mixture
 from bayesfl.data import FederatedData
@@ -24,6 +25,8 @@ from bayesfl.data.tables import Table, is_frame
 from bayesfl.engine import Engine
 from bayesfl.evaluation import calibration
 from bayesfl.evaluation.alarm import Alarm, Watched
+from bayesfl.evaluation.calibration.steps import compares
+from bayesfl.evaluation.calibration.steps import draws as draws_of
 from bayesfl.evaluation.predictions import Predictions, broken
 from bayesfl.evaluation.surveys import Mine
 from bayesfl.federation import checkpoint, predict, surveying
@@ -93,7 +96,7 @@ class ClientModel:
 
     @property
     def device(self) -> torch.device:
-        """Return the device that holds the model, and computes and holds its predictions."""
+        """Return the device that holds the model and computes its predictions, which are on the CPU."""
         return self.view["n"].device
 
     def predict(self, x: Any, *, draws: int | None = None) -> Predictions:
@@ -118,17 +121,15 @@ class ClientModel:
                 them, another kind of numbers (whole ones for floats) or none (complex ones, text, dates, objects), or numbers that are not
                 finite; or tokens beyond an embedding's rows; or `draws` is not a whole number >= 0.
         """
-        mine = self.mine(x, draws=draws)
         if draws is not None:
-            surveying.check_draws(self.steps, draws)
-        found = calibration.apply(self.steps, mine)
+            whole("draws (None is the paper's number)", draws, least=0)
+            surveying.check_draws(self.steps, draws, self.algorithm)
+        found = calibration.applied(self.steps, self.mine(x, draws=draws)).predictions
         return replace(found, **{name: t[0] for name, t in vars(found).items() if isinstance(t, torch.Tensor)})
 
     def mine(self, x: Any, *, draws: int | None = None) -> Mine:
         """Return what the client knows of itself on new rows, [1, N, ...], before any step of calibration; as `predict` reads them."""
         refuse_changed(self.algorithm.model)
-        if draws is not None:
-            whole("draws (None is the paper's number)", draws, least=0)
         if self.prepared is not None and is_frame(x):
             x, strange = self.prepared.applied(Table(x, "x"))
             warn_of_rows(strange)
@@ -145,7 +146,8 @@ class ClientModel:
         shared = predict.by_all(Engine(), self.algorithm, self.common, rows) if self.common else None
         made, other = (None if of is None else self._predictions(of) for of in ({k: t[None] for k, t in found.items()}, shared))
         assert made is not None
-        return Mine(made, np.array([self.client]), self.seed, self.round, other)
+        keys = hashed(words(rows.client(0)[0]))[None] if draws_of(one.step for one in self.steps) else None
+        return Mine(made, np.array([self.client]), self.seed, self.round, other, keys)
 
     def _predictions(self, found: dict[str, Any]) -> Predictions:
         """Return tensors [1, N, ...] as predictions on the CPU."""
@@ -200,7 +202,8 @@ class ClientModel:
         No training row is written as it is. Where the method's predictor needs training data (FedSI's, `LinearisedLaplace`), the covariance
         of the weights that it made of them is written instead. Such a file is as confidential as the training data and must not leave the
         client: rows can be computed from a covariance, exactly so where a unit of the network answers to a single one. `plug_in=True`
-        leaves it out, for a file that is to leave; the means that remain were trained on the data and can tell about them, too.
+        leaves it out, for a file that is to leave; the means that remain were trained on the data and can tell about them, too. A
+        calibrated model holds scores of the client's calibration rows, with which its alarms compare: such a file must stay there, too.
 
         Args:
             path: The folder, made if it does not exist.
@@ -209,7 +212,7 @@ class ClientModel:
         Raises:
             TypeError: `path` is neither text nor a path.
             ValueError: `path` is empty, or is a file, or lies under one; or the method's predictor cannot be stored, or takes more than
-                `LIMIT` bytes.
+                `LIMIT` bytes; or `plug_in` is True and the model is calibrated, or one of its steps is none of bayesfl's.
         """
         plug_in = plug_in or self.plug_in
         if plug_in and self.steps:
@@ -335,7 +338,7 @@ def of_client(
     else:
         form = Form.of_floats(data.inputs) if data.tensors is None else Form.read({"tensors": data.tensors}, None)
     prepared = Columns.from_json(data.prepared) if isinstance(data.prepared, str) else data.prepared
-    compared = calibration.compares(one.step for one in steps)
+    compared = compares(one.step for one in steps)
     common = predict.common_view(algorithm, given if server is None else server) if compared else None
     about = {"inputs": data.inputs, "form": form, "class_names": data.class_names, "columns": data.columns, "prepared": prepared}
     about["common"] = {} if common is None else {block: {key: t.clone() for key, t in of.items()} for block, of in common.items()}

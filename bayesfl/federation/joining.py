@@ -7,7 +7,6 @@ from typing import Any
 from bayesfl.base.checks import instance
 from bayesfl.composition.phases import Descend, Repeat
 from bayesfl.data import FederatedData
-from bayesfl.evaluation.calibration import compares
 from bayesfl.evaluation.history import History
 from bayesfl.federation import surveying
 from bayesfl.federation.client import State, private_rows
@@ -49,13 +48,12 @@ def adapted(result: Any, novel: FederatedData) -> Any:
     )
     if not result.steps:
         return new
-    moved, both = novel.to(result.device, result.dtype), compares(one.step for one in result.steps)
-    like = new.mine(moved.train, compares=both)
-    splits = {one.step.split: moved.splits.get(one.step.split) for one in result.steps}
-    predicted = {
-        name: surveying.without_rows(like) if split is None or not split.counts.any() else new.mine(split, compares=both)
-        for name, split in splits.items()
-    }
+    moved, steps = novel.to(result.device, result.dtype), [one.step for one in result.steps]
+    there = {step.split: split for step in steps if (split := moved.splits.get(step.split)) is not None and split.counts.any()}
+    predicted = dict(zip(there, new.mine(*there.values(), steps=steps), strict=True)) if there else {}
+    if missing := {step.split for step in steps} - there.keys():
+        like = next(iter(predicted.values())) if predicted else new.mine(moved.train, steps=steps)[0]
+        predicted |= dict.fromkeys(missing, surveying.without_rows(like))
     return replace(new, steps=surveying.settled(result.steps, predicted))
 
 

@@ -1,11 +1,11 @@
 """The result of a federation: predictions, adaptation to new clients, and saving."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -18,10 +18,9 @@ from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import ClientData, FederatedData
 from bayesfl.data.outline import Outline, place
 from bayesfl.engine import Engine
-from bayesfl.evaluation import calibration
 from bayesfl.evaluation.alarm import Alarm, Watched
 from bayesfl.evaluation.audit import Audit
-from bayesfl.evaluation.calibration import Fitted, Step
+from bayesfl.evaluation.calibration import Fitted, Step, applied
 from bayesfl.evaluation.history import History
 from bayesfl.evaluation.predictions import Predictions
 from bayesfl.evaluation.surveys import Mine, Outputs, Survey, conduct
@@ -78,6 +77,7 @@ class Result:
         tolerant: Whether a client whose fine-tuning is no longer finite predicts without it, as where bad clients are skipped; otherwise
             it raises `DivergenceError`.
         steps: Steps of calibration, as `calibrate` has fitted them, which `predict` and `client` apply.
+        calibrated: How the method predicted when they were fitted, see `reading`; None where that is not known.
         began: What the run began from, in words that differ for other states; None where an earlier version wrote it.
     """
 
@@ -96,10 +96,12 @@ class Result:
     tolerant: bool = False
     began: str | None = None
     steps: tuple[Fitted, ...] = ()
+    calibrated: Any = None
 
     def __repr__(self) -> str:
         source = self.known.source if isinstance(self.known, Outline) else self.known.source.name
-        return f"Result({self.known.clients} clients of {source}, round {self.round} of {self.settings.rounds}; {self.history})"
+        steps = f"; calibrated by {', '.join(type(one.step).__name__ for one in self.steps)}" if self.steps else ""
+        return f"Result({self.known.clients} clients of {source}, round {self.round} of {self.settings.rounds}; {self.history}{steps})"
 
     @property
     def data(self) -> FederatedData:
@@ -179,28 +181,32 @@ class Result:
         check_split(split, data)
         if draws is not None:
             whole("draws (None is the paper's number)", draws, least=0)
-            surveying.check_draws(self.steps, draws)
-        return replace(calibration.apply(self.steps, self.mine(split, draws)), class_names=self.known.class_names)
+            surveying.check_draws(self.steps, draws, self.algorithm)
+        return replace(self.calibrated_mine(split, draws).predictions, class_names=self.known.class_names)
 
-    def mine(self, split: ClientData, draws: int | None = None, *, compares: bool | None = None) -> Mine:
-        """Return what clients know of themselves on a split, before any step of calibration.
+    def calibrated_mine(self, split: ClientData, draws: int | None = None) -> Mine:
+        """Return what clients know of themselves on a split, as the result's steps of calibration change it.
+
+        Raises:
+            ValueError: The steps were fitted to another way of predicting.
+        """
+        surveying.check_reading(self.steps, self.calibrated, reading(self.algorithm))
+        (mine,) = self.mine(split, draws=draws)
+        return applied(self.steps, mine)
+
+    def mine(self, *splits: ClientData, draws: int | None = None, steps: Sequence[Any] = ()) -> tuple[Mine, ...]:
+        """Return what clients know of themselves on splits, before any step of calibration; they fine-tune once for all.
 
         Args:
-            split: The split.
+            *splits: The splits, on the run's device and in its precision.
             draws: As of `predict`.
-            compares: Whether the server's model is to predict, too, where there is one; None where the result's own steps compare the two.
+            steps: Steps of calibration that are to read it, beside the result's own, by which it holds what they need.
         """
-        train = self.data.train.to(self.device, self.dtype)
-        value = None if draws == 0 else self.tuned
+        train, reads = self.data.train.to(self.device, self.dtype), [*steps, *(one.step for one in self.steps)]
+        local, value = self.local(train), None if draws == 0 else self.tuned
         with self.engine.crew(self.device) as crew:
-            (found,) = predict.personal(self.local(train), self.state, [split], crew, draws=draws, value=value)
-        both = calibration.compares(one.step for one in self.steps) if compares is None else compares
-        shared = predict.shared(self.local(train), self.state, split) if both else None
-        return Mine(found, np.arange(self.data.clients), self.settings.seed, self.round, shared)
-
-    @property
-    def _outputs(self) -> Outputs:
-        return Outputs(self.known.task, self.known.outputs, self.algorithm.likelihood)
+            found = predict.personal(local, self.state, splits, crew, draws=draws, value=value)
+        return tuple(surveying.known(self, local, *pair, reads) for pair in zip(splits, found, strict=True))
 
     def calibrate(self, *steps: Step, aggregation: Any = None) -> "Result":
         """Return the federation with its predictions calibrated: steps are fitted one after the other, by surveys of the clients.
@@ -220,12 +226,12 @@ class Result:
             UserWarning: Sets are made on a split to which another step was fitted, or the data do not bound a temperature.
         """
         surveying.checked_steps(steps, [one.step for one in self.steps])
+        surveying.check_servers_model(steps, self.algorithm)
         splits = self.data.to(self.device, self.dtype).splits
-        both = calibration.compares([*steps, *(one.step for one in self.steps)])
         wanted = {step.split: surveying.asked(step, splits) for step in steps}
-        predicted = {name: self.mine(split, compares=both) for name, split in wanted.items()}
-        found = surveying.fitted(steps, self.steps, predicted, self._outputs, aggregation)
-        return replace(self, steps=found, chosen=self.known_choice())
+        predicted = dict(zip(wanted, self.mine(*wanted.values(), steps=steps), strict=True))
+        found = surveying.fitted(steps, self.steps, predicted, Outputs(self.known.task, self.known.outputs), aggregation)
+        return replace(self, steps=found, calibrated=reading(self.algorithm) if found else None, chosen=self.known_choice())
 
     def survey(self, survey: Survey, *, aggregation: Any = None) -> Tensors:
         """Ask the clients about their own predictions, as this result makes them, and return what the survey tells at last.
@@ -239,9 +245,8 @@ class Result:
             ValueError: There is no such split; or an answer has another shape than the survey declares, or is not finite.
         """
         split = surveying.asked(survey, self.data.to(self.device, self.dtype).splits)
-        mine = self.mine(split)
-        mine = replace(mine, predictions=calibration.apply(self.steps, mine))
-        return conduct(survey, surveying.put_to(survey, mine, aggregation), self._outputs)
+        mine = self.calibrated_mine(split)
+        return conduct(survey, surveying.put_to(survey, mine, aggregation), Outputs(self.known.task, self.known.outputs))
 
     def audit(
         self,
@@ -259,8 +264,8 @@ class Result:
         Args:
             split: The split that is predicted, which must have been used for nothing else.
             by: What the rows of the table are.
-            groups: For each client the group of every row of its split, as text, numbers or truth values; or a function that makes these of
-                a client's inputs. The rows of the table are then these groups.
+            groups: For each client the group of every row of its split, as text, numbers or truth values, None for no group; or a function
+                that makes these of a client's inputs as the model reads them, standardised ones of `from_frame`. They are then the rows.
             delta: Probability with which any of a column's intervals may miss, in (0, 1).
             aggregation: How the clients' answers are added, as `SecureSum()`; None adds them openly.
 

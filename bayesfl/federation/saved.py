@@ -112,7 +112,8 @@ def _read(
             None if meta["chosen"] is None else Chosen(number("chosen", meta["chosen"]), reading(algorithm)),
             meta["tolerant"],
             None if meta.get("began") is None else str(meta["began"]),
-            surveying.read(meta.get("steps", ()), state.get("steps", {})),
+            surveying.read(meta.get("steps", ()), state.get("steps", {}), clients=known.clients),
+            reading(algorithm) if meta.get("steps") else None,
         )
         for name in ("novel", "tolerant"):
             instance(name, meta[name], bool, "save writes True or False")

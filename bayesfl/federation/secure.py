@@ -164,11 +164,12 @@ class SecureSum:
         self._check_room(len(ids))
         shapes = {name: t.shape for name, t in summands[ids[0]].items()}
         shared, messages = agreed(ids), []
-        for client in ids:
-            values = np.concatenate([summands[client][name].cpu().numpy().ravel() for name in shapes]).astype(np.float64)
+        sent = {client: np.concatenate([summands[client][name].cpu().numpy().ravel() for name in shapes]).astype(float) for client in ids}
+        largest = max(float(np.abs(values).max(initial=0.0)) for values in sent.values())
+        for client, values in sent.items():
             units, clipped = quantised(values, self.range, self.step)
             if clipped:
-                needed = 2.0 ** math.ceil(math.log2(np.abs(values).max()))
+                needed = 2.0 ** math.ceil(math.log2(largest))
                 raise ValueError(
                     f"client {client} answers with numbers up to {np.abs(values).max():.3g}, outside SecureSum(range={self.range:g}), and "
                     f"a clipped answer would be wrong: pass range={needed:g}"

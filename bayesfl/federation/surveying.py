@@ -6,15 +6,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
+import numpy as np
 import torch
 
 from bayesfl.base.checks import probability
+from bayesfl.base.inputs import words
 from bayesfl.base.protocols import Tensors
+from bayesfl.base.random import hashed
+from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import ClientData
 from bayesfl.evaluation.audit import Audit, Counting, grouped
-from bayesfl.evaluation.calibration import Abstention, Bias, Choice, Conformal, Fitted, Step, Temperature, compares
+from bayesfl.evaluation.calibration import Abstention, Bias, Choice, Conformal, Fitted, Step, Temperature, applied, fit
+from bayesfl.evaluation.calibration.steps import compares, draws
 from bayesfl.evaluation.predictions import Predictions
-from bayesfl.evaluation.surveys import Mine, Outputs, Put, Survey, answers, conduct, named_split, together
+from bayesfl.evaluation.surveys import Mine, Outputs, Put, Survey, answers, named_split, together
+from bayesfl.federation import predict
 
 Groups: TypeAlias = Sequence[Sequence[Any]] | Callable[[Any], Any]
 """Groups of rows: for each client that of every row, or a function that makes these of a client's inputs."""
@@ -39,7 +45,7 @@ def put_to(survey: Survey, mine: Mine, aggregation: Any) -> Put:
     """
     if aggregation is None:
         return together(survey, mine)
-    if not isinstance(aggregation, Adder):
+    if isinstance(aggregation, type) or not isinstance(aggregation, Adder):
         raise TypeError(f"aggregation must be able to add the answers of a survey, as SecureSum() is, got {aggregation!r}")
 
     def put(told: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
@@ -59,7 +65,8 @@ def asked(survey: Any, splits: Mapping[str, ClientData]) -> ClientData:
     name = named_split(survey)
     if name not in splits or not splits[name].counts.any():
         raise ValueError(
-            f"{type(survey).__name__} reads the split {name!r}, and the data have {list(splits)}: make them with {name}=0.1, or pass split="
+            f"{'the audit' if isinstance(survey, Counting) else type(survey).__name__} reads the split {name!r}, and the data have rows in "
+            f"{[one for one, split in splits.items() if split.counts.any()]} alone: name one of them, or make the data with such a split"
         )
     return splits[name]
 
@@ -86,12 +93,19 @@ def checked_steps(steps: Sequence[Any], before: Sequence[Any] = ()) -> tuple[Ste
         earlier = (*before, *steps[:number])
         if compares([step]) and earlier:
             raise ValueError(f"{type(step).__name__} must be the first step, as others are fitted to the predictions that it chooses")
+        if step.split in ("train", "test"):
+            warnings.warn(
+                f"{type(step).__name__} is fitted to the split {step.split!r}, "
+                + ("on which the model was trained" if step.split == "train" else "by which the result is judged")
+                + ": what it promises does not hold for other rows, or cannot be seen; give it 'validation' or 'calibration'",
+                stacklevel=3,
+            )
         shared = [type(one).__name__ for one in earlier if one.split == step.split and not isinstance(one, Conformal | Abstention)]
         if isinstance(step, Conformal | Abstention) and shared:
             warnings.warn(
                 f"{', '.join(shared)} and {type(step).__name__} are fitted to the same split, {step.split!r}: then less is kept than is "
                 "promised, hardly less after a pooled temperature, one or two per cent of coverage after a bias, more after a choice; fit "
-                "these to 'validation'",
+                "the former to 'validation', the latter to 'calibration'",
                 stacklevel=3,
             )
     return tuple(steps)
@@ -111,11 +125,8 @@ def fitted(
     """
     done = list(before)
     for step in steps:
-        mine = predicted[step.split]
-        for one in done:
-            mine = one.apply(mine)
-        told = conduct(step, put_to(step, mine, aggregation), outputs)
-        done.append(Fitted(step, told, step.settle(told, mine)))
+        mine = applied(done, predicted[step.split])
+        done.append(fit(step, mine, outputs, put_to(step, mine, aggregation)))
     return tuple(done)
 
 
@@ -123,20 +134,57 @@ def settled(steps: Sequence[Fitted], predicted: Mapping[str, Mine]) -> tuple[Fit
     """Return steps with the own parameters of other clients, by what was told; clients without rows in a split have none to go by."""
     done: list[Fitted] = []
     for one in steps:
-        mine = predicted[one.step.split]
-        for earlier in done:
-            mine = earlier.apply(mine)
+        mine = applied(done, predicted[one.step.split])
         done.append(replace(one, own=one.step.settle(one.told, mine)))
     return tuple(done)
 
 
-def check_draws(steps: Sequence[Fitted], draws: int) -> None:
-    """Raise ValueError if predictions are to be made with another number of draws than those to which steps were fitted."""
-    if steps:
+def check_servers_model(steps: Sequence[Any], algorithm: Algorithm) -> None:
+    """Raise ValueError if a step compares clients' own models with the server's, and the method has no whole model there."""
+    if compares(steps) and algorithm.shared_parts() is None:
         raise ValueError(
-            f"draws={draws} makes other predictions than those that were calibrated, which have the method's own number; leave draws out, "
-            "or predict with dataclasses.replace(result, steps=())"
+            "Choice compares clients' own models with the server's, and this method has no whole model on the server: leave it out, or "
+            "take a method that has one, such as fedavg_ft or ditto"
         )
+
+
+def check_draws(steps: Sequence[Fitted], draws: int, algorithm: Algorithm) -> None:
+    """Raise ValueError if predictions are to be made with another number of draws than those to which steps were fitted."""
+    same = draws == algorithm.draws and (draws > 0 or algorithm.predictor is None)  # 0 is also a predictor's plain mean
+    if steps and not same:
+        raise ValueError(
+            f"draws={draws} makes other predictions than those that were calibrated, which have the method's own number, "
+            f"{algorithm.draws}; leave draws out, or predict with dataclasses.replace(result, steps=())"
+        )
+
+
+def check_reading(steps: Sequence[Fitted], then: Any, now: Any) -> None:
+    """Raise ValueError if a method predicts in another way than it did when steps were fitted."""
+    if steps and then is not None and then != now:
+        raise ValueError(
+            "the steps of calibration were fitted to another way of predicting, as by another predictor, likelihood or number of draws: "
+            "calibrate this result anew, dataclasses.replace(result, steps=()).calibrate(...)"
+        )
+
+
+def known(result: Any, local: Any, split: ClientData, found: Predictions, steps: Sequence[Any]) -> Mine:
+    """Return clients' predictions of a split with whose they are, and what steps need beside them.
+
+    Args:
+        result: The federation, a `Result`.
+        local: Its clients' local work.
+        split: The split.
+        found: The predictions.
+        steps: The steps that are to read it.
+    """
+    shared = predict.shared(local, result.state, split) if compares(steps) else None
+    rows = None
+    if draws(steps):
+        rows = np.zeros(found.mask.shape, np.uint64)
+        for j, n in enumerate(split.counts):
+            if n:
+                rows[j, :n] = hashed(words(split.client(j)[0]))
+    return Mine(found, np.arange(split.clients), result.settings.seed, result.round, shared, rows)
 
 
 def without_rows(known: Mine) -> Mine:
@@ -149,7 +197,8 @@ def without_rows(known: Mine) -> Mine:
     if like.labels is not None:
         labels = labels.reshape(len(ids), 1, *[1] * (like.labels.dim() - 2)).expand(len(ids), 1, *like.labels.shape[2:])
     none = Predictions(mask=mask, labels=labels, likelihood=like.likelihood, **blank)
-    return Mine(none, ids, seed, round, None if known.shared is None else none)
+    rows = None if known.rows is None else np.zeros((len(ids), 1), np.uint64)
+    return Mine(none, ids, seed, round, None if known.shared is None else none, rows)
 
 
 def audited(result: Any, split: str, by: str, groups: Groups | None, delta: float, aggregation: Any) -> Audit:
@@ -170,11 +219,22 @@ def audited(result: Any, split: str, by: str, groups: Groups | None, delta: floa
     probability("delta", delta, "that an interval of a column misses")
     if by not in ("client", "label"):
         raise ValueError(f"by must be 'client' or 'label', got {by!r}; of other groups pass groups=")
-    known = result.data
+    known, used = result.data, {one.step.split for one in result.steps}
+    rows = asked(Counting("group", (), split), known.splits)
+    if split == "train" or split in used:
+        warnings.warn(
+            f"the split {split!r} was used for {'training' if split == 'train' else 'calibration'}, so the audit shows more than is "
+            "kept for other rows; audit 'test'",
+            stacklevel=3,
+        )
     if groups is not None:
         if by != "client":
             raise ValueError("groups= has rows of its own in the table; leave by out")
-        rows = asked(Counting("group", (), split), known.splits)
+        if isinstance(groups, str | Mapping):
+            raise ValueError(
+                f"groups must be one list of groups for each client, in the order of clients.client_names, or a function of a client's "
+                f"inputs, got {type(groups).__name__}"
+            )
         each = [groups(rows.client(j)[0]) for j in range(known.clients)] if callable(groups) else groups
         names, places = grouped(each, rows.counts)
         survey = Counting("group", names, split, places)
@@ -194,7 +254,12 @@ def described(steps: Sequence[Step]) -> list[dict[str, Any]]:
     """
     if other := [type(step).__name__ for step in steps if type(step) not in STEPS.values()]:
         raise ValueError(f"the step {other[0]} cannot be saved, as its code would be needed to read it; bayesfl's are {list(STEPS)}")
-    return [{"step": type(step).__name__, "options": json.loads(json.dumps(asdict(step)))} for step in steps]  # pyright: ignore[reportArgumentType] (bayesfl's steps are dataclasses)
+    return [{"step": type(step).__name__, "options": json.loads(json.dumps(asdict(step), default=_plain))} for step in steps]  # pyright: ignore[reportArgumentType] (bayesfl's steps are dataclasses)
+
+
+def _plain(value: Any) -> Any:
+    """Return a number of NumPy's or torch's as Python's."""
+    return value.item()
 
 
 def tensors_of(steps: Sequence[Fitted]) -> dict[str, Any]:
@@ -202,16 +267,48 @@ def tensors_of(steps: Sequence[Fitted]) -> dict[str, Any]:
     return {str(place): {"told": dict(one.told), "own": dict(one.own)} for place, one in enumerate(steps)}
 
 
-def read(about: Sequence[Mapping[str, Any]], tensors: Mapping[str, Any]) -> tuple[Fitted, ...]:
-    """Return the steps that a file describes.
+KEPT: dict[str, tuple[set[str], set[str]]] = {
+    "Choice": (set(), {"shared", "better", "worse"}),
+    "Temperature": ({"beta", "information"}, {"temperature"}),
+    "Bias": (set(), {"bias"}),
+    "Conformal": ({"groups", "edges", "counts"}, {"threshold", "n_scores"}),
+    "Abstention": ({"threshold"}, set()),
+}
+"""The tensors that a step needs: what was told, and the clients' own."""
+
+
+def read_steps(about: Sequence[Mapping[str, Any]]) -> tuple[Step, ...]:
+    """Return the steps that a file describes, without what they have learnt.
 
     Raises:
-        KeyError: A step or its tensors are unknown.
+        KeyError: A step is unknown.
         ValueError: An option is out of range.
         TypeError: There is no such option.
     """
+    return tuple(STEPS[one["step"]](**one["options"]) for one in about)
+
+
+def read(about: Sequence[Mapping[str, Any]], tensors: Mapping[str, Any], *, clients: int) -> tuple[Fitted, ...]:
+    """Return the fitted steps that a file describes, on the CPU, where steps are applied.
+
+    Args:
+        about: What `described` says of them.
+        tensors: What `tensors_of` gives.
+        clients: Number of clients whose own parameters they hold.
+
+    Raises:
+        KeyError: A step is unknown, or lacks tensors.
+        ValueError: An option is out of range, or there are parameters of another number of clients.
+        TypeError: There is no such option.
+    """
     found = []
-    for place, one in enumerate(about):
+    for place, step in enumerate(read_steps(about)):
         kept = tensors.get(str(place), {})
-        found.append(Fitted(STEPS[one["step"]](**one["options"]), kept.get("told", {}), kept.get("own", {})))
+        told, own = ({name: t.cpu() for name, t in kept.get(part, {}).items()} for part in ("told", "own"))
+        for needed, there in zip(KEPT[type(step).__name__], (told, own), strict=True):
+            if missing := sorted(needed - there.keys()):
+                raise KeyError(f"{type(step).__name__} lacks {missing}")
+        if any(len(t) != clients for t in own.values()):
+            raise ValueError(f"{type(step).__name__} has parameters of another number of clients than {clients}")
+        found.append(Fitted(step, told, own))
     return tuple(found)

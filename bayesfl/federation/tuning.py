@@ -125,7 +125,7 @@ def tune(local: Local, state: State, data: FederatedData, crew: Crew) -> float |
         order = torch.from_numpy(np.argsort(np.concatenate([ids for ids, _ in parts]), kind="stable"))
         return {name: torch.cat([found[name] for _, found in parts])[order].sum(0) for name in shapes}
 
-    return float(conduct(survey, put, Outputs(data.task, data.outputs, local.algorithm.likelihood))["value"])
+    return float(conduct(survey, put, Outputs(data.task, data.outputs))["value"])
 
 
 def candidates(local: Local, done: Done, validation: ClientData, *, round: int) -> Candidates:

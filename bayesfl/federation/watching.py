@@ -1,5 +1,7 @@
 """Alarms of a client's model: the scores of rows to come, and those of the client's calibration rows."""
 
+import math
+import warnings
 from dataclasses import replace
 from typing import Any, cast, get_args
 
@@ -7,15 +9,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bayesfl.evaluation.alarm import Alarm, Watched
-from bayesfl.evaluation.calibration import Conformal, Fitted
+from bayesfl.evaluation.alarm import Alarm, Scores, Watched
+from bayesfl.evaluation.calibration import Conformal, Fitted, applied
 from bayesfl.evaluation.calibration.conformal import doubt
 from bayesfl.evaluation.predictions import Predictions
 from bayesfl.evaluation.surveys import Mine
 
 UNCERTAIN = (
-    "the predictions of {!r} have no epistemic uncertainty, as one set of weights makes them: take a method with a posterior, or give this "
-    "one predictor=LinearisedLaplace(), or watch labels"
+    "the predictions of {!r} have no epistemic uncertainty, as it predicts at the mean of one set of weights or by link='per_class': give "
+    "the method draws, another link, or dataclasses.replace(method, predictor=bf.predictors.LinearisedLaplace()); or watch labels"
 )
 
 
@@ -34,14 +36,13 @@ def strangeness(model: Any, x: Any, y: Any) -> np.ndarray:
     mine: Mine = model.mine(x)
     if y is not None:
         mine = replace(mine, predictions=replace(mine.predictions, labels=_labels(model, mine.predictions, y)[None]))
-    for earlier in model.steps[:place]:
-        mine = earlier.apply(mine)
+    mine = applied(model.steps[:place], mine)
     if y is not None:
-        return cast(Conformal, one.step).scored(mine)[0].numpy()
+        return Scores.made(cast(Conformal, one.step).scored(mine)[0].numpy(), "labels", _whose(model))
     found = doubt(mine)[0].numpy()
     if np.isnan(found).any():
         raise ValueError(UNCERTAIN.format(model.name))
-    return found
+    return Scores.made(found, "epistemic", _whose(model))
 
 
 def watching(model: Any, score: Watched, delta: float) -> Alarm:
@@ -59,6 +60,11 @@ def watching(model: Any, score: Watched, delta: float) -> Alarm:
         raise ValueError(f"score must be one of {get_args(Watched)}, got {score!r}")
     _, one = _sets_of(model)
     kept = {"labels": "scores", "epistemic": "epistemic"}[score]
+    if kept not in one.own:
+        raise ValueError(
+            f"the calibration of {model.name!r} was fitted by an earlier version, which kept no scores for alarms; calibrate the result "
+            "again"
+        )
     reference = one.own[kept][0]
     reference = reference[one.own["scores"][0].isfinite()]
     if not len(reference):
@@ -68,20 +74,30 @@ def watching(model: Any, score: Watched, delta: float) -> Alarm:
     if bool(reference.isnan().any()):
         raise ValueError(UNCERTAIN.format(model.name))
     level = cast(Conformal, one.step).level
-    return Alarm(reference.numpy(), alpha=1 - level, delta=delta, seed=model.seed, client=model.client, round=model.round)
+    if len(reference) < (least := math.ceil(1 / (1 - level))):
+        warnings.warn(
+            f"{model.name!r} has {len(reference)} calibration rows, and an alarm needs {least} to expect a miss among them: it will be "
+            "raised late",
+            stacklevel=3,
+        )
+    about: dict[str, Any] = {"seed": model.seed, "client": model.client, "round": model.round, "of": (score, _whose(model))}
+    return Alarm(reference.numpy(), alpha=1 - level, delta=delta, **about)
+
+
+def _whose(model: Any) -> str:
+    return f"{model.name!r} after round {model.round}, seed {model.seed}"
 
 
 def _sets_of(model: Any) -> tuple[int, Fitted]:
     """Return the last step that makes sets, and its place.
 
     Raises:
-        ValueError: There is none, or one without the scores that an alarm needs.
+        ValueError: There is none.
     """
     found = [(place, one) for place, one in enumerate(model.steps) if isinstance(one.step, Conformal)]
-    if not found or "scores" not in found[-1][1].own:
+    if not found:
         raise ValueError(
-            f"an alarm compares rows with the calibration rows of {model.name!r}, of which its model knows nothing: make it by "
-            "result.calibrate(Conformal()).client(...)"
+            f"{model.name!r} has no conformal sets, by whose scores rows are compared: make it by result.calibrate(Conformal())"
         )
     return found[-1]
 
@@ -98,6 +114,16 @@ def _labels(model: Any, found: Predictions, y: Any) -> Tensor:
         if other := sorted({str(one) for one in values.ravel().tolist()} - known.keys()):
             raise ValueError(f"y has {other[0]!r}, which is none of the classes {list(known)}")
         values = np.array([known[str(one)] for one in values.ravel().tolist()]).reshape(values.shape)
+    if values.dtype.kind not in "biuf" or not values.ndim:
+        raise ValueError(f"y must be a list or an array of labels or targets, one for each row, got {type(y).__name__} of {values.dtype}")
+    if values.dtype.kind == "f" and not np.isfinite(values).all():
+        raise ValueError("y has numbers that are not finite; leave these rows out")
+    if found.probs is not None and values.dtype.kind == "f" and (values != np.rint(values)).any():
+        raise ValueError("y must be whole numbers of classes, got fractions")
+    if found.probs is not None and found.probs.dim() == 4:
+        raise ValueError(
+            "alarms watch rows of one label each: the labels of one row are not independent; score rows by a number of your own"
+        )
     labels = torch.as_tensor(values)
     if len(labels) != rows:
         raise ValueError(f"y must have a label for each of {rows} rows, got {len(labels)}")
@@ -108,5 +134,8 @@ def _labels(model: Any, found: Predictions, y: Any) -> Tensor:
             raise ValueError(f"y must have {like.shape[-1]} targets for each row, got shape {list(labels.shape)}")
         return labels.reshape(like.shape[1:])
     if labels.shape != found.probs.shape[1:-1] or bool(((labels < 0) | (labels >= found.probs.shape[-1])).any()):
-        raise ValueError(f"y must be classes from 0 to {found.probs.shape[-1] - 1}, one for each row, got shape {list(labels.shape)}")
+        raise ValueError(
+            f"y must be classes from 0 to {found.probs.shape[-1] - 1}, one for each row, got {labels.unique().tolist()[:5]} of shape "
+            f"{list(labels.shape)}"
+        )
     return labels.long()

@@ -20,7 +20,7 @@ from bayesfl.federation.admission import PROTOCOL
 from bayesfl.federation.fits import check
 from bayesfl.federation.identity import fingerprint
 from bayesfl.federation.settings import METHOD
-from bayesfl.federation.surveying import checked_steps
+from bayesfl.federation.surveying import check_servers_model, checked_steps, described
 from bayesfl.flower import records
 from bayesfl.flower.node import Node, Refused
 from bayesfl.flower.orders import Order
@@ -57,15 +57,18 @@ def client_app(
 
     Raises:
         TypeError: `algorithm` is no `Algorithm`, `share_measures` no truth value, a measure no function, or a step of calibration none.
-        ValueError: The name of a measure is not of small letters, digits and underscores.
+        ValueError: The name of a measure is not of small letters, digits and underscores, a step of calibration is none of bayesfl's, or it
+            needs a server's model, which the method has not.
 
     Warns:
         UserWarning: Sets are made on a split to which another step is fitted.
     """
-    steps = checked_steps(calibration)
     check_measures(measures)
     instance("algorithm", algorithm, Algorithm, METHOD)
     instance("share_measures", share_measures, bool, "pass True or False")
+    steps = checked_steps(calibration)
+    described(steps)
+    check_servers_model(steps, algorithm)
     app, engine, agreed = ClientApp(), engine or Engine(), fingerprint(algorithm, steps)
 
     def here(message: Message, context: Context) -> Node:

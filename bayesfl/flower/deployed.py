@@ -219,7 +219,7 @@ def read(folder: str | os.PathLike[str], algorithm: Algorithm, *, same: bool = T
             read_before(meta.get("before"), tensors.get("before", {}), len(base)),
             _called(meta.get("names", []), len(base)),
             None if meta.get("began") is None else str(meta["began"]),
-            tuple(one.step for one in surveying.read(meta.get("steps", ()), {})),
+            surveying.read_steps(meta.get("steps", ())),
             _told(meta, tensors.get("told", {})),
         )
         if not (EXPERIMENT.fullmatch(state.experiment) and state.sessions and all(map(SESSION.fullmatch, state.sessions))):

@@ -13,12 +13,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from bayesfl.base.checks import instance
+from bayesfl.base.inputs import words
 from bayesfl.base.protocols import Tensors
-from bayesfl.base.random import Stage
+from bayesfl.base.random import Stage, hashed, mixed
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import ClientData, FederatedData
 from bayesfl.engine import Engine
-from bayesfl.evaluation.calibration import Fitted, Step, apply, compares
+from bayesfl.evaluation.calibration import Fitted, Step, applied
+from bayesfl.evaluation.calibration.steps import compares, draws
 from bayesfl.evaluation.history import CALIBRATED, PREFIXES
 from bayesfl.evaluation.own_measures import Measure, measured
 from bayesfl.evaluation.predictions import Predictions
@@ -183,10 +185,7 @@ class Node:
 
     def _calibrated(self, order: Order, split: str, steps: int) -> Mine:
         """Return what this client knows of itself on a split, as the first steps of calibration change it."""
-        mine = self._predicted(order, split)
-        for one in self._steps(order, steps):
-            mine = one.apply(mine)
-        return mine
+        return applied(self._steps(order, steps), self._predicted(order, split))
 
     def _steps(self, order: Order, steps: int) -> tuple[Fitted, ...]:
         """Return the first steps of calibration by what was told of them, with this client's own parameters."""
@@ -200,13 +199,15 @@ class Node:
             Refused: They are no longer in the folder, and the request has no model by which to make them.
         """
         if not self.examples(split):
-            return surveying.without_rows(self._predicted(order, next(s for s in self.data.splits if self.examples(s))))
+            smallest = min((name for name in self.data.splits if self.examples(name)), key=self.examples)
+            return surveying.without_rows(self._predicted(order, smallest))
         labels, mask = (t.cpu() for t in self._of_one(split, order).padded_labels())
+        rows = self._hashed(split, order)
         made_by = {
             "model": list(order.model),
             "state": [order.kept_in, order.base],
             "run": [order.round, order.seed, str(order.dtype), order.tolerant, None if np.isnan(order.value) else order.value],
-            "labels": records.pack({"labels": labels})[1],
+            "rows": [int(np.bitwise_xor.reduce(mixed(rows))), records.pack({"labels": labels})[1]],
         }
         states = self._states(order.experiment)
         if (found := states.read_kept(split, made_by)) is None:
@@ -222,7 +223,11 @@ class Node:
             for tensors in (found["own"], found.get("shared"))
         )
         assert own is not None
-        return Mine(own, self._ids, order.seed, order.round, shared)
+        return Mine(own, self._ids, order.seed, order.round, shared, rows[None] if draws(self.calibration) else None)
+
+    def _hashed(self, split: str, order: Order) -> np.ndarray:
+        """Return a hash of the inputs of every row of a split, [n] uint64."""
+        return hashed(words(self._of_one(split, order).client(0)[0]))
 
     def _by_all(self, order: Order, split: str) -> dict[str, Any]:
         """Return the predictions of the server's model, [1, n, ...], where a step of calibration compares it with this client's."""
@@ -235,7 +240,7 @@ class Node:
         """Store the client's own model in its folder, and the predictions of its test data; the reply has the measures alone."""
         local, value = self._local(order), None if np.isnan(order.value) else order.value
         done = local.finetuned(self._ids, self._received(order), order.round)
-        steps = self._steps(order, len(self.calibration)) if order.calibrated else ()
+        steps = self._settled(order)
         self._keep_model(order, local, done, value, steps)
         names = [name for name in PREFIXES if self.examples(name)]
         parts = of_chunk(local, done, [self._split(name, order) for name in names], round=order.round, draws=None, value=value)
@@ -246,14 +251,25 @@ class Node:
             predictions, split = Predictions(mask=mask, likelihood=self.algorithm.likelihood, **found), self._of_one(name, order).to("cpu")
             reply[name] = MetricRecord(dict(self._measures(predictions, split)))
             if name == "test" and steps:
-                shared = {key: t.to(predictions.mask.device) for key, t in self._by_all(order, name).items()}
+                shared = self._by_all(order, name)
                 other = Predictions(mask=mask, likelihood=self.algorithm.likelihood, **shared) if shared else None
-                predictions = apply(steps, Mine(predictions, self._ids, order.seed, order.round, other))
+                rows = self._hashed(name, order)[None] if draws(self.calibration) else None
+                predictions = applied(steps, Mine(predictions, self._ids, order.seed, order.round, other, rows)).predictions
                 reply[CALIBRATED] = MetricRecord(dict(self._measures(predictions, split)))
             if name == "test":
                 kept = {key: t[0] for key, t in vars(predictions).items() if isinstance(t, Tensor) and key != "mask"}
                 self._states(order.experiment).write_predictions(order.round, kept)
+        if order.calibrated:
+            self._states(order.experiment).forget_kept()
         return RecordDict({**reply, "config": ConfigRecord({"share": self.shares})})
+
+    def _settled(self, order: Order) -> tuple[Fitted, ...]:
+        """Return the steps of calibration with this client's own parameters; none before they are told, or where they fail here."""
+        try:
+            return self._steps(order, len(self.calibration)) if order.calibrated else ()
+        except ValueError as error:  # the model and its measures without calibration are worth more than nothing
+            log.error("this client predicts without calibration: %s", error)
+            return ()
 
     def _measures(self, predictions: Predictions, split: ClientData) -> dict[str, float]:
         """Return the library's measures of predictions that are sent, and the client's own."""

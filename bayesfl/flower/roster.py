@@ -4,12 +4,13 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from flwr.app import ConfigRecord, RecordDict
 from flwr.serverapp import Grid
 
+from bayesfl.base.targets import Task
 from bayesfl.federation.admission import PROTOCOL
 from bayesfl.federation.errors import called
 from bayesfl.flower import records
@@ -144,6 +145,8 @@ class Roster:
                 f"client {client} was called {known!r}, and its data call it {name!r} now; start each node with the client-id and the data "
                 "that it had, or start a new experiment"
             )
+        if task not in get_args(Task):
+            raise records.RecordError(f"client {client} says that its task is {task!r}, which is none of {get_args(Task)}")
         if n < 1:
             raise records.RecordError(f"client {client} says that it has {n} training examples")
         if client in self.nodes and self.nodes[client] in there and self.nodes[client] != node:

@@ -143,8 +143,8 @@ def serve(
         raise ValueError(f"timeout is in seconds and must be > 0, got {timeout}")
     precision(dtype)
     callbacks, steps = checked(on_round), surveying.checked_steps(calibration)
-    if checkpoint is not None:
-        surveying.described(steps)
+    surveying.described(steps)
+    surveying.check_servers_model(steps, algorithm)
     warm.check_apart(start, checkpoint)
     with contextlib.nullcontext() if checkpoint is None else deployed.alone(Path(checkpoint)):
         run = _Run(grid, admission, float(timeout), checkpoint, every, callbacks, steps)
@@ -308,7 +308,7 @@ class _Run:
             told = "; ".join(f"{roster.called(client)} predicts {task} with {count} outputs" for (task, count), client in kinds.items())
             raise ValueError(f"the clients do not predict the same, so their answers cannot be added: {told}")
         ((task, count),) = kinds
-        return Outputs("classification" if task == "classification" else "regression", count, state.algorithm.likelihood)
+        return Outputs("classification" if task == "classification" else "regression", count)
 
     def _questions(self, state: Deployed, **told: Any) -> Questions:
         def request(ids: np.ndarray, **asked: Any) -> dict[int, RecordDict]:
@@ -363,7 +363,7 @@ class _Run:
             for split, prefix in (*PREFIXES.items(), (CALIBRATED, CALIBRATED)):
                 for name, measured in records.measures(reply, split).items():
                     found.setdefault(f"{prefix}_{name}", []).append(measured)
-            if _shares(reply) and (own := records.measures(reply, CALIBRATED) or records.measures(reply, "test")):
+            if _shares(reply) and (own := records.measures(reply, CALIBRATED if state.told else "test")):
                 each[client] = own
         if found:
             last = state.history.rows[-1]

@@ -67,6 +67,10 @@ class States:
     def clean(self) -> None:
         """Remove temporary files that a killed process has left, and predictions that were kept for surveys."""
         remove_leftovers(self.folder, ".safetensors")
+        self.forget_kept()
+
+    def forget_kept(self) -> None:
+        """Delete predictions that were kept for surveys."""
         for file in self.folder.glob("survey-*.safetensors"):
             file.unlink(missing_ok=True)
 

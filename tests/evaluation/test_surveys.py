@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from scipy.stats import kstest
 
 from bayesfl.evaluation.calibration import Temperature
 from bayesfl.evaluation.surveys import Mine, answers, conduct, named_split, together, uplink_bytes
@@ -64,13 +65,20 @@ def test_sums_do_not_depend_on_the_order_of_clients():
 
 
 def test_draws_are_the_clients_own():
-    """Whatever clients are computed beside it; two phases draw apart."""
-    given = mine((30, 7, 0, 55))
+    """Of each row the same, whatever rows and clients stand beside it; uniform; two phases, rounds, seeds and clients draw apart."""
+    given = mine((3000, 7, 0, 55))
     u = given.uniform(0)
-    alone = Mine(replace(given.predictions, mask=given.predictions.mask[1:2, :7]), given.ids[1:2], given.seed, given.round)
-    assert torch.equal(alone.uniform(0)[0], u[1, :7])
+    assert given.rows is not None
+    alone = replace(given, ids=given.ids[1:2], rows=given.rows[1:2, 4:5])
+    assert torch.equal(alone.uniform(0)[0], u[1, 4:5])
     assert 0 < float(u.min()) < float(u.max()) < 1
-    assert not torch.equal(given.uniform(1)[0], u[0])
+    assert kstest(u[0, :3000].numpy(), "uniform").pvalue > 0.01
+    for other in (replace(given, seed=9).uniform(0), replace(given, round=9).uniform(0), given.uniform(1)):
+        assert abs(float(np.corrcoef(other[0].numpy(), u[0].numpy())[0, 1])) < 0.1
+    same = replace(given, rows=np.repeat(given.rows[:1], 4, 0)).uniform(0)
+    assert not torch.equal(same[0], same[1])
+    with pytest.raises(ValueError, match="draws by the rows' inputs"):
+        replace(given, rows=None).uniform(0)
 
 
 @pytest.mark.parametrize(

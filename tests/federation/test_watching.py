@@ -12,7 +12,8 @@ import bayesfl as bf
 from bayesfl.composition.predictors import LinearisedLaplace
 from bayesfl.data import FederatedData
 from bayesfl.evaluation.alarm import Alarm
-from bayesfl.evaluation.calibration import Bias, Conformal, Temperature
+from bayesfl.evaluation.calibration import Bias, Conformal, Temperature, applied, fit
+from bayesfl.evaluation.surveys import Outputs
 from bayesfl.federation.result import Result
 from tests.federation.made import run
 
@@ -104,6 +105,62 @@ def test_a_row_alone_has_the_score_that_it_has_among_others(served: Result, data
     assert len(np.unique(together)) > 10
 
 
+@pytest.mark.parametrize("score", ["aps", "raps"])
+def test_sets_of_rows_one_by_one(score: Any, served: Result, data: FederatedData):
+    """Each row draws its own u: alone it has the set that it has among others."""
+    model = dataclasses.replace(served, steps=()).calibrate(Conformal(level=0.8, score=score, shrink=0.0)).client(0)
+    x, y = data.test.client(0)
+    together = model.predict(x).sets
+    alone = torch.cat([model.predict(x[i : i + 1]).sets for i in range(len(x))])
+    assert torch.equal(alone, together)
+    assert 0.7 < float(together.gather(1, y[:, None]).double().mean()) < 0.95
+
+
+def test_scores_of_another_kind_or_model_are_refused(served: Result, data: FederatedData, tmp_path: Path):
+    """By alarms that were loaded, too; plain numbers are taken."""
+    x, y = data.test.client(0)
+    model, other = served.client(0), served.client(1)
+    model.alarm().save(tmp_path / "alarm.npz")
+    for watch in (model.alarm(), Alarm.load(tmp_path / "alarm.npz")):
+        with pytest.raises(ValueError, match="this alarm watches labels by 'client 0'"):
+            watch.see(other.scores(x, y))
+        assert len(watch.see(model.scores(x, y)[:3]).see(np.asarray(model.scores(x, y)).tolist()).p) == 3 + len(x)
+
+
+def test_one_row_that_is_not_finite_stays_one(served: Result, data: FederatedData):
+    """Predictions of other rows and clients are as they were; fitting names who it is."""
+    (mine,) = served.mine(data.to(dtype=torch.float64).test)
+    probs = mine.predictions.probs.clone()
+    probs[1, 2, 0] = torch.nan
+    broken = dataclasses.replace(mine, predictions=dataclasses.replace(mine.predictions, probs=probs))
+    found, whole = (applied(served.steps, one).predictions for one in (broken, mine))
+    assert found.probs[1, 2].isnan().all()
+    assert not found.sets[1, 2].any()
+    assert torch.equal(found.sets[1, 3:], whole.sets[1, 3:])
+    assert torch.equal(found.sets[[0, 2]], whole.sets[[0, 2]])
+    for step in (Temperature(), Bias(), Conformal()):
+        with pytest.raises(ValueError, match="rows are not finite, the first of row 2 of 'client 1'"):
+            fit(step, broken, Outputs("classification", 3))
+
+
+def test_steps_are_of_the_way_of_predicting(served: Result):
+    """Another predictor or number of draws is refused, with the remedy; the method's own number of draws is not."""
+    other = dataclasses.replace(served, algorithm=dataclasses.replace(served.algorithm, draws=3))
+    with pytest.raises(ValueError, match="fitted to another way of predicting"):
+        other.predict()
+    assert torch.equal(served.predict(draws=served.algorithm.draws).sets, served.predict().sets)
+
+
+def test_splits_that_were_used(served: Result):
+    """Steps on training or test rows, and audits of rows that were used, warn."""
+    plain = dataclasses.replace(served, steps=())
+    for split in ("train", "test"):
+        with pytest.warns(UserWarning, match=f"is fitted to the split '{split}'"):
+            plain.calibrate(Conformal(split=split))
+    with pytest.warns(UserWarning, match="was used for calibration"):
+        served.audit("calibration")
+
+
 def test_scores_of_an_early_conformal_step(data: FederatedData, served: Result):
     """Scores are of the predictions to which sets were fitted, after the steps before and none behind."""
     plain = dataclasses.replace(served, steps=())
@@ -128,11 +185,14 @@ def test_alarms_that_cannot_be(served: Result, data: FederatedData):
     model = served.client(0)
     x, y = data.test.client(0)
     for make, words in (
-        (lambda: model.alarm(score="epistemic"), "no epistemic uncertainty.*predictor=LinearisedLaplace"),
+        (lambda: model.alarm(score="epistemic"), "no epistemic uncertainty.*predictor=bf.predictors.LinearisedLaplace"),
         (lambda: model.scores(x), "no epistemic uncertainty"),
         (lambda: model.alarm(score="loss"), "score must be one of"),
         (lambda: dataclasses.replace(model, steps=()).alarm(), r"result.calibrate\(Conformal\(\)\)"),
         (lambda: model.scores(x, y[:3]), "y must have a label for each of"),
+        (lambda: model.scores(x[:1], 1), "y must be a list or an array"),
+        (lambda: model.scores(x, y + 0.5), "y must be whole numbers"),
+        (lambda: model.scores(x, y / 0), "not finite"),
         (lambda: model.scores(x, y + 3), "y must be classes from 0 to 2"),
         (lambda: model.scores(x, ["flue"] * len(x)), "y has 'flue', which is none of the classes"),
     ):

@@ -8,7 +8,7 @@ from bayesfl.evaluation.calibration.abstention import Abstention
 from bayesfl.evaluation.calibration.bias import Bias
 from bayesfl.evaluation.calibration.choice import Choice
 from bayesfl.evaluation.calibration.conformal import Conformal
-from bayesfl.evaluation.calibration.steps import Fitted, Step, apply, compares, fit
+from bayesfl.evaluation.calibration.steps import Fitted, Step, applied, fit
 from bayesfl.evaluation.calibration.temperature import Temperature
 
 __all__ = [
@@ -19,7 +19,6 @@ __all__ = [
     "Fitted",
     "Step",
     "Temperature",
-    "apply",
-    "compares",
+    "applied",
     "fit",
 ]

@@ -1,6 +1,7 @@
 """Conformal sets and intervals of each client, whose threshold is its own scores' and the federation's together."""
 
 import math
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias, get_args
@@ -22,8 +23,10 @@ BINS = 1024
 """Bins of the histogram by which the federation's scores are known; a threshold at a bin's upper end is at most a bin too large."""
 POWERS = 64
 """Scores of numbers are counted up to each of so many powers of 2 first, from 2^-32, which gives the histogram its range."""
-_BEYOND = 0.1
-"""Share of the scores that a set may miss, of which so much may lie beyond the histogram's range and counts as infinite."""
+TAIL = 128
+"""Bins of numbers' scores beyond the equal ones, each a constant factor above the one before, up to the largest power of 2."""
+_BEYOND = 0.5
+"""Share of the scores that a set may miss, of which so much may lie beyond the equal bins, as outliers do."""
 _DECIMALS = 6
 _ROUNDING = 1e-9  # so that a rank is not rounded up where it would be whole but for floating-point error
 
@@ -76,6 +79,11 @@ class Conformal:
             if value not in known:
                 raise ValueError(f"{name} must be one of {known}, got {value!r}")
 
+    @property
+    def draws(self) -> bool:
+        """Say whether the score has a random term, which is drawn for every row by its inputs."""
+        return self.score != "lac"
+
     def start(self, outputs: Outputs) -> Tensors:
         """Return the ends of the histogram's bins, of classes; of numbers nothing, as their range is asked first.
 
@@ -124,10 +132,19 @@ class Conformal:
             powers = 2.0 ** (torch.arange(POWERS, dtype=torch.float64) - POWERS // 2)
             beyond = counts.sum() - counts.sum(0).cumsum(0)[:-1]  # scores above each power
             allowed = _BEYOND * (1 - self.level) * counts.sum()
+            if not counts[:, 1:].sum() > 0.5 * counts.sum() or beyond[-1] > allowed:
+                warnings.warn(
+                    f"scores of targets lie outside 2^-{POWERS // 2} to 2^{POWERS // 2 - 1}, so that intervals may be far too wide: scale "
+                    "the targets, to a standard deviation of 1 for instance",
+                    stacklevel=2,
+                )
             high = float(powers[min(int((beyond > allowed).sum()), POWERS - 1)])
             negative = counts[1, :-1].nonzero()
             low = -float(powers[int(negative.max())]) if len(negative) else 0.0
-            return told | {"edges": self._edges(max(low, -high), high)}, False
+            low, equal = max(low, -high), BINS - TAIL
+            near = low + (high - low) * torch.arange(1, equal + 1, dtype=torch.float64) / equal
+            far = high * (2 * powers[-1] / high) ** (torch.arange(1, TAIL + 1, dtype=torch.float64) / TAIL)
+            return told | {"edges": torch.cat([near, far])}, False
         if "counts" in told:
             return told | {"shrink": torch.tensor(SHRINKS[int(total["pinball"].argmin())], dtype=torch.float64)}, True
         self._some(total["n_scores"].sum())
@@ -184,7 +201,7 @@ class Conformal:
             lower, upper = intervals(given, threshold[:, 0])
             return replace(given, lower=lower.to(_like(given)), upper=upper.to(_like(given)), level=self.level)
         logits, inside = mine.logits, given.mask.cpu()
-        u = mine.uniform(1)
+        u = mine.uniform(1) if self.draws else torch.zeros(given.mask.shape, dtype=torch.float64)
         if logits.dim() == 4:
             u, inside = u.unsqueeze(-1).expand(logits.shape[:-1]), inside.unsqueeze(-1).expand(logits.shape[:-1])
         probs = logits.softmax(-1)
@@ -201,11 +218,11 @@ class Conformal:
                 raise ValueError("the targets of these predictions are not known; predict a split of the federation")
             mask = given.mask.cpu()
             scores = number_scores(given, given.labels.cpu()).masked_fill(~mask, 0.0)
-            if not bool(scores.isfinite().all()):
-                raise ValueError("predictions or targets are not finite, or a variance is 0; look at the inputs that were named")
+            mine.refuse_broken(scores)
             return scores, torch.zeros_like(mask, dtype=torch.int64), mask
         logits, labels, mask = mine.labelled
-        u = mine.uniform(0) if u is None else u
+        if u is None:
+            u = mine.uniform(0) if self.draws else torch.zeros(given.mask.shape, dtype=torch.float64)
         if logits.shape[1] != u.shape[1]:
             u = u.repeat_interleave(logits.shape[1] // u.shape[1], 1)
         scores = class_scores(self.score, logits.softmax(-1), u).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
@@ -231,14 +248,14 @@ def thresholds(scores: Tensor, mask: Tensor, edges: Tensor, counts: Tensor, *, l
     """
     if shrink == math.inf:
         return _pooled(edges, counts, level).expand(len(mask)).clone()
-    return _first(scores, mask, edges, counts, shrink, level * (mask.sum(-1) + shrink + 1))
+    return _first(scores, mask, edges, counts, shrink, level * (mask.sum(-1).double() + shrink + 1))
 
 
 def without_one(scores: Tensor, mask: Tensor, edges: Tensor, counts: Tensor, *, level: float, shrink: float) -> Tensor:
     """Return for every score the threshold that its client has without it, [J, N]; all clients' scores still hold it. See `thresholds`."""
     if shrink == math.inf:
         return _pooled(edges, counts, level).expand(scores.shape).clone()
-    needed = level * (mask.sum(-1) + shrink)
+    needed = level * (mask.sum(-1).double() + shrink)
     low, high = (_first(scores, mask, edges, counts, shrink, needed + more)[:, None] for more in (0, 1))
     return torch.where(scores > low, low, high)  # a score above the threshold is not counted there in any case
 

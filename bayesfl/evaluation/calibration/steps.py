@@ -1,6 +1,6 @@
 """Steps of calibration: surveys whose result changes predictions, fitted one after the other."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -14,7 +14,10 @@ from bayesfl.evaluation.surveys import Mine, Outputs, Put, Survey, conduct, toge
 
 @runtime_checkable
 class Step(Survey[Mine], Protocol):
-    """A survey whose result is applied to predictions."""
+    """A survey whose result is applied to predictions.
+
+    A step may say `compares = True`, and is then given `Mine.shared`; and `draws = True`, and is then given `Mine.rows`.
+    """
 
     def apply(self, told: Tensors, own: Tensors, mine: Mine) -> Predictions:
         """Return changed predictions.
@@ -71,16 +74,21 @@ def compares(steps: Iterable[Any]) -> bool:
     return any(getattr(step, "compares", False) for step in steps)
 
 
-def apply(steps: Sequence[Fitted], mine: Mine) -> Predictions:
-    """Return predictions as all steps change them, one after the other."""
+def draws(steps: Iterable[Any]) -> bool:
+    """Say whether one of some steps draws a number for every row, by its inputs."""
+    return any(getattr(step, "draws", False) for step in steps)
+
+
+def applied(steps: Iterable[Fitted], mine: Mine) -> Mine:
+    """Return predictions as all steps change them, one after the other, with whose they are."""
     for one in steps:
         mine = one.apply(mine)
-    return mine.predictions
+    return mine
 
 
 def changed(predictions: Predictions, logits: Tensor) -> Predictions:
-    """Return predictions with the probabilities of these logits; their epistemic part is what it was."""
+    """Return predictions with the probabilities of these logits; their epistemic part is what it was, at most the entropy."""
     assert predictions.probs is not None
     inside = predictions.mask.reshape(*predictions.mask.shape, *[1] * (logits.dim() - 2)).cpu()
     probs = torch.where(inside, logits.softmax(-1), torch.nan).to(predictions.probs)
-    return replace(predictions, probs=probs)
+    return replace(predictions, probs=probs, epistemic=torch.minimum(predictions.epistemic, torch.special.entr(probs).sum(-1)))

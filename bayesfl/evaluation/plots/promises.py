@@ -53,7 +53,7 @@ def coverage(entries: "Audit | Mapping[str, Audit]", *, title: str | None = None
         beneath.set_ylim(0, 1.08 * widest)
         ax.tick_params(labelleft=ax is uppers[0])
         beneath.tick_params(labelleft=beneath is lowers[0])
-    uppers[0].set_ylabel("share that holds the truth")
+    uppers[0].set_ylabel("coverage")
     lowers[0].set_ylabel("set size" if next(iter(named.values())).right is not None else "width", fontsize="small")
     shown = {label: handle for ax in uppers for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
     columns = 3 if figure.get_figwidth() > 6 else 2
@@ -66,7 +66,7 @@ def coverage(entries: "Audit | Mapping[str, Audit]", *, title: str | None = None
 
 
 def evidence(entries: "Alarm | Merged | Mapping[str, Alarm | Merged]", *, ax: "Axes | None" = None, title: str | None = None) -> "Axes":
-    """Draw the evidence of alarms after every row, on a logarithmic axis, and the height at which they are raised.
+    """Draw the evidence of alarms after every row, on a logarithmic axis from 0.001 to 1e9, and the height at which they are raised.
 
     Args:
         entries: An alarm; {name: alarm} for several.

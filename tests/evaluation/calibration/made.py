@@ -22,7 +22,8 @@ def mine(
     mask = torch.arange(shape[1]) < torch.tensor(counts)[:, None]
     probs = torch.where(mask[..., None], z.softmax(-1), torch.nan)
     found = Predictions(mask=mask, epistemic=torch.zeros(shape), probs=probs, labels=y.masked_fill(~mask, 0))
-    return Mine(found, np.array(ids if ids is not None else range(len(counts))), seed=3, round=5)
+    rows = torch.randint(2**62, shape, generator=g).numpy().astype(np.uint64)
+    return Mine(found, np.array(ids if ids is not None else range(len(counts))), seed=3, round=5, rows=rows)
 
 
 def alone(given: Mine) -> list[tuple[Tensor, Tensor]]:
@@ -44,4 +45,5 @@ def part(given: Mine, j: int) -> Mine:
         probs=found.probs[j][inside][None],
         labels=found.labels[j][inside][None],
     )
-    return Mine(cut, given.ids[j : j + 1], given.seed, given.round)
+    assert given.rows is not None
+    return Mine(cut, given.ids[j : j + 1], given.seed, given.round, rows=given.rows[j : j + 1, inside.numpy()])

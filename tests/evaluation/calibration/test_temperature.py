@@ -119,5 +119,5 @@ def test_what_is_refused():
     broken = mine()
     assert broken.predictions.probs is not None
     broken.predictions.probs[0, 0] = torch.nan
-    with pytest.raises(ValueError, match="predictions are not finite"):
+    with pytest.raises(ValueError, match="rows are not finite, the first of row 0 of client 0"):
         fit(Temperature(), broken, CLASSES)
