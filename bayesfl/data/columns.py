@@ -233,10 +233,10 @@ def learnt(statistics: Sequence[Mapping[str, Any]]) -> Columns:
     return Columns(tuple(parts), classes, len(classes) if classes else max(outputs, default=None))
 
 
-def warn_of_rows(strange: Mapping[str, str]) -> None:
+def warn_of_rows(strange: Mapping[str, str], *, stacklevel: int = 3) -> None:
     """Warn, at the caller's caller, of rows that are unlike the training rows, see `Columns.applied`."""
     for name, told in strange.items():
-        warnings.warn(f"column {name!r}: {told}", stacklevel=3)
+        warnings.warn(f"column {name!r}: {told}", stacklevel=stacklevel)
 
 
 def _far(away: np.ndarray, part: Number, numbers: np.ndarray) -> str:

@@ -132,7 +132,7 @@ class ClientModel:
         refuse_changed(self.algorithm.model)
         if self.prepared is not None and is_frame(x):
             x, strange = self.prepared.applied(Table(x, "x"))
-            warn_of_rows(strange)
+            warn_of_rows(strange, stacklevel=4)
         same_columns("x", names_of(x, pooled=True), self.columns)
         rows = self.form.split(x, self.inputs, dtype=self.dtype, device=self.device)
         about: dict[str, Any] = {"client": self.client, "seed": self.seed, "round": self.round, "fitted": self._fitted, "value": self.value}
