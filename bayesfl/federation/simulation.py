@@ -1,6 +1,7 @@
 """Federated training on one machine: rounds of local work in chunks of clients, each followed by the server's update."""
 
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -184,6 +185,12 @@ def simulate(
         if start is not None:
             warm.check_resumed(result, start, algorithm, checkpoint)
         repeats = 0 if isinstance(resume, Result) else max(0, newest(resume) - saved.round)
+    if (result.steps and result.round < settings.rounds) or (before is not None and before.steps):
+        warnings.warn(
+            "the run that this one goes on from is calibrated, and training changes its predictions: the steps are dropped; calibrate "
+            "the new result",
+            stacklevel=2,
+        )
     result = replace(result, tolerant=admission.skips)
     admission.check(settings.largest(clients.clients))
     keep = None if checkpoint is None else Keep(checkpoint, every)

@@ -128,7 +128,8 @@ def test_newcomers_settle_by_what_was_told(served: Result):
 
 
 def test_training_that_goes_on_forgets_it(served: Result, method: bf.Algorithm, clients: bf.data.FederatedData):
-    on = bf.simulate(method, clients, rounds=1, start=served, progress=False, evaluate_every=None)
+    with pytest.warns(UserWarning, match="the steps are dropped; calibrate the new result"):
+        on = bf.simulate(method, clients, rounds=1, start=served, progress=False, evaluate_every=None)
     assert on.steps == ()
 
 

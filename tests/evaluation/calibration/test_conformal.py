@@ -251,3 +251,27 @@ def test_n0_by_the_pinball_loss():
         assert float(Conformal(shrink="pinball").ask({**fixed.told}, given)["pinball"][0, 0]) == pytest.approx(by_hand)
         losses = Conformal(shrink="pinball").ask({**fixed.told}, given)["pinball"].sum(0)
         assert SHRINKS[int(losses.argmin())] == float(fitted.told["shrink"])
+
+
+def test_outliers_do_not_widen_the_others():
+    """A few scores that are a million times the others: pooled and shrunk thresholds stay within a bin of the exact ones."""
+    g = torch.Generator().manual_seed(0)
+    y = torch.randn(6, 35, 1, generator=g).double()
+    y[0, :2], y[3, :2] = 1e6, 1e5
+    mask, blank = torch.ones(6, 35, dtype=torch.bool), torch.zeros(6, 35)
+    found = Predictions(mask=mask, epistemic=blank, mean=torch.zeros_like(y), variance=torch.ones_like(y), labels=y)
+    given, numbers = Mine(found, np.arange(6)), Outputs("regression", 1)
+    exact = y.abs().flatten().sort().values[math.ceil(211 * 0.9) - 1]
+    pooled = fit(Conformal(shrink=math.inf), given, numbers)
+    width = float(pooled.told["edges"][0])
+    assert width < 0.02
+    assert 0 <= float(pooled.own["threshold"][0, 0]) - float(exact) <= width
+    assert float(fit(Conformal(), given, numbers).own["threshold"].max()) < 10
+
+
+def test_ranks_are_exact():
+    """k = (n + 1) level where that is whole, in float64: of 24 rows at level .6 the 15th score, not the 16th."""
+    for n in range(4, 400, 5):
+        scores = torch.arange(1, n + 1, dtype=torch.float64)[None] / n
+        found = thresholds(scores, torch.ones(1, n, dtype=torch.bool), EDGES, counted(scores[0]), level=0.6, shrink=0)
+        assert round(float(found) * n) == (n + 1) * 6 // 10
