@@ -300,7 +300,7 @@ class Merged:
             made = cls(list(found["last"]), delta=found["delta"])
             made.see({name: number(name, value) for name, value in found["last"].items()})
             made.history = [number("history", one) for one in found["history"]]
-        except Exception as error:  # bytes of any kind may raise anything
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(
                 f"{os.fspath(path)!r} is no merged alarm that this version can read: {type(error).__name__}, {error}"
             ) from error

@@ -1,13 +1,12 @@
 """A bias on the logits of each client, fitted by the client alone."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from bayesfl.base.protocols import Tensors
-from bayesfl.evaluation.calibration.steps import changed
+from bayesfl.evaluation.calibration.steps import Local, changed
 from bayesfl.evaluation.predictions import Predictions
 from bayesfl.evaluation.surveys import Mine, Outputs
 
@@ -20,7 +19,7 @@ _ROUNDING = 1e-13
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bias:
+class Bias(Local):
     """Add to each client's logits a vector b_j [O] of its own, with prior N(0, I), for what differs between clients in frequent classes.
 
     b_j maximises sum_i log softmax(z_i + b)_{y_i} - |b|^2 / 2 over the client's examples, z_i the logits after the steps before. The
@@ -43,18 +42,6 @@ class Bias:
         if outputs.task != "classification":
             raise ValueError("Bias changes probabilities of classes, and this is a regression: leave it out; Conformal makes intervals")
         return {}
-
-    def shapes(self, told: Tensors) -> Mapping[str, tuple[int, ...]]:
-        """Return nothing, as nothing is asked."""
-        return {}
-
-    def ask(self, told: Tensors, mine: Mine) -> Tensors:
-        """Return nothing."""
-        return {}
-
-    def solve(self, told: Tensors, total: Tensors) -> tuple[Tensors, bool]:
-        """Return what was told."""
-        return told, True
 
     def settle(self, told: Tensors, mine: Mine) -> Tensors:
         """Return every client's b_j, [J, O]."""

@@ -1,6 +1,5 @@
 """The choice of each client between its own model and the server's."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -9,12 +8,13 @@ from torch import Tensor
 
 from bayesfl.base.checks import probability
 from bayesfl.base.protocols import Tensors
+from bayesfl.evaluation.calibration.steps import Local
 from bayesfl.evaluation.predictions import Predictions
 from bayesfl.evaluation.surveys import Mine, Outputs
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class Choice(Local):
     """Let each client predict with the server's model where that is better than its own, by an exact test on its own rows.
 
     Rows count on which exactly one of the two is right; of numbers, on which one is nearer. If neither is better, each wins such a row with
@@ -42,18 +42,6 @@ class Choice:
     def start(self, outputs: Outputs) -> Tensors:
         """Return nothing to be told."""
         return {}
-
-    def shapes(self, told: Tensors) -> Mapping[str, tuple[int, ...]]:
-        """Return nothing, as nothing is asked."""
-        return {}
-
-    def ask(self, told: Tensors, mine: Mine) -> Tensors:
-        """Return nothing."""
-        return {}
-
-    def solve(self, told: Tensors, total: Tensors) -> tuple[Tensors, bool]:
-        """Return what was told."""
-        return told, True
 
     def settle(self, told: Tensors, mine: Mine) -> Tensors:
         """Return which clients take the server's model, `shared`, and on how many rows that is better and worse, [J] each."""

@@ -1,6 +1,6 @@
 """Steps of calibration: surveys whose result changes predictions, fitted one after the other."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -28,6 +28,22 @@ class Step(Survey[Mine], Protocol):
             mine: The predictions to change, and whose they are; labels are not read.
         """
         ...
+
+
+class Local:
+    """What a step has in common with others that each client fits alone: nothing is asked, and nothing sent."""
+
+    def shapes(self, told: Tensors) -> Mapping[str, tuple[int, ...]]:
+        """Return nothing, as nothing is asked."""
+        return {}
+
+    def ask(self, told: Tensors, mine: Mine) -> Tensors:
+        """Return nothing."""
+        return {}
+
+    def solve(self, told: Tensors, total: Tensors) -> tuple[Tensors, bool]:
+        """Return what was told."""
+        return told, True
 
 
 @dataclass(frozen=True)
