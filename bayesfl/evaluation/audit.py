@@ -18,6 +18,7 @@ from bayesfl.evaluation.surveys import Mine, Outputs, conduct, together
 BINS = 15
 """Bins of confidence of the calibration error, as of `bayesfl.metrics.ece`."""
 Unit: TypeAlias = Literal["client", "label", "group"]
+_SHARES = ("coverage", "accuracy", "answered", "answered_accuracy")
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +37,9 @@ class Audit:
         right: Numbers of right predictions, [G]; None for numbers.
         ece: Expected calibration errors, [G]; None for numbers, and by label.
         rmse: Roots of mean squared errors, [G]; None for classes.
+        risk: The share of wrong answers that is promised, of all rows together; None where all rows are answered.
+        answered: Numbers of examples that are answered, [G]; None where all are.
+        answered_right: Numbers of right answers among these, [G].
     """
 
     by: Unit
@@ -48,6 +52,9 @@ class Audit:
     right: np.ndarray | None = None
     ece: np.ndarray | None = None
     rmse: np.ndarray | None = None
+    risk: float | None = None
+    answered: np.ndarray | None = None
+    answered_right: np.ndarray | None = None
 
     def __repr__(self) -> str:
         return f"Audit({len(self.units)} {self.by}s, {int(self.rows.sum())} rows; below the promise: {list(self.below)})"
@@ -62,15 +69,17 @@ class Audit:
         """Return the share of right predictions of each unit, [G]; NaN without examples."""
         return None if self.right is None else _share(self.right, self.rows)
 
-    def intervals(self, counts: np.ndarray) -> np.ndarray:
+    def intervals(self, counts: np.ndarray, among: np.ndarray | None = None) -> np.ndarray:
         """Return Clopper-Pearson intervals of shares, [G, 2], all of which hold together with a probability of at least 1 - `delta`.
 
         Each has the probability delta / G to miss (Bonferroni), G the number of units that have examples.
 
         Args:
             counts: Numbers of examples of which something holds, [G], as `held` or `right`.
+            among: Of how many examples, [G]; None for `rows`.
         """
-        return clopper_pearson(counts, self.rows, self.delta / max(1, int((self.rows > 0).sum())))
+        rows = self.rows if among is None else among
+        return clopper_pearson(counts, rows, self.delta / max(1, int((rows > 0).sum())))
 
     @property
     def below(self) -> tuple[str, ...]:
@@ -87,10 +96,11 @@ class Audit:
     def columns(self) -> dict[str, np.ndarray]:
         """Return the audit as columns [G], ready for a data frame; a share's interval is in the columns with `_low` and `_high`."""
         found: dict[str, np.ndarray] = {self.by: np.array(self.units), "rows": self.rows}
-        for name, counts in (("coverage", self.held), ("accuracy", self.right)):
+        shares = {"coverage": (self.held, None), "accuracy": (self.right, None), "answered": (self.answered, None)}
+        for name, (counts, among) in {**shares, "answered_accuracy": (self.answered_right, self.answered)}.items():
             if counts is not None:
-                low, high = self.intervals(counts).T
-                found |= {name: _share(counts, self.rows), f"{name}_low": low, f"{name}_high": high}
+                low, high = self.intervals(counts, among).T
+                found |= {name: _share(counts, self.rows if among is None else among), f"{name}_low": low, f"{name}_high": high}
         size = {"size": self.size} if self.right is not None else {"width": self.size}
         return found | {name: t for name, t in {**size, "ece": self.ece, "rmse": self.rmse}.items() if t is not None}
 
@@ -98,7 +108,7 @@ class Audit:
         """Return the audit as a text, with what chance alone would show beside it."""
         columns = self.columns()
         shown = {name: [_text(name, value) for value in values] for name, values in columns.items() if not name.endswith(("_low", "_high"))}
-        for name in ("coverage", "accuracy"):
+        for name in _SHARES:
             if name in shown:
                 ends = zip(columns[f"{name}_low"], columns[f"{name}_high"], strict=True)
                 shown[name] = [f"{share}  {low:.2f} to {high:.2f}" for share, (low, high) in zip(shown[name], ends, strict=True)]
@@ -108,11 +118,9 @@ class Audit:
             lines.append("  ".join(t.ljust(w) if i == 0 else t.rjust(w) for i, (t, w) in enumerate(zip(row, width.values(), strict=True))))
         return "\n".join([*lines, *self._said()])
 
-    def _together(self) -> str:
-        assert self.held is not None
-        held, rows = int(self.held.sum()), int(self.rows.sum())
-        low, high = clopper_pearson(np.array(held), np.array(rows), self.delta)
-        return f"All rows together: {held / rows:.2f}, {low:.2f} to {high:.2f} with probability {1 - self.delta:g}."
+    def _pooled(self, counts: int, rows: int) -> str:
+        low, high = clopper_pearson(np.array(counts), np.array(rows), self.delta)
+        return f"{counts / rows:.2f}, {low:.2f} to {high:.2f} with probability {1 - self.delta:g}"
 
     def _said(self) -> list[str]:
         units = int((self.rows > 0).sum())
@@ -122,8 +130,11 @@ class Audit:
                 f"Promised: {self.level:g}. If all {units} {self.by}s had exactly that, the worst would read {self.worst_by_chance:.2f} on "
                 "average, by chance.",
                 f"Below the promise: {', '.join(self.below) or 'none'}.",
-                self._together(),
+                f"All rows together: {self._pooled(int(_there(self.held).sum()), int(self.rows.sum()))}.",
             ]
+        if self.risk is not None and (answers := int(_there(self.answered).sum())):
+            wrong = answers - int(_there(self.answered_right).sum())
+            said += [f"Wrong among all {answers} answers: {self._pooled(wrong, answers)}; promised: at most {self.risk:g}."]
         return said
 
 
@@ -159,6 +170,7 @@ class Counting:
         common: dict[str, tuple[int, ...]] = {"n_rows": (units,), "n_held": (units,), "n_endless": (units,), "size": (units,)}
         if not bool(told["classes"]):
             return common | {"squares": (units,)}
+        common |= {"n_answered": (units,), "n_answered_right": (units,)}
         return common | {"n_bin": (units, BINS), "n_bin_right": (units, BINS), "confidence": (units, BINS)}
 
     def ask(self, told: Tensors, mine: Mine) -> Tensors:
@@ -190,6 +202,8 @@ class Counting:
         top, best = (probs.flatten(1, 2) if many else probs).max(-1)
         inner = torch.arange(1, BINS, dtype=torch.float64) / BINS
         bins = place * BINS + torch.bucketize(top.nan_to_num(nan=0.0), inner)
+        answered = mask if given.answered is None else given.answered.cpu().reshape(mask.shape)
+        found |= {"n_answered": summed(answered), "n_answered_right": summed(answered & (best == labels))}
         by_bin = {"n_bin": mask, "n_bin_right": best == labels, "confidence": top}
         return found | {name: summed(t, bins, units * BINS).reshape(-1, units, BINS) for name, t in by_bin.items()}
 
@@ -211,12 +225,13 @@ class Counting:
         """Return nothing."""
         return {}
 
-    def audit(self, told: Tensors, *, level: float | None, delta: float) -> Audit:
+    def audit(self, told: Tensors, *, level: float | None, risk: float | None, delta: float) -> Audit:
         """Return the audit of what was told at last.
 
         Args:
             told: The sums over clients.
             level: The probability that sets or intervals promise; None where there are none.
+            risk: The share of wrong answers that is promised; None where all rows are answered.
             delta: Probability with which any of the intervals of a column may miss, in (0, 1).
         """
         probability("delta", delta, "that an interval of a column misses")
@@ -229,11 +244,13 @@ class Counting:
         if "n_bin" in sums:
             gaps = np.abs(sums["n_bin_right"] - sums["confidence"]).sum(-1)
             found["right"] = sums["n_bin_right"].sum(-1).astype(np.int64)
+            if risk is not None:
+                found |= {name: sums[f"n_{name}"].astype(np.int64) for name in ("answered", "answered_right")}
             if self.by != "label":  # among rows of one label even a calibrated model is wrong by its confidence
                 found["ece"] = _share(gaps, rows)
         else:
             found["rmse"] = np.sqrt(_share(sums["squares"], rows))
-        return Audit(self.by, self.units, rows.astype(np.int64), level, delta, **found)
+        return Audit(self.by, self.units, rows.astype(np.int64), level, delta, risk=risk, **found)
 
 
 def audit(mine: Mine, outputs: Outputs, *, names: Sequence[str], delta: float = 0.05) -> Audit:
@@ -248,8 +265,8 @@ def audit(mine: Mine, outputs: Outputs, *, names: Sequence[str], delta: float = 
     Raises:
         ValueError: `delta` is out of range.
     """
-    survey, mine = Counting("client", tuple(names)), replace(mine, ids=np.arange(len(mine.ids)))
-    return survey.audit(conduct(survey, together(survey, mine), outputs), level=mine.predictions.level, delta=delta)
+    survey, mine, given = Counting("client", tuple(names)), replace(mine, ids=np.arange(len(mine.ids))), mine.predictions
+    return survey.audit(conduct(survey, together(survey, mine), outputs), level=given.promise, risk=given.risk, delta=delta)
 
 
 def grouped(groups: Sequence[Sequence[object]], counts: np.ndarray) -> tuple[tuple[str, ...], Tensor]:
@@ -296,6 +313,11 @@ def _names(own: Any, j: int) -> list[str | None]:
     return [text(one) for one in values.tolist()]
 
 
+def _there(counts: np.ndarray | None) -> np.ndarray:
+    assert counts is not None
+    return counts
+
+
 def _share(counts: np.ndarray, rows: np.ndarray) -> np.ndarray:
     with np.errstate(invalid="ignore", divide="ignore"):
         return np.where(rows > 0, counts / rows, np.nan)
@@ -304,4 +326,4 @@ def _share(counts: np.ndarray, rows: np.ndarray) -> np.ndarray:
 def _text(name: str, value: object) -> str:
     if isinstance(value, str | np.str_ | int | np.integer):
         return str(value)
-    return "-" if np.isnan(value) else f"{value:.2f}" if name in ("coverage", "accuracy", "size", "ece") else f"{value:.3g}"  # pyright: ignore[reportArgumentType, reportCallIssue] (a number)
+    return "-" if np.isnan(value) else f"{value:.2f}" if name in (*_SHARES, "size", "ece") else f"{value:.3g}"  # pyright: ignore[reportArgumentType, reportCallIssue] (a number)

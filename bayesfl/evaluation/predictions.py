@@ -34,6 +34,7 @@ class Predictions:
         sets: Which classes are in the conformal set of an example, [J, N, O] or [J, N, T, O] bool; None where none were made.
         answered: Which examples are answered, [J, N] or [J, N, T] bool, as `Abstention` says; None where all are.
         level: The probability that the sets or the intervals promise; None for that of the likelihood's intervals.
+        risk: The share of wrong answers that `answered` promises at most, of all clients' rows together; None where all are answered.
         labels: The labels [J, N] or targets [J, N, ...] of the split that was predicted, by which `summary` knows it; None where they are
             not known. Rows that pad are 0.
         names: The clients' names, by which `client` finds them; None where they are not known.
@@ -51,6 +52,7 @@ class Predictions:
     sets: Tensor | None = None
     answered: Tensor | None = None
     level: float | None = None
+    risk: float | None = None
     labels: Tensor | None = None
     names: tuple[str, ...] | None = None
     likelihood: Likelihood | None = None
@@ -163,8 +165,15 @@ class Predictions:
 
         return [named(*pair) for pair in zip(self.sets.tolist(), order.tolist(), strict=True)]
 
+    @property
+    def promise(self) -> float | None:
+        """Return the probability that sets or intervals promise, those of a likelihood that predicts quantiles too; None without any."""
+        if self.level is not None or self.lower is None:
+            return self.level
+        return 0.9 if self.likelihood is None else getattr(self.likelihood, "level", None)
+
     def promised(self, labels: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Say of every example whether its conformal set or interval holds the truth, and how large it is; None where none were made.
+        """Say of every example whether its set or interval holds the truth, and how large it is; None where there are none.
 
         Args:
             labels: The labels or targets, [J, N, ...].
@@ -173,7 +182,7 @@ class Predictions:
             Which hold it, [J, M] bool; the number of classes in the set, or the mean width of the intervals, [J, M] in float64; and which
             places are examples, [J, M] bool. M is N, or N T where an example has T labels.
         """
-        if self.level is None:
+        if self.promise is None:
             return None
         if self.sets is None:
             lower, upper = _present(self.lower).cpu(), _present(self.upper).cpu()
@@ -186,7 +195,7 @@ class Predictions:
         """Return the measures of conformal sets or intervals by client, [J]."""
         labels = split.padded_labels()[0][:, : self.mask.shape[1]].cpu()
         measures = {}
-        if (found := self.promised(labels)) is not None:
+        if self.level is not None and (found := self.promised(labels)) is not None:
             held, size, mask = found
             n, name = mask.sum(-1), "set_size" if self.sets is not None else "width"
             measures = {"coverage": held.sum(-1).double() / n, name: torch.where(mask, size, 0.0).sum(-1) / n}
@@ -224,8 +233,7 @@ class Predictions:
         if self.probs is not None:
             return "classes", per_place(self.probs, labels.long(), self.mask), {}
         if self.variance is None and self.lower is not None:
-            level = self.level or (0.9 if self.likelihood is None else getattr(self.likelihood, "level", None))
-            if level is None:
+            if (level := self.promise) is None:
                 raise ValueError(
                     f"likelihood {type(self.likelihood).__name__} predicts intervals and does not say of which probability; give it `level`"
                 )

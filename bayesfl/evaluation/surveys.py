@@ -186,6 +186,8 @@ def checked(answer: Tensors, shapes: Mapping[str, tuple[int, ...]], whose: str) 
     Raises:
         ValueError: Names or shapes are others than were declared, or a number is not finite, or a count is negative.
     """
+    if not isinstance(answer, Mapping):
+        raise ValueError(f"{whose} is {answer!r}, and the survey declares tensors by name, {sorted(shapes)}; look at its ask")
     if answer.keys() != dict(shapes).keys():
         raise ValueError(f"{whose} holds {sorted(answer)}, and the survey declares {sorted(shapes)}")
     found = {name: torch.as_tensor(t).detach().to("cpu", torch.float64) for name, t in answer.items()}

@@ -26,6 +26,8 @@ from bayesfl.base.trees import detached, nest
 from bayesfl.federation.errors import CheckpointError
 
 FORMAT = 3
+CALIBRATED = 4
+"""Format of what holds steps of calibration, which versions before would leave out and say nothing."""
 
 
 STATE = "state.safetensors"
@@ -62,7 +64,7 @@ def write(path: str | os.PathLike[str], meta: Mapping[str, Any], tensors: Mappin
 
     made = _folder(path)
     flat = detached(tensors)
-    text = json.dumps({**meta, "format": FORMAT})
+    text = json.dumps({**meta, "format": CALIBRATED if meta.get("steps") else FORMAT})
     with atomic_path(made / name) as temporary:
         save_file(flat, str(temporary), metadata={"bayesfl": text, "digest": digest.of_tensors(text, flat)})
 
@@ -183,9 +185,10 @@ def read_file(file: Path, device: torch.device | str = "cpu") -> tuple[dict[str,
         tensors = nest({name: t.to(device, copy=True) for name, t in flat.items()})
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{str(file)!r} is not a saved run: {error}") from error
-    if found != FORMAT:
+    if found not in (FORMAT, CALIBRATED):
         raise CheckpointError(
-            f"{str(file)!r} has format {found}; this version of bayesfl reads {FORMAT}: take the version that wrote it, or run again"
+            f"{str(file)!r} has format {found}; this version of bayesfl reads {FORMAT} and {CALIBRATED}: take the version that "
+            "wrote it, or run again"
         )
     return meta, tensors
 

@@ -214,7 +214,7 @@ class Result:
         `predict` and `client` apply them from then on, and `save` keeps them. What a client's own data determine never leaves it.
 
         Args:
-            *steps: `Temperature()`, `Bias()`, `Conformal()` of `bayesfl.calibration`, or others with the members of its `Step`; after those
+            *steps: `Temperature()`, `Bias()`, `Conformal()` of `bf.calibration`, or others with the members of its `Step`; after those
                 that the result has already.
             aggregation: How the clients' answers are added, as `SecureSum()`; None adds them openly.
 

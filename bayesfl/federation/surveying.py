@@ -21,11 +21,14 @@ from bayesfl.evaluation.calibration.steps import compares, draws
 from bayesfl.evaluation.predictions import Predictions
 from bayesfl.evaluation.surveys import Mine, Outputs, Put, Survey, answers, named_split, together
 from bayesfl.federation import predict
+from bayesfl.likelihoods import Quantiles
 
 Groups: TypeAlias = Sequence[Sequence[Any]] | Callable[[Any], Any]
 """Groups of rows: for each client that of every row, or a function that makes these of a client's inputs."""
 STEPS: dict[str, type] = {kind.__name__: kind for kind in (Choice, Temperature, Bias, Conformal, Abstention)}
 """Steps of calibration by their names in files."""
+
+_ANEW = "begin with dataclasses.replace(result, steps=()).calibrate(...), and give each once, in the order of use"
 
 
 @runtime_checkable
@@ -80,7 +83,8 @@ def checked_steps(steps: Sequence[Any], before: Sequence[Any] = ()) -> tuple[Ste
 
     Raises:
         TypeError: Something is no step, or `steps` is no list of them.
-        ValueError: A step that compares models is not the first.
+        ValueError: A step that compares models is not the first, one changes probabilities after sets were made of them, or one makes sets
+            anew.
 
     Warns:
         UserWarning: Sets are made of scores on a split to which an earlier step is fitted.
@@ -93,6 +97,14 @@ def checked_steps(steps: Sequence[Any], before: Sequence[Any] = ()) -> tuple[Ste
         earlier = (*before, *steps[:number])
         if compares([step]) and earlier:
             raise ValueError(f"{type(step).__name__} must be the first step, as others are fitted to the predictions that it chooses")
+        made = {type(one).__name__ for one in earlier if isinstance(one, Conformal | Abstention)}
+        if made and isinstance(step, Temperature | Bias):
+            raise ValueError(
+                f"{type(step).__name__} must come before {' and '.join(sorted(made))}, which read the probabilities that it changes: "
+                f"{_ANEW}"
+            )
+        if type(step).__name__ in made:
+            raise ValueError(f"there is a {type(step).__name__} already, of which another would leave nothing: {_ANEW}")
         if step.split in ("train", "test"):
             warnings.warn(
                 f"{type(step).__name__} is fitted to the split {step.split!r}, "
@@ -140,8 +152,15 @@ def settled(steps: Sequence[Fitted], predicted: Mapping[str, Mine]) -> tuple[Fit
 
 
 def check_servers_model(steps: Sequence[Any], algorithm: Algorithm) -> None:
-    """Raise ValueError if a step compares clients' own models with the server's, and the method has no whole model there."""
-    if compares(steps) and algorithm.shared_parts() is None:
+    """Raise ValueError if a step compares clients' own models with the server's, and the method has not both."""
+    if not compares(steps):
+        return
+    if not algorithm.finetune and not any(algorithm.blocks[part].keep for part in algorithm.parts):
+        raise ValueError(
+            "Choice compares clients' own models with the server's, and in this method all clients predict with the server's, so that "
+            "there is nothing to choose: leave it out, or take a method with models of their own, such as fedavg_ft or ditto"
+        )
+    if algorithm.shared_parts() is None:
         raise ValueError(
             "Choice compares clients' own models with the server's, and this method has no whole model on the server: leave it out, or "
             "take a method that has one, such as fedavg_ft or ditto"
@@ -242,8 +261,11 @@ def audited(result: Any, split: str, by: str, groups: Groups | None, delta: floa
         survey = Counting("label", tuple(known.class_names or map(str, range(known.outputs))), split)
     else:
         survey = Counting("client", tuple(known.client_names), split)
-    levels = [one.step.level for one in result.steps if isinstance(one.step, Conformal)]
-    return survey.audit(result.survey(survey, aggregation=aggregation), level=levels[-1] if levels else None, delta=delta)
+    steps = [one.step for one in result.steps]
+    own = result.algorithm.likelihood.level if isinstance(result.algorithm.likelihood, Quantiles) else None
+    level = next((step.level for step in steps if isinstance(step, Conformal)), own)
+    risk = next((step.risk for step in steps if isinstance(step, Abstention)), None)
+    return survey.audit(result.survey(survey, aggregation=aggregation), level=level, risk=risk, delta=delta)
 
 
 def described(steps: Sequence[Step]) -> list[dict[str, Any]]:

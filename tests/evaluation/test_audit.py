@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from bayesfl.evaluation.audit import BINS, Audit, Counting, grouped
+from bayesfl.evaluation.audit import BINS, Audit, Counting, audit, grouped
 from bayesfl.evaluation.binomial import clopper_pearson, worst_by_chance
 from bayesfl.evaluation.metrics import ece
 from bayesfl.evaluation.predictions import Predictions
 from bayesfl.evaluation.surveys import Mine, Outputs, conduct, together
+from bayesfl.likelihoods import Quantiles
 
 MASK = torch.arange(30) < torch.tensor([30, 12, 25])[:, None]
 CLASSES = Outputs("classification", 4)
@@ -29,7 +30,7 @@ def of_classes(names: int = 4) -> Predictions:
 
 def audited(survey: Counting, given: Predictions, outputs: Outputs = CLASSES, delta: float = 0.05) -> Audit:
     told = conduct(survey, together(survey, Mine(given, np.arange(3))), outputs)
-    return survey.audit(told, level=given.level, delta=delta)
+    return survey.audit(told, level=given.level, risk=given.risk, delta=delta)
 
 
 def rows_of(unit: Tensor, u: int) -> list[tuple[int, int]]:
@@ -97,8 +98,7 @@ def test_intervals_hold_together():
     flagged = plain = 0
     for _ in range(runs):
         held = rng.binomial(rows, 0.9)
-        audit = Audit("client", tuple(map(str, range(20))), rows, 0.9, 0.05, held=held)
-        low, high = audit.intervals(held).T
+        low, high = Audit("client", tuple(map(str, range(20))), rows, 0.9, 0.05, held=held).intervals(held).T
         flagged += bool(((low > 0.9) | (high < 0.9)).any())
         low, high = clopper_pearson(held, rows, 0.1).T
         plain += bool(((low > 0.9) | (high < 0.9)).any())
@@ -171,3 +171,43 @@ def test_groups_have_names():
         grouped([[]], np.array([2, 0, 1]))
     with pytest.raises(ValueError, match="groups of client 1 must name a group for each of its 2 rows, got 1"):
         grouped([["a"], ["b"]], np.array([1, 2]))
+
+
+def test_answers_are_counted_among_themselves():
+    """The share that is answered is of all rows, the share that is right of the answers, with its interval of so many."""
+    given = of_classes()
+    assert given.probs is not None
+    assert given.labels is not None
+    answered = (given.probs.amax(-1) > 0.45) & MASK
+    answered[1] = False
+    found = audited(Counting("client", ("a", "b", "c")), dataclasses.replace(given, answered=answered, risk=0.3))
+    assert found.answered is not None
+    assert found.answered_right is not None
+    right = (given.probs.argmax(-1) == given.labels) & answered
+    assert found.answered.tolist() == [int(answered[j].sum()) for j in range(3)]
+    assert found.answered_right.tolist() == [int(right[j].sum()) for j in range(3)]
+    assert 0 < found.answered_right[0] < found.answered[0]
+    columns = found.columns()
+    np.testing.assert_array_equal(columns["answered_low"], clopper_pearson(found.answered, found.rows, 0.05 / 3)[:, 0])
+    given_two = clopper_pearson(found.answered_right, found.answered, 0.05 / 2)
+    np.testing.assert_array_equal(columns["answered_accuracy_high"], given_two[:, 1])
+    assert np.isnan(columns["answered_accuracy"][1])
+    wrong, answers = int(answered.sum() - right.sum()), int(answered.sum())
+    low, high = clopper_pearson(np.array(wrong), np.array(answers), 0.05)
+    line = (
+        f"Wrong among all {answers} answers: {wrong / answers:.2f}, {low:.2f} to {high:.2f} with probability 0.95; promised: at most 0.3."
+    )
+    assert line in found.table()
+    assert "answered" not in audited(Counting("client", ("a", "b", "c")), given).table()
+
+
+def test_quantiles_promise_their_own_level():
+    """Intervals of a likelihood are audited without a step; ends that hold the truth are counted."""
+    lower, upper, y = torch.zeros(3, 30, 1), torch.ones(3, 30, 1), torch.linspace(-0.5, 1.5, 30).expand(3, 30)[..., None]
+    given = Predictions(
+        MASK, torch.full((3, 30), torch.nan), mean=lower + 0.5, lower=lower, upper=upper, labels=y, likelihood=Quantiles(0.8)
+    )
+    found = audit(Mine(given, np.arange(3)), Outputs("regression", 1), names=("a", "b", "c"))
+    assert found.level == 0.8
+    assert found.held is not None
+    assert found.held.tolist() == [int(((y[j, :n] >= 0) & (y[j, :n] <= 1)).sum()) for j, n in enumerate((30, 12, 25))]

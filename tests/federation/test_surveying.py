@@ -241,9 +241,25 @@ def test_a_choice_comes_first_and_needs_two_models(personal: tuple[Any, Any]):
         plain.calibrate(Temperature()).calibrate(Choice())
     with pytest.warns(UserWarning, match="Choice and Conformal are fitted to the same split"):
         plain.calibrate(Choice(split="calibration"), Conformal())
+    common = run(bf.algorithms.fedavg(bf.models.mlp(data.inputs, outputs=10)), data, rounds=1, evaluate_every=None)
+    with pytest.raises(ValueError, match="all clients predict with the server's"):
+        common.calibrate(Choice())
     own_head = run(bf.algorithms.fedper(bf.models.mlp(data.inputs, outputs=10)), data, rounds=1, evaluate_every=None)
     with pytest.raises(ValueError, match="no whole model on the server"):
         own_head.calibrate(Choice())
+
+
+def test_sets_are_made_once_and_last(personal: tuple[Any, Any]):
+    """A step that changes probabilities would leave sets of others; a second Conformal would replace the first's sets."""
+    _, plain = personal
+    served = plain.calibrate(Temperature(), Conformal())
+    with pytest.raises(ValueError, match="Bias must come before Conformal"):
+        served.calibrate(Bias())
+    with pytest.raises(ValueError, match="Temperature must come before Abstention"):
+        plain.calibrate(Abstention(risk=0.2), Temperature())
+    with pytest.raises(ValueError, match="there is a Conformal already"):
+        served.calibrate(Conformal(level=0.8))
+    assert served.calibrate(Abstention(risk=0.2)).predict().sets is not None
 
 
 def test_answers_where_doubt_is_low(personal: tuple[Any, Any], tmp_path: Path):
@@ -265,6 +281,10 @@ def test_answers_where_doubt_is_low(personal: tuple[Any, Any], tmp_path: Path):
     summary = found.summary(data.test)
     assert 0.2 < summary["answered"] < 1
     assert summary["answered_accuracy"] > summary["accuracy"]
+    audit = served.audit()
+    np.testing.assert_allclose(audit.columns()["answered"], table["answered"], rtol=1e-12)
+    np.testing.assert_allclose(audit.columns()["answered_accuracy"], table["answered_accuracy"], rtol=1e-12)
+    assert audit.risk == 0.06
     secure = plain.calibrate(Temperature(), Abstention(risk=0.06, delta=0.2), aggregation=SecureSum())
     assert secure.steps[1].told["threshold"] == served.steps[1].told["threshold"]
     with pytest.warns(UserWarning, match="Bias and Abstention are fitted to the same split"):

@@ -82,8 +82,8 @@ class Abstention:
         if not good:
             warnings.warn(
                 f"no answer is given: of {int(n[0])} rows in {self.split!r} of a doubt of at most {self.risk:g}, {int(wrong[0])} are "
-                f"wrong, which does not show a risk of {self.risk:g} with confidence {1 - self.delta:g}; give it more rows, fit a "
-                "Temperature before, or allow more risk",
+                f"wrong, which does not show a risk of {self.risk:g} with confidence {1 - self.delta:g}; give it more rows or allow "
+                "more risk, and fit a Temperature before if there is none",
                 stacklevel=2,
             )
         threshold = told["thresholds"][good - 1] if good else told["thresholds"].new_tensor(-math.inf)
@@ -97,7 +97,8 @@ class Abstention:
         """Return predictions that say which rows are `answered`."""
         inside = mine.predictions.mask.cpu()
         answered = _doubt(mine.logits) <= told["threshold"]
-        return replace(mine.predictions, answered=answered & inside.reshape(*inside.shape, *[1] * (answered.dim() - 2)))
+        answered = answered & inside.reshape(*inside.shape, *[1] * (answered.dim() - 2))
+        return replace(mine.predictions, answered=answered, risk=self.risk)
 
 
 def _doubt(logits: Tensor) -> Tensor:

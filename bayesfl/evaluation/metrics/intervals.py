@@ -25,7 +25,8 @@ def interval_summary(lower: Tensor, upper: Tensor, targets: Tensor, mask: Tensor
         Means over the clients that have examples. `rmse`: of the intervals' middles. `pinball`: the loss of both quantiles, summed over
         targets. `coverage`: the share of targets inside. `width`: the mean width. `interval_score`: the width plus 2 / (1 - level) times
         what a target lies outside, which is proper; it is 2 / (1 - level) times the loss. The same names with the prefix `pooled_`: of all
-        clients' examples pooled.
+        clients' examples pooled. An interval may be endless, as conformal ones of a client with few rows: then `rmse` is NaN, and the
+        others but for `coverage` are infinite.
 
     References:
         Gneiting and Raftery, "Strictly proper scoring rules, prediction, and estimation", JASA 102, 2007, eq. 43.
@@ -62,7 +63,7 @@ def _average(name: str, values: Tensor, mask: Tensor) -> Tensor:
 
 
 def _measures(lower: Tensor, upper: Tensor, targets: Tensor, mask: Tensor, level: float) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """Return every measure of every example [J, N], of `rmse` its square, which clients have intervals that are not finite, and the mask.
+    """Return every measure of every example [J, N], of `rmse` its square, which clients have ends that are NaN, and the mask.
 
     Raises:
         ValueError: Shapes do not fit, targets are not finite, a lower end is above the upper one, or `level` is out of range.
@@ -78,8 +79,8 @@ def _measures(lower: Tensor, upper: Tensor, targets: Tensor, mask: Tensor, level
     check_rows(lower, mask)
     if bool((targets.isfinite().all(-1) < mask).any()):
         raise ValueError("targets must be finite where mask is True; mask the rows that are padding")
-    finite = lower.isfinite().all(-1) & upper.isfinite().all(-1)
-    use = (mask & finite)[..., None]
+    there = ((lower < math.inf) & (upper > -math.inf)).all(-1)  # not NaN; a lower end may be -inf, an upper one inf
+    use = (mask & there)[..., None]
     low, high, y = (t.to(torch.float64).masked_fill(~use, 0) for t in (lower, upper, targets))
     if bool((low > high).any()):
         raise ValueError("a lower end is above its upper one; sort the two")
@@ -92,4 +93,4 @@ def _measures(lower: Tensor, upper: Tensor, targets: Tensor, mask: Tensor, level
         "width": (high - low).mean(-1),
         "interval_score": score.mean(-1),
     }
-    return found, (mask & ~finite).any(-1), mask
+    return found, (mask & ~there).any(-1), mask

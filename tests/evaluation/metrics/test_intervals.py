@@ -55,6 +55,24 @@ def test_padding_is_not_read_and_broken_clients_are_nan():
     assert all(math.isnan(value) for value in metrics.interval_summary(lower, upper, y, mask).values())
 
 
+def test_endless_intervals_are_infinitely_wide():
+    """They hold their targets; the middle of one is not known, and a lower end of +inf is no interval."""
+    lower, upper, y, mask = intervals()
+    before = metrics.interval_table(lower, upper, y, mask)
+    lower[0, 1], upper[0, 1] = -math.inf, math.inf
+    found = metrics.interval_table(lower, upper, y, mask)
+    inside = ((lower <= y) & (y <= upper)).double().mean(-1)
+    assert found["coverage"].tolist() == pytest.approx([float(inside[0].mean()), before["coverage"][1]])
+    for name in ("width", "pinball", "interval_score"):
+        assert found[name].tolist() == [math.inf, before[name][1]]
+    assert math.isnan(found["rmse"][0])
+    summary = metrics.interval_summary(lower, upper, y, mask)
+    assert summary["width"] == summary["pooled_interval_score"] == math.inf
+    assert summary["coverage"] == pytest.approx(found["coverage"].mean())
+    lower[0, 1] = math.inf
+    assert math.isnan(metrics.interval_table(lower, upper, y, mask)["width"][0])
+
+
 def test_what_does_not_fit():
     lower, upper, y, mask = intervals()
     with pytest.raises(ValueError, match=r"level .*got 90"):
