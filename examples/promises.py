@@ -66,7 +66,7 @@ def main() -> None:
     for home in names:
         model, cells = served.client(home), []
         for place, where in enumerate(names):
-            watch = model.alarm().see(model.scores(*clients.test.client(place)))
+            watch = model.alarm().see(model.scores(*clients.test.client(place, raw=True)))
             watches[home, where] = watch
             cells.append(f"{watch.evidence:.3g}{'*' if watch.raised else ' '}")
         lines.append(f"{home[:14]:14}" + "".join(f"{cell:>14}" for cell in cells))

@@ -45,7 +45,8 @@ def probability(name: str, value: Any, of: str) -> float:
         ValueError: `value` is no number within (0, 1).
     """
     if not 0 < number(name, value) < 1:
-        raise ValueError(f"{name} is the probability {of} and must lie in (0, 1), got {value}; 90% is 0.9")
+        percent = f"; {value:g}% is {value / 100:g}" if 1 < value < 100 else ""
+        raise ValueError(f"{name} is the probability {of} and must lie in (0, 1), got {value}{percent}")
     return float(value)
 
 

@@ -145,6 +145,38 @@ class Columns:
             place += 1 + part.flagged
         return out, strange
 
+    def values(self, x: Any, name: str) -> np.ndarray:
+        """Read a column's values back from inputs that `apply` made, as `clients.test.client(j)[0]`.
+
+        Args:
+            x: Inputs, [N, len(names)].
+            name: The column's name.
+
+        Returns:
+            [N]: numbers in their unit, to a hundred-thousandth of their deviation, NaN where missing values are flagged; or levels, None
+            where a row has none of them.
+
+        Raises:
+            ValueError: There is no such column, or the inputs have another width.
+        """
+        known = [part.name for part in self.parts]
+        if name not in known:
+            raise ValueError(f"{name!r} is none of the columns {known}")
+        x = np.asarray(x)
+        if x.ndim != 2 or x.shape[1] != len(self.names):
+            raise ValueError(f"x must be [N, {len(self.names)}], as apply makes it, got shape {list(x.shape)}")
+        part = self.parts[known.index(name)]
+        if isinstance(part, Number):
+            place = self.names.index(name)
+            decimals = 5 - math.floor(math.log10(part.scale))
+            found = np.round(part.mean + part.scale * x[:, place].astype(np.float64), decimals)
+            return np.where(x[:, place + 1] > 0, np.nan, found) if part.flagged else found
+        place = self.names.index(f"{name} is {part.levels[0]}")
+        of = x[:, place : place + len(part.levels)]
+        found = np.array(part.levels, dtype=object)[of.argmax(1)]
+        found[~of.any(1)] = None
+        return found
+
     def to_json(self) -> str:
         """Return the columns as JSON text, to travel to other machines; it holds means, deviations and levels, and no rows."""
         parts = [{"kind": type(part).__name__.lower(), **asdict(part)} for part in self.parts]

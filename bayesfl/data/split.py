@@ -175,10 +175,15 @@ class ClientData:
                 raise ValueError(f"{what} has shape {list(t.shape)} for {before} rows; {name} must return one row for each it is given")
         return in_precision(made, self.dtype)
 
-    def client(self, j: int) -> tuple[Tensor | Any, Tensor]:
-        """Copy client j's inputs [n_j, ...], as `take` reads them, and labels or targets [n_j, ...] out of the shared tensors."""
+    def client(self, j: int, *, raw: bool = False) -> tuple[Tensor | Any, Tensor]:
+        """Copy client j's inputs [n_j, ...] and labels or targets [n_j, ...] out of the shared tensors.
+
+        Args:
+            j: The client.
+            raw: Whether inputs are as they were before the transform, as a client's own model takes them; else as `take` reads them.
+        """
         rows = self.rows(j)
-        return self.take(rows), self.y[rows]
+        return replace(self, transform=None).take(rows) if raw else self.take(rows), self.y[rows]
 
     def alone(self, j: int) -> "ClientData":
         """Return a split in which client j has its number and copies of its rows, and all other clients have no examples."""

@@ -209,6 +209,8 @@ class Alarm:
             ValueError: It is no alarm, or damaged.
         """
         try:
+            if Path(path).read_bytes()[:2] != b"PK":
+                raise ValueError("it is no file of arrays")
             with np.load(path, allow_pickle=False) as file:
                 found = {name: file[name] for name in file.files}
             if int(found["version"]) != _VERSION:
@@ -254,7 +256,8 @@ class Merged:
 
     def __repr__(self) -> str:
         said = "raised" if self.raised else "not raised"
-        return f"Merged({len(self._last)} clients, {len(self.history)} reports, evidence {self.evidence:.3g} of {1 / self.delta:g}; {said})"
+        reports = f"{len(self.history)} report{'s' * (len(self.history) != 1)}"
+        return f"Merged({len(self._last)} clients, {reports}, evidence {self.evidence:.3g} of {1 / self.delta:g}; {said})"
 
     @property
     def evidence(self) -> float:
@@ -274,6 +277,8 @@ class Merged:
         """
         if other := [name for name in evidence if name not in self._last]:
             raise ValueError(f"{other[0]!r} is none of the clients {list(self._last)}, which are fixed beforehand")
+        if wrong := [name for name, value in evidence.items() if isinstance(value, Alarm)]:
+            raise ValueError(f"evidence takes the number of each alarm, and has the alarm itself of {wrong[0]!r}: pass its .evidence")
         if bad := [name for name, value in evidence.items() if not number(f"the evidence of {name!r}", value) >= 0]:
             raise ValueError(f"the evidence of {bad[0]!r} must be >= 0, as Alarm.evidence is, got {evidence[bad[0]]}")
         self._last |= {name: float(value) for name, value in evidence.items()}
@@ -313,7 +318,10 @@ def _scores(name: str, scores: Any) -> np.ndarray:
     Raises:
         ValueError: They have more than one axis, or are not finite.
     """
-    found = np.atleast_1d(np.asarray(scores, np.float64))
+    try:
+        found = np.atleast_1d(np.asarray(scores, np.float64))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name} must be numbers, as model.scores(x, y) gives, got {type(scores).__name__}: {error}") from None
     if found.ndim != 1:
         raise ValueError(f"{name} must be one number for each row, got shape {list(found.shape)}")
     if not np.isfinite(found).all():

@@ -1,5 +1,6 @@
 """Audits: what predictions keep of their promises, by client, label or group, with exact intervals."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
@@ -18,6 +19,10 @@ from bayesfl.evaluation.surveys import Mine, Outputs, conduct, together
 BINS = 15
 """Bins of confidence of the calibration error, as of `bayesfl.metrics.ece`."""
 Unit: TypeAlias = Literal["client", "label", "group"]
+_SCATTER = (
+    "Sets that few calibration rows made miss their promise by chance, too, one way or the other: those of 50 rows by {:.2f} (standard "
+    "deviation). The intervals do not count that."
+)
 _SHARES = ("coverage", "accuracy", "answered", "answered_accuracy")
 
 
@@ -83,7 +88,11 @@ class Audit:
 
     @property
     def below(self) -> tuple[str, ...]:
-        """Return the units whose coverage lies below the promise by more than chance explains: that have it above their whole interval."""
+        """Return the units whose coverage lies below the promise by more than chance explains: that have it above their whole interval.
+
+        The sets are taken as they are. The promise of conformal sets is an average over calibration rows, too: given n of them, coverage
+        itself has about the standard deviation sqrt(level (1 - level) / n), which is no part of the interval.
+        """
         if self.held is None or self.level is None:
             return ()
         return tuple(name for name, high in zip(self.units, self.intervals(self.held)[:, 1], strict=True) if high < self.level)
@@ -127,9 +136,14 @@ class Audit:
         said = [f"All intervals of a column hold together with probability {1 - self.delta:g}."]
         if self.level is not None and units:
             said += [
-                f"Promised: {self.level:g}. If all {units} {self.by}s had exactly that, the worst would read {self.worst_by_chance:.2f} on "
-                "average, by chance.",
+                f"Promised: {self.level:g}."
+                + (
+                    f" If all {units} {self.by}s had exactly that, the worst would read {self.worst_by_chance:.2f} on average, by chance."
+                    if units > 1
+                    else ""
+                ),
                 f"Below the promise: {', '.join(self.below) or 'none'}.",
+                *([_SCATTER.format(math.sqrt(self.level * (1 - self.level) / 50))] if self.below else []),
                 f"All rows together: {self._pooled(int(_there(self.held).sum()), int(self.rows.sum()))}.",
             ]
         if self.risk is not None and (answers := int(_there(self.answered).sum())):

@@ -169,7 +169,10 @@ def conduct(survey: Survey, put: Put, outputs: Outputs) -> Tensors:
     for _ in range(QUESTIONS):
         if not (shapes := survey.shapes(told)):
             return told
-        told, done = survey.solve(told, checked(put(told, shapes), shapes, "the sum of the answers"))
+        found: Any = survey.solve(told, checked(put(told, shapes), shapes, "the sum of the answers"))
+        if not isinstance(found, tuple) or len(found) != 2:
+            raise ValueError(f"solve of {type(survey).__name__} must return what is told and whether that is the end, got {found!r}")
+        told, done = found
         if done:
             return told
     raise RuntimeError(f"{type(survey).__name__} has asked {QUESTIONS} questions and not ended; let its solve return True some time")

@@ -53,6 +53,11 @@ def fingerprint(algorithm: Algorithm, calibration: Sequence[Any] = ()) -> str:
     return hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()
 
 
+def reading(algorithm: Algorithm) -> str:
+    """Describe how a method predicts; of functions, such as rules of selection, their names alone tell them apart."""
+    return json.dumps(described([algorithm.predictor, algorithm.parts, algorithm.finetune, algorithm.draws, algorithm.likelihood]))
+
+
 def differences(one: Any, other: Any) -> dict[str, tuple[Any, Any]]:
     """Return the places where two identities differ, with what stands there in each; of layers of two kinds nothing else."""
     found = _differences(one, other)

@@ -11,7 +11,6 @@ from torch import nn
 
 from bayesfl.base.checks import instance, whole
 from bayesfl.base.copies import refuse_changed
-from bayesfl.base.described import described
 from bayesfl.base.files import folder
 from bayesfl.base.protocols import Server, Tensors, View
 from bayesfl.composition.algorithm import Algorithm
@@ -29,7 +28,7 @@ from bayesfl.federation.client import Local, State
 from bayesfl.federation.client_files import check_file_names
 from bayesfl.federation.client_model import ClientModel
 from bayesfl.federation.draws import to_arviz
-from bayesfl.federation.identity import identity
+from bayesfl.federation.identity import identity, reading
 from bayesfl.federation.joining import adapted
 from bayesfl.federation.modules import server_module
 from bayesfl.federation.serving import served_client, unadapted
@@ -47,12 +46,7 @@ class Chosen(NamedTuple):
     """
 
     value: float
-    reading: Any
-
-
-def reading(algorithm: Algorithm) -> Any:
-    """Describe how a method predicts; of functions, such as rules of selection, their names alone tell them apart."""
-    return described([algorithm.predictor, algorithm.parts, algorithm.finetune, algorithm.draws, algorithm.likelihood])
+    reading: str
 
 
 @dataclass(frozen=True)
@@ -96,7 +90,7 @@ class Result:
     tolerant: bool = False
     began: str | None = None
     steps: tuple[Fitted, ...] = ()
-    calibrated: Any = None
+    calibrated: str | None = None
 
     def __repr__(self) -> str:
         source = self.known.source if isinstance(self.known, Outline) else self.known.source.name
@@ -190,7 +184,7 @@ class Result:
         Raises:
             ValueError: The steps were fitted to another way of predicting.
         """
-        surveying.check_reading(self.steps, self.calibrated, reading(self.algorithm))
+        surveying.check_reading(self)
         (mine,) = self.mine(split, draws=draws)
         return applied(self.steps, mine)
 
@@ -227,6 +221,7 @@ class Result:
         """
         surveying.checked_steps(steps, [one.step for one in self.steps])
         surveying.check_servers_model(steps, self.algorithm)
+        surveying.check_reading(self)
         splits = self.data.to(self.device, self.dtype).splits
         wanted = {step.split: surveying.asked(step, splits) for step in steps}
         predicted = dict(zip(wanted, self.mine(*wanted.values(), steps=steps), strict=True))
@@ -264,8 +259,8 @@ class Result:
         Args:
             split: The split that is predicted, which must have been used for nothing else.
             by: What the rows of the table are.
-            groups: For each client the group of every row of its split, as text, numbers or truth values, None for no group; or a function
-                that makes these of a client's inputs as the model reads them, standardised ones of `from_frame`. They are then the rows.
+            groups: For each client the group of every row of its split, as text, numbers or truth values, None for no group; a function
+                that makes these of a client's inputs as the model reads them, see `Columns.values`; or a column of `from_frame`.
             delta: Probability with which any of a column's intervals may miss, in (0, 1).
             aggregation: How the clients' answers are added, as `SecureSum()`; None adds them openly.
 
@@ -392,6 +387,7 @@ class Result:
             "tolerant": self.tolerant,
             "began": self.began,
             "steps": surveying.described([one.step for one in self.steps]),
+            "calibrated": self.calibrated,
             "chosen": self.__dict__.get("tuned", self.known_value),
             "history": self.history.rows,
             "algorithm": identity(self.algorithm),

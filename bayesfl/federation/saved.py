@@ -19,8 +19,8 @@ from bayesfl.evaluation.history import History
 from bayesfl.federation import checkpoint, surveying
 from bayesfl.federation.errors import CheckpointError
 from bayesfl.federation.form import check_function
-from bayesfl.federation.identity import check_method, check_network, identity
-from bayesfl.federation.result import Chosen, Result, reading
+from bayesfl.federation.identity import check_method, check_network, identity, reading
+from bayesfl.federation.result import Chosen, Result
 from bayesfl.federation.settings import DTYPES, METHOD, Settings, of_a_run, present, same_problem
 
 
@@ -113,7 +113,7 @@ def _read(
             meta["tolerant"],
             None if meta.get("began") is None else str(meta["began"]),
             surveying.read(meta.get("steps", ()), state.get("steps", {}), clients=known.clients),
-            reading(algorithm) if meta.get("steps") else None,
+            meta.get("calibrated"),
         )
         for name in ("novel", "tolerant"):
             instance(name, meta[name], bool, "save writes True or False")

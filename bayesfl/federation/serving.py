@@ -10,6 +10,7 @@ from bayesfl.base.copies import refuse_changed
 from bayesfl.base.protocols import Server, View
 from bayesfl.data.outline import Outline, place
 from bayesfl.federation.client_model import ClientModel, needs_data, of_client
+from bayesfl.federation.surveying import check_reading
 
 
 def served_client(result: Any, client: int | str) -> ClientModel:
@@ -24,6 +25,7 @@ def served_client(result: Any, client: int | str) -> ClientModel:
         ValueError: As by `Result.client`.
         DivergenceError: The client's fine-tuning is not finite, and `tolerant` is False.
     """
+    check_reading(result)
     name = result.known.client_names[j := place(client, result.known.client_names)]
     if isinstance(result.known, Outline) and needs_data(result.algorithm):
         raise ValueError(

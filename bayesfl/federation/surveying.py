@@ -14,17 +14,20 @@ from bayesfl.base.inputs import words
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.random import hashed
 from bayesfl.composition.algorithm import Algorithm
-from bayesfl.data import ClientData
+from bayesfl.data import ClientData, FederatedData
 from bayesfl.evaluation.audit import Audit, Counting, grouped
 from bayesfl.evaluation.calibration import Abstention, Bias, Choice, Conformal, Fitted, Step, Temperature, applied, fit
 from bayesfl.evaluation.calibration.steps import compares, draws
 from bayesfl.evaluation.predictions import Predictions
 from bayesfl.evaluation.surveys import Mine, Outputs, Put, Survey, answers, named_split, together
 from bayesfl.federation import predict
+from bayesfl.federation.identity import reading
 from bayesfl.likelihoods import Quantiles
 
-Groups: TypeAlias = Sequence[Sequence[Any]] | Callable[[Any], Any]
-"""Groups of rows: for each client that of every row, or a function that makes these of a client's inputs."""
+Groups: TypeAlias = Sequence[Sequence[Any]] | Callable[[Any], Any] | str
+"""Groups of rows: for each client that of every row, a function that makes these of a client's inputs, or a column of the frame."""
+MOST_GROUPS = 20
+"""Most values of a column of numbers that are groups."""
 STEPS: dict[str, type] = {kind.__name__: kind for kind in (Choice, Temperature, Bias, Conformal, Abstention)}
 """Steps of calibration by their names in files."""
 
@@ -93,7 +96,12 @@ def checked_steps(steps: Sequence[Any], before: Sequence[Any] = ()) -> tuple[Ste
         raise TypeError(f"calibration must be a list of steps, as [Temperature(), Conformal()], got {steps!r}")
     for number, step in enumerate(steps):
         if not isinstance(step, Step) or isinstance(step, type):
-            raise TypeError(f"steps must be steps of calibration, as Temperature(), got {step!r}")
+            remedy = ""
+            if isinstance(step, list | tuple):
+                remedy = "; give them one by one, as calibrate(*steps)"
+            elif isinstance(step, Survey) and not isinstance(step, type):
+                remedy = "; it is a survey without `apply`, which result.survey(...) conducts"
+            raise TypeError(f"steps must be steps of calibration, as Temperature(), got {step!r}{remedy}")
         earlier = (*before, *steps[:number])
         if compares([step]) and earlier:
             raise ValueError(f"{type(step).__name__} must be the first step, as others are fitted to the predictions that it chooses")
@@ -177,9 +185,9 @@ def check_draws(steps: Sequence[Fitted], draws: int, algorithm: Algorithm) -> No
         )
 
 
-def check_reading(steps: Sequence[Fitted], then: Any, now: Any) -> None:
-    """Raise ValueError if a method predicts in another way than it did when steps were fitted."""
-    if steps and then is not None and then != now:
+def check_reading(result: Any) -> None:
+    """Raise ValueError if the method of a `Result` predicts in another way than it did when its steps were fitted."""
+    if result.steps and result.calibrated not in (None, reading(result.algorithm)):
         raise ValueError(
             "the steps of calibration were fitted to another way of predicting, as by another predictor, likelihood or number of draws: "
             "calibrate this result anew, dataclasses.replace(result, steps=()).calibrate(...)"
@@ -243,17 +251,19 @@ def audited(result: Any, split: str, by: str, groups: Groups | None, delta: floa
     if split == "train" or split in used:
         warnings.warn(
             f"the split {split!r} was used for {'training' if split == 'train' else 'calibration'}, so the audit shows more than is "
-            "kept for other rows; audit 'test'",
+            f"kept for other rows; audit {'rows that had no part in either' if split == 'test' else repr('test')}",
             stacklevel=3,
         )
     if groups is not None:
         if by != "client":
             raise ValueError("groups= has rows of its own in the table; leave by out")
-        if isinstance(groups, str | Mapping):
+        if isinstance(groups, Mapping):
             raise ValueError(
-                f"groups must be one list of groups for each client, in the order of clients.client_names, or a function of a client's "
-                f"inputs, got {type(groups).__name__}"
+                "groups must be one list of groups for each client, in the order of clients.client_names, a function of a client's inputs, "
+                "or the name of a column of from_frame; got a mapping"
             )
+        if isinstance(groups, str):
+            groups = _by_column(known, groups)
         each = [groups(rows.client(j)[0]) for j in range(known.clients)] if callable(groups) else groups
         names, places = grouped(each, rows.counts)
         survey = Counting("group", names, split, places)
@@ -266,6 +276,28 @@ def audited(result: Any, split: str, by: str, groups: Groups | None, delta: floa
     level = next((step.level for step in steps if isinstance(step, Conformal)), own)
     risk = next((step.risk for step in steps if isinstance(step, Abstention)), None)
     return survey.audit(result.survey(survey, aggregation=aggregation), level=level, risk=risk, delta=delta)
+
+
+def _by_column(data: FederatedData, name: str) -> Callable[[Any], Any]:
+    """Return the function of a client's inputs that gives the values of a column of the frame.
+
+    Raises:
+        ValueError: The data are no frame's, or have no such column, or one of numbers of many values.
+    """
+    columns = data.prepared
+    if columns is None:
+        raise ValueError(f"groups={name!r} names a column, and the data are not of from_frame: pass a function of a client's inputs")
+
+    def values(x: Any) -> Any:
+        found = columns.values(x, name)
+        if found.dtype != object and len(different := np.unique(found[~np.isnan(found)])) > MOST_GROUPS:
+            raise ValueError(
+                f"the column {name!r} has {len(different)} values at one client, too many for groups: make ranges of them, as "
+                f"groups=lambda x: columns.values(x, {name!r}) > {np.median(different):g}"
+            )
+        return found
+
+    return values
 
 
 def described(steps: Sequence[Step]) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast, get_args
 
@@ -9,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bayesfl.base import digest
 from bayesfl.evaluation.alarm import Alarm, Scores, Watched
 from bayesfl.evaluation.calibration import Conformal, Fitted, applied
 from bayesfl.evaluation.calibration.conformal import doubt
@@ -16,8 +18,9 @@ from bayesfl.evaluation.predictions import Predictions
 from bayesfl.evaluation.surveys import Mine
 
 UNCERTAIN = (
-    "the predictions of {!r} have no epistemic uncertainty, as it predicts at the mean of one set of weights or by link='per_class': give "
-    "the method draws, another link, or dataclasses.replace(method, predictor=bf.predictors.LinearisedLaplace()); or watch labels"
+    "the predictions of {!r} have no epistemic uncertainty, as it predicts at the mean of one set of weights or by link='per_class': "
+    "before the run give the method draws, dataclasses.replace(method, draws=20), another link, or dataclasses.replace(method, "
+    "predictor=bf.predictors.LinearisedLaplace()); or watch labels"
 )
 
 
@@ -32,17 +35,18 @@ def strangeness(model: Any, x: Any, y: Any) -> np.ndarray:
     Raises:
         ValueError: As by `ClientModel.scores`.
     """
+    _same_alone(model)
     place, one = _sets_of(model)
     mine: Mine = model.mine(x)
     if y is not None:
         mine = replace(mine, predictions=replace(mine.predictions, labels=_labels(model, mine.predictions, y)[None]))
     mine = applied(model.steps[:place], mine)
     if y is not None:
-        return Scores.made(cast(Conformal, one.step).scored(mine)[0].numpy(), "labels", _whose(model))
+        return Scores.made(cast(Conformal, one.step).scored(mine)[0].numpy(), "labels", _whose(model, one))
     found = doubt(mine)[0].numpy()
     if np.isnan(found).any():
         raise ValueError(UNCERTAIN.format(model.name))
-    return Scores.made(found, "epistemic", _whose(model))
+    return Scores.made(found, "epistemic", _whose(model, one))
 
 
 def watching(model: Any, score: Watched, delta: float) -> Alarm:
@@ -56,6 +60,7 @@ def watching(model: Any, score: Watched, delta: float) -> Alarm:
     Raises:
         ValueError: As by `ClientModel.alarm`.
     """
+    _same_alone(model)
     if score not in get_args(Watched):
         raise ValueError(f"score must be one of {get_args(Watched)}, got {score!r}")
     _, one = _sets_of(model)
@@ -80,12 +85,23 @@ def watching(model: Any, score: Watched, delta: float) -> Alarm:
             "raised late",
             stacklevel=3,
         )
-    about: dict[str, Any] = {"seed": model.seed, "client": model.client, "round": model.round, "of": (score, _whose(model))}
+    about: dict[str, Any] = {"seed": model.seed, "client": model.client, "round": model.round, "of": (score, _whose(model, one))}
     return Alarm(reference.numpy(), alpha=1 - level, delta=delta, **about)
 
 
-def _whose(model: Any) -> str:
-    return f"{model.name!r} after round {model.round}, seed {model.seed}"
+def _same_alone(model: Any) -> None:
+    """Raise ValueError if predictions of a row depend on the rows with it, so that new rows differ from calibration rows in any case."""
+    if model.algorithm.predictor is not None and model.algorithm.draws:
+        raise ValueError(
+            f"the predictor of {model.name!r} draws noise for each row by its place among those that are predicted together, so that an "
+            "alarm would compare what cannot be compared: train by the same method with another link, such as 'contrasts', and draws=0"
+        )
+
+
+def _whose(model: Any, one: Fitted) -> str:
+    """Return what tells a model and its calibration from others: its calibration rows' scores follow from both."""
+    made = digest.of_tensors(repr(one.step), {name: t.cpu() for name, t in one.own.items()})[:8]
+    return f"{model.name!r} after round {model.round}, seed {model.seed}, calibration {made}"
 
 
 def _sets_of(model: Any) -> tuple[int, Fitted]:
@@ -102,18 +118,27 @@ def _sets_of(model: Any) -> tuple[int, Fitted]:
     return found[-1]
 
 
+def _numerals(names: Sequence[str]) -> bool:
+    """Say whether classes are named by whole numbers which are not the places that they have."""
+    return all(name.lstrip("-").isdigit() for name in names) and list(names) != [str(place) for place in range(len(names))]
+
+
 def _labels(model: Any, found: Predictions, y: Any) -> Tensor:
     """Return labels or targets as those of a split, [N, ...]; names of classes as their numbers.
 
     Raises:
         ValueError: They do not fit the predictions.
     """
-    values, rows = np.asarray(y), found.mask.shape[1]
+    values, rows = np.asarray(y).copy(), found.mask.shape[1]  # a copy, as what a data frame gives cannot be written
     if values.dtype.kind in "OUT" and model.class_names is not None:
         known = {name: place for place, name in enumerate(model.class_names)}
         if other := sorted({str(one) for one in values.ravel().tolist()} - known.keys()):
             raise ValueError(f"y has {other[0]!r}, which is none of the classes {list(known)}")
         values = np.array([known[str(one)] for one in values.ravel().tolist()]).reshape(values.shape)
+    elif values.dtype.kind in "iuf" and not isinstance(y, Tensor) and model.class_names is not None and _numerals(model.class_names):
+        raise ValueError(
+            f"y has numbers, and the classes are named by others, {list(model.class_names[:5])}: pass these names as text, y.astype(str)"
+        )
     if values.dtype.kind not in "biuf" or not values.ndim:
         raise ValueError(f"y must be a list or an array of labels or targets, one for each row, got {type(y).__name__} of {values.dtype}")
     if values.dtype.kind == "f" and not np.isfinite(values).all():
@@ -124,6 +149,8 @@ def _labels(model: Any, found: Predictions, y: Any) -> Tensor:
         raise ValueError(
             "alarms watch rows of one label each: the labels of one row are not independent; score rows by a number of your own"
         )
+    if found.probs is not None and values.dtype.kind == "b" and found.probs.shape[-1] != 2:
+        raise ValueError(f"y must be one of {found.probs.shape[-1]} classes, got truth values")
     labels = torch.as_tensor(values)
     if len(labels) != rows:
         raise ValueError(f"y must have a label for each of {rows} rows, got {len(labels)}")

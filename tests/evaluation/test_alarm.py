@@ -126,12 +126,15 @@ def test_bad_input(tmp_path: Path):
         (lambda: Alarm([1.0], delta=0.0), "delta is the probability"),
         (lambda: Alarm([1.0]).see([[1.0]]), "scores must be one number for each row"),
         (lambda: Alarm([1.0]).see([1.0, math.inf]), "scores must be finite"),
+        (lambda: Alarm([1.0]).see("a"), "scores must be numbers, as model.scores"),
+        (lambda: Merged(["a"]).see({"a": Alarm([1.0])}), "pass its .evidence"),  # pyright: ignore[reportArgumentType] (an alarm is the point)
     ):
         with pytest.raises(ValueError, match=words):
             make()
     (tmp_path / "other").write_bytes(b"nothing")
-    with pytest.raises(ValueError, match="is no alarm"):
+    with pytest.raises(ValueError, match="is no alarm") as caught:
         Alarm.load(tmp_path / "other")
+    assert "pickle" not in str(caught.value)
     with pytest.raises(FileNotFoundError):
         Alarm.load(tmp_path / "absent")
 

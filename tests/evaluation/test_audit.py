@@ -86,6 +86,9 @@ def test_who_is_below_the_promise():
     found = Audit("client", ("a", "b"), np.array([200, 200]), 0.9, 0.05, held=np.array([184, 150]))
     assert found.below == ("b",)
     assert "Below the promise: b." in found.table()
+    assert "those of 50 rows by 0.04 (standard deviation)" in found.table()
+    assert "calibration rows" not in dataclasses.replace(found, held=np.array([184, 184])).table()
+    assert "1 clients" not in dataclasses.replace(found, units=("a",), rows=np.array([200]), held=np.array([184])).table()
     assert dataclasses.replace(found, held=np.array([170, 184])).below == ()  # .85 of 200 is not beyond chance, among two
     assert "below the promise: ['b']" in repr(found)
 

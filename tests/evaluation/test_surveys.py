@@ -88,6 +88,7 @@ def test_draws_are_the_clients_own():
         (lambda a: a | {"n_examples": a["n_right"]}, r"an answer has 'n_examples' of shape \[4\], and the survey declares \[4, 2\]"),
         (lambda a: a | {"n_right": a["n_right"] / 0 * 0}, "an answer has numbers that are not finite in 'n_right'"),
         (lambda a: a | {"n_right": -a["n_right"]}, "an answer has a negative count in 'n_right'"),
+        (lambda a: None, "an answer is None, and the survey declares tensors by name"),
     ],
 )
 def test_answers_are_checked(wrong: Any, words: str):
@@ -104,5 +105,8 @@ def test_what_is_no_survey_or_does_not_end():
     endless = type("Endless", (Share,), {"solve": lambda self, told, total: (told, False)})()
     with pytest.raises(RuntimeError, match="Endless has asked 1000 questions and not ended"):
         conduct(endless, lambda told, shapes: {name: torch.zeros(shape) for name, shape in shapes.items()}, CLASSES)
+    single = type("Single", (Share,), {"solve": lambda self, told, total: total})()
+    with pytest.raises(ValueError, match="solve of Single must return what is told and whether that is the end"):
+        conduct(single, lambda told, shapes: {name: torch.zeros(shape) for name, shape in shapes.items()}, CLASSES)
     with pytest.raises(ValueError, match="the sum of the answers has a negative count"):
         conduct(Share(), lambda told, shapes: {name: -torch.ones(shape) for name, shape in shapes.items()}, CLASSES)

@@ -12,6 +12,7 @@ from torch.testing import assert_close
 
 import bayesfl as bf
 from bayesfl import SecureSum
+from bayesfl.evaluation.audit import Counting
 from bayesfl.evaluation.calibration import Abstention, Bias, Choice, Conformal, Temperature
 from bayesfl.federation import secure as secure_sums
 from bayesfl.federation.result import Result
@@ -82,7 +83,7 @@ def test_files_and_clients_keep_it(served: Result, method: bf.Algorithm, clients
 def test_secure_sums_are_the_same(result: Result, served: Result, monkeypatch: pytest.MonkeyPatch):
     """Counts and thresholds to the bit; a temperature to the unit in which summands are rounded."""
     secure = result.calibrate(Temperature(), aggregation=SecureSum())
-    assert_close(secure.steps[0].told["beta"], served.steps[0].told["beta"], atol=1e-8, rtol=0)
+    assert_close(secure.steps[0].told["beta"], served.steps[0].told["beta"], atol=1e-7, rtol=0)
     sets, plain = result.calibrate(Conformal(), aggregation=SecureSum()), result.calibrate(Conformal())
     assert torch.equal(sets.steps[0].told["counts"], plain.steps[0].told["counts"])
     assert torch.equal(sets.steps[0].own["threshold"], plain.steps[0].own["threshold"])
@@ -253,6 +254,9 @@ def test_sets_are_made_once_and_last(personal: tuple[Any, Any]):
     """A step that changes probabilities would leave sets of others; a second Conformal would replace the first's sets."""
     _, plain = personal
     served = plain.calibrate(Temperature(), Conformal())
+    for wrong, words in (([Temperature()], "give them one by one"), (Counting("client", ()), "it is a survey without `apply`")):
+        with pytest.raises(TypeError, match=words):
+            plain.calibrate(wrong)
     with pytest.raises(ValueError, match="Bias must come before Conformal"):
         served.calibrate(Bias())
     with pytest.raises(ValueError, match="Temperature must come before Abstention"):

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas
 import pytest
 import torch
 
@@ -12,7 +13,7 @@ import bayesfl as bf
 from bayesfl.composition.predictors import LinearisedLaplace
 from bayesfl.data import FederatedData
 from bayesfl.evaluation.alarm import Alarm
-from bayesfl.evaluation.calibration import Bias, Conformal, Temperature, applied, fit
+from bayesfl.evaluation.calibration import Abstention, Bias, Conformal, Temperature, applied, fit
 from bayesfl.evaluation.surveys import Outputs
 from bayesfl.federation.result import Result
 from tests.federation.made import run
@@ -69,6 +70,8 @@ def test_an_audit_is_of_the_predictions(served: Result, data: FederatedData):
         ({"delta": 0}, "delta is the probability"),
         ({"split": "later"}, r"reads the split 'later', and the data have"),
         ({"groups": [["a"]]}, "groups must have the groups of 3 clients"),
+        ({"groups": "sex"}, "the data are not of from_frame"),
+        ({"groups": {}}, "got a mapping"),
     ],
 )
 def test_audits_that_do_not_fit(options: dict[str, Any], words: str, served: Result):
@@ -124,6 +127,10 @@ def test_scores_of_another_kind_or_model_are_refused(served: Result, data: Feder
     for watch in (model.alarm(), Alarm.load(tmp_path / "alarm.npz")):
         with pytest.raises(ValueError, match="this alarm watches labels by 'client 0'"):
             watch.see(other.scores(x, y))
+        for changed in (Conformal(level=0.8), Conformal(level=0.7, score="aps")):
+            again = dataclasses.replace(served, steps=()).calibrate(changed)
+            with pytest.raises(ValueError, match=r"scores are of labels by 'client 0' .* calibration [0-9a-f]{8}, and this alarm watches"):
+                watch.see(again.client(0).scores(x, y))
         assert len(watch.see(model.scores(x, y)[:3]).see(np.asarray(model.scores(x, y)).tolist()).p) == 3 + len(x)
 
 
@@ -143,11 +150,23 @@ def test_one_row_that_is_not_finite_stays_one(served: Result, data: FederatedDat
             fit(step, broken, Outputs("classification", 3))
 
 
-def test_steps_are_of_the_way_of_predicting(served: Result):
-    """Another predictor or number of draws is refused, with the remedy; the method's own number of draws is not."""
+def test_steps_are_of_the_way_of_predicting(served: Result, data: FederatedData, tmp_path: Path):
+    """Another predictor or number of draws is refused, with the remedy, after saving, too; the method's own number of draws is not."""
     other = dataclasses.replace(served, algorithm=dataclasses.replace(served.algorithm, draws=3))
-    with pytest.raises(ValueError, match="fitted to another way of predicting"):
-        other.predict()
+    other.save(tmp_path)
+    loaded = bf.load(tmp_path, other.algorithm, data)
+    for read in (
+        other.predict,
+        loaded.predict,
+        loaded.audit,
+        lambda: other.calibrate(Abstention(risk=0.3)),
+        lambda: other.client(0),
+        lambda: loaded.alarm(0),
+    ):
+        with pytest.raises(ValueError, match="fitted to another way of predicting"):
+            read()
+    served.save(tmp_path)
+    assert torch.equal(bf.load(tmp_path, served.algorithm, data).predict().sets, served.predict().sets)
     assert torch.equal(served.predict(draws=served.algorithm.draws).sets, served.predict().sets)
 
 
@@ -179,6 +198,64 @@ def test_without_labels_by_epistemic_uncertainty(data: FederatedData):
     np.testing.assert_allclose(model.scores(x), model.predict(x).epistemic.double().numpy(), atol=1e-6)
     assert not model.alarm(score="epistemic").see(model.scores(x)).raised
     assert model.alarm(score="epistemic").see(model.scores(6 * x)).raised
+
+
+def test_noise_by_a_rows_place_cannot_be_watched(data: FederatedData):
+    """A row alone would have the noise of the first, so that new rows would differ from calibration rows in any case."""
+    method = bf.algorithms.fedper(bf.models.mlp(3, hidden=8, outputs=3), epochs=3, lr=0.1)
+    method = dataclasses.replace(method, predictor=LinearisedLaplace(precision=1.0, link="draws"), draws=3)
+    model = run(method, data, rounds=1, evaluate_every=None).calibrate(Conformal()).client(0)
+    x, y = data.test.client(0)
+    for make in (model.alarm, lambda: model.scores(x, y)):
+        with pytest.raises(ValueError, match=r"draws noise for each row by its place.*'contrasts'"):
+            make()
+
+
+def test_classes_named_by_other_numbers():
+    """Numbers that may be names or places are refused; as text they are names, and tensors are of the package, by place."""
+    data = dataclasses.replace(federation(), class_names=("1", "2", "3"))
+    method = bf.algorithms.fedavg(bf.models.mlp(3, hidden=8, outputs=3))
+    model = run(method, data, rounds=1, evaluate_every=None).calibrate(Conformal()).client(0)
+    x, y = data.test.client(0)
+    for numbers in ((y + 1).numpy(), (y + 1).tolist()):
+        with pytest.raises(ValueError, match=r"the classes are named by others, \['1', '2', '3'\]: pass these names as text"):
+            model.scores(x, numbers)
+    np.testing.assert_array_equal(model.scores(x, (y + 1).numpy().astype(str)), model.scores(x, y))
+
+
+def test_models_transform_rows_themselves(data: FederatedData):
+    """Raw rows of a client are what its model takes; stored ones would be transformed twice."""
+    scaled = data.transformed(lambda x: 2 * x - 1)
+    method = bf.algorithms.fedavg(bf.models.mlp(3, hidden=8, outputs=3))
+    result = run(method, scaled, rounds=2, evaluate_every=None).calibrate(Conformal())
+    x, y = scaled.test.client(1, raw=True)
+    stored, labels = scaled.test.client(1)
+    torch.testing.assert_close(2 * x - 1, stored)
+    assert torch.equal(y, labels)
+    torch.testing.assert_close(result.client(1).predict(x).probs, result.predict().client(1).probs)
+
+
+def test_groups_by_a_column(recwarn: pytest.WarningsRecorder):
+    """Of a frame, in its own words and units; a column of many values asks for ranges."""
+    rng = np.random.default_rng(0)
+    frame = pandas.DataFrame({"age": rng.integers(20, 80, 400), "sex": rng.choice(["f", "m"], 400), "town": ["A", "B"] * 200})
+    frame["ill"] = np.where(frame["age"] + rng.normal(0, 10, 400) > 50, "yes", "no")
+    data, columns = bf.data.from_frame(frame, client="town", target="ill", calibration=0.2)
+    served = run(bf.algorithms.fedavg(bf.models.mlp(data.inputs, outputs=2)), data, rounds=2, evaluate_every=None).calibrate(Conformal())
+    found = served.audit(groups="sex")
+    assert found.units == ("f", "m")
+    for j, town in enumerate("AB"):
+        x, _ = data.test.client(j)
+        ages, sexes = columns.values(x, "age"), columns.values(x, "sex")
+        own = frame[frame["town"] == town]
+        assert {*zip(ages.tolist(), sexes.tolist(), strict=True)} <= {*zip(own["age"].tolist(), own["sex"].tolist(), strict=True)}
+    assert found.rows.sum() == data.test.counts.sum()
+    older = served.audit(groups=lambda x: columns.values(x, "age") >= 50)
+    assert older.units == ("False", "True")
+    with pytest.raises(ValueError, match=r"the column 'age' has .* values at one client, too many for groups: make ranges"):
+        served.audit(groups="age")
+    with pytest.raises(ValueError, match="'size' is none of the columns"):
+        served.audit(groups="size")
 
 
 def test_alarms_that_cannot_be(served: Result, data: FederatedData):

@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from bayesfl.base.checks import number
+from bayesfl.base.checks import instance, number
 from bayesfl.base.protocols import Tensors
 from bayesfl.evaluation.calibration.scores import Score, class_scores, intervals, largest_class_score, number_scores
 from bayesfl.evaluation.predictions import Predictions
@@ -73,6 +73,7 @@ class Conformal:
     def __post_init__(self) -> None:
         if not 0 < number("level", self.level) < 1:
             raise ValueError(f"level is the probability that a set holds the truth and must lie in (0, 1), got {self.level}; 90 % is 0.9")
+        instance("never_empty", self.never_empty, bool, "True adds the most probable class to empty sets")
         if self.shrink != "pinball" and not number("shrink", self.shrink) >= 0:
             raise ValueError(f"shrink is a number of examples, >= 0, or 'pinball', got {self.shrink}; math.inf pools all clients' scores")
         for name, value, known in (("score", self.score, get_args(Score)), ("by", self.by, get_args(By))):
@@ -88,13 +89,14 @@ class Conformal:
         """Return the ends of the histogram's bins, of classes; of numbers nothing, as their range is asked first.
 
         Raises:
-            ValueError: Thresholds by label are asked of numbers.
+            ValueError: Numbers are predicted, and an option is for classes.
         """
         if outputs.task == "classification":
             groups = outputs.count if self.by == "label" else 1
             return {"groups": torch.tensor(groups), "edges": self._edges(0.0, largest_class_score(self.score, outputs.count))}
-        if self.by == "label":
-            raise ValueError("by='label' makes a threshold for each class, and this is a regression; leave it out")
+        given = {"by": self.by == "label", "score": self.score != "lac", "never_empty": self.never_empty}
+        if idle := [name for name, found in given.items() if found]:
+            raise ValueError(f"{idle[0]}={getattr(self, idle[0])!r} is for sets of classes, and this is a regression; leave it out")
         return {"groups": torch.tensor(1)}
 
     @staticmethod

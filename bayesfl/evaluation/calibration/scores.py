@@ -19,7 +19,7 @@ def class_scores(score: Score, probs: Tensor, uniform: Tensor) -> Tensor:
     `lac` is 1 - p_c (Sadinle, Lei and Wasserman, JASA 114, 2019), which gives the smallest sets on average. `aps` is the probability of all
     classes more probable than c, and u times that of c (Romano, Sesia and Candès, NeurIPS 2020), which gives sets whose size follows the
     difficulty of an example; they are larger than those of `lac`. `raps` is that, and a penalty on ranks (Angelopoulos, Bates, Malik and
-    Jordan, ICLR 2021), here without its tuning.
+    Jordan, ICLR 2021): 0.01 for each class beyond the fifth, without its tuning; of five classes or fewer it is `aps`.
 
     Args:
         score: One of the three.
@@ -31,7 +31,7 @@ def class_scores(score: Score, probs: Tensor, uniform: Tensor) -> Tensor:
         return 1 - probs
     order = torch.sort(probs, dim=-1, descending=True, stable=True).indices
     ordered = probs.gather(-1, order)
-    ranked = ordered.cumsum(-1) - ordered * (1 - uniform.double().unsqueeze(-1))
+    ranked = (ordered.cumsum(-1) - ordered * (1 - uniform.double().unsqueeze(-1))).clamp_max(1.0)  # sums of probabilities round
     if score == "raps":
         ranked = ranked + RAPS_WEIGHT * (torch.arange(1, probs.shape[-1] + 1) - RAPS_FREE).clamp_min(0)
     return torch.empty_like(ranked).scatter_(-1, order, ranked)

@@ -60,6 +60,10 @@ class Fitted:
     told: Tensors
     own: Tensors
 
+    def __repr__(self) -> str:
+        kept = ", ".join(f"{name} {list(t.shape)}" for name, t in {**self.told, **self.own}.items())
+        return f"Fitted({self.step}; {kept})"
+
     def apply(self, mine: Mine) -> Mine:
         """Return predictions as the step changes them, with whose they are."""
         return replace(mine, predictions=self.step.apply(self.told, self.own, mine))

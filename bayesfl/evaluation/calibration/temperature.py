@@ -40,7 +40,8 @@ class Temperature:
 
     Args:
         split: The split that it is fitted to.
-        strength: Weight of the pooled temperature in a client's, in examples, >= 0; `math.inf` gives every client the pooled one.
+        strength: Weight of the pooled temperature in a client's, in examples, >= 0; `math.inf` gives every client the pooled one, 0 each
+            its own alone, which is an end of the range, 0.05, where all of its labels are the most probable classes.
 
     Raises:
         ValueError: `strength` is negative.
@@ -97,7 +98,7 @@ class Temperature:
         if not total["n_wrong"] > 0:
             return self._unbounded(now, 1 / COLDEST), True
         if g * g <= ENOUGH * n * h:
-            return now, True
+            return now | {"beta": (told["beta"] - total["g"] / total["h"]).clamp(low, high)}, True  # the step that the sums still give
         if beta == (1 / COLDEST if g < 0 else 1 / HOTTEST):
             return self._unbounded(now, beta), True
         low, high = (beta, high) if g < 0 else (low, beta)

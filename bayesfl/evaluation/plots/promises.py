@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 RED = OKABE_ITO[1]
+_LOW, _HIGH = 1e-3, 1e9
 _LINES = ((0, "coverage"), (1, "size"))
 
 
@@ -22,7 +23,8 @@ def coverage(entries: "Audit | Mapping[str, Audit]", *, title: str | None = None
 
     A point is the share of a client's rows, or of a label's or group's, whose set holds the truth; its bar is its interval, which hold
     together with the audit's probability. Units whose whole bar lies below the promise are drawn in vermilion. The dashed line is the
-    promise, the dotted one what the worst unit would show on average by chance alone, if all kept it exactly.
+    promise, the dotted one what the worst unit would show on average by chance alone, if all kept it exactly. A size without end is a
+    hatched bar.
 
     Args:
         entries: What `Result.audit` gives; {name: that} for several side by side.
@@ -32,31 +34,36 @@ def coverage(entries: "Audit | Mapping[str, Audit]", *, title: str | None = None
         A matplotlib Figure, to be saved by `.savefig`.
 
     Raises:
+        TypeError: An entry is no audit.
         ValueError: There is no entry, or one has no rows or no sets.
     """
+    _checked(entries, Audit, "what result.audit() returns")
     named = {"": entries} if isinstance(entries, Audit) else dict(entries)
     if not named:
         raise ValueError("entries is empty: give what result.audit() returns, or {name: that}")
     if empty := [name for name, found in named.items() if found.held is None or not found.rows.any()]:
-        raise ValueError(f"{empty} have no rows, or no sets: make sets by result.calibrate(Conformal()) before the audit")
+        which = f" {empty[0]!r}" if empty[0] else ""
+        raise ValueError(f"the audit{which} has no rows, or no sets: make sets by result.calibrate(Conformal()) before it")
     most = max(len(found.units) for found in named.values())
-    figure = new_figure((max(3.2, 1.2 + 0.16 * most) * len(named) + 0.4, 3.9))
+    width = max(3.2, 1.2 + 0.16 * most) * len(named) + 0.4
+    figure = new_figure((width, 3.9 if width > 5.2 else 4.6))  # the legend of a narrow one has a column alone
     grid = figure.add_gridspec(2, len(named), height_ratios=(3, 1))
     uppers, lowers = ([figure.add_subplot(grid[line, column], label=kind) for column in range(len(named))] for line, kind in _LINES)
     for (name, found), upper, lower in zip(named.items(), uppers, lowers, strict=True):
-        _covered(upper, lower, found)
+        _covered(upper, lower, found, alone=len(named) == 1)
         upper.set_title(name, fontsize="medium")
     bottom = min(ax.get_ylim()[0] for ax in uppers)
-    widest = max(_largest(found) for found in named.values())
-    for ax, beneath in zip(uppers, lowers, strict=True):
+    top = 1.08 * max(_largest(found) for found in named.values())
+    for ax, beneath, found in zip(uppers, lowers, named.values(), strict=True):
         ax.set_ylim(bottom, 1.02)
-        beneath.set_ylim(0, 1.08 * widest)
+        beneath.set_ylim(0, top)
+        _endless(beneath, found, top)
         ax.tick_params(labelleft=ax is uppers[0])
         beneath.tick_params(labelleft=beneath is lowers[0])
     uppers[0].set_ylabel("coverage")
     lowers[0].set_ylabel("set size" if next(iter(named.values())).right is not None else "width", fontsize="small")
-    shown = {label: handle for ax in uppers for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
-    columns = 3 if figure.get_figwidth() > 6 else 2
+    shown = {label: handle for ax in (*uppers, *lowers) for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
+    columns = max(1, int(figure.get_figwidth() / 2.6))
     figure.legend(
         list(shown.values()), list(shown), loc="outside lower center", ncols=columns, frameon=False, fontsize="small", handlelength=1.6
     )
@@ -77,8 +84,10 @@ def evidence(entries: "Alarm | Merged | Mapping[str, Alarm | Merged]", *, ax: "A
         The matplotlib Axes. `axes.figure` is the figure.
 
     Raises:
+        TypeError: An entry is no alarm.
         ValueError: There is no alarm, none has seen a row, or they are raised at different heights.
     """
+    _checked(entries, (Alarm, Merged), "an alarm")
     named: dict[str, Alarm | Merged] = {"": entries} if isinstance(entries, Alarm | Merged) else dict(entries)
     heights = {1 / watch.delta for watch in named.values()}
     if len(heights) != 1 or not any(len(watch.history) for watch in named.values()):
@@ -86,26 +95,51 @@ def evidence(entries: "Alarm | Merged | Mapping[str, Alarm | Merged]", *, ax: "A
     (height,) = heights
     ax = new_figure((5.4, 3.4)).add_subplot() if ax is None else ax
     for (name, watch), (colour, dash) in zip(named.items(), looks(), strict=False):
-        shown = np.clip(np.concatenate([[1.0], np.asarray(watch.history)]), 1e-3, 1e9)
+        all_of = np.concatenate([[1.0], np.asarray(watch.history)])
+        shown = np.clip(all_of, _LOW, _HIGH)
+        if (all_of > _HIGH).any():
+            ax.plot(np.flatnonzero(all_of > _HIGH)[:1], [_HIGH], "^", color=colour, markersize=6, gid="above", clip_on=False)
         ax.plot(np.arange(len(shown)), shown, color=colour, linestyle=dash, linewidth=1.4, label=name or None)
         reached = np.flatnonzero(shown >= height)
         if len(reached):
             ax.plot(reached[:1], shown[reached[:1]], "o", color=colour, markersize=5, gid="raised")
-    ax.axhline(height, linestyle=(0, (4, 3)), color=INK, linewidth=1, label=f"raised at {height:g}")
+    ax.axhline(height, linestyle=(0, (4, 3)), color=INK, linewidth=1, label=f"_raised at {height:g}")
+    ax.annotate(f"raised at {height:g}", (1, height), xycoords=ax.get_yaxis_transform(), ha="right", va="bottom", fontsize="small")
     ax.set_yscale("log")
-    ax.set(xlabel="rows seen" if all(isinstance(one, Alarm) for one in named.values()) else "reports", ylabel="evidence", title=title or "")
-    ax.legend(frameon=False, fontsize="small")
+    if ax.get_ylim()[1] > _HIGH:
+        ax.set_ylim(top=3 * _HIGH)
+        ax.annotate("1e9 or more", (1, _HIGH), xycoords=ax.get_yaxis_transform(), ha="right", va="bottom", fontsize="small")
+    counted = {"rows seen" if isinstance(one, Alarm) else "reports" for one in named.values()}
+    ax.set(xlabel=" or ".join(sorted(counted, reverse=True)), ylabel="evidence", title=title or "")
+    if any(named):
+        ax.legend(frameon=False, fontsize="small")
     clean(ax, grid="y")
     return ax
+
+
+def _checked(entries: object, kinds: type | tuple[type, ...], remedy: str) -> None:
+    """Raise TypeError if entries are neither of some kinds nor a mapping of these."""
+    each = entries.values() if isinstance(entries, Mapping) else [entries]
+    if other := [one for one in each if not isinstance(one, kinds)]:
+        raise TypeError(f"entries must be {remedy}, or {{name: that}}, got {type(other[0]).__name__}")
+
+
+def _endless(ax: "Axes", found: Audit, top: float) -> None:
+    """Draw hatched bars up to `top` for sizes without end, which are a part of the legend."""
+    assert found.size is not None  # as there are sets
+    place = np.flatnonzero(np.isinf(found.size) & (found.rows > 0))
+    if len(place):
+        ax.bar(place, top, 0.6, color="white", edgecolor=GREY, hatch="////", linewidth=0.6, label="width without end", gid="endless")
 
 
 def _largest(found: Audit) -> float:
     assert found.size is not None  # as there are sets
     known = found.size[np.isfinite(found.size)]
-    return max(float(known.max(initial=0.0)), 1.0 if found.right is not None else 1e-12)
+    least = 1.0 if found.right is not None else 1e-12
+    return max(float(known.max()), least) if len(known) else 1.0
 
 
-def _covered(ax: "Axes", beneath: "Axes", found: Audit) -> None:
+def _covered(ax: "Axes", beneath: "Axes", found: Audit, *, alone: bool) -> None:
     """Draw coverage by unit in `ax`, and mean sizes in `beneath`, with the units' names."""
     from matplotlib.ticker import MaxNLocator
 
@@ -122,7 +156,7 @@ def _covered(ax: "Axes", beneath: "Axes", found: Audit) -> None:
             ax.plot(place[which], share[which], marker, color=colour, markersize=4.5, label=label, gid=label)
     ax.axhline(found.level, linestyle=(0, (4, 3)), color=INK, linewidth=1, label=f"promised: {found.level:g}")
     worst = found.worst_by_chance
-    ax.axhline(worst, linestyle=(0, (1, 2)), color=INK, linewidth=1, label=f"worst by chance: {worst:.2f}")
+    ax.axhline(worst, linestyle=(0, (1, 2)), color=INK, linewidth=1, label="worst by chance" + (f": {worst:.2f}" if alone else ""))
     ax.set(xlim=(-0.7, len(kept) - 0.3), ylim=(max(0.0, min(float(share.min()), float(low.min())) - 0.05), 1.02))
     ax.tick_params(labelbottom=False)
     beneath.bar(
@@ -131,6 +165,7 @@ def _covered(ax: "Axes", beneath: "Axes", found: Audit) -> None:
     beneath.set(xlim=ax.get_xlim(), xlabel=found.by)
     shown = some(len(kept))
     beneath.set_xticks(shown, [found.units[u] for u in shown], rotation=90, fontsize="small")
+    ax.set_xticks(shown)
     beneath.yaxis.set_major_locator(MaxNLocator(integer=found.right is not None, nbins=3))
     for axes in (ax, beneath):
         clean(axes, grid="y")

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from bayesfl.evaluation.calibration import Conformal, fit
 from bayesfl.evaluation.calibration.conformal import BINS, SHRINKS, thresholds, without_one
-from bayesfl.evaluation.calibration.scores import class_scores
+from bayesfl.evaluation.calibration.scores import class_scores, largest_class_score
 from bayesfl.evaluation.predictions import Predictions
 from bayesfl.evaluation.surveys import Mine, Outputs
 from bayesfl.likelihoods import Quantiles
@@ -105,6 +105,20 @@ def test_scores_by_hand():
     assert_close(class_scores("aps", probs, u), torch.tensor([0.8 + 0.05, 0.125, 0.5 + 0.075]).double())
     eight = torch.full((8,), 0.125, dtype=torch.float64)
     assert_close(class_scores("raps", eight, u) - class_scores("aps", eight, u), torch.tensor([0, 0, 0, 0, 0, 0.01, 0.02, 0.03]).double())
+
+
+def test_scores_end_at_the_largest():
+    """Of probabilities whose sum rounds above 1, too: beyond the last bin a score would count as endless."""
+    probs = torch.rand(500, 200, generator=torch.Generator().manual_seed(0)).double().softmax(-1)
+    for score in ("aps", "raps"):
+        found = class_scores(score, probs, torch.ones(500, dtype=torch.float64) * (1 - 1e-16))
+        assert float(found.max()) <= largest_class_score(score, 200)
+
+
+def test_a_fitted_step_shows_shapes_and_no_rows():
+    fitted = fit(Conformal(), mine(), CLASSES)
+    assert "threshold [" in repr(fitted)
+    assert "tensor(" not in repr(fitted)
 
 
 def test_scores_of_labels_that_follow_the_probabilities_are_uniform():
@@ -206,8 +220,11 @@ def test_what_is_refused(options: dict[str, Any], words: str):
 
 def test_what_does_not_fit_is_refused():
     given, _ = numbers("deviations")
-    with pytest.raises(ValueError, match="by='label' makes a threshold for each class"):
-        fit(Conformal(by="label"), given, Outputs("regression", 2))
+    for option in ({"by": "label"}, {"score": "aps"}, {"never_empty": True}):
+        with pytest.raises(ValueError, match=f"{next(iter(option))}=.* is for sets of classes"):
+            fit(Conformal(**option), given, Outputs("regression", 2))
+    with pytest.raises(TypeError, match="never_empty"):
+        Conformal(never_empty="no")  # pyright: ignore[reportArgumentType] (what is no bool is the point)
     with pytest.raises(ValueError, match="targets of these predictions are not known"):
         fit(Conformal(), replace(given, predictions=replace(given.predictions, labels=None)), Outputs("regression", 2))
     with pytest.raises(ValueError, match="no client has an example in the split 'calibration'"):

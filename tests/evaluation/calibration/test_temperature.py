@@ -5,11 +5,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from scipy.optimize import minimize_scalar
+from scipy.optimize import brentq, minimize_scalar
 from torch import Tensor
 from torch.testing import assert_close
 
 from bayesfl.evaluation.calibration import Temperature, fit
+from bayesfl.evaluation.calibration.temperature import COLDEST, HOTTEST
 from bayesfl.evaluation.surveys import Mine, Outputs, together
 from tests.evaluation.calibration.made import CLASSES, alone, mine, part
 
@@ -40,6 +41,19 @@ def test_it_is_that_of_all_rows_together(heat: float):
     assert abs(float(asked[-1]["g"])) < 1e-6
     assert len(asked) <= 10
     assert fitted.own["temperature"].unique().numel() == 1
+
+
+@pytest.mark.parametrize("heat", [0.15, 0.6, 1.0, 1.7, 6.0])
+def test_it_is_exact(heat: float):
+    """To 1e-9 of the root of the slope of all rows together, by bisection."""
+    given = mine(heat=heat)
+    rows = alone(given)
+
+    def slope(beta: float) -> float:
+        return sum(float(((beta * z).softmax(-1) * z).sum() - z.gather(1, y[:, None]).sum()) for z, y in rows)
+
+    root = brentq(slope, 1 / HOTTEST, 1 / COLDEST, xtol=1e-15, rtol=1e-15)
+    assert float(fit(Temperature(), given, CLASSES).told["beta"]) == pytest.approx(root, rel=1e-9)
 
 
 def test_slope_and_curvature_are_derivatives():

@@ -43,19 +43,38 @@ def test_coverage_shows_units_and_their_intervals():
     np.testing.assert_allclose([bar.get_height() for bar in bars(lower[0], "size")], [1.2, 1.6, 0.9])
     lines = {str(line.get_label()): list(line.get_ydata()) for line in upper[0].lines}
     assert lines["promised: 0.9"] == [0.9, 0.9]
-    assert lines[f"worst by chance: {FOUND.worst_by_chance:.2f}"] == pytest.approx([FOUND.worst_by_chance] * 2)
+    assert lines["worst by chance"] == pytest.approx([FOUND.worst_by_chance] * 2)
     assert [text.get_text() for text in lower[1].get_xticklabels()] == list(UNITS)
     assert figure.get_suptitle() == "t"
     figure.canvas.draw()
-    plots.coverage(FOUND).canvas.draw()
+    (alone,) = [ax for ax in plots.coverage(FOUND).axes if ax.get_label() == "coverage"]
+    assert f"worst by chance: {FOUND.worst_by_chance:.2f}" in alone.get_legend_handles_labels()[1]
 
 
-def test_widths_without_end_are_left_out():
-    """Of a client that gets everything there is no bar of infinite height."""
+@pytest.mark.parametrize("units", [2, 4])
+def test_the_legend_lies_within_the_picture(units: int):
+    """Few units make a narrow figure, whose legend takes more lines, the diamond of who is below the promise included."""
+    few = dataclasses.replace(FOUND, units=UNITS[-units:], **{n: getattr(FOUND, n)[-units:] for n in ("rows", "held", "size", "right")})
+    figure = plots.coverage(few)
+    figure.canvas.draw()
+    (legend,) = figure.legends
+    box = legend.get_window_extent()
+    assert 0 <= box.x0 < box.x1 <= figure.bbox.width
+    assert 0 <= box.y0 < box.y1 <= figure.bbox.height
+    assert "a client below the promise" in [text.get_text() for text in legend.get_texts()]
+
+
+def test_widths_without_end_are_hatched():
+    """Of a client that gets everything there is no bar of infinite height, but one to the top that looks different."""
     numbers = dataclasses.replace(FOUND, right=None, size=np.array([2.0, np.nan, np.inf, 3.0]))
     figure = plots.coverage(numbers)
     (lower,) = [ax for ax in figure.axes if ax.get_label() == "size"]
     assert [bar.get_height() for bar in bars(lower, "size")] == [2.0, 0.0, 3.0]
+    (endless,) = bars(lower, "endless")
+    assert endless.get_x() + endless.get_width() / 2 == 2
+    assert endless.get_height() == lower.get_ylim()[1]
+    assert "width without end" in [text.get_text() for text in figure.legends[0].get_texts()]
+    assert plots.coverage(dataclasses.replace(numbers, size=np.full(4, np.inf))).axes
     assert lower.get_ylabel() == "width"
     figure.canvas.draw()
 
@@ -63,7 +82,8 @@ def test_widths_without_end_are_left_out():
 def test_nothing_to_show():
     for bad, words in (
         ({}, "entries is empty"),
-        (dataclasses.replace(FOUND, held=None), "no rows, or no sets"),
+        (dataclasses.replace(FOUND, held=None), "the audit has no rows, or no sets"),
+        ({"b": dataclasses.replace(FOUND, held=None)}, "the audit 'b' has no rows, or no sets"),
         (dataclasses.replace(FOUND, rows=np.zeros(4, int)), "no rows, or no sets"),
     ):
         with pytest.raises(ValueError, match=words):
@@ -79,13 +99,24 @@ def test_evidence_is_drawn_from_one():
     assert ax is mine
     lines = {str(line.get_label()): line for line in ax.lines}
     np.testing.assert_allclose(lines["usual"].get_ydata(), np.clip([1.0, *usual.history], 1e-3, 1e9))
-    assert list(lines["raised at 20"].get_ydata()) == [20, 20]
+    assert list(lines["_raised at 20"].get_ydata()) == [20, 20]
+    assert "raised at 20" in [text.get_text() for text in ax.texts]
+    assert "1e9 or more" not in [text.get_text() for text in ax.texts]
     (mark,) = [line for line in ax.lines if line.get_gid() == "raised"]
     assert list(mark.get_xdata()) == [strange.raised_after]
     assert ax.get_yscale() == "log"
     ax.figure.canvas.draw()
     plots.evidence(strange).figure.canvas.draw()
     assert plots.evidence(Merged(["a", "b"]).see({"a": 3.0})).get_xlabel() == "reports"
+    assert plots.evidence({"a": strange, "b": Merged(["a"]).see({"a": 3.0})}).get_xlabel() == "rows seen or reports"
+    long = plots.evidence(Alarm(np.zeros(50)).see(np.arange(1.0, 200.0)))
+    assert "1e9 or more" in [text.get_text() for text in long.texts]
+    (above,) = [line for line in long.lines if line.get_gid() == "above"]
+    assert list(above.get_ydata()) == [1e9]
+    with pytest.raises(TypeError, match=r"entries must be an alarm, or \{name: that\}, got list"):
+        plots.evidence([strange])  # pyright: ignore[reportArgumentType] (what is no mapping is the point)
+    with pytest.raises(TypeError, match=r"entries must be what result\.audit\(\) returns"):
+        plots.coverage(strange)  # pyright: ignore[reportArgumentType] (an alarm is no audit)
     with pytest.raises(ValueError, match="entries must be alarms of one delta"):
         plots.evidence({"a": strange, "b": Alarm([1.0], delta=0.1)})
     with pytest.raises(ValueError, match="of which one has seen rows"):
