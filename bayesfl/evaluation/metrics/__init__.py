@@ -21,7 +21,7 @@ from bayesfl.evaluation.metrics.regression import (
 )
 from bayesfl.evaluation.metrics.reliability import ReliabilityBins, ece, mce, reliability_bins
 from bayesfl.evaluation.metrics.scores import accuracy, auroc, brier, macro_f1, nll
-from bayesfl.evaluation.metrics.sets import held_classes, held_numbers, set_coverage, set_size
+from bayesfl.evaluation.metrics.sets import held_classes, held_numbers
 from bayesfl.evaluation.metrics.summaries import classification_summary, per_client_table
 
 __all__ = [
@@ -50,6 +50,4 @@ __all__ = [
     "regression_table",
     "reliability_bins",
     "rmse",
-    "set_coverage",
-    "set_size",
 ]
