@@ -497,7 +497,20 @@ def promises() -> str:
     lines = [[kind, *(f"{unlike[f'{kind}, {key}']:.3f}" for key in told)] for kind in ("own", "shrunk", "pooled")]
     parts.append(ruled(["scales that differ", "coverage", "worst of twenty", "share of clients below 0.85"], lines))
     rest = {**saved["cells"]["alarms"]["row"], **saved["cells"]["answers"]["row"], **saved["cells"]["speed"]["row"]}
-    shown = {name.replace("_", " "): f"{value:,.0f}" if value > 10 else f"{value:.3f}" for name, value in rest.items()}
+    said = {
+        "alarm": "share of alarms ever raised in 2,000 rows, nothing changed",
+        "alarm, ties": "the same, scores with ties",
+        "test of 5 % at every look": "share of 5 % tests ever significant, one after every row, nothing changed",
+        "any of twenty clients at 1 / delta": "share of federations of twenty in which any alarm is raised, nothing changed",
+        "looks until a shift by 1.5 deviations is seen, median": "rows until a shift by 1.5 standard deviations is seen, median",
+        "broken, fixed sequence": "abstention: share of data sets whose answers are wrong more often than promised, fixed sequence",
+        "broken, looks right": "the same, the threshold that looks right on the same rows",
+        "answered, fixed sequence": "abstention: share of rows answered, fixed sequence",
+        "prediction_seconds": "seconds of a prediction pass, 1,000 clients of 100 rows, ten classes",
+        "calibration_seconds": "seconds of temperature, bias and sets for these",
+        "looks_per_second": "rows that an alarm takes in a second",
+    }
+    shown = {said[name]: f"{value:,.0f}" if value > 10 else f"{value:.3f}" for name, value in rest.items()}
     parts.append(ruled(["alarms, answers, speed", ""], [[name, value] for name, value in shown.items()]))
     named = {key if "/" in key else f"//{key}": cell for key, cell in saved["cells"].items()}
     return "\n\n".join([*parts, versions({**saved, "cells": named}, place=2, drawn_anew=set())])
