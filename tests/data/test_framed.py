@@ -375,6 +375,27 @@ def test_columns_travel(tmp_path: Path):
     assert data.hash != from_frame(frame.drop(columns=["patient", "age"]), **ROLES)[0].hash
 
 
+def test_values_are_read_back():
+    """From inputs: numbers in their units, NaN where they were missing; levels as they were, None for none or unknown ones."""
+    frame = hospitals().drop(columns="patient")
+    _, columns = from_frame(frame, **ROLES)
+    frame.loc[9, "pain"] = "never seen"
+    x = columns.apply(frame)
+    for name in ("age", "pressure"):
+        np.testing.assert_allclose(columns.values(x, name), frame[name].to_numpy(), rtol=1e-5)
+    assert columns.values(torch.from_numpy(x), "code").tolist() == frame["code"].tolist()  # to the digit, so that they can be groups
+    known = set(columns.parts[1].levels)  # type: ignore[union-attr]
+    assert known >= {"none", "typical", "atypical"}
+    assert columns.values(x, "pain").tolist() == [one if one in known else None for one in frame["pain"]]
+    assert None in columns.values(x, "pain")
+    for bad, words in (
+        (lambda: columns.values(x, "town"), "none of the columns"),
+        (lambda: columns.values(x[:, 1:], "age"), r"x must be \[N, "),
+    ):
+        with pytest.raises(ValueError, match=words):
+            bad()
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_a_group_stands_in_one_split(seed: int):
     """Also where its rows are of several clients; shares are met about, and other rows than a group's move freely."""

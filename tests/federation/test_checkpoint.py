@@ -26,6 +26,13 @@ def test_tensors_come_back_to_the_bit(tmp_path: Path):
     assert [p.name for p in (tmp_path / "x").iterdir()] == [STATE]
 
 
+def test_files_with_steps_are_of_another_format(tmp_path: Path):
+    """Versions that know no steps would leave them out and say nothing: they refuse the format. Others read both, and no third."""
+    for place, steps in enumerate(([], [{"step": "Temperature"}])):
+        write(tmp_path / str(place), {"steps": steps}, {"a": torch.zeros(1)})
+        assert read(tmp_path / str(place), RUN)[0]["format"] == 3 + place
+
+
 def test_damage_is_found(saved: Path, clients, tmp_path: Path):
     """One changed byte anywhere, a file cut short, no file: our own error, with the path."""
     good = (saved / STATE).read_bytes()
