@@ -153,8 +153,8 @@ class Columns:
             name: The column's name.
 
         Returns:
-            [N]: numbers in their unit, to a hundred-thousandth of their deviation, NaN where missing values are flagged; or levels, None
-            where a row has none of them.
+            Values [N]. Numbers are in their unit, to a hundred-thousandth of their deviation, and NaN where missing values are flagged;
+            categories are their levels, None where a row has none of them.
 
         Raises:
             ValueError: There is no such column, or the inputs have another width.
