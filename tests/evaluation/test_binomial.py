@@ -25,7 +25,7 @@ def test_ends_without_successes_or_failures():
 
 
 def test_the_worst_of_several_by_enumeration():
-    """E min over all outcomes of three units, and by draws for twenty, of which the issue's .79 is one case."""
+    """E min over all outcomes of three units, and by draws for twenty."""
     n, share = np.array([2, 3, 3]), 0.7
     expected = 0.0
     for a in range(3):
@@ -39,6 +39,15 @@ def test_the_worst_of_several_by_enumeration():
     assert worst_by_chance(sizes, 0.9) == pytest.approx((rng.binomial(50, 0.9, (20_000, 20)) / 50).min(1).mean(), abs=1e-3)
     assert worst_by_chance(np.array([4, 0]), 0.9) == pytest.approx(0.9)  # the only unit with trials
     assert np.isnan(worst_by_chance(np.array([0, 0]), 0.9))
+
+
+def test_the_worst_of_many_units_is_exact_to_half_a_step():
+    """Where more shares can be seen than are summed: against sums over all of them."""
+    n, share = np.array([1500, 1499, 1501]), 0.9
+    seen = np.unique(np.concatenate([np.arange(m + 1) / m for m in n]))
+    above = np.prod([binom.sf(np.floor(seen[:-1] * m + 1e-9), m, share) for m in n], 0)
+    expected = float((np.diff(seen) * above).sum())
+    assert worst_by_chance(n, share) == pytest.approx(expected, abs=0.5 / 4000)
 
 
 def test_bad_counts():

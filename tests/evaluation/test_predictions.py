@@ -162,3 +162,19 @@ def test_numbers_are_measured_under_the_likelihood():
     ends = Predictions(mask, epistemic, mean=mean, lower=mean - 1, upper=mean + 1, likelihood=Quantiles(0.5))
     assert ends.summary(data)["interval_score"] == pytest.approx((2 + 4 * 1 + 2 + 2 + 4 * 2) / 3)
     assert bool(ends.aleatoric.isnan().all())
+
+
+def test_places_take_sets_and_answers_along():
+    """Each label of an example becomes an example, with its own set and whether it is answered."""
+    rng = torch.Generator().manual_seed(0)
+    probs = torch.rand(2, 3, 4, 5, generator=rng).softmax(-1)
+    mask, labels = torch.tensor([[True, True, False], [True, True, True]]), torch.randint(5, (2, 3, 4), generator=rng)
+    sets, answered = probs > 0.2, probs.amax(-1) > 0.25
+    found = Predictions(mask, torch.zeros(2, 3, 4), probs=probs, labels=labels, sets=sets, answered=answered, level=0.9).places()
+    assert found.sets is not None
+    assert found.answered is not None
+    for i in range(3):
+        for t in range(4):
+            assert torch.equal(found.sets[:, 4 * i + t], sets[:, i, t])
+            assert torch.equal(found.answered[:, 4 * i + t], answered[:, i, t])
+    assert found.mask.tolist() == [[True] * 8 + [False] * 4, [True] * 12]
