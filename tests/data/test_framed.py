@@ -233,6 +233,18 @@ def test_rows_unlike_the_training_rows_are_warned_of():
     assert caught[0].filename == __file__
 
 
+def test_what_no_training_row_lacked_is_warned_of():
+    """A mean in place of most rows' values would otherwise look like data; a single row of many may lack one."""
+    frame = hospitals().drop(columns="patient")
+    _, columns = from_frame(frame, **ROLES)
+    with pytest.warns(UserWarning, match=r"'age'.*: 200 of 200 rows lack it, which no training row did, so that the training rows' mean"):
+        columns.apply(frame.assign(age=None).astype({"age": float}))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        frame.loc[3, "age"] = None
+        columns.apply(frame)
+
+
 def test_large_ids_are_not_merged():
     """Nor codes of a category; of any library."""
     frame = hospitals(120).drop(columns="patient").assign(hospital=lambda f: 2**60 + np.arange(len(f)) % 4)
