@@ -141,10 +141,7 @@ class Columns:
             if told := _far(away[~missing], part, numbers[~missing]):
                 strange[part.name] = told
             elif not part.flagged and (lacking := int(missing.sum())) >= max(1, STRANGE * table.rows):
-                strange[part.name] = (
-                    f"{lacking} of {table.rows} rows lack it, which no training row did, so that the training rows' mean, {part.mean:.3g}, "
-                    "stands there"
-                )
+                strange[part.name] = f"{lacking} of {table.rows} rows lack it, which no training row did: the mean stands there"
             if part.flagged:
                 out[:, place + 1] = missing
             place += 1 + part.flagged

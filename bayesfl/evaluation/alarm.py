@@ -4,20 +4,20 @@ Each new score is compared with the client's calibration scores and those seen s
 
     p_s = (#{i : s_i > s} + u #{i : s_i = s}) / (m + 1),
 
-of m scores before it, where both counts include s itself and u is uniform, are independent and uniform (Vovk, Gammerman and Shafer,
+of m scores before it, where the second count includes s itself and u is uniform, are independent and uniform (Vovk, Gammerman and Shafer,
 "Algorithmic learning in a random world", 2005, theorem 8.2). Bets against that multiply a wealth that starts at 1,
 
     E_t = 1/2 mean over lambda of prod_s (1 + lambda (1[p_s <= alpha] - alpha)) + 1/2 mean over eps of prod_s eps p_s^(eps - 1),
 
-the first on more misses than the promised alpha, the second on small p-values (Vovk, Nouretdinov and Gammerman, "Testing exchangeability
-on-line", ICML 2003). It is a martingale, so the probability that it ever reaches 1 / delta is at most delta (Ville), however often, and
-whenever, somebody looks.
+the first on more than the share alpha of p-values up to alpha, called misses, the second on small p-values (Vovk, Nouretdinov and
+Gammerman, "Testing exchangeability on-line", ICML 2003). It is a martingale, a conformal test martingale, so the probability that it ever
+reaches 1 / delta is at most delta (Ville), however often, and whenever, somebody looks.
 """
 
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -38,16 +38,26 @@ _VERSION = 1
 
 
 class Scores(np.ndarray):
-    """Scores of rows [N], float64, with what they are scores of: the kind, and whose model made them; slices keep it."""
+    """Scores of rows [N], float64, with what they are scores of: the kind, and whose model made them.
+
+    Single scores, slices and arithmetic keep it; `np.concatenate` loses it, as plain numbers have none.
+    """
 
     of: tuple[str, str] | None = None
 
     @classmethod
-    def made(cls, values: np.ndarray, kind: Watched, whose: str) -> "Scores":
+    def made(cls, values: Any, kind: str, whose: str) -> "Scores":
         """Return scores of a kind, by a client's model."""
         found = np.asarray(values, np.float64).view(cls)
         found.of = kind, whose
         return found
+
+    def __getitem__(self, key: Any) -> Any:
+        found = super().__getitem__(key)
+        return found if self.of is None or isinstance(found, Scores) else Scores.made(found, *self.of)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[place] for place in range(len(self)))
 
     def __array_finalize__(self, other: Any) -> None:
         self.of = getattr(other, "of", None)
@@ -62,7 +72,7 @@ class Alarm:
 
     Args:
         reference: Scores of the client's calibration rows, [n]: the larger, the stranger.
-        alpha: Share of rows that the client's sets may miss, in (0, 1).
+        alpha: Share of rows whose rank counts as a miss, in (0, 1); a client's model takes what its sets may miss.
         delta: Probability with which it may ever be raised although nothing has changed, in (0, 1).
         seed: The run's seed; with `client` and `round` it gives the uniform draws that break ties.
         client: The client's number.

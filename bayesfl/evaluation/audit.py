@@ -11,17 +11,17 @@ from torch import Tensor
 
 from bayesfl.base.checks import probability
 from bayesfl.base.protocols import Tensors
-from bayesfl.base.targets import IGNORE
 from bayesfl.data.texts import in_order
 from bayesfl.evaluation.binomial import clopper_pearson, worst_by_chance
+from bayesfl.evaluation.predictions import per_place
 from bayesfl.evaluation.surveys import Mine, Outputs, conduct, together
 
 BINS = 15
 """Bins of confidence of the calibration error, as of `bayesfl.metrics.ece`."""
 Unit: TypeAlias = Literal["client", "label", "group"]
 _SCATTER = (
-    "Sets that few calibration rows made miss their promise by chance, too, one way or the other: those of 50 rows by {:.2f} (standard "
-    "deviation). The intervals do not count that."
+    "Coverage also depends on which calibration rows were drawn: where 50 of its own set a threshold, with a standard deviation of {:.2f}, "
+    "which the intervals leave out."
 )
 _SHARES = ("coverage", "accuracy", "answered", "answered_accuracy")
 
@@ -45,6 +45,8 @@ class Audit:
         risk: The share of wrong answers that is promised, of all rows together; None where all rows are answered.
         answered: Numbers of examples that are answered, [G]; None where all are.
         answered_right: Numbers of right answers among these, [G].
+        examples: Number of examples that are in a unit; fewer than the sum of `rows` where an example has several labels.
+        left_out: Number of examples, or labels, that are in none.
     """
 
     by: Unit
@@ -60,6 +62,8 @@ class Audit:
     risk: float | None = None
     answered: np.ndarray | None = None
     answered_right: np.ndarray | None = None
+    examples: int | None = None
+    left_out: int = 0
 
     def __repr__(self) -> str:
         return f"Audit({len(self.units)} {self.by}s, {int(self.rows.sum())} rows; below the promise: {list(self.below)})"
@@ -90,8 +94,9 @@ class Audit:
     def below(self) -> tuple[str, ...]:
         """Return the units whose coverage lies below the promise by more than chance explains: that have it above their whole interval.
 
-        The sets are taken as they are. The promise of conformal sets is an average over calibration rows, too: given n of them, coverage
-        itself has about the standard deviation sqrt(level (1 - level) / n), which is no part of the interval.
+        The sets are taken as they are. The promise of conformal sets is an average over calibration rows, too: where n rows of its own
+        set a client's threshold, as under `shrink=0`, coverage itself has about the standard deviation sqrt(level (1 - level) / n), which
+        is no part of the interval.
         """
         if self.held is None or self.level is None:
             return ()
@@ -149,6 +154,10 @@ class Audit:
         if self.risk is not None and (answers := int(_there(self.answered).sum())):
             wrong = answers - int(_there(self.answered_right).sum())
             said += [f"Wrong among all {answers} answers: {self._pooled(wrong, answers)}; promised: at most {self.risk:g}."]
+        if self.examples is not None and self.examples < self.rows.sum():
+            said.append("Rows are labels, several of an example, which are not independent: the intervals are too narrow.")
+        if self.left_out:
+            said.append(f"{self.left_out} rows of no group are left out.")
         return said
 
 
@@ -182,6 +191,7 @@ class Counting:
         """Return the shapes of counts and sums by unit, and of those by bins of confidence."""
         units = len(self.units)
         common: dict[str, tuple[int, ...]] = {"n_rows": (units,), "n_held": (units,), "n_endless": (units,), "size": (units,)}
+        common |= {"n_examples": (), "n_left_out": ()}
         if not bool(told["classes"]):
             return common | {"squares": (units,)}
         common |= {"n_answered": (units,), "n_answered_right": (units,)}
@@ -192,12 +202,12 @@ class Counting:
         given, units = mine.predictions, len(self.units)
         assert given.labels is not None  # of a split of the federation
         labels, mask = given.labels.cpu(), given.mask.cpu()
-        promised = given.promised(labels)
-        many = labels.dim() == 3 and given.probs is not None  # T labels of an example
-        if many:
-            labels, mask = labels.flatten(1), (mask.unsqueeze(-1) & (labels != IGNORE)).flatten(1)
+        promised, probs = given.promised(labels), None
+        if given.probs is not None:
+            probs, labels, mask = per_place(given.probs.cpu().double(), labels.long(), mask)
         unit = self._unit(mine, labels, mask)
-        mask = mask & (unit >= 0)
+        left_out, mask = (mask & (unit < 0)).sum(-1), mask & (unit >= 0)
+        examples = mask.reshape(len(mask), given.mask.shape[1], -1).any(-1).sum(-1)
         place = unit.clamp_min(0)
 
         def summed(values: Tensor, index: Tensor = place, size: int = units) -> Tensor:
@@ -206,14 +216,19 @@ class Counting:
 
         held, size = (torch.zeros_like(mask), torch.zeros(mask.shape)) if promised is None else promised[:2]
         endless = ~size.isfinite()
-        found = {"n_rows": summed(mask), "n_held": summed(held), "n_endless": summed(endless)}
+        found = {
+            "n_examples": examples,
+            "n_left_out": left_out,
+            "n_rows": summed(mask),
+            "n_held": summed(held),
+            "n_endless": summed(endless),
+        }
         found["size"] = summed(torch.where(endless, 0.0, size))
-        if given.probs is None:
+        if probs is None:
             assert given.mean is not None  # as numbers have
             error = (labels.reshape(given.mean.shape).double() - given.mean.cpu().double()).square().mean(-1)
             return found | {"squares": summed(error)}
-        probs = given.probs.cpu().double()
-        top, best = (probs.flatten(1, 2) if many else probs).max(-1)
+        top, best = probs.max(-1)
         inner = torch.arange(1, BINS, dtype=torch.float64) / BINS
         bins = place * BINS + torch.bucketize(top.nan_to_num(nan=0.0), inner)
         answered = mask if given.answered is None else given.answered.cpu().reshape(mask.shape)
@@ -235,10 +250,6 @@ class Counting:
         """Return the sums over clients."""
         return {**told, **total}, True
 
-    def settle(self, told: Tensors, mine: Mine) -> Tensors:
-        """Return nothing."""
-        return {}
-
     def audit(self, told: Tensors, *, level: float | None, risk: float | None, delta: float) -> Audit:
         """Return the audit of what was told at last.
 
@@ -248,10 +259,9 @@ class Counting:
             risk: The share of wrong answers that is promised; None where all rows are answered.
             delta: Probability with which any of the intervals of a column may miss, in (0, 1).
         """
-        probability("delta", delta, "that an interval of a column misses")
         sums = {name: t.numpy() for name, t in told.items()}
         rows = sums["n_rows"]
-        found: dict[str, np.ndarray | None] = {}
+        found: dict[str, Any] = {"examples": int(sums["n_examples"]), "left_out": int(sums["n_left_out"])}
         if level is not None:
             size = np.where(sums["n_endless"] > 0, np.inf, _share(sums["size"], rows))
             found |= {"held": sums["n_held"].astype(np.int64), "size": size}
@@ -279,6 +289,7 @@ def audit(mine: Mine, outputs: Outputs, *, names: Sequence[str], delta: float = 
     Raises:
         ValueError: `delta` is out of range.
     """
+    probability("delta", delta, "that an interval of a column misses")
     survey, mine, given = Counting("client", tuple(names)), replace(mine, ids=np.arange(len(mine.ids))), mine.predictions
     return survey.audit(conduct(survey, together(survey, mine), outputs), level=given.promise, risk=given.risk, delta=delta)
 

@@ -5,7 +5,7 @@ import numpy as np
 from bayesfl.base.checks import probability
 
 _MANY = 4000
-"""Most shares at which the expectation of the lowest is summed; with more, it is exact to half such a step."""
+"""Most distinct shares that are summed exactly; beyond, the result is too large by at most one of so many steps."""
 
 
 def clopper_pearson(successes: np.ndarray, trials: np.ndarray, delta: float) -> np.ndarray:
@@ -43,15 +43,15 @@ def upper_bound(successes: np.ndarray, trials: np.ndarray, delta: float) -> np.n
 
 
 def worst_by_chance(trials: np.ndarray, share: float) -> float:
-    """Return the expectation of the lowest observed share of several units whose true share is the same, exactly.
+    """Return the expectation of the lowest observed share of several units whose true share is the same.
 
     Args:
         trials: Numbers of independent trials of each unit, [J]; units without any are left out.
         share: The true share of all units, in [0, 1].
 
     Returns:
-        The sum over the distinct shares that can be seen, of their distances times the probability that all units lie above, or over
-        `_MANY` equal steps where these are more; NaN where no unit has a trial.
+        The sum over the distinct shares that can be seen, of their distances times the probability that all units lie above, which is
+        exact; or over 4,000 equal steps where the shares are more, which is too large by 1 / 4000 at most. NaN where no unit has a trial.
     """
     from scipy.stats import binom
 

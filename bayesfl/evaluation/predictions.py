@@ -115,7 +115,8 @@ class Predictions:
         Classes by `classification_summary`, label by label where an example has several; numbers by `regression_summary`, under the
         likelihood's distribution; intervals by `interval_summary`. Of conformal sets or intervals also `coverage`, the share that holds the
         truth, of all an example's targets together, and `set_size`, the mean number of classes, or `width`. After `Abstention` also
-        `answered`, the share of examples that have an answer, and `answered_accuracy`.
+        `answered`, the share of examples that have an answer, and `answered_accuracy`. Of these, too, with the prefix `pooled_`, over all
+        clients' examples pooled.
 
         Args:
             split: The split that was predicted.
@@ -125,8 +126,11 @@ class Predictions:
             ValueError: The predictions are of another split, with other numbers of examples or other labels, or of one client alone.
         """
         kind, given, options = self._measured(split)
-        promised = {name: float(t.nanmean()) for name, t in self._promised(split).items()}
-        return _SUMMARIES[kind](*given, **options) | promised
+        found = _SUMMARIES[kind](*given, **options)
+        for name, (values, among) in self._promised(split).items():
+            found[name] = float(_share(values, among).nanmean())
+            found[f"pooled_{name}"] = float(_share(values.flatten(), among.flatten()))
+        return found
 
     def table(self, split: ClientData) -> dict[str, np.ndarray]:
         """Return every measure that `summary` averages, of every client, as columns [J], ready for a data frame.
@@ -139,7 +143,8 @@ class Predictions:
             ValueError: As by `summary`.
         """
         kind, given, options = self._measured(split)
-        return _TABLES[kind](*given, names=self.names, **options) | {name: t.numpy() for name, t in self._promised(split).items()}
+        promised = {name: _share(*pair).numpy() for name, pair in self._promised(split).items()}
+        return _TABLES[kind](*given, names=self.names, **options) | promised
 
     def named_sets(self) -> list[Any]:
         """Return the conformal sets as the names of their classes, or their numbers where classes have none, the most probable first.
@@ -167,8 +172,11 @@ class Predictions:
 
     @property
     def promise(self) -> float | None:
-        """Return the probability that sets or intervals promise, those of a likelihood that predicts quantiles too; None without any."""
-        if self.level is not None or self.lower is None:
+        """Return the probability that sets or intervals promise, those of a likelihood that predicts quantiles of one target too.
+
+        None without any, and for quantiles of several targets, which promise each target and not all together.
+        """
+        if self.level is not None or self.lower is None or self.lower.shape[-1] > 1:
             return self.level
         return 0.9 if self.likelihood is None else getattr(self.likelihood, "level", None)
 
@@ -186,24 +194,24 @@ class Predictions:
             return None
         if self.sets is None:
             lower, upper = _present(self.lower).cpu(), _present(self.upper).cpu()
-            held = metrics.held_numbers(lower, upper, labels.cpu().reshape(lower.shape))
+            y = labels.cpu().reshape(lower.shape).double()
+            held = ((lower.double() <= y) & (y <= upper.double())).all(-1)
             return held & self.mask.cpu(), (upper.double() - lower.double()).mean(-1), self.mask.cpu()
         sets, labels, mask = per_place(self.sets.cpu(), labels.cpu().long(), self.mask.cpu())
-        return metrics.held_classes(sets, labels.masked_fill(~mask, 0)) & mask, sets.sum(-1).double(), mask
+        held = sets.gather(-1, labels.masked_fill(~mask, 0).unsqueeze(-1)).squeeze(-1)
+        return held & mask, sets.sum(-1).double(), mask
 
-    def _promised(self, split: ClientData) -> Tensors:
-        """Return the measures of conformal sets or intervals by client, [J]."""
+    def _promised(self, split: ClientData) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return the measures of conformal sets, intervals and answers, of every example, [J, M], and which examples count, [J, M] bool."""
         labels = split.padded_labels()[0][:, : self.mask.shape[1]].cpu()
         measures = {}
         if self.level is not None and (found := self.promised(labels)) is not None:
             held, size, mask = found
-            n, name = mask.sum(-1), "set_size" if self.sets is not None else "width"
-            measures = {"coverage": held.sum(-1).double() / n, name: torch.where(mask, size, 0.0).sum(-1) / n}
+            measures = {"coverage": (held, mask), "set_size" if self.sets is not None else "width": (size, mask)}
         if self.answered is not None and self.probs is not None:
             probs, labels, mask = per_place(self.probs.cpu(), labels.long(), self.mask.cpu())
             given = self.answered.cpu().reshape(mask.shape) & mask
-            right = given & (probs.argmax(-1) == labels)
-            measures |= {"answered": given.sum(-1) / mask.sum(-1).double(), "answered_accuracy": right.sum(-1) / given.sum(-1).double()}
+            measures |= {"answered": (given, mask), "answered_accuracy": (probs.argmax(-1) == labels, given)}
         return measures
 
     def _measured(self, split: ClientData) -> tuple[str, tuple[Tensor, ...], dict[str, Any]]:
@@ -233,11 +241,12 @@ class Predictions:
         if self.probs is not None:
             return "classes", per_place(self.probs, labels.long(), self.mask), {}
         if self.variance is None and self.lower is not None:
-            if (level := self.promise) is None:
+            likelihoods = 0.9 if self.likelihood is None else getattr(self.likelihood, "level", None)
+            if (level := self.level or likelihoods) is None:
                 raise ValueError(
                     f"likelihood {type(self.likelihood).__name__} predicts intervals and does not say of which probability; give it `level`"
                 )
-            return "intervals", (self.lower, _present(self.upper), labels, self.mask), {"level": level}
+            return "intervals", (self.lower, _present(self.upper), labels, self.mask), {"level": level, "middle": self.mean}
         kind = getattr(self.likelihood, "distribution", "normal")
         return "numbers", (_present(self.mean), _present(self.variance), labels, self.mask), {"distribution": kind}
 
@@ -252,6 +261,11 @@ _TABLES: dict[str, Callable[..., dict[str, np.ndarray]]] = {
     "numbers": metrics.regression_table,
     "intervals": metrics.interval_table,
 }
+
+
+def _share(values: Tensor, among: Tensor) -> Tensor:
+    """Return means over the last axis of what counts, in float64; NaN where nothing does."""
+    return torch.where(among, values.double(), 0.0).sum(-1) / among.sum(-1)
 
 
 def of_client(predictions: Predictions, j: int) -> Predictions:

@@ -4,10 +4,10 @@ A survey asks, and learns of the answers their sum only:
 
     start(outputs) -> told            shapes(told) -> the shape of each summand; none where nothing is asked
     ask(told, mine) -> summands       solve(told, total) -> told, done
-    settle(told, mine) -> the client's own parameters, which never leave it
 
-`conduct` is its one loop; how a question is put, and how answers are added, is the caller's: on one machine, under secure sums, or over a
-network. Answers are summed in float64 in the order of the clients' ids, so that the sum does not depend on who answered first.
+A step of calibration is a survey with `settle(told, mine)`, the client's own parameters, which never leave it, and `apply`. `conduct` is
+the one loop; how a question is put, and how answers are added, is the caller's: on one machine, under secure sums, or over a network.
+Answers are summed in float64 in the order of the clients' ids, so that the sum does not depend on who answered first.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ from torch import Tensor
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.random import Purpose, key, mixed
 from bayesfl.base.targets import Task
-from bayesfl.evaluation.predictions import Predictions
+from bayesfl.evaluation.predictions import Predictions, per_place
 
 QUESTIONS = 1000
 """So many questions of one survey, and it is taken for one that does not end."""
@@ -73,7 +73,15 @@ class Mine:
         Raises:
             ValueError: What is predicted has no classes.
         """
-        return _logits(self.predictions)
+        probs, mask = self.predictions.probs, self.predictions.mask
+        if probs is None:
+            raise ValueError(
+                "this step changes probabilities of classes, and the predictions are of numbers, of which Conformal makes intervals"
+            )
+        inside = mask.reshape(*mask.shape, *[1] * (probs.dim() - 2)).cpu()
+        probs = probs.detach().cpu()
+        logs = probs.double().clamp_min(torch.finfo(probs.dtype).tiny).log()
+        return torch.where(inside, logs.log_softmax(-1), 0.0)
 
     @cached_property
     def labelled(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -83,7 +91,12 @@ class Mine:
             ValueError: The labels are not known, a prediction for an example is not finite, or as by `logits`.
         """
         self.refuse_broken(self.logits)
-        return _labelled(self.predictions, self.logits)
+        if self.predictions.labels is None:
+            raise ValueError(
+                "the labels of these predictions are not known; predict a split of the federation, as result.predict(...) does"
+            )
+        logits, labels, mask = per_place(self.logits, self.predictions.labels.cpu().long(), self.predictions.mask.cpu())
+        return torch.where(mask.unsqueeze(-1), logits, 0.0), labels.masked_fill(~mask, 0), mask
 
     def refuse_broken(self, found: Tensor) -> None:
         """Raise ValueError, naming client and row, if what was found of examples, [J, N, ...], is not finite somewhere."""
@@ -146,10 +159,6 @@ class Survey(Protocol[Known_contra]):
 
     def solve(self, told: Tensors, total: Tensors) -> tuple[Tensors, bool]:
         """Return what clients are told next, or at last, and whether it is the last."""
-        ...
-
-    def settle(self, told: Tensors, mine: Known_contra) -> Tensors:
-        """Return the clients' own parameters, [J, ...], by what was told at last."""
         ...
 
 
@@ -218,10 +227,15 @@ def together(survey: Survey, mine: Mine) -> Put:
     """Return how a question is put to clients whose predictions are all here: their answers are added."""
 
     def put(told: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
-        order = torch.from_numpy(np.argsort(mine.ids, kind="stable"))
-        return {name: t[order].sum(0) for name, t in answers(survey, told, mine, shapes).items()}
+        return summed(mine.ids, answers(survey, told, mine, shapes))
 
     return put
+
+
+def summed(ids: np.ndarray, found: Tensors) -> Tensors:
+    """Add clients' answers [J, ...] in the order of their ids [J], so that the sum does not depend on who answered first."""
+    order = torch.from_numpy(np.argsort(ids, kind="stable"))
+    return {name: t[order].sum(0) for name, t in found.items()}
 
 
 def uplink_bytes(shapes: Mapping[str, tuple[int, ...]]) -> int:
@@ -236,29 +250,5 @@ def named_split(survey: Any) -> str:
         TypeError: It is no survey.
     """
     if not isinstance(survey, Survey) or isinstance(survey, type):
-        raise TypeError(f"a survey has split, start, shapes, ask, solve and settle, got {survey!r}; see bayesfl.evaluation.surveys")
+        raise TypeError(f"a survey has split, start, shapes, ask and solve, got {survey!r}; see bayesfl.evaluation.surveys")
     return survey.split
-
-
-def _logits(predictions: Predictions) -> Tensor:
-    probs, mask = predictions.probs, predictions.mask
-    if probs is None:
-        raise ValueError(
-            "this step changes probabilities of classes, and the predictions are of numbers, of which Conformal makes intervals"
-        )
-    inside = mask.reshape(*mask.shape, *[1] * (probs.dim() - 2)).cpu()
-    probs = probs.detach().cpu()
-    logs = probs.double().clamp_min(torch.finfo(probs.dtype).tiny).log()
-    return torch.where(inside, logs.log_softmax(-1), 0.0)
-
-
-def _labelled(predictions: Predictions, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    mask = predictions.mask.cpu()
-    if predictions.labels is None:
-        raise ValueError("the labels of these predictions are not known; predict a split of the federation, as result.predict(...) does")
-    labels = predictions.labels.cpu().long()
-    if logits.dim() == 4:
-        known = labels >= 0
-        logits, labels, mask = logits.flatten(1, 2), labels.where(known, 0).flatten(1), (mask.unsqueeze(-1) & known).flatten(1)
-        logits = torch.where(mask.unsqueeze(-1), logits, 0.0)
-    return logits, labels.masked_fill(~mask, 0), mask

@@ -27,7 +27,7 @@ from bayesfl.federation.errors import CheckpointError
 
 FORMAT = 3
 CALIBRATED = 4
-"""Format of what holds steps of calibration, which versions before would leave out and say nothing."""
+"""Format of files with steps of calibration. Earlier versions refuse it; otherwise they would leave the steps out and say nothing."""
 
 
 STATE = "state.safetensors"

@@ -14,13 +14,13 @@ from bayesfl.base.trees import shapes
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data.columns import Columns
 from bayesfl.data.split import Change
-from bayesfl.federation import checkpoint, surveying
+from bayesfl.federation import checkpoint, step_files
 from bayesfl.federation.client import State, private_rows
 from bayesfl.federation.client_files import only_file
 from bayesfl.federation.client_model import VERSION, ClientModel, needed
 from bayesfl.federation.errors import CheckpointError
 from bayesfl.federation.form import Form, check_function
-from bayesfl.federation.identity import check_method
+from bayesfl.federation.identity import check_method, reading
 from bayesfl.federation.settings import DTYPES, METHOD, present
 
 
@@ -68,9 +68,10 @@ def load_client(
             None if meta.get("prepared") is None else Columns.from_json(meta["prepared"]),
             None if meta["value"] is None else number("value", meta["value"]),
             bool(meta["plug_in"]),
-            steps=surveying.read(meta.get("steps", ()), tensors.get("steps", {}), clients=1),
+            steps=step_files.read(meta.get("steps", ()), tensors.get("steps", {}), clients=1),
             stored=tensors.get("stored", {}),
             common=tensors.get("common", {}),
+            calibrated=reading(algorithm) if meta.get("steps") else None,
         )
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise CheckpointError(f"{str(file)!r} is no client's model of this version: {type(error).__name__}, {error}") from error

@@ -29,10 +29,10 @@ from bayesfl.evaluation.calibration.steps import compares
 from bayesfl.evaluation.calibration.steps import draws as draws_of
 from bayesfl.evaluation.predictions import Predictions, broken
 from bayesfl.evaluation.surveys import Mine
-from bayesfl.federation import checkpoint, predict, surveying
+from bayesfl.federation import checkpoint, predict, step_files, surveying
 from bayesfl.federation.client_files import FILE, now
 from bayesfl.federation.form import Form
-from bayesfl.federation.identity import identity
+from bayesfl.federation.identity import identity, reading
 from bayesfl.federation.modules import module_at
 from bayesfl.federation.settings import name_of
 from bayesfl.federation.watching import strangeness, watching
@@ -65,6 +65,7 @@ class ClientModel:
         steps: Steps of calibration with the client's own parameters, [1, ...] each.
         stored: Tensors from which the method's predictor is restored, if it was read from a file.
         common: The beliefs about the server's model, where a step of calibration compares it with the client's own; empty otherwise.
+        calibrated: How the method predicted when the steps were fitted; None where that is not known.
     """
 
     algorithm: Algorithm
@@ -84,6 +85,7 @@ class ClientModel:
     steps: tuple[calibration.Fitted, ...] = ()
     stored: Tensors = field(default_factory=dict)
     common: View = field(default_factory=dict)
+    calibrated: str | None = None
 
     def __repr__(self) -> str:
         how = ", at the means" if self.plug_in else ""
@@ -129,6 +131,7 @@ class ClientModel:
 
     def mine(self, x: Any, *, draws: int | None = None) -> Mine:
         """Return what the client knows of itself on new rows, [1, N, ...], before any step of calibration; as `predict` reads them."""
+        surveying.check_reading(self)
         refuse_changed(self.algorithm.model)
         if self.prepared is not None and is_frame(x):
             x, strange = self.prepared.applied(Table(x, "x"))
@@ -215,11 +218,7 @@ class ClientModel:
                 `LIMIT` bytes; or `plug_in` is True and the model is calibrated, or one of its steps is none of bayesfl's.
         """
         plug_in = plug_in or self.plug_in
-        if plug_in and self.steps:
-            raise ValueError(
-                f"{self.name!r} is calibrated for its full predictions, and plug_in=True stores others: save "
-                "dataclasses.replace(model, steps=())"
-            )
+        surveying.check_reading(replace(self, plug_in=plug_in))
         try:
             stored = replace(self, plug_in=plug_in)._stored if plug_in else self._stored
         except MemoryError as error:
@@ -241,9 +240,9 @@ class ClientModel:
             "plug_in": plug_in,
             "dtype": name_of(self.dtype),
             "algorithm": identity(self.algorithm),
-            "steps": surveying.described([one.step for one in self.steps]),
+            "steps": step_files.described([one.step for one in self.steps]),
         }
-        tensors = {"view": self.view, "stored": stored, "steps": surveying.tensors_of(self.steps)}
+        tensors = {"view": self.view, "stored": stored, "steps": step_files.tensors_of(self.steps)}
         tensors |= {"common": self.common} if self.common else {}
         checkpoint.write(path, meta, tensors, name=FILE)
 
@@ -341,6 +340,7 @@ def of_client(
     compared = compares(one.step for one in steps)
     common = predict.common_view(algorithm, given if server is None else server) if compared else None
     about = {"inputs": data.inputs, "form": form, "class_names": data.class_names, "columns": data.columns, "prepared": prepared}
+    about["calibrated"] = reading(algorithm) if steps else None
     about["common"] = {} if common is None else {block: {key: t.clone() for key, t in of.items()} for block, of in common.items()}
     return ClientModel(algorithm, name, client, kept, round, seed, value=value, predictor=predictor, steps=steps, **about)
 

@@ -23,7 +23,8 @@ from bayesfl.evaluation.calibration import Fitted, Step, applied
 from bayesfl.evaluation.history import History
 from bayesfl.evaluation.predictions import Predictions
 from bayesfl.evaluation.surveys import Mine, Outputs, Survey, conduct
-from bayesfl.federation import checkpoint, predict, surveying, tuning
+from bayesfl.federation import checkpoint, predict, step_files, surveying, tuning
+from bayesfl.federation.auditing import Groups, audited
 from bayesfl.federation.client import Local, State
 from bayesfl.federation.client_files import check_file_names
 from bayesfl.federation.client_model import ClientModel
@@ -34,7 +35,6 @@ from bayesfl.federation.modules import server_module
 from bayesfl.federation.serving import served_client, unadapted
 from bayesfl.federation.settings import Settings, name_of
 from bayesfl.federation.splits import check_split
-from bayesfl.federation.surveying import Groups
 
 
 class Chosen(NamedTuple):
@@ -124,7 +124,7 @@ class Result:
         """
         if (value := self.known_value) is not None:
             return value
-        if self.algorithm.predictor is None or len(self.algorithm.predictor.grid) < 2:
+        if not tuning.needs_validation(self.algorithm):
             return tuning.without_data(self.algorithm)
         data = self.data.to(self.device, self.dtype)
         with self.engine.crew(self.device) as crew:
@@ -208,8 +208,8 @@ class Result:
         `predict` and `client` apply them from then on, and `save` keeps them. What a client's own data determine never leaves it.
 
         Args:
-            *steps: `Temperature()`, `Bias()`, `Conformal()` of `bf.calibration`, or others with the members of its `Step`; after those
-                that the result has already.
+            *steps: Steps of `bf.calibration`, as `Temperature()`, or others with the members of its `Step`; after those that the result
+                has already.
             aggregation: How the clients' answers are added, as `SecureSum()`; None adds them openly.
 
         Raises:
@@ -217,7 +217,8 @@ class Result:
             ValueError: There is no such split, a step does not fit the task, or an answer is outside the aggregation's range.
 
         Warns:
-            UserWarning: Sets are made on a split to which another step was fitted, or the data do not bound a temperature.
+            UserWarning: Sets are made on a split to which another step was fitted, a step on training or test rows, or the data do not
+                bound a temperature.
         """
         surveying.checked_steps(steps, [one.step for one in self.steps])
         surveying.check_servers_model(steps, self.algorithm)
@@ -260,7 +261,7 @@ class Result:
             split: The split that is predicted, which must have been used for nothing else.
             by: What the rows of the table are.
             groups: For each client the group of every row of its split, as text, numbers or truth values, None for no group; a function
-                that makes these of a client's inputs as the model reads them, see `Columns.values`; or a column of `from_frame`.
+                that makes these of a client's inputs before any transform, see `Columns.values`; or a column of `from_frame`.
             delta: Probability with which any of a column's intervals may miss, in (0, 1).
             aggregation: How the clients' answers are added, as `SecureSum()`; None adds them openly.
 
@@ -268,7 +269,7 @@ class Result:
             TypeError: The aggregation cannot add answers.
             ValueError: There is no such split, `by` or `groups` does not fit, or `delta` is out of range.
         """
-        return surveying.audited(self, split, by, groups, delta, aggregation)
+        return audited(self, split, by, groups, delta, aggregation)
 
     def alarm(self, client: int | str, *, score: Watched = "labels", delta: float = 0.05) -> Alarm:
         """Return an alarm for a client's rows to come, see `ClientModel.alarm`."""
@@ -374,7 +375,7 @@ class Result:
         checkpoint.write_round(path, self.round, self._meta(), self._tensors())
 
     def _tensors(self) -> dict[str, Any]:
-        calibrated = {"steps": surveying.tensors_of(self.steps)} if self.steps else {}
+        calibrated = {"steps": step_files.tensors_of(self.steps)} if self.steps else {}
         return {"server": self.server, "private": self.private, **calibrated}
 
     def _meta(self) -> dict[str, Any]:
@@ -386,7 +387,7 @@ class Result:
             "novel": self.novel,
             "tolerant": self.tolerant,
             "began": self.began,
-            "steps": surveying.described([one.step for one in self.steps]),
+            "steps": step_files.described([one.step for one in self.steps]),
             "calibrated": self.calibrated,
             "chosen": self.__dict__.get("tuned", self.known_value),
             "history": self.history.rows,

@@ -16,7 +16,7 @@ from bayesfl.data import FederatedData
 from bayesfl.data.outline import Outline
 from bayesfl.engine import Engine
 from bayesfl.evaluation.history import History
-from bayesfl.federation import checkpoint, surveying
+from bayesfl.federation import checkpoint, step_files
 from bayesfl.federation.errors import CheckpointError
 from bayesfl.federation.form import check_function
 from bayesfl.federation.identity import check_method, check_network, identity, reading
@@ -112,7 +112,7 @@ def _read(
             None if meta["chosen"] is None else Chosen(number("chosen", meta["chosen"]), reading(algorithm)),
             meta["tolerant"],
             None if meta.get("began") is None else str(meta["began"]),
-            surveying.read(meta.get("steps", ()), state.get("steps", {}), clients=known.clients),
+            step_files.read(meta.get("steps", ()), state.get("steps", {}), clients=known.clients),
             meta.get("calibrated"),
         )
         for name in ("novel", "tolerant"):

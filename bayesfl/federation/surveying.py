@@ -1,35 +1,25 @@
-"""Surveys of a federation after training, and calibration by them: whose predictions are asked, how answers are added, and what is kept."""
+"""Surveys of a federation after training, and calibration by them: whose predictions are asked, and how answers are added."""
 
-import json
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 
-from bayesfl.base.checks import probability
 from bayesfl.base.inputs import words
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.random import hashed
 from bayesfl.composition.algorithm import Algorithm
-from bayesfl.data import ClientData, FederatedData
-from bayesfl.evaluation.audit import Audit, Counting, grouped
-from bayesfl.evaluation.calibration import Abstention, Bias, Choice, Conformal, Fitted, Step, Temperature, applied, fit
+from bayesfl.data import ClientData
+from bayesfl.evaluation.audit import Counting
+from bayesfl.evaluation.calibration import Abstention, Bias, Conformal, Fitted, Step, Temperature, applied, fit
 from bayesfl.evaluation.calibration.steps import compares, draws
 from bayesfl.evaluation.predictions import Predictions
 from bayesfl.evaluation.surveys import Mine, Outputs, Put, Survey, answers, named_split, together
 from bayesfl.federation import predict
 from bayesfl.federation.identity import reading
-from bayesfl.likelihoods import Quantiles
-
-Groups: TypeAlias = Sequence[Sequence[Any]] | Callable[[Any], Any] | str
-"""Groups of rows: for each client that of every row, a function that makes these of a client's inputs, or a column of the frame."""
-MOST_GROUPS = 20
-"""Most values of a column of numbers that are groups."""
-STEPS: dict[str, type] = {kind.__name__: kind for kind in (Choice, Temperature, Bias, Conformal, Abstention)}
-"""Steps of calibration by their names in files."""
 
 _ANEW = "begin with dataclasses.replace(result, steps=()).calibrate(...), and give each once, in the order of use"
 
@@ -90,7 +80,7 @@ def checked_steps(steps: Sequence[Any], before: Sequence[Any] = ()) -> tuple[Ste
             anew.
 
     Warns:
-        UserWarning: Sets are made of scores on a split to which an earlier step is fitted.
+        UserWarning: A step is fitted to training or test rows, or sets are made of scores on a split to which an earlier step is fitted.
     """
     if isinstance(steps, str) or not isinstance(steps, Sequence):
         raise TypeError(f"calibration must be a list of steps, as [Temperature(), Conformal()], got {steps!r}")
@@ -161,17 +151,17 @@ def settled(steps: Sequence[Fitted], predicted: Mapping[str, Mine]) -> tuple[Fit
 
 def check_servers_model(steps: Sequence[Any], algorithm: Algorithm) -> None:
     """Raise ValueError if a step compares clients' own models with the server's, and the method has not both."""
-    if not compares(steps):
+    if not (names := [type(step).__name__ for step in steps if compares([step])]):
         return
     if not algorithm.finetune and not any(algorithm.blocks[part].keep for part in algorithm.parts):
         raise ValueError(
-            "Choice compares clients' own models with the server's, and in this method all clients predict with the server's, so that "
+            f"{names[0]} compares clients' own models with the server's, and in this method all clients predict with the server's, so that "
             "there is nothing to choose: leave it out, or take a method with models of their own, such as fedavg_ft or ditto"
         )
     if algorithm.shared_parts() is None:
         raise ValueError(
-            "Choice compares clients' own models with the server's, and this method has no whole model on the server: leave it out, or "
-            "take a method that has one, such as fedavg_ft or ditto"
+            f"{names[0]} compares clients' own models with the server's, and this method has no whole model on the server: leave it out, "
+            "or take a method that has one, such as fedavg_ft or ditto"
         )
 
 
@@ -186,7 +176,12 @@ def check_draws(steps: Sequence[Fitted], draws: int, algorithm: Algorithm) -> No
 
 
 def check_reading(result: Any) -> None:
-    """Raise ValueError if the method of a `Result` predicts in another way than it did when its steps were fitted."""
+    """Raise ValueError if a `Result` or a `ClientModel` predicts in another way than it did when its steps were fitted."""
+    if result.steps and getattr(result, "plug_in", False):
+        raise ValueError(
+            f"{result.name!r} is calibrated for its full predictions, and plug_in=True makes others: take "
+            "dataclasses.replace(model, steps=())"
+        )
     if result.steps and result.calibrated not in (None, reading(result.algorithm)):
         raise ValueError(
             "the steps of calibration were fitted to another way of predicting, as by another predictor, likelihood or number of draws: "
@@ -226,143 +221,3 @@ def without_rows(known: Mine) -> Mine:
     none = Predictions(mask=mask, labels=labels, likelihood=like.likelihood, **blank)
     rows = None if known.rows is None else np.zeros((len(ids), 1), np.uint64)
     return Mine(none, ids, seed, round, None if known.shared is None else none, rows)
-
-
-def audited(result: Any, split: str, by: str, groups: Groups | None, delta: float, aggregation: Any) -> Audit:
-    """Return the audit of a federation's predictions; see `Result.audit`.
-
-    Args:
-        result: The federation, a `Result`, whose module imports this one.
-        split: As of `Result.audit`.
-        by: As of `Result.audit`.
-        groups: As of `Result.audit`.
-        delta: As of `Result.audit`.
-        aggregation: As of `Result.audit`.
-
-    Raises:
-        TypeError: As by `Result.audit`.
-        ValueError: As by `Result.audit`.
-    """
-    probability("delta", delta, "that an interval of a column misses")
-    if by not in ("client", "label"):
-        raise ValueError(f"by must be 'client' or 'label', got {by!r}; of other groups pass groups=")
-    known, used = result.data, {one.step.split for one in result.steps}
-    rows = asked(Counting("group", (), split), known.splits)
-    if split == "train" or split in used:
-        warnings.warn(
-            f"the split {split!r} was used for {'training' if split == 'train' else 'calibration'}, so the audit shows more than is "
-            f"kept for other rows; audit {'rows that had no part in either' if split == 'test' else repr('test')}",
-            stacklevel=3,
-        )
-    if groups is not None:
-        if by != "client":
-            raise ValueError("groups= has rows of its own in the table; leave by out")
-        if isinstance(groups, Mapping):
-            raise ValueError(
-                "groups must be one list of groups for each client, in the order of clients.client_names, a function of a client's inputs, "
-                "or the name of a column of from_frame; got a mapping"
-            )
-        if isinstance(groups, str):
-            groups = _by_column(known, groups)
-        each = [groups(rows.client(j)[0]) for j in range(known.clients)] if callable(groups) else groups
-        names, places = grouped(each, rows.counts)
-        survey = Counting("group", names, split, places)
-    elif by == "label":
-        survey = Counting("label", tuple(known.class_names or map(str, range(known.outputs))), split)
-    else:
-        survey = Counting("client", tuple(known.client_names), split)
-    steps = [one.step for one in result.steps]
-    own = result.algorithm.likelihood.level if isinstance(result.algorithm.likelihood, Quantiles) else None
-    level = next((step.level for step in steps if isinstance(step, Conformal)), own)
-    risk = next((step.risk for step in steps if isinstance(step, Abstention)), None)
-    return survey.audit(result.survey(survey, aggregation=aggregation), level=level, risk=risk, delta=delta)
-
-
-def _by_column(data: FederatedData, name: str) -> Callable[[Any], Any]:
-    """Return the function of a client's inputs that gives the values of a column of the frame.
-
-    Raises:
-        ValueError: The data are no frame's, or have no such column, or one of numbers of many values.
-    """
-    columns = data.prepared
-    if columns is None:
-        raise ValueError(f"groups={name!r} names a column, and the data are not of from_frame: pass a function of a client's inputs")
-
-    def values(x: Any) -> Any:
-        found = columns.values(x, name)
-        if found.dtype != object and len(different := np.unique(found[~np.isnan(found)])) > MOST_GROUPS:
-            raise ValueError(
-                f"the column {name!r} has {len(different)} values at one client, too many for groups: make ranges of them, as "
-                f"groups=lambda x: columns.values(x, {name!r}) > {np.median(different):g}"
-            )
-        return found
-
-    return values
-
-
-def described(steps: Sequence[Step]) -> list[dict[str, Any]]:
-    """Return what a file says of steps, JSON-able.
-
-    Raises:
-        ValueError: A step is none of bayesfl's.
-    """
-    if other := [type(step).__name__ for step in steps if type(step) not in STEPS.values()]:
-        raise ValueError(f"the step {other[0]} cannot be saved, as its code would be needed to read it; bayesfl's are {list(STEPS)}")
-    return [{"step": type(step).__name__, "options": json.loads(json.dumps(asdict(step), default=_plain))} for step in steps]  # pyright: ignore[reportArgumentType] (bayesfl's steps are dataclasses)
-
-
-def _plain(value: Any) -> Any:
-    """Return a number of NumPy's or torch's as Python's."""
-    return value.item()
-
-
-def tensors_of(steps: Sequence[Fitted]) -> dict[str, Any]:
-    """Return the tensors of steps as a file has them, {place: {told, own}}."""
-    return {str(place): {"told": dict(one.told), "own": dict(one.own)} for place, one in enumerate(steps)}
-
-
-KEPT: dict[str, tuple[set[str], set[str]]] = {
-    "Choice": (set(), {"shared", "better", "worse"}),
-    "Temperature": ({"beta", "information"}, {"temperature"}),
-    "Bias": (set(), {"bias"}),
-    "Conformal": ({"groups", "edges", "counts"}, {"threshold", "n_scores"}),
-    "Abstention": ({"threshold"}, set()),
-}
-"""The tensors that a step needs: what was told, and the clients' own."""
-
-
-def read_steps(about: Sequence[Mapping[str, Any]]) -> tuple[Step, ...]:
-    """Return the steps that a file describes, without what they have learnt.
-
-    Raises:
-        KeyError: A step is unknown.
-        ValueError: An option is out of range.
-        TypeError: There is no such option.
-    """
-    return tuple(STEPS[one["step"]](**one["options"]) for one in about)
-
-
-def read(about: Sequence[Mapping[str, Any]], tensors: Mapping[str, Any], *, clients: int) -> tuple[Fitted, ...]:
-    """Return the fitted steps that a file describes, on the CPU, where steps are applied.
-
-    Args:
-        about: What `described` says of them.
-        tensors: What `tensors_of` gives.
-        clients: Number of clients whose own parameters they hold.
-
-    Raises:
-        KeyError: A step is unknown, or lacks tensors.
-        ValueError: An option is out of range, or there are parameters of another number of clients.
-        TypeError: There is no such option.
-    """
-    found = []
-    for place, step in enumerate(read_steps(about)):
-        kept = tensors.get(str(place), {})
-        told, own = ({name: t.cpu() for name, t in kept.get(part, {}).items()} for part in ("told", "own"))
-        for needed, there in zip(KEPT[type(step).__name__], (told, own), strict=True):
-            if missing := sorted(needed - there.keys()):
-                raise KeyError(f"{type(step).__name__} lacks {missing}")
-        if any(len(t) != clients for t in own.values()):
-            raise ValueError(f"{type(step).__name__} has parameters of another number of clients than {clients}")
-        found.append(Fitted(step, told, own))
-    return tuple(found)

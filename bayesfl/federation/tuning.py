@@ -13,7 +13,7 @@ from bayesfl.base.protocols import Predictor, Tensors
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import ClientData, FederatedData
 from bayesfl.engine.crew import Crew
-from bayesfl.evaluation.surveys import Outputs, answers, conduct
+from bayesfl.evaluation.surveys import Outputs, answers, conduct, summed
 from bayesfl.federation.client import Done, Local, State
 from bayesfl.federation.predict import address_of, fitted_of, of_fitted, rows_of
 from bayesfl.posteriors.linearised import nll
@@ -92,10 +92,6 @@ class Tuning:
             )
         return {"value": torch.tensor(grid[best], dtype=torch.float64)}, True
 
-    def settle(self, told: Tensors, mine: Candidates) -> Tensors:
-        """Return nothing."""
-        return {}
-
 
 def without_data(algorithm: Algorithm) -> float | None:
     """Return the one number of the grid of a method's predictor; None where there is none, or where there are several."""
@@ -111,7 +107,7 @@ def tune(local: Local, state: State, data: FederatedData, crew: Crew) -> float |
         ValueError: The data have no validation split, or no candidate gives finite predictions.
     """
     predictor = local.algorithm.predictor
-    if predictor is None or len(predictor.grid) < 2:
+    if predictor is None or not needs_validation(local.algorithm):
         return without_data(local.algorithm)
     check_tunable(local.algorithm, data)
     survey = Tuning(predictor)
@@ -122,8 +118,8 @@ def tune(local: Local, state: State, data: FederatedData, crew: Crew) -> float |
             return ids, answers(survey, told, candidates(local, done, data.validation, round=state.round), shapes)
 
         parts = list(crew.over(local.chunked(), work))
-        order = torch.from_numpy(np.argsort(np.concatenate([ids for ids, _ in parts]), kind="stable"))
-        return {name: torch.cat([found[name] for _, found in parts])[order].sum(0) for name in shapes}
+        ids = np.concatenate([ids for ids, _ in parts])
+        return summed(ids, {name: torch.cat([found[name] for _, found in parts]) for name in shapes})
 
     return float(conduct(survey, put, Outputs(data.task, data.outputs))["value"])
 

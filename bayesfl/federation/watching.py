@@ -65,11 +65,6 @@ def watching(model: Any, score: Watched, delta: float) -> Alarm:
         raise ValueError(f"score must be one of {get_args(Watched)}, got {score!r}")
     _, one = _sets_of(model)
     kept = {"labels": "scores", "epistemic": "epistemic"}[score]
-    if kept not in one.own:
-        raise ValueError(
-            f"the calibration of {model.name!r} was fitted by an earlier version, which kept no scores for alarms; calibrate the result "
-            "again"
-        )
     reference = one.own[kept][0]
     reference = reference[one.own["scores"][0].isfinite()]
     if not len(reference):
@@ -119,8 +114,15 @@ def _sets_of(model: Any) -> tuple[int, Fitted]:
 
 
 def _numerals(names: Sequence[str]) -> bool:
-    """Say whether classes are named by whole numbers which are not the places that they have."""
-    return all(name.lstrip("-").isdigit() for name in names) and list(names) != [str(place) for place in range(len(names))]
+    """Say whether a class is named by a number which is not the place that it has."""
+
+    def other(name: str, place: int) -> bool:
+        try:
+            return float(name) != place
+        except ValueError:
+            return False
+
+    return any(other(name, place) for place, name in enumerate(names))
 
 
 def _labels(model: Any, found: Predictions, y: Any) -> Tensor:

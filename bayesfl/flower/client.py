@@ -20,7 +20,8 @@ from bayesfl.federation.admission import PROTOCOL
 from bayesfl.federation.fits import check
 from bayesfl.federation.identity import fingerprint
 from bayesfl.federation.settings import METHOD
-from bayesfl.federation.surveying import check_servers_model, checked_steps, described
+from bayesfl.federation.step_files import described
+from bayesfl.federation.surveying import check_servers_model, checked_steps
 from bayesfl.flower import records
 from bayesfl.flower.node import Node, Refused
 from bayesfl.flower.orders import Order

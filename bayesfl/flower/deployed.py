@@ -16,7 +16,7 @@ from bayesfl.base.protocols import Server, Tensors, View
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.evaluation.calibration import Fitted, Step
 from bayesfl.evaluation.history import History
-from bayesfl.federation import checkpoint, surveying, warm
+from bayesfl.federation import checkpoint, step_files, warm
 from bayesfl.federation.identity import check_method, check_network, identity
 from bayesfl.federation.modules import server_module
 from bayesfl.federation.saved import check_state, reloaded
@@ -179,7 +179,7 @@ def _content(state: Deployed, keys: Mapping[int, str], counts: Mapping[int, int]
         "names": state.names,
         "began": state.began,
         "algorithm": identity(state.algorithm),
-        "steps": surveying.described(state.calibration),
+        "steps": step_files.described(state.calibration),
         "calibrated": bool(state.told),
     }
     before = {} if state.before is None else state.before.starts
@@ -219,7 +219,7 @@ def read(folder: str | os.PathLike[str], algorithm: Algorithm, *, same: bool = T
             read_before(meta.get("before"), tensors.get("before", {}), len(base)),
             _called(meta.get("names", []), len(base)),
             None if meta.get("began") is None else str(meta["began"]),
-            surveying.read_steps(meta.get("steps", ())),
+            step_files.read_steps(meta.get("steps", ())),
             _told(meta, tensors.get("told", {})),
         )
         if not (EXPERIMENT.fullmatch(state.experiment) and state.sessions and all(map(SESSION.fullmatch, state.sessions))):

@@ -218,12 +218,16 @@ class Node:
             [[(_, computed)]] = of_chunk(local, done, [self._split(split, order)], round=order.round, draws=None, value=value)
             found = {"own": {name: t.cpu() for name, t in computed.items()}, "shared": self._by_all(order, split)}
             states.write_kept(split, made_by, found)
-        own, shared = (
-            Predictions(mask=mask, labels=labels, likelihood=self.algorithm.likelihood, **tensors) if tensors else None
-            for tensors in (found["own"], found.get("shared"))
+        return self._mine(order, {"mask": mask, "labels": labels}, found["own"], found.get("shared"), rows)
+
+    def _mine(self, order: Order, split: dict[str, Tensor], own: Any, shared: Any, rows: np.ndarray | None) -> Mine:
+        """Return predictions of this client's rows, [1, n, ...], with what steps of calibration need beside them."""
+        first, other = (
+            Predictions(likelihood=self.algorithm.likelihood, **split, **tensors) if tensors else None for tensors in (own, shared)
         )
-        assert own is not None
-        return Mine(own, self._ids, order.seed, order.round, shared, rows[None] if draws(self.calibration) else None)
+        assert first is not None  # the client's own, which are always there
+        drawn = None if rows is None or not draws(self.calibration) else rows[None]
+        return Mine(first, self._ids, order.seed, order.round, other, drawn)
 
     def _hashed(self, split: str, order: Order) -> np.ndarray:
         """Return a hash of the inputs of every row of a split, [n] uint64."""
@@ -247,14 +251,13 @@ class Node:
         reply: dict[str, Any] = {}
         for name, ((_, computed),) in zip(names, parts, strict=True):
             found: dict[str, Any] = {key: t.cpu() for key, t in computed.items()}
-            mask = torch.ones(1, self.examples(name), dtype=torch.bool)
-            predictions, split = Predictions(mask=mask, likelihood=self.algorithm.likelihood, **found), self._of_one(name, order).to("cpu")
+            mask, read = torch.ones(1, self.examples(name), dtype=torch.bool), bool(steps) and name == "test"
+            rows = self._hashed(name, order) if read and draws(self.calibration) else None
+            mine = self._mine(order, {"mask": mask}, found, self._by_all(order, name) if read else None, rows)
+            predictions, split = mine.predictions, self._of_one(name, order).to("cpu")
             reply[name] = MetricRecord(dict(self._measures(predictions, split)))
-            if name == "test" and steps:
-                shared = self._by_all(order, name)
-                other = Predictions(mask=mask, likelihood=self.algorithm.likelihood, **shared) if shared else None
-                rows = self._hashed(name, order)[None] if draws(self.calibration) else None
-                predictions = applied(steps, Mine(predictions, self._ids, order.seed, order.round, other, rows)).predictions
+            if read:
+                predictions = applied(steps, mine).predictions
                 reply[CALIBRATED] = MetricRecord(dict(self._measures(predictions, split)))
             if name == "test":
                 kept = {key: t[0] for key, t in vars(predictions).items() if isinstance(t, Tensor) and key != "mask"}
@@ -279,7 +282,7 @@ class Node:
             known |= measured(self.measures, predictions, split, summary)
         except Exception:  # of a user's own function; the library's measures are sent all the same
             log.exception("the measures of one's own are left out")
-        return {name: value for name, value in known.items() if np.isfinite(value)}
+        return {name: value for name, value in known.items() if np.isfinite(value) or (name in records.ENDLESS and value == np.inf)}
 
     def _keep_model(self, order: Order, local: Local, done: Done, value: float | None, steps: tuple[Fitted, ...]) -> None:
         """Store the client's own model, which `bayesfl.load_client` reads; at its means where its covariance would take too much."""

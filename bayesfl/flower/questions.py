@@ -1,7 +1,7 @@
 """Surveys over a network: questions to the nodes, with one cohort for each survey, which begins again where a client of it is lost."""
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from flwr.app import RecordDict
 
 from bayesfl.base.protocols import Tensors
-from bayesfl.evaluation.surveys import Outputs, Survey, checked, conduct
+from bayesfl.evaluation.surveys import Outputs, Survey, checked, conduct, summed
 from bayesfl.federation.admission import Admission
 from bayesfl.federation.errors import BadClients, FailedSurvey
 from bayesfl.flower import records
@@ -84,25 +84,25 @@ class _Asked:
         asked = self._cohort if self._cohort is not None else network.roster.having(self._survey.split)
         telling = {**self._before, self._name: told}
         messages = self._questions.request(np.array(asked, np.int64), survey=self._name, told=telling, whole=first)
-        found = dict(self._answers(messages, shapes))
+        found = self._answers(messages, shapes)
         least = self._questions.admission.min_clients
         if first and len(found) < least:
             raise LostClients(f"{len(found)} clients answered and {least} are needed (min_clients)")
         if missing := [network.roster.called(client) for client in self._cohort or () if client not in found]:
             raise LostClients(f"{', '.join(missing)} did not answer a further question")
         self._cohort = sorted(found)
-        return {name: torch.stack([found[client][name] for client in self._cohort]).sum(0) for name in shapes}
+        return summed(np.array(self._cohort), {name: torch.stack([found[client][name] for client in self._cohort]) for name in shapes})
 
-    def _answers(self, messages: Mapping[int, RecordDict], shapes: Mapping[str, tuple[int, ...]]) -> Collection[tuple[int, Tensors]]:
-        """Return the clients that answered, and how; of others say why not."""
-        out, network = [], self._questions.network
+    def _answers(self, messages: Mapping[int, RecordDict], shapes: Mapping[str, tuple[int, ...]]) -> dict[int, Tensors]:
+        """Return the answers by client; of clients without one say why."""
+        out, network = {}, self._questions.network
         most = records.most_bytes({name: (shape, torch.float64) for name, shape in shapes.items()})
         for client, reply in network.ask("evaluate.survey", messages, group=f"survey-{self._name}"):
             try:
                 if isinstance(reply, Failure):
                     raise records.RecordError(reply.reason)
                 tensors = records.unpack(reply, "answer", records.setting(reply, "digest", str), most=most)
-                out.append((client, checked(tensors, shapes, "its answer")))
+                out[client] = checked(tensors, shapes, "its answer")
             except ValueError as error:
                 if not self._questions.admission.skips:
                     raise BadClients(f"{network.roster.called(client)} has no part in a survey: {error}") from error

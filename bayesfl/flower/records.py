@@ -22,6 +22,8 @@ HEADER = 2**16
 """Least number of bytes that a blob may have beyond its tensors; it may have twice those of names and shapes if that is more."""
 _OF_CLASSES = ("accuracy", "nll", "ece", "mce", "brier", "macro_f1", "auroc", "set_size", "answered", "answered_accuracy")
 _OF_NUMBERS = ("rmse", "crps", "coverage_50", "coverage_90", "pinball", "coverage", "width", "interval_score")
+ENDLESS = ("width", "pinball", "interval_score")
+"""Measures that may be infinite, as those of conformal intervals where a client has few rows."""
 MEASURES = (*_OF_CLASSES, *_OF_NUMBERS)
 """Measures of their predictions that clients report, by the names of `bayesfl.metrics`."""
 OWN = 20  # measures of a user's own that a client may send besides
@@ -88,17 +90,17 @@ def config(content: RecordDict) -> ConfigRecord:
 
 
 def measures(content: RecordDict, split: str) -> dict[str, float]:
-    """Return a client's measures on a split that are finite numbers: the library's own, and at most `OWN` others."""
+    """Return a client's measures on a split: the library's own, and at most `OWN` others."""
     found = content.get(split)
     other = sorted(name for name in found if name not in MEASURES and NAME.fullmatch(name)) if isinstance(found, MetricRecord) else []
     return {name: value for name in (*MEASURES, *other[:OWN]) if (value := measure(content, split, name)) is not None}
 
 
 def measure(content: RecordDict, record: str, name: str) -> float | None:
-    """Return a number that a client measured; None if it is absent or not finite."""
+    """Return a number that a client measured; None if it is absent, or not finite but for `ENDLESS`."""
     found = content.get(record)
     value = found.get(name) if isinstance(found, MetricRecord) else None
-    return float(value) if isinstance(value, float) and math.isfinite(value) else None
+    return float(value) if isinstance(value, float) and (math.isfinite(value) or (name in ENDLESS and value == math.inf)) else None
 
 
 def setting(content: RecordDict, key: str, kind: type[T]) -> T:

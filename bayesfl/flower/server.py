@@ -30,6 +30,7 @@ from bayesfl.federation.identity import fingerprint
 from bayesfl.federation.replies import OpenRun
 from bayesfl.federation.round import Rules, run_round
 from bayesfl.federation.settings import METHOD, Settings, precision
+from bayesfl.federation.step_files import described
 from bayesfl.federation.tuning import Tuning, needs_validation, no_validation, without_data
 from bayesfl.flower import deployed, records
 from bayesfl.flower.deployed import Deployed
@@ -143,7 +144,7 @@ def serve(
         raise ValueError(f"timeout is in seconds and must be > 0, got {timeout}")
     precision(dtype)
     callbacks, steps = checked(on_round), surveying.checked_steps(calibration)
-    surveying.described(steps)
+    described(steps)
     surveying.check_servers_model(steps, algorithm)
     warm.check_apart(start, checkpoint)
     with contextlib.nullcontext() if checkpoint is None else deployed.alone(Path(checkpoint)):
@@ -252,8 +253,8 @@ class _Run:
     def _adapted(self, state: Deployed, ids: Sequence[int]) -> Deployed:
         """Let new clients adapt to the server's state, from which they then begin; one that does not begins from the method's own start."""
         base = list(state.base)
-        told = orders(state, np.array(ids, np.int64), set(), self._named(state))
-        for client, reply in self.network.ask("train.adapt", told, group="adapt"):
+        messages = orders(state, np.array(ids, np.int64), set(), self._named(state))
+        for client, reply in self.network.ask("train.adapt", messages, group="adapt"):
             if isinstance(reply, Failure):
                 log.warning("%s did not adapt: %s", self.network.roster.called(client), reply.reason)
             else:
@@ -355,8 +356,8 @@ class _Run:
         found: dict[str, list[float]] = {}
         each: dict[int, dict[str, float]] = {}
         about: dict[str, Any] = {"value": value, "tolerant": self.admission.skips, "told": state.told}
-        told = orders(state, np.arange(state.clients), set(), self._named(state), **about)
-        for client, reply in self.network.ask("evaluate", told, group="evaluate"):
+        messages = orders(state, np.arange(state.clients), set(), self._named(state), **about)
+        for client, reply in self.network.ask("evaluate", messages, group="evaluate"):
             if isinstance(reply, Failure):
                 log.warning("%s did not predict: %s", self.network.roster.called(client), reply.reason)
                 continue

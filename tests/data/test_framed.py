@@ -237,7 +237,7 @@ def test_what_no_training_row_lacked_is_warned_of():
     """A mean in place of most rows' values would otherwise look like data; a single row of many may lack one."""
     frame = hospitals().drop(columns="patient")
     _, columns = from_frame(frame, **ROLES)
-    with pytest.warns(UserWarning, match=r"'age'.*: 200 of 200 rows lack it, which no training row did, so that the training rows' mean"):
+    with pytest.warns(UserWarning, match=r"'age'.*: 200 of 200 rows lack it, which no training row did: the mean"):
         columns.apply(frame.assign(age=None).astype({"age": float}))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

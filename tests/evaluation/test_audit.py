@@ -86,8 +86,9 @@ def test_who_is_below_the_promise():
     found = Audit("client", ("a", "b"), np.array([200, 200]), 0.9, 0.05, held=np.array([184, 150]))
     assert found.below == ("b",)
     assert "Below the promise: b." in found.table()
-    assert "those of 50 rows by 0.04 (standard deviation)" in found.table()
+    assert "where 50 of its own set a threshold, with a standard deviation of 0.04" in found.table()
     assert "calibration rows" not in dataclasses.replace(found, held=np.array([184, 184])).table()
+    assert "left out" not in found.table()
     assert "1 clients" not in dataclasses.replace(found, units=("a",), rows=np.array([200]), held=np.array([184])).table()
     assert dataclasses.replace(found, held=np.array([170, 184])).below == ()  # .85 of 200 is not beyond chance, among two
     assert "below the promise: ['b']" in repr(found)
@@ -125,8 +126,12 @@ def test_labels_of_an_example_are_places():
         own = [place for place in places if labels[place] == c]
         assert found.rows[c] == len(own) > 0
         assert found.held[c] == sum(bool(sets[place][c]) for place in own)
-    groups = torch.tensor([[0, 1], [1, -1], [0, 0]])
+    groups = torch.tensor([[0, 1], [1, -1], [0, -1]])
     by_group = audited(Counting("group", ("a", "b"), groups=groups), given, Outputs("classification", 2))
+    assert by_group.examples == len({(j, i) for j, i, _ in places if groups[j, i] >= 0})
+    assert "Rows are labels, several of an example" in by_group.table()
+    assert by_group.left_out == sum(groups[j, i] < 0 for j, i, _ in places) > 0
+    assert f"{by_group.left_out} rows of no group are left out." in by_group.table()
     assert by_group.rows.tolist() == [sum(int(groups[j, i]) == g for j, i, _ in places) for g in range(2)]
 
 
@@ -214,3 +219,6 @@ def test_quantiles_promise_their_own_level():
     assert found.level == 0.8
     assert found.held is not None
     assert found.held.tolist() == [int(((y[j, :n] >= 0) & (y[j, :n] <= 1)).sum()) for j, n in enumerate((30, 12, 25))]
+    two: dict[str, Tensor] = {name: getattr(given, name).repeat(1, 1, 2) for name in ("mean", "lower", "upper", "labels")}
+    several = audit(Mine(dataclasses.replace(given, **two), np.arange(3)), Outputs("regression", 2), names=("a", "b", "c"))
+    assert several.held is None  # they promise each target, not all together

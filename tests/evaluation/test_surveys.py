@@ -36,9 +36,6 @@ class Share:
     def solve(self, told: Any, total: Any) -> tuple[dict[str, torch.Tensor], bool]:
         return {"asked": told["asked"] + 1, "share": total["n_right"] / total["n_examples"][0]}, bool(told["asked"] == 1)
 
-    def settle(self, told: Any, mine: Mine) -> dict[str, torch.Tensor]:
-        return {}
-
 
 def test_a_survey_of_ones_own():
     """Ends when it says so, and knows sums alone."""
@@ -98,7 +95,7 @@ def test_answers_are_checked(wrong: Any, words: str):
 
 
 def test_what_is_no_survey_or_does_not_end():
-    with pytest.raises(TypeError, match="a survey has split, start, shapes, ask, solve and settle, got 3"):
+    with pytest.raises(TypeError, match="a survey has split, start, shapes, ask and solve, got 3"):
         named_split(3)
     with pytest.raises(TypeError, match="a survey has"):
         named_split(Share)

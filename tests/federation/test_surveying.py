@@ -76,7 +76,7 @@ def test_files_and_clients_keep_it(served: Result, method: bf.Algorithm, clients
     served.client(2).save(tmp_path / "client")
     for model in (bf.load(tmp_path / "run", method).client(2), bf.load_client(tmp_path / "client", method)):
         same(model.predict(x), one)
-    with pytest.raises(ValueError, match="is calibrated for its full predictions, and plug_in=True stores others"):
+    with pytest.raises(ValueError, match="is calibrated for its full predictions, and plug_in=True makes others"):
         served.client(2).save(tmp_path / "other", plug_in=True)
 
 

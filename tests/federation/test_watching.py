@@ -16,6 +16,7 @@ from bayesfl.evaluation.alarm import Alarm
 from bayesfl.evaluation.calibration import Abstention, Bias, Conformal, Temperature, applied, fit
 from bayesfl.evaluation.surveys import Outputs
 from bayesfl.federation.result import Result
+from bayesfl.federation.watching import _numerals
 from tests.federation.made import run
 
 NAMES = ("cold", "flu", "none")
@@ -66,7 +67,7 @@ def test_an_audit_is_of_the_predictions(served: Result, data: FederatedData):
     ("options", "words"),
     [
         ({"by": "town"}, "by must be 'client' or 'label'"),
-        ({"by": "label", "groups": lambda x: x}, "leave by out"),
+        ({"by": "label", "groups": lambda x: x}, "by='label' and groups= both say"),
         ({"delta": 0}, "delta is the probability"),
         ({"split": "later"}, r"reads the split 'later', and the data have"),
         ({"groups": [["a"]]}, "groups must have the groups of 3 clients"),
@@ -131,6 +132,13 @@ def test_scores_of_another_kind_or_model_are_refused(served: Result, data: Feder
             again = dataclasses.replace(served, steps=()).calibrate(changed)
             with pytest.raises(ValueError, match=r"scores are of labels by 'client 0' .* calibration [0-9a-f]{8}, and this alarm watches"):
                 watch.see(again.client(0).scores(x, y))
+        for foreign in (other.scores(x, y)[0], next(iter(other.scores(x, y))), 2 * other.scores(x, y)[1:2]):
+            with pytest.raises(ValueError, match="this alarm watches"):
+                watch.see(foreign)
+        one_by_one = model.alarm()
+        for one in model.scores(x, y):
+            one_by_one.see(one)
+        assert np.array_equal(one_by_one.history, model.alarm().see(model.scores(x, y)).history)
         assert len(watch.see(model.scores(x, y)[:3]).see(np.asarray(model.scores(x, y)).tolist()).p) == 3 + len(x)
 
 
@@ -155,7 +163,14 @@ def test_steps_are_of_the_way_of_predicting(served: Result, data: FederatedData,
     other = dataclasses.replace(served, algorithm=dataclasses.replace(served.algorithm, draws=3))
     other.save(tmp_path)
     loaded = bf.load(tmp_path, other.algorithm, data)
+    model = served.client(0)
+    x, y = data.test.client(0)
+    with pytest.raises(ValueError, match="is calibrated for its full predictions, and plug_in=True makes others"):
+        dataclasses.replace(model, plug_in=True).scores(x, y)
+    model.save(tmp_path / "client")
     for read in (
+        lambda: dataclasses.replace(model, algorithm=other.algorithm).predict(x),
+        lambda: dataclasses.replace(bf.load_client(tmp_path / "client", served.algorithm), algorithm=other.algorithm).predict(x),
         other.predict,
         loaded.predict,
         loaded.audit,
@@ -213,6 +228,10 @@ def test_noise_by_a_rows_place_cannot_be_watched(data: FederatedData):
 
 def test_classes_named_by_other_numbers():
     """Numbers that may be names or places are refused; as text they are names, and tensors are of the package, by place."""
+    for names in (("1.0", "0.0", "none"), ("-1", "+1", "x")):
+        assert _numerals(names)
+    for names in (("0", "1", "other"), ("a", "b", "2")):
+        assert not _numerals(names)
     data = dataclasses.replace(federation(), class_names=("1", "2", "3"))
     method = bf.algorithms.fedavg(bf.models.mlp(3, hidden=8, outputs=3))
     model = run(method, data, rounds=1, evaluate_every=None).calibrate(Conformal()).client(0)
@@ -250,9 +269,13 @@ def test_groups_by_a_column(recwarn: pytest.WarningsRecorder):
         own = frame[frame["town"] == town]
         assert {*zip(ages.tolist(), sexes.tolist(), strict=True)} <= {*zip(own["age"].tolist(), own["sex"].tolist(), strict=True)}
     assert found.rows.sum() == data.test.counts.sum()
-    older = served.audit(groups=lambda x: columns.values(x, "age") >= 50)
-    assert older.units == ("False", "True")
-    with pytest.raises(ValueError, match=r"the column 'age' has .* values at one client, too many for groups: make ranges"):
+    decades = served.audit(groups=lambda x: columns.values(x, "age") // 10 * 10)
+    assert decades.units == ("20", "30", "40", "50", "60", "70")
+    turned = data.transformed(lambda x: -x)
+    again = run(bf.algorithms.fedavg(bf.models.mlp(data.inputs, outputs=2)), turned, rounds=1, evaluate_every=None).calibrate(Conformal())
+    assert again.audit(groups="sex").rows.tolist() == found.rows.tolist()  # of the frame, whatever the transform makes of it
+    assert again.audit(groups=lambda x: columns.values(x, "age") // 10 * 10).rows.tolist() == decades.rows.tolist()
+    with pytest.raises(ValueError, match=r"the column 'age' has .* values at one client, too many for groups: make ranges .* // 10 \* 10"):
         served.audit(groups="age")
     with pytest.raises(ValueError, match="'size' is none of the columns"):
         served.audit(groups="size")

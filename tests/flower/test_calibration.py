@@ -16,6 +16,7 @@ from bayesfl.evaluation.calibration import Abstention, Bias, Choice, Conformal, 
 from bayesfl.federation import checkpoint
 from bayesfl.federation.result import Result
 from bayesfl.flower import BadClients, Deployed, load, node
+from bayesfl.likelihoods import Gaussian, Quantiles
 from tests.flower.made import asked, deploy, grid_of, simulated, waits
 
 STEPS = (Temperature(strength=5.0), Bias(), Conformal(score="aps", shrink=5.0))
@@ -238,3 +239,22 @@ def test_choices_and_answers_are_the_simulations(parted: FederatedData, tmp_path
         _, tensors = checkpoint.read_file(kept(tmp_path, found, j) / "predictions.safetensors")
         assert torch.equal(tensors["answered"], test.answered)
     assert found.history[-1]["calibrated_answered"] == pytest.approx(expected.summary(parted.test)["answered"], abs=1e-9)
+
+
+def test_widths_without_end_are_not_left_out(tmp_path: Path):
+    """Where a client has too few rows the mean width is infinite, as in the simulation, and not that of the others."""
+    rng = np.random.default_rng(0)
+    x, ids = rng.normal(size=(300, 4)).astype(np.float32), rng.choice(3, 300, p=[0.55, 0.4, 0.05])
+    y = (x[:, 0] + rng.normal(size=300)).astype(np.float32)
+    data = bf.data.from_arrays(x, y, client_ids=ids, calibration=0.2, task="regression")
+    for likelihood in (Gaussian(), Quantiles(0.9)):
+        outputs = 2 if isinstance(likelihood, Quantiles) else 1
+        method = bf.algorithms.fedavg(bf.models.mlp(4, hidden=4, outputs=outputs), epochs=1, likelihood=likelihood)
+        steps = (Conformal(shrink=0.0),)
+        summary = simulated(method, data).calibrate(*steps).predict().summary(data.test)
+        folder = tmp_path / type(likelihood).__name__
+        last = deploy(method, data, folder, grid_of(method, data, folder, calibration=steps), calibration=steps).history[-1]
+        assert last["calibrated_width"] == summary["width"] == np.inf
+        assert last["calibrated_coverage"] == pytest.approx(summary["coverage"], abs=1e-9)
+        assert last["calibrated_rmse"] == pytest.approx(summary["rmse"], abs=1e-6)
+        assert last["personal_rmse"] == pytest.approx(summary["rmse"], abs=1e-6)  # intervals do not change means

@@ -29,8 +29,8 @@ class Abstention:
     Statistics 19, 2025, fixed-sequence testing). It is of all clients' rows together; a client's own share may be higher, see the column
     `answered_accuracy` of `Predictions.table`.
 
-    Of calibrated probabilities the wrong answers below a doubt of `risk` are fewer than `risk`, so the first test is one that should pass:
-    fit a `Temperature` before. It needs at least log(delta) / log(1 - risk) rows below it, 59 for 5 % and 5 %.
+    Of calibrated probabilities the share of wrong answers below a doubt of `risk` is below `risk`, so the first test is one that should
+    pass: fit a `Temperature` before. It needs at least log(delta) / log(1 - risk) rows below it, 59 for 5 % and 5 %.
 
     Args:
         risk: Largest share of wrong answers, in (0, 1).
@@ -64,7 +64,13 @@ class Abstention:
         return {"n_rows": (THRESHOLDS,), "n_wrong": (THRESHOLDS,)}
 
     def ask(self, told: Tensors, mine: Mine) -> Tensors:
-        """Return the clients' counts, [J, THRESHOLDS]."""
+        """Return the clients' counts, [J, THRESHOLDS].
+
+        Raises:
+            ValueError: Rows have several labels each.
+        """
+        if mine.predictions.probs is not None and mine.predictions.probs.dim() == 4:
+            raise ValueError("Abstention counts rows as independent, and the several labels of one row are not: leave it out")
         logits, labels, mask = mine.labelled
         place = torch.bucketize(_doubt(logits), told["thresholds"]).clamp_max(THRESHOLDS - 1)
         wrong = mask & (logits.argmax(-1) != labels)
@@ -87,7 +93,7 @@ class Abstention:
                 stacklevel=2,
             )
         threshold = told["thresholds"][good - 1] if good else told["thresholds"].new_tensor(-math.inf)
-        return {"threshold": threshold, **{name: total[name] for name in ("n_rows", "n_wrong")}}, True
+        return {"threshold": threshold}, True
 
     def settle(self, told: Tensors, mine: Mine) -> Tensors:
         """Return nothing, as the threshold is one for all."""

@@ -72,8 +72,7 @@ def _shared(mine: Mine) -> Predictions:
     """
     if mine.shared is None:
         raise ValueError(
-            "Choice compares clients' own models with the server's, and this method has no whole model on the server: leave it out, or "
-            "take a method that has one, such as fedavg_ft or ditto"
+            "these predictions come without those of the server's model, `Mine.shared`, which Choice compares; result.calibrate makes both"
         )
     return mine.shared
 

@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from bayesfl.base.checks import instance, number
+from bayesfl.base.checks import instance, number, probability
 from bayesfl.base.protocols import Tensors
 from bayesfl.evaluation.calibration.scores import Score, class_scores, intervals, largest_class_score, number_scores
 from bayesfl.evaluation.predictions import Predictions
@@ -23,6 +23,7 @@ BINS = 1024
 """Bins of the histogram by which the federation's scores are known; a threshold at a bin's upper end is at most a bin too large."""
 POWERS = 64
 """Scores of numbers are counted up to each of so many powers of 2 first, from 2^-32, which gives the histogram its range."""
+_POWERS_OF_2 = 2.0 ** (torch.arange(POWERS, dtype=torch.float64) - POWERS // 2)
 TAIL = 128
 """Bins of numbers' scores beyond the equal ones, each a constant factor above the one before, up to the largest power of 2."""
 _BEYOND = 0.5
@@ -71,8 +72,7 @@ class Conformal:
     split: str = "calibration"
 
     def __post_init__(self) -> None:
-        if not 0 < number("level", self.level) < 1:
-            raise ValueError(f"level is the probability that a set holds the truth and must lie in (0, 1), got {self.level}; 90 % is 0.9")
+        probability("level", self.level, "that a set holds the truth")
         instance("never_empty", self.never_empty, bool, "True adds the most probable class to empty sets")
         if self.shrink != "pinball" and not number("shrink", self.shrink) >= 0:
             raise ValueError(f"shrink is a number of examples, >= 0, or 'pinball', got {self.shrink}; math.inf pools all clients' scores")
@@ -93,15 +93,11 @@ class Conformal:
         """
         if outputs.task == "classification":
             groups = outputs.count if self.by == "label" else 1
-            return {"groups": torch.tensor(groups), "edges": self._edges(0.0, largest_class_score(self.score, outputs.count))}
+            return {"groups": torch.tensor(groups), "edges": _ends(0.0, largest_class_score(self.score, outputs.count), BINS)}
         given = {"by": self.by == "label", "score": self.score != "lac", "never_empty": self.never_empty}
         if idle := [name for name, found in given.items() if found]:
             raise ValueError(f"{idle[0]}={getattr(self, idle[0])!r} is for sets of classes, and this is a regression; leave it out")
         return {"groups": torch.tensor(1)}
-
-    @staticmethod
-    def _edges(low: float, high: float) -> Tensor:
-        return low + (high - low) * torch.arange(1, BINS + 1, dtype=torch.float64) / BINS
 
     def shapes(self, told: Tensors) -> Mapping[str, tuple[int, ...]]:
         """Return the shape of counts of scores, in each bin and beyond the last, or of numbers' by their power of 2; or that of losses."""
@@ -117,8 +113,7 @@ class Conformal:
         if "counts" in told:
             return {"pinball": self._losses(told, scores, group, mask)}
         if "edges" not in told:
-            powers = 2.0 ** (torch.arange(POWERS, dtype=torch.float64) - POWERS // 2)
-            return {"n_powers": _counted(torch.bucketize(scores.abs(), powers), (scores < 0).long(), mask, 2, POWERS + 1)}
+            return {"n_powers": _counted(torch.bucketize(scores.abs(), _POWERS_OF_2), (scores < 0).long(), mask, 2, POWERS + 1)}
         place = torch.bucketize(scores, told["edges"])
         return {"n_scores": _counted(place, group, mask, int(told["groups"]), BINS + 1)}
 
@@ -131,7 +126,6 @@ class Conformal:
         if "edges" not in told:
             counts = total["n_powers"]
             self._some(counts.sum())
-            powers = 2.0 ** (torch.arange(POWERS, dtype=torch.float64) - POWERS // 2)
             beyond = counts.sum() - counts.sum(0).cumsum(0)[:-1]  # scores above each power
             allowed = _BEYOND * (1 - self.level) * counts.sum()
             if not counts[:, 1:].sum() > 0.5 * counts.sum() or beyond[-1] > allowed:
@@ -140,12 +134,11 @@ class Conformal:
                     "the targets, to a standard deviation of 1 for instance",
                     stacklevel=2,
                 )
-            high = float(powers[min(int((beyond > allowed).sum()), POWERS - 1)])
+            high = float(_POWERS_OF_2[min(int((beyond > allowed).sum()), POWERS - 1)])
             negative = counts[1, :-1].nonzero()
-            low = -float(powers[int(negative.max())]) if len(negative) else 0.0
-            low, equal = max(low, -high), BINS - TAIL
-            near = low + (high - low) * torch.arange(1, equal + 1, dtype=torch.float64) / equal
-            far = high * (2 * powers[-1] / high) ** (torch.arange(1, TAIL + 1, dtype=torch.float64) / TAIL)
+            low = -float(_POWERS_OF_2[int(negative.max())]) if len(negative) else 0.0
+            near = _ends(max(low, -high), high, BINS - TAIL)
+            far = high * (2 * _POWERS_OF_2[-1] / high) ** (torch.arange(1, TAIL + 1, dtype=torch.float64) / TAIL)
             return told | {"edges": torch.cat([near, far])}, False
         if "counts" in told:
             return told | {"shrink": torch.tensor(SHRINKS[int(total["pinball"].argmin())], dtype=torch.float64)}, True
@@ -229,6 +222,11 @@ class Conformal:
             u = u.repeat_interleave(logits.shape[1] // u.shape[1], 1)
         scores = class_scores(self.score, logits.softmax(-1), u).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
         return scores.masked_fill(~mask, 0.0), labels if self.by == "label" else torch.zeros_like(labels), mask
+
+
+def _ends(low: float, high: float, bins: int) -> Tensor:
+    """Return the upper ends of equal bins between two numbers, [bins] in float64."""
+    return low + (high - low) * torch.arange(1, bins + 1, dtype=torch.float64) / bins
 
 
 def doubt(mine: Mine) -> Tensor:

@@ -19,6 +19,10 @@ class Step(Survey[Mine], Protocol):
     A step may say `compares = True`, and is then given `Mine.shared`; and `draws = True`, and is then given `Mine.rows`.
     """
 
+    def settle(self, told: Tensors, mine: Mine) -> Tensors:
+        """Return the clients' own parameters, [J, ...], by what was told at last."""
+        ...
+
     def apply(self, told: Tensors, own: Tensors, mine: Mine) -> Predictions:
         """Return changed predictions.
 
@@ -107,7 +111,7 @@ def applied(steps: Iterable[Fitted], mine: Mine) -> Mine:
 
 
 def changed(predictions: Predictions, logits: Tensor) -> Predictions:
-    """Return predictions with the probabilities of these logits; their epistemic part is what it was, at most the entropy."""
+    """Return predictions with the probabilities of these logits; the epistemic part stays, capped at the entropy of these."""
     assert predictions.probs is not None
     inside = predictions.mask.reshape(*predictions.mask.shape, *[1] * (logits.dim() - 2)).cpu()
     probs = torch.where(inside, logits.softmax(-1), torch.nan).to(predictions.probs)

@@ -21,7 +21,6 @@ from bayesfl.evaluation.metrics.regression import (
 )
 from bayesfl.evaluation.metrics.reliability import ReliabilityBins, ece, mce, reliability_bins
 from bayesfl.evaluation.metrics.scores import accuracy, auroc, brier, macro_f1, nll
-from bayesfl.evaluation.metrics.sets import held_classes, held_numbers
 from bayesfl.evaluation.metrics.summaries import classification_summary, per_client_table
 
 __all__ = [
@@ -35,8 +34,6 @@ __all__ = [
     "crps",
     "ece",
     "gaussian_nll",
-    "held_classes",
-    "held_numbers",
     "interval_summary",
     "interval_table",
     "macro_f1",

@@ -11,7 +11,9 @@ from bayesfl.base.checks import probability
 from bayesfl.evaluation.metrics.clients import check_rows, index_of, mean_of_clients
 
 
-def interval_summary(lower: Tensor, upper: Tensor, targets: Tensor, mask: Tensor, *, level: float = 0.9) -> dict[str, float]:
+def interval_summary(
+    lower: Tensor, upper: Tensor, targets: Tensor, mask: Tensor, *, level: float = 0.9, middle: Tensor | None = None
+) -> dict[str, float]:
     """Summarise the intervals that a federation predicts for its targets.
 
     Args:
@@ -20,25 +22,34 @@ def interval_summary(lower: Tensor, upper: Tensor, targets: Tensor, mask: Tensor
         targets: True values, [J, N, O], or [J, N] if O is 1.
         mask: Which rows are examples, [J, N] bool.
         level: Probability that an interval should hold its target, in (0, 1).
+        middle: The intervals' middles, [J, N, O], where these cannot be computed, as those of endless intervals; None computes them.
 
     Returns:
         Means over the clients that have examples. `rmse`: of the intervals' middles. `pinball`: the loss of both quantiles, summed over
         targets. `coverage`: the share of targets inside. `width`: the mean width. `interval_score`: the width plus 2 / (1 - level) times
         what a target lies outside, which is proper; it is 2 / (1 - level) times the loss. The same names with the prefix `pooled_`: of all
-        clients' examples pooled. An interval may be endless, as conformal ones of a client with few rows: then `rmse` is NaN, and the
-        others but for `coverage` are infinite.
+        clients' examples pooled. An interval may be endless, as conformal ones of a client with few rows: then the measures but for
+        `coverage` and `rmse` are infinite, and `rmse` is NaN without `middle`.
 
     References:
         Gneiting and Raftery, "Strictly proper scoring rules, prediction, and estimation", JASA 102, 2007, eq. 43.
     """
-    values, broken, mask = _measures(lower, upper, targets, mask, level)
-    summary = {name: mean_of_clients(_average(name, t, mask).masked_fill(broken, math.nan), broken) for name, t in values.items()}
+    values, broken, mask = _measures(lower, upper, targets, mask, level, middle)
+    each = {name: _average(name, t, mask).masked_fill(broken, math.nan) for name, t in values.items()}
+    summary = {name: mean_of_clients(t, t.isnan() & mask.any(-1)) for name, t in each.items()}
     flat = {name: float(_average(name, t.flatten()[None], mask.flatten()[None])) for name, t in values.items()}
     return summary | {f"pooled_{name}": math.nan if broken.any() else value for name, value in flat.items()}
 
 
 def interval_table(
-    lower: Tensor, upper: Tensor, targets: Tensor, mask: Tensor, *, level: float = 0.9, names: Sequence[str] | None = None
+    lower: Tensor,
+    upper: Tensor,
+    targets: Tensor,
+    mask: Tensor,
+    *,
+    level: float = 0.9,
+    middle: Tensor | None = None,
+    names: Sequence[str] | None = None,
 ) -> dict[str, np.ndarray]:
     """Return every measure of `interval_summary` of every client as columns [J], ready for a data frame.
 
@@ -48,12 +59,13 @@ def interval_table(
         targets: True values, [J, N, O], or [J, N] if O is 1.
         mask: Which rows are examples, [J, N] bool.
         level: Probability that an interval should hold its target, in (0, 1).
+        middle: As of `interval_summary`.
         names: Names of the clients, as `clients.client_names`; None for their numbers.
 
     Returns:
         `client` (names or numbers) and `examples` (integers), `rmse`, `pinball`, `coverage`, `width` and `interval_score`.
     """
-    values, broken, mask = _measures(lower, upper, targets, mask, level)
+    values, broken, mask = _measures(lower, upper, targets, mask, level, middle)
     return index_of(names, mask) | {name: _average(name, t, mask).masked_fill(broken, math.nan).numpy() for name, t in values.items()}
 
 
@@ -62,7 +74,9 @@ def _average(name: str, values: Tensor, mask: Tensor) -> Tensor:
     return found.sqrt() if name == "rmse" else found
 
 
-def _measures(lower: Tensor, upper: Tensor, targets: Tensor, mask: Tensor, level: float) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+def _measures(
+    lower: Tensor, upper: Tensor, targets: Tensor, mask: Tensor, level: float, middle: Tensor | None
+) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     """Return every measure of every example [J, N], of `rmse` its square, which clients have ends that are NaN, and the mask.
 
     Raises:
@@ -86,8 +100,9 @@ def _measures(lower: Tensor, upper: Tensor, targets: Tensor, mask: Tensor, level
         raise ValueError("a lower end is above its upper one; sort the two")
     outside = (low - y).clamp_min(0) + (y - high).clamp_min(0)
     score = high - low + 2 / (1 - level) * outside
+    centre = (low + high) / 2 if middle is None else middle.detach().cpu().reshape(low.shape).double().masked_fill(~use, 0)
     found = {
-        "rmse": (y - (low + high) / 2).square().mean(-1),
+        "rmse": (y - centre).square().mean(-1),
         "pinball": (0.5 * (1 - level) * score).sum(-1),
         "coverage": (outside == 0).double().mean(-1),
         "width": (high - low).mean(-1),

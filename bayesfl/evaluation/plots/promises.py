@@ -21,10 +21,10 @@ _LINES = ((0, "coverage"), (1, "size"))
 def coverage(entries: "Audit | Mapping[str, Audit]", *, title: str | None = None) -> "Figure":
     """Draw the coverage of sets or intervals unit by unit, with its interval, and their sizes beneath.
 
-    A point is the share of a client's rows, or of a label's or group's, whose set holds the truth; its bar is its interval, which hold
-    together with the audit's probability. Units whose whole bar lies below the promise are drawn in vermilion. The dashed line is the
-    promise, the dotted one what the worst unit would show on average by chance alone, if all kept it exactly. A size without end is a
-    hatched bar.
+    A point is the share of a client's rows, or of a label's or group's, whose set holds the truth. The bars are intervals that all hold
+    together with probability 1 - `delta` of the audit. Units whose whole bar lies below the promise are drawn in vermilion. The dashed
+    line is the promise, the dotted one what the worst unit would show on average by chance alone, if all kept it exactly. A size without
+    end is a hatched bar.
 
     Args:
         entries: What `Result.audit` gives; {name: that} for several side by side.
@@ -147,8 +147,9 @@ def _covered(ax: "Axes", beneath: "Axes", found: Audit, *, alone: bool) -> None:
     assert found.size is not None
     assert found.level is not None
     kept = found.rows > 0
-    place, share, (low, high) = np.arange(len(kept))[kept], (found.held[kept] / found.rows[kept]), found.intervals(found.held)[kept].T
-    below = high < found.level
+    assert found.coverage is not None
+    place, share, (low, high) = np.flatnonzero(kept), found.coverage[kept], found.intervals(found.held)[kept].T
+    below = np.isin(found.units, found.below)[kept]
     together = f"interval, all with probability {1 - found.delta:g}"
     ax.bar(place, high - low, 0.6, bottom=low, color="#D9DDE1", linewidth=0, label=together, gid="interval")
     for which, colour, marker, label in ((~below, BLUE, "o", f"a {found.by}"), (below, RED, "D", f"a {found.by} below the promise")):

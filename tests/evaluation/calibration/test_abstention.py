@@ -101,3 +101,12 @@ def test_bad_options():
             Abstention(**options)
     with pytest.raises(ValueError, match="this is a regression"):
         Abstention().start(Outputs("regression", 1))
+
+
+def test_labels_of_one_row_are_not_counted_as_rows():
+    """Ten labels of a row that fail together are no ten trials."""
+    probs = torch.rand(1, 20, 10, 3, generator=torch.Generator().manual_seed(0)).softmax(-1)
+    labels = torch.zeros(1, 20, 10, dtype=torch.int64)
+    found = Predictions(mask=torch.ones(1, 20, dtype=torch.bool), epistemic=torch.full((1, 20, 10), torch.nan), probs=probs, labels=labels)
+    with pytest.raises(ValueError, match="counts rows as independent, and the several labels of one row are not"):
+        fit(Abstention(), Mine(found, np.zeros(1, np.int64)), Outputs("classification", 3))

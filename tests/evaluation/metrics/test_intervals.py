@@ -66,7 +66,11 @@ def test_endless_intervals_are_infinitely_wide():
     for name in ("width", "pinball", "interval_score"):
         assert found[name].tolist() == [math.inf, before[name][1]]
     assert math.isnan(found["rmse"][0])
+    middle = y + 0.5  # of a mean that is known apart
+    assert metrics.interval_table(lower, upper, y, mask, middle=middle)["rmse"].tolist() == pytest.approx([0.5, 0.5])
+    assert metrics.interval_summary(lower, upper, y, mask, middle=middle)["pooled_rmse"] == pytest.approx(0.5)
     summary = metrics.interval_summary(lower, upper, y, mask)
+    assert math.isnan(summary["rmse"])  # and not that of the clients whose intervals end
     assert summary["width"] == summary["pooled_interval_score"] == math.inf
     assert summary["coverage"] == pytest.approx(found["coverage"].mean())
     lower[0, 1] = math.inf
