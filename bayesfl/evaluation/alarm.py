@@ -17,7 +17,7 @@ reaches 1 / delta is at most delta (Ville), however often, and whenever, somebod
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -55,9 +55,6 @@ class Scores(np.ndarray):
     def __getitem__(self, key: Any) -> Any:
         found = super().__getitem__(key)
         return found if self.of is None or isinstance(found, Scores) else Scores.made(found, *self.of)
-
-    def __iter__(self) -> Iterator[Any]:
-        return (self[place] for place in range(len(self)))
 
     def __array_finalize__(self, other: Any) -> None:
         self.of = getattr(other, "of", None)
