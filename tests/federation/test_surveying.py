@@ -289,6 +289,11 @@ def test_answers_where_doubt_is_low(personal: tuple[Any, Any], tmp_path: Path):
     np.testing.assert_allclose(audit.columns()["answered"], table["answered"], rtol=1e-12)
     np.testing.assert_allclose(audit.columns()["answered_accuracy"], table["answered_accuracy"], rtol=1e-12)
     assert audit.risk == 0.06
+    assert audit.answered is not None
+    assert audit.answered_right is not None
+    assert summary["pooled_answered"] == pytest.approx(audit.answered.sum() / audit.rows.sum(), rel=1e-12)
+    assert summary["pooled_answered_accuracy"] == pytest.approx(audit.answered_right.sum() / audit.answered.sum(), rel=1e-12)
+    assert summary["pooled_answered"] != pytest.approx(summary["answered"], rel=1e-6)
     secure = plain.calibrate(Temperature(), Abstention(risk=0.06, delta=0.2), aggregation=SecureSum())
     assert secure.steps[1].told["threshold"] == served.steps[1].told["threshold"]
     with pytest.warns(UserWarning, match="Bias and Abstention are fitted to the same split"):
