@@ -156,7 +156,7 @@ class Columns:
 
         Returns:
             Values [N]. Numbers are in their unit, to a hundred-thousandth of their deviation, and NaN where missing values are flagged;
-            categories are their levels, None where a row has none of them.
+            categories are their levels, None where a row has none of them. A comparison with NaN is False.
 
         Raises:
             ValueError: There is no such column, or the inputs have another width.

@@ -17,6 +17,8 @@ Groups: TypeAlias = Sequence[Sequence[Any]] | Callable[[Any], Any] | str
 """Groups of rows: for each client that of every row, a function that makes these of a client's inputs, or a column of the frame."""
 MOST_GROUPS = 20
 """Most values of a column of numbers that are groups."""
+COARSE = 1e4
+"""Standard deviation of a column beyond which whole numbers near its mean might be read back as others."""
 
 
 def audited(result: Any, split: str, by: str, groups: Groups | None, delta: float, aggregation: Any) -> Audit:
@@ -76,6 +78,12 @@ def _by_column(data: FederatedData, name: str) -> Callable[[Any], Any]:
     columns = data.prepared
     if columns is None:
         raise ValueError(f"groups={name!r} names a column, and the data are not of from_frame: pass a function of a client's inputs")
+
+    if any(getattr(part, "scale", 0.0) > COARSE for part in columns.parts if part.name == name):
+        raise ValueError(
+            f"the column {name!r} has numbers so far apart that small ones cannot be told from inputs, as codes beside 999999: pass groups "
+            "as lists, one for each client"
+        )
 
     def values(x: Any) -> Any:
         found = columns.values(x, name)

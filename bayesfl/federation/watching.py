@@ -114,11 +114,11 @@ def _sets_of(model: Any) -> tuple[int, Fitted]:
 
 
 def _numerals(names: Sequence[str]) -> bool:
-    """Say whether a class is named by a number which is not the place that it has."""
+    """Say whether a class is named by a number, or a truth value, which is not the place that it has."""
 
     def other(name: str, place: int) -> bool:
         try:
-            return float(name) != place
+            return float({"false": "0", "true": "1"}.get(name.lower(), name)) != place
         except ValueError:
             return False
 
@@ -137,9 +137,10 @@ def _labels(model: Any, found: Predictions, y: Any) -> Tensor:
         if other := sorted({str(one) for one in values.ravel().tolist()} - known.keys()):
             raise ValueError(f"y has {other[0]!r}, which is none of the classes {list(known)}")
         values = np.array([known[str(one)] for one in values.ravel().tolist()]).reshape(values.shape)
-    elif values.dtype.kind in "iuf" and not isinstance(y, Tensor) and model.class_names is not None and _numerals(model.class_names):
+    elif values.dtype.kind in "biuf" and not isinstance(y, Tensor) and model.class_names is not None and _numerals(model.class_names):
         raise ValueError(
-            f"y has numbers, and the classes are named by others, {list(model.class_names[:5])}: pass these names as text, y.astype(str)"
+            f"y has {'truth values' if values.dtype.kind == 'b' else 'numbers'}, and the classes are named by others, "
+            f"{list(model.class_names[:5])}: pass these names as text, y.astype(str)"
         )
     if values.dtype.kind not in "biuf" or not values.ndim:
         raise ValueError(f"y must be a list or an array of labels or targets, one for each row, got {type(y).__name__} of {values.dtype}")

@@ -228,14 +228,16 @@ def test_noise_by_a_rows_place_cannot_be_watched(data: FederatedData):
 
 def test_classes_named_by_other_numbers():
     """Numbers that may be names or places are refused; as text they are names, and tensors are of the package, by place."""
-    for names in (("1.0", "0.0", "none"), ("-1", "+1", "x")):
+    for names in (("1.0", "0.0", "none"), ("-1", "+1", "x"), ("True", "False")):
         assert _numerals(names)
-    for names in (("0", "1", "other"), ("a", "b", "2")):
+    for names in (("0", "1", "other"), ("a", "b", "2"), ("False", "True")):
         assert not _numerals(names)
     data = dataclasses.replace(federation(), class_names=("1", "2", "3"))
     method = bf.algorithms.fedavg(bf.models.mlp(3, hidden=8, outputs=3))
     model = run(method, data, rounds=1, evaluate_every=None).calibrate(Conformal()).client(0)
     x, y = data.test.client(0)
+    with pytest.raises(ValueError, match="y has truth values, and the classes are named by others"):
+        model.scores(x, (y == 1).numpy())
     for numbers in ((y + 1).numpy(), (y + 1).tolist()):
         with pytest.raises(ValueError, match=r"the classes are named by others, \['1', '2', '3'\]: pass these names as text"):
             model.scores(x, numbers)
@@ -277,6 +279,11 @@ def test_groups_by_a_column(recwarn: pytest.WarningsRecorder):
     assert again.audit(groups=lambda x: columns.values(x, "age") // 10 * 10).rows.tolist() == decades.rows.tolist()
     with pytest.raises(ValueError, match=r"the column 'age' has .* values at one client, too many for groups: make ranges .* // 10 \* 10"):
         served.audit(groups="age")
+    spoilt = frame.assign(code=np.where(rng.uniform(size=400) < 0.1, 999_999_999, rng.integers(0, 4, 400)))
+    wide, _ = bf.data.from_frame(spoilt, client="town", target="ill", calibration=0.2)
+    method = bf.algorithms.fedavg(bf.models.mlp(wide.inputs, outputs=2))
+    with pytest.raises(ValueError, match="the column 'code' has numbers so far apart"):
+        run(method, wide, rounds=1, evaluate_every=None).calibrate(Conformal()).audit(groups="code")
     with pytest.raises(ValueError, match="'size' is none of the columns"):
         served.audit(groups="size")
 
