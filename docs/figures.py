@@ -80,7 +80,7 @@ def written(text: str) -> str:
         number, made = found["number"], found["made"]
         try:
             value = float(eval(made, {**names, "__builtins__": {}}))
-        except Exception as error:
+        except Exception as error:  # an expression of a page may raise anything; it is named and passed on
             raise type(error)(f"{made}: {error}") from error
         places = len(number.partition(".")[2])
         size = f"{abs(value):,.{places}f}" if "," in number or abs(value) >= 10_000 else f"{abs(value):.{places}f}"

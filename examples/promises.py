@@ -7,8 +7,8 @@ Every client holds back a part of its rows: `validation` for a temperature and a
 
 - the measures before and after;
 - the audit of the test rows by client;
-- for every client's model the evidence of its alarm on its own test rows, and on all rows that each other client holds back. Other
-  hospitals' patients raise it where the model misjudges them: those who are like its own do not.
+- for every client's model the evidence of its alarm on its own test rows, and on all rows that each other client holds back,
+  not all of which raise it; few calibration rows make an alarm slow.
 
 Tables and figures are written into a run folder.
 """

@@ -50,7 +50,7 @@ def join(trees: Sequence[Inputs]) -> Inputs:
     if isinstance(one, Tensor):
         return torch.cat(list(trees))  # pyright: ignore[reportArgumentType] (all are tensors where the first is one)
     if isinstance(one, Mapping):
-        return {key: join([tree[key] for tree in trees]) for key in one}  # pyright: ignore[reportCallIssue, reportArgumentType]
+        return {key: join([tree[key] for tree in trees]) for key in one}  # pyright: ignore[reportCallIssue, reportArgumentType] (all alike)
     return tuple(join(parts) for parts in zip(*trees, strict=True))
 
 

@@ -226,7 +226,7 @@ def _sorted(owners: Mapping[Hashable, Any]) -> list[Hashable]:
                 "[str(i) for i in client_ids] does"
             )
     try:
-        return sorted(owners)  # pyright: ignore[reportArgumentType]
+        return sorted(owners)  # pyright: ignore[reportArgumentType] (what cannot be sorted is caught)
     except TypeError:
         return sorted(owners, key=lambda owner: (type(owner).__name__, str(owner)))
 

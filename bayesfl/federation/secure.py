@@ -223,7 +223,7 @@ class SecureSum:
 
 def _clips(pool: object) -> bool:
     """Say whether a pool, or one inside it, clips."""
-    return isinstance(pool, Clipped) or (hasattr(pool, "pool") and _clips(pool.pool))  # pyright: ignore[reportAttributeAccessIssue]
+    return isinstance(pool, Clipped) or (hasattr(pool, "pool") and _clips(pool.pool))  # pyright: ignore[reportAttributeAccessIssue] (asked for)
 
 
 class _Run(OpenRun):

@@ -16,13 +16,13 @@ import torch
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
-from flower_pfedvem.task import federation, method  # noqa: E402
-from loopback import network  # noqa: E402
+from flower_pfedvem.task import federation, method  # noqa: E402 (after the path is set)
+from loopback import network  # noqa: E402 (after the path is set)
 
-import bayesfl as bf  # noqa: E402
-from bayesfl.base.trees import flatten  # noqa: E402
-from bayesfl.federation import checkpoint  # noqa: E402
-from bayesfl.flower import load  # noqa: E402
+import bayesfl as bf  # noqa: E402 (after the path is set)
+from bayesfl.base.trees import flatten  # noqa: E402 (after the path is set)
+from bayesfl.federation import checkpoint  # noqa: E402 (after the path is set)
+from bayesfl.flower import load  # noqa: E402 (after the path is set)
 
 CLIENTS = 2
 

@@ -396,7 +396,7 @@ def test_values_are_read_back():
     for name in ("age", "pressure"):
         np.testing.assert_allclose(columns.values(x, name), frame[name].to_numpy(), rtol=1e-5)
     assert columns.values(torch.from_numpy(x), "code").tolist() == frame["code"].tolist()  # to the digit, so that they can be groups
-    known = set(columns.parts[1].levels)  # type: ignore[union-attr]
+    known = set(columns.parts[1].levels)  # type: ignore[union-attr] (a category's)
     assert known >= {"none", "typical", "atypical"}
     assert columns.values(x, "pain").tolist() == [one if one in known else None for one in frame["pain"]]
     assert None in columns.values(x, "pain")

@@ -93,7 +93,7 @@ def reliability(
     called = names_of(source, names, len(probs))
     chosen = None
     if clients is not None:
-        given: Any = clients.tolist() if hasattr(clients, "tolist") else clients  # pyright: ignore[reportAttributeAccessIssue]
+        given: Any = clients.tolist() if hasattr(clients, "tolist") else clients  # pyright: ignore[reportAttributeAccessIssue] (an array has it)
         chosen = [place(client, called) for client in (given if isinstance(given, list | tuple | range) else [given])]
     if chosen == []:
         raise ValueError("clients is empty: name at least one, or leave it out for all")
