@@ -20,7 +20,6 @@ from bayesfl.composition import (
     predictors,
     priors,
     topology,
-    with_optimiser,
     with_personal,
     with_server_optimiser,
 )
@@ -81,7 +80,6 @@ __all__ = [
     "selection",
     "simulate",
     "topology",
-    "with_optimiser",
     "with_personal",
     "with_server_optimiser",
 ]

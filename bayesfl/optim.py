@@ -9,16 +9,18 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, Protocol, TypeAlias
+from typing import Annotated, Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from bayesfl.base.checks import number
+from bayesfl.base.options import AT_LEAST_0, Range, declared
 
 Schedule: TypeAlias = Callable[[int, int], float]
-Rate: TypeAlias = float | Schedule
+Rate: TypeAlias = Annotated[float | Schedule, AT_LEAST_0, "Learning rate >= 0, or a schedule (round, rounds) -> rate."]
+Decay: TypeAlias = Annotated[float, Range(0, 1, "[")]
+L2: TypeAlias = Annotated[float, AT_LEAST_0, "L2 coefficient; its term is added to the gradient."]
 
 
 def multistep(rate: float, *, milestones: Sequence[float] = (0.5, 0.75), factor: float = 0.1) -> Schedule:
@@ -110,12 +112,6 @@ def check_optimiser(name: str, value: object) -> None:
         )
 
 
-def _check(**values: Any) -> None:
-    for name, value in values.items():
-        if not 0 <= number(name, value) < math.inf:
-            raise ValueError(f"{name} must be >= 0 and finite, got {value}")
-
-
 def _front(state: list[Tensor], active: int) -> list[Tensor]:
     return state if len(state[0]) == active else [v[:active] for v in state]
 
@@ -133,23 +129,17 @@ def _matched(params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
 
 
 @dataclass(frozen=True)
+@declared
 class SGD:
     """Stochastic gradient descent: v <- momentum v + g + weight_decay w, w <- w - rate v.
 
     Args:
-        rate: Learning rate >= 0, or a schedule (round, rounds) -> rate.
         momentum: Heavy-ball coefficient, undamped, in [0, 1).
-        weight_decay: L2 coefficient; its term is added to the gradient.
     """
 
     rate: Rate = 0.01
-    momentum: float = 0.0
-    weight_decay: float = 0.0
-
-    def __post_init__(self) -> None:
-        _check(momentum=self.momentum, weight_decay=self.weight_decay, **({} if callable(self.rate) else {"rate": self.rate}))
-        if self.momentum >= 1:
-            raise ValueError(f"momentum must lie in [0, 1), got {self.momentum}")
+    momentum: Decay = 0.0
+    weight_decay: L2 = 0.0
 
     def init(self, params: Any) -> Any:
         """Return zero velocities, one for each parameter; None without momentum.
@@ -206,10 +196,10 @@ def rate_limit(curvature: float, precision: float, momentum: float, *, prox: boo
     return 2 * (1 + momentum) / left if left > 0 else math.inf
 
 
-def refuse_divergence(optimiser: "SGD", precision: float, name: str, value: float, named: Callable[[float], float]) -> None:
-    """Raise ValueError if steps of `head_lr` towards the centre of a tie diverge, naming what fits with half of the limit left.
+def refuse_divergence(optimiser: Optimiser, precision: float, name: str, value: float, named: Callable[[float], float]) -> None:
+    """Raise ValueError if steps of SGD towards the centre of a tie diverge, naming what fits with half of the limit left.
 
-    Of a schedule nothing is said: its rates are known in a run alone, where `simulate` looks at them.
+    Of other optimisers and of schedules nothing is said: the rates of a schedule are known in a run alone, where `simulate` looks at them.
 
     Args:
         optimiser: The steps.
@@ -218,37 +208,27 @@ def refuse_divergence(optimiser: "SGD", precision: float, name: str, value: floa
         value: What the option is.
         named: Function from a precision to the option's value.
     """
-    rate, momentum = optimiser.rate, optimiser.momentum
-    if callable(rate) or rate < rate_limit(0.0, precision, momentum):
+    if not isinstance(optimiser, SGD) or callable(optimiser.rate):
         return
-    half = rate_limit(0.0, precision, momentum) / 2
+    rate, momentum = optimiser.rate, optimiser.momentum
+    if rate < (limit := rate_limit(0.0, precision, momentum)):
+        return
     raise ValueError(
-        f"head_lr={rate:g} and {name}={value:g} make steps towards the centre diverge: head_lr / rho^2 is {rate * precision:g}, and must "
-        f"be below 2 (1 + momentum) = {2 * (1 + momentum):g}; take head_lr={half:.2g} or {name}={named(precision * half / rate):.2g}, "
-        "which are at half of that"
+        f"head_optimiser of rate {rate:g} and {name}={value:g} make steps towards the centre diverge: rate / rho^2 is "
+        f"{rate * precision:g}, and must be below 2 (1 + momentum) = {2 * (1 + momentum):g}; take a rate of {limit / 2:.2g} or "
+        f"{name}={named(precision * limit / 2 / rate):.2g}, which are at half of that"
     )
 
 
 @dataclass(frozen=True)
+@declared
 class Adam:
-    """Adam with L2 weight decay in the gradient (Kingma and Ba, "Adam: a method for stochastic optimization", ICLR 2015).
-
-    Args:
-        rate: Learning rate >= 0, or a schedule (round, rounds) -> rate.
-        betas: Decay of the running mean and of the running square, each in [0, 1).
-        eps: Added to the root of the running square.
-        weight_decay: L2 coefficient; its term is added to the gradient.
-    """
+    """Adam with L2 weight decay in the gradient (Kingma and Ba, "Adam: a method for stochastic optimization", ICLR 2015)."""
 
     rate: Rate = 1e-3
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-
-    def __post_init__(self) -> None:
-        _check(eps=self.eps, weight_decay=self.weight_decay, **({} if callable(self.rate) else {"rate": self.rate}))
-        if not all(0 <= number("a beta", b) < 1 for b in self.betas):
-            raise ValueError(f"betas must lie in [0, 1), got {self.betas}")
+    betas: Annotated[tuple[Decay, Decay], "Decay of the running mean and of the running square, each in [0, 1)."] = (0.9, 0.999)
+    eps: Annotated[float, AT_LEAST_0, "Number added to the root of the running square."] = 1e-8
+    weight_decay: L2 = 0.0
 
     def init(self, params: Any) -> Any:
         """Return zero moments and a count of 0 steps."""
@@ -299,6 +279,34 @@ class Adam:
 
 
 @dataclass(frozen=True)
+@declared
+class AdamW(Adam):
+    """Adam with decoupled weight decay: w <- (1 - rate weight_decay) w, and then Adam's step, in which the decay has no part.
+
+    Its state is Adam's.
+
+    References:
+        Loshchilov and Hutter, "Decoupled weight decay regularization", ICLR 2019, algorithm 2, with the schedule in the rate.
+    """
+
+    weight_decay: Annotated[float, AT_LEAST_0, "Share of each weight, in units of the rate, that a step takes away."] = 1e-2
+
+    @property
+    def _step(self) -> Adam:
+        return Adam(self.rate, self.betas, self.eps)
+
+    def update(self, params: Any, grads: Any, state: Any, rate: float) -> tuple[Any, Any]:
+        """Return new parameters and state, see `Optimiser.update`."""
+        return self._step.update(tree_map(lambda w: (1 - rate * self.weight_decay) * w, params), grads, state, rate)
+
+    def update_(self, params: list[Tensor], grads: list[Tensor], state: Any, rate: float, active: int) -> None:
+        """Take one step in place, see `Optimiser.update_`."""
+        torch._foreach_mul_(params, 1 - rate * self.weight_decay)
+        self._step.update_(params, grads, state, rate, active)
+
+
+@dataclass(frozen=True)
+@declared
 class Clip:
     """An optimiser whose gradients are clipped to a Euclidean norm, for each client separately, before another optimiser takes the step.
 
@@ -306,21 +314,12 @@ class Clip:
     recurrent neural networks", ICML 2013). The gradient is that of the phase's energy: of a sum over n examples it is n times as long as of
     their mean. Weight decay is added by the inner optimiser, after the clipping.
 
-    Args:
-        optimiser: The optimiser that takes the steps.
-        norm: Largest length of a gradient, > 0.
-
     Raises:
         ValueError: `optimiser` is not one of `bayesfl.optim`, or `norm` is not > 0.
     """
 
-    optimiser: Optimiser
-    norm: float = 1.0
-
-    def __post_init__(self) -> None:
-        check_optimiser("optimiser", self.optimiser)
-        if not number("norm", self.norm) > 0:
-            raise ValueError(f"norm must be > 0, got {self.norm}")
+    optimiser: Annotated[Optimiser, check_optimiser, "The optimiser that takes the steps."]
+    norm: Annotated[float, Range(0), "Largest length of a gradient, > 0."] = 1.0
 
     @property
     def rate(self) -> Rate:

@@ -4,6 +4,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -71,28 +72,29 @@ def halving(round: int, rounds: int) -> float:
     return 0.05 * 0.5**round
 
 
+EM = partial(SGD, momentum=0.9, weight_decay=5e-4)
 PERSONAL: dict[str, Any] = {"gamma": 30.0, "anneal": 1, "steps": 3, "personal_steps": 2, "batch_size": 10, "personal_optimiser": Adam(0.02)}
 CASES = (
     Case("local", {"epochs": 2, "batch_size": 10, "adapt_epochs": 3}),
     Case("fedavg", {"epochs": 2, "batch_size": 10}),
     Case("fedavg_ft", {"epochs": 2, "batch_size": 10, "finetune_epochs": 2}),
-    Case("fedprox", {"epochs": 2, "batch_size": 10, "mu": 0.3, "momentum": 0.5}),
+    Case("fedprox", {"epochs": 2, "batch_size": 10, "mu": 0.3, "optimiser": SGD(1e-2, momentum=0.5)}),
     Case("fedper", {"epochs": 2, "batch_size": 10, "adapt_epochs": 3}),
-    Case("fedrep", {"head_epochs": 2, "body_epochs": 1, "batch_size": 10, "lr": halving}),
+    Case("fedrep", {"head_epochs": 2, "body_epochs": 1, "batch_size": 10, "optimiser": SGD(halving, momentum=0.5)}),
     Case("fedpac", {"head_epochs": 1, "body_epochs": 2, "batch_size": 10, "lam": 0.7}),
     Case("lg_fedavg", {"epochs": 2, "batch_size": 10, "adapt_epochs": 3}),
-    Case("fedbabu", {"epochs": 2, "batch_size": 10, "finetune_epochs": 2, "weight_decay": 1e-3}),
+    Case("fedbabu", {"epochs": 2, "batch_size": 10, "finetune_epochs": 2, "optimiser": SGD(1e-2, 0.9, 1e-3)}),
     Case("fedbn", {"epochs": 2, "batch_size": 10, "adapt_epochs": 3}, of=normed),
     Case("ditto", {"epochs": 2, "batch_size": 10, "lam": 0.5, "adapt_epochs": 3}),
-    Case("pfedme", {"batches": 5, "inner_steps": 3, "batch_size": 10, "beta": 0.7, "weight_decay": 1e-3}),
+    Case("pfedme", {"batches": 5, "inner_steps": 3, "batch_size": 10, "beta": 0.7, "personal_optimiser": SGD(9e-2, weight_decay=1e-3)}),
     Case("pfedmap", {"head_epochs": 4, "body_epochs": 1, "batch_size": 10}),
     Case("pfedvem", {"head_epochs": 4, "body_epochs": 2, "batch_size": 10, "init_scale": 0.3, "draws": 3, "beta": 0.2}),
     Case("pfedvem_held", {"head_epochs": 4, "body_epochs": 2, "batch_size": 10, "draws": 3}),
     Case("clustered", {"epochs": 2, "batch_size": 10, "first_split": 1, "eps1": 2.0, "eps2": 0.1}),
     Case("ifca", {"clusters": 2, "epochs": 2, "batch_size": 10}),
-    Case("fedem", {"components": 2, "epochs": 2, "batch_size": 10, "lr": 0.1}),
-    Case("fedem", {"components": 2, "epochs": 1, "batch_size": 10, "lr": 0.05, "posterior": MeanField(), "draws": 2}),
-    Case("d_fedem", {"components": 2, "epochs": 2, "batch_size": 10, "lr": 0.1}),
+    Case("fedem", {"components": 2, "epochs": 2, "batch_size": 10, "optimiser": EM(0.1)}),
+    Case("fedem", {"components": 2, "epochs": 1, "batch_size": 10, "optimiser": EM(0.05), "posterior": MeanField(), "draws": 2}),
+    Case("d_fedem", {"components": 2, "epochs": 2, "batch_size": 10, "optimiser": EM(0.1)}),
     Case("irm", {"gamma": 30.0, "anneal": 1, "l2": 0.1, "steps": 5, "batch_size": 10, "optimiser": Adam(0.01)}),
     Case("group_dro", {"eta": 0.5, "environments": 4, "loss_examples": 30, "steps": 5, "batch_size": 10, "optimiser": Adam(0.01)}),
     Case("irm_l2", {"lam": 0.5, **PERSONAL, "estimator": "unbiased"}, server=Adam(0.05)),

@@ -25,32 +25,30 @@ import logging
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bayesfl.algorithms.fedavg import fedavg
-from bayesfl.base.checks import number, whole
-from bayesfl.base.protocols import Batch, Likelihood, Server, Uplink, View, Weight
-from bayesfl.composition import Algorithm, Block, Once, Stack, by_size, counted
+from bayesfl.base.protocols import Batch, Server, Uplink, View, Weight
+from bayesfl.composition import Algorithm, Block, Once, Stack, by_size, counted, options
 from bayesfl.likelihoods import Categorical
-from bayesfl.optim import Rate
+from bayesfl.optim import SGD
 
 log = logging.getLogger(__name__)
 SMALLEST = 2  # a cluster of at most this many clients does not split
 
 
+@options.method()
 def clustered(
-    model: nn.Module,
+    model: options.Model,
     *,
-    eps1: float = 0.4,
-    eps2: float = 1.6,
-    first_split: int = 20,
-    epochs: int = 1,
-    batch_size: int | None = 128,
-    lr: Rate = 0.1,
-    momentum: float = 0.9,
-    weight_decay: float = 0.0,
+    eps1: options.Strength = 0.4,
+    eps2: options.Strength = 1.6,
+    first_split: options.Natural = 20,
+    epochs: options.Epochs = 1,
+    batch_size: options.BatchSize = 128,
+    optimiser: options.Optimiser = SGD(0.1, momentum=0.9),
     weight: Weight = by_size,
-    likelihood: Likelihood = Categorical(),
+    likelihood: options.Likelihood = Categorical(),
 ) -> Algorithm:
     """Federate `model` by clustered FL: FedAvg within clusters of clients; a cluster splits where its clients' updates disagree.
 
@@ -61,28 +59,13 @@ def clustered(
     it joins in training, as its cluster.
 
     Args:
-        model: Any module.
-        eps1: A cluster can split only where |u| is less than this, in units of the first round's |u|.
-        eps2: A cluster can split only where the largest |u_j| exceeds this, in the same unit.
+        eps1: Length in units of the first round's |u|; a cluster can split only where |u| is less.
+        eps2: Length in the same unit; a cluster can split only where the largest |u_j| exceeds it.
         first_split: Number of rounds without a split at the start.
-        epochs: Number of passes over a client's data each round.
-        batch_size: Number of examples of a step; None for all of the client's.
-        lr: Learning rate, or a schedule (round, rounds) -> rate; with a falling one, updates become too small for splits.
-        momentum: Momentum of SGD, in [0, 1); its velocity starts anew each round.
-        weight_decay: L2 coefficient; its term is added to the gradient.
+        optimiser: Optimiser of the clients' steps; under a schedule that falls, updates become too small for splits.
         weight: (server, uplink) -> weights [C] of clients in their cluster's mean, not normalised; by size by default, equal in the
             authors' code (`bayesfl.pools.equal`).
-        likelihood: Distribution of y given the model's outputs.
-
-    Raises:
-        ValueError: A number lies outside its range, or `weight` is not a function.
     """
-    if not callable(weight):
-        raise ValueError(f"weight must be a function (server, uplink) -> [C], such as bayesfl.pools.by_size or equal, got {weight!r}")
-    for name, value in {"eps1": eps1, "eps2": eps2}.items():
-        if not number(name, value) >= 0:
-            raise ValueError(f"{name} is a length in units of the first round's mean update and must be >= 0, got {value}")
-    whole("first_split", first_split, least=0)
 
     def server(blocks: Server, clients: int) -> Server:
         return {
@@ -148,8 +131,7 @@ def clustered(
             "norms": torch.stack(norms).to(loc),
         }
 
-    options = {"epochs": epochs, "batch_size": batch_size, "lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-    plain = fedavg(model, **options, likelihood=likelihood)
+    plain = fedavg(model, epochs=epochs, batch_size=batch_size, optimiser=optimiser, likelihood=likelihood)
     choice = (Once(choose, data=True),)
     return replace(
         plain,

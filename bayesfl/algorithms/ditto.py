@@ -15,41 +15,31 @@ Source: Li, Hu, Beirami, Smith, "Ditto: fair and robust federated learning throu
 
 from dataclasses import replace
 
-from torch import nn
-
 from bayesfl.algorithms.fedavg import fedavg
-from bayesfl.base.protocols import Likelihood
-from bayesfl.composition import Algorithm, Block, Energy, Mean, Normal, equal, inverse_size, server_mean, with_personal
+from bayesfl.composition import Algorithm, Block, Energy, Mean, Normal, equal, inverse_size, options, server_mean, with_personal
 from bayesfl.likelihoods import Categorical
-from bayesfl.optim import Rate
+from bayesfl.optim import SGD
 
 
+@options.method()
 def ditto(
-    model: nn.Module,
+    model: options.Model,
     *,
-    lam: float = 1.0,
-    epochs: int = 5,
-    batch_size: int | None = 16,
-    lr: Rate = 1e-2,
-    momentum: float = 0.0,
-    weight_decay: float = 0.0,
-    adapt_epochs: int = 20,
-    likelihood: Likelihood = Categorical(),
+    lam: options.Strength = 1.0,
+    epochs: options.Epochs = 5,
+    batch_size: options.BatchSize = 16,
+    optimiser: options.Optimiser = SGD(1e-2),
+    adapt_epochs: options.AdaptEpochs = 20,
+    likelihood: options.Likelihood = Categorical(),
 ) -> Algorithm:
     """Federate `model` by Ditto: FedAvg, and for each client a personal model that is pulled towards the global one.
 
     Args:
-        model: Any module.
-        lam: Strength of the pull towards the global model; 0 is local training. Steps need lr (curvature + lam) < 2.
+        lam: Strength of the pull towards the global model; 0 is local training. Steps need rate (curvature + lam) < 2.
         epochs: Number of passes over a client's data each round, for each of the two models.
-        batch_size: Number of examples of a step; None for all of the client's.
-        lr: Learning rate, or a schedule (round, rounds) -> rate.
-        momentum: Momentum of SGD, in [0, 1); the authors' code has none.
-        weight_decay: L2 coefficient; its term is added to the gradient.
-        adapt_epochs: Number of passes of a client that joins later, from the global model.
-        likelihood: Distribution of y given the model's outputs.
+        optimiser: Optimiser of both models; the authors' code has no momentum.
     """
-    plain = fedavg(model, epochs=epochs, batch_size=batch_size, lr=lr, momentum=momentum, weight_decay=weight_decay, likelihood=likelihood)
+    plain = fedavg(model, epochs=epochs, batch_size=batch_size, optimiser=optimiser, likelihood=likelihood)
     plain = replace(plain, blocks={"w": Block(pool=Mean(equal))})
     fit = replace(plain.phases[0], energy=Energy("v", ("v",), likelihood="mean"))
     tied = Normal(centre=server_mean("w"), variance=inverse_size(lam))

@@ -16,25 +16,23 @@ from glob import escape
 from torch import nn
 
 from bayesfl.base.checks import instance
-from bayesfl.base.protocols import Likelihood
-from bayesfl.composition import Algorithm, Block, Descend, Energy, Mean, equal
+from bayesfl.composition import Algorithm, Block, Descend, Energy, Mean, equal, options
 from bayesfl.likelihoods import Categorical
 from bayesfl.models.modes import norms, trainable
-from bayesfl.optim import SGD, Rate
+from bayesfl.optim import SGD
 
 NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 
 
+@options.method()
 def fedbn(
-    model: nn.Module,
+    model: options.Model,
     *,
-    epochs: int = 1,
-    batch_size: int | None = 32,
-    lr: Rate = 1e-2,
-    momentum: float = 0.0,
-    weight_decay: float = 0.0,
-    adapt_epochs: int = 20,
-    likelihood: Likelihood = Categorical(),
+    epochs: options.Epochs = 1,
+    batch_size: options.BatchSize = 32,
+    optimiser: options.Optimiser = SGD(1e-2),
+    adapt_epochs: options.AdaptEpochs = 20,
+    likelihood: options.Likelihood = Categorical(),
 ) -> Algorithm:
     """Federate `model` by FedBN: the server averages all but the norms, which stay on their clients.
 
@@ -44,20 +42,13 @@ def fedbn(
     Args:
         model: Any module with norms of torch's, `nn.BatchNorm2d`, `nn.GroupNorm`, `nn.LayerNorm` and so on, one of which has trainable
             weights at least; of the others the statistics alone stay with a client.
-        epochs: Number of passes over a client's data each round.
-        batch_size: Number of examples of a step; None for all of the client's.
-        lr: Learning rate, or a schedule (round, rounds) -> rate.
-        momentum: Momentum of SGD, in [0, 1); its velocity starts anew each round.
-        weight_decay: L2 coefficient; its term is added to the gradient.
-        adapt_epochs: Number of passes of a client that joins later, on its norms.
-        likelihood: Distribution of y given the model's outputs.
 
     Raises:
         TypeError: `model` is not an `nn.Module`.
         ValueError: `model` has no norm with trainable weights, or has one in two places.
     """
     patterns, both = _patterns(model), ("w", "norms")
-    rest = {"batch_size": batch_size, "optimiser": SGD(lr, momentum, weight_decay)}
+    rest = {"batch_size": batch_size, "optimiser": optimiser}
     return Algorithm(
         model,
         {"w": Block(tuple(f"!{one}" for one in patterns), pool=Mean(equal)), "norms": Block(patterns, pool=None, keep=True)},

@@ -18,16 +18,15 @@ and 4; order of steps and hyperparameters from the authors' code, github.com/oma
 """
 
 import logging
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from typing import Annotated
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from bayesfl.base.checks import instance, number, whole
-from bayesfl.base.protocols import Batch, Likelihood, Server, Uplink, View
+from bayesfl.base.protocols import Batch, Server, Uplink, View
 from bayesfl.composition import (
     Algorithm,
     Block,
@@ -42,33 +41,35 @@ from bayesfl.composition import (
     check_mixing,
     erdos_renyi,
     metropolis,
+    options,
     server_mean,
 )
 from bayesfl.likelihoods import Categorical
 from bayesfl.models import anew
-from bayesfl.optim import SGD, Rate
+from bayesfl.optim import SGD
 from bayesfl.posteriors import MeanField, Point, mixture
 
 log = logging.getLogger(__name__)
 PARTS = ("components",)
 DEAD = 1e-3  # a component that makes a smaller share of the examples counts as dead
+Components = Annotated[int, options.AT_LEAST_1, "Number M of components, which draw their starts anew from the model's layers."]
+Iterations = Annotated[int, options.AT_LEAST_1, "Number of EM iterations on pi for a client never seen."]
 
 
+@options.method(idle={("posterior", Point): ("prior_variance", "draws"), ("posterior", MeanField): ("by_responsibility",)})
 def fedem(
-    model: nn.Module,
+    model: options.Model,
     *,
-    components: int = 3,
-    epochs: int = 1,
-    batch_size: int | None = 128,
-    lr: Rate = 0.03,
-    momentum: float = 0.9,
-    weight_decay: float = 5e-4,
+    components: Components = 3,
+    epochs: options.Epochs = 1,
+    batch_size: options.BatchSize = 128,
+    optimiser: options.Optimiser = SGD(0.03, momentum=0.9, weight_decay=5e-4),
     by_responsibility: bool = False,
     posterior: Point | MeanField = Point(),
-    prior_variance: float = 1.0,
-    draws: int = 1,
-    adapt_iterations: int = 20,
-    likelihood: Likelihood = Categorical(),
+    prior_variance: options.Positive = 1.0,
+    draws: options.Draws = 1,
+    adapt_iterations: Iterations = 20,
+    likelihood: options.Likelihood = Categorical(),
 ) -> Algorithm:
     """Federate `model` by FedEM: all clients train M common components, and each predicts by its own mixture of them.
 
@@ -81,38 +82,16 @@ def fedem(
     a Laplace approximation of each component.
 
     Args:
-        model: Any module, the architecture of a component; the components draw their starts anew from its layers.
-        components: Number M of components.
-        epochs: Number of passes over a client's data each round, for all components.
-        batch_size: Number of examples of a step; None for all of the client's.
-        lr: Learning rate, or a schedule; the authors' code takes `multistep(lr)`, and another rate for each data set.
-        momentum: Momentum of SGD, in [0, 1); its velocity starts anew each round.
-        weight_decay: L2 coefficient; its term is added to the gradient.
+        optimiser: Optimiser of all components; the authors' code takes rates of `multistep`, another for each data set.
         by_responsibility: Whether component m is averaged by n_j pi_jm instead of n_j, so that clients that do not use it do not slow it
             down. With one-hot pi this is clustered FedAvg; with weights n_j, a component would move only by its cluster's share of the
             examples.
         posterior: Belief about a component: a point, as in the paper, or `MeanField(init_scale=...)`, an extension of this package. The
             M step then minimises mean_i q_im E[-log p(y_i | x_i, theta_m)] + KL / n_j to N(mean received, prior_variance), the server
             matches the moments of the clients' beliefs by size, and E step and predictions use the means.
-        prior_variance: Prior variance of each weight of a component around the mean received; used with `MeanField` only.
-        draws: Number of posterior draws of a step; used with `MeanField` only.
-        adapt_iterations: Number of EM iterations on pi for a client never seen.
-        likelihood: Distribution of y given the model's outputs.
-
-    Raises:
-        TypeError: `posterior` is neither `Point` nor `MeanField`.
-        ValueError: A number lies outside its range, or `by_responsibility` is combined with `MeanField`.
+        prior_variance: Prior variance of each weight of a component around the mean received; for `MeanField` only.
+        draws: Number of posterior draws of a step; for `MeanField` only.
     """
-    whole("components", components, least=1)
-    whole("adapt_iterations", adapt_iterations, least=1)
-    instance("by_responsibility", by_responsibility, bool, "pass True or False")
-    if not 0 < number("prior_variance", prior_variance) < math.inf:
-        raise ValueError(f"prior_variance must be > 0 and finite, got {prior_variance}")
-    if not isinstance(posterior, Point | MeanField):
-        raise TypeError(f"posterior must be Point() or MeanField(init_scale=0.01) of bayesfl.posteriors, got {posterior!r}")
-    if isinstance(posterior, MeanField) and by_responsibility:
-        raise ValueError("by_responsibility is an average of points, but the posterior is MeanField; pass by_responsibility=False")
-
     uniform = torch.full((components,), 1 / components)
 
     def expect(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
@@ -145,19 +124,12 @@ def fedem(
             centre=server_mean("components"), variance=lambda given, view: torch.full_like(view["n"], prior_variance)[..., None, None]
         )
         block = replace(block, posterior=posterior, prior=prior, pool=MomentMatched(posterior=posterior))
+    energy = Energy("components", PARTS, likelihood="mean", weight=counted)
+    m_step = Descend(energy, epochs=epochs, batch_size=batch_size, optimiser=optimiser, draws=draws)
     return Algorithm(
         model,
         {"components": block},
-        (
-            Once(expect, data=True, losses=PARTS),
-            Descend(
-                Energy("components", PARTS, likelihood="mean", weight=counted),
-                epochs=epochs,
-                batch_size=batch_size,
-                optimiser=SGD(lr, momentum, weight_decay),
-                draws=draws,
-            ),
-        ),
+        (Once(expect, data=True, losses=PARTS), m_step),
         parts=PARTS,
         likelihood=likelihood,
         private={"pi": uniform},
@@ -169,18 +141,17 @@ def fedem(
     )
 
 
+@options.method()
 def d_fedem(
-    model: nn.Module,
+    model: options.Model,
     *,
     mixing: Tensor | Callable[[int], Tensor] | None = None,
-    components: int = 3,
-    epochs: int = 1,
-    batch_size: int | None = 128,
-    lr: Rate = 0.03,
-    momentum: float = 0.9,
-    weight_decay: float = 5e-4,
-    adapt_iterations: int = 20,
-    likelihood: Likelihood = Categorical(),
+    components: Components = 3,
+    epochs: options.Epochs = 1,
+    batch_size: options.BatchSize = 128,
+    optimiser: options.Optimiser = SGD(0.03, momentum=0.9, weight_decay=5e-4),
+    adapt_iterations: Iterations = 20,
+    likelihood: options.Likelihood = Categorical(),
 ) -> Algorithm:
     """Federate `model` by D-FedEM: no server; after its local work every client averages its components with its neighbours'.
 
@@ -189,24 +160,15 @@ def d_fedem(
     mean over clients if W is symmetric. A client never seen starts from that mean.
 
     Args:
-        model: As in `fedem`.
         mixing: Averaging weights W [J, J], doubly stochastic, or a function J -> W; by default Metropolis weights on a random graph in
             which each edge has probability 1/2. See `bayesfl.topology`.
-        components: As in `fedem`.
-        epochs: As in `fedem`.
-        batch_size: As in `fedem`.
-        lr: As in `fedem`.
-        momentum: As in `fedem`.
-        weight_decay: As in `fedem`.
-        adapt_iterations: As in `fedem`.
-        likelihood: Distribution of y given the model's outputs.
 
     Raises:
-        ValueError: A number lies outside its range; the matrix is not doubly stochastic, its graph is not connected, or repeated mixing
-            oscillates for ever. In a round: the matrix is for another number of clients, or is not symmetric while a client is absent.
+        ValueError: The matrix is not doubly stochastic, its graph is not connected, or repeated mixing oscillates for ever. In a round:
+            the matrix is for another number of clients, or is not symmetric while a client is absent.
     """
-    options = {"components": components, "epochs": epochs, "batch_size": batch_size, "lr": lr, "momentum": momentum}
-    central = fedem(model, **options, weight_decay=weight_decay, adapt_iterations=adapt_iterations, likelihood=likelihood)
+    rest = {"epochs": epochs, "batch_size": batch_size, "optimiser": optimiser, "likelihood": likelihood}
+    central = fedem(model, components=components, adapt_iterations=adapt_iterations, **rest)
     given = None if mixing is None or callable(mixing) else check_mixing(mixing)
 
     @cache

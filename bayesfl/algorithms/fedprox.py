@@ -11,37 +11,27 @@ Source: Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith, "Federated optimization in 
 >>> result = bf.simulate(bf.algorithms.fedprox(model, mu=0.1), clients, rounds=1)
 """
 
-from torch import nn
-
-from bayesfl.base.protocols import Likelihood
-from bayesfl.composition import Algorithm, Block, Descend, Energy, Normal, inverse_size, server_mean
+from bayesfl.composition import Algorithm, Block, Descend, Energy, Normal, inverse_size, options, server_mean
 from bayesfl.likelihoods import Categorical
-from bayesfl.optim import SGD, Rate
+from bayesfl.optim import SGD
 
 
+@options.method()
 def fedprox(
-    model: nn.Module,
+    model: options.Model,
     *,
-    mu: float = 0.1,
-    epochs: int = 5,
-    batch_size: int | None = 50,
-    lr: Rate = 1e-2,
-    momentum: float = 0.0,
-    weight_decay: float = 0.0,
-    likelihood: Likelihood = Categorical(),
+    mu: options.Strength = 0.1,
+    epochs: options.Epochs = 5,
+    batch_size: options.BatchSize = 50,
+    optimiser: options.Optimiser = SGD(1e-2),
+    likelihood: options.Likelihood = Categorical(),
 ) -> Algorithm:
     """Federate `model` by FedProx: FedAvg, where each client is pulled towards the model that it received.
 
     Args:
-        model: Any module.
         mu: Strength of the pull towards the received model; 0 is FedAvg.
-        epochs: Number of passes over a client's data each round.
-        batch_size: Number of examples of a step; None for all of the client's.
-        lr: Learning rate, or a schedule (round, rounds) -> rate.
-        momentum: Momentum of SGD, in [0, 1); the paper has none.
-        weight_decay: L2 coefficient; its term is added to the gradient.
-        likelihood: Distribution of y given the model's outputs.
+        optimiser: Optimiser of the clients' steps; the paper's has no momentum.
     """
     prior = Normal(centre=server_mean("w"), variance=inverse_size(mu))
-    step = Descend(Energy("w", ("w",), likelihood="mean"), epochs=epochs, batch_size=batch_size, optimiser=SGD(lr, momentum, weight_decay))
+    step = Descend(Energy("w", ("w",), likelihood="mean"), epochs=epochs, batch_size=batch_size, optimiser=optimiser)
     return Algorithm(model, {"w": Block(prior=prior)}, (step,), parts=("w",), likelihood=likelihood)

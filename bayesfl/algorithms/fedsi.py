@@ -25,15 +25,13 @@ says which is followed.
 ... )
 """
 
-import math
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from bayesfl.base.checks import instance, number, refuse_idle, whole
-from bayesfl.base.protocols import AdditivePool, Batch, Likelihood, Server, StackedPool, Tensors, Uplink, View
+from bayesfl.base.protocols import AdditivePool, Batch, Server, StackedPool, Tensors, Uplink, View
 from bayesfl.composition import (
     Algorithm,
     Block,
@@ -45,51 +43,50 @@ from bayesfl.composition import (
     Once,
     Parameter,
     equal,
+    options,
     server_mean,
     size_of,
 )
 from bayesfl.curvature import Curvature, invert
 from bayesfl.likelihoods import Categorical, Gaussian
-from bayesfl.optim import Adam, Optimiser
+from bayesfl.optim import Adam
 from bayesfl.posteriors.linearised import Link
 from bayesfl.posteriors.selection import Evidence, Rule, select, uncurved_share
 
 Aggregation = Literal["mean_std", "mean_var", "mean_over_selecting", "moment_match", "product"]
-AGGREGATIONS = get_args(Aggregation)
-Structure = Literal["subnetwork", "diagonal", "full"]
-STRUCTURES = get_args(Structure)
-IDLE = {
-    "diagonal": ("share", "selection", "seed"),
-    "full": ("share", "selection", "seed", "prior", "aggregation", "variance_floor", "curvature_every"),
+IDLE: options.Idle = {
+    ("structure", "diagonal"): ("share", "selection", "seed"),
+    ("structure", "full"): ("share", "selection", "seed", "prior", "aggregation", "variance_floor", "curvature_every"),
+    ("prior", "global"): ("predictive_precision",),
+    ("likelihood", Gaussian): ("link", "centre"),
 }
-"""The options that a structure does not use."""
-PRIORS = ("isotropic", "global")
 BOTH = ("body", "head")
 
 
+@options.method(idle=IDLE)
 def fedsi(
-    model: nn.Module,
+    model: options.BodyAndHead,
     *,
-    structure: Structure = "subnetwork",
+    structure: Literal["subnetwork", "diagonal", "full"] = "subnetwork",
     share: float = 0.05,
     selection: str | Rule = "wasserstein",
     seed: int = 0,
-    epochs: int = 10,
-    steps: int | None = None,
-    batch_size: int | None = 50,
-    optimiser: Optimiser = Adam(1e-2),
-    prior_precision: float = 1e-4,
+    epochs: options.Epochs = 10,
+    steps: options.Count | None = None,
+    batch_size: options.BatchSize = 50,
+    optimiser: options.Optimiser = Adam(1e-2),
+    prior_precision: Annotated[float, options.INVERTIBLE] = 1e-4,
     aggregation: Aggregation = "mean_std",
-    variance_floor: float = 1e-8,
-    curvature_every: int = 1,
+    variance_floor: options.Positive = 1e-8,
+    curvature_every: options.Count = 1,
     train_head: bool = False,
     prior: Literal["isotropic", "global"] = "isotropic",
     predictive_precision: float | None = None,
     link: Link | Literal["draws"] = "per_class",
     centre: bool = True,
-    finetune_steps: int = 100,
-    finetune_lr: float = 1e-2,
-    likelihood: Likelihood = Categorical(),
+    finetune_steps: options.Count = 100,
+    finetune_optimiser: options.HeadOptimiser = Adam(1e-2),
+    likelihood: options.Likelihood = Categorical(),
 ) -> Algorithm:
     """Federate `model` by FedSI: the body is averaged, and each client is uncertain about a subnetwork of it.
 
@@ -98,7 +95,6 @@ def fedsi(
     training alone, and predictions have one precision for all weights, chosen on validation data.
 
     Args:
-        model: A `bf.models.SplitModel`, or any module whose parameters are named `body.*` and `head.*`; its head is the common one.
         structure: Which part of the body is uncertain: a `subnetwork` (FedSI); every weight without covariances, `diagonal` (FedSI-Fac); or
             all of it, `full`: training then keeps the isotropic prior, and `aggregation`, `variance_floor` and `curvature_every` are not
             used.
@@ -106,9 +102,7 @@ def fedsi(
         selection: Rule that chooses the subnetwork, one of `bayesfl.selection`; the paper's takes weights without curvature first.
         seed: Seed of rules that draw: one subnetwork for all clients and rounds, so that its indices need not be sent (the reported uplink
             is a vector over the whole body nevertheless, whatever the rule).
-        epochs: Number of passes over a client's data each round.
         steps: Number of mini-batches of a round; if given, it replaces `epochs`. The authors' code takes 20.
-        batch_size: Number of examples of a step, also of fine-tuning; None for all of the client's.
         optimiser: Optimiser of the body; the authors' code takes `SGD(0.1)` on MNIST.
         prior_precision: Prior precision 1 / alpha of weights that no client selected, for a likelihood that is a sum over the data; in
             training only.
@@ -131,27 +125,20 @@ def fedsi(
         centre: Whether predictions remove the part of the logits that is the same for all classes, see
             `bayesfl.posteriors.Laplace.linearised`; link="per_class" alone depends on it.
         finetune_steps: Number of mini-batches on which the head is fine-tuned before a client predicts.
-        finetune_lr: Adam's learning rate in fine-tuning.
-        likelihood: Distribution of y given the model's outputs.
+        finetune_optimiser: Optimiser of the head in fine-tuning.
 
     Raises:
-        ValueError: A number lies outside its range, `structure`, `aggregation`, `prior` or `link` is unknown, or an option is given that
-            `structure`, `prior`, `link` or `likelihood` does not use.
-        TypeError: `train_head` or `centre` is no bool, or the likelihood's curvature is not known.
+        ValueError: `variance_floor` is larger than alpha, or the likelihood's curvature is not known.
     """
-    if structure not in STRUCTURES:
-        raise ValueError(f"structure must be one of {STRUCTURES}, got {structure!r}")
-    if prior not in PRIORS:
-        raise ValueError(f"prior must be one of {PRIORS}, got {prior!r}")
-    if prior == "global" and predictive_precision is not None:
-        raise ValueError(f"predictive_precision says nothing under prior='global', got {predictive_precision}; leave one of the two out")
-    refuse_idle(fedsi, locals(), IDLE.get(structure, ()), f"under structure={structure!r}")
-    targets = isinstance(likelihood, Gaussian)
-    if targets:
-        refuse_idle(fedsi, locals(), ("link", "centre"), "under a likelihood of targets")
+    alpha = 1 / prior_precision
+    if variance_floor > alpha:
+        raise ValueError(f"variance_floor must be at most alpha = 1 / prior_precision = {alpha:g}, got {variance_floor}")
     rule: dict[str, Any] = {"share": share, "selection": selection, "seed": seed} if structure == "subnetwork" else {}
-    how: dict[str, Any] = {} if targets else {"link": link, "centre": centre}
-    alpha, train = _alpha(prior_precision), _descent(epochs, steps, batch_size, optimiser, train_head)
+    how: dict[str, Any] = {} if isinstance(likelihood, Gaussian) else {"link": link, "centre": centre}
+    trained = Energy(BOTH if train_head else ("body",), BOTH, likelihood="mean")
+    # The prior, which averaging may make stiff, is solved after each step.
+    train = Descend(trained, epochs=epochs, steps=steps, batch_size=batch_size, optimiser=optimiser, prox=True)
+    finetune = Descend(Energy("head", BOTH, likelihood="mean"), steps=finetune_steps, batch_size=batch_size, optimiser=finetune_optimiser)
     fit, spread = _Fit(curvature_every, **rule), _Prior(aggregation, alpha, variance_floor)
     pool = _Means(aggregation == "product") if aggregation in ("moment_match", "product") else Mean(equal)
 
@@ -169,7 +156,7 @@ def fedsi(
         (train,),
         parts=BOTH,
         likelihood=likelihood,
-        finetune=(_finetuning(finetune_steps, batch_size, finetune_lr),),
+        finetune=(finetune,),
         predictor=LinearisedLaplace("body", structure, _learnt if prior == "global" else predictive_precision, **how, **rule),
         draws=100 if link == "draws" else 0,
     )
@@ -186,14 +173,14 @@ def fedsi(
     )
 
 
-def fedsi_fac(model: nn.Module, **options: Any) -> Algorithm:
+def fedsi_fac(model: nn.Module, **others: Any) -> Algorithm:
     """Federate `model` by FedSI-Fac: every weight of the body uncertain on its own, sigma_r^2 = 1 / (GGN_rr + 1 / g_r), no selection."""
-    return fedsi(model, structure="diagonal", **options)
+    return fedsi(model, structure="diagonal", **others)
 
 
-def fedsi_full(model: nn.Module, **options: Any) -> Algorithm:
+def fedsi_full(model: nn.Module, **others: Any) -> Algorithm:
     """Federate `model` by FedSI with the whole body uncertain: isotropic prior in training, all covariances in predictions."""
-    return fedsi(model, structure="full", **options)
+    return fedsi(model, structure="full", **others)
 
 
 def _learnt(given: Server, view: View) -> Tensor:
@@ -201,31 +188,8 @@ def _learnt(given: Server, view: View) -> Tensor:
     return 1 / given["g"]
 
 
-def _alpha(prior_precision: float) -> float:
-    if not 1e-30 < number("prior_precision", prior_precision) < 1e30:
-        raise ValueError(
-            f"prior_precision must lie within (1e-30, 1e30), so that its inverse is a number in float32, got {prior_precision}"
-        )
-    return 1 / prior_precision
-
-
 def _body(variance: Parameter, pool: AdditivePool | StackedPool = Mean(equal)) -> Block:
     return Block("body.*", prior=Normal(centre=server_mean("body"), variance=variance), pool=pool)
-
-
-def _descent(epochs: int, steps: int | None, batch_size: int | None, optimiser: Optimiser, train_head: bool) -> Descend:
-    """Return the phase that trains to the MAP; the prior, which averaging may make stiff, is solved after each step."""
-    instance("train_head", train_head, bool, "pass True or False")
-    trained = BOTH if train_head else ("body",)
-    energy = Energy(trained, BOTH, likelihood="mean")
-    return Descend(energy, epochs=epochs, steps=steps, batch_size=batch_size, optimiser=optimiser, prox=True)
-
-
-def _finetuning(steps: int, batch_size: int | None, lr: float) -> Descend:
-    whole("finetune_steps", steps, least=1)
-    if not 0 <= number("finetune_lr", lr) < math.inf:
-        raise ValueError(f"finetune_lr must be >= 0 and finite, got {lr}")
-    return Descend(Energy("head", BOTH, likelihood="mean"), steps=steps, batch_size=batch_size, optimiser=Adam(lr))
 
 
 @dataclass(frozen=True)
@@ -243,9 +207,6 @@ class _Fit:
     share: float | None = None
     selection: str | Rule = "wasserstein"
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        whole("curvature_every", self.every, least=1)
 
     def __call__(self, algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
         if given["round"] % self.every:
@@ -268,7 +229,7 @@ class _Prior:
     """The rule for the server's next prior variances g from the clients' standard deviations.
 
     Args:
-        rule: One of `AGGREGATIONS`.
+        rule: One of `Aggregation`.
         alpha: Prior variance of weights that no client selected, and the largest of all.
         floor: Smallest prior variance.
     """
@@ -276,12 +237,6 @@ class _Prior:
     rule: Aggregation
     alpha: float
     floor: float
-
-    def __post_init__(self) -> None:
-        if self.rule not in AGGREGATIONS:
-            raise ValueError(f"aggregation must be one of {AGGREGATIONS}, got {self.rule!r}")
-        if not 0 < number("variance_floor", self.floor) <= self.alpha:
-            raise ValueError(f"variance_floor must be > 0 and at most alpha = 1 / prior_precision = {self.alpha:g}, got {self.floor}")
 
     def __call__(self, uplink: Uplink) -> Tensor:
         std = uplink["std"].double()

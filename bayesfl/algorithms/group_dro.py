@@ -21,25 +21,25 @@ round's losses for ever and uses q twice, in the local loss and in the mean; her
 import math
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from bayesfl.base.checks import number, whole
-from bayesfl.base.protocols import Batch, Likelihood, Server, Uplink, View
-from bayesfl.composition import Algorithm, Block, Descend, Energy, Once, Stack, by_environment, evenly, reweighted
+from bayesfl.base.protocols import Batch, Server, Uplink, View
+from bayesfl.composition import Algorithm, Block, Descend, Energy, Once, Stack, by_environment, evenly, options, reweighted
 from bayesfl.likelihoods import Categorical
-from bayesfl.optim import Adam, Optimiser
+from bayesfl.optim import Adam
 
 
+@options.method()
 def group_dro(
-    model: nn.Module,
+    model: options.Model,
     *,
-    eta: float = 1e-2,
-    environments: int = 1,
-    loss_examples: int | None = None,
-    steps: int = 5,
-    batch_size: int | None = 200,
-    optimiser: Optimiser = Adam(5e-4),
-    likelihood: Likelihood = Categorical(),
+    eta: options.Eta = 1e-2,
+    environments: options.Environments = 1,
+    loss_examples: options.LossExamples = None,
+    steps: options.Steps = 5,
+    batch_size: options.BatchSize = 200,
+    optimiser: options.KeptOptimiser = Adam(5e-4),
+    likelihood: options.Likelihood = Categorical(),
 ) -> Algorithm:
     """Federate `model` by GroupDRO: one model whose largest loss over all environments is small; the data need environments.
 
@@ -47,30 +47,14 @@ def group_dro(
     places; when it first takes part and has fewer environments, the weight of the missing ones goes to all others in proportion.
     `result.server["log_q"]` has the weights' logarithms, [J, environments].
 
-    Args:
-        model: Any module.
-        eta: Step size of the weights' logarithms, per nat of loss, >= 0.
-        environments: Largest number of environments of a client.
-        loss_examples: Number of a client's training examples on which its losses are measured, the same examples every round, in equal
-            shares from each of its environments and evenly spaced there; at least `environments`, None for all.
-        steps: Number of mini-batches of a client in a round.
-        batch_size: Number of examples of a step; None for all of the client's.
-        optimiser: Optimiser of the clients; its state is kept from round to round.
-        likelihood: Distribution of y given the model's outputs.
-
     Raises:
-        ValueError: A number lies outside its range; in the first round, a client has more than `environments` environments.
+        ValueError: In the first round, a client has more than `environments` environments.
     """
-    whole("environments", environments, least=1)
-    whole("steps", steps, least=1)
-    if not 0 <= number("eta", eta) < math.inf:
-        raise ValueError(f"eta is the step of the weights and must be >= 0 and finite, got {eta}")
-    if loss_examples is not None:
-        if whole("loss_examples", loss_examples, least=1) < environments:
-            raise ValueError(
-                f"loss_examples must be at least environments={environments}, so that none is lost, got {loss_examples}: "
-                "pass more, or None for all of a client's"
-            )
+    if loss_examples is not None and loss_examples < environments:
+        raise ValueError(
+            f"loss_examples must be at least environments={environments}, so that none is lost, got {loss_examples}: "
+            "pass more, or None for all of a client's"
+        )
 
     def measure(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
         _, count = by_environment(data["weight"], data)

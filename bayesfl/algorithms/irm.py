@@ -28,56 +28,25 @@ from typing import Any
 
 from torch import nn
 
-from bayesfl.base.checks import whole
-from bayesfl.base.protocols import Likelihood
-from bayesfl.composition import (
-    Algorithm,
-    Annealed,
-    Block,
-    Descend,
-    Energy,
-    Estimator,
-    anew_at,
-    irm_energy,
-    server_mean,
-    tied,
-    with_personal,
-)
+from bayesfl.composition import Algorithm, Annealed, Block, Descend, Energy, anew_at, irm_energy, options, server_mean, tied, with_personal
 from bayesfl.likelihoods import Categorical
-from bayesfl.optim import Adam, Optimiser
+from bayesfl.optim import Adam
 
 
+@options.method()
 def irm(
-    model: nn.Module,
+    model: options.Model,
     *,
-    gamma: float = 91257.18613115903,
-    anneal: int = 12,
-    estimator: Estimator = "biased",
-    l2: float = 0.00110794568,
-    steps: int = 5,
-    batch_size: int | None = 200,
-    optimiser: Optimiser = Adam(5e-4),
-    likelihood: Likelihood = Categorical(),
+    gamma: options.Gamma = 91257.18613115903,
+    anneal: options.Anneal = 12,
+    estimator: options.SlopeEstimator = "biased",
+    l2: options.Ridge = 0.00110794568,
+    steps: options.Steps = 5,
+    batch_size: options.BatchSize = 200,
+    optimiser: options.KeptOptimiser = Adam(5e-4),
+    likelihood: options.Likelihood = Categorical(),
 ) -> Algorithm:
-    """Federate `model` by distributed IRM: one model is trained to be optimal in every environment at once; the data need environments.
-
-    Args:
-        model: Any module.
-        gamma: Weight of a client's squared slopes from round `anneal` on; 0 is FedAvg with a ridge. With J clients of equal size it
-            corresponds to gamma / J with all data together.
-        anneal: Round, counted from 0, at which the penalty's weight goes from min(1, gamma) to gamma; not reached in a run of at most this
-            many rounds.
-        estimator: Estimator of the squared slopes from mini-batches, see `bayesfl.invariance.squared_slopes`.
-        l2: Strength of the ridge l2 |w|^2, which is divided by max(1, gamma_t) as the other terms are.
-        steps: Number of mini-batches of a client in a round.
-        batch_size: Number of examples of a step; None for all of the client's.
-        optimiser: Optimiser of the clients; its state is kept from round to round.
-        likelihood: Distribution of y given the model's outputs.
-
-    Raises:
-        ValueError: A number lies outside its range, or `estimator` is neither `biased` nor `unbiased`.
-    """
-    whole("steps", steps, least=1)
+    """Federate `model` by distributed IRM: one model is trained to be optimal in every environment at once; the data need environments."""
     annealed = Annealed(gamma, start=anneal)
     step = Descend(
         irm_energy("w", likelihood, annealed, estimator=estimator),
@@ -90,20 +59,21 @@ def irm(
     return Algorithm(model, {"w": Block(prior=tied(annealed, l2=l2))}, phases, parts=("w",), likelihood=likelihood)
 
 
+@options.method()
 def irm_l2(
-    model: nn.Module,
+    model: options.Model,
     *,
-    lam: float = 1.0,
-    gamma: float = 91257.18613115903,
-    anneal: int = 12,
-    estimator: Estimator = "biased",
-    l2: float = 0.00110794568,
-    steps: int = 5,
-    personal_steps: int = 2,
-    batch_size: int | None = 200,
-    optimiser: Optimiser = Adam(5e-4),
-    personal_optimiser: Optimiser = Adam(1e-4),
-    likelihood: Likelihood = Categorical(),
+    lam: options.Strength = 1.0,
+    gamma: options.Gamma = 91257.18613115903,
+    anneal: options.Anneal = 12,
+    estimator: options.SlopeEstimator = "biased",
+    l2: options.Ridge = 0.00110794568,
+    steps: options.Steps = 5,
+    personal_steps: options.Count = 2,
+    batch_size: options.BatchSize = 200,
+    optimiser: options.KeptOptimiser = Adam(5e-4),
+    personal_optimiser: options.Optimiser = Adam(1e-4),
+    likelihood: options.Likelihood = Categorical(),
 ) -> Algorithm:
     """Federate `model` by IRM-L2: IRM, and personal models theta by steps on the plain risk with a pull towards the IRM model.
 
@@ -113,35 +83,17 @@ def irm_l2(
     differ in their objectives alone.
 
     Args:
-        model: As in `irm`.
-        lam: Strength of the pull lam/2 |theta - w|^2 added to the mean loss; 0 is IRM-FT. Steps need lr (curvature + lam) < 2.
-        gamma: As in `irm`.
-        anneal: As in `irm`.
-        estimator: As in `irm`.
-        l2: As in `irm`, for w alone.
-        steps: As in `irm`.
+        lam: Strength of the pull lam/2 |theta - w|^2 added to the mean loss; 0 is IRM-FT. Steps need rate (curvature + lam) < 2.
         personal_steps: Number of steps on theta for each of the `steps`; also of a client that joins later.
-        batch_size: As in `irm`, also for theta's steps.
-        optimiser: As in `irm`.
         personal_optimiser: Optimiser of theta; its state starts anew each round.
-        likelihood: Distribution of y given the model's outputs.
-
-    Raises:
-        ValueError: A number lies outside its range, or `estimator` is neither `biased` nor `unbiased`.
     """
-    whole("personal_steps", personal_steps, least=1)
-    rest = {
-        "steps": steps,
-        "batch_size": batch_size,
-        "optimiser": optimiser,
-        "likelihood": likelihood,
-    }
+    rest = {"steps": steps, "batch_size": batch_size, "optimiser": optimiser, "likelihood": likelihood}
     lower = irm(model, gamma=gamma, anneal=anneal, estimator=estimator, l2=l2, **rest)
     plain = Energy("theta", ("theta",), likelihood="mean")
     fit = Descend(plain, steps=personal_steps * steps, batch_size=batch_size, optimiser=personal_optimiser)
     return with_personal(lower, fit, prior=tied(Annealed(0.0), lam=lam, centre=server_mean("w")), restart=True)
 
 
-def irm_ft(model: nn.Module, **options: Any) -> Algorithm:
+def irm_ft(model: nn.Module, **others: Any) -> Algorithm:
     """Federate `model` by IRM-FT: IRM, fine-tuned on each client's plain risk in every round; `irm_l2` without the pull."""
-    return irm_l2(model, lam=0.0, **options)
+    return irm_l2(model, lam=0.0, **others)

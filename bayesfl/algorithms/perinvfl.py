@@ -34,55 +34,55 @@ from dataclasses import replace
 from typing import Literal
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from bayesfl.algorithms.group_dro import group_dro
 from bayesfl.algorithms.irm import irm
-from bayesfl.base.checks import number, whole
-from bayesfl.base.protocols import Batch, Likelihood, Server, View
+from bayesfl.base.protocols import Batch, Server, View
 from bayesfl.composition import (
     Algorithm,
     Annealed,
     Block,
     Descend,
     Energy,
-    Estimator,
     Once,
     Penalty,
     Repeat,
     anew_at,
     irm_energy,
+    options,
     server_mean,
     tied,
     with_personal,
 )
 from bayesfl.likelihoods import Categorical
 from bayesfl.models.altered import cut
-from bayesfl.optim import Adam, Optimiser
+from bayesfl.optim import Adam
 
 APART = 0.2  # factor of the negative pairs in the released code
 
 
+@options.method(idle={("lower", "irm"): ("eta", "environments", "loss_examples")})
 def perinvfl(
-    model: nn.Module,
+    model: options.Model,
     *,
     lower: Literal["irm", "group_dro"] = "irm",
     variant: Literal["distance", "contrastive"] = "distance",
-    lam: float = 1.0,
-    gamma: float = 91257.18613115903,
-    anneal: int = 12,
-    estimator: Estimator = "biased",
-    l2: float = 0.00110794568,
-    eta: float = 1e-2,
-    environments: int = 1,
-    loss_examples: int | None = None,
-    steps: int = 5,
-    personal_steps: int = 2,
-    batch_size: int | None = 200,
-    adapt_steps: int = 100,
-    optimiser: Optimiser = Adam(5e-4),
-    personal_optimiser: Optimiser = Adam(1e-4),
-    likelihood: Likelihood = Categorical(),
+    lam: options.Strength = 1.0,
+    gamma: options.Gamma = 91257.18613115903,
+    anneal: options.Anneal = 12,
+    estimator: options.SlopeEstimator = "biased",
+    l2: options.Ridge = 0.00110794568,
+    eta: options.Eta = 1e-2,
+    environments: options.Environments = 1,
+    loss_examples: options.LossExamples = None,
+    steps: options.Steps = 5,
+    personal_steps: options.Count = 2,
+    batch_size: options.BatchSize = 200,
+    adapt_steps: options.Count = 100,
+    optimiser: options.KeptOptimiser = Adam(5e-4),
+    personal_optimiser: options.KeptOptimiser = Adam(1e-4),
+    likelihood: options.Likelihood = Categorical(),
 ) -> Algorithm:
     """Federate `model` by PerInvFL: invariant personal models are pulled towards an invariant global one; the data need environments.
 
@@ -93,57 +93,35 @@ def perinvfl(
         lam: Strength of the distance term, added to the mean loss, or of the contrastive term. The distance term is divided by max(1,
             gamma_t) as the other terms are.
         gamma: Weight of the squared slopes from round `anneal` on, of the lower problem by IRM and of the upper one by distance.
-        anneal: As in `irm`.
-        estimator: As in `irm`.
         l2: Strength of theta's ridge, and of w's in a lower problem by IRM.
-        eta: As in `group_dro`.
-        environments: As in `group_dro`.
-        loss_examples: As in `group_dro`.
-        steps: Number of mini-batches of a client in a round, for w.
         personal_steps: Number of steps on theta for each of the `steps`.
-        batch_size: Number of examples of a step; None for all of the client's.
         adapt_steps: Number of steps on theta of a client that joins later, from the global model; with `contrastive` rounded up to a
             multiple of `personal_steps`.
         optimiser: Optimiser of w, and of the model that a client trains alone.
         personal_optimiser: Optimiser of theta.
-        likelihood: Distribution of y given the model's outputs.
 
     Raises:
-        ValueError: A number lies outside its range, whether or not `lower` and `variant` use it; `lower`, `variant` or `estimator` is
-            unknown; or `variant` is `contrastive` and `model` is not a `SplitModel`.
+        ValueError: `variant` is `contrastive` and `model` is not a `SplitModel`.
     """
-    for name, word, known in (("lower", lower, ("irm", "group_dro")), ("variant", variant, ("distance", "contrastive"))):
-        if word not in known:
-            raise ValueError(f"{name} must be {known[0]!r} or {known[1]!r}, got {word!r}")
     if variant == "contrastive" and not cut(model):
         raise ValueError(
             "variant 'contrastive' compares features, so it needs a body and a head: build the model by bf.models, or split it"
         )
-    if not 0 <= number("lam", lam) < math.inf:
-        raise ValueError(f"lam must be >= 0 and finite, got {lam}")
-    whole("steps", steps, least=1)
-    whole("personal_steps", personal_steps, least=1)
-    whole("adapt_steps", adapt_steps, least=1)
-    rest = {
-        "steps": steps,
-        "batch_size": batch_size,
-        "optimiser": optimiser,
-        "likelihood": likelihood,
-    }
-    below = {  # both, so that the options of either are checked
-        "irm": irm(model, gamma=gamma, anneal=anneal, estimator=estimator, l2=l2, **rest),
-        "group_dro": group_dro(model, eta=eta, environments=environments, loss_examples=loss_examples, **rest),
-    }[lower]
-    options = {"optimiser": personal_optimiser, "persist": "theta_optimiser"}
+    rest = {"steps": steps, "batch_size": batch_size, "optimiser": optimiser, "likelihood": likelihood}
+    if lower == "irm":
+        below = irm(model, gamma=gamma, anneal=anneal, estimator=estimator, l2=l2, **rest)
+    else:
+        below = group_dro(model, eta=eta, environments=environments, loss_examples=loss_examples, **rest)
+    personal = {"optimiser": personal_optimiser, "persist": "theta_optimiser"}
 
     if variant == "distance":
         annealed = Annealed(gamma, start=anneal)
         energy = irm_energy("theta", likelihood, annealed, estimator=estimator)
-        fit = Descend(energy, steps=personal_steps * steps, batch_size=batch_size, **options)
+        fit = Descend(energy, steps=personal_steps * steps, batch_size=batch_size, **personal)
         phases, adapt = (*anew_at(annealed, "theta_optimiser"), fit), (replace(fit, steps=adapt_steps),)
         return with_personal(below, *phases, prior=tied(annealed, l2=l2, lam=lam, centre=server_mean("w")), adapt=adapt)
 
-    fit = Descend(Energy("theta", ("theta",), likelihood="mean", penalty=contrast(lam)), epochs=personal_steps, **options)
+    fit = Descend(Energy("theta", ("theta",), likelihood="mean", penalty=contrast(lam)), epochs=personal_steps, **personal)
     alone = Descend(Energy("alone", ("alone",), likelihood="mean"), optimiser=optimiser, persist="alone_optimiser")
     each = (Once(look), fit, Once(look_away), alone)
     phase, adapt = (Repeat(each, times=n, batch_size=batch_size) for n in (steps, -(-adapt_steps // personal_steps)))

@@ -12,52 +12,53 @@ the inner steps continue from the previous theta_j within a round, which starts 
 >>> result = bf.simulate(bf.algorithms.pfedme(model), clients, rounds=1)
 """
 
-from torch import nn
-
-from bayesfl.base.checks import number
-from bayesfl.base.protocols import Batch, Likelihood, Server, View
-from bayesfl.composition import Algorithm, Block, Descend, Energy, Mean, Normal, Once, Relaxed, Repeat, equal, inverse_size, own_mean
+from bayesfl.base.protocols import Batch, Server, View
+from bayesfl.composition import (
+    Algorithm,
+    Block,
+    Descend,
+    Energy,
+    Mean,
+    Normal,
+    Once,
+    Relaxed,
+    Repeat,
+    equal,
+    inverse_size,
+    options,
+    own_mean,
+)
 from bayesfl.likelihoods import Categorical
 from bayesfl.optim import SGD
 
 
+@options.method()
 def pfedme(
-    model: nn.Module,
+    model: options.Model,
     *,
-    lam: float = 15.0,
-    batches: int = 20,
-    inner_steps: int = 5,
-    batch_size: int | None = 20,
-    lr: float = 5e-3,
-    personal_lr: float = 9e-2,
-    beta: float = 1.0,
-    weight_decay: float = 0.0,
+    lam: options.Strength = 15.0,
+    batches: options.Count = 20,
+    inner_steps: options.Count = 5,
+    batch_size: options.BatchSize = 20,
+    lr: options.Strength = 5e-3,
+    personal_optimiser: options.Optimiser = SGD(9e-2),
+    beta: options.Positive = 1.0,
     warm_start: bool = True,
-    likelihood: Likelihood = Categorical(),
+    likelihood: options.Likelihood = Categorical(),
 ) -> Algorithm:
     """Federate `model` by pFedMe: personal models are pulled towards the global one, and the global one moves towards them.
 
     Args:
-        model: Any module.
         lam: Strength of the pull of theta_j towards w_j; the mean loss makes it the prior N(w_j, 1 / (lam n_j)).
         batches: Number of batches of a round, each with one inner problem and one envelope step (the paper's R).
         inner_steps: Number of gradient steps on each inner problem (the paper's K).
-        batch_size: Number of examples of a batch; None for all of the client's.
         lr: Step size along the envelope's gradient, lam (w_j - theta_j).
-        personal_lr: Learning rate of the inner steps.
+        personal_optimiser: Optimiser of the inner steps; the authors' code has a weight decay of 1e-3.
         beta: The server's step size, > 0; 1 is the mean, the authors' tuned runs take 2.
-        weight_decay: L2 coefficient of the inner steps; the authors' code has 1e-3.
         warm_start: Whether an inner problem starts from the previous one's theta_j, as in the authors' code, or from w_j.
-        likelihood: Distribution of y given the model's outputs.
-
-    Raises:
-        ValueError: `lr` or `lam` is no number, `lam` is negative, or `beta` is not > 0.
     """
-    number("lr", lr)
     tied = Normal(centre=own_mean("w"), variance=inverse_size(lam))
-    inner = Descend(
-        Energy("theta", ("theta",), likelihood="mean"), epochs=inner_steps, optimiser=SGD(personal_lr, weight_decay=weight_decay)
-    )
+    inner = Descend(Energy("theta", ("theta",), likelihood="mean"), epochs=inner_steps, optimiser=personal_optimiser)
 
     def restart(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
         return view | {"theta": view["w"]}

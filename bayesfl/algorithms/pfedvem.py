@@ -6,7 +6,8 @@ M step  (client)  rho_j^2 = (sum sigma_j^2 + |mu_j - w|^2) / D.
 M step  (server)  w = sum_j mu_j / rho_j^2  over  sum_j 1 / rho_j^2:  clients with a small rho_j have more weight.
 
 Started at widths of 0.1 and trained for long, the method loses accuracy after pooling (docs/long-training.md): rho_j follows the width of
-q_j and not the spread of the heads, so that the tie to the centre stays strong. `pfedvem_held` learns neither rho_j nor the widths.
+q_j and not the spread of the heads, so that the tie to the centre stays strong. `pfedvem_held` has one rho for all clients, which nothing
+learns, and the server's mean is then plain.
 
 Source: Zhu, Ma, Blaschko, "Tackling personalized federated learning with label concept drift via hierarchical Bayesian
 modeling", FL-NeurIPS 2022, equations 5 to 7 and algorithm 1.
@@ -18,13 +19,13 @@ modeling", FL-NeurIPS 2022, equations 5 to 7 and algorithm 1.
 """
 
 import math
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from bayesfl.base.checks import number, refuse_idle
-from bayesfl.base.protocols import AdditivePool, Batch, Likelihood, Server, Uplink, View
+from bayesfl.base.protocols import AdditivePool, Batch, Server, Uplink, View
 from bayesfl.composition import (
     Algorithm,
     Block,
@@ -36,199 +37,194 @@ from bayesfl.composition import (
     Relaxed,
     closest_variance,
     equal,
+    options,
     server_mean,
     standard_normal,
     tempering,
 )
 from bayesfl.likelihoods import Categorical
 from bayesfl.models.cutting import has_body
-from bayesfl.optim import SGD, Rate, rate_at, refuse_divergence
+from bayesfl.optim import SGD, rate_at, refuse_divergence
 from bayesfl.posteriors import MeanField
 
+Scale = Annotated[float, options.Range(1e-15, 1e15, why="its square must be a number in float32, too")]
+HeadStart = Annotated[
+    Literal["normal", "module"],
+    "Whether the first heads are drawn from N(0, init_scale^2), as in the authors' code, or are the module's own.",
+]
 
+
+@options.method(idle=options.ALL_HEAD)
 def pfedvem(
-    model: nn.Module,
+    model: options.MaybeAllHead,
     *,
-    head_epochs: int = 20,
-    body_epochs: int = 5,
-    batch_size: int | None = 50,
-    head_lr: Rate = 1e-3,
-    body_lr: Rate = 1e-2,
-    momentum: float = 0.9,
-    draws: int = 5,
-    init_scale: float = 1.0,
-    scale_floor: float = 1e-3,
-    scale_prior: tuple[float, float] | None = None,
-    scale_update: Literal["before", "after", "never"] = "before",
-    prior_scale: float | None = None,
-    scale_lr: float | None = None,
-    head_start: Literal["normal", "module"] = "normal",
-    beta: float = 0.0,
-    likelihood_scale: Literal["sum", "mean"] = "sum",
-    likelihood: Likelihood = Categorical(),
+    head_epochs: options.FullBatchSteps = 20,
+    body_epochs: options.BodyEpochs = 5,
+    batch_size: options.BatchSize = 50,
+    head_optimiser: options.HeadSGD = SGD(1e-3, momentum=0.9),
+    body_optimiser: options.BodyOptimiser = SGD(1e-2, momentum=0.9),
+    draws: options.Draws = 5,
+    init_scale: Scale = 1.0,
+    scale_floor: options.Positive = 1e-3,
+    scale_prior: tuple[options.Strength, options.Strength] | None = None,
+    scale_update: Literal["before", "after"] = "before",
+    scale_rate: options.ScaleRate = 1.0,
+    head_start: HeadStart = "normal",
+    beta: options.Kept = 0.0,
+    likelihood_scale: options.LikelihoodScale = "sum",
+    likelihood: options.Likelihood = Categorical(),
 ) -> Algorithm:
     """Federate `model` by pFedVEM: a shared body, and personal heads with Gaussian posteriors around a common mean.
 
     Args:
-        model: A `bf.models.SplitModel`, or any module whose parameters are named `body.*` and `head.*`. It may be all head, as
-            `bf.models.mlp(inputs, outputs=2, hidden=())` is: then this is a hierarchical logistic regression, and the body's
-            options are refused.
-        head_epochs: Number of full-batch variational steps on the head each round; the authors' code calls one step an epoch.
-        body_epochs: Number of passes over the client's data for the body each round, while the head's posterior is fixed.
-        batch_size: Number of examples of a step on the body; None for all of the client's.
-        head_lr: Learning rate of the head's means and scales, or a schedule.
-        body_lr: Learning rate of the body, or a schedule.
-        momentum: Momentum of SGD, in [0, 1); its velocity starts anew in each phase.
-        draws: Number of posterior draws of the head per step.
         init_scale: Standard deviation of q_j at the start, and of the server's first head. On images the default may kill the body's
             units in the first round, of which `simulate` warns; 0.1 does not there (docs/long-training.md).
-        scale_floor: Smallest rho_j, in units of `init_scale`. It matters only above sqrt(head_lr / (1 + momentum)) at the round's rate, in
-            the head's own units, below which rho_j never falls: at 1 / sqrt(2) of that, steps towards the centre diverge, and half of the
-            limit is left to the curvature of the data (docs/derivations/pfedvem.md).
+        scale_floor: Smallest rho_j, in units of `init_scale`. It matters only above sqrt(rate / (1 + momentum)) of `head_optimiser` at the
+            round's rate, in the head's own units, below which rho_j never falls: at 1 / sqrt(2) of that, steps towards the centre diverge,
+            and half of the limit is left to the curvature of the data (docs/derivations/pfedvem.md).
         scale_prior: Shape and scale of an inverse-gamma prior on rho_j^2, which keeps a client with a tiny rho_j from dominating the
             centre; None for no prior.
-        scale_update: Whether rho_j is updated before the head moves, as in the authors' code, or after, as in a textbook M step, or stays
-            at `prior_scale`.
-        prior_scale: Under scale_update="never" the rho of all clients; None for `init_scale`. One under which steps of a rate `head_lr`
-            towards the centre diverge is refused; where that is a schedule, `simulate` warns in the rounds that it looks at.
-        scale_lr: Learning rate of the scales of q_j; None for `head_lr`, 0 to hold them. Another one needs a `head_lr` that is a number.
-        head_start: Whether the first heads are drawn from N(0, init_scale^2), as in the authors' code, or are the module's own.
-        beta: Share of the old body and centre that the server keeps, in [0, 1).
-        likelihood_scale: Whether the head's likelihood is the `sum` over the client's data, as in the authors' code, or their `mean` with
-            the whole KL, as in the paper's energy, which is a likelihood tempered by 1 / n_j.
-        likelihood: Distribution of y given the model's outputs.
-
-    Raises:
-        ValueError: A number lies outside its range, `scale_update`, `head_start` or `likelihood_scale` is none of its words, an option
-            is given that `scale_update` or a model without a body does not use, or steps towards the centre diverge under `prior_scale`.
+        scale_update: Whether rho_j is updated before the head moves, as in the authors' code, or after, as in a textbook M step.
     """
-    if scale_update not in ("before", "after", "never"):
-        raise ValueError(f"scale_update must be 'before', 'after' or 'never', got {scale_update!r}")
-    if head_start not in ("normal", "module"):
-        raise ValueError(f"head_start must be 'normal' or 'module', got {head_start!r}")
-    never = scale_update == "never"
-    refuse_idle(pfedvem, locals(), ("scale_floor", "scale_prior") if never else ("prior_scale",), f"under scale_update={scale_update!r}")
-    if not has_body(model):
-        refuse_idle(pfedvem, locals(), ("body_epochs", "body_lr", "batch_size"), "for a model that trains no parameter named body.*")
-    for name, value in {"init_scale": init_scale, "scale_floor": scale_floor, "beta": beta}.items():
-        number(name, value)
-    if scale_prior is not None and not (isinstance(scale_prior, tuple | list) and len(scale_prior) == 2):
-        raise ValueError(f"scale_prior must be two numbers, shape and scale, or None, got {scale_prior!r}")
-    shape, scale = (number("each of scale_prior", value) for value in scale_prior or (0.0, 0.0))
-    if not (scale_floor > 0 and shape >= 0 and scale >= 0):
-        raise ValueError(f"scale_floor must be > 0, and scale_prior's shape and scale >= 0, got {scale_floor} and {scale_prior}")
-    if not 0 <= beta < 1:
-        raise ValueError(f"beta is the share of the old state that is kept and must lie in [0, 1), got {beta}")
-    head_optimiser, body_optimiser = SGD(head_lr, momentum), SGD(body_lr, momentum)
-    posterior = MeanField(init_scale=init_scale, scale_rate=_pace(scale_lr, head_lr))
-    rho = init_scale if prior_scale is None else number("prior_scale", prior_scale)
-    if not never and not 1e-15 < scale_floor * init_scale < 1e15:
-        raise ValueError(f"scale_floor * init_scale must lie within (1e-15, 1e15), got {scale_floor} * {init_scale}")
-    if never:
-        if not 1e-15 < rho < 1e15:
-            raise ValueError(f"prior_scale must lie within (1e-15, 1e15), so that its square is a number in float32, got {rho}")
-        refuse_divergence(head_optimiser, rho**-2, "prior_scale", rho, lambda tie: tie**-0.5)
-    both = ("body", "head") if has_body(model) else ("head",)
-
-    def floored(rho2: Tensor, given: Server) -> Tensor:
-        rate = rate_at(head_lr, given["round"], given["rounds"])
-        return rho2.clamp_min(max((scale_floor * init_scale) ** 2, rate / (1 + momentum)))
-
-    def variance(given: Server, view: View) -> Tensor:
-        # Where rho_j was not updated in this round, it may be below the floor: at the start, or after rounds of smaller rates.
-        return (torch.full_like(view["n"], rho**2) if never else floored(view["rho2"], given))[..., None]
-
-    def relaxed(pool: AdditivePool) -> AdditivePool:
-        return Relaxed(pool, 1 - beta) if beta else pool
-
+    parts = ("body", "head") if has_body(model) else ("head",)
+    q = MeanField(init_scale=init_scale, scale_rate=scale_rate)
+    scales = _Scales(q, (scale_floor * init_scale) ** 2, head_optimiser, *(scale_prior or (0.0, 0.0)))
     head = Block(
         "head.*",
-        posterior=posterior,
-        prior=Normal(centre=server_mean("head"), variance=variance),
-        pool=relaxed(Mean(equal if never else lambda server, uplink: 1 / uplink["rho2"])),
+        posterior=q,
+        prior=Normal(centre=server_mean("head"), variance=scales.variance),
+        pool=_relaxed(Mean(precision), beta),
         keep=True,
         start=standard_normal(init_scale) if head_start == "normal" else "module",
     )
-
-    def update_scale(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
-        found = closest_variance(posterior.moments(view["head"]), given["head"]["loc"], shape=shape, scale=scale)
-        return view | {"rho2": floored(found, given)}
-
-    def pooled_scale(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
-        # A client never seen starts from the geometric mean of the cohort's scales, not from `init_scale`.
-        return view | {"rho2": given["log_rho2"].exp()}
-
-    def combine(server: Server, ids: Tensor, uplink: Uplink) -> Server:
-        precision = 1 / uplink["rho2"]
-        return {"log_rho2": uplink["rho2"].log().mean(), "largest_share": precision.max() / precision.sum()}
-
-    energy = Energy("head", both, likelihood="sum", weight=tempering(likelihood_scale))
-    head_step = Descend(energy, epochs=head_epochs, optimiser=head_optimiser, draws=draws)
-    body_step = Descend(
-        Energy("body", both, likelihood="mean"),
-        epochs=body_epochs,
-        batch_size=batch_size,
-        optimiser=body_optimiser,
+    e_step = Descend(
+        Energy("head", parts, likelihood="sum", weight=tempering(likelihood_scale)),
+        epochs=head_epochs,
+        optimiser=head_optimiser,
         draws=draws,
     )
-    scale_step = Once(update_scale)
-    steps = {"before": (scale_step, head_step), "after": (head_step, scale_step), "never": (head_step,)}[scale_update]
-    held: dict[str, Any] = {"adapt": (head_step,)}
-    learned: dict[str, Any] = {
-        "private": {"rho2": init_scale**2},
-        "reports": {"rho2": init_scale**2},
-        "server": lambda blocks, clients: {
-            "log_rho2": torch.tensor(2 * math.log(init_scale)),
-            "largest_share": torch.tensor(1 / clients),
-        },
-        "broadcast": ("log_rho2",),  # `largest_share` stays on the server, for people to read
-        "combine": combine,
-        "adapt": (Once(pooled_scale), head_step, scale_step, head_step),
-    }
+    m_step = Once(scales.update)
+    body_step = Descend(
+        Energy("body", parts, likelihood="mean"), epochs=body_epochs, batch_size=batch_size, optimiser=body_optimiser, draws=draws
+    )
+    steps = (m_step, e_step) if scale_update == "before" else (e_step, m_step)
     return Algorithm(
         model,
-        blocks={"body": Block("body.*", pool=relaxed(Mean())), "head": head} if "body" in both else {"head": head},
-        phases=(*steps, body_step) if "body" in both else steps,
-        **(held if never else learned),
-        parts=both,
+        {"body": Block("body.*", pool=_relaxed(Mean(), beta)), "head": head} if "body" in parts else {"head": head},
+        (*steps, body_step) if "body" in parts else steps,
+        parts=parts,
         likelihood=likelihood,
+        private={"rho2": init_scale**2},
+        reports={"rho2": init_scale**2},
+        server=lambda blocks, clients: {"log_rho2": torch.tensor(2 * math.log(init_scale)), "largest_share": torch.tensor(1 / clients)},
+        broadcast=("log_rho2",),  # `largest_share` stays on the server, for people to read
+        combine=summarise,
+        adapt=(Once(pooled_scale), e_step, m_step, e_step),
         train="all",
         sampling="bernoulli",
     )
 
 
-def pfedvem_held(model: nn.Module, **options: Any) -> Algorithm:
-    """Federate `model` by pFedVEM with nothing learned of its scales: prior scale 1, widths 0.1, heads that start as the module's.
+@options.method(idle=options.ALL_HEAD)
+def pfedvem_held(
+    model: options.MaybeAllHead,
+    *,
+    head_epochs: options.FullBatchSteps = 20,
+    body_epochs: options.BodyEpochs = 5,
+    batch_size: options.BatchSize = 50,
+    head_optimiser: options.HeadOptimiser = SGD(1e-3, momentum=0.9),
+    body_optimiser: options.BodyOptimiser = SGD(1e-2, momentum=0.9),
+    draws: options.Draws = 5,
+    prior_scale: Scale = 1.0,
+    init_scale: Scale = 0.1,
+    scale_rate: options.ScaleRate = 0.0,
+    head_start: HeadStart = "module",
+    beta: options.Kept = 0.0,
+    likelihood_scale: options.LikelihoodScale = "sum",
+    likelihood: options.Likelihood = Categorical(),
+) -> Algorithm:
+    """Federate `model` by pFedVEM under one rho for all clients, which nothing learns, with heads of widths that are held as well.
 
     It is `pfedmap` with noise of fixed size on the weights of the heads, and does not fall as `pfedvem` does when it is trained for long.
     The width was chosen on validation data of MNIST (docs/long-training.md); prior scale and start were not chosen on any.
 
     Args:
-        model: As of `pfedvem`.
-        **options: Options of `pfedvem`, which replace these, all but `scale_update`.
+        prior_scale: The rho of all clients. One under which steps of SGD towards the centre diverge is refused; where the rate is a
+            schedule, `simulate` warns in the rounds that it looks at.
+        init_scale: Standard deviation of q_j at the start.
 
     Raises:
-        ValueError: As of `pfedvem`, or `scale_update` is another than "never".
+        ValueError: Steps of `head_optimiser` towards the centre diverge under `prior_scale`.
     """
-    if options.get("scale_update", "never") != "never":
-        raise ValueError(f"scale_update is 'never' in pfedvem_held, got {options['scale_update']!r}; pfedvem itself learns scales")
-    held: dict[str, Any] = {"scale_update": "never", "prior_scale": 1.0, "init_scale": 0.1, "scale_lr": 0.0, "head_start": "module"}
-    return pfedvem(model, **{**held, **options})
+    refuse_divergence(head_optimiser, prior_scale**-2, "prior_scale", prior_scale, lambda tie: tie**-0.5)
+    parts = ("body", "head") if has_body(model) else ("head",)
+    head = Block(
+        "head.*",
+        posterior=MeanField(init_scale=init_scale, scale_rate=scale_rate),
+        prior=Normal(centre=server_mean("head"), variance=lambda given, view: torch.full_like(view["n"], prior_scale**2)[..., None]),
+        pool=_relaxed(Mean(equal), beta),
+        keep=True,
+        start=standard_normal(init_scale) if head_start == "normal" else "module",
+    )
+    e_step = Descend(
+        Energy("head", parts, likelihood="sum", weight=tempering(likelihood_scale)),
+        epochs=head_epochs,
+        optimiser=head_optimiser,
+        draws=draws,
+    )
+    body_step = Descend(
+        Energy("body", parts, likelihood="mean"), epochs=body_epochs, batch_size=batch_size, optimiser=body_optimiser, draws=draws
+    )
+    return Algorithm(
+        model,
+        {"body": Block("body.*", pool=_relaxed(Mean(), beta)), "head": head} if "body" in parts else {"head": head},
+        (e_step, body_step) if "body" in parts else (e_step,),
+        parts=parts,
+        likelihood=likelihood,
+        adapt=(e_step,),
+        train="all",
+        sampling="bernoulli",
+    )
 
 
-def _pace(scale_lr: float | None, head_lr: Rate) -> float:
-    """Return how fast the scales of q_j move, as a multiple of the means.
+def _relaxed(pool: AdditivePool, beta: float) -> AdditivePool:
+    return Relaxed(pool, 1 - beta) if beta else pool
 
-    Raises:
-        ValueError: `scale_lr` is negative or not finite, or is a multiple of no number: `head_lr` is a schedule, or 0.
-    """
-    if scale_lr is None:
-        return 1.0
-    if not 0 <= number("scale_lr", scale_lr) < math.inf:
-        raise ValueError(f"scale_lr must be >= 0 and finite, got {scale_lr}")
-    if scale_lr == 0:
-        return 0.0
-    if callable(head_lr) or head_lr == 0:
-        what = "a schedule" if callable(head_lr) else "0"
-        raise ValueError(f"scale_lr={scale_lr} is a multiple of a head_lr that is a number > 0, got {what}; take scale_lr=None or 0")
-    return scale_lr / head_lr
+
+def precision(server: Server, uplink: Uplink) -> Tensor:
+    """Weigh each client by 1 / rho_j^2, [C]."""
+    return 1 / uplink["rho2"]
+
+
+def summarise(server: Server, ids: Tensor, uplink: Uplink) -> Server:
+    """Keep the geometric mean of the cohort's rho_j^2, with which newcomers begin, and the largest share that one client had."""
+    weights = precision(server, uplink)
+    return {"log_rho2": uplink["rho2"].log().mean(), "largest_share": weights.max() / weights.sum()}
+
+
+def pooled_scale(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
+    """Start a client never seen from the geometric mean of the cohort's scales, not from `init_scale`."""
+    return view | {"rho2": given["log_rho2"].exp()}
+
+
+@dataclass(frozen=True)
+class _Scales:
+    """The clients' rho_j^2: their M step, and the variance of the tie to the centre."""
+
+    posterior: MeanField
+    floor: float
+    optimiser: SGD
+    shape: float
+    scale: float
+
+    def update(self, algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
+        found = closest_variance(self.posterior.moments(view["head"]), given["head"]["loc"], shape=self.shape, scale=self.scale)
+        return view | {"rho2": self._floored(found, given)}
+
+    def variance(self, given: Server, view: View) -> Tensor:
+        # Where rho_j was not updated in this round, it may be below the floor: at the start, or after rounds of smaller rates.
+        return self._floored(view["rho2"], given)[..., None]
+
+    def _floored(self, rho2: Tensor, given: Server) -> Tensor:
+        rate = rate_at(self.optimiser.rate, given["round"], given["rounds"])
+        return rho2.clamp_min(max(self.floor, rate / (1 + self.optimiser.momentum)))

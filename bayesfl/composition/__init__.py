@@ -1,8 +1,8 @@
 """The building blocks of methods: blocks, energies, phases, priors, pools, and the `Algorithm` that combines them."""
 
+from bayesfl.composition import options
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.block import Block, standard_normal
-from bayesfl.composition.client_optimiser import with_optimiser
 from bayesfl.composition.energy import Energy, Penalty, tempering
 from bayesfl.composition.invariance import Annealed, Estimator, anew_at, by_environment, evenly, irm_energy, reweighted, tied
 from bayesfl.composition.personal import with_personal
@@ -45,6 +45,7 @@ __all__ = [
     "inverse_size",
     "irm_energy",
     "metropolis",
+    "options",
     "own_mean",
     "reweighted",
     "server_mean",
@@ -52,7 +53,6 @@ __all__ = [
     "standard_normal",
     "tempering",
     "tied",
-    "with_optimiser",
     "with_personal",
     "with_server_optimiser",
 ]

@@ -3,17 +3,18 @@
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from numbers import Number
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from bayesfl.base.checks import instance, whole
+from bayesfl.base.checks import instance
 from bayesfl.base.copies import copied
 from bayesfl.base.inputs import Inputs, call_at
 from bayesfl.base.layout import Layout
+from bayesfl.base.options import AT_LEAST_0, declared
 from bayesfl.base.protocols import RESERVED, Batch, Likelihood, Predictor, Server, Tensors, Uplink, View
 from bayesfl.base.random import Purpose, generator
 from bayesfl.base.trees import flatten, shapes
@@ -28,6 +29,22 @@ from bayesfl.models.purity import refuse_impure
 
 
 @dataclass(frozen=True)
+class Made:
+    """Of which method an algorithm is made: by these, a saved run knows it again.
+
+    Args:
+        function: The function that makes it.
+        revision: Number that is raised when the method's numbers change under the same options.
+        options: All its options by name, but for the model.
+    """
+
+    function: Callable[..., Any]
+    revision: int
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+@declared
 class Algorithm:
     """A federated method: its blocks, its phases, and what server and clients hold, send and combine beyond the blocks.
 
@@ -54,6 +71,7 @@ class Algorithm:
         draws: Default number of posterior draws for a prediction, the paper's; 0 predicts at the mean, or by the predictor's closed form.
         train: Default of who trains, the paper's: `cohort`, or `all` clients, of whom only the cohort is then gathered.
         sampling: Default of how a cohort is drawn, the paper's: `fixed` or `bernoulli`.
+        made: Of which method of the library it is made; None if it was composed by hand, or changed by `dataclasses.replace`.
 
     Names that `server`, `private` and `reports` add must differ from the blocks' names and contain no dot.
 
@@ -79,16 +97,16 @@ class Algorithm:
     finetune: tuple[Any, ...] = ()
     adapt: tuple[Any, ...] = ()
     predictor: Predictor | None = None
-    draws: int = 0
+    draws: Annotated[int, AT_LEAST_0] = 0
     train: Literal["cohort", "all"] = "cohort"
     sampling: Literal["fixed", "bernoulli"] = "fixed"
+    made: Made | None = field(init=False, default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         instance("model", self.model, nn.Module, "build one, as bf.models.mlp(clients.inputs, outputs=clients.outputs)")
         refuse_impure(self.model)
         check_composed(self)
         object.__setattr__(self, "model", copied(self.model))
-        whole("draws", self.draws, least=0)
         object.__setattr__(self, "blocks", buffers.with_buffers(self.model, self.blocks))
         object.__setattr__(self, "_layouts", {name: buffers.layout(self.model, block) for name, block in self.blocks.items()})
         self.check_parts(self.parts)

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, Protocol, TypeAlias, TypeGuard
+from typing import Annotated, Any, Protocol, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from bayesfl.base.checks import whole
+from bayesfl.base.options import Count, declared
 from bayesfl.base.protocols import Batch, Carry, Info, Server, View
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.block import Block
@@ -74,6 +74,7 @@ class Phase(Protocol):
 
 
 @dataclass(frozen=True)
+@declared
 class Descend:
     """A phase that minimises an energy over one block, or over several blocks together, by gradient steps.
 
@@ -96,22 +97,14 @@ class Descend:
 
     energy: Energy
     _: KW_ONLY
-    epochs: int = 1
-    steps: int | None = None
-    batch_size: int | None = None
-    optimiser: Optimiser = SGD()
-    draws: int = 1
+    epochs: Count = 1
+    steps: Count | None = None
+    batch_size: Count | None = None
+    optimiser: Annotated[Optimiser, check_optimiser] = SGD()
+    draws: Count = 1
     prox: bool = False
     persist: str | None = None
     batched = True
-
-    def __post_init__(self) -> None:
-        whole("epochs", self.epochs, least=1)
-        whole("draws", self.draws, least=1)
-        check_optimiser("optimiser", self.optimiser)
-        for name, value in {"steps": self.steps, "batch_size": self.batch_size}.items():
-            if value is not None:
-                whole(name, value, least=1)
 
     @property
     def blocks(self) -> tuple[str, ...]:
@@ -259,6 +252,7 @@ class Once:
 
 
 @dataclass(frozen=True)
+@declared
 class Repeat:
     """A loop over batches that runs the inner phases one after another on each. It is no phase itself: engines unroll it.
 
@@ -274,15 +268,11 @@ class Repeat:
 
     phases: tuple[Descend | Once, ...]
     _: KW_ONLY
-    epochs: int = 1
-    times: int | None = None
-    batch_size: int | None = None
+    epochs: Count = 1
+    times: Count | None = None
+    batch_size: Count | None = None
 
     def __post_init__(self) -> None:
-        whole("epochs", self.epochs, least=1)
-        for name, value in {"times": self.times, "batch_size": self.batch_size}.items():
-            if value is not None:
-                whole(name, value, least=1)
         if not self.phases:
             raise ValueError("phases is empty, so nothing would be done with a batch; name at least one")
         if wrong := [phase for phase in self.phases if isinstance(phase, Repeat) or phase.batch_size is not None]:

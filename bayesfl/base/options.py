@@ -1,0 +1,293 @@
+"""Options declared once: an annotation says what an option means and which values it takes, and is checked before anything is done.
+
+    Epochs = Annotated[int, AT_LEAST_1, "Number of passes over a client's data each round."]
+
+    @declared
+    def fedavg(model: nn.Module, *, epochs: Epochs = 5, weight: Literal["size", "equal"] = "size"): ...
+
+A function or a data class that is `declared` refuses an `epochs` of 0 and a `weight` of "sizes", and its docstring says of `epochs` what
+the annotation does, where its own `Args` say nothing. Looked at are numbers, their ranges, words (`Literal`), truth values, and what a
+function (name, value) in the annotation looks at; other types are left to Python.
+"""
+
+import functools
+import inspect
+import math
+import textwrap
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from numbers import Real
+from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints, overload
+
+from bayesfl.base.checks import instance, number, whole
+
+P = ParamSpec("P")
+R = TypeVar("R")
+C = TypeVar("C", bound=type)
+
+Idle = Mapping[tuple[str, Any], tuple[str, ...]]
+"""{(option, value): options that have no effect where it has this value}; a class stands for its instances, a function for all of which it
+is true."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """An interval of finite numbers.
+
+    Args:
+        low: Its lower end.
+        high: Its upper end.
+        ends: Which of its ends belong to it: `[` the lower one, `]` the upper one, `[]` both.
+        why: Reason or remedy, which ends the error message.
+    """
+
+    low: float
+    high: float = math.inf
+    ends: Literal["", "[", "]", "[]"] = ""
+    why: str = ""
+
+    def __contains__(self, value: float) -> bool:
+        above = self.low <= value if "[" in self.ends else self.low < value
+        return above and (value <= self.high if "]" in self.ends else value < self.high)
+
+    def __str__(self) -> str:
+        if self.high == math.inf:
+            return f"be >{'=' * ('[' in self.ends)} {self.low:g} and finite"
+        return f"lie within {'[' if '[' in self.ends else '('}{self.low:g}, {self.high:g}{']' if ']' in self.ends else ')'}"
+
+
+AT_LEAST_0, AT_LEAST_1 = Range(0, ends="["), Range(1, ends="[")
+INVERTIBLE = Range(1e-30, 1e30, why="its inverse must be a number in float32, too")
+
+Count = Annotated[int, AT_LEAST_1]
+Positive = Annotated[float, Range(0)]
+NotNegative = Annotated[float, AT_LEAST_0]
+Seed = Annotated[int, AT_LEAST_0, "Seed of all that is drawn."]
+
+
+@dataclass(frozen=True)
+class Option:
+    """What an annotation says of an option.
+
+    Args:
+        meaning: What it is, for the docstring; empty where the docstring says it.
+        words: Texts, or None, that it may be.
+        kind: `int`, `float` or `bool` where it may be one.
+        range: Numbers that it may be; None for all.
+        parts: What each number is where it is a tuple of several.
+        free: Types that it may have besides, which are not looked at; `Callable` for any function.
+        looks: Functions (name, value) that raise where they refuse a value.
+    """
+
+    meaning: str = ""
+    words: tuple[Any, ...] = ()
+    kind: type | None = None
+    range: Range | None = None
+    parts: "tuple[Option, ...]" = ()
+    free: tuple[Any, ...] = ()
+    looks: tuple[Callable[[str, Any], object], ...] = ()
+
+    @classmethod
+    def of(cls, hint: Any) -> "Option":
+        """Return what a type hint says."""
+        origin, inner = get_origin(hint), get_args(hint)
+        if origin is Annotated:
+            found = cls.of(inner[0])
+            for said in inner[1:]:
+                if isinstance(said, str):
+                    found = replace(found, meaning=said)
+                elif isinstance(said, Range):
+                    found = replace(found, range=said)
+                else:
+                    found = replace(found, looks=(*found.looks, said))
+            return found
+        if origin in (Union, types.UnionType):
+            return functools.reduce(Option._or, map(Option.of, inner))
+        if origin is Literal or hint is type(None):
+            return cls(words=inner or (None,))
+        if hint in (int, float, bool):
+            return cls(kind=hint)
+        parts = tuple(map(cls.of, inner)) if origin is tuple and ... not in inner else ()
+        return cls(parts=parts) if parts and all(part.kind for part in parts) else cls(free=(origin or hint,))
+
+    def _or(self, other: "Option") -> "Option":
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return Option(*(one + two if isinstance(one, tuple) else one or two for one, two in pairs))
+
+    def __call__(self, name: str, value: Any) -> Any:
+        """Return a value, a number as one of Python's own.
+
+        Raises:
+            TypeError: It is to be a truth value, and is none; or one of `looks` raises it.
+            ValueError: It is none of the words, no number, no such number, or one of `looks` raises it.
+        """
+        if any(value is word or (isinstance(word, str) and isinstance(value, str) and value == word) for word in self.words):
+            return value
+        texts = any(isinstance(word, str) for word in self.words)
+        if texts and ((isinstance(value, str) and str not in self.free) or not (self.kind or self.parts or self.free)):
+            raise ValueError(f"{name} must be {' or '.join(map(repr, self.words))}, got {value!r}")
+        if self.kind is bool:
+            instance(name, value, bool, "pass True or False")
+        elif self.kind and not (Callable in self.free and callable(value)) and (isinstance(value, Real) or set(self.free) <= {Callable}):
+            value = self._number(name, value)
+        elif self.parts and not self.free:
+            if not isinstance(value, tuple | list) or len(value) != len(self.parts):
+                raise ValueError(f"{name} must be {len(self.parts)} numbers, got {value!r}")
+            value = tuple(part(f"each of {name}", one) for part, one in zip(self.parts, value, strict=True))
+        for look in self.looks:
+            look(name, value)
+        return value
+
+    def _number(self, name: str, value: Any) -> int | float:
+        found = whole(name, value, least=-(2**63)) if self.kind is int else number(name, value)
+        if self.range is not None and found not in self.range:
+            if self.kind is int and self.range.high == math.inf:
+                raise ValueError(f"{name} must be at least {self.range.low:g}, got {value}{self.range.why and '; ' + self.range.why}")
+            raise ValueError(f"{name} must {self.range}, got {value}{self.range.why and '; ' + self.range.why}")
+        return found
+
+
+@functools.cache
+def options_of(owner: Any) -> dict[str, Option]:
+    """Return what the annotations of a function, or of a data class, say of its options, by name."""
+    hints = get_type_hints(inspect.unwrap(owner), include_extras=True)
+    return {name: Option.of(hint) for name, hint in hints.items() if name not in ("return", "_")}
+
+
+@overload
+def declared(function: C, /) -> C: ...
+@overload
+def declared(function: Callable[P, R], /) -> Callable[P, R]: ...
+@overload
+def declared(*, idle: Idle) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+def declared(function: Any = None, /, *, idle: Idle = types.MappingProxyType({})) -> Any:
+    """Check the options of a function before it runs, or those of a data class after its fields are set, and complete the docstring.
+
+    A data class is declared below `dataclass`, and its own `__post_init__` runs after the check.
+
+    Args:
+        function: A function, or a class with the fields of a data class.
+        idle: Options that say nothing under another one; giving them is refused.
+    """
+    if function is None:
+        return functools.partial(_declared, idle=idle)
+    return _declared_class(function) if isinstance(function, type) else _declared(function, idle)
+
+
+def _declared(function: Callable[P, R], idle: Idle) -> Callable[P, R]:
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        found = arguments(function, args, kwargs, idle)
+        return function(*args, **kwargs) if found is None else function(*found.args, **found.kwargs)
+
+    return documented(checked, function)
+
+
+def documented(checked: Callable[P, R], function: Callable[P, R]) -> Callable[P, R]:
+    """Return a function that checks another one's options with that one's docstring, completed, and its signature, in plain types."""
+    hints, signature = get_type_hints(function), inspect.signature(function)
+    plain = [one.replace(annotation=hints.get(one.name, one.annotation)) for one in signature.parameters.values()]
+    checked.__doc__ = completed(function)
+    checked.__signature__ = signature.replace(parameters=plain)  # type: ignore[attr-defined]  # which `help` and Sphinx read
+    return checked
+
+
+def arguments(function: Callable[..., Any], args: Any, kwargs: Any, idle: Idle) -> inspect.BoundArguments | None:
+    """Return a call's arguments as the annotations ask for them, with all defaults; None where Python refuses the call.
+
+    Raises:
+        TypeError: As by `Option`.
+        ValueError: As by `Option`; or an option is given that another leaves without effect.
+    """
+    signature, declared_as = inspect.signature(function), options_of(function)
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError:
+        return None
+    bound.apply_defaults()
+    for name, option in declared_as.items():
+        if signature.parameters[name].kind is not inspect.Parameter.VAR_KEYWORD:
+            bound.arguments[name] = option(name, bound.arguments[name])
+    for (option, value), names in idle.items():
+        if _holds(bound.arguments[option], value):
+            for name in names:
+                if (given := bound.arguments[name]) != signature.parameters[name].default:
+                    raise ValueError(f"{name} says nothing {_told(option, value)}, got {given!r}; leave it out")
+    return bound
+
+
+def _holds(found: Any, value: Any) -> bool:
+    if isinstance(value, type):
+        return isinstance(found, value)
+    return bool(value(found) if callable(value) else found == value)
+
+
+def _told(option: str, value: Any) -> str:
+    if isinstance(value, type):
+        return f"under a {option} of {value.__name__}"
+    return f"where the {option} {value.__name__.replace('_', ' ')}" if callable(value) else f"under {option}={value!r}"
+
+
+def _declared_class(cls: C) -> C:
+    after = getattr(cls, "__post_init__", None)
+
+    def __post_init__(self: Any) -> None:
+        if type(self).__post_init__ is __post_init__:  # not again in the base of a declared class
+            check(self)
+        if after is not None:
+            after(self)
+
+    cls.__post_init__ = __post_init__  # type: ignore[attr-defined]  # of a class that dataclass is about to read
+    cls.__doc__ = completed(cls)
+    return cls
+
+
+def check(made: Any) -> None:
+    """Check the fields of a data class by their annotations, and put numbers of Python's own in place of others.
+
+    Raises:
+        TypeError: As by `Option`.
+        ValueError: As by `Option`.
+    """
+    for name, option in options_of(type(made)).items():
+        found = vars(made).get(name, getattr(made, name, None))
+        if (own := option(name, found)) is not found:
+            object.__setattr__(made, name, own)
+
+
+def completed(owner: Any) -> str | None:
+    """Return a docstring whose `Args` have every option that its annotation gives a meaning, in the order of the signature."""
+    doc = inspect.getdoc(owner) if not isinstance(owner, type) else inspect.cleandoc(owner.__doc__ or "")
+    found = {name: option.meaning for name, option in options_of(owner).items() if option.meaning}
+    if not doc or not found:
+        return doc
+    before, own, after = _sections(doc)
+    order = list(own) if isinstance(owner, type) else [name for name in inspect.signature(owner).parameters if name in own or name in found]
+    order += [name for name in (*own, *found) if name not in order]
+    entries = [own.get(name) or _entry(name, found[name]) for name in order]
+    return "\n".join([before, "", "Args:", *entries, *(["", after] if after else [])])
+
+
+def _entry(name: str, meaning: str) -> str:
+    return textwrap.fill(f"{name}: {meaning}", 130, initial_indent="    ", subsequent_indent="        ", break_on_hyphens=False)
+
+
+def _sections(doc: str) -> tuple[str, dict[str, str], str]:
+    """Return what stands before the arguments, the arguments by name, and what stands after them."""
+    lines = doc.split("\n")
+    heads = [place for place, line in enumerate(lines) if line in ("Args:", "Returns:", "Raises:", "Warns:", "References:")]
+    start = next((place for place in heads if lines[place] == "Args:"), None)
+    if start is None:
+        cut = heads[0] if heads else len(lines)
+        return "\n".join(lines[:cut]).rstrip(), {}, "\n".join(lines[cut:])
+    end = next((place for place in range(start + 1, len(lines)) if lines[place] and not lines[place].startswith(" ")), len(lines))
+    own: dict[str, str] = {}
+    name = ""
+    for line in lines[start + 1 : end]:
+        if line.startswith("    ") and not line.startswith("     "):
+            name = line.strip().partition(":")[0]
+            own[name] = line
+        elif line.strip():
+            own[name] += f"\n{line}"
+    return "\n".join(lines[:start]).rstrip(), own, "\n".join(lines[end:])
