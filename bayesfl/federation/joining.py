@@ -69,5 +69,5 @@ def _slowed(result: Any) -> str:
     return (
         f"the learning rate of the method's adapt phases has fallen from {', '.join(dict.fromkeys(fallen))} after {result.round} rounds, "
         "so new clients hardly learn; adapt them at a constant rate, as dataclasses.replace(result, algorithm=dataclasses.replace("
-        "result.algorithm, adapt=bf.with_optimiser(result.algorithm, SGD(0.1)).adapt)).adapt(novel)"
+        "result.algorithm, adapt=constant.adapt)).adapt(novel) does, where `constant` is the method with an optimiser such as SGD(0.1)"
     )

@@ -82,7 +82,7 @@ def warn_if_unstable(algorithm: Algorithm, phase: Any, given: Server, view: View
     tie = f", or a tie below {room:.3g}, a prior scale above {(float(weight) / room) ** 0.5:.3g}{_TIES}" if room > 0 else ""
     warnings.warn(
         f"round {given['round'] + 1}: steps on {name!r} of {who} are unstable: at learning rate {rate:g} and these weights the loss has "
-        f"curvature {curvature:.3g} beside the tie's {precision:.3g}; take a rate below {most:.3g}, which is head_lr in pfedmap and "
+        f"curvature {curvature:.3g} beside the tie's {precision:.3g}; take a rate below {most:.3g} in head_optimiser of pfedmap and "
         f"pfedvem{tie}",
         stacklevel=2,
     )
@@ -106,8 +106,8 @@ def warn_if_dead(algorithm: Algorithm, phase: Any, given: Server, view: View, ba
     if same > CONSTANT * flat.shape[1]:
         warnings.warn(
             f"round {given['round'] + 1}: {same} of the {flat.shape[1]} features are the same for all examples of {who}, as of units that "
-            "are dead and train no more, or of inputs that do not vary; begin with a smaller init_scale, where the method has one, or a "
-            "lower body_lr",
+            "are dead and train no more, or of inputs that do not vary; begin with a smaller init_scale, where the method has one, or "
+ XX,
             stacklevel=2,
         )
 
