@@ -106,8 +106,8 @@ def warn_if_dead(algorithm: Algorithm, phase: Any, given: Server, view: View, ba
     if same > CONSTANT * flat.shape[1]:
         warnings.warn(
             f"round {given['round'] + 1}: {same} of the {flat.shape[1]} features are the same for all examples of {who}, as of units that "
-            "are dead and train no more, or of inputs that do not vary; begin with a smaller init_scale, where the method has one, or "
- XX,
+            "are dead and train no more, or of inputs that do not vary; begin with a smaller init_scale, where the method has one, or a "
+            "lower rate of body_optimiser",
             stacklevel=2,
         )
 
