@@ -258,8 +258,8 @@ class Row:
 def rows(quick: bool) -> dict[str, Row]:
     """The table's rows by name."""
     epochs = 2 if quick else 10
-    mlp = bf.models.mlp(784, hidden=100, outputs=10)
-    fedavg = bf.algorithms.fedavg(mlp, epochs=epochs, lr=LR, momentum=MOMENTUM)
+    mlp, heavy = bf.models.mlp(784, hidden=100, outputs=10), SGD(LR, MOMENTUM)
+    fedavg = bf.algorithms.fedavg(mlp, epochs=epochs, optimiser=heavy)
     one, two = bf.Engine(workers=1), bf.Engine(workers=2)
 
     def against(bare: Callable[[], Round], algorithm: bf.Algorithm, data: Callable[[], FederatedData]) -> dict[str, Callable[[], Round]]:
@@ -291,13 +291,14 @@ def rows(quick: bool) -> dict[str, Row]:
     predicting = partial(federation, [10] * 2 if quick else [50] * 4, splits=("train", "validation", "test"))
     forty, images = (lambda: federation(unequal())), (lambda: federation([125] * (4 if quick else 20), (1, 28, 28)))
     net = bf.models.lenet((1, 28, 28), outputs=10)
-    cnn = bf.algorithms.fedavg(net, epochs=2, lr=LR, momentum=MOMENTUM)
+    cnn = bf.algorithms.fedavg(net, epochs=2, optimiser=heavy)
     vem, held = (new(mlp, head_epochs=epochs, body_epochs=epochs) for new in (bf.algorithms.pfedvem, bf.algorithms.pfedvem_held))
     curved = {"epochs": epochs, "optimiser": SGD(0.01), "selection": "random"}
     fedsi = {link: bf.algorithms.fedsi(mlp, link=link, **curved) for link in ("per_class", "contrasts")}
-    ditto = bf.algorithms.ditto(mlp, epochs=epochs, batch_size=BATCH, lr=LR, momentum=MOMENTUM)
-    linear, once = torch.nn.Linear(150, 1), {"epochs": 1, "batch_size": 128, "lr": LR, "momentum": MOMENTUM, "likelihood": Bernoulli()}
-    mean, mixed = bf.algorithms.fedavg(linear, **once), bf.algorithms.fedem(linear, components=3, **once)
+    ditto = bf.algorithms.ditto(mlp, epochs=epochs, batch_size=BATCH, optimiser=heavy)
+    linear, once = torch.nn.Linear(150, 1), {"epochs": 1, "batch_size": 128, "likelihood": Bernoulli()}
+    mean = bf.algorithms.fedavg(linear, optimiser=heavy, **once)
+    mixed = bf.algorithms.fedem(linear, components=3, optimiser=replace(heavy, weight_decay=5e-4), **once)
     twenty, wide = (lambda: federation([120 if quick else 600] * 20)), bf.models.mlp(784, hidden=128, outputs=10)
     leaky, fives = bf.models.leaky_cnn((1, 28, 28), outputs=10), {"head_epochs": 1, "body_epochs": 1 if quick else 5, "batch_size": BATCH}
     rep, pac = bf.algorithms.fedrep(wide, **fives), bf.algorithms.fedpac(wide, **fives)
@@ -308,9 +309,9 @@ def rows(quick: bool) -> dict[str, Row]:
     dropping.body = torch.nn.Sequential(*net.body[:9], torch.nn.Dropout(0.3), *net.body[9:], torch.nn.Dropout(0.3))
     encoder, tokens = Encoder(), (lambda: federation([50] * 4, (64, 256)))
     few, resnet = (lambda: federation([20 if quick else 100] * 4, (3, 32, 32))), torchvision().models.resnet18(num_classes=10)
-    lone = {name: bf.algorithms.fedavg(one, epochs=5, lr=LR, momentum=MOMENTUM) for name, one in {"r": resnet, "e": encoder}.items()}
-    short = bf.algorithms.fedavg(resnet, epochs=1, lr=LR, momentum=MOMENTUM)
-    live = {name: bf.algorithms.fedavg(one, epochs=2, lr=LR, momentum=MOMENTUM) for name, one in {"b": normed, "d": dropping}.items()}
+    lone = {name: bf.algorithms.fedavg(one, epochs=5, optimiser=heavy) for name, one in {"r": resnet, "e": encoder}.items()}
+    short = bf.algorithms.fedavg(resnet, epochs=1, optimiser=heavy)
+    live = {name: bf.algorithms.fedavg(one, epochs=2, optimiser=heavy) for name, one in {"b": normed, "d": dropping}.items()}
     return {
         "mlp10": make("FedAvg, MLP 784-100-10, 10 clients x 250", lambda: bare_fedavg(mlp, ten(), epochs), fedavg, ten, 0.45, 0.72, 31),
         "mlp100": make("the same, 100 clients", lambda: bare_fedavg(mlp, hundred(), epochs), fedavg, hundred, 0.40, 0.65, 5),

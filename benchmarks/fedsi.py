@@ -50,7 +50,7 @@ def methods(clients: FederatedData) -> dict[str, bf.Algorithm]:
     """FedAvg and FedSI, by the same steps."""
     model = bf.models.mlp(clients.inputs, hidden=100, outputs=clients.classes)
     steps: dict[str, Any] = {"epochs": 10, "batch_size": 50, "optimiser": SGD(0.1)}
-    plain = bf.algorithms.fedavg(model, epochs=10, batch_size=50, lr=0.1, momentum=0.0)
+    plain = bf.algorithms.fedavg(model, **steps)
     fedsi = bf.algorithms.fedsi
     return {
         UNIT: plain,

@@ -20,6 +20,7 @@ import bayesfl as bf
 from bayesfl.data import ClientData, FederatedData, SourceInfo
 from bayesfl.evaluation import report
 from bayesfl.federation.settings import present
+from bayesfl.optim import SGD
 
 RESULTS = Path(__file__).parent / "results" / "gpu.json"
 LR, MOMENTUM, BATCH, EPOCHS, EXAMPLES = 0.05, 0.9, 50, 2, 125
@@ -62,7 +63,7 @@ def loop(model: torch.nn.Module, data: FederatedData, device: torch.device) -> f
 
 def ours(model: torch.nn.Module, data: FederatedData, device: torch.device, engine: bf.Engine) -> float:
     """Seconds of a round by `simulate`, the second of two."""
-    algorithm = bf.algorithms.fedavg(model, epochs=EPOCHS, batch_size=BATCH, lr=LR, momentum=MOMENTUM)
+    algorithm = bf.algorithms.fedavg(model, epochs=EPOCHS, batch_size=BATCH, optimiser=SGD(LR, MOMENTUM))
     result = bf.simulate(algorithm, data, rounds=2, evaluate_every=None, device=device, engine=engine, progress=False)
     return float(result.history["seconds"][-1])
 

@@ -23,6 +23,7 @@ from bayesfl.base.files import atomic_path
 from bayesfl.data import FederatedData
 from bayesfl.evaluation import report
 from bayesfl.evaluation.plots.look import new_figure
+from bayesfl.optim import SGD
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "pfedvem.json"
@@ -33,8 +34,8 @@ METHODS: dict[str, Any] = {
     "pFedVEM": lambda model: bf.algorithms.pfedvem(model, init_scale=0.1),
     "pFedVEM, scales held": bf.algorithms.pfedvem_held,
     "pFedMAP": bf.algorithms.pfedmap,
-    "FedRep": lambda model: bf.algorithms.fedrep(model, head_epochs=5, body_epochs=5, batch_size=50, lr=0.01, momentum=0.9),
-    "Local": lambda model: bf.algorithms.local(model, epochs=5, batch_size=50, lr=0.01, momentum=0.9),
+    "FedRep": lambda model: bf.algorithms.fedrep(model, head_epochs=5, body_epochs=5, batch_size=50, optimiser=SGD(0.01, momentum=0.9)),
+    "Local": lambda model: bf.algorithms.local(model, epochs=5, batch_size=50, optimiser=SGD(0.01, momentum=0.9)),
     "pFedVEM, start 1": bf.algorithms.pfedvem,
     "pFedVEM, scales held, prior scale 0.1": lambda model: bf.algorithms.pfedvem_held(model, prior_scale=0.1),
     "pFedMAP, precision 100": lambda model: bf.algorithms.pfedmap(model, precision=100.0),

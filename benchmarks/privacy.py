@@ -20,6 +20,7 @@ from bayesfl.evaluation import report
 from bayesfl.federation.privacy import ClientPrivacy, epsilon_own
 from bayesfl.federation.replies import Aggregation
 from bayesfl.federation.secure import SecureSum
+from bayesfl.optim import SGD
 
 RESULTS = Path(__file__).parent / "results" / "privacy.json"
 CLIENTS, PARTICIPATION, CLIP, DELTA, RATE = 300, 0.2, 1.0, 1e-3, 0.3
@@ -50,7 +51,7 @@ def main() -> None:
     for seed in seeds:
         clients = bf.data.iid("digits", clients=60 if quick else CLIENTS, seed=seed)
         model = bf.models.mlp(clients.inputs, hidden=30, outputs=clients.classes, seed=seed)
-        algorithm = bf.algorithms.fedavg(model, epochs=5, batch_size=None, lr=RATE, momentum=0.0)
+        algorithm = bf.algorithms.fedavg(model, epochs=5, batch_size=None, optimiser=SGD(RATE))
         ways: dict[str, Aggregation | None] = {"FedAvg": None, "FedAvg, secure aggregation": SecureSum()}
         ways |= {f"noise multiplier {noise:g}" if noise else "clipped, no noise": private(noise, seed) for noise in NOISE}
         for name, way in ways.items():

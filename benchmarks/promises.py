@@ -36,21 +36,27 @@ from bayesfl.evaluation.metrics import classification_summary
 from bayesfl.evaluation.predictions import Predictions
 from bayesfl.evaluation.surveys import Mine, Outputs
 from bayesfl.federation.result import Result
+from bayesfl.optim import SGD
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "promises.json"
 LEVEL = 0.9
 DATASETS = ("digits", "mnist", "fashion-mnist")
 EDGES = torch.arange(1, BINS + 1, dtype=torch.float64) / BINS
-SGD = {"epochs": 2, "batch_size": 20, "lr": 0.05}
+STEPS = {"epochs": 2, "batch_size": 20}
+HEAVY = SGD(0.05, momentum=0.9)
 METHODS: dict[str, Callable[[torch.nn.Module], bf.Algorithm]] = {
-    "FedAvg": lambda model: bf.algorithms.fedavg(model, **SGD),
-    "FedAvg-FT": lambda model: bf.algorithms.fedavg_ft(model, **SGD, finetune_epochs=5),
-    "Ditto": lambda model: bf.algorithms.ditto(model, **SGD),
-    "FedPer": lambda model: bf.algorithms.fedper(model, **SGD),
-    "FedEM": lambda model: bf.algorithms.fedem(model, epochs=2, batch_size=20, lr=0.05),
-    "FedPer, Laplace head": lambda model: replace(bf.algorithms.fedper(model, **SGD), predictor=LinearisedLaplace(block="head")),
-    "pFedVEM": lambda model: bf.algorithms.pfedvem(model, head_epochs=5, body_epochs=2, batch_size=20, body_lr=0.05, init_scale=0.1),
+    "FedAvg": lambda model: bf.algorithms.fedavg(model, optimiser=HEAVY, **STEPS),
+    "FedAvg-FT": lambda model: bf.algorithms.fedavg_ft(model, optimiser=HEAVY, finetune_epochs=5, **STEPS),
+    "Ditto": lambda model: bf.algorithms.ditto(model, optimiser=SGD(0.05), **STEPS),
+    "FedPer": lambda model: bf.algorithms.fedper(model, optimiser=HEAVY, **STEPS),
+    "FedEM": lambda model: bf.algorithms.fedem(model, optimiser=replace(HEAVY, weight_decay=5e-4), **STEPS),
+    "FedPer, Laplace head": lambda model: replace(
+        bf.algorithms.fedper(model, optimiser=HEAVY, **STEPS), predictor=LinearisedLaplace(block="head")
+    ),
+    "pFedVEM": lambda model: bf.algorithms.pfedvem(
+        model, head_epochs=5, body_epochs=2, batch_size=20, body_optimiser=HEAVY, init_scale=0.1
+    ),
 }
 
 

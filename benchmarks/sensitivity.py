@@ -16,26 +16,28 @@ import torch
 
 import bayesfl as bf
 from bayesfl.evaluation import report
+from bayesfl.optim import SGD
 
 RESULTS = Path(__file__).parent / "results" / "sensitivity.json"
 SETTINGS: dict[str, dict[str, Any]] = {
-    "as in the demo": {"lr": 0.01},
-    "learning rate 0.05": {"lr": 0.05},
-    "all clients train, for every method": {"lr": 0.01, "train": "all"},
-    "the cohort alone trains, for every method": {"lr": 0.01, "train": "cohort"},
+    "as in the demo": {"rate": 0.01},
+    "learning rate 0.05": {"rate": 0.05},
+    "all clients train, for every method": {"rate": 0.01, "train": "all"},
+    "the cohort alone trains, for every method": {"rate": 0.01, "train": "cohort"},
 }
 COLUMNS = [report.Column("accuracy", better="higher"), report.Column("nll", better="lower"), report.Column("ece", better="lower")]
 
 
-def methods(clients: bf.data.FederatedData, lr: float, seed: int) -> dict[str, bf.Algorithm]:
+def methods(clients: bf.data.FederatedData, rate: float, seed: int) -> dict[str, bf.Algorithm]:
     """The demo's, all from one start."""
     model = bf.models.mlp(clients.inputs, hidden=100, outputs=clients.classes, head_scale=1.0, seed=seed)
+    heavy = SGD(rate, momentum=0.9)
     return {
-        "FedAvg": bf.algorithms.fedavg(model, batch_size=10, lr=lr),
-        "FedPer": bf.algorithms.fedper(model, batch_size=10, lr=lr),
-        "pFedMAP": bf.algorithms.pfedmap(model, batch_size=10, body_lr=lr),
-        "pFedVEM, mean": bf.algorithms.pfedvem(model, batch_size=10, body_lr=lr),
-        "pFedVEM, scales held, mean": bf.algorithms.pfedvem_held(model, batch_size=10, body_lr=lr),
+        "FedAvg": bf.algorithms.fedavg(model, batch_size=10, optimiser=heavy),
+        "FedPer": bf.algorithms.fedper(model, batch_size=10, optimiser=heavy),
+        "pFedMAP": bf.algorithms.pfedmap(model, batch_size=10, body_optimiser=heavy),
+        "pFedVEM, mean": bf.algorithms.pfedvem(model, batch_size=10, body_optimiser=heavy),
+        "pFedVEM, scales held, mean": bf.algorithms.pfedvem_held(model, batch_size=10, body_optimiser=heavy),
     }
 
 
@@ -51,7 +53,7 @@ def main() -> None:
         rows: dict[str, dict[str, list[float]]] = {}
         for seed in range(1 if quick else 5):
             clients = bf.data.concept_drift("digits", clients=20, seed=seed)
-            for name, algorithm in methods(clients, options["lr"], seed).items():
+            for name, algorithm in methods(clients, options["rate"], seed).items():
                 result = bf.simulate(
                     algorithm,
                     clients,

@@ -22,6 +22,7 @@ import argparse
 import itertools
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,18 +33,22 @@ import bayesfl as bf
 from bayesfl.base.files import atomic_path, atomic_write
 from bayesfl.evaluation import report
 from bayesfl.likelihoods import Bernoulli
-from bayesfl.optim import multistep
+from bayesfl.optim import SGD, multistep
 
-ONE: dict[str, Any] = {"epochs": 1, "batch_size": 128, "momentum": 0.9, "weight_decay": 5e-4, "likelihood": Bernoulli()}
+STEPS: dict[str, Any] = {"epochs": 1, "batch_size": 128, "likelihood": Bernoulli()}
+PLAIN = partial(SGD, weight_decay=5e-4)
+HEAVY = partial(PLAIN, momentum=0.9)
 METHODS: dict[str, Callable[[torch.nn.Module, float], bf.Algorithm]] = {
-    "FedEM": lambda model, rate: bf.algorithms.fedem(model, lr=multistep(rate), **ONE),
-    "D-FedEM": lambda model, rate: bf.algorithms.d_fedem(model, lr=multistep(rate), **ONE),
-    "Clustered FL": lambda model, rate: bf.algorithms.clustered(model, lr=multistep(rate), **ONE),
-    "IFCA": lambda model, rate: bf.algorithms.ifca(model, clusters=3, lr=multistep(rate), **ONE),
-    "Local": lambda model, rate: bf.algorithms.local(model, lr=multistep(rate), **ONE),
-    "FedAvg": lambda model, rate: bf.algorithms.fedavg(model, lr=multistep(rate), **ONE),
-    "FedProx": lambda model, rate: bf.algorithms.fedprox(model, mu=1.0, lr=multistep(rate), **{**ONE, "momentum": 0.0}),
-    "FedAvg-FT": lambda model, rate: bf.algorithms.fedavg_ft(model, lr=multistep(rate), finetune_lr=rate, **ONE),
+    "FedEM": lambda model, rate: bf.algorithms.fedem(model, optimiser=HEAVY(multistep(rate)), **STEPS),
+    "D-FedEM": lambda model, rate: bf.algorithms.d_fedem(model, optimiser=HEAVY(multistep(rate)), **STEPS),
+    "Clustered FL": lambda model, rate: bf.algorithms.clustered(model, optimiser=HEAVY(multistep(rate)), **STEPS),
+    "IFCA": lambda model, rate: bf.algorithms.ifca(model, clusters=3, optimiser=HEAVY(multistep(rate)), **STEPS),
+    "Local": lambda model, rate: bf.algorithms.local(model, optimiser=HEAVY(multistep(rate)), **STEPS),
+    "FedAvg": lambda model, rate: bf.algorithms.fedavg(model, optimiser=HEAVY(multistep(rate)), **STEPS),
+    "FedProx": lambda model, rate: bf.algorithms.fedprox(model, mu=1.0, optimiser=PLAIN(multistep(rate)), **STEPS),
+    "FedAvg-FT": lambda model, rate: bf.algorithms.fedavg_ft(
+        model, optimiser=HEAVY(multistep(rate)), finetune_optimiser=HEAVY(rate), **STEPS
+    ),
 }
 EXPERIMENT = ("clients", "rounds", "test", "methods", "rates", "seed")
 MIXTURES = ("FedEM", "D-FedEM")

@@ -18,6 +18,7 @@ weight under equal shares as a reference. It writes tables and plots of the weig
 import argparse
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +29,21 @@ import bayesfl as bf
 from bayesfl.base.files import atomic_path, atomic_write
 from bayesfl.data import FederatedData
 from bayesfl.evaluation import report
+from bayesfl.optim import SGD
 
 EPOCHS = 6  # one of the head and five of the body, or of both
-SGD: dict[str, Any] = {"momentum": 0.5, "weight_decay": 5e-4}
+STEPS = partial(SGD, momentum=0.5, weight_decay=5e-4)
 Make = Callable[[torch.nn.Module, float, int], bf.Algorithm]
 METHODS: dict[str, Make] = {
-    "Local": lambda model, rate, batch: bf.algorithms.local(model, epochs=EPOCHS, lr=rate, batch_size=batch, **SGD),
-    "FedAvg": lambda model, rate, batch: bf.algorithms.fedavg(model, epochs=EPOCHS, lr=rate, batch_size=batch, **SGD),
-    "FedPer": lambda model, rate, batch: bf.algorithms.fedper(model, epochs=EPOCHS, lr=rate, batch_size=batch, **SGD),
+    "Local": lambda model, rate, batch: bf.algorithms.local(model, epochs=EPOCHS, optimiser=STEPS(rate), batch_size=batch),
+    "FedAvg": lambda model, rate, batch: bf.algorithms.fedavg(model, epochs=EPOCHS, optimiser=STEPS(rate), batch_size=batch),
+    "FedPer": lambda model, rate, batch: bf.algorithms.fedper(model, epochs=EPOCHS, optimiser=STEPS(rate), batch_size=batch),
     "FedRep": lambda model, rate, batch: bf.algorithms.fedrep(
-        model, head_epochs=1, body_epochs=EPOCHS - 1, lr=rate, batch_size=batch, **SGD
+        model, head_epochs=1, body_epochs=EPOCHS - 1, optimiser=STEPS(rate), batch_size=batch
     ),
-    "FedPAC": lambda model, rate, batch: bf.algorithms.fedpac(model, lr=rate, head_lr=0.1, batch_size=batch, **SGD),
+    "FedPAC": lambda model, rate, batch: bf.algorithms.fedpac(
+        model, body_optimiser=STEPS(rate), head_optimiser=STEPS(0.1), batch_size=batch
+    ),
 }
 EXPERIMENT = ("data", "clients", "train", "test", "groups", "rounds", "methods", "rates", "batch", "seeds")
 MEASURES = (("accuracy", "accuracy", "higher"), ("nll", "NLL (nats)", "lower"), ("ece", "ECE", "lower"))

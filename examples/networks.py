@@ -37,7 +37,7 @@ from bayesfl.composition.predictors import LinearisedLaplace
 from bayesfl.data import FederatedData
 from bayesfl.evaluation import report
 from bayesfl.federation.result import Result
-from bayesfl.optim import Adam
+from bayesfl.optim import SGD, Adam
 
 EXPERIMENT = ("parts", "seeds", "smoke")
 COLUMNS = (
@@ -133,12 +133,12 @@ def resnet(size: Size, seed: int, root: Path | None) -> Part:
         network = bf.models.torchvision().models.resnet18(weights=None, num_classes=clients.outputs)
     model = bf.models.split(network, head="fc")
     converted = bf.models.group_norm(model)  # averages of statistics would leave a personal head with other features than it learned on
-    steps = {"epochs": 1, "batch_size": 40, "lr": 0.05}
+    steps = {"epochs": 1, "batch_size": 40, "optimiser": SGD(0.05, momentum=0.9)}
     methods = {
-        "FedAvg": bf.algorithms.fedavg(model, momentum=0.9, **steps),
-        "FedBN": bf.algorithms.fedbn(model, momentum=0.9, **steps),
-        "pFedVEM, scales held, group norms": bf.with_optimiser(
-            bf.algorithms.pfedvem_held(converted, body_epochs=1, batch_size=40), Adam(1e-3)
+        "FedAvg": bf.algorithms.fedavg(model, **steps),
+        "FedBN": bf.algorithms.fedbn(model, **steps),
+        "pFedVEM, scales held, group norms": bf.algorithms.pfedvem_held(
+            converted, body_epochs=1, batch_size=40, head_optimiser=Adam(1e-3), body_optimiser=Adam(1e-3)
         ),
     }
     return Part(clients, methods, {"FedBN, Laplace over the norms": ("FedBN", LinearisedLaplace(block="norms", structure="diagonal"))})
@@ -172,13 +172,11 @@ def transformer(size: Size, seed: int, root: Path | None) -> Part:
     """A transformer that reads characters; the norms that FedBN's clients keep are layer norms."""
     clients = texts(size, seed, root, length=32)
     model = bf.models.transformer(clients.inputs, outputs=clients.outputs, d=32, layers=2, heads=4, dropout=0.1, seed=seed)
-    steps = {"epochs": 1, "batch_size": 50}
+    steps = {"epochs": 1, "batch_size": 50, "optimiser": Adam(3e-3)}
     methods = {
-        "FedAvg": bf.with_optimiser(bf.algorithms.fedavg(model, **steps), Adam(3e-3)),
-        "FedBN": bf.with_optimiser(bf.algorithms.fedbn(model, **steps), Adam(3e-3)),
-        "pFedVEM, scales held": bf.with_optimiser(
-            bf.algorithms.pfedvem_held(model, body_epochs=1, batch_size=50), Adam(3e-3), on=("body",)
-        ),
+        "FedAvg": bf.algorithms.fedavg(model, **steps),
+        "FedBN": bf.algorithms.fedbn(model, **steps),
+        "pFedVEM, scales held": bf.algorithms.pfedvem_held(model, body_epochs=1, batch_size=50, body_optimiser=Adam(3e-3)),
     }
     return Part(clients, methods, {})
 
@@ -220,13 +218,13 @@ def adapters(size: Size, seed: int, root: Path | None) -> Part:
         norm.eval().requires_grad_(False)
         body = nn.Sequential(Adapted(first, 4, 0.1), norm, nn.ReLU(), Adapted(second, 4, 0.1), nn.ReLU())
     model = bf.models.SplitModel(body, head)
-    steps, both = {"epochs": 5, "batch_size": 20}, ("lora", "head")
-    own = bf.Descend(bf.Energy(both, both, likelihood="mean"), optimiser=Adam(3e-3), **steps)
+    steps, both = {"epochs": 5, "batch_size": 20, "optimiser": Adam(3e-3)}, ("lora", "head")
+    own = bf.Descend(bf.Energy(both, both, likelihood="mean"), **steps)
     blocks = {"lora": bf.Block("body.*", pool=None, keep=True), "head": bf.Block("head.*")}
     methods = {
-        "FedAvg": bf.with_optimiser(bf.algorithms.fedavg(model, **steps), Adam(3e-3)),
+        "FedAvg": bf.algorithms.fedavg(model, **steps),
         "Own adapters, one head": bf.Algorithm(model, blocks, (own,), parts=both, adapt=(own,)),
-        "pFedVEM, scales held": bf.with_optimiser(bf.algorithms.pfedvem_held(model, batch_size=20), Adam(3e-3)),
+        "pFedVEM, scales held": bf.algorithms.pfedvem_held(model, batch_size=20, head_optimiser=Adam(3e-3), body_optimiser=Adam(3e-3)),
     }
     laplace = {"FedAvg, Laplace": ("FedAvg", LinearisedLaplace()), "Own adapters, Laplace": ("Own adapters, one head", LinearisedLaplace())}
     return Part(clients, methods, laplace)
@@ -260,11 +258,11 @@ def two_inputs(size: Size, seed: int, root: Path | None) -> Part:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = bf.models.SplitModel(WithMissing(xs[0]["values"].shape[1], 64), nn.Linear(64, clients.outputs))
-    steps = {"epochs": 2, "batch_size": 20, "lr": 0.05}
+    steps = {"epochs": 2, "batch_size": 20}
     methods = {
-        "FedAvg": bf.algorithms.fedavg(model, **steps),
-        "FedBN": bf.algorithms.fedbn(model, **steps),
-        "pFedVEM, scales held": bf.algorithms.pfedvem_held(model, body_epochs=2, batch_size=20, body_lr=0.05),
+        "FedAvg": bf.algorithms.fedavg(model, optimiser=SGD(0.05, momentum=0.9), **steps),
+        "FedBN": bf.algorithms.fedbn(model, optimiser=SGD(0.05), **steps),
+        "pFedVEM, scales held": bf.algorithms.pfedvem_held(model, body_epochs=2, batch_size=20, body_optimiser=SGD(0.05, momentum=0.9)),
     }
     return Part(clients, methods, {"FedBN, Laplace over the norms": ("FedBN", LinearisedLaplace(block="norms"))})
 

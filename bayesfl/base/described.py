@@ -1,12 +1,19 @@
-"""Descriptions of any values as JSON, which are the same in every process: how a saved run knows the functions it was made with."""
+"""Descriptions of any values as JSON, the same in every process: by these a saved run, or another machine, knows them again."""
 
+import ast
 import functools
+import hashlib
+import inspect
 import json
 import math
 import re
+import sys
+import textwrap
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
+from enum import Enum
+from pathlib import PurePath
 from typing import Any
 
 import numpy as np
@@ -16,16 +23,16 @@ from torch import Tensor, nn
 from bayesfl.base import digest
 
 ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
-LATER = {"later": True}
-"""Marks, as `metadata` of a field, an option that came after runs had been saved, in whose descriptions it is not."""
 DEPTH = 40  # deepest level of nested values that is described
 
 
 def described(value: Any, path: tuple[int, ...] = ()) -> Any:
     """Return a JSON-able description of any value, without memory addresses; values inside themselves or nested too deeply are cut off.
 
-    A function is described by its name and by what it closes over, has as defaults or is partially applied to, not by its code,
-    which `bayesfl.base.function_code` reads. A module is described by its layers and their numbers.
+    A function is described by its module, its name, a digest of the source text of that function alone, its defaults, and what it closes
+    over or is partially applied to. It does not hold what the function reads by global names. Functions and classes of Python, of
+    installed packages and of bayesfl have no digest: they count by their names. Other objects are described by their class and their
+    attributes, data classes and modules by their fields and layers. An object with a method `described_as` says itself what it is.
     """
     if isinstance(value, np.generic):
         value = value.item()
@@ -39,55 +46,106 @@ def described(value: Any, path: tuple[int, ...] = ()) -> Any:
     def inner(part: Any) -> Any:
         return described(part, (*path, id(value)))
 
-    name = type(value).__qualname__
     if isinstance(value, Mapping):
         return {str(inner(k)): inner(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [inner(v) for v in value]
     if isinstance(value, set | frozenset):
         return sorted((inner(v) for v in value), key=json.dumps)
-    if isinstance(value, np.ndarray):
-        value = (
-            torch.from_numpy(np.ascontiguousarray(value))
-            if value.dtype.kind in "biuf" and value.dtype.isnative and value.dtype.itemsize <= 8
-            else None
-        )
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf" and value.dtype.isnative and value.dtype.itemsize <= 8:
+        value = torch.from_numpy(np.ascontiguousarray(value))
     if isinstance(value, Tensor):
-        return f"{name}({value.dtype}, {list(value.shape)}, {_sum_of(value)})"
-    if isinstance(value, nn.Module):
-        return {"layers": layers(value), **{key: inner(t) for key, t in value.state_dict(keep_vars=True).items()}}
-    if is_dataclass(value) and not isinstance(value, type):
-        return {"type": name, **{key: inner(option) for key, option in options(value).items()}}
-    if isinstance(value, functools.partial):
-        return {"type": name, "func": inner(value.func), "args": inner(value.args), "keywords": inner(value.keywords)}
-    if isinstance(value, torch.dtype | torch.device):
+        return f"{type(value).__qualname__}({value.dtype}, {list(value.shape)}, {_sum_of(value)})"
+    if isinstance(value, torch.dtype | torch.device | np.dtype | PurePath | Enum):
         return str(value)
+    if isinstance(value, types.ModuleType):
+        return value.__name__
+    if isinstance(value, type):
+        return _named(value)
+    if (own := getattr(value, "described_as", None)) is not None:
+        return inner(own())
+    if is_dataclass(value):
+        return {"type": type(value).__qualname__, **{f.name: inner(getattr(value, f.name, None)) for f in fields(value) if f.init}}
+    if isinstance(value, nn.Module):
+        kinds = {type(layer) for layer in value.modules()}
+        sources = sorted(source for kind in kinds if (source := _source(kind)))
+        return {"layers": layers(value), "source": sources, **{key: inner(t) for key, t in value.state_dict(keep_vars=True).items()}}
+    if isinstance(value, functools.partial):
+        return {"partial": inner(value.func), "args": inner(value.args), **inner(value.keywords)}
     if isinstance(value, types.MethodType):
-        return {"method": inner(value.__func__), "of": _attributes(value.__self__, inner)}
-    if isinstance(value, type) or not callable(value):
-        return getattr(value, "__qualname__", name)
-    if not hasattr(value, "__qualname__"):
-        return _attributes(value, inner)
-    # The values in a closure are part of what a function computes: a prior's strength, a schedule's rate.
-    cells = [contents(cell) for cell in getattr(value, "__closure__", None) or ()]
-    more = [getattr(value, key, None) for key in ("__defaults__", "__kwdefaults__", "__wrapped__")]
-    return [value.__qualname__, *(inner(part) for part in (*cells, *more) if part is not None)]
+        return {**inner(value.__func__), "of": inner(value.__self__)}
+    if isinstance(value, types.FunctionType):
+        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+        held = {name: inner(_contents(cell)) for name, cell in cells}
+        held |= {f"default {place}": inner(one) for place, one in enumerate(value.__defaults__ or ())}
+        return {**_named(value), **held, **inner(value.__kwdefaults__ or {})}
+    attributes = inner(getattr(value, "__dict__", {}))
+    name = getattr(value, "__qualname__", None) or getattr(value, "__name__", None)
+    plain = {} if attributes or name else {"is": ADDRESS.sub("", repr(value))}
+    return {"type": _named(type(value)), **({"name": name} if name else {}), **plain, **attributes}
 
 
-def options(value: Any) -> dict[str, Any]:
-    """Return the options of a data class by name; those marked `LATER` that are None are left out."""
-    found = {f.name: (getattr(value, f.name, None), f.metadata) for f in fields(value) if f.init}
-    return {name: option for name, (option, marks) in found.items() if option is not None or "later" not in marks}
+def _named(thing: Any) -> dict[str, Any]:
+    """Return the name of a function or a class, and the digest of its source: empty text for those that count by name, None without."""
+    found = {"name": f"{thing.__module__}.{thing.__qualname__}"}
+    return found if (source := _source(thing)) == "" else found | {"source": source}
 
 
-def _attributes(value: Any, inner: Callable[[Any], Any]) -> Any:
-    """Describe an object by its type and attributes, unless it is of a kind that `described` describes."""
-    if isinstance(value, type | nn.Module) or is_dataclass(value):
-        return inner(value)
-    return {"type": type(value).__qualname__, **inner(getattr(value, "__dict__", {}))}
+def anonymous(description: Any) -> bool:
+    """Say whether a description has a function without source text and without a name, of which another may pass for it."""
+    if isinstance(description, Mapping):
+        nameless = str(description.get("name", "")).endswith("<lambda>") and description.get("source", "") is None
+        return nameless or any(map(anonymous, description.values()))
+    return isinstance(description, list) and any(map(anonymous, description))
 
 
-def contents(cell: types.CellType) -> Any:
+def digest_of(value: Any) -> str:
+    """Return the SHA-256 of a description, hexadecimal."""
+    return hashlib.sha256(json.dumps(described(value), sort_keys=True).encode()).hexdigest()
+
+
+def _source(thing: Any) -> str | None:
+    """Return a digest of the source text of a function or a class; empty for one that counts by name, None where there is no text."""
+    module = str(thing.__module__ or "")
+    top, file = module.partition(".")[0], getattr(sys.modules.get(module), "__file__", None) or ""
+    if top in ("builtins", "bayesfl") or top in sys.stdlib_module_names or "-packages" in file:
+        return ""
+    code = getattr(thing, "__code__", thing)
+    try:
+        text = _of_lambda(code) if thing.__qualname__.endswith("<lambda>") else inspect.getsource(code)
+    except (OSError, TypeError, SyntaxError):
+        return None
+    return hashlib.sha256(textwrap.dedent(text).encode()).hexdigest()[:16]
+
+
+def _of_lambda(code: types.CodeType) -> str:
+    """Return the source text of one lambda, of which several may stand on a line.
+
+    Raises:
+        OSError: There is no source text.
+        SyntaxError: It does not parse.
+    """
+    text = "".join(inspect.findsource(code)[0])
+    places = [(line, column) for line, _, column, end in code.co_positions() if line and column is not None and end]
+    found = [
+        node
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Lambda) and all(_starts(node.body) <= place < _ends(node.body) for place in places)
+    ]
+    if not found:
+        raise OSError(f"no lambda in line {code.co_firstlineno}")
+    return ast.get_source_segment(text, max(found, key=_starts)) or ""  # the innermost
+
+
+def _starts(node: ast.expr) -> tuple[int, int]:
+    return node.lineno, node.col_offset
+
+
+def _ends(node: ast.expr) -> tuple[int, int]:
+    return node.end_lineno or 0, node.end_col_offset or 0
+
+
+def _contents(cell: types.CellType) -> Any:
     """Return what a cell of a closure holds; None while it is empty."""
     try:
         return cell.cell_contents

@@ -1,7 +1,8 @@
 """`Algorithm`: a federated method as a value, made of blocks (what is believed, sent and kept) and phases (what is trained)."""
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, fields
 from numbers import Number
 from typing import Annotated, Any, Literal
 
@@ -12,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from bayesfl.base.checks import instance
 from bayesfl.base.copies import copied
+from bayesfl.base.described import described
 from bayesfl.base.inputs import Inputs, call_at
 from bayesfl.base.layout import Layout
 from bayesfl.base.options import AT_LEAST_0, declared
@@ -114,6 +116,15 @@ class Algorithm:
             raise ValueError(f"parts {self.parts} have copies, so a predictor must say how they predict together, as predictors.Mixture()")
         for part in (*self.phases, *self.finetune, *self.adapt, *([] if self.predictor is None else [self.predictor])):
             part.check(self)
+
+    def described_as(self) -> dict[str, Any]:
+        """Return by what a saved run knows the method again, see `bayesfl.base.described`: name and options, or the fields."""
+        if self.made is None:
+            own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("model", "made")}
+            return {"method": "composed by hand", "options": own}
+        function = inspect.unwrap(self.made.function)
+        whose = {"name": function.__name__} if function.__module__.startswith("bayesfl.") else described(function)
+        return {"method": whose.pop("name"), "revision": self.made.revision, "options": dict(self.made.options), **whose}
 
     def __repr__(self) -> str:
         blocks = ", ".join(f"{name}: {type(block.posterior).__name__}" for name, block in self.blocks.items())

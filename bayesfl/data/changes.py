@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from bayesfl.base.addressed import Addressed
-from bayesfl.base.function_code import digest_of_code
+from bayesfl.base.described import digest_of
 from bayesfl.base.generators import kept
 from bayesfl.base.inputs import Inputs, count, each, named, shape_of, structure
 from bayesfl.data.split import Change, ClientData, all_finite
@@ -36,7 +36,7 @@ def check_transform(split: ClientData, transform: Change) -> None:
     Warns:
         UserWarning: It changes what it holds when it is called.
     """
-    x, before = _rows("transform", split, transform), digest_of_code(transform)
+    x, before = _rows("transform", split, transform), digest_of(transform)
     with kept(*GENERATORS) as used:
         made, *again = [_tried_on("transform", split, transform, x) for _ in range(3)]
         drawn = used()
@@ -72,7 +72,7 @@ def check_augment(split: ClientData, augment: Change) -> None:
     Warns:
         UserWarning: It changes what it holds when it is called.
     """
-    x, held = _rows("augment", split, augment), digest_of_code(augment)
+    x, held = _rows("augment", split, augment), digest_of(augment)
     made = []
     with kept(*GENERATORS) as used:
         for _ in range(2):
@@ -104,7 +104,7 @@ def check_augment(split: ClientData, augment: Change) -> None:
 
 def _warn_if_changed(name: str, change: Change, before: str) -> None:
     """Warn if the trial of a function has changed what it holds, by which saved runs and other processes know it."""
-    if digest_of_code(change) != before:
+    if digest_of(change) != before:
         warnings.warn(
             f"{name} changes what it holds or reads when it is called, so that saved runs and saved models of clients will not know it "
             "again: fill that before, as in __init__",

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bayesfl.base.checks import whole
-from bayesfl.base.function_code import digest_of_code, function_identity
+from bayesfl.base.described import described
 from bayesfl.base.inputs import Shapes, first, named
 from bayesfl.base.random import Purpose, generator
 from bayesfl.base.targets import IGNORE, Targets, Task
@@ -237,14 +237,12 @@ class FederatedData:
     def hash(self) -> str:
         """Return the SHA-256 over the recipe, the partition and the data, the same on every platform, device and precision.
 
-        Of a transform or an augmentation it covers what `bayesfl.base.function_code.digest_of_code` does: code and the values that it
-        reads, not names and comments. Such a hash may be another under other versions of Python, torch or NumPy; a run is then loaded
-        with a warning.
+        Of a transform or an augmentation it covers the name, the source text and the values that it holds, see `bayesfl.base.described`.
         """
         splits = sorted(self.splits.items())
         changes = {(name, kind): getattr(split, kind) for name, split in splits for kind in ("transform", "augment")}
-        digests = {id(change): digest_of_code(change) for change in changes.values() if change is not None}
-        done = [[*key, digests[id(change)]] for key, change in changes.items() if change is not None]
+        known = {id(change): described(change) for change in changes.values()}
+        done = [[*key, known[id(change)]] for key, change in changes.items() if change is not None]
         return hashlib.sha256((self.rows_hash + json.dumps(done)).encode()).hexdigest() if done else self.rows_hash
 
     @cached_property
@@ -267,10 +265,7 @@ class FederatedData:
         counts = tuple(self.train.counts.tolist())
         names = (self.client_names, counts, self.inputs, self.outputs, self.task, self.class_names, self.columns)
         tensors = {name: (str(t.dtype).removeprefix("torch."), tuple(t.shape[1:])) for name, t in named(self.train.x)}
-        done: dict[str, Any] = {
-            name: None if change is None else function_identity(change)
-            for name, change in (("transform", self.train.transform), ("augment", self.train.augment))
-        }
+        done: dict[str, Any] = {name: described(getattr(self.train, name)) for name in ("transform", "augment")}
         done["prepared"] = None if self.prepared is None else self.prepared.to_json()
         return Outline(*names, source=self.source.name, hash=self.hash, rows=self.rows_hash, tensors=tensors, **done)
 

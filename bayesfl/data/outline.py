@@ -3,7 +3,7 @@
 import difflib
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,12 +26,11 @@ class Outline:
         columns: Names of the inputs' columns; None for inputs without names.
         source: Name of the data.
         hash: SHA-256 over recipe, partition and data, see `FederatedData.hash`.
-        tensors: Type and shape of one example of every tensor as it is stored, by the expression that finds it; None where it is not
-            known, in runs saved by earlier versions, whose inputs were one tensor of floats.
-        transform: Identity of what is done to inputs whenever they are read, see `function_identity`; None for nothing.
+        tensors: Type and shape of one example of every tensor as it is stored, by the expression that finds it.
+        transform: Description of what is done to inputs whenever they are read, see `bayesfl.base.described`; None for nothing.
         augment: The same of what is done to them in training alone.
-        prepared: What makes the inputs of the columns of a frame, as JSON; None for other inputs, and in runs saved by earlier versions.
-        rows: As `hash`, without what is done to the inputs; None in runs saved by earlier versions.
+        prepared: What makes the inputs of the columns of a frame, as JSON; None for other inputs.
+        rows: As `hash`, without what is done to the inputs.
     """
 
     client_names: tuple[str, ...]
@@ -43,29 +42,27 @@ class Outline:
     columns: tuple[str, ...] | None
     source: str
     hash: str
-    tensors: Mapping[str, tuple[str, tuple[int, ...]]] | None = None
-    transform: Any = None
-    augment: Any = None
-    rows: str | None = None
-    prepared: str | None = None
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]]
+    transform: Any
+    augment: Any
+    prepared: str | None
+    rows: str
 
     @property
     def clients(self) -> int:
         """Return the number of clients J."""
         return len(self.client_names)
 
+    @property
+    def outline(self) -> "Outline":
+        """Return the outline, as of `FederatedData`."""
+        return self
+
     @classmethod
     def read(cls, found: Mapping[str, Any]) -> "Outline":
-        """Make an outline of what JSON gives back.
-
-        Raises:
-            KeyError: An entry is missing.
-            ValueError: There is not one count for each client.
-        """
-        made: dict[str, Any] = {f.name: as_tuples(found[f.name]) for f in fields(cls) if f.name in found or f.default is MISSING}
-        if len(made["client_names"]) != len(made["counts"]):
-            raise ValueError(f"{len(made['client_names'])} clients have {len(made['counts'])} counts")
-        return cls(**made)
+        """Make an outline of what JSON gives back."""
+        as_found = ("transform", "augment")
+        return cls(**{name: value if name in as_found else as_tuples(value) for name, value in found.items()})
 
 
 def known_names(names: Sequence[str] | None, clients: int) -> Sequence[str]:

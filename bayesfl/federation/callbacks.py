@@ -25,9 +25,9 @@ from torch.utils._pytree import tree_map
 from bayesfl.base.checks import whole
 from bayesfl.evaluation import report
 from bayesfl.evaluation.history import History
-from bayesfl.federation.checkpoint import held, newest
 from bayesfl.federation.result import Result
 from bayesfl.federation.saved import reloaded
+from bayesfl.federation.store import held, newest
 
 Callback: TypeAlias = Callable[[Any], Any]
 """Function from the run so far; True ends the run."""

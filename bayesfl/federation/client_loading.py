@@ -1,27 +1,31 @@
-"""Loading of one client's model from its file."""
+"""Loading of one client's model from its file, and the folders of clients' names in which such files lie."""
 
 import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch.utils._pytree import tree_map
 
-from bayesfl.base.checks import instance, number, whole
+from bayesfl.base.checks import instance
+from bayesfl.base.described import described
 from bayesfl.base.files import folder
-from bayesfl.base.inputs import as_tuples
 from bayesfl.base.protocols import StoredPredictor, View
 from bayesfl.base.trees import shapes
 from bayesfl.composition.algorithm import Algorithm
-from bayesfl.data.columns import Columns
 from bayesfl.data.split import Change
-from bayesfl.federation import checkpoint, step_files
+from bayesfl.federation import store
 from bayesfl.federation.client import State, private_rows
-from bayesfl.federation.client_files import only_file
-from bayesfl.federation.client_model import VERSION, ClientModel, needed
+from bayesfl.federation.client_model import ClientModel, needed
 from bayesfl.federation.errors import CheckpointError
-from bayesfl.federation.form import Form, check_function
-from bayesfl.federation.identity import check_method, reading
-from bayesfl.federation.settings import DTYPES, METHOD, present
+from bayesfl.federation.form import Form
+from bayesfl.federation.identity import differences, refuse, same_method
+from bayesfl.federation.settings import METHOD, present
+
+SAFE = re.compile(r"[^/\\\0]+")
+LONGEST = 255  # bytes of a folder's name
 
 
 def load_client(
@@ -37,50 +41,23 @@ def load_client(
         device: The device that is to hold it and to compute its predictions.
 
     Raises:
-        TypeError: `algorithm` is no `Algorithm`, `transform` is no function, or `path` is neither text nor a path.
+        TypeError: `algorithm` is no `Algorithm`, or `path` is neither text nor a path.
         ValueError: The device is absent, or `path` is empty.
-        CheckpointError: There is no model of a client, or several clients', or several of which none says that it was written last; or the
-            file is damaged, or was made with another method or another transform, told by its code, see `FederatedData.hash`.
-
-    Warns:
-        UserWarning: The file was written under another version of Python, so that transforms are told by their names and numbers alone.
+        CheckpointError: There is no model of a client, or several clients'; or the file is damaged, or was made with another method or
+            another transform, see `bayesfl.base.described`.
     """
     instance("algorithm", algorithm, Algorithm, METHOD)
     file = only_file(folder("path", path))
-    meta, tensors = checkpoint.read_file(file, present(device))
+    found = store.read_file(file, store.CLIENT, present(device))
+    same_method(repr(str(file)), found.pop("algorithm"), algorithm)
+    form, _ = found.pop("form"), found.pop("written")
+    apart = differences({"transform": form["transform"]}, {"transform": described(transform)})
+    refuse(f"{str(file)!r} was made with another function of inputs:", apart, "give that one by transform=, as a file holds no code")
+    made = ClientModel(algorithm, **found, form=Form.read(form, transform))
     try:
-        if meta["kind"] != "client" or meta["version"] not in range(1, VERSION + 1):
-            raise ValueError(f"it is a {meta['kind']} of version {meta['version']}, this version of bayesfl reads clients up to {VERSION}")
-        made_with, inputs = dict(meta["algorithm"]), as_tuples(meta["inputs"])
-        form = {"tensors": {"x": ("float32", inputs)}, "transform": None} if meta["version"] == 1 else meta["form"]
-        made_by = form["transform"]
-        made = ClientModel(
-            algorithm,
-            str(meta["name"]),
-            whole("client", meta["client"], least=0),
-            tensors["view"],
-            whole("round", meta["round"], least=0),
-            whole("seed", meta["seed"], least=0),
-            inputs,
-            Form.read(form, transform),
-            None if meta["class_names"] is None else tuple(meta["class_names"]),
-            None if meta["columns"] is None else tuple(map(str, meta["columns"])),
-            None if meta.get("prepared") is None else Columns.from_json(meta["prepared"]),
-            None if meta["value"] is None else number("value", meta["value"]),
-            bool(meta["plug_in"]),
-            steps=step_files.read(meta.get("steps", ()), tensors.get("steps", {}), clients=1),
-            stored=tensors.get("stored", {}),
-            common=tensors.get("common", {}),
-            calibrated=reading(algorithm) if meta.get("steps") else None,
-        )
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise CheckpointError(f"{str(file)!r} is no client's model of this version: {type(error).__name__}, {error}") from error
-    check_method(f"{str(file)!r}", made_with, algorithm)
-    check_function(f"{str(file)!r}", "transform", made_by, transform)
-    try:
-        wanted, found = shapes(_start(algorithm, DTYPES[meta["dtype"]])), shapes(made.view)
-        if wrong := sorted(key for key in wanted.keys() | found.keys() if wanted.get(key) != found.get(key)):
-            raise ValueError(f"{wrong[0]} is {found.get(wrong[0], 'absent')}, not {wanted.get(wrong[0], 'absent')}")
+        wanted, there = shapes(_start(algorithm, made.dtype)), shapes(made.view)
+        if wrong := sorted(key for key in wanted.keys() | there.keys() if wanted.get(key) != there.get(key)):
+            raise ValueError(f"{wrong[0]} is {there.get(wrong[0], 'absent')}, not {wanted.get(wrong[0], 'absent')}")
         if isinstance(algorithm.predictor, StoredPredictor) and not made.plug_in:
             algorithm.predictor.restored(algorithm, made.view, made.stored)
     except (KeyError, ValueError) as error:
@@ -94,3 +71,45 @@ def _start(algorithm: Algorithm, dtype: torch.dtype) -> View:
     got = State(server, private_rows(algorithm, server, 1), 0).received(algorithm, np.zeros(1, np.int64))
     views = algorithm.views(algorithm.given(got.common, 0, 1), got.addressed, got.rows, torch.ones(1, dtype=dtype))
     return {key: tree_map(lambda t: t[0], views[key]) for key in needed(algorithm)}
+
+
+def check_file_names(names: Sequence[str]) -> None:
+    """Check that clients' names can be names of folders, none of which lies outside the folder that holds them.
+
+    Raises:
+        ValueError: A name is empty, `.` or `..`, or holds a slash or another character that no folder may have, or is too long; or two are
+            alike.
+    """
+    bad = [f"{name!r} cannot be one" for name in names if not SAFE.fullmatch(name) or name in (".", "..")]
+    for name in names:
+        if (size := len(os.fsencode(name))) > LONGEST:
+            bad.append(f"{name[:40]!r}... has {size} bytes, more than the {LONGEST} of a folder's name")
+    firsts: dict[str, int] = {}
+    for place, name in enumerate(names):
+        if (first := firsts.setdefault(name.casefold(), place)) != place:
+            how = "are the same one" if names[first] == name else "are the same one where case does not count"
+            bad.append(f"{names[first]!r} (client {first}) and {name!r} (client {place}) {how}")
+    if bad:
+        raise ValueError(f"clients' names become folders, and {bad[0]}; save single clients by result.client(...).save(path)")
+
+
+def only_file(path: Path) -> Path:
+    """Return the file of the only client's model in a folder or below it; of one client's several, that written last.
+
+    Raises:
+        CheckpointError: There is none, or there are models of several clients; or `path` is a file.
+    """
+    if path.is_file():
+        raise CheckpointError(f"path must name a folder, but {str(path)!r} is a file; pass the folder that holds it, {str(path.parent)!r}")
+    direct = path / store.CLIENT_FILE
+    found = [direct] if direct.is_file() else sorted(path.rglob(store.CLIENT_FILE))
+    if not found:
+        raise CheckpointError(f"{str(path)!r} holds no model of a client, no {store.CLIENT_FILE}")
+    if len(found) == 1:
+        return found[0]
+    models = {file: store.read_file(file, store.CLIENT) for file in found}
+    experiments = {file.parent.parent.name for file in found}  # a client has another folder in each, and perhaps another number
+    if len(experiments) < len(found) or len({model["name"] for model in models.values()}) > 1:
+        several = ", ".join(str(file.parent) for file in found[:3])
+        raise CheckpointError(f"{str(path)!r} holds models of several clients, {len(found)} of them: {several}; pass one of these folders")
+    return max(found, key=lambda file: models[file]["written"])

@@ -3,6 +3,7 @@
 import os
 import warnings
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from functools import cached_property
 from typing import Any
 
@@ -29,16 +30,12 @@ from bayesfl.evaluation.calibration.steps import compares
 from bayesfl.evaluation.calibration.steps import draws as draws_of
 from bayesfl.evaluation.predictions import Predictions, broken
 from bayesfl.evaluation.surveys import Mine
-from bayesfl.federation import checkpoint, predict, step_files, surveying
-from bayesfl.federation.client_files import FILE, now
+from bayesfl.federation import predict, store, surveying
 from bayesfl.federation.form import Form
-from bayesfl.federation.identity import identity, reading
+from bayesfl.federation.identity import reading
 from bayesfl.federation.modules import module_at
-from bayesfl.federation.settings import name_of
 from bayesfl.federation.watching import strangeness, watching
 
-VERSION = 3
-"""The version of what a file of a client says beside its tensors; 1 had inputs of one tensor of floats, and no transform."""
 LIMIT = 2**28
 """Bytes that a tensor of the predictor may take in a file, where the method's predictor needs training data."""
 
@@ -65,7 +62,7 @@ class ClientModel:
         steps: Steps of calibration with the client's own parameters, [1, ...] each.
         stored: Tensors from which the method's predictor is restored, if it was read from a file.
         common: The beliefs about the server's model, where a step of calibration compares it with the client's own; empty otherwise.
-        calibrated: How the method predicted when the steps were fitted; None where that is not known.
+        calibrated: How the method predicted when the steps were fitted; None without steps.
     """
 
     algorithm: Algorithm
@@ -223,28 +220,9 @@ class ClientModel:
             stored = replace(self, plug_in=plug_in)._stored if plug_in else self._stored
         except MemoryError as error:
             raise ValueError(f"{self.name!r} cannot be saved as it predicts: {error}; pass plug_in=True to store the means alone") from None
-        meta = {
-            "kind": "client",
-            "version": VERSION,
-            "written": now(),
-            "name": self.name,
-            "client": self.client,
-            "round": self.round,
-            "seed": self.seed,
-            "inputs": self.inputs,
-            "form": self.form.described(),
-            "class_names": self.class_names,
-            "columns": self.columns,
-            "prepared": None if self.prepared is None else self.prepared.to_json(),
-            "value": self.value,
-            "plug_in": plug_in,
-            "dtype": name_of(self.dtype),
-            "algorithm": identity(self.algorithm),
-            "steps": step_files.described([one.step for one in self.steps]),
-        }
-        tensors = {"view": self.view, "stored": stored, "steps": step_files.tensors_of(self.steps)}
-        tensors |= {"common": self.common} if self.common else {}
-        checkpoint.write(path, meta, tensors, name=FILE)
+        written = datetime.now(UTC).isoformat(timespec="microseconds")  # a file's own time is lost where it is copied
+        content = {**vars(self), "plug_in": plug_in, "stored": stored, "written": written}
+        store.write(path, store.CLIENT, content, file=store.CLIENT_FILE)
 
     @property
     def _rule(self) -> Predictor | None:
@@ -329,13 +307,12 @@ def of_client(
     if isinstance(data, FederatedData):
         form = Form.of(data.train)
     elif data.transform is not None:
-        made_by = list(data.transform["function"])
         raise ValueError(
-            f"{name!r} predicts for what the transform {made_by} makes of rows, and this result was loaded without the data, which have "
-            "it; bf.load(path, algorithm, clients) loads it with them"
+            f"{name!r} predicts for what the transform {data.transform.get('name', '')} makes of rows, and this result was loaded without "
+            "the data, which have it; bf.load(path, algorithm, clients) loads it with them"
         )
     else:
-        form = Form.of_floats(data.inputs) if data.tensors is None else Form.read({"tensors": data.tensors}, None)
+        form = Form.read({"tensors": data.tensors}, None)
     prepared = Columns.from_json(data.prepared) if isinstance(data.prepared, str) else data.prepared
     compared = compares(one.step for one in steps)
     common = predict.common_view(algorithm, given if server is None else server) if compared else None

@@ -102,15 +102,18 @@ def _together(told: Sequence[dict[str, str]]) -> dict[str, str]:
 
 def _options(runs: Mapping[str, Sequence[Any]]) -> Iterator[str]:
     """Name the options and layers, beyond those of `_training`, in which results differ from the first one of the same method."""
+    shown = ("optimiser", "epochs", "steps", "batch_size", "likelihood")
     first: dict[str, tuple[str, dict[str, Any]]] = {}
     for name, found in runs.items():
         lines: list[str] = []
         for run in found:
-            one = {key: value for key, value in identity(run.algorithm).items() if key not in ("likelihood", "parameters", "constants")}
-            known, other = first.setdefault(str(_kind({**one, "layers": None, "held": None})), (name, one))
+            one = identity(run.algorithm)
+            one["network"] = {part: of for part, of in one["network"].items() if part not in ("parameters", "constants")}
+            by_hand = one["method"] if run.algorithm.made else str(_kind(one["options"]))
+            known, other = first.setdefault(by_hand, (name, one))
             whom = "its first run" if known == name else known
             for path, (before, now) in differences(other, one).items():
-                if not path.startswith("phases") or not any(part in path for part in (".optimiser.", ".epochs", ".steps", ".batch_size")):
+                if not any(part in shown or part.endswith("_optimiser") for part in path.split(".")):
                     lines.append(f"{name} differs from {whom} in {path.rstrip('.')}: {now}, not {before}")
         lines = list(dict.fromkeys(lines))
         yield from lines[:LINES]
@@ -118,13 +121,13 @@ def _options(runs: Mapping[str, Sequence[Any]]) -> Iterator[str]:
             yield f"{name} differs in {len(lines) - LINES} more"
 
 
-def _kind(identity: Any) -> Any:
-    """Return an identity without its numbers and tensors."""
-    if isinstance(identity, Mapping):
-        return {key: _kind(value) for key, value in identity.items()}
-    if isinstance(identity, list):
-        return [_kind(value) for value in identity]
-    return identity if isinstance(identity, str) and not identity.startswith("Tensor(") else None
+def _kind(description: Any) -> Any:
+    """Return a description without its numbers and tensors."""
+    if isinstance(description, Mapping):
+        return {key: _kind(value) for key, value in description.items()}
+    if isinstance(description, list):
+        return [_kind(value) for value in description]
+    return description if isinstance(description, str) and not description.startswith("Tensor(") else None
 
 
 def _training(run: Any) -> dict[str, str]:

@@ -1,7 +1,5 @@
 """The form of inputs as their owners have them, before the transform: what new rows must look like, and what is made of them."""
 
-import json
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,14 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bayesfl.base.function_code import digest_of_code, function_identity, told
+from bayesfl.base.described import described
 from bayesfl.base.inputs import Shapes, count, named, unnamed
 from bayesfl.data import FederatedData
 from bayesfl.data.conversion import to_inputs
 from bayesfl.data.outline import Outline
 from bayesfl.data.split import Change, ClientData
 from bayesfl.data.tensors import not_finite
-from bayesfl.federation.errors import CheckpointError
+from bayesfl.federation.identity import differences, told
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,21 +35,10 @@ class Form:
         """Return the form of a split's inputs."""
         return cls({name: (t.dtype, tuple(t.shape[1:])) for name, t in named(split.x)}, split.transform)
 
-    @classmethod
-    def of_floats(cls, inputs: Shapes) -> "Form":
-        """Return the form of one tensor of floats of this shape, as all inputs were in earlier versions.
-
-        Raises:
-            ValueError: `inputs` are the shapes of several tensors.
-        """
-        if not isinstance(inputs, tuple) or not all(isinstance(size, int) for size in inputs):
-            raise ValueError(f"inputs are of several tensors, {inputs}, whose types are not known without the data; pass the data, too")
-        return cls({"x": (torch.float32, inputs)})
-
     def described(self) -> dict[str, Any]:
-        """Return what JSON can write of the form: of the transform its name and a digest, not its code."""
+        """Return what JSON can write of the form: of the transform a description, not its code."""
         tensors = {name: [str(dtype).removeprefix("torch."), list(shape)] for name, (dtype, shape) in self.tensors.items()}
-        return {"tensors": tensors, "transform": _identity(self.transform)}
+        return {"tensors": tensors, "transform": described(self.transform)}
 
     @classmethod
     def read(cls, found: Mapping[str, Any], transform: Change | None) -> "Form":
@@ -129,76 +116,18 @@ def same_form(what: str, found: ClientData, known: ClientData) -> None:
     given, wanted = (
         {name: f"{_kind(t.dtype)} {list(t.shape[1:])}" for name, t in named(split.take(split.index[:1]))} for split in (found, known)
     )
-    one, other = found.transform, known.transform
-    if one is not other and (one is None or other is None or digest_of_code(one) != digest_of_code(other)):
-        given, wanted = ("rows as they are" if change is None else f"what {told(change)} makes of rows" for change in (one, other))
-        wanted += ", by other code or of other values" if given == wanted else ""
-    elif given == wanted:
-        return
-    raise ValueError(
-        f"{what} gives the model {given}, the training data {wanted}; take a split of the federation, whose transform is part of it, or "
-        "give it one, as dataclasses.replace(split, transform=clients.train.transform)"
-    )
+    given["transform"], wanted["transform"] = (described(split.transform) for split in (found, known))
+    if different := differences(wanted, given):
+        raise ValueError(
+            f"{what} gives the model other inputs than the training data, {told(different)}; take a split of the federation, whose "
+            "transform is part of it, or give it one, as dataclasses.replace(split, transform=clients.train.transform)"
+        )
 
 
 def other_transform(found: FederatedData, known: FederatedData | Outline) -> str:
     """Return how the transform of some data differs from that of those that a model was trained on; empty if it does not."""
-    then = known.transform if isinstance(known, Outline) else _identity(known.train.transform)
-    now = _identity(found.train.transform)
-    if then == now or (then is not None and now is not None and then["code"] == now["code"]):
-        return ""
-    if then is not None and now is not None and then["under"] != now["under"] and list(then["function"]) == now["function"]:
-        warnings.warn(_unseen("the model that goes on", "transform", then, now), stacklevel=4)
-        return ""
-    said = ["none" if one is None else str(list(one["function"])) for one in (now, then)]
-    return f"the transform {said[0]}, the data that the model was trained on {said[1]}"
-
-
-def _identity(change: Change | None) -> dict[str, Any] | None:
-    return None if change is None else function_identity(change)
-
-
-def check_function(what: str, name: str, saved: Any, given: Change | None) -> None:
-    """Check that a transform or an augmentation is the one with which a saved model was made.
-
-    Args:
-        what: The model's name, which begins the error message.
-        name: `transform` or `augment`.
-        saved: Identity of the function with which it was made, see `function_identity`; None for none.
-        given: The function for which it is loaded.
-
-    Raises:
-        TypeError: `given` is no function.
-        CheckpointError: The two differ, or there is only one of them.
-
-    Warns:
-        UserWarning: The digests differ, and so do the versions of Python, torch or NumPy, of which they may depend.
-    """
-    if given is not None and not callable(given):
-        raise TypeError(f"{name} must be a function of inputs to inputs, got {type(given).__name__}; pass that of the federation")
-    saved, now = json.loads(json.dumps([saved, _identity(given)]))  # lists where either has tuples
-    if saved is not None and not (isinstance(saved, Mapping) and saved.keys() >= {"function", "code", "under"}):
-        raise CheckpointError(f"{what} does not say by code which {name} it was made with, {saved}; make it again with this version")
-    if now is None:
-        if saved is None:
-            return
-        raise CheckpointError(f"{what} was made with the {name} {saved['function']}, got none; give the same, a file holds no code")
-    if saved is None:
-        raise CheckpointError(f"{what} was made without {name}=, got {now['function']}; leave it out")
-    if saved["code"] == now["code"]:
-        return
-    if saved["under"] == now["under"] or saved["function"] != now["function"]:
-        code = ", which reads other code or other values" if saved["function"] == now["function"] else ""
-        raise CheckpointError(f"{what} was made with the {name} {saved['function']}, got {now['function']}{code}; give that one")
-    warnings.warn(_unseen(what, name, saved, now), stacklevel=3)
-
-
-def _unseen(what: str, name: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Return the warning that other versions of Python, torch or NumPy hide whether a function is the same."""
-    return (
-        f"{what} was made under {then['under']}, and this is {now['under']}: whether the {name} {now['function']} still computes the same "
-        "cannot be seen; compare predictions with those made before"
-    )
+    then, now = ({"transform": one.outline.transform} for one in (known, found))
+    return told(differences(then, now))
 
 
 def _kind(dtype: torch.dtype) -> str:

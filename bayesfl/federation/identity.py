@@ -1,14 +1,20 @@
-"""The identity of a method: a description by which a saved state, or another machine, recognises the method it belongs to."""
+"""What a method, a network and data are, as JSON, and the one error that lists where two of them differ.
+
+A method of the library is its name, its revision and its options; one that was composed by hand, or changed by `dataclasses.replace`, is
+what its fields hold. A user's function is recognised by its source text and by what it holds, see `bayesfl.base.described`.
+"""
 
 import hashlib
+import inspect
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from bayesfl.base.copies import refuse_changed
 from bayesfl.base.described import described, held, layers
 from bayesfl.composition.algorithm import Algorithm
+from bayesfl.data import FederatedData
+from bayesfl.data.outline import Outline
 from bayesfl.federation.errors import CheckpointError
 from bayesfl.models.modes import norms, rate
 
@@ -19,19 +25,19 @@ FIRST = 3
 def identity(algorithm: Algorithm) -> dict[str, Any]:
     """Return a description of an algorithm that is equal for two algorithms whose saved states are interchangeable.
 
-    It can be written as JSON and is the same in every process. It holds numbers, names and types of all options, also of what functions
-    close over, have as defaults or are partially applied to; the model's layers, the plain values that they hold, which of them draw, the
-    shapes of its parameters, and the values of the parameters and buffers that no block covers. It does not hold the code of functions,
-    nor of a model's forward: two lambdas of one function differ only where they close over something else.
+    It can be written as JSON and is the same in every process. Beside the method it holds the network: the layers, the plain values that
+    they hold, which of them draw, the shapes of the parameters, and the values of parameters and buffers that no block covers; not the code
+    of a forward.
     """
-    parameters = dict(algorithm.model.named_parameters())
-    named: dict[str, Any] = {f.name: described(getattr(algorithm, f.name)) for f in fields(algorithm) if f.name != "model"}
-    named["layers"] = layers(algorithm.model)
-    named["held"] = held(algorithm.model)
-    named["drawing"] = [name for name, part in algorithm.model.named_modules() if part.training and rate(part) > 0]
-    named["parameters"] = {name: list(p.shape) for name, p in parameters.items()}
-    named["constants"] = _constants(algorithm)
-    return named
+    model = algorithm.model
+    network = {
+        "layers": layers(model),
+        "held": held(model),
+        "drawing": [name for name, part in model.named_modules() if part.training and rate(part) > 0],
+        "parameters": {name: list(p.shape) for name, p in model.named_parameters()},
+        "constants": _constants(algorithm),
+    }
+    return {**described(algorithm), "network": network}
 
 
 def _constants(algorithm: Algorithm) -> dict[str, str]:
@@ -53,75 +59,101 @@ def fingerprint(algorithm: Algorithm, calibration: Sequence[Any] = ()) -> str:
     return hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()
 
 
+class Chosen(NamedTuple):
+    """A value of `Result.tuned`, and what it was chosen for.
+
+    Args:
+        value: The number.
+        reading: How the method predicts, see `reading`; under another one the number says nothing.
+    """
+
+    value: float
+    reading: str
+
+
 def reading(algorithm: Algorithm) -> str:
     """Describe how a method predicts; of functions, such as rules of selection, their names alone tell them apart."""
     return json.dumps(described([algorithm.predictor, algorithm.parts, algorithm.finetune, algorithm.draws, algorithm.likelihood]))
 
 
-def differences(one: Any, other: Any) -> dict[str, tuple[Any, Any]]:
-    """Return the places where two identities differ, with what stands there in each; of layers of two kinds nothing else."""
-    found = _differences(one, other)
-    kinds = {f"held.{path.removeprefix('layers.')}" for path in found if path.startswith("layers.")}
-    return {path: both for path, both in found.items() if path.rpartition(".")[0] not in kinds}
-
-
-def _differences(one: Any, other: Any, path: str = "") -> dict[str, tuple[Any, Any]]:
+def differences(one: Any, other: Any, path: str = "") -> dict[str, tuple[Any, Any]]:
+    """Return the places where two descriptions differ, with what stands there in each."""
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         pairs = [(f"{path}.{key}" if path else key, one.get(key), other.get(key)) for key in sorted(one.keys() | other.keys())]
     elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
         pairs = [(f"{path}[{place}]", *both) for place, both in enumerate(zip(one, other, strict=True))]
     else:
         return {} if one == other else {path: (one, other)}
-    return {place: both for inner, a, b in pairs for place, both in _differences(a, b, inner).items()}
+    return {place: both for inner, a, b in pairs for place, both in differences(a, b, inner).items()}
 
 
-def _as_known(made_with: Mapping[str, Any], now: dict[str, Any]) -> dict[str, Any]:
-    """Return an identity with what a saved one says of a model's parts: earlier versions wrote less, and those of torch may hold more."""
-    found = {name: part for name, part in now.items() if name in made_with or name not in ("held", "drawing")}
-    then, own = made_with.get("held"), now["held"]
-    if isinstance(then, Mapping) and all(isinstance(old, Mapping) for old in then.values()):  # else the file is damaged, and differs
-        found["held"] = {part: {**old, **{key: own[part][key] for key in old if key in own.get(part, {})}} for part, old in then.items()}
-    return found
+def told(different: Mapping[str, tuple[Any, Any]]) -> str:
+    """Return the first differences in words, and how many more there are; empty for none."""
+    first = "; ".join(f"{path.rstrip('.')}: saved {then}, given {now}" for path, (then, now) in list(different.items())[:FIRST])
+    return first + (f"; and {len(different) - FIRST} more" if len(different) > FIRST else "")
 
 
-def check_method(what: str, made_with: dict[str, Any], algorithm: Algorithm) -> None:
-    """Check by its identity that a saved run was made with this method.
-
-    Args:
-        what: The saved run's name, which begins the error message.
-        made_with: Identity of the method that made it, see `identity`.
-        algorithm: The method for which it is loaded.
-
-    Raises:
-        CheckpointError: The two methods differ.
-    """
-    if different := differences(made_with, _as_known(made_with, identity(algorithm))):
-        raise CheckpointError(f"{what} was made with another algorithm, which differs in {_told(different, 'saved', 'given')}")
+def refuse(what: str, different: Mapping[str, tuple[Any, Any]], remedy: str) -> None:
+    """Raise CheckpointError if something saved differs from what is given, with the first differences; `what` begins the message."""
+    if different:
+        raise CheckpointError(f"{what} {told(different)}; {remedy}")
 
 
-def check_network(what: str, made_with: Mapping[str, Any], algorithm: Algorithm) -> None:
-    """Check by its identity that a saved state is one of this method's network; the method's options are free.
+def method_differences(made_with: Mapping[str, Any], algorithm: Algorithm) -> dict[str, tuple[Any, Any]]:
+    """Return where a method and its network differ from those of a saved identity: of two methods their names alone."""
+    now = identity(algorithm)
+    if made_with.get("method") != now["method"]:
+        return {"method": (made_with.get("method"), now["method"])}
+    then, options = made_with, dict(now["options"])
+    if algorithm.made is not None:  # an option that came later is at the default that made no difference
+        later = options.keys() - then.get("options", {}).keys()
+        defaults = inspect.signature(algorithm.made.function).parameters
+        options = {name: value for name, value in options.items() if name not in later or value != described(defaults[name].default)}
+    found = differences({now["method"]: then.get("options", {})}, {now["method"]: options})
+    written, given = ({key: one.get(key) for key in ("revision", "source")} for one in (then, now))
+    return found | differences(written, given) | network_differences(then, algorithm)
+
+
+def network_differences(made_with: Mapping[str, Any], algorithm: Algorithm) -> dict[str, tuple[Any, Any]]:
+    """Return where a method's network differs from that of a saved identity; of layers of two kinds nothing else.
 
     The state's tensors alone would not tell another activation, or another frozen backbone.
+    """
+    then, now = made_with.get("network", {}), identity(algorithm)["network"]
+    known = then.get("held", {})  # later versions of torch may hold more
+    own = {part: {key: value for key, value in of.items() if key in known.get(part, of)} for part, of in now["held"].items()}
+    found = differences(then, {**now, "held": own})
+    kinds = {f"held.{path.removeprefix('layers.')}" for path in found if path.startswith("layers.")}
+    return {path: both for path, both in found.items() if path.rpartition(".")[0] not in kinds}
 
-    Args:
-        what: The state's name, which begins the error message.
-        made_with: Identity of the method that made it, see `identity`.
-        algorithm: The method that is to go on from it.
+
+def same_method(what: str, made_with: Mapping[str, Any], algorithm: Algorithm) -> None:
+    """Check by its saved identity that something was made with this method.
+
+    Raises:
+        CheckpointError: The two methods, or their networks, differ; `what` begins the message.
+    """
+    refuse(f"{what} was made with another method:", method_differences(made_with, algorithm), "give the method that made it")
+
+
+def same_network(what: str, made_with: Mapping[str, Any], algorithm: Algorithm) -> None:
+    """Check by its saved identity that a state is one of this method's network; the method's options are free.
 
     Raises:
         CheckpointError: The layers, the shapes of the parameters, or the values of frozen parameters and buffers differ.
     """
-    now = _as_known(made_with, identity(algorithm))
-    parts = ("layers", "held", "parameters", "constants")
-    if different := differences(*({part: of.get(part) for part in parts} for of in (made_with, now))):
-        raise CheckpointError(
-            f"{what} has the state of another network, which differs in {_told(different, 'there', 'here')}; build the method on the "
-            "network of that run, frozen weights and buffers included"
-        )
+    found = {path: both for path, both in network_differences(made_with, algorithm).items() if not path.startswith("drawing")}
+    refuse(f"{what} has the state of another network:", found, "build the method on that network, frozen weights and buffers included")
 
 
-def _told(different: Mapping[str, tuple[Any, Any]], then: str, now: str) -> str:
-    """Return the first differences in words, and how many more there are."""
-    told = "; ".join(f"{path.rstrip('.')}: {then} {saved}, {now} {given}" for path, (saved, given) in list(different.items())[:FIRST])
-    return told + (f"; and {len(different) - FIRST} more" if len(different) > FIRST else "")
+def same_data(what: str, known: Outline, clients: FederatedData) -> None:
+    """Check that data are those on which a run was made: the same rows, transform and augmentation, in every split.
+
+    Raises:
+        CheckpointError: They differ; `what` begins the message.
+    """
+    then, now = ({name: getattr(one, name) for name in ("rows", "transform", "augment", "hash")} for one in (known, clients.outline))
+    found = differences(json.loads(json.dumps(then)), json.loads(json.dumps(now)))
+    if len(found) > 1:
+        found.pop("hash", None)  # which covers the others
+    refuse(f"{what} was made on other data:", found, "give the same recipe and seed, and the same functions of inputs in every split")

@@ -30,7 +30,7 @@ def adapted(result: Any, novel: FederatedData) -> Any:
     instance("novel", novel, FederatedData, FEDERATION)
     same_problem("novel", novel, result.known)
     if other := other_transform(novel, result.known):
-        raise ValueError(f"novel has {other}: their rows would mean something else; pass novel.transformed(...) with the same function")
+        raise ValueError(f"novel has other inputs, {other}; pass novel.transformed(...) with the federation's function")
     kept = [name for name in result.algorithm.parts if result.algorithm.blocks[name].keep]
     if kept and not result.algorithm.adapt:
         raise ValueError(

@@ -2,9 +2,9 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -23,30 +23,21 @@ from bayesfl.evaluation.calibration import Fitted, Step, applied
 from bayesfl.evaluation.history import History
 from bayesfl.evaluation.predictions import Predictions
 from bayesfl.evaluation.surveys import Mine, Outputs, Survey, conduct
-from bayesfl.federation import checkpoint, predict, step_files, surveying, tuning
+from bayesfl.federation import predict, store, surveying, tuning
 from bayesfl.federation.auditing import Groups, audited
 from bayesfl.federation.client import Local, State
-from bayesfl.federation.client_files import check_file_names
+from bayesfl.federation.client_loading import check_file_names
 from bayesfl.federation.client_model import ClientModel
 from bayesfl.federation.draws import to_arviz
-from bayesfl.federation.identity import identity, reading
+from bayesfl.federation.identity import Chosen, reading
 from bayesfl.federation.joining import adapted
 from bayesfl.federation.modules import server_module
 from bayesfl.federation.serving import served_client, unadapted
-from bayesfl.federation.settings import Settings, name_of
+from bayesfl.federation.settings import Settings
 from bayesfl.federation.splits import check_split
 
-
-class Chosen(NamedTuple):
-    """A value of `Result.tuned`, and what it was chosen for.
-
-    Args:
-        value: The number.
-        reading: How the method predicts, see `reading`; under another one the number says nothing.
-    """
-
-    value: float
-    reading: str
+OWN = "the method's own start"
+"""What a run began from that did not begin from another."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +62,8 @@ class Result:
         tolerant: Whether a client whose fine-tuning is no longer finite predicts without it, as where bad clients are skipped; otherwise
             it raises `DivergenceError`.
         steps: Steps of calibration, as `calibrate` has fitted them, which `predict` and `client` apply.
-        calibrated: How the method predicted when they were fitted, see `reading`; None where that is not known.
-        began: What the run began from, in words that differ for other states; None where an earlier version wrote it.
+        calibrated: How the method predicted when they were fitted, see `reading`; None without steps.
+        began: What the run began from, in words that differ for other states.
     """
 
     algorithm: Algorithm
@@ -88,7 +79,7 @@ class Result:
     novel: bool = False
     chosen: Chosen | None = None
     tolerant: bool = False
-    began: str | None = None
+    began: str = OWN
     steps: tuple[Fitted, ...] = ()
     calibrated: str | None = None
 
@@ -107,10 +98,6 @@ class Result:
         if isinstance(self.known, Outline):
             raise ValueError("this result was loaded without its clients' data; load it with them: bf.load(path, algorithm, clients)")
         return self.known
-
-    @property
-    def _outline(self) -> Outline:
-        return self.known if isinstance(self.known, Outline) else self.known.outline
 
     @cached_property
     def tuned(self) -> float | None:
@@ -364,7 +351,7 @@ class Result:
         Raises:
             ValueError: `path` is a file, or lies under one.
         """
-        checkpoint.write(path, self._meta(), self._tensors())
+        store.write(path, store.RUN, self._content())
 
     def save_round(self, path: str | os.PathLike[str]) -> None:
         """Write a checkpoint of a run in progress into the folder `path`; the checkpoint before it is kept, older ones are removed.
@@ -372,26 +359,9 @@ class Result:
         Raises:
             ValueError: `path` is a file, or lies under one.
         """
-        checkpoint.write_round(path, self.round, self._meta(), self._tensors())
+        store.write_round(path, store.RUN, self._content())
 
-    def _tensors(self) -> dict[str, Any]:
-        calibrated = {"steps": step_files.tensors_of(self.steps)} if self.steps else {}
-        return {"server": self.server, "private": self.private, **calibrated}
-
-    def _meta(self) -> dict[str, Any]:
-        return {
-            "settings": asdict(self.settings),
-            "engine": asdict(self.engine),
-            "round": self.round,
-            "dtype": name_of(self.dtype),
-            "novel": self.novel,
-            "tolerant": self.tolerant,
-            "began": self.began,
-            "steps": step_files.described([one.step for one in self.steps]),
-            "calibrated": self.calibrated,
-            "chosen": self.__dict__.get("tuned", self.known_value),
-            "history": self.history.rows,
-            "algorithm": identity(self.algorithm),
-            "data": self.known.hash,
-            "clients": asdict(self._outline),
-        }
+    def _content(self) -> dict[str, Any]:
+        """Return what a file holds; of `tuned` what is known, as tuning takes long."""
+        tuned = self.__dict__.get("tuned", self.known_value)
+        return {**vars(self), "chosen": None if tuned is None else Chosen(tuned, reading(self.algorithm))}

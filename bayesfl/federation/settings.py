@@ -1,6 +1,5 @@
 """The settings of a run, and the names of its floating-point types."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -115,13 +114,6 @@ class Settings:
         """Say whether the models are evaluated after this round, counted from 0."""
         every = self.evaluate_every
         return every is not None and ((round + 1) % every == 0 or round + 1 == self.rounds)
-
-
-def changed(saved: Mapping[str, object], given: Mapping[str, object]) -> str:
-    """Name the settings {name: value} of a saved run that differ from those given, as `saved seed=3, given seed=4`; '' if none do."""
-    apart = [name for name in saved if saved[name] != given[name]]
-    then, now = (", ".join(f"{name}={one[name]!r}" for name in apart) for one in (saved, given))
-    return f"saved {then}, given {now}" if apart else ""
 
 
 def _successes(trials: int, p: float, least: int, rng: np.random.Generator) -> int:

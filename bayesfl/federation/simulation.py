@@ -11,7 +11,6 @@ import torch
 from torch.utils._pytree import tree_map
 
 from bayesfl.base.checks import whole
-from bayesfl.base.files import folder
 from bayesfl.base.protocols import Server
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import ClientData, FederatedData
@@ -20,27 +19,27 @@ from bayesfl.engine.crew import Crew
 from bayesfl.evaluation.history import PREFIXES, History
 from bayesfl.evaluation.own_measures import Measure, check_measures, measured
 from bayesfl.evaluation.predictions import Collector, Predictions
-from bayesfl.federation import predict, tuning, warm
+from bayesfl.federation import predict, store, tuning, warm
 from bayesfl.federation.admission import Admission, attempts
 from bayesfl.federation.callbacks import Callback, checked, ended, finished, over
-from bayesfl.federation.checkpoint import claim, held, newest
 from bayesfl.federation.client import Local, State, private_rows, touched
 from bayesfl.federation.errors import DivergenceError, FailedRound
 from bayesfl.federation.faults import FaultPlan
 from bayesfl.federation.fits import check
+from bayesfl.federation.identity import differences, told
 from bayesfl.federation.one_machine import OneMachine
 from bayesfl.federation.replies import Aggregation, OpenAggregation
 from bayesfl.federation.result import Result
 from bayesfl.federation.round import Rules, run_round
-from bayesfl.federation.saved import load, same_run
-from bayesfl.federation.settings import Settings, changed, of_a_run, precision, present
+from bayesfl.federation.saved import resumed
+from bayesfl.federation.settings import Settings, of_a_run, precision, present
 
 
 def simulate(
     algorithm: Algorithm,
     clients: FederatedData,
     *,
-    rounds: int | None = None,
+    rounds: int,
     participation: float = 1.0,
     sampling: Literal["fixed", "bernoulli"] | None = None,
     train: Literal["cohort", "all"] | None = None,
@@ -49,7 +48,7 @@ def simulate(
     engine: Engine | None = None,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
-    resume: "Result | str | os.PathLike[str] | bool | None" = None,
+    resume: "Result | str | os.PathLike[str] | None" = None,
     start: "Result | str | os.PathLike[str] | None" = None,
     checkpoint: str | os.PathLike[str] | None = None,
     every: int = 1,
@@ -65,7 +64,7 @@ def simulate(
     Args:
         algorithm: A method, from `bf.algorithms` or composed.
         clients: The clients' data.
-        rounds: Number of rounds in all, including those of a resumed run; learning-rate schedules depend on it. It has no default.
+        rounds: Number of rounds in all, including those of a resumed run; learning-rate schedules depend on it.
         participation: Expected share of the clients whose work is gathered in a round, in (0, 1].
         sampling: How a cohort is drawn: `fixed` number of clients, or `bernoulli`; None for the method's default.
         train: Which clients train: the `cohort`, or `all`, of whom only the cohort is gathered; None for the method's default.
@@ -75,15 +74,15 @@ def simulate(
         engine: How the run is computed. It changes only speed and rounding, and under `ClientPrivacy` the noise. None for `Engine()`.
         device: The device that computes.
         dtype: The floating-point type of data and state.
-        resume: A result, or the folder of a saved one or of checkpoints, from which the run continues bit for bit; a result of `adapt`
-            cannot be resumed. True: continue from the newest undamaged checkpoint in `checkpoint`, or start anew if there is none, so that
-            one command can be repeated. None or False: start anew.
+        resume: A result, or the folder of a saved one or of checkpoints: this run continues from it bit for bit. A result of `adapt` cannot
+            be resumed.
         start: A result, or the folder of a saved run, from whose state this run begins: next month's rows, further clients, another
             learning rate. Clients are matched by name and go on with their private state; new ones begin as in `Result.adapt`. The network
             must be the same, its frozen weights included, and the state must have the shapes of this method; columns and classes must have
-            the same names in the same order. Rounds are counted anew. A run that goes on by `resume=True` must have begun from the same
-            state. None for the method's own start.
-        checkpoint: A folder for checkpoints of this run. The two newest are kept; an interruption never leaves a partly written one.
+            the same names in the same order. Rounds are counted anew. None for the method's own start.
+        checkpoint: A folder for checkpoints of this run. If it holds some, the run continues from the newest undamaged one, so that one
+            command can be repeated; it must then be the same method, data, settings and `start`. The two newest are kept; an interruption
+            never leaves a partly written one.
         every: Rounds between checkpoints; a checkpoint is always written after the last round.
         admission: Which replies are taken, and what happens to a round with too few. None for `Admission("skip")` if there are `faults`,
             otherwise for `Admission("stop")`, which stops the run when a client's training is no longer finite.
@@ -97,8 +96,7 @@ def simulate(
         progress: Whether to show a progress bar; None shows one if standard error is a terminal.
 
     Raises:
-        TypeError: The method, its likelihood, the data, the aggregation, the admission rules, the faults, `resume`, `start` or `checkpoint`
-            have the wrong type.
+        TypeError: An argument has the wrong type.
         ValueError: An argument is out of range, or does not fit the method or the data; the message names it and the remedy.
         ImportError: `ClientPrivacy` needs dp-accounting, which is not installed.
         CheckpointError: The run to resume is damaged, or was made with another method or on other data; or that to start from is damaged,
@@ -107,10 +105,6 @@ def simulate(
         FailedRound: With `below_minimum="repeat"`, a round failed three times.
     """
     of_a_run(algorithm, clients)
-    if rounds is None:
-        raise TypeError(
-            "rounds is missing: pass the number of rounds in all, as rounds=100; the history then shows whether more are needed"
-        )
     aggregation = OpenAggregation() if aggregation is None else aggregation
     if isinstance(aggregation, type) or not isinstance(aggregation, Aggregation):
         raise TypeError(
@@ -138,26 +132,18 @@ def simulate(
     )
     if not isinstance(engine, Engine | None):
         raise ValueError(f"engine must be an Engine, got {engine!r}; a kernel is chosen by engine=bf.Engine(kernel=...)")
-    if not isinstance(resume, Result | str | os.PathLike | bool | None):
-        raise TypeError(f"resume must be a Result or the folder of a saved one, got {type(resume).__name__}; a new run takes resume=None")
     whole("every", every, least=1)
     callbacks = checked(on_round)
     check_measures(measures)
-    if checkpoint is not None:
-        folder("checkpoint", checkpoint)
-    for name, given in {"resume": resume, "start": start}.items():
-        if isinstance(given, str):
-            folder(name, given)
-    if start is not None and not isinstance(resume, bool | None):
-        raise ValueError("start begins a new run, resume goes on with one: pass one of them; resume=True may stand beside start")
+    if start is not None and resume is not None:
+        raise ValueError("start begins a new run, resume goes on with one: pass one of them")
     if start is not None and settings.sampling == "poisson":
         raise ValueError("start begins from what another run has released, which the epsilon of ClientPrivacy would not count; use resume=")
-    warm.check_apart(start, checkpoint)
-    resume = _from_where(resume, checkpoint)
     precision(dtype)
     device = present(device)
+    goes_on = _from_where(resume, start, checkpoint)
     before = None
-    if start is not None and resume is None:
+    if start is not None and goes_on is None:
         before = warm.from_where(start, algorithm, clients, seed=seed, device=device)
     check(algorithm, clients)
     if evaluate_every is not None and "test" not in clients.splits:
@@ -165,26 +151,14 @@ def simulate(
     if evaluate_every is not None:
         tuning.check_tunable(algorithm, clients)
     repeats = 0
-    if resume is None:
-        trained = clients.clients if settings.train == "all" else settings.fixed_size(clients.clients)
-        engine = engine or Engine()
-        engine = replace(engine, chunk=engine.chunk_size(trained, algorithm, device))
-        if before is None:
-            server, new = algorithm.init(clients.clients, seed=seed, dtype=dtype, device=device), np.arange(0)
-            begin = State(server, private_rows(algorithm, server, clients.clients), 0)
-        else:
-            begin, new = warm.continued(before, algorithm, clients.client_names, dtype=dtype, device=device)
-        about = {"device": device, "dtype": dtype, "began": warm.origin(before)}
-        result = Result(algorithm, clients, settings, engine, 0, begin.server, begin.private, History(), **about)
-        if len(new) and algorithm.adapt:
-            with engine.crew(device) as crew:
-                result.local(clients.to(device, dtype).train).adapt(begin, crew, ids=new)
+    if goes_on is None:
+        result = _begun(algorithm, clients, settings, engine or Engine(), before, device=device, dtype=dtype)
     else:
-        saved = same_run(resume, algorithm, clients) if isinstance(resume, Result) else load(resume, algorithm, clients, device=device)
-        result = _resumed(saved, settings, engine, device, dtype)
+        saved = resumed(goes_on, algorithm, clients, device)
+        result = _under(saved, settings, engine, device, dtype)
         if start is not None:
-            warm.check_resumed(result, start, algorithm, checkpoint)
-        repeats = 0 if isinstance(resume, Result) else max(0, newest(resume) - saved.round)
+            warm.check_began(result, start, algorithm, str(checkpoint))
+        repeats = 0 if isinstance(goes_on, Result) else max(0, store.newest(goes_on) - saved.round)
     if (result.steps and result.round < settings.rounds) or (before is not None and before.steps):
         warnings.warn(
             "the run that this one goes on from is calibrated, and training changes its predictions: the steps are dropped; calibrate "
@@ -215,23 +189,56 @@ class Keep:
 
 
 def _from_where(
-    resume: "Result | str | os.PathLike[str] | bool | None", checkpoint: str | os.PathLike[str] | None
+    resume: "Result | str | os.PathLike[str] | None",
+    start: "Result | str | os.PathLike[str] | None",
+    checkpoint: str | os.PathLike[str] | None,
 ) -> "Result | str | os.PathLike[str] | None":
-    """Return the result or folder to resume from, None for a new run; prepare the folder for checkpoints.
+    """Return the result or folder from which this run goes on, None for a run that begins; prepare the folder for checkpoints.
 
     Raises:
-        ValueError: `resume` is True without a checkpoint folder, or the folder is a file, or it holds a run that is not the resumed one.
+        ValueError: The folder is a file, or holds a saved result, or checkpoints beside a `resume` from elsewhere; or it is also `start`.
     """
-    if isinstance(resume, bool):
-        if resume and checkpoint is None:
-            raise ValueError("resume=True goes on from the newest checkpoint, but no checkpoint folder is given; pass checkpoint=")
-        resume = checkpoint if resume and checkpoint is not None and held(checkpoint) else None
-    if checkpoint is not None:
-        claim(checkpoint, resumed=isinstance(resume, str | os.PathLike) and os.path.realpath(resume) == os.path.realpath(checkpoint))
+    if checkpoint is None:
+        return resume
+    warm.check_apart(start, checkpoint)
+    held = store.claim(checkpoint)
+    if resume is None:
+        return checkpoint if held else None
+    if held and (isinstance(resume, Result) or os.path.realpath(resume) != os.path.realpath(checkpoint)):
+        raise ValueError(
+            f"checkpoint folder {str(checkpoint)!r} holds a run already, with which it goes on where resume is left out; or pass another "
+            "folder"
+        )
     return resume
 
 
-def _resumed(saved: Result, settings: Settings, engine: Engine | None, device: torch.device, dtype: torch.dtype) -> Result:
+def _begun(
+    algorithm: Algorithm,
+    clients: FederatedData,
+    settings: Settings,
+    engine: Engine,
+    before: Result | None,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Result:
+    """Return a run before its first round: the method's own start, or the state of the run before, with new clients adapted to it."""
+    trained = clients.clients if settings.train == "all" else settings.fixed_size(clients.clients)
+    engine = replace(engine, chunk=engine.chunk_size(trained, algorithm, device))
+    if before is None:
+        server, new = algorithm.init(clients.clients, seed=settings.seed, dtype=dtype, device=device), np.arange(0)
+        begin = State(server, private_rows(algorithm, server, clients.clients), 0)
+    else:
+        begin, new = warm.continued(before, algorithm, clients.client_names, dtype=dtype, device=device)
+    about = {"device": device, "dtype": dtype, "began": warm.origin(before)}
+    result = Result(algorithm, clients, settings, engine, 0, begin.server, begin.private, History(), **about)
+    if len(new) and algorithm.adapt:
+        with engine.crew(device) as crew:
+            result.local(clients.to(device, dtype).train).adapt(begin, crew, ids=new)
+    return result
+
+
+def _under(saved: Result, settings: Settings, engine: Engine | None, device: torch.device, dtype: torch.dtype) -> Result:
     """Return a copy of a saved run under new settings.
 
     `rounds`, `evaluate_every` and the number of workers may change; any other change would make it another experiment.
@@ -241,22 +248,17 @@ def _resumed(saved: Result, settings: Settings, engine: Engine | None, device: t
             "resume is a result of adapt: its clients joined after training, and the server holds nothing of theirs to go on from; "
             "resume the federation's own result, or train a federation that has them"
         )
-    if saved.device != device:
-        raise ValueError(
-            f"resume is on device {str(saved.device)!r}, given device={str(device)!r}; pass device={str(saved.device)!r}, or save it and "
-            "pass the folder, which loads it to another device"
-        )
     if settings.rounds < saved.round:
         raise ValueError(f"rounds counts all rounds, and {saved.round} are already done; got {settings.rounds}")
-    free = {"rounds": settings.rounds, "evaluate_every": settings.evaluate_every}
-    if apart := changed({**vars(saved.settings), **free, "dtype": saved.dtype}, {**vars(settings), "dtype": dtype}):
-        raise ValueError(f"a resumed run keeps its settings: {apart}; pass the saved ones, or begin another run by resume=None")
-    chunk, kernel = saved.engine.chunk, saved.engine.kernel
-    if engine is not None and (engine.kernel != kernel or engine.chunk not in (None, chunk)):
-        raise ValueError(f"a resumed run keeps its kernel and chunk, {kernel!r} and {chunk}; got {engine.kernel!r} and {engine.chunk}")
-    workers = saved.engine.workers if engine is None else engine.workers
+    given = engine or saved.engine
+    engine = replace(saved.engine, workers=given.workers)
+    now = {**vars(settings), "dtype": dtype, "device": device, "kernel": given.kernel, "chunk": given.chunk or engine.chunk}
+    free = {"rounds": settings.rounds, "evaluate_every": settings.evaluate_every, "kernel": engine.kernel, "chunk": engine.chunk}
+    then = {**vars(saved.settings), "dtype": saved.dtype, "device": saved.device, **free}
+    if apart := differences(then, now):
+        raise ValueError(f"a run that goes on keeps its settings, {told(apart)}; pass the saved ones, or begin another run")
     own = {"private": tree_map(torch.clone, saved.private), "history": History(saved.history.rows), "chosen": None}
-    return replace(saved, settings=settings, engine=replace(saved.engine, workers=workers), **own)
+    return replace(saved, settings=settings, engine=engine, **own)
 
 
 def _rounds(

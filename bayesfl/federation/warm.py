@@ -22,14 +22,11 @@ from bayesfl.data import FederatedData
 from bayesfl.data.names import generated
 from bayesfl.federation.client import State, private_rows
 from bayesfl.federation.form import other_transform
-from bayesfl.federation.identity import check_network, identity
-from bayesfl.federation.result import Result
-from bayesfl.federation.saved import check_state, opened
+from bayesfl.federation.result import OWN, Result
+from bayesfl.federation.saved import started
 from bayesfl.federation.settings import same_problem
 
 log = logging.getLogger(__name__)
-OWN = "the method's own start"
-"""What a run began from that did not begin from another."""
 
 
 def from_where(
@@ -42,23 +39,12 @@ def from_where(
         ValueError: The data are of another problem than those of the run, see `same_problem`.
         CheckpointError: The folder holds no run that this method could have reached, or the run is of another network.
     """
-    found = _found(start, algorithm, device)
+    found = started(start, algorithm, device)
     same_problem("clients", clients, found.known)
     if other := other_transform(clients, found.known):
-        warnings.warn(f"clients has {other}: the start has learnt to read other inputs", stacklevel=3)
+        warnings.warn(f"clients has another function of inputs, {other}: the start has learnt to read others", stacklevel=3)
     warn_of_seed(found.settings.seed, seed)
     return found
-
-
-def _found(start: "Result | str | os.PathLike[str]", algorithm: Algorithm, device: torch.device) -> Result:
-    """Return the run that `start` is or holds."""
-    if not isinstance(start, Result | str | os.PathLike):
-        raise TypeError(
-            f"start must be a Result or a saved one's folder, got {type(start).__name__}; bayesfl.flower.serve(start=) takes a Deployed"
-        )
-    if isinstance(start, Result):
-        check_network("start", identity(start.algorithm), algorithm)
-    return start if isinstance(start, Result) else opened(start, algorithm, device)
 
 
 def origin(start: Result | None) -> str:
@@ -74,32 +60,20 @@ def told(what: str, names: Sequence[str], state: Mapping[str, Any]) -> str:
     return f"{what} (digest {digest.of_tensors(json.dumps(list(names)), detached(state))[:16]})"
 
 
-def check_resumed(
-    resumed: Result, start: "Result | str | os.PathLike[str]", algorithm: Algorithm, folder: str | os.PathLike[str] | None
-) -> None:
-    """Check that a run that goes on began from `start`.
+def check_began(resumed: Result, start: "Result | str | os.PathLike[str]", algorithm: Algorithm, folder: str | os.PathLike[str]) -> None:
+    """Check that the run in a folder of checkpoints, which is to go on, began from `start`.
 
     Raises:
         TypeError: `start` is neither a result nor a folder.
         ValueError: It began from another state.
-        CheckpointError: The folder holds no run that this method could have reached, or the run is of another network.
+        CheckpointError: The folder `start` holds no run that this method could have reached, or the run is of another network.
     """
-    check_start(folder, resumed.began, origin(_found(start, algorithm, resumed.device)))
+    refuse_other_start(folder, resumed.began, origin(started(start, algorithm, resumed.device)))
 
 
-def check_start(folder: str | os.PathLike[str] | None, began: str | None, given: str) -> None:
-    """Check that what the run in a checkpoint folder began from is what `start` is now, by their words; a warning where it is not known.
-
-    Raises:
-        ValueError: It is another.
-    """
-    if began is None:
-        warnings.warn(
-            f"the run in checkpoint folder {str(folder)!r} goes on, and start is not looked at: an earlier version began it, which did not "
-            "say from what; if it began from another state, pass another folder",
-            stacklevel=4,
-        )
-    elif began != given:
+def refuse_other_start(folder: str | os.PathLike[str] | None, began: str, given: str) -> None:
+    """Raise ValueError if what the run in a folder of checkpoints began from is not what `start` is now, by their words."""
+    if began != given:
         raise ValueError(
             f"checkpoint folder {str(folder)!r} holds a run that began from {began}, and start is {given}; pass another folder for a run "
             "that begins from start, or leave start out to go on with the one that is there"
@@ -129,18 +103,15 @@ def continued(
 
     Args:
         start: The run that was done before.
-        algorithm: The method, whose state must have the same shapes; its options may differ.
+        algorithm: The method, whose state has the same shapes; its options may differ.
         names: The clients' names.
         dtype: The run's precision.
         device: The run's device.
 
     Raises:
-        CheckpointError: The method keeps other tensors than the run before has; the message names the first.
         ValueError: Clients have the same name.
     """
     new, old = matched(names, start.known.client_names)
-    known = start.known.clients
-    check_state("start", algorithm, start.server, start.private, clients=known, dtype=start.dtype, stacked=True, novel=start.novel)
     moved = carried(start.server, algorithm, len(names), new, old, dtype=dtype, device=device)
     rows = private_rows(algorithm, moved, len(names))
     tree_map(lambda kept, was: kept.index_copy_(0, new.to(device), was.index_select(0, old.to(was.device)).to(kept)), rows, start.private)

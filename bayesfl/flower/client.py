@@ -10,7 +10,7 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from bayesfl.base.checks import instance
-from bayesfl.base.function_code import digest_of_code
+from bayesfl.base.described import digest_of
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import FederatedData
 from bayesfl.engine import Engine
@@ -20,7 +20,7 @@ from bayesfl.federation.admission import PROTOCOL
 from bayesfl.federation.fits import check
 from bayesfl.federation.identity import fingerprint
 from bayesfl.federation.settings import METHOD
-from bayesfl.federation.step_files import described
+from bayesfl.federation.store import described_steps
 from bayesfl.federation.surveying import check_servers_model, checked_steps
 from bayesfl.flower import records
 from bayesfl.flower.node import Node, Refused
@@ -68,7 +68,7 @@ def client_app(
     instance("algorithm", algorithm, Algorithm, METHOD)
     instance("share_measures", share_measures, bool, "pass True or False")
     steps = checked_steps(calibration)
-    described(steps)
+    described_steps(steps)
     check_servers_model(steps, algorithm)
     app, engine, agreed = ClientApp(), engine or Engine(), fingerprint(algorithm, steps)
 
@@ -89,7 +89,7 @@ def client_app(
         found |= {"task": client.data.task, "outputs": client.data.outputs, "splits": [s for s in client.data.splits if client.examples(s)]}
         # Digests alone, as a transform may hold numbers of the client's data.
         for kind, change in (("transform", client.data.train.transform), ("augment", client.data.train.augment)):
-            found[kind] = "" if change is None else digest_of_code(change)
+            found[kind] = "" if change is None else digest_of(change)
         made = client.data.prepared
         found["columns"] = "" if made is None else hashlib.sha256(made.to_json().encode()).hexdigest()
         return Message(RecordDict({"config": ConfigRecord(found)}), reply_to=message)

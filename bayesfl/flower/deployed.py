@@ -3,26 +3,28 @@
 import contextlib
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from bayesfl.base.checks import instance, number, whole
+from bayesfl.base.checks import instance
 from bayesfl.base.protocols import Server, Tensors, View
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.evaluation.calibration import Fitted, Step
 from bayesfl.evaluation.history import History
-from bayesfl.federation import checkpoint, step_files, warm
-from bayesfl.federation.identity import check_method, check_network, identity
+from bayesfl.federation import store, warm
+from bayesfl.federation.errors import CheckpointError
+from bayesfl.federation.identity import differences, identity, same_method, same_network
+from bayesfl.federation.identity import told as in_words
 from bayesfl.federation.modules import server_module
+from bayesfl.federation.result import OWN
 from bayesfl.federation.saved import check_state, reloaded
-from bayesfl.federation.settings import DTYPES, METHOD, Settings, changed, name_of
-from bayesfl.flower.before import Before, Place, read_before, state_names
-from bayesfl.flower.states import EXPERIMENT, SESSION
+from bayesfl.federation.settings import METHOD, Settings
+from bayesfl.flower.before import Before, Place
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +47,7 @@ class Deployed:
         measures: {client: {measure: number}} of the last evaluation on test data, of the clients that share theirs.
         before: The states from which the clients began; None for the method's own start.
         names: The clients' names, as their nodes told them; empty text, or no names at all, where they are not known.
-        began: What the run began from, in words that differ for other states; None where an earlier version wrote it.
+        began: What the run began from, in words that differ for other states.
         calibration: The steps of calibration that are fitted after training.
         told: What they told the clients at last, by their places, `0` the first; empty until they are fitted.
     """
@@ -63,7 +65,7 @@ class Deployed:
     measures: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     before: Before | None = None
     names: tuple[str, ...] = ()
-    began: str | None = None
+    began: str = OWN
     calibration: tuple[Step, ...] = ()
     told: Mapping[str, Tensors] = field(default_factory=dict)
 
@@ -101,7 +103,7 @@ class Deployed:
         Raises:
             ValueError: `path` is a file, or lies under one.
         """
-        checkpoint.write(path, *_content(self, {}, {}))
+        store.write(path, DEPLOYMENT, _content(self, {}, {}))
 
     def model(self) -> nn.Module:
         """Return the server's network at the means of its beliefs: a module of its own, in evaluation mode.
@@ -136,7 +138,7 @@ def alone(folder: Path) -> Iterator[None]:
     Raises:
         ValueError: Another server holds the lock, the folder holds a saved result, or `folder` is a file or lies under one.
     """
-    checkpoint.claim(folder, resumed=True)
+    store.claim(folder)
     try:
         import fcntl
     except ImportError:  # on systems without such locks
@@ -157,33 +159,38 @@ def _(run: Deployed, path: str | os.PathLike[str]) -> Deployed:
     return load(path, run.algorithm)
 
 
+def _by_client(read: Callable[[Any], Any] = lambda found: found) -> store.Entry:
+    """Return the entry of a mapping by clients' numbers, which JSON makes text."""
+    return store.Entry(dict, lambda found: {int(client): read(value) for client, value in found.items()})
+
+
+DEPLOYMENT = store.Kind(
+    "deployment",
+    "the checkpoints of a deployment over Flower",
+    "bayesfl.flower.load(path, algorithm) reads them, and bayesfl.flower.serve(start=path) begins from them; its clients' states are on "
+    "their nodes",
+    {
+        "algorithm": store.METHOD,
+        "settings": store.SETTINGS,
+        "history": store.HISTORY,
+        "dtype": store.DTYPE,
+        **dict.fromkeys(("experiment", "round", "server", "start", "began", "told"), store.PLAIN),
+        **dict.fromkeys(("sessions", "base", "names"), store.TUPLE),
+        **dict.fromkeys(("measures", "keys", "counts"), _by_client()),
+        "before": store.optional(store.Entry(Before.stored, Before.read)),
+        "calibration": store.Entry(store.described_steps, store.read_steps),
+    },
+)
+store.KINDS.append(DEPLOYMENT)
+
+
 def write(folder: str | os.PathLike[str], state: Deployed, keys: Mapping[int, str], counts: Mapping[int, int]) -> None:
     """Write a checkpoint of a state, with the keys of its clients' nodes and their numbers of examples."""
-    checkpoint.write_round(folder, state.round, *_content(state, keys, counts))
+    store.write_round(folder, DEPLOYMENT, _content(state, keys, counts))
 
 
-def _content(state: Deployed, keys: Mapping[int, str], counts: Mapping[int, int]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what the file of a state holds: its metadata and its tensors."""
-    meta = {
-        "settings": asdict(state.settings),
-        "experiment": state.experiment,
-        "sessions": state.sessions,
-        "round": state.round,
-        "dtype": name_of(state.dtype),
-        "base": state.base,
-        "keys": keys,
-        "counts": counts,
-        "history": state.history.rows,
-        "measures": state.measures,
-        "before": None if state.before is None else [place and asdict(place) for place in state.before.places],
-        "names": state.names,
-        "began": state.began,
-        "algorithm": identity(state.algorithm),
-        "steps": step_files.described(state.calibration),
-        "calibrated": bool(state.told),
-    }
-    before = {} if state.before is None else state.before.starts
-    return meta, {"server": state.server, "start": state.start, "before": before, "told": state.told}
+def _content(state: Deployed, keys: Mapping[int, str], counts: Mapping[int, int]) -> dict[str, Any]:
+    return {**vars(state), "keys": keys, "counts": counts}
 
 
 def read(folder: str | os.PathLike[str], algorithm: Algorithm, *, same: bool = True) -> tuple[Deployed, dict[int, str], dict[int, int]]:
@@ -197,41 +204,11 @@ def read(folder: str | os.PathLike[str], algorithm: Algorithm, *, same: bool = T
     Raises:
         CheckpointError: The folder has no checkpoint, or its checkpoints are damaged or were made with another method.
     """
-    meta, tensors = checkpoint.read(folder, checkpoint.DEPLOYMENT)
-    try:
-        made_with, base = dict(meta["algorithm"]), state_names(meta["base"])
-        keys = {whole("client", int(client), least=0): bytes.fromhex(key).hex() for client, key in meta["keys"].items()}
-        counts = {whole("client", int(client), least=0): whole("n", n, least=1) for client, n in meta.get("counts", {}).items()}
-        if any(client >= len(base) or n >= 2**63 for client, n in counts.items()):
-            raise ValueError("counts must be numbers of examples of its clients")
-        state = Deployed(
-            algorithm,
-            Settings(**meta["settings"]),
-            str(meta["experiment"]),
-            tuple(map(str, meta["sessions"])),
-            whole("round", meta["round"], least=0),
-            tensors["server"],
-            tensors.get("start", {}),
-            base,
-            History.read(meta["history"]),
-            DTYPES[meta["dtype"]],
-            _measures(meta.get("measures", {})),
-            read_before(meta.get("before"), tensors.get("before", {}), len(base)),
-            _called(meta.get("names", []), len(base)),
-            None if meta.get("began") is None else str(meta["began"]),
-            step_files.read_steps(meta.get("steps", ())),
-            _told(meta, tensors.get("told", {})),
-        )
-        if not (EXPERIMENT.fullmatch(state.experiment) and state.sessions and all(map(SESSION.fullmatch, state.sessions))):
-            raise ValueError("experiment and sessions must be names")
-        if state.round > state.settings.rounds or len(state.history) != state.round:
-            raise ValueError(f"round {state.round} of {state.settings.rounds} with a history of {len(state.history)}")
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise checkpoint.CheckpointError(
-            f"{str(folder)!r} is no checkpoint of a deployed federation: {type(error).__name__}, {error}"
-        ) from error
-    (check_method if same else check_network)(repr(str(folder)), made_with, algorithm)
-    check_state(str(folder), algorithm, state.server, state.start, clients=state.clients, dtype=state.dtype, stacked=False)
+    found = store.read(folder, DEPLOYMENT)
+    keys, counts = found.pop("keys"), found.pop("counts")
+    (same_method if same else same_network)(repr(str(folder)), found["algorithm"], algorithm)
+    state = Deployed(**{**found, "algorithm": algorithm})
+    check_state(repr(str(folder)), algorithm, state.server, state.start, clients=state.clients, dtype=state.dtype, stacked=False)
     return state, keys, counts
 
 
@@ -255,7 +232,7 @@ def opened(start: Deployed | str | os.PathLike[str] | None, algorithm: Algorithm
             f"start must be a Deployed or the folder of its checkpoints, got {type(start).__name__}; bf.simulate(start=) takes a Result"
         )
     found = start if isinstance(start, Deployed) else read(start, algorithm, same=False)[0]
-    check_network("start", identity(found.algorithm), algorithm)
+    same_network("start", identity(found.algorithm), algorithm)
     check_state("start", algorithm, found.server, found.start, clients=found.clients, dtype=found.dtype, stacked=False)
     if found.dtype != dtype:
         raise ValueError(f"start is in {found.dtype}, as are the states that its clients keep; pass dtype={found.dtype}, got {dtype}")
@@ -300,7 +277,7 @@ def begun(
         initial = {place.experiment for place in known.values() if not place.base}
         past = Before(tuple(map(known.get, range(clients))), {name: before.initial(name) for name in sorted(initial)})
     start, base = algorithm.rows(server), ("",) * clients
-    began = warm.OWN if before is None else before.origin
+    began = OWN if before is None else before.origin
     about: dict[str, Any] = {"dtype": dtype, "before": past, "began": began, "calibration": calibration}
     return Deployed(algorithm, settings, experiment, (session,), 0, server, start, base, **about)
 
@@ -317,8 +294,10 @@ def resumed(saved: Deployed, settings: Settings, clients: int, dtype: torch.dtyp
         raise ValueError(f"rounds counts all rounds, and {saved.round} are already done; got {settings.rounds}")
     then = {**vars(saved.settings), "rounds": settings.rounds, "evaluate_every": settings.evaluate_every}
     then |= {"clients": saved.clients, "dtype": saved.dtype}
-    if apart := changed(then, {**vars(settings), "clients": clients, "dtype": dtype}):
-        raise ValueError(f"a run that goes on keeps its settings: {apart}; another experiment takes another folder of checkpoints")
+    if apart := differences(then, {**vars(settings), "clients": clients, "dtype": dtype}):
+        raise ValueError(
+            f"a run that goes on keeps its settings, {in_words(apart)}; another experiment takes another folder of checkpoints"
+        )
     told = saved.told if calibration == saved.calibration else {}
     return replace(saved, settings=settings, calibration=calibration, told=told)
 
@@ -326,36 +305,8 @@ def resumed(saved: Deployed, settings: Settings, clients: int, dtype: torch.dtyp
 def bases(folder: str | os.PathLike[str], clients: int) -> dict[int, tuple[str, ...]]:
     """Return `Deployed.base` of every readable checkpoint in a folder, by its round."""
     found: dict[int, tuple[str, ...]] = {}
-    for file in checkpoint.held(folder):
-        with contextlib.suppress(checkpoint.CheckpointError, KeyError, TypeError, ValueError):
-            meta, _ = checkpoint.read_file(file)
-            if len(base := state_names(meta["base"])) == clients:
-                found[checkpoint.round_of(file)] = base
+    for file in store.held(folder):
+        with contextlib.suppress(CheckpointError):
+            if len(base := store.read_file(file, DEPLOYMENT)["base"]) == clients:
+                found[store.round_of(file)] = base
     return found
-
-
-def _measures(found: Any) -> dict[int, dict[str, float]]:
-    """Return the clients' measures in a checkpoint.
-
-    Raises:
-        ValueError: `found` is no mapping from clients to numbers by name.
-    """
-    if not isinstance(found, Mapping) or not all(isinstance(row, Mapping) for row in found.values()):
-        raise ValueError("measures must be numbers of each client by name")
-    return {whole("client", int(client), least=0): {str(k): number(str(k), v) for k, v in row.items()} for client, row in found.items()}
-
-
-def _told(meta: Mapping[str, Any], told: Mapping[str, Tensors]) -> dict[str, Tensors]:
-    """Return what the steps of calibration in a checkpoint told at last; a step may have told nothing."""
-    return {str(place): told.get(str(place), {}) for place in range(len(meta["steps"]))} if meta.get("calibrated") else {}
-
-
-def _called(names: Any, clients: int) -> tuple[str, ...]:
-    """Return the clients' names in a checkpoint.
-
-    Raises:
-        ValueError: They are not one text for each client.
-    """
-    if not isinstance(names, list) or len(names) not in (0, clients) or not all(isinstance(name, str) for name in names):
-        raise ValueError("names must be one text for each client")
-    return tuple(names)

@@ -24,13 +24,12 @@ from bayesfl.evaluation.surveys import Outputs
 from bayesfl.federation import surveying, warm
 from bayesfl.federation.admission import PROTOCOL, Admission, attempts
 from bayesfl.federation.callbacks import Callback, checked, ended, finished, over
-from bayesfl.federation.checkpoint import KEPT, held
 from bayesfl.federation.errors import FailedRound, FailedSurvey
 from bayesfl.federation.identity import fingerprint
 from bayesfl.federation.replies import OpenRun
 from bayesfl.federation.round import Rules, run_round
 from bayesfl.federation.settings import METHOD, Settings, precision
-from bayesfl.federation.step_files import described
+from bayesfl.federation.store import KEPT, described_steps, held
 from bayesfl.federation.tuning import Tuning, needs_validation, no_validation, without_data
 from bayesfl.flower import deployed, records
 from bayesfl.flower.deployed import Deployed
@@ -144,7 +143,7 @@ def serve(
         raise ValueError(f"timeout is in seconds and must be > 0, got {timeout}")
     precision(dtype)
     callbacks, steps = checked(on_round), surveying.checked_steps(calibration)
-    described(steps)
+    described_steps(steps)
     surveying.check_servers_model(steps, algorithm)
     warm.check_apart(start, checkpoint)
     with contextlib.nullcontext() if checkpoint is None else deployed.alone(Path(checkpoint)):
@@ -216,7 +215,7 @@ class _Run:
             state, keys, counts = deployed.read(self.folder, algorithm)
             state = deployed.resumed(state, settings, clients, dtype, self.calibration)
             if before is not None:
-                warm.check_start(self.folder, state.began, before.origin)
+                warm.refuse_other_start(self.folder, state.began, before.origin)
             state = replace(state, sessions=(*state.sessions, session))
             log.info("going on after round %d of experiment %s", state.round, state.experiment)
             self.kept = deployed.bases(self.folder, clients)

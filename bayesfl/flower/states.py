@@ -18,7 +18,8 @@ from typing import Any
 from torch import Tensor
 
 from bayesfl.base.files import remove_leftovers
-from bayesfl.federation import checkpoint
+from bayesfl.federation import store
+from bayesfl.federation.errors import CheckpointError
 
 EXPERIMENT = re.compile(r"[0-9a-zA-Z_-]{1,64}")
 SESSION = re.compile(r"[0-9a-f]{8}")
@@ -76,7 +77,7 @@ class States:
 
     def write(self, round: int, session: str, rows: Mapping[str, Any]) -> None:
         """Store the state after `round` rounds, completely or not at all."""
-        checkpoint.write(self.folder, {"round": round, "client": self._name}, rows, name=f"state-{name_of(round, session)}.safetensors")
+        self._keep(f"state-{name_of(round, session)}", {"client": self._name, "rows": rows})
 
     def read(self, name: str, *, now: str) -> dict[str, Any]:
         """Return the state of that name.
@@ -94,14 +95,14 @@ class States:
         if not file.is_file():
             before = now != self.folder.parent.name
             what, remedy = (f" {FORGOTTEN}", ANEW) if before else ("", "start another experiment")
-            raise checkpoint.CheckpointError(f"{str(self.folder)!r} holds no state {name}{what}; bring the folder back, or {remedy}")
-        meta, tensors = checkpoint.read_file(file)
-        if meta.get("client", self._name) != self._name:
-            raise checkpoint.CheckpointError(
-                f"the client's state {name} is of {meta['client']!r}, and this node's data are of {self._name!r}: start each node with the "
-                "client-id that it had"
+            raise CheckpointError(f"{str(self.folder)!r} holds no state {name}{what}; bring the folder back, or {remedy}")
+        found = store.read_file(file, store.NODE)
+        if found["client"] != self._name:
+            raise CheckpointError(
+                f"the client's state {name} is of {found['client']!r}, and this node's data are of {self._name!r}: start each node with "
+                "the client-id that it had"
             )
-        return tensors
+        return found["rows"]
 
     def forget(self, round: int, *, named: Collection[str], sessions: Collection[str]) -> None:
         """Delete the states that will not be asked for again.
@@ -123,17 +124,20 @@ class States:
 
     def write_predictions(self, round: int, tensors: Mapping[str, Tensor]) -> None:
         """Store the predictions of the personal model after `round` rounds."""
-        checkpoint.write(self.folder, {"round": round}, tensors, name="predictions.safetensors")
+        self._keep("predictions", {"round": round, "predictions": tensors})
 
     def write_kept(self, split: str, made_by: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
         """Store predictions of a split, by which the client answers surveys, and what made them."""
-        checkpoint.write(self.folder, {"made_by": made_by}, tensors, name=f"survey-{split}.safetensors")
+        self._keep(f"survey-{split}", {"made_by": made_by, "predictions": tensors})
 
     def read_kept(self, split: str, made_by: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return the stored predictions of a split; None where there are none, or where something else made them."""
         if not (file := self.folder / f"survey-{split}.safetensors").is_file():
             return None
-        with contextlib.suppress(checkpoint.CheckpointError):
-            meta, tensors = checkpoint.read_file(file)
-            return tensors if meta.get("made_by") == made_by else None
+        with contextlib.suppress(CheckpointError):
+            found = store.read_file(file, store.NODE)
+            return found["predictions"] if found["made_by"] == made_by else None
         return None
+
+    def _keep(self, name: str, content: Mapping[str, Any]) -> None:
+        store.write(self.folder, store.NODE, content, file=f"{name}.safetensors")

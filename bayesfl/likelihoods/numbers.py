@@ -1,7 +1,7 @@
 """Likelihoods of numbers: with noise of a known or a learned scale, of counts, and intervals by two quantiles."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from numbers import Real
 from typing import Literal
 
@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bayesfl.base.checks import listed, number, probability
-from bayesfl.base.described import LATER
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.targets import Targets
 
@@ -40,7 +39,7 @@ class Gaussian:
     """
 
     scale: float | Literal["learned"] = 1.0
-    floor: float | None = field(default=None, metadata=LATER)
+    floor: float | None = None
     task = "regression"
     distribution = "normal"
 

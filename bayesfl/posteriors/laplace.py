@@ -18,14 +18,13 @@ import json
 import math
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 from bayesfl.base.checks import instance
-from bayesfl.base.described import options
 from bayesfl.base.files import atomic_path
 from bayesfl.base.inputs import count
 from bayesfl.base.layout import Layout, Pattern
@@ -334,7 +333,7 @@ class Laplace:
 
 def _described(likelihood: Likelihood) -> str:
     """Return a likelihood's class and options as JSON."""
-    said = options(likelihood) if is_dataclass(likelihood) and not isinstance(likelihood, type) else {}
+    said = asdict(likelihood) if is_dataclass(likelihood) and not isinstance(likelihood, type) else {}
     return json.dumps({"class": type(likelihood).__name__, **said}, default=float)
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import bayesfl as bf
+from bayesfl.optim import SGD
 
 SMALL = ["--clients", "4", "--rounds", "1", "--participation", "0.5", "--algorithms", "fedavg", "fedper", "--seeds", "0", "1"]
 
@@ -145,7 +146,9 @@ def test_mistakes_of_the_laplace_example_are_one_line(tmp_path, capsys, argument
 def test_divergence_is_one_line_and_keeps_what_there_was(example, tmp_path, capsys, monkeypatch):
     """Exit code 1; the runs before it are in the table, the last finite round of its own in a folder."""
     make = dict(example.ALGORITHMS)
-    make["fedper"] = lambda model, preset, rounds: bf.algorithms.fedper(model, lr=1e30, batch_size=preset.batch_size)
+    make["fedper"] = lambda model, preset, rounds: bf.algorithms.fedper(
+        model, optimiser=SGD(1e30, momentum=0.9), batch_size=preset.batch_size
+    )
     monkeypatch.setattr(example, "ALGORITHMS", make)
     out = tmp_path / "run"
     assert example.main([*SMALL, "--out", str(out)]) == 1

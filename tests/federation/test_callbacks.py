@@ -15,6 +15,7 @@ import bayesfl as bf
 from bayesfl.data import FederatedData
 from bayesfl.evaluation.history import History
 from bayesfl.federation.callbacks import CSV, EarlyStopping, TensorBoard
+from bayesfl.optim import SGD
 from tests.federation.made import run, state
 
 
@@ -34,7 +35,7 @@ def parted() -> FederatedData:
 
 @pytest.fixture(scope="module")
 def method(parted: FederatedData) -> bf.Algorithm:
-    return bf.algorithms.ditto(bf.models.mlp(parted.inputs, hidden=8, outputs=parted.outputs), epochs=1, batch_size=20, lr=0.3)
+    return bf.algorithms.ditto(bf.models.mlp(parted.inputs, hidden=8, outputs=parted.outputs), epochs=1, batch_size=20, optimiser=SGD(0.3))
 
 
 def test_patience_counts_evaluations_without_a_better_value():

@@ -21,6 +21,7 @@ from bayesfl.federation.client_files import FILE
 from bayesfl.federation.errors import CheckpointError
 from bayesfl.federation.result import Result
 from bayesfl.likelihoods import Gaussian
+from bayesfl.optim import SGD
 from tests.federation.made import run
 
 NAMES = ("Zurich", "Basel", "Bern", "Chur", "Geneva", "Lausanne", "Lugano")
@@ -272,7 +273,7 @@ def test_a_stored_covariance_is_as_confidential_as_the_rows(named: FederatedData
     with torch.no_grad():  # the first unit answers to this row of the client alone
         model.get_parameter("body.0.weight")[0] = direction
         model.get_parameter("body.0.bias")[0] = -(best + next_best) / 2
-    method = replace(bf.algorithms.fedper(model, epochs=1, lr=1e-9), predictor=LinearisedLaplace(precision=1.0))
+    method = replace(bf.algorithms.fedper(model, epochs=1, optimiser=SGD(1e-9, momentum=0.9)), predictor=LinearisedLaplace(precision=1.0))
     one = run(method, named, rounds=1, evaluate_every=None).client(0)
     one.save(tmp_path / "stays")
     one.save(tmp_path / "leaves", plug_in=True)
@@ -340,7 +341,7 @@ def test_the_servers_network_is_a_module(ditto: Result, model, named: FederatedD
 
 def test_one_methods_network_starts_another(ditto: Result, named: FederatedData):
     """As `pfedvem(result.model())`."""
-    method = bf.algorithms.fedavg(ditto.model(), epochs=1, lr=1e-12)
+    method = bf.algorithms.fedavg(ditto.model(), epochs=1, optimiser=SGD(1e-12, momentum=0.9))
     started = run(method, named, rounds=1, evaluate_every=None).server["w"]["loc"]
     assert_close(started, ditto.server["w"]["loc"], atol=1e-6, rtol=0)
 

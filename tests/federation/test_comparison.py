@@ -1,5 +1,6 @@
 """Several results in one table, and what of their training differs."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ def found(method: bf.Algorithm, clients: FederatedData, **options: Any) -> Any:
 def test_what_differs_stands_beneath(model: nn.Module, clients: FederatedData):
     """Steps, batches, optimisers, rounds and who takes part, as far as the results differ in them; with every phase that trains."""
     results = {
-        "FedAvg": found(bf.algorithms.fedavg(model, epochs=1, batch_size=10, lr=0.1, momentum=0.0), clients),
-        "FedRep": found(bf.algorithms.fedrep(model, head_epochs=2, body_epochs=1, batch_size=10, lr=0.1, momentum=0.0), clients),
+        "FedAvg": found(bf.algorithms.fedavg(model, epochs=1, batch_size=10, optimiser=SGD(0.1)), clients),
+        "FedRep": found(bf.algorithms.fedrep(model, head_epochs=2, body_epochs=1, batch_size=10, optimiser=SGD(0.1)), clients),
         "pFedMe": found(bf.algorithms.pfedme(model, batch_size=5), clients, participation=0.5),
     }
     text = compare(results)
@@ -41,7 +42,7 @@ def test_what_differs_stands_beneath(model: nn.Module, clients: FederatedData):
 
 def test_what_is_alike_is_not_said(model: nn.Module, clients: FederatedData):
     """Nothing differs between two runs of one setting; a schedule is called one; several seeds make one row."""
-    one = found(bf.algorithms.fedavg(model, epochs=1, lr=lambda round, rounds: 0.1), clients)
+    one = found(bf.algorithms.fedavg(model, epochs=1, optimiser=SGD(lambda round, rounds: 0.1, momentum=0.9)), clients)
     assert "trained with" not in compare({"a": one, "b": [one, one]})
     assert "±" in compare({"b": [one, one]})
     other = found(bf.algorithms.fedavg(model, epochs=1), clients)
@@ -85,12 +86,12 @@ def test_other_data_and_other_seeds_are_told(model: nn.Module, clients: Federate
 
 def test_what_clip_and_schedules_hold_is_told(model: nn.Module, clients: FederatedData):
     """The optimiser that is clipped, with its rate; a schedule's first and last rate; steps inside a `Repeat` are steps."""
-    method = bf.algorithms.fedavg(model, epochs=1)
-    one, two = (found(bf.with_optimiser(method, Clip(inner)), clients) for inner in (Adam(1e-3), SGD(1e-3, momentum=0.5)))
+    method = partial(bf.algorithms.fedavg, model, epochs=1)
+    one, two = (found(method(optimiser=Clip(inner)), clients) for inner in (Adam(1e-3), SGD(1e-3, momentum=0.5)))
     told = compare({"a": one, "b": two})
     assert "Clip(Adam(0.001), norm 1)" in told
     assert "Clip(SGD(0.001, momentum 0.5), norm 1)" in told
-    falling, halved = (found(bf.algorithms.fedavg(model, epochs=1, lr=rate), clients) for rate in (cosine(0.1), multistep(0.5)))
+    falling, halved = (found(method(optimiser=SGD(rate, momentum=0.9)), clients) for rate in (cosine(0.1), multistep(0.5)))
     assert "a schedule, 0.1 to " in compare({"a": falling, "b": halved})
     me = found(bf.algorithms.pfedme(model, batches=4, inner_steps=3), clients)
     assert "4 batches, each 3 steps" in compare({"a": one, "b": me})
@@ -104,7 +105,7 @@ def test_options_of_one_method_are_told(model: nn.Module, clients: FederatedData
         "b differs from a in blocks.w.prior.variance[1]: 2.0, not 0.1",
     ]
     assert "trained with" not in told
-    adam = {str(b): found(bf.with_optimiser(bf.algorithms.fedavg(model, epochs=1), Adam(0.1, betas=(b, 0.9))), clients) for b in (0.5, 0.7)}
+    adam = {str(b): found(bf.algorithms.fedavg(model, epochs=1, optimiser=Adam(0.1, betas=(b, 0.9))), clients) for b in (0.5, 0.7)}
     assert "Adam(0.1, betas (0.5, 0.9))" in compare(adam)
     wide, part = (bf.models.mlp(clients.inputs, hidden=width, outputs=clients.outputs) for width in (9, 4))
     part.get_submodule("body").requires_grad_(False)
@@ -120,19 +121,16 @@ def test_options_of_one_method_are_told(model: nn.Module, clients: FederatedData
 
 def test_schedules_with_equal_ends_differ_by_their_means(model: nn.Module, clients: FederatedData):
     rates = {"flat": lambda round, rounds: 0.1, "dip": lambda round, rounds: 0.1 if round != 1 else 0.01}
-    told = compare(
-        {name: run(bf.algorithms.fedavg(model, epochs=1, lr=rate), clients, 3, evaluate_every=1) for name, rate in rates.items()}
-    )
+    made = {name: bf.algorithms.fedavg(model, epochs=1, optimiser=SGD(rate, momentum=0.9)) for name, rate in rates.items()}
+    told = compare({name: run(one, clients, 3, evaluate_every=1) for name, one in made.items()})
     assert "0.1 to 0.1, mean 0.1," in told
     assert "0.1 to 0.1, mean 0.07," in told
 
 
 def test_all_of_a_list_is_told(model: nn.Module, clients: FederatedData):
     """Not of the first result alone: rounds, optimisers, and the options that no column has."""
-    one, two = (
-        run(bf.algorithms.fedprox(model, mu=mu, lr=lr, epochs=1), clients, 2, evaluate_every=1) for mu, lr in ((0.1, 0.01), (2.0, 0.5))
-    )
-    three = run(bf.algorithms.fedprox(model, mu=0.1, lr=0.5, epochs=1), clients, 3, evaluate_every=1)
+    methods = [bf.algorithms.fedprox(model, mu=mu, optimiser=SGD(rate), epochs=1) for mu, rate in ((0.1, 0.01), (2.0, 0.5), (0.1, 0.5))]
+    one, two, three = (run(made, clients, rounds, evaluate_every=1) for made, rounds in zip(methods, (2, 2, 3), strict=True))
     told = compare({"mixed": [one, two, three], "b": three})
     mixed, b = ([line for line in told.splitlines() if line.startswith(name)][1] for name in ("mixed", "b"))
     assert "2, 3" in mixed

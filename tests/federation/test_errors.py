@@ -8,6 +8,7 @@ from torch.utils._pytree import tree_leaves
 import bayesfl as bf
 from bayesfl.composition.energy import Energy
 from bayesfl.composition.phases import Descend, Once, Repeat, described
+from bayesfl.optim import SGD
 from tests.cases import SIZES
 
 
@@ -16,7 +17,7 @@ def test_divergence_gives_back_the_last_finite_round(clients, model, train):
     """A loss that leaves the finite numbers stops the run, names client, round and phase, and loses nothing before it."""
 
     def explosive(rate):
-        return bf.algorithms.fedrep(model, lr=rate, head_epochs=1, body_epochs=1)
+        return bf.algorithms.fedrep(model, optimiser=SGD(rate, momentum=0.5), head_epochs=1, body_epochs=1)
 
     options = {"participation": 0.6, "train": train, "seed": 1, "evaluate_every": 1, "progress": False, "engine": bf.Engine(chunk=2)}
     with pytest.raises(bf.DivergenceError, match=r"client .* phase [01] \(Descend on (head|body)\) of round 2\b") as caught:

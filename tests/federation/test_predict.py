@@ -12,6 +12,7 @@ from bayesfl.base.protocols import Batch, Server, View
 from bayesfl.composition.phases import Once
 from bayesfl.data import ClientData
 from bayesfl.federation import predict
+from bayesfl.optim import SGD
 from tests.cases import SIZES, federation
 
 
@@ -83,7 +84,9 @@ def test_finetuning_predicts_from_a_copy():
     """FedAvg-FT's predictions are those of FedAvg followed by an epoch on each client; the state is FedAvg's."""
     clients, model = federation(), bf.models.mlp(8, hidden=8, outputs=3)
     options = {"rounds": 2, "dtype": torch.float64, "evaluate_every": None, "progress": False}
-    tuned = bf.simulate(bf.algorithms.fedavg_ft(model, batch_size=None, epochs=1, finetune_epochs=3, finetune_lr=0.2), clients, **options)
+    fast = SGD(0.2, momentum=0.9)
+    method = bf.algorithms.fedavg_ft(model, batch_size=None, epochs=1, finetune_epochs=3, finetune_optimiser=fast)
+    tuned = bf.simulate(method, clients, **options)
     plain = bf.simulate(bf.algorithms.fedavg(model, batch_size=None, epochs=1), clients, **options)
     assert torch.equal(tuned.server["w"]["loc"], plain.server["w"]["loc"])
     x, y = (t.double() if t.is_floating_point() else t for t in clients.train.client(1))

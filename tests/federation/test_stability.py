@@ -127,12 +127,12 @@ def test_what_the_warning_names_fits(clients: FederatedData, prox: bool, momentu
     curvature = exact(bf.algorithms.pfedmap(model), view, batch)
     precision = curvature * (share * (1 - momentum) / (1 + momentum) / 4 if prox else share)
     over = 1.2 * rate_limit(curvature, precision, momentum, prox=prox)
-    made = bf.algorithms.pfedmap(model, precision=precision, momentum=momentum, head_lr=1e-9)
+    made = bf.algorithms.pfedmap(model, precision=precision, head_optimiser=SGD(1e-9, momentum))
     phase = replace(made.phases[0], optimiser=SGD(over, momentum), prox=prox)
     with pytest.warns(UserWarning, match=r"round 1: .*and these weights") as caught:
         stability.warn_if_unstable(made, phase, given, view, batch, "client 1")
     (words,) = [str(one.message) for one in caught]
-    rate = float(words.split("a rate below ")[1].split(",")[0])
+    rate = float(words.split("a rate below ")[1].split(" ")[0])
     if prox:
         assert_close(rate * curvature, (1 + momentum) * (2 + rate * precision / (1 - momentum)), rtol=0.02, atol=0.0)
     else:
@@ -150,13 +150,17 @@ def test_unstable_steps_are_warned_of(model: nn.Module, clients: FederatedData, 
     """With the client's name and a rate that fits, which is then silent; only in rounds 1, 2, 4 and so on."""
     make = getattr(bf.algorithms, kind)
     with pytest.warns(UserWarning, match=r"round 1: .*'head' of client.*rate 1 .*below 0\.") as caught:
-        run(make(model, head_lr=1.0, **({"precision": 0.1} if kind == "pfedmap" else {"init_scale": 3.0})), clients, rounds=4)
+        run(
+            make(model, head_optimiser=SGD(1.0, momentum=0.9), **({"precision": 0.1} if kind == "pfedmap" else {"init_scale": 3.0})),
+            clients,
+            rounds=4,
+        )
     text = [str(one.message) for one in caught if "unstable" in str(one.message)]
     assert {"round 1"} <= {part.split(":")[0] for part in text} <= {"round 1", "round 2", "round 4"}
-    fits = float(text[0].split("below ")[1].split(",")[0])
+    fits = float(text[0].split("below ")[1].split(" ")[0])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        run(make(model, head_lr=fits / 10), clients, rounds=2)
+        run(make(model, head_optimiser=SGD(fits / 10, momentum=0.9)), clients, rounds=2)
 
 
 def test_what_is_not_looked_at(model: nn.Module):
@@ -216,7 +220,7 @@ def test_a_dead_body_is_named(clients: FederatedData):
     """Features that are the same for all examples, if more than nine in ten are; a body that is alive is silent."""
     model = bf.models.mlp(8, hidden=20, outputs=3, seed=3)
     lone = dict(model.named_parameters())["body.0.bias"]
-    for alive, words in ((1, r"round 1: 19 of the 20 features .*of client 1, .*init_scale.*body_lr"), (2, None), (20, None)):
+    for alive, words in ((1, r"round 1: 19 of the 20 features .*of client 1, .*init_scale.*body_optimiser"), (2, None), (20, None)):
         with torch.no_grad():
             lone.copy_(torch.where(torch.arange(20) < alive, 10.0, -1e4))
         algorithm = bf.algorithms.pfedmap(model)

@@ -17,6 +17,7 @@ from bayesfl.evaluation.calibration import Abstention, Bias, Choice, Conformal, 
 from bayesfl.federation import secure as secure_sums
 from bayesfl.federation.result import Result
 from bayesfl.federation.secure import summed
+from bayesfl.optim import SGD
 from tests.evaluation.test_surveys import Share
 from tests.federation.made import run
 
@@ -203,7 +204,8 @@ def personal() -> tuple[Any, Any]:
     """FedAvg with fine-tuning at a rate that is too high for some clients, at which the global model is better."""
     data = bf.data.dirichlet("digits", clients=5, alpha=0.5, validation=0.4, calibration=0.2, seed=0)
     model = bf.models.mlp(data.inputs, hidden=16, outputs=10)
-    method = bf.algorithms.fedavg_ft(model, epochs=5, batch_size=10, lr=0.03, finetune_epochs=5, finetune_lr=0.1)
+    slow, fast = (SGD(rate, momentum=0.9) for rate in (0.03, 0.1))
+    method = bf.algorithms.fedavg_ft(model, epochs=5, batch_size=10, optimiser=slow, finetune_epochs=5, finetune_optimiser=fast)
     return data, run(method, data, rounds=5, evaluate_every=None)
 
 

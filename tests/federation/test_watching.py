@@ -17,6 +17,7 @@ from bayesfl.evaluation.calibration import Abstention, Bias, Conformal, Temperat
 from bayesfl.evaluation.surveys import Outputs
 from bayesfl.federation.result import Result
 from bayesfl.federation.watching import _numerals
+from bayesfl.optim import SGD
 from tests.federation.made import run
 
 NAMES = ("cold", "flu", "none")
@@ -38,7 +39,7 @@ def data() -> FederatedData:
 
 @pytest.fixture(scope="module")
 def served(data: FederatedData) -> Result:
-    method = bf.algorithms.fedavg(bf.models.mlp(3, hidden=16, outputs=3), epochs=5, lr=0.3)
+    method = bf.algorithms.fedavg(bf.models.mlp(3, hidden=16, outputs=3), epochs=5, optimiser=SGD(0.3, momentum=0.9))
     return run(method, data, rounds=10, evaluate_every=None).calibrate(Temperature(), Bias(), Conformal(level=0.8, score="aps"))
 
 
@@ -206,7 +207,7 @@ def test_scores_of_an_early_conformal_step(data: FederatedData, served: Result):
 
 def test_without_labels_by_epistemic_uncertainty(data: FederatedData):
     """Rows far from the training data raise it, others do not; a method of one set of weights has none."""
-    method = bf.algorithms.fedper(bf.models.mlp(3, hidden=8, outputs=3), epochs=3, lr=0.1)
+    method = bf.algorithms.fedper(bf.models.mlp(3, hidden=8, outputs=3), epochs=3, optimiser=SGD(0.1, momentum=0.9))
     method = dataclasses.replace(method, predictor=LinearisedLaplace(precision=1.0))
     model = run(method, data, rounds=3, evaluate_every=None).calibrate(Conformal()).client(0)
     x, _ = data.test.client(0)
@@ -217,7 +218,7 @@ def test_without_labels_by_epistemic_uncertainty(data: FederatedData):
 
 def test_noise_by_a_rows_place_cannot_be_watched(data: FederatedData):
     """A row alone would have the noise of the first, so that new rows would differ from calibration rows in any case."""
-    method = bf.algorithms.fedper(bf.models.mlp(3, hidden=8, outputs=3), epochs=3, lr=0.1)
+    method = bf.algorithms.fedper(bf.models.mlp(3, hidden=8, outputs=3), epochs=3, optimiser=SGD(0.1, momentum=0.9))
     method = dataclasses.replace(method, predictor=LinearisedLaplace(precision=1.0, link="draws"), draws=3)
     model = run(method, data, rounds=1, evaluate_every=None).calibrate(Conformal()).client(0)
     x, y = data.test.client(0)

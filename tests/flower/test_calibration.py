@@ -17,6 +17,7 @@ from bayesfl.federation import checkpoint
 from bayesfl.federation.result import Result
 from bayesfl.flower import BadClients, Deployed, load, node
 from bayesfl.likelihoods import Gaussian, Quantiles
+from bayesfl.optim import SGD
 from tests.flower.made import asked, deploy, grid_of, simulated, waits
 
 STEPS = (Temperature(strength=5.0), Bias(), Conformal(score="aps", shrink=5.0))
@@ -29,7 +30,9 @@ def parted() -> FederatedData:
 
 @pytest.fixture(scope="module")
 def method(parted: FederatedData) -> bf.Algorithm:
-    return bf.algorithms.fedavg(bf.models.mlp(parted.inputs, hidden=8, outputs=10), epochs=5, batch_size=20, lr=0.1)
+    return bf.algorithms.fedavg(
+        bf.models.mlp(parted.inputs, hidden=8, outputs=10), epochs=5, batch_size=20, optimiser=SGD(0.1, momentum=0.9)
+    )
 
 
 def kept(folder: Path, found: Deployed, client: int) -> Path:
@@ -221,7 +224,8 @@ def test_regressions_have_intervals(tmp_path: Path):
 def test_choices_and_answers_are_the_simulations(parted: FederatedData, tmp_path: Path):
     """Nodes compare their own model with the server's, and answer where doubt is low; so do their files."""
     model = bf.models.mlp(parted.inputs, hidden=16, outputs=10)
-    method = bf.algorithms.fedavg_ft(model, epochs=5, batch_size=10, lr=0.03, finetune_epochs=5, finetune_lr=0.15)
+    slow, fast = (SGD(rate, momentum=0.9) for rate in (0.03, 0.15))
+    method = bf.algorithms.fedavg_ft(model, epochs=5, batch_size=10, optimiser=slow, finetune_epochs=5, finetune_optimiser=fast)
     steps = (Choice(delta=0.4), Temperature(), Abstention(risk=0.4, delta=0.4))
     told = simulated(method, parted).calibrate(*steps)
     takes = told.steps[0].own["shared"]

@@ -23,6 +23,7 @@ from bayesfl.federation.faults import KINDS, Fault
 from bayesfl.federation.settings import Settings
 from bayesfl.federation.tuning import Tuning
 from bayesfl.flower import BadClients, Deployed, client_app, load, records, serve, server_app
+from bayesfl.optim import SGD
 from tests.cases import CASES, Case, burst_by_fine_tuning, federation, with_batch_norm
 from tests.flower.grid import LocalGrid
 from tests.flower.made import (
@@ -113,7 +114,7 @@ def test_measures_of_clients_that_share_them(model: nn.Module, clients: Federate
 
 def test_callbacks_end_a_deployment_early(model: nn.Module, clients: FederatedData, tmp_path: Path):
     """As they end a simulation: in the same round; every node then has its model, the state is saved, and the run stays ended."""
-    algorithm = bf.algorithms.ditto(model, epochs=1, batch_size=10, lr=0.5)
+    algorithm = bf.algorithms.ditto(model, epochs=1, batch_size=10, optimiser=SGD(0.5))
     seen: list[int] = []
 
     def stopping() -> list[Any]:
@@ -155,7 +156,7 @@ def test_evaluations_on_the_way_are_the_simulations(name: str, tmp_path: Path):
 def test_early_stopping_on_validation_data(tmp_path: Path):
     """A deployment ends in the simulation's round, resumed or not; where nothing is measured on the way, the error says what to pass."""
     parted = bf.data.concept_drift("digits", clients=4, seed=0, validation=0.2)
-    algorithm = bf.algorithms.ditto(bf.models.mlp(64, hidden=8, outputs=5), epochs=1, batch_size=20, lr=0.3)
+    algorithm = bf.algorithms.ditto(bf.models.mlp(64, hidden=8, outputs=5), epochs=1, batch_size=20, optimiser=SGD(0.3))
     options: dict[str, Any] = {"rounds": 40, "evaluate_every": 1}
     stop = bf.callbacks.EarlyStopping("validation_nll", patience=2)
     told = bf.simulate(algorithm, parted, progress=False, on_round=[stop], **{**OPTIONS, **options})
@@ -175,7 +176,7 @@ def test_early_stopping_on_validation_data(tmp_path: Path):
 def test_a_round_at_which_it_ended_may_be_the_best(tmp_path: Path):
     """Between evaluations, by another callback: it is measured before the best state is chosen, as in a simulation; also if repeated."""
     parted = bf.data.concept_drift("digits", clients=4, seed=0, validation=0.2)
-    algorithm = bf.algorithms.ditto(bf.models.mlp(64, hidden=8, outputs=5), epochs=1, batch_size=20, lr=0.05)
+    algorithm = bf.algorithms.ditto(bf.models.mlp(64, hidden=8, outputs=5), epochs=1, batch_size=20, optimiser=SGD(0.05))
     options: dict[str, Any] = {"rounds": 9, "evaluate_every": 3}
 
     def stopping() -> list[Any]:
@@ -196,7 +197,7 @@ def test_a_round_at_which_it_ended_may_be_the_best(tmp_path: Path):
 def test_the_best_state_is_kept(every: int, tmp_path: Path):
     """The server's, and the nodes', whose models are of its round; also where the run was stopped and goes on, from the folder."""
     parted = bf.data.concept_drift("digits", clients=4, seed=0, validation=0.2)
-    algorithm = bf.algorithms.ditto(bf.models.mlp(64, hidden=8, outputs=5), epochs=3, batch_size=20, lr=0.3)
+    algorithm = bf.algorithms.ditto(bf.models.mlp(64, hidden=8, outputs=5), epochs=3, batch_size=20, optimiser=SGD(0.3))
     options: dict[str, Any] = {"rounds": 40, "evaluate_every": 1}
 
     def best(folder: Path | None = None) -> bf.callbacks.EarlyStopping:
