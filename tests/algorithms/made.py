@@ -12,7 +12,6 @@ from bayesfl.data import FederatedData
 
 COUNTS = (9, 14, 6, 11)
 DIM = 3
-PLAIN: dict[str, Any] = {"momentum": 0.0, "weight_decay": 0.0}
 CLASSES, WIDTH = 4, 5
 FEDPAC = importlib.import_module("bayesfl.algorithms.fedpac")
 

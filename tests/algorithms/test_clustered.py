@@ -15,6 +15,7 @@ from bayesfl.composition.block import Block
 from bayesfl.composition.pools import equal
 from bayesfl.data import FederatedData
 from bayesfl.likelihoods import Gaussian
+from bayesfl.optim import SGD
 from tests.cases import run
 
 RULES = torch.tensor([[3.0, 2.0, 1.0], [-3.0, 2.0, 1.0], [-3.0, -2.0, -4.0]], dtype=torch.float64)
@@ -22,7 +23,7 @@ OWNER = (0, 2, 1, 0, 1, 2, 2, 0, 1, 0, 2)  # neighbours in number are of differe
 SIZES = (20, 33, 8, 41, 17, 25, 12, 9, 30, 14, 27)
 START = torch.tensor([0.3, -0.2, 0.1], dtype=torch.float64)
 LR, EPOCHS = 0.05, 3
-OPTIONS: dict[str, Any] = {"epochs": EPOCHS, "batch_size": None, "lr": LR, "momentum": 0.0, "likelihood": Gaussian(1.0)}
+OPTIONS: dict[str, Any] = {"epochs": EPOCHS, "batch_size": None, "optimiser": SGD(LR), "likelihood": Gaussian(1.0)}
 
 
 @pytest.fixture(scope="module")
@@ -261,5 +262,3 @@ def test_bad_thresholds_are_refused():
         bf.algorithms.clustered(nn.Linear(3, 1), eps2=True)
     with pytest.raises(ValueError, match=r"first_split .*0.* got -1"):
         bf.algorithms.clustered(nn.Linear(3, 1), first_split=-1)
-    with pytest.raises(ValueError, match=r"weight .*bayesfl\.pools\.by_size.* got 3"):
-        bf.algorithms.clustered(nn.Linear(3, 1), weight=3)  # pyright: ignore[reportArgumentType]

@@ -7,12 +7,13 @@ from torch.testing import assert_close
 
 import bayesfl as bf
 from bayesfl.data import FederatedData
+from bayesfl.optim import SGD
 from tests.cases import SIZES, run
 
 
 def test_fedavg_of_one_full_step_is_a_gradient_step_on_everything(clients: FederatedData, model: nn.Module):
     """With one full-batch step, the size-weighted mean of the clients is a step on the pooled data."""
-    result = run(bf.algorithms.fedavg(model, epochs=1, batch_size=None, lr=0.3, momentum=0.0), clients, rounds=1)
+    result = run(bf.algorithms.fedavg(model, epochs=1, batch_size=None, optimiser=SGD(0.3)), clients, rounds=1)
     copy = bf.models.mlp(8, hidden=16, outputs=3).double()
     copy.load_state_dict({k: v.double() for k, v in model.state_dict().items()})
     x, y = (torch.cat(parts) for parts in zip(*[clients.train.client(j) for j in range(len(SIZES))], strict=True))

@@ -10,6 +10,7 @@ import bayesfl as bf
 from bayesfl.base.protocols import Batch, Server, View
 from bayesfl.composition.phases import Once
 from bayesfl.data import FederatedData
+from bayesfl.optim import SGD
 from tests.cases import SIZES, run
 
 
@@ -37,7 +38,7 @@ def test_fedbabu_moves_the_body_alone(clients: FederatedData, model: nn.Module):
         heads.append(view["head"]["loc"].clone())
         return view
 
-    plain = bf.algorithms.fedbabu(model, epochs=2, batch_size=None, lr=0.3, momentum=0.0)
+    plain = bf.algorithms.fedbabu(model, epochs=2, batch_size=None, optimiser=SGD(0.3))
     watched = replace(plain, phases=(*plain.phases, Once(watch)))
     result = run(watched, clients, rounds=1, engine=bf.Engine("reference", workers=1))
     bodies = []

@@ -9,6 +9,7 @@ from torch.testing import assert_close
 
 import bayesfl as bf
 from bayesfl.data import FederatedData
+from bayesfl.optim import SGD
 from tests.cases import run, with_batch_norm
 
 ROUNDS, EPOCHS = 3, 2
@@ -27,7 +28,7 @@ def statistics(net: nn.Module) -> torch.Tensor:
 def test_a_bare_loop_that_averages_all_but_the_norms(clients: FederatedData):
     """Two clients of unequal size, which weigh the same, over some rounds of full batches: their norms, statistics and all else."""
     two, model = clients.select([1, 3]), with_batch_norm()
-    algorithm = bf.algorithms.fedbn(model, epochs=EPOCHS, batch_size=None, lr=0.3, momentum=0.9, weight_decay=1e-3)
+    algorithm = bf.algorithms.fedbn(model, epochs=EPOCHS, batch_size=None, optimiser=SGD(0.3, momentum=0.9, weight_decay=1e-3))
     result = run(algorithm, two, rounds=ROUNDS)
     nets = [copy.deepcopy(model).double() for _ in range(2)]
     for _ in range(ROUNDS):
@@ -70,7 +71,7 @@ def test_norms_never_leave_a_client(clients: FederatedData):
 def test_a_client_that_joins_trains_norms_alone(clients: FederatedData):
     """From the start's, on the averaged weights; the federation stays as it is."""
     old, novel = clients.hold_out(2, seed=0)
-    algorithm = bf.algorithms.fedbn(with_batch_norm(), epochs=1, batch_size=None, adapt_epochs=3, lr=0.2)
+    algorithm = bf.algorithms.fedbn(with_batch_norm(), epochs=1, batch_size=None, adapt_epochs=3, optimiser=SGD(0.2))
     result = run(algorithm, old)
     adapted = result.adapt(novel)
     for j in range(2):

@@ -17,7 +17,7 @@ from bayesfl.composition.topology import metropolis, ring
 from bayesfl.data import FederatedData
 from bayesfl.likelihoods import Gaussian
 from bayesfl.posteriors import MeanField, mixture
-from tests.algorithms.made import PLAIN, in_turn
+from tests.algorithms.made import in_turn
 from tests.cases import run
 
 
@@ -29,7 +29,7 @@ def losses(algorithm: bf.Algorithm, components: Tensor, x: Tensor, y: Tensor) ->
 
 def test_two_rounds_by_hand(clients: FederatedData):
     """E step q_im ~ pi_jm p(y_i | x_i, theta_m), pi_j its mean; M step by the gradient of mean_i q_im times the loss; the mean by size."""
-    algorithm = bf.algorithms.fedem(nn.Linear(8, 3), components=2, epochs=1, batch_size=None, lr=0.2, **PLAIN)
+    algorithm = bf.algorithms.fedem(nn.Linear(8, 3), components=2, epochs=1, batch_size=None, optimiser=SGD(0.2))
     theta = algorithm.init(7, seed=2, dtype=torch.float64)["components"]["loc"]
     pi = torch.full((7, 2), 0.5, dtype=torch.float64)
     n = torch.from_numpy(clients.train.counts).double()
@@ -52,7 +52,7 @@ def test_two_rounds_by_hand(clients: FederatedData):
 
 def test_full_batch_steps_never_lower_the_likelihood(clients: FederatedData):
     """One gradient step a round, averaged by size, is a step on the mixture's likelihood: generalised EM."""
-    algorithm = bf.algorithms.fedem(nn.Linear(8, 3), components=3, epochs=1, batch_size=None, lr=0.3, **PLAIN)
+    algorithm = bf.algorithms.fedem(nn.Linear(8, 3), components=3, epochs=1, batch_size=None, optimiser=SGD(0.3))
     result, before = run(algorithm, clients), -torch.inf
     for rounds in range(2, 25):
         total = 0.0
@@ -65,8 +65,8 @@ def test_full_batch_steps_never_lower_the_likelihood(clients: FederatedData):
 
 def test_one_component_is_fedavg(clients: FederatedData, model: nn.Module):
     """To rounding: q is 1 for every example."""
-    em = bf.algorithms.fedem(model, components=1, epochs=5, batch_size=None, lr=0.1)  # batches of a second phase have other addresses
-    avg = bf.algorithms.fedavg(model, epochs=5, batch_size=None, lr=0.1, momentum=0.9, weight_decay=5e-4)
+    options: dict[str, Any] = {"epochs": 5, "batch_size": None, "optimiser": EM(0.1)}  # batches of a second phase have other addresses
+    em, avg = bf.algorithms.fedem(model, components=1, **options), bf.algorithms.fedavg(model, **options)
     start = em.init(7, seed=2, dtype=torch.float64)["components"]["loc"][0]
     avg = replace(avg, blocks={"w": Block(start=lambda rng, size: start.float())})
     assert_close(run(em, clients, 3).server["components"]["loc"][0], run(avg, clients, 3).server["w"]["loc"], atol=1e-9, rtol=0)
@@ -75,7 +75,7 @@ def test_one_component_is_fedavg(clients: FederatedData, model: nn.Module):
 def test_components_may_swap_names(clients: FederatedData, model: nn.Module):
     """Started in another order, components, weights and predictions come out in that order."""
     order = [2, 0, 1]
-    plain = bf.algorithms.fedem(model, components=3, batch_size=10, lr=0.1)
+    plain = bf.algorithms.fedem(model, components=3, batch_size=10, optimiser=EM(0.1))
     starts = plain.init(7, seed=2)["components"]["loc"]
     swapped = replace(plain, blocks={"components": replace(plain.blocks["components"], start=in_turn(starts[order]))})
     one, other = run(plain, clients, 3), run(swapped, clients, 3)
@@ -88,7 +88,7 @@ def clustered(clusters: tuple[FederatedData, Tensor], by_responsibility: bool) -
     """Displacement of both components in a round that starts near the rules, [2, 3], and FedAvg's inside each cluster."""
     data, rules = clusters
     model, begin = nn.Linear(3, 1, bias=False), rules + 0.1
-    options: dict[str, Any] = {"epochs": 2, "batch_size": None, "lr": 1e-4, **PLAIN, "likelihood": Gaussian(0.1)}
+    options: dict[str, Any] = {"epochs": 2, "batch_size": None, "optimiser": SGD(1e-4), "likelihood": Gaussian(0.1)}
     em = bf.algorithms.fedem(model, components=2, by_responsibility=by_responsibility, **options)
     em = replace(em, blocks={"components": replace(em.blocks["components"], start=in_turn(begin))})
     moved = run(em, data).server["components"]["loc"] - begin.double()
@@ -113,7 +113,7 @@ def test_weighed_by_responsibility_it_is_clustered_fedavg(clusters: tuple[Federa
 
 def test_predictions_mix_probabilities(clients: FederatedData, model: nn.Module):
     """sum_m pi_m softmax of each component, not the softmax of a mean; pi from the client's own training data."""
-    algorithm = bf.algorithms.fedem(model, components=3, batch_size=10, lr=0.2)
+    algorithm = bf.algorithms.fedem(model, components=3, batch_size=10, optimiser=EM(0.2))
     result = run(algorithm, clients, 2)
     x = clients.test.client(3)[0].double()
     layout, loc = algorithm.layout("components"), result.server["components"]["loc"]
@@ -125,7 +125,7 @@ def test_predictions_mix_probabilities(clients: FederatedData, model: nn.Module)
 def test_new_clients_fit_their_weights_alone(clients: FederatedData, model: nn.Module):
     """The weights of largest likelihood under the components as they are, which stay."""
     old, novel = clients.hold_out(2, seed=0)
-    result = run(bf.algorithms.fedem(model, components=3, batch_size=10, lr=0.3, adapt_iterations=500), old, 3)
+    result = run(bf.algorithms.fedem(model, components=3, batch_size=10, optimiser=EM(0.3), adapt_iterations=500), old, 3)
     adapted = result.adapt(novel)
     assert torch.equal(adapted.server["components"]["loc"], result.server["components"]["loc"])
     for j in range(2):
@@ -139,7 +139,7 @@ def test_new_clients_fit_their_weights_alone(clients: FederatedData, model: nn.M
 def test_components_may_be_beliefs(clients: FederatedData, model: nn.Module, kernel: Any, draws: int):
     """Mean-field components, each with draws of its own, in every kernel as in the reference."""
     algorithm = bf.algorithms.fedem(
-        model, components=2, posterior=MeanField(init_scale=0.1), prior_variance=0.5, draws=draws, batch_size=10, lr=0.1
+        model, components=2, posterior=MeanField(init_scale=0.1), prior_variance=0.5, draws=draws, batch_size=10, optimiser=EM(0.1)
     )
     got, reference = (run(algorithm, clients, 2, k) for k in (kernel, "reference"))
     assert_close(got.server, reference.server, atol=1e-9, rtol=0)
@@ -170,7 +170,7 @@ def test_copies_that_start_alike_are_refused(model: nn.Module):
 
 def test_everyone_beside_everyone_is_fedem_with_equal_weights(clients: FederatedData, model: nn.Module):
     """D-FedEM on a complete graph with weights 1 / J: every client has the mean of all, as if a server had made it."""
-    options: dict[str, Any] = {"components": 2, "batch_size": 10, "lr": 0.1}
+    options: dict[str, Any] = {"components": 2, "batch_size": 10, "optimiser": EM(0.1)}
     central = bf.algorithms.fedem(model, **options)
     central = replace(central, blocks={"components": replace(central.blocks["components"], pool=Mean(equal))})
     gossip = run(bf.algorithms.d_fedem(model, mixing=torch.full((7, 7), 1 / 7, dtype=torch.float64), **options), clients, 3)
@@ -181,7 +181,7 @@ def test_everyone_beside_everyone_is_fedem_with_equal_weights(clients: Federated
 
 def test_two_rounds_between_neighbours_by_hand(clients: FederatedData, model: nn.Module):
     """Each client alone goes on from its own mixture; row j of an asymmetric matrix says what j takes from whom."""
-    options: dict[str, Any] = {"components": 2, "batch_size": None, "lr": 0.1}  # full batches draw nothing
+    options: dict[str, Any] = {"components": 2, "batch_size": None, "optimiser": EM(0.1)}  # full batches draw nothing
     shift = torch.eye(7, dtype=torch.float64).roll(1, 0)
     w = 0.5 * torch.eye(7, dtype=torch.float64) + 0.3 * shift + 0.2 * shift @ shift @ shift
     one = bf.algorithms.fedem(model, **options)
@@ -198,7 +198,7 @@ def test_two_rounds_between_neighbours_by_hand(clients: FederatedData, model: nn
 def test_mixing_is_the_matrix_times_what_clients_made(clients: FederatedData, model: nn.Module):
     """W times the locally trained components; their mean stays; who is absent keeps its own, and who is present what it would have got."""
     w = metropolis(ring(7))
-    algorithm = bf.algorithms.d_fedem(model, mixing=w, components=2, batch_size=10, lr=0.1)
+    algorithm = bf.algorithms.d_fedem(model, mixing=w, components=2, batch_size=10, optimiser=EM(0.1))
     made: list[Tensor] = []
 
     def combine(server: Any, ids: Tensor, uplink: Any) -> Any:
@@ -243,7 +243,7 @@ def test_one_way_mixing_needs_everyone(clients: FederatedData, model: nn.Module)
 @pytest.mark.parametrize("method", ["fedem", "d_fedem"])
 def test_a_component_that_dies_is_named(method: str, clients: FederatedData, caplog: pytest.LogCaptureFixture):
     """Once, with its share, and left as it is; the usage is the mean of pi by size."""
-    made = getattr(bf.algorithms, method)(nn.Linear(8, 3), components=3, lr=0.1, batch_size=None)
+    made = getattr(bf.algorithms, method)(nn.Linear(8, 3), components=3, optimiser=EM(0.1), batch_size=None)
     parts = [clients.train.client(j) for j in range(7)]
     clients = bf.data.from_arrays([x for x, _ in parts], [y.clamp(max=1) for _, y in parts], outputs=3, task="classification")
     wrong = torch.zeros(27)
@@ -267,7 +267,7 @@ def test_a_component_that_the_cohort_does_not_use_is_alive(clients: FederatedDat
     kinds = [(x @ torch.ones(8) > 0).long(), (x @ torch.ones(8) <= 0).long()]  # opposite rules
     federation = bf.data.from_arrays([x] * 4, [kinds[j % 2] for j in range(4)], outputs=2, task="classification")
     start = cycle([torch.cat([torch.full((8,), -5.0), torch.full((8,), 5.0), torch.zeros(2)]) * sign for sign in (1.0, -1.0)])
-    made = bf.algorithms.fedem(nn.Linear(8, 2), components=2, lr=0.1, by_responsibility=True)
+    made = bf.algorithms.fedem(nn.Linear(8, 2), components=2, optimiser=EM(0.1), by_responsibility=True)
     algorithm = replace(made, blocks={"components": replace(made.blocks["components"], start=lambda rng, size: next(start))})
     with caplog.at_level("WARNING", logger="bayesfl"):
         result = run(algorithm, federation, 12, participation=0.25, sampling="fixed")
@@ -293,8 +293,7 @@ def test_beliefs_of_one_component_by_hand():
         draws=64,
         epochs=900,
         batch_size=None,
-        lr=0.01,
-        weight_decay=0.0,
+        optimiser=SGD(0.01, momentum=0.9),
         likelihood=Gaussian(0.5),
     )
     start = algorithm.init(2, seed=2, dtype=torch.float64)["components"]["loc"][0]

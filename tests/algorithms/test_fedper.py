@@ -6,12 +6,13 @@ from torch.testing import assert_close
 
 import bayesfl as bf
 from bayesfl.data import FederatedData
+from bayesfl.optim import SGD
 from tests.cases import SIZES, run
 
 
 def test_fedper_trains_body_and_head_together(clients: FederatedData, model: nn.Module):
     """One full-batch step on both at once; bodies average by size, heads stay at home."""
-    result = run(bf.algorithms.fedper(model, epochs=1, batch_size=None, lr=0.3, momentum=0.0), clients)
+    result = run(bf.algorithms.fedper(model, epochs=1, batch_size=None, optimiser=SGD(0.3)), clients)
     bodies = []
     for j in range(len(SIZES)):
         x, y = clients.train.client(j)

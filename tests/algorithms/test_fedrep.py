@@ -6,12 +6,13 @@ from torch.testing import assert_close
 
 import bayesfl as bf
 from bayesfl.data import FederatedData
+from bayesfl.optim import SGD
 from tests.cases import SIZES, run
 
 
 def test_fedrep_fits_the_head_first(clients: FederatedData, model: nn.Module):
     """One full-batch step of each: the head's under the old body, then the body's under the new head."""
-    fedrep = bf.algorithms.fedrep(model, head_epochs=1, body_epochs=1, batch_size=None, lr=0.3, momentum=0.0)
+    fedrep = bf.algorithms.fedrep(model, head_epochs=1, body_epochs=1, batch_size=None, optimiser=SGD(0.3))
     result = run(fedrep, clients, rounds=1)
     bodies = []
     for j in range(len(SIZES)):

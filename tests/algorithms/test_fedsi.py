@@ -12,7 +12,7 @@ import bayesfl as bf
 from bayesfl.data import FederatedData
 from bayesfl.likelihoods import Bernoulli, Gaussian
 from bayesfl.models import SplitModel
-from bayesfl.optim import SGD
+from bayesfl.optim import SGD, Adam
 from bayesfl.posteriors import Laplace
 from bayesfl.posteriors.selection import Evidence, select
 from tests.cases import keeping, run
@@ -50,7 +50,7 @@ EXACT: dict[str, Any] = {
     "predictive_precision": 1.0,
     "likelihood": Gaussian(NOISE),
     "finetune_steps": 1,
-    "finetune_lr": 0.0,
+    "finetune_optimiser": Adam(0.0),
 }
 
 

@@ -146,7 +146,7 @@ def test_one_client_has_all_the_weight():
     options = {"steps": 3, "batch_size": None, "optimiser": SGD(0.1)}
     result = run(bf.algorithms.group_dro(nn.Linear(8, 3), eta=5.0, **options), alone, rounds=3)
     assert result.server["log_q"].tolist() == [[0.0]]
-    same = bf.algorithms.fedavg(result.algorithm.model, epochs=3, batch_size=None, lr=0.1, momentum=0.0)
+    same = bf.algorithms.fedavg(result.algorithm.model, epochs=3, batch_size=None, optimiser=SGD(0.1))
     close(result.server["w"]["loc"], run(same, alone, rounds=3).server["w"]["loc"])
 
 

@@ -11,7 +11,8 @@ import bayesfl as bf
 from bayesfl.composition.block import Block
 from bayesfl.data import FederatedData
 from bayesfl.likelihoods import Gaussian
-from tests.algorithms.made import PLAIN, in_turn
+from bayesfl.optim import SGD
+from tests.algorithms.made import in_turn
 from tests.cases import keeping, run
 
 
@@ -19,7 +20,7 @@ def test_ifca_is_fedavg_inside_clusters(clusters: tuple[FederatedData, Tensor]):
     """Started near the rules, every client finds its own, a model moves as FedAvg's among its clients, and a new client finds its own."""
     data, rules = clusters
     model, begin = nn.Linear(3, 1, bias=False), rules + 0.1
-    options: dict[str, Any] = {"epochs": 2, "batch_size": None, "lr": 1e-4, **PLAIN, "likelihood": Gaussian(0.1)}
+    options: dict[str, Any] = {"epochs": 2, "batch_size": None, "optimiser": SGD(1e-4), "likelihood": Gaussian(0.1)}
     algorithm = bf.algorithms.ifca(model, clusters=2, **options)
     algorithm = replace(algorithm, blocks={"models": replace(algorithm.blocks["models"], start=in_turn(begin))})
     result = run(keeping(algorithm), data)
@@ -38,7 +39,8 @@ def test_a_model_that_nobody_chose_stays(clusters: tuple[FederatedData, Tensor])
     """To the bit, weight decay and all."""
     data, rules = clusters
     begin = torch.stack([rules[0], rules[1], torch.full((3,), 100.0)])
-    algorithm = bf.algorithms.ifca(nn.Linear(3, 1, bias=False), clusters=3, lr=1e-4, weight_decay=0.1, likelihood=Gaussian(0.1))
+    decaying = SGD(1e-4, momentum=0.9, weight_decay=0.1)
+    algorithm = bf.algorithms.ifca(nn.Linear(3, 1, bias=False), clusters=3, optimiser=decaying, likelihood=Gaussian(0.1))
     algorithm = replace(algorithm, blocks={"models": replace(algorithm.blocks["models"], start=in_turn(begin))})
     result = run(algorithm, data)
     assert torch.equal(result.server["models"]["loc"][2], begin[2].double())

@@ -31,7 +31,7 @@ def test_without_a_penalty_irm_is_fedavg(clients: FederatedData):
     """gamma and l2 at 0, the same optimiser and steps; and by GroupDRO where eta is 0 and clients are one environment, but for sizes."""
     model = nn.Linear(8, 3)
     options: dict[str, Any] = {"steps": 5, "batch_size": None, "optimiser": SGD(0.1)}
-    average = bf.algorithms.fedavg(model, epochs=5, batch_size=None, lr=0.1, momentum=0.0)
+    average = bf.algorithms.fedavg(model, epochs=5, batch_size=None, optimiser=SGD(0.1))
     wanted = run(average, clients, rounds=3).server["w"]["loc"]
     close(run(bf.algorithms.irm(model, gamma=0.0, l2=0.0, **options), clients, rounds=3).server["w"]["loc"], wanted)
     assert not torch.allclose(run(bf.algorithms.irm(model, gamma=0.1, l2=0.0, **options), clients, rounds=3).server["w"]["loc"], wanted)
@@ -45,8 +45,7 @@ def test_irm_ft_without_a_penalty_is_fedavg_ft(clients: FederatedData):
     """theta of a round is the model received, fine-tuned: what FedAvg-FT predicts by a round earlier."""
     model = nn.Linear(8, 3)
     options: dict[str, Any] = {"steps": 2, "batch_size": None, "optimiser": SGD(0.1), "personal_optimiser": Adam(0.05)}
-    tuned = bf.algorithms.fedavg_ft(model, epochs=2, batch_size=None, lr=0.1, momentum=0.0, finetune_epochs=6)
-    tuned = replace(tuned, finetune=(replace(tuned.finetune[0], optimiser=Adam(0.05)),))
+    tuned = bf.algorithms.fedavg_ft(model, epochs=2, batch_size=None, optimiser=SGD(0.1), finetune_epochs=6, finetune_optimiser=Adam(0.05))
     before = run(tuned, clients, rounds=2).predict().probs
     for method in (bf.algorithms.irm_ft, bf.algorithms.irm_l2):
         more = {"lam": 0.0} if method is bf.algorithms.irm_l2 else {}

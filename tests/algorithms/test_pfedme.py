@@ -1,5 +1,7 @@
 """pFedMe against the Moreau envelope."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -7,6 +9,7 @@ from torch.testing import assert_close
 import bayesfl as bf
 from bayesfl.data import FederatedData
 from bayesfl.likelihoods import Gaussian
+from bayesfl.optim import SGD
 from tests.algorithms.made import COUNTS, DIM, linear_only, moments
 from tests.cases import run
 
@@ -14,9 +17,8 @@ from tests.cases import run
 def test_pfedme_follows_the_moreau_envelope(regressions: FederatedData):
     """With the inner problem solved, w moves against the envelope's gradient, lambda (w - theta*(w)) [checked by autograd]."""
     lam, lr, w0 = 2.0, 0.05, torch.full((1, DIM), 0.4)
-    algorithm = bf.algorithms.pfedme(
-        linear_only(w0), lam=lam, batches=1, inner_steps=4000, batch_size=None, lr=lr, personal_lr=0.1, likelihood=Gaussian()
-    )
+    options: dict[str, Any] = {"batches": 1, "inner_steps": 4000, "batch_size": None, "personal_optimiser": SGD(0.1)}
+    algorithm = bf.algorithms.pfedme(linear_only(w0), lam=lam, lr=lr, likelihood=Gaussian(), **options)
     result = run(algorithm, regressions, rounds=1, participation=1.0, sampling="fixed")
     a, b = moments(regressions)
     n = torch.tensor(COUNTS).double()[:, None]
@@ -40,8 +42,9 @@ def test_pfedme_server_step(clients: FederatedData, model: nn.Module):
 
 
 def test_pfedme_restarts_where_told(regressions: FederatedData):
-    """Without a warm start each inner problem begins at w: with one step, theta = w - personal_lr (gradient at w)."""
-    options = {"lam": 2.0, "batches": 2, "inner_steps": 1, "batch_size": None, "lr": 0.1, "personal_lr": 0.1, "likelihood": Gaussian()}
+    """Without a warm start each inner problem begins at w: with one step, theta = w - rate (gradient at w)."""
+    options: dict[str, Any] = {"lam": 2.0, "batches": 2, "inner_steps": 1, "batch_size": None, "lr": 0.1, "personal_optimiser": SGD(0.1)}
+    options["likelihood"] = Gaussian()
     a, b = moments(regressions)
     n = torch.tensor(COUNTS).double()[:, None]
 
