@@ -46,8 +46,11 @@ def described(value: Any, path: tuple[int, ...] = ()) -> Any:
     def inner(part: Any) -> Any:
         return described(part, (*path, id(value)))
 
+    def entries(of: Mapping[Any, Any]) -> dict[str, Any]:
+        return {str(inner(key)): inner(part) for key, part in of.items()}
+
     if isinstance(value, Mapping):
-        return {str(inner(k)): inner(v) for k, v in value.items()}
+        return entries(value)
     if isinstance(value, list | tuple):
         return [inner(v) for v in value]
     if isinstance(value, set | frozenset):
@@ -71,15 +74,15 @@ def described(value: Any, path: tuple[int, ...] = ()) -> Any:
         sources = sorted(source for kind in kinds if (source := _source(kind)))
         return {"layers": layers(value), "source": sources, **{key: inner(t) for key, t in value.state_dict(keep_vars=True).items()}}
     if isinstance(value, functools.partial):
-        return {"partial": inner(value.func), "args": inner(value.args), **inner(value.keywords)}
+        return {"partial": inner(value.func), "args": inner(value.args), **entries(value.keywords)}
     if isinstance(value, types.MethodType):
-        return {**inner(value.__func__), "of": inner(value.__self__)}
+        return {"method": inner(value.__func__), "of": inner(value.__self__)}
     if isinstance(value, types.FunctionType):
         cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
         held = {name: inner(_contents(cell)) for name, cell in cells}
         held |= {f"default {place}": inner(one) for place, one in enumerate(value.__defaults__ or ())}
-        return {**_named(value), **held, **inner(value.__kwdefaults__ or {})}
-    attributes = inner(getattr(value, "__dict__", {}))
+        return {**_named(value), **held, **entries(value.__kwdefaults__ or {})}
+    attributes = entries(getattr(value, "__dict__", {}))
     name = getattr(value, "__qualname__", None) or getattr(value, "__name__", None)
     plain = {} if attributes or name else {"is": ADDRESS.sub("", repr(value))}
     return {"type": _named(type(value)), **({"name": name} if name else {}), **plain, **attributes}

@@ -5,12 +5,14 @@ from typing import Any
 
 from bayesfl.base.checks import instance
 from bayesfl.base.protocols import Batch, Prior, Server, View
+from bayesfl.composition import options
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.block import Block
 from bayesfl.composition.phases import Once, trained
 from bayesfl.composition.priors import Flat
 
 
+@options.method()
 def with_personal(
     method: Algorithm, *phases: Any, prior: Prior = Flat(), restart: bool = False, adapt: tuple[Any, ...] | None = None
 ) -> Algorithm:
@@ -35,7 +37,6 @@ def with_personal(
             single model is sent to everyone; or the method has fine-tuning phases or a predictor, which would be lost.
     """
     instance("method", method, Algorithm, "build one on a model, as bf.algorithms.fedavg(model)")
-    instance("restart", restart, bool, "pass True or False")
     if adapt is not None:
         instance("adapt", adapt, tuple, "pass the phases as a tuple, as adapt=(phase,)")
     instance("prior", prior, Prior, "build one, as Normal(centre=server_mean('w'), variance=inverse_size(lam))")

@@ -1,11 +1,13 @@
 """An optimiser on the server, which treats the mean change of a round as a gradient, for any method that sends everyone the same."""
 
 from dataclasses import replace
+from typing import Annotated
 
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from bayesfl.base.protocols import Server, Uplink
+from bayesfl.composition import options
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.buffers import Buffers
 from bayesfl.optim import Optimiser, check_optimiser, rate_at
@@ -13,7 +15,8 @@ from bayesfl.optim import Optimiser, check_optimiser, rate_at
 STATE = "server_optimiser"
 
 
-def with_server_optimiser(algorithm: Algorithm, optimiser: Optimiser) -> Algorithm:
+@options.method()
+def with_server_optimiser(algorithm: Algorithm, optimiser: Annotated[Optimiser, check_optimiser]) -> Algorithm:
     """Return the method with an optimiser on the server, which treats the difference that a round makes to the model as a gradient.
 
         w <- update(w, w - pooled)
@@ -34,7 +37,6 @@ def with_server_optimiser(algorithm: Algorithm, optimiser: Optimiser) -> Algorit
     References:
         Reddi et al., "Adaptive federated optimization", ICLR 2021, algorithm 1. FedAdam's own step has no bias correction.
     """
-    check_optimiser("server_optimiser", optimiser)
     gathered = [name for name, block in algorithm.blocks.items() if block.pool is not None and not isinstance(block, Buffers)]
     if not gathered:
         raise ValueError("the method gathers no block, so there is nothing that an optimiser on the server could step; leave it out")

@@ -165,8 +165,8 @@ def write(path: str | os.PathLike[str], kind: Kind, content: Mapping[str, Any], 
     for name in ("algorithm", "known", "form"):
         if anonymous(said.get(name)):
             raise ValueError(
-                "a function of the method or of the data has neither a name nor source text, as one made by eval: another would pass for it; "
-                "define it in a file or a notebook, by def"
+                "a function of the method or of the data has neither a name nor source text, as one made by eval, and another would pass "
+                "for it: define it in a file or a notebook, by def"
             )
     flat = detached(_part(said, tensors=True))
     text = json.dumps({"kind": kind.name, "format": FORMAT, "version": bayesfl.__version__, **_part(said, tensors=False)})

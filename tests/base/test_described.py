@@ -2,13 +2,17 @@
 
 import functools
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from bayesfl.base.described import described
+import bayesfl as bf
+from bayesfl.base.described import anonymous, described
 
 
 def scaled(x, by=2.0):
@@ -40,6 +44,7 @@ class Scale:
         lambda by: functools.partial(scaled, by=by),
         Scale,
         lambda by: Scale(by).apply,
+        lambda by: over(Scale(by)),
         lambda by: over(torch.tensor(by)),
         lambda by: over(np.full(3, by)),
         lambda by: nn.Sequential(nn.Dropout(by / 10)),
@@ -52,8 +57,66 @@ def test_functions_are_what_they_hold(make):
     assert "0x" not in json.dumps(described(make(2.0)))
 
 
-def test_code_is_not_described():
-    assert described(lambda x: x + 1) == described(lambda x: x + 2)
+def test_functions_are_their_source():
+    """That of each alone, of several on a line too, the names of its arguments included; not what stands around it."""
+    one, other, third = lambda x, y: x, lambda x, y: x + 1, lambda y, x: x
+    again = lambda x, y: x  # noqa: E731 (a lambda is what is looked at)
+    inner = (lambda x: lambda y: y)(0)
+    texts = [described(function)["source"] for function in (one, other, third, inner)]
+    assert len(set(texts)) == 4
+    assert described(one) == described(again)
+    wide = lambda x: (  # noqa: E731
+        x + 1
+    )
+    assert described(wide)["source"] != described(other)["source"]
+
+
+PROGRAM = """
+import sys
+sys.path.insert(0, {folder!r})
+import json
+import mine
+from bayesfl.base.described import described
+print(json.dumps(described(mine.{name})))
+"""
+
+
+def described_in(folder: Path, text: str, name: str = "double"):
+    """The description of a function of a module with this text, made in another process."""
+    (folder / "mine.py").write_text(text)
+    code = PROGRAM.format(folder=str(folder), name=name)
+    return json.loads(subprocess.run([sys.executable, "-B", "-c", code], capture_output=True, text=True, check=True).stdout)
+
+
+@pytest.mark.slow
+def test_a_function_that_moves_in_its_file_is_the_same(tmp_path: Path):
+    """It knows neither its line nor its neighbours; a letter of its own text changes it."""
+    text = "def double(x):\n    return 2 * x\n"
+    first = described_in(tmp_path, text)
+    assert first["name"] == "mine.double"
+    assert described_in(tmp_path, f"import math\n\n\ndef other():\n    return math.pi\n\n\n{text}") == first
+    assert described_in(tmp_path, text.replace("2", "3")) != first
+
+
+def test_what_has_no_source_has_a_name_or_is_anonymous():
+    """A digest is for a user's own text; the library, installed packages and Python count by names."""
+    nameless, named = eval("lambda x: x"), {}
+    exec("def double(x):\n    return 2 * x", named)
+    assert described(nameless)["source"] is None
+    assert anonymous({"of": [described(nameless)]})
+    assert not anonymous(described(named["double"]))
+    for known in (bf.pools.by_size, torch.relu, np.sin, json.dumps, bf.optim.multistep(0.1), nn.functional.relu):
+        assert "source" not in described(known)
+        assert not anonymous(described(known))
+
+
+def test_modules_of_a_user_are_their_source():
+    class Halved(nn.Module):
+        def forward(self, x):
+            return x / 2
+
+    (source,) = described(nn.Sequential(Halved(), nn.ReLU()))["source"]
+    assert len(source) == 16
 
 
 def test_values_inside_themselves_are_cut_off():

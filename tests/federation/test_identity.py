@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +18,58 @@ import torch
 from torch import nn
 
 import bayesfl as bf
+from bayesfl.composition import options
 from bayesfl.composition.pools import Mean, equal
 from bayesfl.federation.errors import CheckpointError
-from bayesfl.federation.identity import check_method, differences, identity
+from bayesfl.federation.identity import differences, identity, network_differences, same_method, same_network
 from bayesfl.optim import SGD
 
 
-def test_closures_are_part_of_the_identity():
-    """Ditto with another lambda is another algorithm, though only a lambda's cell knows it."""
+def test_a_method_is_its_name_and_its_options():
+    """Also inside another; changed by hand it is its fields, in which a closure's cell alone knows the strength of a pull."""
     model = bf.models.mlp(8, outputs=3)
-    assert identity(bf.algorithms.ditto(model, lam=1.0)) == identity(bf.algorithms.ditto(model, lam=1.0))
-    assert identity(bf.algorithms.ditto(model, lam=1.0)) != identity(bf.algorithms.ditto(model, lam=2.0))
+    one, other = (bf.algorithms.ditto(model, lam=lam) for lam in (1.0, 2.0))
+    assert {key: identity(one)[key] for key in ("method", "revision")} == {"method": "ditto", "revision": 1}
+    assert identity(one) == identity(bf.algorithms.ditto(model, lam=1))
+    assert differences(identity(one), identity(other)) == {"options.lam": (1.0, 2.0)}
+    both = [identity(bf.with_server_optimiser(method, SGD(1.0))) for method in (one, other)]
+    assert both[0]["method"] == "with_server_optimiser"
+    assert differences(*both) == {"options.algorithm.options.lam": (1.0, 2.0)}
+    by_hand = [identity(replace(method, draws=0)) for method in (one, other)]
+    assert by_hand[0]["method"] == "composed by hand"
+    assert differences(*by_hand) != {}
+    words = r"^it was made with another method: ditto\.lam: saved 1\.0, given 2\.0; give"
+    with pytest.raises(CheckpointError, match=words):
+        same_method("it", identity(one), other)
+    with pytest.raises(CheckpointError, match=r"method: saved ditto, given composed by hand;"):
+        same_method("it", identity(one), replace(one, draws=0))
+
+
+def test_a_users_method_is_its_source():
+    """Beside name and options: nobody else raises its revision."""
+
+    @options.method()
+    def mine(model: options.Model, *, epochs: options.Epochs = 1) -> bf.Algorithm:
+        return bf.algorithms.fedavg(model, epochs=epochs)
+
+    model = bf.models.mlp(8, outputs=3)
+    found = identity(mine(model))
+    assert found["method"] == f"{__name__}.test_a_users_method_is_its_source.<locals>.mine"
+    assert found["options"] == {"epochs": 1}
+    with pytest.raises(CheckpointError, match=r"another method: source: saved 0123, given \w{16};"):
+        same_method("it", found | {"source": "0123"}, mine(model))
+
+
+def test_an_option_that_came_later_is_at_its_default():
+    """A run that was saved before there was an option is one under its default, which changed nothing."""
+    method = bf.algorithms.fedprox(bf.models.mlp(8, outputs=3), mu=0.1)
+    said = identity(method)
+    before = said | {"options": {name: value for name, value in said["options"].items() if name != "mu"}}
+    same_method("it", before, method)
+    with pytest.raises(CheckpointError, match=r"fedprox\.mu: saved None, given 0\.2"):
+        same_method("it", before, bf.algorithms.fedprox(bf.models.mlp(8, outputs=3), mu=0.2))
+    with pytest.raises(CheckpointError, match=r"revision: saved 0, given 1"):
+        same_method("it", said | {"revision": 0}, method)
 
 
 def network(activation: nn.Module, *, shift: float = 0.0, count: int = 0) -> nn.Module:
@@ -48,12 +90,15 @@ def of_model(model: nn.Module) -> dict[str, Any]:
 def test_the_model_is_part_of_the_identity():
     """Layers and their options, buffers, and the parameters that no block covers; not the start of those that one covers."""
     plain = of_model(network(nn.ReLU()))
-    assert differences(plain, of_model(network(nn.Tanh()))) == {"layers.1": ("ReLU()", "Tanh()")}
+    assert differences(plain, of_model(network(nn.Tanh()))) != {}
+    with pytest.raises(CheckpointError, match=r"another network: layers\.1: saved ReLU\(\), given Tanh\(\); build"):
+        same_network("it", plain, bf.Algorithm(network(nn.Tanh()), {"w": bf.Block("2.*")}, (), parts=("w",)))
+    assert "held" not in str(network_differences(plain, bf.Algorithm(network(nn.Tanh()), {"w": bf.Block("2.*")}, (), parts=("w",))))
     assert differences(of_model(network(nn.LeakyReLU(0.1))), of_model(network(nn.LeakyReLU(0.2)))) != {}
     (line,) = differences(plain, of_model(network(nn.ReLU(), shift=0.1)))
-    assert line == "constants.0.bias"
+    assert line == "network.constants.0.bias"
     (line,) = differences(plain, of_model(network(nn.ReLU(), count=1)))
-    assert line == "constants.count"
+    assert line == "network.constants.count"
     other = network(nn.ReLU())
     with torch.no_grad():
         other[2].bias += 1.0
@@ -76,10 +121,10 @@ class Warm(nn.Module):
 @pytest.mark.parametrize(
     ("other", "path"),
     [
-        ({"temperature": 2.0}, "held..temperature"),
-        ({"activation": torch.tanh}, "held..activation"),
-        ({"heads": 4}, "held.inner.self_attn.num_heads"),
-        ({"rate": 0.25}, "held.inner.norm_first"),
+        ({"temperature": 2.0}, "network.held..temperature"),
+        ({"activation": torch.tanh}, "network.held..activation"),
+        ({"heads": 4}, "network.held.inner.self_attn.num_heads"),
+        ({"rate": 0.25}, "network.held.inner.norm_first"),
     ],
 )
 def test_what_a_models_parts_hold(other: dict[str, Any], path: str):
@@ -90,27 +135,30 @@ def test_what_a_models_parts_hold(other: dict[str, Any], path: str):
 
 def test_which_parts_draw():
     """A network in evaluation mode trains without its dropout, which a run that goes on is told."""
-    assert identity(bf.algorithms.fedavg(Warm()))["drawing"] == ["inner.self_attn", "inner.dropout", "inner.dropout1", "inner.dropout2"]
-    with pytest.raises(CheckpointError, match=r"another algorithm, which differs in drawing: saved \['inner\.self_attn', .*given \[\]"):
-        check_method("it", identity(bf.algorithms.fedavg(Warm())), bf.algorithms.fedavg(Warm().eval()))
-    check_method("it", identity(bf.algorithms.fedavg(Warm().eval())), bf.algorithms.fedavg(Warm(rate=0.5).eval()))
+    drawing = identity(bf.algorithms.fedavg(Warm()))["network"]["drawing"]
+    assert drawing == ["inner.self_attn", "inner.dropout", "inner.dropout1", "inner.dropout2"]
+    with pytest.raises(CheckpointError, match=r"another method: drawing: saved \['inner\.self_attn', .*given \[\]"):
+        same_method("it", identity(bf.algorithms.fedavg(Warm())), bf.algorithms.fedavg(Warm().eval()))
+    same_network("it", identity(bf.algorithms.fedavg(Warm())), bf.algorithms.fedavg(Warm().eval()))
 
 
-def test_what_other_versions_wrote():
-    """Earlier ones wrote nothing of what parts hold; other versions of torch hold more or less in a layer."""
+def test_other_versions_of_torch_hold_more_in_a_layer():
     method = bf.algorithms.fedavg(Warm())
     said = identity(method)
-    check_method("it", {name: part for name, part in said.items() if name not in ("held", "drawing")}, method)
-    check_method("it", said | {"held": {**said["held"], "last": {"in_features": 8, "an_older_one": True}}}, method)
+
+    def holding(held: dict[str, Any]) -> dict[str, Any]:
+        return said | {"network": {**said["network"], "held": {**said["network"]["held"], "last": held}}}
+
+    same_method("it", holding({"in_features": 8}), method)
     with pytest.raises(CheckpointError, match=r"held\.last\.in_features: saved 9, given 8"):
-        check_method("it", said | {"held": {**said["held"], "last": {"in_features": 9}}}, method)
+        same_method("it", holding({"in_features": 9}), method)
 
 
 def test_three_differences_are_told():
     """Of a deep network there may be hundreds."""
     one, other = (nn.Sequential(*[nn.BatchNorm1d(8, eps=eps) for _ in range(9)], nn.Linear(8, 3)) for eps in (1e-5, 1e-3))
-    with pytest.raises(CheckpointError, match=r"differs in [^;]*; [^;]*; [^;]*; and 6 more$"):
-        check_method("it", identity(bf.algorithms.fedavg(one)), bf.algorithms.fedavg(other))
+    with pytest.raises(CheckpointError, match=r"method: [^;]*; [^;]*; [^;]*; and 6 more; give"):
+        same_method("it", identity(bf.algorithms.fedavg(one)), bf.algorithms.fedavg(other))
 
 
 def test_statistics_that_a_block_has_are_no_constants():
@@ -122,14 +170,15 @@ def test_statistics_that_a_block_has_are_no_constants():
     one[1].eval()
     other[1].eval()
     assert list(differences(identity(bf.algorithms.fedavg(one)), identity(bf.algorithms.fedavg(other)))) == [
-        "constants.1.num_batches_tracked",
-        "constants.1.running_mean",
+        "network.constants.1.num_batches_tracked",
+        "network.constants.1.running_mean",
     ]
 
 
 def of_weight(weight: Any) -> Any:
     """The part of an identity that pictures a pool's weight."""
-    return identity(bf.Algorithm(nn.Linear(2, 2), {"w": bf.Block(pool=Mean(weight))}, (), parts=("w",)))["blocks"]["w"]["pool"]["weight"]
+    method = bf.Algorithm(nn.Linear(2, 2), {"w": bf.Block(pool=Mean(weight))}, (), parts=("w",))
+    return identity(method)["options"]["blocks"]["w"]["pool"]["weight"]
 
 
 def scaled(by: Any, server: Any, uplink: Any) -> torch.Tensor:
