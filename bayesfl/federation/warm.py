@@ -163,7 +163,7 @@ def matched(names: Sequence[str], before: Sequence[str]) -> tuple[Tensor, Tensor
         ValueError: Clients have the same name.
     """
     if not all(before):
-        warnings.warn("the names of clients in the run before are not known: clients are matched by number", stacklevel=4)
+        warnings.warn("the names of clients in the run before are not known: clients are matched by number", stacklevel=5)
         both = torch.arange(min(len(names), len(before)))
         return both, both
     if twice := repeated(names):
@@ -184,16 +184,16 @@ def matched(names: Sequence[str], before: Sequence[str]) -> tuple[Tensor, Tensor
                 f"the run before has {len(before)} clients and this one {len(names)}, none with a name of its own: they are matched by "
                 "their places ('client 0' with 'client 0'), which mixes them up if one has left or joined before others; pass names=, or "
                 "client_ids=, to both runs, or here the names that the same clients had there",
-                stacklevel=4,
+                stacklevel=5,
             )
     fresh, lost = [name for name in names if name not in places], sorted(set(before) - set(names))
     if new and fresh and lost:
         warnings.warn(
             f"clients {fresh[:5]} are new and {lost[:5]} of the run before are gone; give any that were only renamed their old names",
-            stacklevel=4,
+            stacklevel=5,
         )
     if not new:
-        warnings.warn("no client has the name of one in the run that this one starts from; all begin as new ones", stacklevel=4)
+        warnings.warn("no client has the name of one in the run that this one starts from; all begin as new ones", stacklevel=5)
     return torch.tensor(new, dtype=torch.int64), torch.tensor([places[names[place]] for place in new], dtype=torch.int64)
 
 

@@ -15,7 +15,8 @@ from bayesfl.data import FederatedData
 from bayesfl.engine.driver import KernelName
 from bayesfl.federation.result import Result
 from bayesfl.likelihoods import Bernoulli, Categorical, Gaussian, MultiLabel, Ordinal, Poisson, Quantiles, Tokens
-from tests.cases import SIZES, numbers
+from bayesfl.optim import SGD
+from tests.cases import EM, SIZES, numbers
 from tests.federation.made import state
 from tests.flower.made import assert_same, deploy, simulated
 
@@ -56,9 +57,9 @@ class Case:
 
     def method(self, name: str) -> bf.Algorithm:
         options: dict[str, Any] = {
-            "fedavg": {"epochs": 2, "batch_size": 10, "lr": 0.05},
-            "pfedvem": {"head_epochs": 2, "body_epochs": 1, "batch_size": 10, "head_lr": 1e-3, "body_lr": 1e-2, "init_scale": 0.1},
-            "fedem": {"epochs": 1, "batch_size": 10, "lr": 0.05},
+            "fedavg": {"epochs": 2, "batch_size": 10, "optimiser": SGD(0.05, momentum=0.9)},
+            "pfedvem": {"head_epochs": 2, "body_epochs": 1, "batch_size": 10, "init_scale": 0.1},
+            "fedem": {"epochs": 1, "batch_size": 10, "optimiser": EM(0.05)},
         }
         return getattr(bf.algorithms, name)(self.model, likelihood=self.likelihood, **options[name])
 
@@ -105,7 +106,7 @@ def test_kernels_agree(case: Case, name: str):
 def test_fedavg_is_a_bare_loop(case: Case):
     """One client, all of its examples in each step: gradient steps on the mean of the likelihood's own loss."""
     data = case.data.select([1])
-    algorithm = bf.algorithms.fedavg(case.model, epochs=5, batch_size=None, lr=0.05, momentum=0.0, likelihood=case.likelihood)
+    algorithm = bf.algorithms.fedavg(case.model, epochs=5, batch_size=None, optimiser=SGD(0.05), likelihood=case.likelihood)
     result = run(algorithm, data, rounds=1, participation=1.0)
     module = case.model.double()
     module.load_state_dict(dict(algorithm.layout("w").leaves(algorithm.init(1, seed=2, dtype=torch.float64)["w"]["loc"])))
@@ -176,7 +177,7 @@ def test_whole_numbers_as_inputs_leave_the_precision():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5))
     data = bf.data.from_arrays(TEXTS, (TEXTS + 1) % 5, client_ids=IDS)
-    algorithm = bf.algorithms.fedavg(model, epochs=1, lr=0.1, likelihood=Tokens())
+    algorithm = bf.algorithms.fedavg(model, epochs=1, optimiser=SGD(0.1, momentum=0.9), likelihood=Tokens())
     found = [state(run(algorithm, data, engine=bf.Engine(kernel))) for kernel in ("reference", "live", "vmap")]
     assert all(t.dtype == torch.float64 for t in found[0].values() if t.is_floating_point())
     for other in found[1:]:

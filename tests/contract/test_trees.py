@@ -12,7 +12,7 @@ import bayesfl as bf
 from bayesfl.base.inputs import Inputs, each
 from bayesfl.composition.predictors import LinearisedBelief, LinearisedLaplace, Mixture
 from bayesfl.data import FederatedData
-from tests.cases import CASES, federation, run
+from tests.cases import CASES, EM, federation, run
 from tests.federation.made import state
 
 
@@ -53,7 +53,7 @@ def with_predictors(name: str, model: nn.Module) -> bf.Algorithm:
         method = bf.algorithms.pfedvem(model, head_epochs=2, body_epochs=1, batch_size=10, init_scale=0.1)
         return replace(method, predictor=LinearisedBelief())
     if name == "mixture":
-        method = bf.algorithms.fedem(model, components=2, epochs=1, batch_size=10, lr=0.1)
+        method = bf.algorithms.fedem(model, components=2, epochs=1, batch_size=10, optimiser=EM(0.1))
         return replace(method, predictor=Mixture("components", "pi", each=LinearisedLaplace(precision=1.0)))
     structure: Any = name
     return replace(

@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from bayesfl.federation.client_files import FILE
 from safetensors.torch import load_file
 from torch import nn
 from torch.testing import assert_close
@@ -17,7 +18,6 @@ import bayesfl as bf
 from bayesfl.composition.predictors import LinearisedLaplace
 from bayesfl.data import ClientData, FederatedData
 from bayesfl.federation import checkpoint, client_model, predict
-from bayesfl.federation.client_files import FILE
 from bayesfl.federation.errors import CheckpointError
 from bayesfl.federation.result import Result
 from bayesfl.likelihoods import Gaussian

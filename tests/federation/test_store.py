@@ -1,36 +1,64 @@
 """Saved runs: whole, checked, and refused for anything else than what they were made with."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 import bayesfl as bf
-from bayesfl.federation.checkpoint import RUN, STATE, read, write
 from bayesfl.federation.errors import CheckpointError
+from bayesfl.federation.store import CLIENT, CLIENT_FILE, NODE, RUN, STATE, read, read_file, write
 from tests.federation.made import algorithm
 
 
 def test_tensors_come_back_to_the_bit(tmp_path: Path):
-    """Nests, precisions, empty and scalar tensors, and aliases of one storage."""
+    """Nests, precisions, empty and scalar tensors, and aliases of one storage, among plain values and empty nests."""
     base = torch.randn(3, 4)
-    tree = {"a": {"b": base, "c": base[1:]}, "d": torch.tensor(2.5).double(), "e": torch.zeros(0, 3), "f": torch.tensor([1, 2])}
-    write(tmp_path / "x", {"k": [1, "two"]}, tree)
-    meta, back = read(tmp_path / "x", RUN)
-    assert meta["k"] == [1, "two"]
+    tree = {"a": {"b": base, "c": base[1:], "k": [1, "two"]}, "d": torch.tensor(2.5).double(), "e": torch.zeros(0, 3), "f": {}}
+    write(tmp_path / "x", NODE, tree)
+    back = read(tmp_path / "x", NODE)
     assert torch.equal(back["a"]["b"], base)
     assert torch.equal(back["a"]["c"], base[1:])
+    assert back["a"]["k"] == [1, "two"]
     assert back["d"].dtype == torch.float64
     assert back["e"].shape == (0, 3)
-    assert torch.equal(back["f"], tree["f"])
+    assert back["f"] == {}
     assert [p.name for p in (tmp_path / "x").iterdir()] == [STATE]
 
 
-def test_files_with_steps_are_of_another_format(tmp_path: Path):
-    """Versions that know no steps would leave them out and say nothing: they refuse the format. Others read both, and no third."""
-    for place, steps in enumerate(([], [{"step": "Temperature"}])):
-        write(tmp_path / str(place), {"steps": steps}, {"a": torch.zeros(1)})
-        assert read(tmp_path / str(place), RUN)[0]["format"] == 3 + place
+def test_every_field_is_written_and_read_by_its_entry(saved: Path, clients, tmp_path: Path):
+    """What is read and written again has the same content."""
+    for kind, found, file in (
+        (RUN, bf.load(saved, algorithm(), clients), STATE),
+        (CLIENT, bf.load(saved, algorithm(), clients).client(0), CLIENT_FILE),
+    ):
+        write(tmp_path / kind.name, kind, {**vars(found), "written": "now"}, file=file)
+        again = read_file(tmp_path / kind.name / file, kind)
+        assert again.keys() == kind.fields.keys()
+        same = [name for name in kind.fields if name not in ("algorithm", "known", "form", "chosen", "history")]
+        assert str([again[name] for name in same]) == str([{**vars(found), "written": "now"}[name] for name in same])
+
+
+def test_another_kind_and_another_format_are_told(saved: Path, clients, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """By what reads them; a file of before by the version that wrote it."""
+    bf.load(saved, algorithm(), clients).client(0).save(tmp_path / "client")
+    with pytest.raises(CheckpointError, match=r"holds a client's own model, not a run of bf\.simulate: bf\.load_client\(path, algorithm\)"):
+        bf.load(tmp_path / "client", algorithm())
+    monkeypatch.setattr("bayesfl.federation.store.FORMAT", 6)
+    with pytest.raises(CheckpointError, match=rf"has format 5, which bayesfl {bf.__version__} wrote and reads, and this version does not"):
+        bf.load(saved, algorithm())
+
+
+def test_a_function_that_cannot_be_recognised_is_refused_when_a_run_is_saved(clients, tmp_path: Path):
+    """And not when it trains: it has neither a name nor source text."""
+    nameless = eval("lambda server, uplink: uplink['n']")
+    method = replace(algorithm(), combine=lambda server, ids, uplink: {}, private={}, reports={}, phases=(), adapt=())
+    method = replace(method, blocks={**method.blocks, "body": bf.Block("body.*", pool=bf.pools.Mean(nameless)), "head": bf.Block("head.*")})
+    result = bf.simulate(replace(method, server=bf.Algorithm.server, broadcast=()), clients, rounds=1, progress=False, evaluate_every=None)
+    with pytest.raises(ValueError, match=r"neither a name nor source text.*by def"):
+        result.save(tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_damage_is_found(saved: Path, clients, tmp_path: Path):

@@ -9,8 +9,8 @@ import pytest
 
 import bayesfl as bf
 from bayesfl.data import FederatedData
-from bayesfl.federation import checkpoint
-from bayesfl.federation.client_files import FILE, check_file_names
+from bayesfl.federation import store
+from bayesfl.federation.client_loading import check_file_names
 from bayesfl.federation.errors import CheckpointError
 from bayesfl.federation.result import Result
 from tests.federation.made import run
@@ -22,30 +22,16 @@ def short(clients: FederatedData) -> Result:
     return run(method, clients, rounds=1, evaluate_every=None)
 
 
-def without_time(folder: Path) -> None:
-    """The client's file in a folder, as earlier versions wrote it."""
-    meta, tensors = checkpoint.read_file(folder / FILE)
-    checkpoint.write(folder, {key: value for key, value in meta.items() if key != "written"}, tensors, name=FILE)
-
-
 @pytest.mark.parametrize("months", [("a-january", "b-february"), ("b-january", "a-february")])
 def test_the_model_written_last_is_taken(months: tuple[str, str], short: Result, tmp_path: Path):
     """Whatever the names of the experiments, and however the files' own times were changed by copying."""
     first, last = (tmp_path / "states" / month / "client-0" for month in months)
     short.client(0).save(first)
     replace(short, round=2).client(0).save(last)
-    os.utime(last / FILE, (0, 0))
+    os.utime(last / store.CLIENT_FILE, (0, 0))
     shutil.copytree(tmp_path / "states", tmp_path / "copied", copy_function=shutil.copyfile)
     for folder in (tmp_path / "states", tmp_path / "copied"):
         assert bf.load_client(folder, short.algorithm).round == 2
-    without_time(first)  # an earlier version wrote it: before the other
-    assert bf.load_client(tmp_path / "states", short.algorithm).round == 2
-    without_time(last)
-    with pytest.raises(
-        CheckpointError, match=r"2 models of one client .*earlier version.*client-0 \(round [12]\), .*client-0 \(round [12]\);"
-    ):
-        bf.load_client(tmp_path / "states", short.algorithm)
-    assert bf.load_client(last, short.algorithm).round == 2
     assert bf.load_client(first.parent, short.algorithm).round == 1
 
 
@@ -54,17 +40,16 @@ def test_the_time_is_no_part_of_the_model(short: Result, tmp_path: Path):
     found = []
     for name in ("one", "two"):
         short.client(3).save(tmp_path / name)
-        found.append(checkpoint.read_file(tmp_path / name / FILE))
-    (one, tensors), (two, again) = found
+        found.append(store.read_file(tmp_path / name / store.CLIENT_FILE, store.CLIENT))
+    one, two = found
     assert one.pop("written") < two.pop("written")
-    assert one == two
-    assert str(tensors) == str(again)
+    assert str(one) == str(two)
 
 
 def test_a_file_is_no_folder(short: Result, tmp_path: Path):
     short.client(0).save(tmp_path / "zurich")
     with pytest.raises(CheckpointError, match=r"client\.safetensors' is a file; pass the folder that holds it, '.*zurich'$"):
-        bf.load_client(tmp_path / "zurich" / FILE, short.algorithm)
+        bf.load_client(tmp_path / "zurich" / store.CLIENT_FILE, short.algorithm)
 
 
 @pytest.mark.parametrize(
