@@ -88,7 +88,9 @@ CASES = (
     Case("ditto", {"epochs": 2, "batch_size": 10, "lam": 0.5, "adapt_epochs": 3}),
     Case("pfedme", {"batches": 5, "inner_steps": 3, "batch_size": 10, "beta": 0.7, "personal_optimiser": SGD(9e-2, weight_decay=1e-3)}),
     Case("pfedmap", {"head_epochs": 4, "body_epochs": 1, "batch_size": 10}),
-    Case("pfedvem", {"head_epochs": 4, "body_epochs": 2, "batch_size": 10, "init_scale": 0.3, "scale_floor": 1.001, "draws": 3, "beta": 0.2}),
+    Case(
+        "pfedvem", {"head_epochs": 4, "body_epochs": 2, "batch_size": 10, "init_scale": 0.3, "scale_floor": 1.001, "draws": 3, "beta": 0.2}
+    ),
     Case("pfedvem_held", {"head_epochs": 4, "body_epochs": 2, "batch_size": 10, "draws": 3}),
     Case("clustered", {"epochs": 2, "batch_size": 10, "first_split": 1, "eps1": 2.0, "eps2": 0.1}),
     Case("ifca", {"clusters": 2, "epochs": 2, "batch_size": 10}),

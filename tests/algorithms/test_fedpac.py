@@ -17,6 +17,7 @@ from bayesfl.composition.phases import Once
 from bayesfl.data import FederatedData
 from bayesfl.likelihoods import Gaussian
 from bayesfl.models import SplitModel
+from bayesfl.optim import SGD
 from tests.algorithms.made import CLASSES, COUNTS, FEDPAC, WIDTH, solved
 from tests.cases import keeping, run
 
@@ -167,7 +168,8 @@ def test_clients_of_one_example(clients: int):
 
 def test_a_newcomer_gets_the_mixture_of_one_like_it(clients: FederatedData, model: nn.Module):
     """With a body that stands still, one with the data of a client has that client's statistics, and gets its head."""
-    result = run(bf.algorithms.fedpac(model, lr=1e-30, head_lr=0.5), clients, 2)
+    head, still = (SGD(rate, momentum=0.5, weight_decay=5e-4) for rate in (0.5, 1e-30))
+    result = run(bf.algorithms.fedpac(model, head_optimiser=head, body_optimiser=still), clients, 2)
     still = replace(result, algorithm=replace(result.algorithm, adapt=result.algorithm.adapt[:2]))
     joined = still.adapt(clients.select([5, 2]))
     assert_close(joined.private["head"]["loc"], result.server["head"]["each"][[5, 2]], atol=1e-9, rtol=0)
@@ -177,7 +179,7 @@ def test_a_newcomer_gets_the_mixture_of_one_like_it(clients: FederatedData, mode
 def test_a_newcomer_trains_its_head_from_there(clients: FederatedData, model: nn.Module):
     """The mixture, then `head_epochs` passes, here as one step of plain descent; the body is the server's."""
     old, novel = clients.hold_out(2, seed=0)
-    options: dict[str, Any] = {"batch_size": None, "momentum": 0.0, "weight_decay": 0.0, "head_lr": 0.3}
+    options: dict[str, Any] = {"batch_size": None, "head_optimiser": SGD(0.3), "body_optimiser": SGD(0.01)}
     result = run(bf.algorithms.fedpac(model, **options), old, 3)
     joined = result.adapt(novel)
     algorithm, known = result.algorithm, result.server["trained"]
@@ -207,7 +209,8 @@ def test_only_newcomers_are_sent_heads_of_others(clients: FederatedData, model: 
 def test_defaults_are_the_papers():
     """Of the authors' code; CIFAR-10 takes another learning rate."""
     defaults = {name: p.default for name, p in inspect.signature(bf.algorithms.fedpac).parameters.items()}
-    steps = {"head_epochs": 1, "body_epochs": 5, "batch_size": 50, "lr": 0.01, "head_lr": 0.1, "momentum": 0.5, "weight_decay": 5e-4}
+    head, body = (SGD(rate, momentum=0.5, weight_decay=5e-4) for rate in (0.1, 0.01))
+    steps = {"head_epochs": 1, "body_epochs": 5, "batch_size": 50, "head_optimiser": head, "body_optimiser": body}
     assert {name: defaults[name] for name in (*steps, "lam")} == {**steps, "lam": 1.0}
 
 

@@ -14,6 +14,7 @@ from bayesfl.algorithms.fedpac import mixing
 from bayesfl.base import simplex
 from bayesfl.data import FederatedData
 from bayesfl.models import SplitModel
+from bayesfl.optim import SGD
 from tests.algorithms.made import CLASSES, FEDPAC, WIDTH, solved
 from tests.cases import run
 
@@ -74,7 +75,8 @@ def reference(network: SplitModel, clients: FederatedData, cohorts: list[list[in
 @pytest.mark.parametrize(("participation", "seed"), [(1.0, 0), (0.75, 0), (0.5, 3)])
 def test_rounds_as_a_plain_loop(few: FederatedData, network: SplitModel, participation: float, seed: int):
     """Four rounds, clients that stay away, a class of which the server hears late and one of which it never does."""
-    options: dict[str, Any] = {"lr": 0.1, "head_lr": 0.2, "weight_decay": 0.01, "batch_size": None, "lam": 0.8}
+    head, body = (SGD(rate, momentum=0.5, weight_decay=0.01) for rate in (0.2, 0.1))
+    options: dict[str, Any] = {"head_optimiser": head, "body_optimiser": body, "batch_size": None, "lam": 0.8}
     algorithm = bf.algorithms.fedpac(network, head_epochs=2, body_epochs=3, **options)
     result = run(algorithm, few, 4, participation=participation, sampling="fixed", seed=seed)
     cohorts = [result.settings.cohort(4, t).tolist() for t in range(4)]
@@ -111,9 +113,10 @@ def test_the_programs_of_a_round_are_solved(clients: FederatedData, model: nn.Mo
 def test_without_pull_and_mixing_it_is_fedrep(clients: FederatedData, model: nn.Module, monkeypatch: pytest.MonkeyPatch):
     """lambda = 0 and every client its own head; full batches, since phases at other places draw other ones."""
     monkeypatch.setattr(FEDPAC, "mixing", lambda h, variance, own: torch.eye(len(own), dtype=torch.float64))
-    options: dict[str, Any] = {"head_epochs": 2, "body_epochs": 3, "batch_size": None, "lr": 0.1, "weight_decay": 0.01}
-    pac = run(bf.algorithms.fedpac(model, head_lr=0.1, lam=0.0, **options), clients, 3)
-    rep = run(bf.algorithms.fedrep(model, **options), clients, 3)
+    options: dict[str, Any] = {"head_epochs": 2, "body_epochs": 3, "batch_size": None}
+    sgd = SGD(0.1, momentum=0.5, weight_decay=0.01)
+    pac = run(bf.algorithms.fedpac(model, head_optimiser=sgd, body_optimiser=sgd, lam=0.0, **options), clients, 3)
+    rep = run(bf.algorithms.fedrep(model, optimiser=sgd, **options), clients, 3)
     assert_close(pac.server["body"]["loc"], rep.server["body"]["loc"], atol=1e-10, rtol=0)
     assert_close(pac.server["head"]["each"], rep.private["head"]["loc"], atol=1e-10, rtol=0)
     assert_close(pac.predict().probs, rep.predict().probs, atol=1e-10, rtol=0, equal_nan=True)
@@ -188,7 +191,8 @@ def test_a_class_that_the_cohort_lacks_keeps_its_centroid(network: SplitModel):
 
 def test_the_two_evaluations_of_a_round(clients: FederatedData, model: nn.Module):
     """`personal_` is the common body under the mixed head, `before_pool_` the client's own models after local training."""
-    algorithm = bf.algorithms.fedpac(model, batch_size=None, head_epochs=3, lr=0.2)
+    body = SGD(0.2, momentum=0.5, weight_decay=5e-4)
+    algorithm = bf.algorithms.fedpac(model, batch_size=None, head_epochs=3, body_optimiser=body)
     result = run(algorithm, clients, 2, evaluate_every=1)
     x = clients.test.client(4)[0]
     leaves = algorithm.layout("body").leaves(result.server["body"]["loc"])

@@ -173,7 +173,7 @@ def test_the_papers_literal_reading_predicts_with_the_servers_variances(model: n
 
 
 def test_what_predictions_do_not_read(model: nn.Module):
-    """A precision beside the server's, a learnt prior where nothing is learnt, centring that changes nothing."""
+    """A precision beside the server's, a learnt prior where nothing is learnt, centring that changes nothing; what only some read."""
     with pytest.raises(ValueError, match=r"predictive_precision .*prior='global'.*got 2\.0"):
         bf.algorithms.fedsi(model, prior="global", predictive_precision=2.0)
     with pytest.raises(ValueError, match=r"prior .*structure='full'.*'global'"):
@@ -190,8 +190,8 @@ def test_what_predictions_do_not_read(model: nn.Module):
     assert bf.algorithms.fedsi(model, link="draws").draws == 100
     single = bf.models.mlp(8, hidden=4, outputs=1)
     for likelihood, options, message in (
-        (Gaussian(), {"link": "draws"}, r"link .*targets.*'draws'"),
-        (Gaussian(), {"centre": False}, r"centre .*targets.*False"),
+        (Gaussian(), {"link": "draws"}, r"link says nothing under a likelihood of Gaussian, got 'draws'"),
+        (Gaussian(), {"centre": False}, r"centre says nothing under a likelihood of Gaussian, got False"),
         (Bernoulli(), {"centre": False}, r"centre=False .*Bernoulli"),
     ):
         with pytest.raises(ValueError, match=message):

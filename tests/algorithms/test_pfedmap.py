@@ -12,6 +12,7 @@ import bayesfl as bf
 from bayesfl.data import FederatedData
 from bayesfl.likelihoods import Gaussian
 from bayesfl.models import SplitModel
+from bayesfl.optim import SGD
 from tests.algorithms.made import COUNTS, DIM, moments
 from tests.cases import federation, run
 
@@ -29,9 +30,8 @@ def linear(head: Tensor | None = None) -> SplitModel:
 def test_pfedmap_reaches_its_fixed_point(regressions: FederatedData):
     """For quadratics w = [sum_j (I - lambda R_j)]^-1 sum_j R_j b_j, R_j = (A_j + lambda I)^-1: the joint MAP, sum likelihood."""
     lam = 2.0
-    algorithm = bf.algorithms.pfedmap(
-        linear(), precision=lam, head_epochs=400, body_epochs=1, body_lr=0.0, head_lr=0.02, momentum=0.5, likelihood=Gaussian()
-    )
+    options: dict[str, Any] = {"head_epochs": 400, "body_epochs": 1, "head_optimiser": SGD(0.02, momentum=0.5), "body_optimiser": SGD(0.0)}
+    algorithm = bf.algorithms.pfedmap(linear(), precision=lam, likelihood=Gaussian(), **options)
     result = run(algorithm, regressions, rounds=60, sampling="fixed")
     a, b = moments(regressions)
     identity = torch.eye(DIM).double()
@@ -49,8 +49,8 @@ def test_pfedmap_under_a_mean_likelihood_is_tempered(regressions: FederatedData)
         precision=lam,
         head_epochs=2000,
         body_epochs=1,
-        body_lr=0.0,
-        head_lr=0.1,
+        head_optimiser=SGD(0.1, momentum=0.9),
+        body_optimiser=SGD(0.0),
         likelihood_scale="mean",
         likelihood=Gaussian(),
     )
@@ -64,37 +64,38 @@ def test_pfedmap_under_a_mean_likelihood_is_tempered(regressions: FederatedData)
 def test_a_tie_under_which_steps_diverge_is_refused():
     """At rate times precision 2 (1 + momentum), the heavy ball's limit, with values that fit; just below it stands."""
     model = bf.models.mlp(8, hidden=4, outputs=3)
-    words = r"head_lr=0\.001 and precision=3800 .*is 3\.8, .*= 3\.8; take head_lr=0\.0005 or precision=1\.9e\+03"
+    words = r"head_optimiser of rate 0\.001 and precision=3800 .*is 3\.8, .*= 3\.8; take a rate of 0\.0005 or precision=1\.9e\+03"
     with pytest.raises(ValueError, match=words):
         bf.algorithms.pfedmap(model, precision=3800.0)
     bf.algorithms.pfedmap(model, precision=3799.0)
-    bf.algorithms.pfedmap(model, precision=3800.0, head_lr=9e-4)
+    bf.algorithms.pfedmap(model, precision=3800.0, head_optimiser=SGD(9e-4, momentum=0.9))
     for precision in (float("inf"), 1e40, 1e-50, 0.0):
-        with pytest.raises(ValueError, match=rf"precision .*\(1e-30, 1e30\).*got {re.escape(str(precision))}; fedrep"):
-            bf.algorithms.pfedmap(model, precision=precision, head_lr=0.0)
+        with pytest.raises(ValueError, match=rf"precision .*\(1e-30, 1e\+30\).*got {re.escape(str(precision))}; its inverse"):
+            bf.algorithms.pfedmap(model, precision=precision, head_optimiser=SGD(0.0))
 
 
 def test_a_rate_that_grows_until_the_tie_diverges():
     """A schedule is judged as the rounds come: in round 2 here, before the steps that diverge."""
-    warming = bf.algorithms.pfedmap(bf.models.mlp(8, hidden=4, outputs=3), precision=1e6, head_lr=lambda round, rounds: 1e-3 * round)
+    growing = SGD(lambda round, rounds: 1e-3 * round, momentum=0.9)
+    warming = bf.algorithms.pfedmap(bf.models.mlp(8, hidden=4, outputs=3), precision=1e6, head_optimiser=growing)
     with pytest.warns(UserWarning, match=r"round 2: .*rate 0\.001 .*the tie's 1e\+06; .*a tie below"), pytest.raises(bf.DivergenceError):
         bf.simulate(warming, federation(), rounds=3, evaluate_every=None, progress=False)
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [({"momentum": -1.0}, r"momentum .*got -1"), ({"head_lr": None}, r"rate .*number, got None"), ({"body_lr": -1.0}, r"rate .*got -1")],
+    [({"head_optimiser": None}, r"head_optimiser .*got None"), ({"body_optimiser": 0.1}, r"body_optimiser .*SGD\(0\.1\), got 0\.1")],
 )
-def test_numbers_of_the_steps(options: dict[str, Any], words: str):
-    """The optimiser's own checks come before the tie is judged by them."""
+def test_what_is_no_optimiser(options: dict[str, Any], words: str):
+    """It is refused before the tie is judged by it."""
     with pytest.raises(ValueError, match=words):
         bf.algorithms.pfedmap(bf.models.mlp(8, hidden=4, outputs=3), **options)
 
 
-@pytest.mark.parametrize("option", [{"body_epochs": 7}, {"body_lr": 3.0}, {"batch_size": 3}], ids=str)
+@pytest.mark.parametrize("option", [{"body_epochs": 7}, {"body_optimiser": SGD(3.0)}, {"batch_size": 3}], ids=str)
 def test_options_of_a_body_without_one(option: dict[str, Any]):
     flat = bf.models.mlp(8, hidden=(), outputs=3)
-    with pytest.raises(ValueError, match=rf"{next(iter(option))} says nothing for a model that trains no parameter named body"):
+    with pytest.raises(ValueError, match=rf"{next(iter(option))} says nothing where the model trains no body"):
         bf.algorithms.pfedmap(flat, **option)
 
 
@@ -105,6 +106,6 @@ def test_a_model_that_is_all_head():
     with torch.no_grad():
         still.get_parameter("body.weight").copy_(torch.eye(8))
     alone = run(bf.algorithms.pfedmap(flat, head_epochs=4), data, rounds=2)
-    held = run(bf.algorithms.pfedmap(still, head_epochs=4, body_lr=0.0), data, rounds=2)
+    held = run(bf.algorithms.pfedmap(still, head_epochs=4, body_optimiser=SGD(0.0)), data, rounds=2)
     assert list(alone.server) == ["head"]
     assert_close(alone.private["head"]["loc"], held.private["head"]["loc"], atol=1e-12, rtol=0)

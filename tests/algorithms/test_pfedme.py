@@ -43,8 +43,8 @@ def test_pfedme_server_step(clients: FederatedData, model: nn.Module):
 
 def test_pfedme_restarts_where_told(regressions: FederatedData):
     """Without a warm start each inner problem begins at w: with one step, theta = w - rate (gradient at w)."""
-    options: dict[str, Any] = {"lam": 2.0, "batches": 2, "inner_steps": 1, "batch_size": None, "lr": 0.1, "personal_optimiser": SGD(0.1)}
-    options["likelihood"] = Gaussian()
+    options: dict[str, Any] = {"batches": 2, "inner_steps": 1, "batch_size": None, "personal_optimiser": SGD(0.1)}
+    options |= {"lam": 2.0, "lr": 0.1, "likelihood": Gaussian()}
     a, b = moments(regressions)
     n = torch.tensor(COUNTS).double()[:, None]
 

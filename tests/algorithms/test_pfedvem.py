@@ -3,6 +3,7 @@
 import math
 import warnings
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,8 +21,11 @@ from bayesfl.composition.priors import Normal, closest_variance
 from bayesfl.data import FederatedData
 from bayesfl.likelihoods import Bernoulli, Gaussian
 from bayesfl.models import SplitModel
+from bayesfl.optim import SGD, Adam
 from bayesfl.posteriors import MeanField
 from tests.cases import federation, run
+
+HEAVY = partial(SGD, momentum=0.9)
 
 
 @pytest.mark.slow
@@ -166,7 +170,7 @@ def test_a_collapsed_client_dictates_unless_the_scale_has_a_prior():
 def test_the_floor_keeps_a_collapse_finite(clients: FederatedData):
     """One client alone is its own centre: its scale falls to the floor and stays there, and everything stays finite."""
     alone = clients.select([2])
-    algorithm = exact("before", scale_floor=1e-2, head_lr=1e-5)
+    algorithm = exact("before", scale_floor=1e-2, head_optimiser=HEAVY(1e-5))
     result = bf.simulate(algorithm, alone, rounds=4000, dtype=torch.float64, evaluate_every=None, progress=False)
     assert_close(result.private["rho2"], torch.tensor([1e-4]).double())
     x, y = (t.double() for t in alone.train.client(0))
@@ -227,37 +231,39 @@ def test_the_first_scale_is_the_initial_one_in_the_other_order_too():
 
 def test_a_scale_that_is_never_updated(clients: FederatedData):
     """The prior's scale stays what was asked for, for clients that join later, too; all clients have one weight in the centre."""
-    algorithm = bf.algorithms.pfedvem(linear(), scale_update="never", prior_scale=0.7, likelihood=Gaussian(NOISE), head_epochs=2)
+    learnt: dict[str, Any] = {"init_scale": 1.0, "scale_rate": 1.0, "head_start": "normal"}  # as in pfedvem, but for the prior's scale
+    algorithm = bf.algorithms.pfedvem_held(linear(), prior_scale=0.7, likelihood=Gaussian(NOISE), head_epochs=2, **learnt)
     result = run(algorithm, clients, rounds=3)
     assert set(result.private) == {"head"}
     assert set(algorithm.uplink()) == {"body.loc", "head.loc"}
     assert_close(result.server["head"]["loc"], result.private["head"]["loc"].mean(0))
-    plain = bf.algorithms.pfedvem(linear(), scale_update="never", likelihood=Gaussian(NOISE), init_scale=0.3)
-    for method, variance in ((algorithm, 0.49), (plain, 0.09)):
+    other, plain = (bf.algorithms.pfedvem_held(linear(), init_scale=0.3, **scale) for scale in ({"prior_scale": 0.3}, {}))
+    for method, variance in ((algorithm, 0.49), (other, 0.09), (plain, 1.0)):
         prior = method.blocks["head"].prior
         assert isinstance(prior, Normal)
         assert_close(prior.variance({}, {"n": torch.ones(5)}), torch.full((5, 1), variance))
     assert set(result.adapt(clients).private) == {"head"}
 
 
-@pytest.mark.parametrize("scale_lr", [0.0, 3e-4])
-def test_the_scales_have_a_rate_of_their_own(clients: FederatedData, scale_lr: float):
-    """One step of SGD with it; 0 holds them. The means move as ever."""
-    options: dict[str, Any] = {"head_epochs": 1, "body_epochs": 1, "momentum": 0.0, "likelihood": Gaussian(NOISE)}
-    plain, slow = (run(bf.algorithms.pfedvem(linear(), **options, **more), clients) for more in ({}, {"scale_lr": scale_lr}))
+@pytest.mark.parametrize("scale_rate", [0.0, 0.3])
+def test_the_scales_have_a_rate_of_their_own(clients: FederatedData, scale_rate: float):
+    """One step of SGD with that multiple of the means' rate; 0 holds them. The means move as ever."""
+    options: dict[str, Any] = {"head_epochs": 1, "body_epochs": 1, "head_optimiser": SGD(1e-3), "body_optimiser": SGD(1e-2)}
+    fast, slow = (bf.algorithms.pfedvem(linear(), scale_rate=rate, likelihood=Gaussian(NOISE), **options) for rate in (1.0, scale_rate))
+    plain, slow = run(fast, clients), run(slow, clients)
     start = inverse_softplus(torch.tensor(1.0, dtype=torch.float64))
     moved = plain.private["head"]["rho"] - start
     assert moved.abs().max() > 1e-3
-    assert_close(slow.private["head"]["rho"] - start, moved * scale_lr / 1e-3, atol=1e-12, rtol=0)
+    assert_close(slow.private["head"]["rho"] - start, moved * scale_rate, atol=1e-12, rtol=0)
     assert_close(slow.private["head"]["loc"], plain.private["head"]["loc"], atol=1e-12, rtol=0)
 
 
 def test_heads_may_start_as_the_modules(clients: FederatedData):
-    """The preset does, with all that it says; options replace what it says."""
+    """With held scales they do, and widths stay where they start; options replace defaults."""
     model = bf.models.mlp(8, hidden=4, outputs=3, seed=2)
-    preset = bf.algorithms.pfedvem_held(model)
+    held = bf.algorithms.pfedvem_held(model)
     own = torch.cat([p.flatten() for name, p in model.named_parameters() if name.startswith("head.")])
-    assert_close(preset.init(3)["head"]["loc"], own)
+    assert_close(held.init(3)["head"]["loc"], own)
     assert (bf.algorithms.pfedvem(model).init(3)["head"]["loc"] - own).abs().max() > 0.1
     result = run(bf.algorithms.pfedvem_held(model, head_epochs=2), federation(), rounds=2)
     width = result.algorithm.blocks["head"].posterior.moments(result.private["head"])[1].sqrt()
@@ -274,13 +280,13 @@ def warming(round: int, rounds: int) -> float:
     ("options", "round", "floor"),
     [
         ({}, 0, 1e-3 / 1.9),
-        ({"momentum": 0.0}, 0, 1e-3),
+        ({"head_optimiser": SGD(1e-3)}, 0, 1e-3),
         ({"scale_floor": 0.5}, 0, 0.25),
-        ({"head_lr": 1e-8}, 0, 1e-6),
-        ({"head_lr": 0.0}, 0, 1e-6),
-        ({"head_lr": warming}, 0, 1e-6),
-        ({"head_lr": warming}, 2, 4e-4 / 1.9),
-        ({"head_lr": warming}, 7, 1e-3 / 1.9),
+        ({"head_optimiser": HEAVY(1e-8)}, 0, 1e-6),
+        ({"head_optimiser": HEAVY(0.0)}, 0, 1e-6),
+        ({"head_optimiser": HEAVY(warming)}, 0, 1e-6),
+        ({"head_optimiser": HEAVY(warming)}, 2, 4e-4 / 1.9),
+        ({"head_optimiser": HEAVY(warming)}, 7, 1e-3 / 1.9),
     ],
 )
 @pytest.mark.parametrize("order", ["before", "after"])
@@ -298,10 +304,11 @@ def test_the_floor_is_half_of_where_steps_to_the_centre_diverge(order: str, opti
 
 
 @pytest.mark.parametrize("order", ["before", "after"])
-@pytest.mark.parametrize("head_lr", [1e-3, warming])
-def test_a_start_below_the_floor_does_not_diverge(order: str, head_lr: Any):
+@pytest.mark.parametrize("rate", [1e-3, warming])
+def test_a_start_below_the_floor_does_not_diverge(order: str, rate: Any):
     """No step is unstable in any round, in either order, and under a rate that grows."""
-    algorithm = bf.algorithms.pfedvem(bf.models.mlp(8, hidden=4, outputs=3), scale_update=order, init_scale=0.005, head_lr=head_lr)
+    options: dict[str, Any] = {"scale_update": order, "init_scale": 0.005, "head_optimiser": HEAVY(rate)}
+    algorithm = bf.algorithms.pfedvem(bf.models.mlp(8, hidden=4, outputs=3), **options)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         result = bf.simulate(algorithm, federation(), rounds=8, evaluate_every=None, progress=False)
@@ -312,19 +319,14 @@ def test_a_start_below_the_floor_does_not_diverge(order: str, head_lr: Any):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"scale_update": "always"}, r"scale_update .*'never', got 'always'"),
+        ({"scale_update": "always"}, r"scale_update must be 'before' or 'after', got 'always'"),
+        ({"scale_update": "never"}, r"scale_update must be 'before' or 'after', got 'never'"),
         ({"head_start": "zero"}, r"head_start .*got 'zero'"),
-        ({"prior_scale": 1.0}, r"prior_scale says nothing under scale_update='before', got 1\.0"),
-        ({"scale_update": "never", "scale_prior": (1.0, 1.0)}, r"scale_prior says nothing under scale_update='never', got \(1\.0, 1\.0\)"),
-        ({"scale_floor": 1e30}, r"scale_floor \* init_scale must lie within .*got 1e\+30 \* 1\.0"),
-        ({"scale_update": "never", "scale_floor": 50.0}, r"scale_floor says nothing under scale_update='never', got 50\.0"),
-        ({"scale_update": "never", "prior_scale": 0.0}, r"prior_scale .*got 0\.0"),
-        ({"scale_lr": -1.0}, r"scale_lr .*>= 0.*got -1"),
-        ({"scale_lr": 1e-3, "head_lr": 0.0}, r"scale_lr=0\.001 .*head_lr .*> 0, got 0"),
-        ({"scale_lr": 1e-3, "head_lr": warming}, r"scale_lr=0\.001 .*head_lr .*> 0, got a schedule"),
-        ({"momentum": -1.0}, r"momentum .*got -1"),
-        ({"momentum": "a"}, r"momentum .*got 'a'"),
-        ({"head_lr": "a"}, r"rate .*number, got 'a'"),
+        ({"scale_floor": 0.0}, r"scale_floor must be > 0 and finite, got 0\.0"),
+        ({"scale_prior": 1.0}, r"scale_prior must be 2 numbers, got 1\.0"),
+        ({"scale_prior": (1.0, -1.0)}, r"each of scale_prior must be >= 0 and finite, got -1"),
+        ({"scale_rate": -1.0}, r"scale_rate must be >= 0 and finite, got -1"),
+        ({"beta": 1.0}, r"beta must lie within \[0, 1\), got 1\.0"),
     ],
 )
 def test_options_that_do_not_fit(options: dict[str, Any], words: str):
@@ -332,36 +334,37 @@ def test_options_that_do_not_fit(options: dict[str, Any], words: str):
         bf.algorithms.pfedvem(bf.models.mlp(8, hidden=4, outputs=3), **options)
 
 
-@pytest.mark.parametrize("options", [{"prior_scale": 0.005}, {"init_scale": 0.005}], ids=str)
-def test_a_fixed_scale_under_which_steps_diverge_is_refused(options: dict[str, Any]):
+def test_the_floor_needs_sgd():
+    """By whose rate and momentum it is; held scales have no floor."""
+    model = bf.models.mlp(8, hidden=4, outputs=3)
+    for other in (Adam(1e-3), bf.optim.Clip(SGD(1e-3)), 1e-3):
+        with pytest.raises(TypeError, match=rf"head_optimiser must be of type SGD, got {type(other).__name__}"):
+            bf.algorithms.pfedvem(model, head_optimiser=other)  # pyright: ignore[reportArgumentType]
+    bf.algorithms.pfedvem_held(model, head_optimiser=Adam(1e-3))
+
+
+def test_a_fixed_scale_under_which_steps_diverge_is_refused():
     """With a rate and a scale that fit, each alone; in a schedule nothing is known beforehand."""
     model = bf.models.mlp(8, hidden=4, outputs=3)
-    with pytest.raises(
-        ValueError, match=r"head_lr=0\.001 and prior_scale=0\.005 .*is 40, .*below .*3\.8.*take head_lr=.*prior_scale="
-    ) as error:
-        bf.algorithms.pfedvem(model, scale_update="never", **options)
-    rate, scale = (float(str(error.value).split(f"{name}=")[-1].split()[0].strip(",")) for name in ("head_lr", "prior_scale"))
-    bf.algorithms.pfedvem(model, scale_update="never", **options, head_lr=rate)
-    bf.algorithms.pfedvem(model, scale_update="never", prior_scale=scale)
+    words = r"head_optimiser of rate 0\.001 and prior_scale=0\.005 .*is 40, .*below .*3\.8.*take a rate of .* or prior_scale="
+    with pytest.raises(ValueError, match=words) as error:
+        bf.algorithms.pfedvem_held(model, prior_scale=0.005)
+    rate, scale = (float(str(error.value).split(word)[-1].split()[0].strip(",")) for word in ("take a rate of ", "prior_scale="))
+    bf.algorithms.pfedvem_held(model, prior_scale=0.005, head_optimiser=HEAVY(rate))
+    bf.algorithms.pfedvem_held(model, prior_scale=scale)
     assert_close(scale, math.sqrt(1e-3 / 1.9), rtol=0.05, atol=0.0)
-    bf.algorithms.pfedvem(model, scale_update="never", **options, head_lr=lambda round, rounds: 1e-3)
+    bf.algorithms.pfedvem_held(model, prior_scale=0.005, head_optimiser=HEAVY(lambda round, rounds: 1e-3))
+    with pytest.raises(ValueError, match=r"prior_scale .*got 0\.0"):
+        bf.algorithms.pfedvem_held(model, prior_scale=0.0)
 
 
 def test_held_scales_under_a_rate_that_grows():
-    """From 0, by which no multiple can be taken; nor by a rate of 0 throughout."""
+    """From 0; or that is 0 throughout."""
     model = bf.models.mlp(8, hidden=4, outputs=3)
-    result = run(bf.algorithms.pfedvem_held(model, head_lr=warming), federation(), rounds=2)
+    result = run(bf.algorithms.pfedvem_held(model, head_optimiser=HEAVY(warming)), federation(), rounds=2)
     width = result.algorithm.blocks["head"].posterior.moments(result.private["head"])[1].sqrt()
     assert_close(width, torch.full_like(width, 0.1))
-    bf.algorithms.pfedvem(model, head_lr=0.0, scale_lr=0.0)
-
-
-def test_the_preset_learns_no_scale():
-    """Another `scale_update` is another method; what the preset sets is not held against the user."""
-    model = bf.models.mlp(8, hidden=4, outputs=3)
-    with pytest.raises(ValueError, match=r"scale_update is 'never' in pfedvem_held, got 'before'; pfedvem"):
-        bf.algorithms.pfedvem_held(model, scale_update="before")
-    bf.algorithms.pfedvem_held(model, scale_update="never", prior_scale=0.5)
+    bf.algorithms.pfedvem(model, head_optimiser=HEAVY(0.0), scale_rate=0.0)
 
 
 def test_a_hierarchical_logistic_regression():
@@ -373,7 +376,9 @@ def test_a_hierarchical_logistic_regression():
     with torch.no_grad():
         still.get_parameter("body.weight").copy_(torch.eye(8))
     alone = run(bf.algorithms.pfedvem(flat, likelihood=Bernoulli(), head_epochs=4, head_start="module"), data, rounds=3)
-    held = run(bf.algorithms.pfedvem(still, likelihood=Bernoulli(), head_epochs=4, head_start="module", body_lr=0.0), data, rounds=3)
+    held = run(
+        bf.algorithms.pfedvem(still, likelihood=Bernoulli(), head_epochs=4, head_start="module", body_optimiser=SGD(0.0)), data, rounds=3
+    )
     assert list(alone.algorithm.blocks) == ["head"]
     for name in ("loc", "rho"):
         assert_close(alone.private["head"][name], held.private["head"][name], atol=1e-12, rtol=0)
@@ -383,8 +388,8 @@ def test_a_hierarchical_logistic_regression():
 def test_options_of_a_body_need_one(clients: FederatedData):
     """They are refused for a model that is all head, which predicts as its client model does."""
     flat = bf.models.mlp(DIM, hidden=(), outputs=1)
-    for option in ({"body_epochs": 7}, {"body_lr": 3.0}, {"batch_size": 3}):
-        with pytest.raises(ValueError, match=rf"{next(iter(option))} says nothing for a model that trains no parameter named body"):
+    for option in ({"body_epochs": 7}, {"body_optimiser": SGD(3.0)}, {"batch_size": 3}):
+        with pytest.raises(ValueError, match=rf"{next(iter(option))} says nothing where the model trains no body"):
             bf.algorithms.pfedvem(flat, likelihood=Gaussian(NOISE), **option)
     method = bf.algorithms.pfedvem(flat, likelihood=Gaussian(NOISE), head_epochs=3)
     assert list(method.blocks) == list(method.parts) == ["head"]

@@ -14,6 +14,7 @@ from bayesfl.composition.block import Block
 from bayesfl.composition.predictors import LinearisedBelief
 from bayesfl.composition.priors import Normal, server_mean
 from bayesfl.data import FederatedData
+from bayesfl.optim import SGD
 from bayesfl.posteriors import MeanField
 from bayesfl.posteriors.linearised import predictive
 
@@ -22,7 +23,7 @@ def diffuse(model: nn.Module, scale: float = 0.2, **options: Any) -> bf.Algorith
     """FedAvg whose clients hold a Gaussian on all weights."""
     prior = Normal(centre=server_mean("w"), variance=lambda given, view: torch.ones_like(view["n"])[..., None])
     block = Block(posterior=MeanField(init_scale=scale), prior=prior, keep=True)
-    plain = bf.algorithms.fedavg(model, epochs=2, lr=0.01)
+    plain = bf.algorithms.fedavg(model, epochs=2, optimiser=SGD(0.01, momentum=0.9))
     phases = (replace(plain.phases[0], energy=replace(plain.phases[0].energy, parts=("w",))),)
     return replace(plain, blocks={"w": block}, phases=phases, parts=("w",), **options)
 

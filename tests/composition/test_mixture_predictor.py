@@ -16,18 +16,18 @@ import bayesfl as bf
 from bayesfl.base.random import Purpose, generator
 from bayesfl.composition.predictors import GRID, LinearisedBelief, LinearisedLaplace, Mixture
 from bayesfl.data import FederatedData
-from bayesfl.federation.client_files import FILE
 from bayesfl.federation.result import Result
+from bayesfl.federation.store import CLIENT_FILE
 from bayesfl.likelihoods import Categorical, Gaussian
 from bayesfl.posteriors import Laplace, MeanField
 from bayesfl.posteriors.linearised import nll, predictive
 from bayesfl.posteriors.prior_precision import largest_alike
-from tests.cases import numbers, run
+from tests.cases import EM, numbers, run
 
 
 def em(model: nn.Module, each: Any, **options: Any) -> bf.Algorithm:
     """FedEM whose two components predict by `each`."""
-    plain = bf.algorithms.fedem(model, **{"components": 2, "epochs": 2, "batch_size": 10, "lr": 0.3, **options})
+    plain = bf.algorithms.fedem(model, **{"components": 2, "epochs": 2, "batch_size": 10, "optimiser": EM(0.3), **options})
     return replace(plain, predictor=Mixture("components", "pi", each=each))
 
 
@@ -168,7 +168,7 @@ def test_regression_has_the_moments_of_the_mixture():
     ys = [torch.stack([x[:, 0] * sign, x[:, 1]], -1) for x, sign in zip(xs, (1, -1), strict=True)]
     data = bf.data.from_arrays(xs, ys, test=(xs, ys), outputs=2, task="regression")
     model = bf.models.mlp(3, hidden=4, outputs=2)
-    result = run(em(model, LinearisedLaplace(precision=0.5), lr=0.01, likelihood=Gaussian(1.0)), data, 5)
+    result = run(em(model, LinearisedLaplace(precision=0.5), optimiser=EM(0.01), likelihood=Gaussian(1.0)), data, 5)
     pi, each = by_hand(result, 0, xs[0].double(), 0.5)
     mean = torch.stack([m for m, _ in each], -1)
     variance = torch.stack([c.diagonal(dim1=1, dim2=2) for _, c in each], -1)
@@ -194,12 +194,12 @@ def test_a_client_is_stored_with_all_its_components(structure: Any, held: Federa
     for draws in (None, 9):
         assert torch.equal(again.predict(x, draws=draws).probs, one.predict(x, draws=draws).probs)
         assert torch.equal(again.predict(x, draws=draws).epistemic, one.predict(x, draws=draws).epistemic)
-    assert {"stored.0_root", "stored.1_root"} <= load_file(tmp_path / "one" / FILE).keys()
+    assert {"stored.0_root", "stored.1_root"} <= load_file(tmp_path / "one" / CLIENT_FILE).keys()
     again.save(tmp_path / "again")
-    assert_close(load_file(tmp_path / "again" / FILE), load_file(tmp_path / "one" / FILE), atol=0, rtol=0)
+    assert_close(load_file(tmp_path / "again" / CLIENT_FILE), load_file(tmp_path / "one" / CLIENT_FILE), atol=0, rtol=0)
     for name, model in (("means", one), ("means of a file", again)):
         model.save(tmp_path / name, plug_in=True)
-        assert not [key for key in load_file(tmp_path / name / FILE) if key.startswith("stored")]
+        assert not [key for key in load_file(tmp_path / name / CLIENT_FILE) if key.startswith("stored")]
         means = bf.load_client(tmp_path / name, method)
         assert_close(means.predict(x).probs, result.predict(draws=0).client(1).probs, atol=1e-12, rtol=0)
     result.save(tmp_path / "run")

@@ -17,11 +17,14 @@ from bayesfl.data import FederatedData
 from bayesfl.evaluation.predictions import Predictions
 from bayesfl.federation import predict, tuning
 from bayesfl.likelihoods import Bernoulli, Gaussian
+from bayesfl.optim import SGD
 from bayesfl.posteriors import Laplace
 from bayesfl.posteriors.linearised import nll
 from bayesfl.posteriors.prior_precision import largest_alike
 from bayesfl.posteriors.selection import Evidence
-from tests.cases import CASES
+from tests.cases import CASES, EM
+
+HEAVY = SGD(0.05, momentum=0.9)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +39,7 @@ def held() -> FederatedData:
 
 
 def trained(clients: FederatedData, model: nn.Module, predictor: Any, engine: bf.Engine | None = None, epochs: int = 2, **options: Any):
-    algorithm = replace(bf.algorithms.fedper(model, epochs=epochs, batch_size=10, lr=0.05), predictor=predictor)
+    algorithm = replace(bf.algorithms.fedper(model, epochs=epochs, batch_size=10, optimiser=HEAVY), predictor=predictor)
     options = {"rounds": 2, "dtype": torch.float64, "evaluate_every": None, "progress": False, **options}
     return bf.simulate(algorithm, clients, engine=engine or bf.Engine(chunk=2, workers=1), **options)
 
@@ -123,7 +126,9 @@ def test_draws_are_a_link(held: FederatedData, model: nn.Module):
     """The number of draws is the method's; the precision is chosen by the same draws for each candidate."""
     with pytest.raises(ValueError, match=r"link='draws' .*draws=100"):
         trained(held, model, LinearisedLaplace(link="draws"))
-    method = replace(bf.algorithms.fedper(model, epochs=20, batch_size=10, lr=0.05), predictor=LinearisedLaplace(link="draws"), draws=30)
+    method = replace(
+        bf.algorithms.fedper(model, epochs=20, batch_size=10, optimiser=HEAVY), predictor=LinearisedLaplace(link="draws"), draws=30
+    )
     result = bf.simulate(method, held, rounds=2, dtype=torch.float64, evaluate_every=None, progress=False)
     assert_close(probs(result.predict()), probs(result.predict(draws=30)))
     losses = torch.zeros(len(GRID), 0, dtype=torch.float64)
@@ -390,7 +395,7 @@ def test_moments_of_a_mixture_of_regressions():
     xs = [torch.randn(n, 3, generator=rng) for n in (12, 7)]
     ys = [x.sum(-1) for x in xs]
     data = bf.data.from_arrays(xs, ys, test=(xs, ys), outputs=1, task="regression")
-    method = bf.algorithms.fedem(bf.models.mlp(3, hidden=4, outputs=1), components=3, lr=0.01, likelihood=Gaussian(0.5))
+    method = bf.algorithms.fedem(bf.models.mlp(3, hidden=4, outputs=1), components=3, optimiser=EM(0.01), likelihood=Gaussian(0.5))
     result = bf.simulate(method, data, rounds=2, progress=False, dtype=torch.float64)
     found, pi = result.predict().client(1), result.private["pi"][1]
     layout = method.layout("components")

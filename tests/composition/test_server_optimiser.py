@@ -43,7 +43,7 @@ def test_one_optimiser_on_the_server_is_enough(clients: FederatedData):
 
 def test_momentum_on_the_server(clients: FederatedData):
     """v <- 0.5 v + (w - mean), w <- w - 0.8 v, from what FedAvg makes of each round."""
-    average = bf.algorithms.fedavg(nn.Linear(8, 3), epochs=2, batch_size=None, lr=0.1)
+    average = bf.algorithms.fedavg(nn.Linear(8, 3), epochs=2, batch_size=None, optimiser=SGD(0.1, momentum=0.9))
     momentum = with_server_optimiser(average, SGD(0.8, momentum=0.5))
     w, v = weights(average), torch.zeros(27, dtype=torch.float64)
     for _ in range(3):
@@ -55,7 +55,7 @@ def test_momentum_on_the_server(clients: FederatedData):
 
 def test_a_schedule_on_the_server(clients: FederatedData):
     """The rate of a round is the schedule's, at the number that the server counts."""
-    average = bf.algorithms.fedavg(nn.Linear(8, 3), epochs=1, batch_size=None, lr=0.1)
+    average = bf.algorithms.fedavg(nn.Linear(8, 3), epochs=1, batch_size=None, optimiser=SGD(0.1, momentum=0.9))
     stepped = with_server_optimiser(average, SGD(lambda round, rounds: [0.5, 0.0, 2.0][round] if rounds == 3 else 9.0))
     w = weights(average)
     for rate in (0.5, 0.0, 2.0):

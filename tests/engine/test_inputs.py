@@ -15,6 +15,7 @@ from bayesfl.base.inputs import Inputs
 from bayesfl.base.random import Purpose, key
 from bayesfl.data import FederatedData
 from bayesfl.data.split import Change
+from bayesfl.optim import SGD
 from tests.cases import federation, run
 
 KERNELS = ("reference", "live", "vmap")
@@ -81,7 +82,7 @@ def test_several_inputs_are_one_joined(data: FederatedData, kernel: Any):
     assert isinstance(x, Tensor)
     mask = x.flip(1) > 0
     whole = of(data, torch.cat([x, mask.float()], 1))
-    method = {"epochs": 2, "batch_size": 10, "lr": 0.3}
+    method = {"epochs": 2, "batch_size": 10, "optimiser": SGD(0.3, momentum=0.9)}
     wanted = run(bf.algorithms.fedavg(seeded(One), **method), whole, 2, kernel)
     for tree in ((x, mask), {"mask": mask, "values": x}):
         several = of(data, tree)
@@ -113,7 +114,7 @@ def test_whole_numbers_stay_such(data: FederatedData, kernel: Any):
     x = data.train.x
     assert isinstance(x, Tensor)
     tokens = (x.abs() * 3).long().clamp(max=6)
-    method = {"epochs": 2, "batch_size": 10, "lr": 0.3}
+    method = {"epochs": 2, "batch_size": 10, "optimiser": SGD(0.3, momentum=0.9)}
     found = run(bf.algorithms.fedavg(seeded(Tokens), **method), of(data, tokens), 2, kernel)
     wanted = run(bf.algorithms.fedavg(seeded(lambda: Tokens(floats=True)), **method), of(data, tokens.float()), 2, kernel)
     same(found, wanted, 0)
@@ -153,7 +154,7 @@ def test_augmented_steps_by_hand(data: FederatedData, kernel: Any, batch_size: i
     """FedAvg of one client against a bare loop that draws at the same addresses; a client of 12 rows and one of 31, without padding."""
     model, seen = bf.models.mlp(8, hidden=6, outputs=3), []
     x, some = data.train.x, data.select([0, 1])
-    method = bf.algorithms.fedavg(model, epochs=2, batch_size=batch_size, lr=0.3, momentum=0.0)
+    method = bf.algorithms.fedavg(model, epochs=2, batch_size=batch_size, optimiser=SGD(0.3))
     found = run(method, of(some, x, augment=flips(seen)), 2, kernel)
     server = nn.utils.parameters_to_vector(model.double().parameters()).detach()
     sizes = []

@@ -10,7 +10,8 @@ import bayesfl as bf
 from bayesfl.base.layout import Layout
 from bayesfl.engine import live
 from bayesfl.models import resnet18
-from tests.cases import CASES, numbers
+from bayesfl.optim import SGD
+from tests.cases import CASES, EM, numbers
 
 S, B = 2, 3
 
@@ -102,9 +103,11 @@ def test_methods_run_on_an_lstm(name: str):
     model = bf.models.char_lstm(clients.inputs, outputs=6, embedding=2, hidden=3, layers=2)
     case = next(case for case in CASES if case.name == name)
 
+    optimiser = EM(0.3) if "fedem" in name else SGD(0.3, momentum=0.9)
+
     def run(kernel):
         options = {"rounds": 3, "dtype": torch.float64, "evaluate_every": None, "progress": False}
-        return bf.simulate(case(model, batch_size=4, lr=0.3), clients, engine=bf.Engine(kernel), **options)
+        return bf.simulate(case(model, batch_size=4, optimiser=optimiser), clients, engine=bf.Engine(kernel), **options)
 
     live, reference = run("auto"), run("reference")
     assert_close(live.server, reference.server, atol=1e-9, rtol=0)

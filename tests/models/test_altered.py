@@ -17,6 +17,7 @@ from bayesfl.composition.predictors import LinearisedLaplace
 from bayesfl.curvature import Curvature
 from bayesfl.data import FederatedData
 from bayesfl.models.altered import altered, cut
+from bayesfl.optim import SGD
 from tests.federation.made import run
 
 
@@ -92,7 +93,7 @@ def test_it_trains_and_predicts_as_plain_torch(make: Callable[[], nn.Module], ke
         optimiser.zero_grad()
         F.cross_entropy(alone(x.double()), y).backward()
         optimiser.step()
-    method = bf.algorithms.local(model, epochs=1, batch_size=None, lr=0.1, momentum=0.0)
+    method = bf.algorithms.local(model, epochs=1, batch_size=None, optimiser=SGD(0.1))
     result = run(method, clients, rounds=10, evaluate_every=None, engine=bf.Engine(kernel, chunk=3))
     test, _ = clients.test.client(0)
     assert_close(result.predict().client(0).probs, alone(test.double()).softmax(-1), atol=1e-10, rtol=0)

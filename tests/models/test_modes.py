@@ -20,6 +20,7 @@ from bayesfl.composition import Energy
 from bayesfl.composition.phases import Once
 from bayesfl.data import FederatedData
 from bayesfl.models.modes import draws, lively, norms
+from bayesfl.optim import SGD
 from bayesfl.posteriors import MeanField
 from tests.cases import draws_elsewhere, federation, run
 
@@ -63,7 +64,7 @@ def stepped(model: nn.Module, x: Tensor, y: Tensor, address: int, lr: float) -> 
 def test_federated_averaging_by_a_bare_loop(data: FederatedData):
     """Weights and running statistics of two clients over two rounds, dropout at the same addresses; the counter is left alone."""
     model = network()
-    found = run(bf.algorithms.fedavg(model, epochs=2, batch_size=10, lr=0.3, momentum=0.0), data, 2)
+    found = run(bf.algorithms.fedavg(model, epochs=2, batch_size=10, optimiser=SGD(0.3)), data, 2)
     server = {name: t.detach().double().clone() for name, t in model.state_dict().items()}
     for round in range(2):
         ended = []
@@ -312,7 +313,7 @@ def test_phases_that_know_nothing_of_it(data: FederatedData):
 def test_another_forward_in_training(data: FederatedData):
     """Label smoothing of the logits, without draws or statistics: trained as it is, predicted without."""
     scaled = seeded(lambda: Branch(lambda m, x: 2 * x))
-    found = run(bf.algorithms.fedavg(scaled, epochs=1, batch_size=None, lr=0.3, momentum=0.0), data.select([0]))
+    found = run(bf.algorithms.fedavg(scaled, epochs=1, batch_size=None, optimiser=SGD(0.3)), data.select([0]))
     x, y = (t.double() if t.is_floating_point() else t for t in data.train.client(0))
     own = seeded(lambda: nn.Linear(8, 3)).double()
     slopes = torch.autograd.grad(F.cross_entropy(2 * own(x), y), list(own.parameters()))

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 import bayesfl as bf
 from bayesfl import models
 from bayesfl.data import FederatedData
-from bayesfl.optim import Adam
+from bayesfl.optim import SGD, Adam
 from tests.cases import run
 
 SMALL: dict[str, Any] = {"outputs": 7, "d": 8, "layers": 2, "heads": 2}
@@ -120,7 +120,7 @@ def test_one_gradient_per_client_under_vmap():
 def test_kernels_agree(clients):
     model = models.transformer(6, **SMALL, dropout=0.0)
     found = [
-        run(bf.algorithms.fedavg(model, epochs=1, batch_size=8, lr=0.1), clients, 2, kernel).server["w"]["loc"]
+        run(bf.algorithms.fedavg(model, epochs=1, batch_size=8, optimiser=SGD(0.1, momentum=0.9)), clients, 2, kernel).server["w"]["loc"]
         for kernel in ("live", "vmap", "reference")
     ]
     for other in found[1:]:
@@ -131,11 +131,11 @@ def test_kernels_agree(clients):
 def test_it_trains_with_dropout(clients):
     """The third token is found at last; workers change no bit, and methods with a personal head or private norms take it."""
     model = models.transformer(6, **SMALL)
-    options = {"epochs": 10, "batch_size": 8, "lr": 0.1}
-    algorithm = bf.algorithms.fedavg(model, **options)
+    algorithm, by_adam = (
+        bf.algorithms.fedavg(model, epochs=10, batch_size=8, optimiser=optimiser) for optimiser in (SGD(0.1, momentum=0.9), Adam(1e-2))
+    )
     first, second = (run(algorithm, clients, 2, engine=bf.Engine(workers=workers)).server["w"]["loc"] for workers in (1, 2))
     assert torch.equal(first, second)
-    by_adam = bf.with_optimiser(algorithm, Adam(1e-2))
     done = bf.simulate(by_adam, clients, rounds=8, evaluate_every=None, progress=False)
     assert done.predict(clients.train).summary(clients.train)["accuracy"] > 0.9
     assert set(run(bf.algorithms.fedper(model, epochs=1), clients).private) == {"head"}
