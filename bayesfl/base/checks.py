@@ -1,7 +1,5 @@
 """Checks of arguments that users pass; messages name the argument and the value received."""
 
-import inspect
-from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral, Real
 from typing import Any
 
@@ -48,24 +46,6 @@ def probability(name: str, value: Any, of: str) -> float:
         percent = f"; {value:g}% is {value / 100:g}" if 1 < value < 100 else ""
         raise ValueError(f"{name} is the probability {of} and must lie in (0, 1), got {value}{percent}")
     return float(value)
-
-
-def refuse_idle(function: Callable[..., Any], given: Mapping[str, Any], names: Iterable[str], where: str) -> None:
-    """Check that options which have no effect are left at their defaults.
-
-    Args:
-        function: The function whose options they are.
-        given: All its arguments by name.
-        names: Those without effect.
-        where: Under what they have none, as `under structure='full'`, for the message.
-
-    Raises:
-        ValueError: One of them is given.
-    """
-    parameters = inspect.signature(function).parameters
-    for name in names:
-        if given[name] != parameters[name].default:
-            raise ValueError(f"{name} says nothing {where}, got {given[name]!r}; leave it out")
 
 
 def instance(name: str, value: Any, wanted: type, remedy: str) -> None:

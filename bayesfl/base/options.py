@@ -25,6 +25,7 @@ from bayesfl.base.checks import instance, number, whole
 P = ParamSpec("P")
 R = TypeVar("R")
 C = TypeVar("C", bound=type)
+T = TypeVar("T")
 
 Idle = Mapping[tuple[str, Any], tuple[str, ...]]
 """{(option, value): options that have no effect where it has this value}; a class stands for its instances, a function for all of which it
@@ -53,14 +54,17 @@ class Range:
 
     def __str__(self) -> str:
         if self.high == math.inf:
-            return f"be >{'=' * ('[' in self.ends)} {self.low:g} and finite"
+            return f"be >{'=' * ('[' in self.ends)} {self.low:g}{' and finite' * (']' not in self.ends)}"
         return f"lie within {'[' if '[' in self.ends else '('}{self.low:g}, {self.high:g}{']' if ']' in self.ends else ')'}"
 
 
 AT_LEAST_0, AT_LEAST_1 = Range(0, ends="["), Range(1, ends="[")
 INVERTIBLE = Range(1e-30, 1e30, why="its inverse must be a number in float32, too")
 
+PROBABILITY = Range(0, 1, why="95 % is 0.95")
+
 Count = Annotated[int, AT_LEAST_1]
+Natural = Annotated[int, AT_LEAST_0]
 Positive = Annotated[float, Range(0)]
 NotNegative = Annotated[float, AT_LEAST_0]
 Seed = Annotated[int, AT_LEAST_0, "Seed of all that is drawn."]
@@ -160,7 +164,7 @@ def declared(function: C, /) -> C: ...
 @overload
 def declared(function: Callable[P, R], /) -> Callable[P, R]: ...
 @overload
-def declared(*, idle: Idle) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+def declared(*, idle: Idle) -> Callable[[T], T]: ...
 def declared(function: Any = None, /, *, idle: Idle = types.MappingProxyType({})) -> Any:
     """Check the options of a function before it runs, or those of a data class after its fields are set, and complete the docstring.
 
@@ -171,8 +175,13 @@ def declared(function: Any = None, /, *, idle: Idle = types.MappingProxyType({})
         idle: Options that say nothing under another one; giving them is refused.
     """
     if function is None:
-        return functools.partial(_declared, idle=idle)
-    return _declared_class(function) if isinstance(function, type) else _declared(function, idle)
+        return lambda function: declared_with(function, idle)
+    return declared_with(function, idle)
+
+
+def declared_with(function: Any, idle: Idle) -> Any:
+    """Return the function or the class as `declared` makes it."""
+    return _declared_class(function, idle) if isinstance(function, type) else _declared(function, idle)
 
 
 def _declared(function: Callable[P, R], idle: Idle) -> Callable[P, R]:
@@ -209,12 +218,16 @@ def arguments(function: Callable[..., Any], args: Any, kwargs: Any, idle: Idle) 
     for name, option in declared_as.items():
         if signature.parameters[name].kind is not inspect.Parameter.VAR_KEYWORD:
             bound.arguments[name] = option(name, bound.arguments[name])
-    for (option, value), names in idle.items():
-        if _holds(bound.arguments[option], value):
-            for name in names:
-                if (given := bound.arguments[name]) != signature.parameters[name].default:
-                    raise ValueError(f"{name} says nothing {_told(option, value)}, got {given!r}; leave it out")
+    _refuse_idle(bound.arguments, signature, idle)
     return bound
+
+
+def _refuse_idle(found: Mapping[str, Any], signature: inspect.Signature, idle: Idle) -> None:
+    for (option, value), names in idle.items():
+        if _holds(found[option], value):
+            for name in names:
+                if found[name] != signature.parameters[name].default:
+                    raise ValueError(f"{name} says nothing {_told(option, value)}, got {found[name]!r}; leave it out")
 
 
 def _holds(found: Any, value: Any) -> bool:
@@ -229,12 +242,14 @@ def _told(option: str, value: Any) -> str:
     return f"where the {option} {value.__name__.replace('_', ' ')}" if callable(value) else f"under {option}={value!r}"
 
 
-def _declared_class(cls: C) -> C:
+def _declared_class(cls: C, idle: Idle) -> C:
     after = getattr(cls, "__post_init__", None)
 
     def __post_init__(self: Any) -> None:
         if type(self).__post_init__ is __post_init__:  # not again in the base of a declared class
             check(self)
+        if idle:
+            _refuse_idle(vars(self), inspect.signature(cls), idle)
         if after is not None:
             after(self)
 

@@ -8,8 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bayesfl.base.checks import instance, whole
+from bayesfl.base.checks import instance
 from bayesfl.base.layout import Pattern
+from bayesfl.base.options import Count, declared
 from bayesfl.base.protocols import AdditivePool, Posterior, Prior, StackedPool
 from bayesfl.composition.pools import Mean
 from bayesfl.composition.priors import Flat
@@ -25,6 +26,7 @@ def standard_normal(scale: float = 1.0) -> Start:
 
 
 @dataclass(frozen=True)
+@declared
 class Block:
     """One part of the model, and how clients and server treat its parameters.
 
@@ -55,7 +57,7 @@ class Block:
     pool: AdditivePool | StackedPool | None = field(default_factory=Mean)
     keep: bool = False
     start: Literal["module"] | Start = "module"
-    copies: int | None = None
+    copies: Count | None = None
 
     def __post_init__(self) -> None:
         instance("posterior", self.posterior, Posterior, "build one, as Point() or MeanField()")
@@ -67,7 +69,7 @@ class Block:
         if not isinstance(sends, tuple) or not sends or not set(sends) <= set(held):
             kind = type(self.posterior).__name__
             raise ValueError(f"pool sends {sends!r}, of which a {kind} belief has {held}; name some of these, in a tuple")
-        if self.copies is not None and whole("copies", self.copies, least=1) > 1 and self.start == "module":
+        if self.copies is not None and self.copies > 1 and self.start == "module":
             raise ValueError(
                 f"block {self.pattern!r}: copies that start alike stay alike; draw their start, as by start=bf.models.anew(model)"
             )

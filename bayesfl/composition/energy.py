@@ -1,6 +1,5 @@
 """`Energy`: the objective of a phase, the expected loss of the data plus the divergence of beliefs from their priors."""
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal, TypeAlias
@@ -8,7 +7,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from bayesfl.base.checks import number
+from bayesfl.base.options import NotNegative, declared
 from bayesfl.base.protocols import Batch, Server, Tensors, View
 from bayesfl.composition.algorithm import Algorithm
 
@@ -26,17 +25,12 @@ def inverse_count(given: Server, view: View, batch: Batch) -> Tensor:
 
 
 def tempering(likelihood_scale: Literal["sum", "mean"]) -> ExampleWeight | None:
-    """Return the example weight for a method's option `likelihood_scale`: None for the sum over the data, `inverse_count` for the mean.
-
-    Raises:
-        ValueError: `likelihood_scale` is neither `sum` nor `mean`.
-    """
-    if likelihood_scale not in ("sum", "mean"):
-        raise ValueError(f"likelihood_scale must be 'sum' or 'mean', got {likelihood_scale!r}")
+    """Return the example weight for a method's option `likelihood_scale`: None for the sum over the data, `inverse_count` for the mean."""
     return None if likelihood_scale == "sum" else inverse_count
 
 
 @dataclass(frozen=True)
+@declared(idle={("likelihood", "none"): ("weight",)})
 class Energy:
     """The expected negative log likelihood of a client's data plus the KL divergence of the trained blocks to their priors, in nats.
 
@@ -60,17 +54,11 @@ class Energy:
     likelihood: Literal["sum", "mean", "none"]
     weight: ExampleWeight | None = None
     penalty: Penalty | None = None
-    kl_weight: float = 1.0
+    kl_weight: NotNegative = 1.0
 
     def __post_init__(self) -> None:
         if not isinstance(self.parts, tuple):
             raise TypeError(f"parts must be a tuple of names of blocks, as ({self.parts!r},), got {self.parts!r}")
-        if self.likelihood not in ("sum", "mean", "none"):
-            raise ValueError(f"likelihood must be 'sum', 'mean' or 'none', got {self.likelihood!r}")
-        if not 0 <= number("kl_weight", self.kl_weight) < math.inf:
-            raise ValueError(f"kl_weight must be >= 0 and finite, got {self.kl_weight}")
-        if self.likelihood == "none" and self.weight is not None:
-            raise ValueError("weight is a factor of each example's loss, which likelihood='none' leaves out; leave one of them out")
 
     @property
     def blocks(self) -> tuple[str, ...]:

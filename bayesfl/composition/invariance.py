@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from bayesfl.base.checks import number, whole
 from bayesfl.base.inputs import each
+from bayesfl.base.options import Natural, NotNegative, declared
 from bayesfl.base.protocols import Batch, Likelihood, Prior, Server, View
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.energy import Energy
@@ -98,6 +98,7 @@ def squared_slopes(slopes: Tensor, batch: Batch, estimator: Estimator = "biased"
 
 
 @dataclass(frozen=True)
+@declared
 class Annealed:
     """The penalty's weight gamma_t: min(1, gamma) before round `start`, gamma from then on.
 
@@ -111,14 +112,9 @@ class Annealed:
         ValueError: `gamma` is negative or not finite, or `start` is no whole number >= 0.
     """
 
-    gamma: float
+    gamma: NotNegative
     _: KW_ONLY
-    start: int = 0
-
-    def __post_init__(self) -> None:
-        if not 0 <= number("gamma", self.gamma) < torch.inf:
-            raise ValueError(f"gamma is the weight of a penalty and must be >= 0 and finite, got {self.gamma}; 0 leaves the penalty out")
-        whole("anneal, the round from which the penalty counts in full,", self.start, least=0)
+    start: Natural = 0
 
     def weight(self, round: int) -> float:
         """Return gamma_t."""
@@ -129,6 +125,7 @@ class Annealed:
         return max(1.0, self.weight(round))
 
 
+@declared
 def irm_energy(block: str, likelihood: Likelihood, annealed: Annealed, *, estimator: Estimator = "biased") -> Energy:
     """Return IRM's energy of a block: the mean loss plus gamma_t times the squared slopes of its environments, divided by max(1, gamma_t).
 
@@ -136,11 +133,7 @@ def irm_energy(block: str, likelihood: Likelihood, annealed: Annealed, *, estima
 
     Terms that tie the block to others belong in its prior, see `tied`. The loss that a phase reports is divided, too.
 
-    Raises:
-        ValueError: `estimator` is neither `biased` nor `unbiased`.
     """
-    if estimator not in ("biased", "unbiased"):
-        raise ValueError(f"estimator must be 'biased' or 'unbiased', got {estimator!r}")
 
     def share(given: Server, view: View, batch: Batch) -> Tensor:
         return torch.full_like(view["n"], 1 / annealed.scale(given["round"])).unsqueeze(-1)
@@ -152,7 +145,8 @@ def irm_energy(block: str, likelihood: Likelihood, annealed: Annealed, *, estima
     return Energy(block, (block,), likelihood="mean", weight=share, penalty=penalty)
 
 
-def tied(annealed: Annealed, *, l2: float = 0.0, lam: float = 0.0, centre: Parameter | None = None) -> Prior:
+@declared
+def tied(annealed: Annealed, *, l2: NotNegative = 0.0, lam: NotNegative = 0.0, centre: Parameter | None = None) -> Prior:
     """Return the Gaussian prior of a ridge and of a pull towards `centre`, scaled as the objective of an invariant model is.
 
     It adds (l2 |w|^2 + lam/2 |w - centre|^2) / max(1, gamma_t) to a mean loss. It is a Gaussian, or flat if both strengths are 0.
@@ -166,9 +160,6 @@ def tied(annealed: Annealed, *, l2: float = 0.0, lam: float = 0.0, centre: Param
     Raises:
         ValueError: `l2` or `lam` is negative or not finite, or `lam` > 0 comes without `centre`.
     """
-    for name, value in {"l2": l2, "lam": lam}.items():
-        if not 0 <= number(name, value) < torch.inf:
-            raise ValueError(f"{name} must be >= 0 and finite, got {value}")
     if lam and centre is None:
         raise ValueError("a pull needs a centre, as centre=server_mean('w')")
     strength = lam + 2 * l2

@@ -9,15 +9,16 @@ trimmed mean while the others are no more than are taken away at each end; clipp
 a price where honest clients differ: the pools treat a minority's data like false values.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
-from bayesfl.base.checks import number
 from bayesfl.base.numerics import add_row, inverse_softplus
+from bayesfl.base.options import Positive, Range, declared
 from bayesfl.base.protocols import AdditivePool, Server, Tensors, Uplink, Weight
 from bayesfl.posteriors import MeanField
 
@@ -100,6 +101,7 @@ class Mean:
 
 
 @dataclass(frozen=True)
+@declared
 class Relaxed:
     """A pool that goes part of the way from the server's entry to another pool's: (1 - step) old + step new, on the tensors that travel.
 
@@ -109,12 +111,10 @@ class Relaxed:
     """
 
     pool: AdditivePool
-    step: float
+    step: Positive
 
     def __post_init__(self) -> None:
         _check_adds_up(self.pool)
-        if not number("step", self.step) > 0:
-            raise ValueError(f"step must be > 0, got {self.step}; 1 is the pool itself")
 
     @property
     def sends(self) -> tuple[str, ...]:
@@ -326,6 +326,7 @@ class Median:
 
 
 @dataclass(frozen=True)
+@declared
 class TrimmedMean:
     """The coordinate-wise mean of the clients' numbers without the largest and the smallest ones.
 
@@ -340,12 +341,8 @@ class TrimmedMean:
         Yin, Chen, Ramchandran, Bartlett, "Byzantine-robust distributed learning: towards optimal statistical rates", ICML 2018, option II.
     """
 
-    share: float = 0.1
+    share: Annotated[float, Range(0, 0.5, "[")] = 0.1
     sends: tuple[str, ...] = ("loc",)
-
-    def __post_init__(self) -> None:
-        if not 0 <= number("share", self.share) < 0.5:
-            raise ValueError(f"share is taken away at each end and must lie in [0, 0.5), got {self.share}")
 
     def __call__(self, server: Server, name: str, uplink: Uplink) -> Tensors:
         """Return the server's new entry, see `StackedPool`."""
@@ -358,6 +355,7 @@ class TrimmedMean:
 
 
 @dataclass(frozen=True)
+@declared
 class Clipped:
     """A pool that limits the influence of one client: it shortens updates longer than `norm`, and then pools them by another pool.
 
@@ -375,12 +373,10 @@ class Clipped:
     """
 
     pool: AdditivePool
-    norm: float
+    norm: Annotated[float, Range(0, math.inf, "]")]
 
     def __post_init__(self) -> None:
         _check_adds_up(self.pool)
-        if not number("norm", self.norm) > 0:
-            raise ValueError(f"norm must be > 0, got {self.norm}")
 
     @property
     def sends(self) -> tuple[str, ...]:

@@ -3,14 +3,14 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import torch
 from torch import Tensor
 
-from bayesfl.base.checks import number, refuse_idle, whole
 from bayesfl.base.inputs import Inputs, pieces
 from bayesfl.base.layout import Layout
+from bayesfl.base.options import Natural, Range, declared
 from bayesfl.base.protocols import Batch, Fitted, Server, Tensors, View
 from bayesfl.composition.linearised import Linearised, at_mean, check_block, check_linearised, check_link, refuse_copies
 from bayesfl.composition.priors import Parameter
@@ -19,7 +19,7 @@ from bayesfl.curvature.covariance import Covariance
 from bayesfl.curvature.dual import independent
 from bayesfl.likelihoods import Categorical
 from bayesfl.posteriors import prior_precision as precision
-from bayesfl.posteriors.laplace import Laplace, Structure
+from bayesfl.posteriors.laplace import Laplace
 from bayesfl.posteriors.linearised import Link
 from bayesfl.posteriors.mixture import responsibilities
 from bayesfl.posteriors.selection import Evidence, Rule, check_rule, select
@@ -30,6 +30,7 @@ PIECE = 2**21  # bytes of inputs that pass through the copies of a mixture at on
 
 
 @dataclass(frozen=True)
+@declared(idle={("structure", other): ("share", "selection", "seed") for other in ("full", "diagonal")})
 class LinearisedLaplace:
     """A predictor by a Laplace approximation around a client's own weights, fitted to its training data, with the linearised network.
 
@@ -56,11 +57,11 @@ class LinearisedLaplace:
     """
 
     block: str | None = None
-    structure: Structure = "full"
-    precision: float | Parameter | None = None
-    share: float = 0.05
+    structure: Literal["full", "subnetwork", "diagonal"] = "full"
+    precision: Annotated[float | Parameter | None, Range(0)] = None
+    share: Annotated[float, Range(0, 1, "]")] = 0.05
     selection: str | Rule = "wasserstein"
-    seed: int = 0
+    seed: Natural = 0
     link: Link | Literal["draws"] = "contrasts"
     centre: bool = True
     tunes = "predictive_precision"
@@ -68,24 +69,9 @@ class LinearisedLaplace:
     needs_data = True
 
     def __post_init__(self) -> None:
-        if (
-            self.precision is not None
-            and not callable(self.precision)
-            and not 0 < number("precision (in fedsi predictive_precision)", self.precision) < torch.inf
-        ):
-            raise ValueError(
-                f"precision (in fedsi predictive_precision) must be > 0 and finite, or None to choose it, got {self.precision}"
-            )
-        if not 0 < number("share", self.share) <= 1:
-            raise ValueError(f"share is the part of the weights that stays uncertain and must lie in (0, 1], got {self.share}")
-        if self.structure not in ("full", "subnetwork", "diagonal"):
-            raise ValueError(f"structure must be 'full', 'subnetwork' or 'diagonal', got {self.structure!r}")
         check_rule(self.selection)
-        whole("seed", self.seed, least=0)
         check_block(self.block)
         check_link(self.link, centre=self.centre)
-        if self.structure != "subnetwork":
-            refuse_idle(LinearisedLaplace, vars(self), ("share", "selection", "seed"), f"under structure={self.structure!r}")
 
     def check(self, algorithm: Any) -> None:
         """Raise ValueError, or TypeError for a likelihood of unknown curvature, if the predictor does not fit the algorithm."""
@@ -155,6 +141,7 @@ class LinearisedLaplace:
 
 
 @dataclass(frozen=True)
+@declared
 class LinearisedBelief:
     """A predictor by the Gaussians that blocks already hold, with the network linearised around their means.
 

@@ -8,7 +8,7 @@ from typing import TypeAlias, TypeGuard
 import torch
 from torch import Tensor
 
-from bayesfl.base.checks import number
+from bayesfl.base.options import NotNegative, declared
 from bayesfl.base.protocols import Prior, Server, View
 
 Parameter: TypeAlias = Callable[[Server, View], Tensor]
@@ -108,12 +108,11 @@ def closest_variance(moments: tuple[Tensor, Tensor], centre: Tensor, *, shape: f
     return (total + 2 * scale) / (loc.shape[-1] + 2 * shape + 2)
 
 
-def inverse_size(strength: float) -> Parameter:
+@declared
+def inverse_size(strength: NotNegative) -> Parameter:
     """Return a parameter that is the variance 1 / (strength n) [..., 1]: under a mean over n examples, a pull of strength / 2 |w_j - w|^2.
 
     Raises:
-        ValueError: `strength` is negative or not a number.
+        ValueError: `strength` is negative or no finite number.
     """
-    if not number("the strength of a pull (lam, mu)", strength) >= 0:
-        raise ValueError(f"the strength of a pull (lam, mu) must be >= 0, got {strength}")
     return lambda given, view: 1 / (strength * torch.as_tensor(view["n"]))[..., None]

@@ -6,47 +6,47 @@ averaging", Systems and Control Letters 53(1), 2004). This holds on a connected 
 `metropolis`; it fails where two groups only swap parameters.
 """
 
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
-from bayesfl.base.checks import number, whole
+from bayesfl.base.options import Count, Natural, Range, declared
 from bayesfl.base.random import Purpose, generator
 
 TRIES = 100  # most random graphs drawn until one is connected
 PERIODIC = 1e-7  # an eigenvalue whose modulus exceeds 1 minus this counts as 1
 
 
-def ring(clients: int) -> Tensor:
+@declared
+def ring(clients: Count) -> Tensor:
     """Return the edges [J, J] bool of a ring: each client has two neighbours; of two clients each has one, a single client none."""
-    whole("clients", clients, least=1)
     places = torch.arange(clients)
     edges = torch.zeros(clients, clients, dtype=torch.bool)
     edges[places, (places + 1) % clients] = True
     return (edges | edges.T).fill_diagonal_(False)
 
 
-def grid(rows: int, columns: int) -> Tensor:
+@declared
+def grid(rows: Count, columns: Count) -> Tensor:
     """Return the edges [J, J] bool of a grid of rows x columns clients; client r columns + c at (r, c) has up to four neighbours."""
-    whole("rows", rows, least=1)
-    whole("columns", columns, least=1)
     places = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).double()
     return torch.cdist(places, places, p=1).round() == 1
 
 
-def complete(clients: int) -> Tensor:
+@declared
+def complete(clients: Count) -> Tensor:
     """Return the edges [J, J] bool of the complete graph, in which all clients are neighbours."""
-    return torch.ones(whole("clients", clients, least=1), clients, dtype=torch.bool).fill_diagonal_(False)
+    return torch.ones(clients, clients, dtype=torch.bool).fill_diagonal_(False)
 
 
-def erdos_renyi(clients: int, *, p: float = 0.5, seed: int = 0) -> Tensor:
+@declared
+def erdos_renyi(clients: Count, *, p: Annotated[float, Range(0, 1, "]")] = 0.5, seed: Natural = 0) -> Tensor:
     """Draw edges [J, J] bool, each with probability p, given that the graph is connected.
 
     Raises:
         ValueError: p lies outside (0, 1], or is so small that no connected graph was drawn.
     """
-    whole("clients", clients, least=1)
-    if not 0 < number("p", p) <= 1:
-        raise ValueError(f"p is the probability of an edge and must lie in (0, 1], got {p}")
     for index in range(TRIES):
         rng = generator(seed, Purpose.GRAPH, index=index)
         upper = torch.from_numpy(rng.random((clients, clients)) < p).triu(1)
@@ -97,8 +97,6 @@ def check_mixing(weights: Tensor, clients: int | None = None) -> Tensor:
         ValueError: `weights` is not a [J, J] matrix, is not doubly stochastic, or has negative entries; its graph is not connected; or
             repeated mixing oscillates for ever.
     """
-    if clients is not None:
-        whole("clients", clients, least=1)
     remedy = "topology.metropolis(edges) makes one, as of topology.ring(clients)"
     try:
         if torch.as_tensor(weights).is_complex():

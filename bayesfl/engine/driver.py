@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from bayesfl.base.checks import whole
 from bayesfl.base.inputs import Inputs, count, first
+from bayesfl.base.options import Count, declared
 from bayesfl.base.protocols import Batch, Info, Server, View
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.phases import Descend, Once, Phase, Repeat, by_algebra
@@ -37,6 +37,7 @@ COPIES = 8
 
 
 @dataclass(frozen=True)
+@declared
 class Engine:
     """The way in which the local work of a round is run; it changes speed and rounding only, and under `ClientPrivacy` the noise.
 
@@ -53,15 +54,8 @@ class Engine:
     """
 
     kernel: KernelName = "auto"
-    chunk: int | None = None
-    workers: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.kernel not in KERNELS:
-            raise ValueError(f"kernel must be one of {KERNELS}, got {self.kernel!r}")
-        for name, value in {"chunk": self.chunk, "workers": self.workers}.items():
-            if value is not None:
-                object.__setattr__(self, name, whole(name, value, least=1))
+    chunk: Count | None = None
+    workers: Count | None = None
 
     def chunk_size(self, clients: int, algorithm: Algorithm, device: torch.device) -> int:
         """Return the number of clients in a chunk, for a cohort of `clients`.

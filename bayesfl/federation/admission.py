@@ -5,16 +5,17 @@ These checks catch machines that fail and code of another version. They are no d
 """
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from bayesfl.base.checks import number, whole
 from bayesfl.base.numerics import finite
+from bayesfl.base.options import Count, Range, declared
 from bayesfl.base.protocols import Tensors
 from bayesfl.federation.errors import FailedRound, SmallCohort, TooFewClients
 
@@ -127,6 +128,7 @@ def usual(sizes: Sequence[float], share: Sequence[float] | np.ndarray) -> float:
 
 
 @dataclass(frozen=True)
+@declared
 class Admission:
     """The rules by which a run accepts clients' replies, and by which it treats a round with too few of them.
 
@@ -146,21 +148,10 @@ class Admission:
     """
 
     on_bad_client: Literal["stop", "skip"] = "stop"
-    min_clients: int = 1
+    min_clients: Count = 1
     below_minimum: Literal["skip", "repeat"] = "skip"
-    max_norm: float | None = 100.0
-    norm_floor: float = 1.0
-
-    def __post_init__(self) -> None:
-        if self.on_bad_client not in ("stop", "skip"):
-            raise ValueError(f"on_bad_client must be 'stop' or 'skip', got {self.on_bad_client!r}")
-        if self.below_minimum not in ("skip", "repeat"):
-            raise ValueError(f"below_minimum must be 'skip' or 'repeat', got {self.below_minimum!r}")
-        whole("min_clients", self.min_clients, least=1)
-        if self.max_norm is not None and not number("max_norm", self.max_norm) > 1:
-            raise ValueError(f"max_norm is in medians and must be > 1, or None for no check, got {self.max_norm}")
-        if not number("norm_floor", self.norm_floor) >= 0:
-            raise ValueError(f"norm_floor must be >= 0, got {self.norm_floor}")
+    max_norm: Annotated[float | None, Range(1, math.inf, "]")] = 100.0
+    norm_floor: Annotated[float, Range(0, math.inf, "[]")] = 1.0
 
     def check(self, cohort: int) -> None:
         """Check that a cohort of at most `cohort` clients can make a round.

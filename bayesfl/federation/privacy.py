@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from bayesfl.base.checks import number, whole
+from bayesfl.base.options import Positive, declared
 from bayesfl.base.protocols import Server
 from bayesfl.base.random import keyed
 from bayesfl.base.trees import flatten
@@ -131,6 +132,7 @@ def normals(secret: bytes, *address: bytes, size: int) -> np.ndarray:
 
 
 @dataclass(frozen=True, kw_only=True)
+@declared
 class ClientPrivacy:
     """An aggregation whose rounds are differentially private for clients, for `simulate(aggregation=)`.
 
@@ -159,7 +161,7 @@ class ClientPrivacy:
             would be sent: the message names it.
     """
 
-    clip: float
+    clip: Positive
     noise_multiplier: float
     delta: float = 1e-5
     secret: bytes | None = field(default=None, repr=False)
@@ -167,8 +169,6 @@ class ClientPrivacy:
     sampling: ClassVar[Literal["poisson"]] = "poisson"
 
     def __post_init__(self) -> None:
-        if not (number("clip", self.clip) > 0 and math.isfinite(self.clip)):
-            raise ValueError(f"clip must be > 0 and finite, got {self.clip}")
         epsilon(noise_multiplier=self.noise_multiplier, participation=1, releases=0, delta=self.delta)  # raises if out of range
         if self.secret is not None and not (isinstance(self.secret, bytes) and len(self.secret) >= SECRET):
             raise ValueError(

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from bayesfl.base.checks import number
+from bayesfl.base.options import Positive, declared
 from bayesfl.base.protocols import AdditivePool, Server, StackedPool, Tensors
 from bayesfl.base.random import keyed
 from bayesfl.base.trees import flatten, nest
@@ -113,6 +113,7 @@ def quotient_bound(quotient: Tensor, weight: Tensor, *, clients: int, step: floa
 
 
 @dataclass(frozen=True, kw_only=True)
+@declared
 class SecureSum:
     """An aggregation in which the server sees only the sum of what the clients send, for `simulate(aggregation=)`.
 
@@ -132,14 +133,11 @@ class SecureSum:
             below 2^62; a pool, the method's `combine` or an admission rule needs single clients; or a cohort may have one client.
     """
 
-    range: float = 2.0**20
-    step: float = 2.0**-24
+    range: Positive = 2.0**20
+    step: Positive = 2.0**-24
     sampling = None
 
     def __post_init__(self) -> None:
-        for name in ("range", "step"):
-            if not (number(name, getattr(self, name)) > 0 and math.isfinite(getattr(self, name))):
-                raise ValueError(f"{name} must be > 0 and finite, got {getattr(self, name)}")
         if self.step > self.range:
             raise ValueError(f"step must be at most range, {self.range:g}, or every number would be rounded to 0, got {self.step:g}")
 

@@ -1,12 +1,13 @@
 """The settings of a run, and the names of its floating-point types."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
 
-from bayesfl.base.checks import instance, number, whole
+from bayesfl.base.checks import instance
+from bayesfl.base.options import Count, Natural, Range, declared
 from bayesfl.base.random import Purpose, generator
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import FederatedData
@@ -48,6 +49,7 @@ FEDERATION = "make one by bf.data.from_arrays(x, y), or by a recipe such as bf.d
 
 
 @dataclass(frozen=True)
+@declared
 class Settings:
     """The settings of a run; a resumed run shares all but `rounds` and `evaluate_every` with the run that it continues.
 
@@ -66,29 +68,17 @@ class Settings:
         ValueError: A setting lies outside its range.
     """
 
-    rounds: int
-    participation: float
+    rounds: Count
+    participation: Annotated[float, Range(0, 1, "]", why="it is a share of the clients")]
     sampling: Literal["fixed", "bernoulli", "poisson"]
     train: Literal["cohort", "all"]
-    seed: int
-    evaluate_every: int | None
+    seed: Natural
+    evaluate_every: Count | None
     aggregation: str = OPEN
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rounds", whole("rounds", self.rounds, least=1))
-        object.__setattr__(self, "seed", whole("seed", self.seed, least=0))
-        if self.evaluate_every is not None:
-            every = whole("evaluate_every (None is never)", self.evaluate_every, least=1)
-            object.__setattr__(self, "evaluate_every", every)
-        object.__setattr__(self, "participation", number("participation", self.participation))
-        if not 0 < self.participation <= 1:
-            raise ValueError(f"participation is a share of the clients and must lie in (0, 1], got {self.participation}")
-        drawn = ("fixed", "bernoulli") if self.aggregation == OPEN else ("fixed", "bernoulli", "poisson")
-        if self.sampling not in drawn:
-            raise ValueError(f"sampling must be 'fixed' or 'bernoulli', got {self.sampling!r}")
-        if self.train not in ("cohort", "all"):
-            raise ValueError(f"train must be 'cohort' or 'all', got {self.train!r}")
-        instance("aggregation", self.aggregation, str, "it says in words how uplinks are added up")
+        if self.sampling == "poisson" and self.aggregation == OPEN:
+            raise ValueError("sampling='poisson' is what ClientPrivacy does, from its secret; take 'fixed' or 'bernoulli'")
 
     def fixed_size(self, clients: int) -> int:
         """Return the number of clients in a cohort of fixed size, of `clients` clients."""

@@ -7,12 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bayesfl.base.checks import number
 from bayesfl.base.numerics import inverse_softplus, log_softplus
+from bayesfl.base.options import NotNegative, Positive, declared
 from bayesfl.base.protocols import Tensors
 
 
 @dataclass(frozen=True, kw_only=True)
+@declared
 class MeanField:
     """The mean-field Gaussian q(w) = N(loc, diag(softplus(rho)^2)).
 
@@ -27,14 +28,8 @@ class MeanField:
         ValueError: `init_scale` or `scale_rate` is out of range.
     """
 
-    init_scale: float = 0.1
-    scale_rate: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not 0 <= number("scale_rate", self.scale_rate) < math.inf:
-            raise ValueError(f"scale_rate must be >= 0 and finite, got {self.scale_rate}")
-        if not 0 < self.init_scale < math.inf:
-            raise ValueError(f"init_scale is a standard deviation and must be > 0 and finite, got {self.init_scale}")
+    init_scale: Positive = 0.1
+    scale_rate: NotNegative = 1.0
 
     def init(self, loc: Tensor) -> Tensors:
         """Return the belief with centre `loc` [..., D], which it aliases, and standard deviation `init_scale` everywhere."""

@@ -4,11 +4,12 @@ import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from bayesfl.base.checks import probability
+from bayesfl.base.options import PROBABILITY, declared
 from bayesfl.base.protocols import Tensors
 from bayesfl.evaluation.binomial import upper_bound
 from bayesfl.evaluation.predictions import Predictions
@@ -19,6 +20,7 @@ THRESHOLDS = 200
 
 
 @dataclass(frozen=True, kw_only=True)
+@declared
 class Abstention:
     """Answer rows whose doubt, 1 less the largest probability, is at most a threshold, so that at most `risk` of the answers are wrong.
 
@@ -41,13 +43,9 @@ class Abstention:
         ValueError: `risk` or `delta` is out of range.
     """
 
-    risk: float = 0.05
-    delta: float = 0.05
+    risk: Annotated[float, PROBABILITY] = 0.05
+    delta: Annotated[float, PROBABILITY] = 0.05
     split: str = "calibration"
-
-    def __post_init__(self) -> None:
-        probability("risk", self.risk, "of a wrong answer")
-        probability("delta", self.delta, "that the promise fails")
 
     def start(self, outputs: Outputs) -> Tensors:
         """Return the thresholds.

@@ -1,12 +1,12 @@
 """The choice of each client between its own model and the server's."""
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from bayesfl.base.checks import probability
+from bayesfl.base.options import PROBABILITY, declared
 from bayesfl.base.protocols import Tensors
 from bayesfl.evaluation.calibration.steps import Local
 from bayesfl.evaluation.predictions import Predictions
@@ -14,6 +14,7 @@ from bayesfl.evaluation.surveys import Mine, Outputs
 
 
 @dataclass(frozen=True, kw_only=True)
+@declared
 class Choice(Local):
     """Let each client predict with the server's model where that is better than its own, by an exact test on its own rows.
 
@@ -32,12 +33,9 @@ class Choice(Local):
         ValueError: `delta` is out of range.
     """
 
-    delta: float = 0.05
+    delta: Annotated[float, PROBABILITY] = 0.05
     split: str = "validation"
     compares: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        probability("delta", self.delta, "of a wrong change to the server's model")
 
     def start(self, outputs: Outputs) -> Tensors:
         """Return nothing to be told."""

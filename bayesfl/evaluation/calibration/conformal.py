@@ -4,12 +4,12 @@ import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias, get_args
+from typing import Annotated, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-from bayesfl.base.checks import instance, number, probability
+from bayesfl.base.options import PROBABILITY, Range, declared
 from bayesfl.base.protocols import Tensors
 from bayesfl.evaluation.calibration.scores import Score, class_scores, intervals, largest_class_score, number_scores
 from bayesfl.evaluation.predictions import Predictions
@@ -33,6 +33,7 @@ _ROUNDING = 1e-9  # so that a rank is not rounded up where it would be whole but
 
 
 @dataclass(frozen=True, kw_only=True)
+@declared
 class Conformal:
     """Make a set of classes, or an interval, for every example, which holds the truth with a probability of `level`.
 
@@ -64,21 +65,12 @@ class Conformal:
         ValueError: An option is out of range or none of its words.
     """
 
-    level: float = 0.9
+    level: Annotated[float, PROBABILITY] = 0.9
     score: Score = "lac"
-    shrink: float | Literal["pinball"] = 20.0
+    shrink: Annotated[float | Literal["pinball"], Range(0, math.inf, "[]")] = 20.0
     by: By = "client"
     never_empty: bool = False
     split: str = "calibration"
-
-    def __post_init__(self) -> None:
-        probability("level", self.level, "that a set holds the truth")
-        instance("never_empty", self.never_empty, bool, "True adds the most probable class to empty sets")
-        if self.shrink != "pinball" and not number("shrink", self.shrink) >= 0:
-            raise ValueError(f"shrink is a number of examples, >= 0, or 'pinball', got {self.shrink}; math.inf pools all clients' scores")
-        for name, value, known in (("score", self.score, get_args(Score)), ("by", self.by, get_args(By))):
-            if value not in known:
-                raise ValueError(f"{name} must be one of {known}, got {value!r}")
 
     @property
     def draws(self) -> bool:

@@ -5,11 +5,12 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from bayesfl.base.checks import number
+from bayesfl.base.options import Range, declared
 from bayesfl.base.protocols import Tensors
 from bayesfl.evaluation.calibration.steps import changed
 from bayesfl.evaluation.predictions import Predictions
@@ -27,6 +28,7 @@ _ENOUGH = 1e-13
 
 
 @dataclass(frozen=True, kw_only=True)
+@declared
 class Temperature:
     """Divide logits by a temperature T that minimises the negative log likelihood of held-out labels; the order of classes stays.
 
@@ -51,11 +53,7 @@ class Temperature:
     """
 
     split: str = "validation"
-    strength: float = 10.0
-
-    def __post_init__(self) -> None:
-        if not number("strength", self.strength) >= 0:
-            raise ValueError(f"strength is a number of examples, >= 0, got {self.strength}; math.inf gives all clients one temperature")
+    strength: Annotated[float, Range(0, math.inf, "[]")] = 10.0
 
     def start(self, outputs: Outputs) -> Tensors:
         """Return beta = 1 and the bracket within which it is sought, whose ends were not tried yet.
