@@ -1,6 +1,7 @@
 """Optimisers against torch's own, and the step in place against the pure one."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from torch import Tensor
 from torch.testing import assert_close
 from torch.utils._pytree import tree_map
 
-from bayesfl.optim import SGD, Adam, Clip, check_optimiser, cosine, multistep, rate_at
+from bayesfl.optim import SGD, Adam, AdamW, Clip, check_optimiser, cosine, multistep, rate_at
 from tests.cases import numbers
 
 RULES = {
@@ -19,6 +20,8 @@ RULES = {
     "momentum and decay": SGD(momentum=0.7, weight_decay=0.2),
     "adam": Adam(),
     "adam with decay": Adam(betas=(0.8, 0.95), eps=1e-3, weight_decay=0.2),
+    "adamw": AdamW(),
+    "adamw with more decay": AdamW(betas=(0.8, 0.95), eps=1e-3, weight_decay=0.2),
 }
 rules = pytest.mark.parametrize("rule", RULES.values(), ids=list(RULES))
 
@@ -27,7 +30,8 @@ def theirs(rule: SGD | Adam, params: list[Tensor], rate: float) -> torch.optim.O
     """Torch's optimiser of the same settings."""
     if isinstance(rule, SGD):
         return torch.optim.SGD(params, lr=rate, momentum=rule.momentum, weight_decay=rule.weight_decay)
-    return torch.optim.Adam(params, lr=rate, betas=rule.betas, eps=rule.eps, weight_decay=rule.weight_decay)
+    kind = torch.optim.AdamW if isinstance(rule, AdamW) else torch.optim.Adam
+    return kind(params, lr=rate, betas=rule.betas, eps=rule.eps, weight_decay=rule.weight_decay)
 
 
 @rules
@@ -108,6 +112,43 @@ def test_update_in_place_leaves_gradients_alone(rule):
     assert_close(grads[0], numbers(2, 3, seed=1), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("rule", [Adam(weight_decay=0.2), AdamW(weight_decay=0.2)], ids=["adam", "adamw"])
+def test_update_in_place_of_clients_that_took_different_numbers_of_steps(rule: Adam):
+    """Each client's moments are corrected by its own count; those behind the active ones stay."""
+    start, count, active = [numbers(3, 2, 2), numbers(3, 4, seed=1)], [0, 5, 2], 2
+    kept = {
+        "mean": [numbers(3, 2, 2, seed=2), numbers(3, 4, seed=3)],
+        "square": [numbers(3, 2, 2, seed=4) ** 2, numbers(3, 4, seed=5) ** 2],
+    }
+    grads = [[numbers(active, 2, 2, seed=10 + t), numbers(active, 4, seed=20 + t)] for t in range(3)]
+    params, state = [p.clone() for p in start], {name: [t.clone() for t in kept[name]] for name in kept} | {"steps": torch.tensor(count)}
+    for given in grads:
+        rule.update_([p[:active] for p in params], given, state, 0.1, active)
+    for c in range(active):
+        alone, own = [p[c] for p in start], {name: [t[c] for t in kept[name]] for name in kept} | {"steps": torch.tensor(count[c])}
+        for given in grads:
+            alone, own = rule.update(alone, [g[c] for g in given], own, 0.1)
+        assert_close([p[c] for p in params], alone, rtol=1e-12, atol=1e-12)
+    assert state["steps"].tolist() == [3, 8, 2]
+    assert_close([p[active:] for p in params], [p[active:] for p in start], rtol=0, atol=0)
+
+
+def test_adamw_without_decay_is_adam():
+    """To the bit, pure and in place; with it, the decay has no part in the moments."""
+    none, adam = AdamW(0.1, (0.8, 0.95), 1e-3, weight_decay=0.0), Adam(0.1, (0.8, 0.95), 1e-3)
+    some = replace(none, weight_decay=0.2)
+    pure, inside = ({rule: ([numbers(2, 3)], rule.init([numbers(2, 3)])) for rule in (none, adam, some)} for _ in range(2))
+    for t in range(5):
+        grads = [numbers(2, 3, seed=t + 1)]
+        for rule in (none, adam, some):
+            pure[rule] = rule.update(pure[rule][0], grads, pure[rule][1], 0.1)
+            rule.update_(inside[rule][0], grads, inside[rule][1], 0.1, 2)
+    for found in (pure, inside):
+        assert_close(found[none], found[adam], rtol=0, atol=0)
+        assert_close(found[some][1], found[adam][1], rtol=0, atol=0)
+        assert (found[some][0][0] - found[adam][0][0]).abs().max() > 1e-2
+
+
 def test_multistep():
     """The rate falls by its factor once each share of the rounds has passed."""
     schedule = multistep(0.5)
@@ -155,12 +196,15 @@ def test_schedules_take_two_arguments():
         (lambda: SGD(-0.1), "rate"),
         (lambda: SGD(math.inf), "rate"),
         (lambda: SGD(math.nan), "rate"),
+        (lambda: SGD("a"), "rate must be a number, got 'a'"),  # pyright: ignore[reportArgumentType]
+        (lambda: SGD(momentum="a"), "momentum must be a number, got 'a'"),  # pyright: ignore[reportArgumentType]
         (lambda: SGD(momentum=-0.1), "momentum"),
         (lambda: SGD(momentum=1.0), "momentum"),
         (lambda: SGD(weight_decay=-1.0), "weight_decay"),
         (lambda: Adam(-0.1), "rate"),
         (lambda: Adam(eps=-1e-8), "eps"),
         (lambda: Adam(weight_decay=math.inf), "weight_decay"),
+        (lambda: AdamW(weight_decay=-1.0), "weight_decay"),
         (lambda: Adam(betas=(1.0, 0.9)), "betas"),
         (lambda: Adam(betas=(0.9, -0.1)), "betas"),
     ],

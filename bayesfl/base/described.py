@@ -90,8 +90,17 @@ def described(value: Any, path: tuple[int, ...] = ()) -> Any:
 
 def _named(thing: Any) -> dict[str, Any]:
     """Return the name of a function or a class, and the digest of its source: empty text for those that count by name, None without."""
-    found = {"name": f"{thing.__module__}.{thing.__qualname__}"}
+    found = {"name": f"{_module(thing)}.{thing.__qualname__}"}
     return found if (source := _source(thing)) == "" else found | {"source": source}
+
+
+def _module(thing: Any) -> str:
+    """Return the module of a function or a class; of a program that was started, the name under which others import it."""
+    if thing.__module__ != "__main__":
+        return str(thing.__module__)
+    main = sys.modules["__main__"]
+    spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
+    return spec.name if spec is not None else PurePath(file).stem if file else "__main__"
 
 
 def anonymous(description: Any) -> bool:

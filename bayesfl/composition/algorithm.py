@@ -120,11 +120,12 @@ class Algorithm:
     def described_as(self) -> dict[str, Any]:
         """Return by what a saved run knows the method again, see `bayesfl.base.described`: name and options, or the fields."""
         if self.made is None:
-            own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("model", "made")}
-            return {"method": "composed by hand", "options": own}
+            name = "composed by hand"
+            return {"method": name, name: {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("model", "made")}}
         function = inspect.unwrap(self.made.function)
         whose = {"name": function.__name__} if function.__module__.startswith("bayesfl.") else described(function)
-        return {"method": whose.pop("name"), "revision": self.made.revision, "options": dict(self.made.options), **whose}
+        name = whose.pop("name")
+        return {"method": name, "revision": self.made.revision, name: dict(self.made.options), **whose}
 
     def __repr__(self) -> str:
         blocks = ", ".join(f"{name}: {type(block.posterior).__name__}" for name, block in self.blocks.items())

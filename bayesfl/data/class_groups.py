@@ -1,37 +1,36 @@
 """Recipes with label skew in groups: clients of a group have the same classes, or mostly the same ones."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from weakref import ref
 
 import numpy as np
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from bayesfl.base.checks import number, whole
+from bayesfl.base.options import declared
 from bayesfl.base.random import Purpose, generator
-from bayesfl.data import partitions
+from bayesfl.data import partitions, recipes
 from bayesfl.data.federated import FederatedData
 from bayesfl.data.images import unit_range
-from bayesfl.data.recipes import Options, check_clients, check_labels, classes
 from bayesfl.data.sources import Source
 
 _centred_inputs = WeakTensorKeyDictionary()
 
 
+@declared
 def dominant_classes(
-    source: str | Source = "digits",
+    source: recipes.SourceName = "digits",
     *,
-    clients: int = 20,
-    train: int = 50,
-    test: int = 30,
-    uniform: float = 0.2,
+    clients: recipes.Clients = 20,
+    train: recipes.TrainRows = 50,
+    test: recipes.TestRows = 30,
+    uniform: recipes.Share = 0.2,
     groups: Sequence[Sequence[int]] | None = None,
-    seed: int = 0,
-    validation: float = 0.0,
-    calibration: float = 0.0,
-    root: str | Path | None = None,
-    download: bool = False,
+    seed: recipes.Seed = 0,
+    validation: recipes.Validation = 0.0,
+    calibration: recipes.Calibration = 0.0,
+    root: recipes.Root = None,
+    download: recipes.Download = False,
 ) -> FederatedData:
     """Divide a data set among groups of clients; most of a client's examples are of the few classes that dominate in its group.
 
@@ -51,30 +50,22 @@ def dominant_classes(
     starts at the 2,000th.
 
     Args:
-        clients: Number of clients.
-        train: Number of training rows of each client, before validation and calibration.
-        test: Number of test rows of each client.
         uniform: Share of these rows that is of all classes alike, within [0, 1]; numbers are rounded so that they add up.
         groups: Dominant classes of each group; a class may be in several. None for the groups above.
 
-    The other options are those of every recipe: `bayesfl.data.recipes.Options`.
-
     Raises:
-        ValueError: A number is out of range, a group is empty or has an unknown class, a client is to get more rows of a class than there
-            are, or a validation or calibration part is asked for while clients share training rows.
+        ValueError: There are more clients than training rows, a group is empty or has an unknown class, a client is to get more rows of a
+            class than there are, or a validation or calibration part is asked for while clients share training rows.
 
     References:
         Xu, Tong, Huang, "Personalized federated learning with feature alignment and classifier collaboration", ICLR 2023,
         arXiv:2306.11867, experiments; the groups and the queues from the authors' code, github.com/JianXu95/FedPAC.
     """
-    options = Options(source=source, seed=seed, validation=validation, calibration=calibration, root=root, download=download)
+    options = recipes.Options(source=source, seed=seed, validation=validation, calibration=calibration, root=root, download=download)
     opened = options.open()
-    y_train, y_test = classes(opened, "dominant_classes")
+    y_train, y_test = recipes.classes(opened, "dominant_classes")
     count = opened.outputs
-    train, test = whole("train", train, least=1), whole("test", test, least=1)
-    check_clients(clients, len(y_train), "training examples")
-    if not 0 <= number("uniform", uniform) <= 1:
-        raise ValueError(f"uniform is a share of a client's examples and must lie within [0, 1], got {uniform}")
+    recipes.check_clients(clients, len(y_train), "training examples")
     if groups is None:
         if count < 4:
             raise ValueError(f"{opened.info.name!r} has {count} classes, too few for groups of three: pass groups=, such as [[0], [1]]")
@@ -113,19 +104,20 @@ def dominant_classes(
     )
 
 
+@declared
 def label_groups(
-    source: str | Source = "digits",
+    source: recipes.SourceName = "digits",
     *,
-    clients: int = 10,
-    labels: int = 5,
-    train: int = 14,
-    test: int = 20,
+    clients: recipes.Clients = 10,
+    labels: recipes.Labels = 5,
+    train: recipes.TrainRows = 14,
+    test: recipes.TestRows = 20,
     centred: bool = True,
-    seed: int = 0,
-    validation: float = 0.0,
-    calibration: float = 0.0,
-    root: str | Path | None = None,
-    download: bool = False,
+    seed: recipes.Seed = 0,
+    validation: recipes.Validation = 0.0,
+    calibration: recipes.Calibration = 0.0,
+    root: recipes.Root = None,
+    download: recipes.Download = False,
 ) -> FederatedData:
     """Give every client consecutive classes, with equally many examples of each, from the pooled training and test data.
 
@@ -146,14 +138,10 @@ def label_groups(
 
     Args:
         source: Name of a data set, or a source of your own, whose inputs must lie within [0, 1] to be centred.
-        clients: Number of clients.
-        labels: Number of classes of each client.
         train: Number of training rows of each class and client, before validation and calibration.
         test: Number of test rows of each class and client.
         centred: Whether to map inputs from [0, 1] to [-1, 1]. Otherwise they stay as `load` gives them: images standardised by their usual
             mean and deviation, digits within [0, 1].
-
-    The other options are those of every recipe: `bayesfl.data.recipes.Options`.
 
     Raises:
         ValueError: `labels` exceeds the number of classes, a class has too few rows, or inputs to be centred lie outside [0, 1].
@@ -163,11 +151,11 @@ def label_groups(
         arXiv:2404.15657, experiments; the groups, the pooling and the centring from the authors' code,
         github.com/hyLiu1994/BPFedMePD.
     """
-    options = Options(source=source, seed=seed, validation=validation, calibration=calibration, root=root, download=download)
+    options = recipes.Options(source=source, seed=seed, validation=validation, calibration=calibration, root=root, download=download)
     opened = options.open()
-    y = np.concatenate(classes(opened, "label_groups"))
-    labels, train, test = check_labels(labels, opened), whole("train", train, least=1), whole("test", test, least=1)
-    check_clients(clients, len(y), "examples")
+    y = np.concatenate(recipes.classes(opened, "label_groups"))
+    recipes.check_labels(labels, opened)
+    recipes.check_clients(clients, len(y), "examples")
     held = (labels * np.arange(clients)[:, None] + np.arange(labels)) % opened.outputs
     rng = generator(seed, Purpose.PARTITION)
     rows = partitions.deal_exactly(y, held, opened.outputs, (train, test), rng)
@@ -183,7 +171,7 @@ def label_groups(
             "labels": labels,
             "train": train,
             "test": test,
-            "centred": bool(centred),
+            "centred": centred,
         },
         pooled=True,
         x=_centred(opened) if centred else None,

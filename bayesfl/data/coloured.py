@@ -3,22 +3,23 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from bayesfl.base.checks import instance, number, whole
+from bayesfl.base.checks import instance
+from bayesfl.base.options import Count, Option, declared
 from bayesfl.base.random import Purpose, generator
+from bayesfl.data import recipes
 from bayesfl.data.federated import FederatedData
 from bayesfl.data.images import unit_range
-from bayesfl.data.recipes import Options
 from bayesfl.data.sources import Source
 from bayesfl.data.split import ClientData
 
 Agreement: TypeAlias = float | Sequence[float]
+_share = Option.of(recipes.Share)
 _NO_IMAGES = ("heart", "diabetes", "shakespeare")
 _FLIP, _COLOUR = 1, 2  # `phase` under Purpose.PARTITION; 0 is the order of the rows
 
@@ -29,23 +30,14 @@ def _shares(name: str, values: Sequence[Agreement]) -> list[list[float]]:
     if isinstance(values, str) or not isinstance(values, Sequence) or not len(values):
         raise ValueError(f"{name} must have one share for each client, or one tuple of them, got {values!r}")
     nested = [list(own) if isinstance(own, Sequence) else [own] for own in map(_plain, values)]
-    for share in (share for own in nested for share in own):
-        _share(name, share)
     if not all(nested):
         raise ValueError(f"{name} must have at least one environment for each client, got {values!r}")
-    return [[float(share) for share in own] for own in nested]
+    return [[_share(name, share) for share in own] for own in nested]
 
 
 def _plain(values: Any) -> Any:
     """Convert an array or a tensor to Python numbers."""
     return values.tolist() if isinstance(values, np.ndarray | Tensor) else values
-
-
-def _share(name: str, value: float) -> float:
-    """Check a single share, and return it as a float."""
-    if not 0 <= number(name, value) <= 1:
-        raise ValueError(f"{name} must hold shares within [0, 1], got {value}")
-    return float(value)
 
 
 def _coloured(grey: Tensor, y: Tensor, drawn: Tensor, agreement: Tensor | float) -> Tensor:
@@ -56,20 +48,21 @@ def _coloured(grey: Tensor, y: Tensor, drawn: Tensor, agreement: Tensor | float)
     return x
 
 
+@declared
 def coloured(
-    source: str | Source = "digits",
+    source: recipes.SourceName = "digits",
     *,
     agreement: Sequence[Agreement] = (0.9, 0.85, 0.8, 0.75),
-    test_agreement: float = 0.1,
+    test_agreement: recipes.Share = 0.1,
     rotate: bool = True,
-    flip: float = 0.25,
-    test: int | None = None,
-    max_size: int | None = None,
-    seed: int = 0,
-    validation: float = 0.0,
-    calibration: float = 0.0,
-    root: str | Path | None = None,
-    download: bool = False,
+    flip: recipes.Share = 0.25,
+    test: Count | None = None,
+    max_size: recipes.MaxSize = None,
+    seed: recipes.Seed = 0,
+    validation: recipes.Validation = 0.0,
+    calibration: recipes.Calibration = 0.0,
+    root: recipes.Root = None,
+    download: recipes.Download = False,
 ) -> FederatedData:
     """Paint images in two colours: in training, colour predicts the label better than shape does; in the test, colour misleads.
 
@@ -92,12 +85,9 @@ def coloured(
         test: Number of rows, the last of the source's training part, that are the test data, as IRM's code has it with 10,000 of MNIST;
             None for the source's own test part.
 
-    The other options are those of every recipe: `bayesfl.data.recipes.Options`.
-
     Raises:
-        ValueError: A share lies outside [0, 1], the data are no grey images or have a single class, or there are fewer rows than
+        ValueError: An agreement lies outside [0, 1], the data are no grey images or have a single class, or there are fewer rows than
             environments.
-        TypeError: `rotate` is no bool.
 
     References:
         Arjovsky, Bottou, Gulrajani, Lopez-Paz, "Invariant risk minimization", 2019, arXiv:1907.02893, section 5.2, and its code. Turned,
@@ -106,18 +96,15 @@ def coloured(
     """
     if (name := source.info.name if isinstance(source, Source) else source) in _NO_IMAGES:
         raise ValueError(f"coloured needs grey images, and the data {name!r} are no images: take 'digits', 'mnist' or 'fashion-mnist'")
-    instance("rotate", rotate, bool, "pass True or False")
-    options = Options(
+    options = recipes.Options(
         source=source, max_size=max_size, seed=seed, validation=validation, calibration=calibration, root=root, download=download
     )
     opened = options.load()
     nested = _shares("agreement", agreement)
-    _share("test_agreement", test_agreement)
-    _share("flip", flip)
     if opened.task != "classification" or opened.outputs < 2:
         raise ValueError(f"coloured needs images of two classes or more, {opened.info.name!r} has none")
     parts = [(client, environment) for client, own in enumerate(nested) for environment in range(len(own))]
-    if test is not None and whole("test", test, least=1) > opened.train - len(parts):
+    if test is not None and test > opened.train - len(parts):
         raise ValueError(
             f"test must leave a row for each of {len(parts)} environments of the {opened.train} in the training part of "
             f"{opened.info.name!r}, got {test}: take less"
@@ -136,7 +123,7 @@ def coloured(
     order = generator(seed, Purpose.PARTITION).permutation(train)
 
     owner, environment = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64)
-    agrees = torch.full((rows,), float(test_agreement), dtype=torch.float64)
+    agrees = torch.full((rows,), test_agreement, dtype=torch.float64)
     trained: list[list[np.ndarray]] = [[] for _ in nested]
     for k, (client, e) in enumerate(parts):
         mine = order[k :: len(parts)]
@@ -157,9 +144,9 @@ def coloured(
             "recipe": "coloured",
             "source": opened.info.name,
             "agreement": nested,
-            "test_agreement": float(test_agreement),
+            "test_agreement": test_agreement,
             "rotate": rotate,
-            "flip": float(flip),
+            "flip": flip,
             "test": test,
         },
         pooled=True,
@@ -171,7 +158,8 @@ def coloured(
     )
 
 
-def recoloured(clients: FederatedData, agreement: float) -> ClientData:
+@declared
+def recoloured(clients: FederatedData, agreement: recipes.Share) -> ClientData:
     """Colour the test images of `coloured` data anew, so that colour and label agree with another probability; all else stays the same.
 
     `result.predict(split).summary(split)` measures one trained model on it.
@@ -182,7 +170,7 @@ def recoloured(clients: FederatedData, agreement: float) -> ClientData:
 
     Raises:
         TypeError: `clients` is no `FederatedData`.
-        ValueError: `clients` was not made by `coloured`, or `agreement` lies outside [0, 1].
+        ValueError: `clients` was not made by `coloured`.
     """
     instance("clients", clients, FederatedData, "pass what bf.data.coloured() made")
     if clients.recipe.get("recipe") != "coloured":
@@ -192,7 +180,7 @@ def recoloured(clients: FederatedData, agreement: float) -> ClientData:
     drawn = torch.from_numpy(generator(clients.recipe["seed"], Purpose.PARTITION, phase=_COLOUR).random(len(split.x)))[rows.cpu()]
     assert isinstance(split.x, Tensor)
     x = split.x.clone()
-    x[rows] = _coloured(split.x[rows].sum(1), split.y[rows], drawn.to(rows.device), _share("agreement", agreement))
+    x[rows] = _coloured(split.x[rows].sum(1), split.y[rows], drawn.to(rows.device), agreement)
     return replace(split, x=x, index=rows)
 
 

@@ -1,33 +1,30 @@
 """Recipes with concept shift: the same label has different meanings in different groups of clients."""
 
 import math
-from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
 
-from bayesfl.base.checks import whole
+from bayesfl.base.options import Count, declared
 from bayesfl.base.random import Purpose, generator
-from bayesfl.data import partitions
+from bayesfl.data import partitions, recipes
 from bayesfl.data.even import deal_evenly
 from bayesfl.data.federated import FederatedData
-from bayesfl.data.recipes import Options, check_clients, classes, superclass_groups
-from bayesfl.data.sources import Source
 
 
+@declared
 def concept_drift(
-    source: str | Source = "digits",
+    source: recipes.SourceName = "digits",
     *,
-    clients: int = 20,
-    superclasses: Sequence[Sequence[int]] | None = None,
-    min_piece: int = 1,
-    max_size: int | None = None,
-    seed: int = 0,
-    validation: float = 0.0,
-    calibration: float = 0.0,
-    root: str | Path | None = None,
-    download: bool = False,
+    clients: recipes.Clients = 20,
+    superclasses: recipes.Superclasses = None,
+    min_piece: Count = 1,
+    max_size: recipes.MaxSize = None,
+    seed: recipes.Seed = 0,
+    validation: recipes.Validation = 0.0,
+    calibration: recipes.Calibration = 0.0,
+    root: recipes.Root = None,
+    download: recipes.Download = False,
 ) -> FederatedData:
     """Divide a data set so that labels have different meanings: each client has one subclass of every superclass.
 
@@ -41,31 +38,26 @@ def concept_drift(
 
     Args:
         clients: Number of clients, a multiple of the size of a superclass.
-        superclasses: The classes of each superclass, in groups of one size; None for the source's own.
         min_piece: Smallest number of training rows of a class in a piece.
 
-    The other options are those of every recipe: `bayesfl.data.recipes.Options`.
-
     Raises:
-        ValueError: `clients` is no such multiple or too large, `superclasses` are not groups of one size of different classes, or
-            `min_piece` is no whole number >= 1.
+        ValueError: `clients` is no such multiple or too large, or `superclasses` are not groups of one size of different classes.
 
     References:
         Zhu, Ma, Blaschko, "Tackling personalized federated learning with label concept drift via hierarchical Bayesian modeling",
         FL-NeurIPS 2022, experiments; details from the authors' code, github.com/JunyiZhu-AI/confidence_aware_PFL.
     """
-    options = Options(
+    options = recipes.Options(
         source=source, max_size=max_size, seed=seed, validation=validation, calibration=calibration, root=root, download=download
     )
     opened = options.open()
-    y_train, y_test = classes(opened, "concept_drift")
-    groups = superclass_groups(opened, superclasses)
+    y_train, y_test = recipes.classes(opened, "concept_drift")
+    groups = recipes.superclass_groups(opened, superclasses)
     flat = [k for group in groups for k in group]
     size = len(groups[0])
     fewest = int(np.bincount(y_train, minlength=opened.outputs)[flat].min())
-    min_piece = whole("min_piece", min_piece, least=1)
     most = fewest // min_piece * size
-    if whole("clients", clients, least=1) % size or clients > most:
+    if clients % size or clients > most:
         raise ValueError(
             f"clients must be a multiple of {size}, the number of classes in a superclass, and at most {most}, because the smallest class "
             f"has {fewest} training examples and each group of {size} clients takes at least {min_piece}; got {clients}"
@@ -92,18 +84,19 @@ def concept_drift(
     )
 
 
+@declared
 def swapped_labels(
-    source: str | Source = "digits",
+    source: recipes.SourceName = "digits",
     *,
-    clients: int = 20,
-    groups: int = 4,
-    swaps: int = 2,
-    max_size: int | None = None,
-    seed: int = 0,
-    validation: float = 0.0,
-    calibration: float = 0.0,
-    root: str | Path | None = None,
-    download: bool = False,
+    clients: recipes.Clients = 20,
+    groups: Count = 4,
+    swaps: Count = 2,
+    max_size: recipes.MaxSize = None,
+    seed: recipes.Seed = 0,
+    validation: recipes.Validation = 0.0,
+    calibration: recipes.Calibration = 0.0,
+    root: recipes.Root = None,
+    download: recipes.Download = False,
 ) -> FederatedData:
     """Divide a data set evenly among groups of clients that exchange the labels of some classes, in training and test data alike.
 
@@ -112,25 +105,22 @@ def swapped_labels(
     for each group, the label of every one of the O classes.
 
     Args:
-        clients: Number of clients.
         groups: Number of groups G, at most that of clients.
         swaps: Number of pairs that exchange labels.
 
-    The other options are those of every recipe: `bayesfl.data.recipes.Options`.
-
     Raises:
-        ValueError: A number is out of range, or there are too many groups for all to differ.
+        ValueError: There are more clients than rows, more pairs than classes make, or too many groups for all to differ.
     """
-    options = Options(
+    options = recipes.Options(
         source=source, max_size=max_size, seed=seed, validation=validation, calibration=calibration, root=root, download=download
     )
     opened = options.open()
-    classes(opened, "swapped_labels")
+    recipes.classes(opened, "swapped_labels")
     count = opened.outputs
-    check_clients(clients, min(opened.train, len(opened.x) - opened.train), "test examples")
-    if not 1 <= whole("groups", groups, least=1) <= clients:
+    recipes.check_clients(clients, min(opened.train, len(opened.x) - opened.train), "test examples")
+    if groups > clients:
         raise ValueError(f"groups must lie within [1, {clients}], the number of clients, got {groups}")
-    if not 1 <= whole("swaps", swaps, least=1) <= count // 2:
+    if swaps > count // 2:
         raise ValueError(f"swaps must lie within [1, {count // 2}], the number of pairs that {count} classes make, got {swaps}")
     ways = math.factorial(count) // (math.factorial(count - 2 * swaps) * math.factorial(swaps) * 2**swaps)
     if groups - 1 > ways:

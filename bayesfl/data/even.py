@@ -1,15 +1,16 @@
 """Recipes that give clients equal parts of the rows: drawn at random, or in the order of a feature."""
 
-from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
+from bayesfl.base.options import declared
 from bayesfl.base.random import Purpose, generator
-from bayesfl.data import partitions
+from bayesfl.data import partitions, recipes
 from bayesfl.data.federated import FederatedData
-from bayesfl.data.recipes import Options, check_clients
 from bayesfl.data.sources import Source
+
+Feature = Literal["age", "sex", "bmi", "bp", "s1", "s2", "s3", "s4", "s5", "s6"]
 
 
 def deal_evenly(source: Source, clients: int, rng: np.random.Generator) -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -18,43 +19,40 @@ def deal_evenly(source: Source, clients: int, rng: np.random.Generator) -> tuple
     return partitions.join([[part] for part in parts[0]]), partitions.join([[part] for part in parts[1]])
 
 
+@declared
 def iid(
-    source: str | Source = "digits",
+    source: recipes.SourceName = "digits",
     *,
-    clients: int = 20,
-    max_size: int | None = None,
-    seed: int = 0,
-    validation: float = 0.0,
-    calibration: float = 0.0,
-    root: str | Path | None = None,
-    download: bool = False,
+    clients: recipes.Clients = 20,
+    max_size: recipes.MaxSize = None,
+    seed: recipes.Seed = 0,
+    validation: recipes.Validation = 0.0,
+    calibration: recipes.Calibration = 0.0,
+    root: recipes.Root = None,
+    download: recipes.Download = False,
 ) -> FederatedData:
     """Divide shuffled rows into equal parts, to within one, without any skew; for classification and regression.
-
-    Args:
-        clients: Number of clients.
-
-    The other options are those of every recipe: `bayesfl.data.recipes.Options`.
 
     Raises:
         ValueError: There are more clients than training or test rows.
     """
-    options = Options(
+    options = recipes.Options(
         source=source, max_size=max_size, seed=seed, validation=validation, calibration=calibration, root=root, download=download
     )
     opened = options.open()
-    check_clients(clients, min(opened.train, len(opened.x) - opened.train), "test examples")
+    recipes.check_clients(clients, min(opened.train, len(opened.x) - opened.train), "test examples")
     train, test = deal_evenly(opened, clients, generator(seed, Purpose.PARTITION))
     return options.federate(opened, train, test, {"recipe": "iid", "source": opened.info.name, "clients": clients, **_scale(opened)})
 
 
+@declared
 def diabetes(
     *,
-    clients: int = 10,
-    by: Literal["age", "sex", "bmi", "bp", "s1", "s2", "s3", "s4", "s5", "s6"] | None = None,
-    seed: int = 0,
-    validation: float = 0.0,
-    calibration: float = 0.0,
+    clients: recipes.Clients = 10,
+    by: Feature | None = None,
+    seed: recipes.Seed = 0,
+    validation: recipes.Validation = 0.0,
+    calibration: recipes.Calibration = 0.0,
 ) -> FederatedData:
     """Divide a regression data set: disease progression of 442 patients from ten features, 354 of them for training; part of scikit-learn.
 
@@ -62,27 +60,21 @@ def diabetes(
     targets back to their units.
 
     Args:
-        clients: Number of clients.
         by: Feature in whose order the patients are cut into equal parts, ties at random, which skews the clients. None for no skew.
 
-    The other options are those of every recipe: `bayesfl.data.recipes.Options`.
-
     Raises:
-        ValueError: There are more clients than test rows, or `by` is no feature.
+        ValueError: There are more clients than test rows.
     """
     if by is None:
         return iid("diabetes", clients=clients, seed=seed, validation=validation, calibration=calibration)
-    features = ("age", "sex", "bmi", "bp", "s1", "s2", "s3", "s4", "s5", "s6")
-    if by not in features:
-        raise ValueError(f"by must be one of {', '.join(features)}, or None, got {by!r}")
-    options = Options(source="diabetes", seed=seed, validation=validation, calibration=calibration)
+    options = recipes.Options(source="diabetes", seed=seed, validation=validation, calibration=calibration)
     source = options.open()
-    check_clients(clients, len(source.x) - source.train, "test examples")
+    recipes.check_clients(clients, len(source.x) - source.train, "test examples")
     rng = generator(seed, Purpose.PARTITION)
     parts = []
     for x in (source.x_train, source.x_test):
         shuffled = rng.permutation(len(x))
-        order = shuffled[np.argsort(x[shuffled, features.index(by)].numpy(), kind="stable")]
+        order = shuffled[np.argsort(x[shuffled, get_args(Feature).index(by)].numpy(), kind="stable")]
         parts.append(partitions.join([[part] for part in np.array_split(order, clients)]))
     return options.federate(source, parts[0], parts[1], {"recipe": "diabetes", "by": by, "clients": clients, **_scale(source)})
 

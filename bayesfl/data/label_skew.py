@@ -1,32 +1,28 @@
 """Recipes with label skew: clients have different classes, or the same classes in different proportions."""
 
-import math
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
-from bayesfl.base.checks import number, whole
+from bayesfl.base.options import Count, Positive, declared
 from bayesfl.base.random import Purpose, generator
-from bayesfl.data import partitions
+from bayesfl.data import partitions, recipes
 from bayesfl.data.federated import FederatedData
-from bayesfl.data.recipes import Options, check_clients, check_labels, classes, superclass_groups
-from bayesfl.data.sources import Source
 
 
+@declared
 def labels_per_client(
-    source: str | Source = "digits",
+    source: recipes.SourceName = "digits",
     *,
-    clients: int = 20,
-    labels: int = 2,
+    clients: recipes.Clients = 20,
+    labels: recipes.Labels = 2,
     sizes: Literal["equal", "random"] = "equal",
-    max_size: int | None = None,
-    seed: int = 0,
-    validation: float = 0.0,
-    calibration: float = 0.0,
-    root: str | Path | None = None,
-    download: bool = False,
+    max_size: recipes.MaxSize = None,
+    seed: recipes.Seed = 0,
+    validation: recipes.Validation = 0.0,
+    calibration: recipes.Calibration = 0.0,
+    root: recipes.Root = None,
+    download: recipes.Download = False,
 ) -> FederatedData:
     """Divide a data set so that every client has a few classes only.
 
@@ -34,29 +30,22 @@ def labels_per_client(
     tested on all test rows of its classes, whatever its share of the training rows; so clients with a class in common share its test rows.
 
     Args:
-        clients: Number of clients.
-        labels: Number of classes of each client.
         sizes: Whether a class is divided into `equal` parts, or at `random` places.
 
-    The other options are those of every recipe: `bayesfl.data.recipes.Options`.
-
     Raises:
-        ValueError: `labels` is no whole number or exceeds the number of classes, `sizes` is none of the two words, or there are more
-            clients than rows.
+        ValueError: `labels` exceeds the number of classes, or there are more clients than rows.
 
     References:
         McMahan et al., "Communication-efficient learning of deep networks from decentralized data", AISTATS 2017, section 3,
         for two classes per client.
     """
-    options = Options(
+    options = recipes.Options(
         source=source, max_size=max_size, seed=seed, validation=validation, calibration=calibration, root=root, download=download
     )
     opened = options.open()
-    y_train, y_test = classes(opened, "labels_per_client")
-    labels = check_labels(labels, opened)
-    if sizes not in ("equal", "random"):
-        raise ValueError(f"sizes must be 'equal' or 'random', got {sizes!r}")
-    check_clients(clients, len(y_train), "training examples")
+    y_train, y_test = recipes.classes(opened, "labels_per_client")
+    recipes.check_labels(labels, opened)
+    recipes.check_clients(clients, len(y_train), "training examples")
     rng = generator(seed, Purpose.PARTITION)
     held = partitions.spread_labels(opened.outputs, clients, labels, rng)
     train = partitions.deal_labels(y_train, held, opened.outputs, sizes == "equal", rng)
@@ -69,17 +58,18 @@ def labels_per_client(
     )
 
 
+@declared
 def shards(
-    source: str | Source = "digits",
+    source: recipes.SourceName = "digits",
     *,
-    clients: int = 100,
-    shards: int = 2,
-    max_size: int | None = None,
-    seed: int = 0,
-    validation: float = 0.0,
-    calibration: float = 0.0,
-    root: str | Path | None = None,
-    download: bool = False,
+    clients: recipes.Clients = 100,
+    shards: Count = 2,
+    max_size: recipes.MaxSize = None,
+    seed: recipes.Seed = 0,
+    validation: recipes.Validation = 0.0,
+    calibration: recipes.Calibration = 0.0,
+    root: recipes.Root = None,
+    download: recipes.Download = False,
 ) -> FederatedData:
     """Sort the training rows by label, cut them into shards of one size, and give every client a few: the pathological partition.
 
@@ -89,24 +79,20 @@ def shards(
     FedEM's code pools training and test rows and divides each client's 80 : 20; here the data's own division is kept.
 
     Args:
-        clients: Number of clients.
         shards: Number of shards of each client.
 
-    The other options are those of every recipe: `bayesfl.data.recipes.Options`.
-
     Raises:
-        ValueError: `clients` or `shards` is no whole number >= 1, or there are more shards than training rows.
+        ValueError: There are more shards than training rows.
 
     References:
         McMahan et al., "Communication-efficient learning of deep networks from decentralized data", AISTATS 2017, section 3.
     """
-    options = Options(
+    options = recipes.Options(
         source=source, max_size=max_size, seed=seed, validation=validation, calibration=calibration, root=root, download=download
     )
     opened = options.open()
-    y_train, y_test = classes(opened, "shards")
-    shards = whole("shards", shards, least=1)
-    check_clients(clients, len(y_train) // shards, f"sets of {shards} training examples")
+    y_train, y_test = recipes.classes(opened, "shards")
+    recipes.check_clients(clients, len(y_train) // shards, f"sets of {shards} training examples")
     rng = generator(seed, Purpose.PARTITION)
     train = partitions.shards(y_train, clients, shards, rng)
     counts = np.stack([np.bincount(y_train[rows], minlength=opened.outputs) for rows in train], axis=1)
@@ -118,19 +104,20 @@ def shards(
     )
 
 
+@declared
 def dirichlet(
-    source: str | Source = "digits",
+    source: recipes.SourceName = "digits",
     *,
-    clients: int = 20,
-    alpha: float = 0.5,
-    min_size: int = 10,
-    label_clusters: int | None = None,
-    max_size: int | None = None,
-    seed: int = 0,
-    validation: float = 0.0,
-    calibration: float = 0.0,
-    root: str | Path | None = None,
-    download: bool = False,
+    clients: recipes.Clients = 20,
+    alpha: Positive = 0.5,
+    min_size: Count = 10,
+    label_clusters: Count | None = None,
+    max_size: recipes.MaxSize = None,
+    seed: recipes.Seed = 0,
+    validation: recipes.Validation = 0.0,
+    calibration: recipes.Calibration = 0.0,
+    root: recipes.Root = None,
+    download: recipes.Download = False,
 ) -> FederatedData:
     """Divide each class among all clients in proportions drawn from a symmetric Dirichlet, which skews labels and sizes.
 
@@ -145,27 +132,23 @@ def dirichlet(
     groups.
 
     Args:
-        clients: Number of clients.
         alpha: Concentration, > 0: the smaller, the more skewed.
         min_size: Smallest number of training rows of a client, before validation and calibration.
         label_clusters: Number of groups of classes that are divided together; None divides each class by itself.
 
-    The other options are those of every recipe: `bayesfl.data.recipes.Options`.
-
     Raises:
-        ValueError: An argument is out of range or of the wrong type, or there are too few rows for so many clients.
+        ValueError: There are too few rows for so many clients, or more groups than classes.
 
     References:
         Yurochkin et al., "Bayesian nonparametric federated learning of neural networks", ICML 2019, section 4. Groups: Marfoq et al.,
         "Federated multi-task learning under a mixture of distributions", NeurIPS 2021, experiments.
     """
-    options = Options(
+    options = recipes.Options(
         source=source, max_size=max_size, seed=seed, validation=validation, calibration=calibration, root=root, download=download
     )
     opened = options.open()
-    y_train, y_test = classes(opened, "dirichlet")
-    alpha, min_size = _concentration("alpha", alpha), whole("min_size", min_size, least=1)
-    check_clients(clients, len(y_train), "training examples")
+    y_train, y_test = recipes.classes(opened, "dirichlet")
+    recipes.check_clients(clients, len(y_train), "training examples")
     if clients * min_size > len(y_train):
         raise ValueError(
             f"{clients} clients of at least {min_size} examples need {clients * min_size}, {opened.info.name!r} has {len(y_train)} "
@@ -174,7 +157,7 @@ def dirichlet(
     rng = generator(seed, Purpose.PARTITION)
     clusters = None
     if label_clusters is not None:
-        if whole("label_clusters", label_clusters, least=1) > opened.outputs:
+        if label_clusters > opened.outputs:
             raise ValueError(f"label_clusters must lie within [1, {opened.outputs}], the number of classes, got {label_clusters}")
         clusters = [np.sort(group) for group in np.array_split(rng.permutation(opened.outputs), label_clusters)]
         cluster_of = np.empty(opened.outputs, dtype=np.int64)
@@ -199,19 +182,20 @@ def dirichlet(
     )
 
 
+@declared
 def pachinko(
-    source: str | Source = "cifar100",
+    source: recipes.SourceName = "cifar100",
     *,
-    clients: int = 100,
-    size: int | None = None,
-    alpha: float = 0.4,
-    beta: float = 10.0,
-    superclasses: Sequence[Sequence[int]] | None = None,
-    seed: int = 0,
-    validation: float = 0.0,
-    calibration: float = 0.0,
-    root: str | Path | None = None,
-    download: bool = False,
+    clients: recipes.Clients = 100,
+    size: recipes.TrainRows | None = None,
+    alpha: Positive = 0.4,
+    beta: Positive = 10.0,
+    superclasses: recipes.Superclasses = None,
+    seed: recipes.Seed = 0,
+    validation: recipes.Validation = 0.0,
+    calibration: recipes.Calibration = 0.0,
+    root: recipes.Root = None,
+    download: recipes.Download = False,
 ) -> FederatedData:
     """Divide a data set along a tree of superclasses and classes: a client has few superclasses, and most classes of these.
 
@@ -223,31 +207,25 @@ def pachinko(
 
     Args:
         source: Name of a data set, or a source of your own. In data without superclasses, superclass k is classes 2k and 2k + 1.
-        clients: Number of clients.
         size: Number of training rows of each client, before validation and calibration; None divides all rows equally, but for a remainder.
         alpha: Concentration over superclasses, > 0.
         beta: Concentration over the classes of one superclass, > 0.
-        superclasses: The classes of each superclass, in groups of one size; None for the source's own.
-
-    The other options are those of every recipe: `bayesfl.data.recipes.Options`.
 
     Raises:
-        ValueError: An argument is out of range or of the wrong type, there are too few rows for so many clients, or the superclasses are
-            not groups of one size of different classes.
+        ValueError: There are too few rows for so many clients, or the superclasses are not groups of one size of different classes.
 
     References:
         Reddi et al., "Adaptive federated optimization", ICLR 2021, appendix on CIFAR-100 (after Li and McCallum, "Pachinko allocation",
         ICML 2006); the values of Marfoq et al., "Federated multi-task learning under a mixture of distributions", NeurIPS 2021.
     """
-    options = Options(source=source, seed=seed, validation=validation, calibration=calibration, root=root, download=download)
+    options = recipes.Options(source=source, seed=seed, validation=validation, calibration=calibration, root=root, download=download)
     opened = options.open()
-    y_train, y_test = classes(opened, "pachinko")
-    groups = superclass_groups(opened, superclasses)
-    alpha, beta = _concentration("alpha", alpha), _concentration("beta", beta)
+    y_train, y_test = recipes.classes(opened, "pachinko")
+    groups = recipes.superclass_groups(opened, superclasses)
     sizes = np.bincount(y_train, minlength=opened.outputs)
     rows = int(sizes[[k for group in groups for k in group]].sum())
-    check_clients(clients, rows, "training examples")
-    size = rows // clients if size is None else whole("size", size, least=1)
+    recipes.check_clients(clients, rows, "training examples")
+    size = rows // clients if size is None else size
     if clients * size > rows:
         raise ValueError(f"{clients} clients of {size} training examples need {clients * size}, there are {rows}: take fewer, or size=None")
     rng = generator(seed, Purpose.PARTITION)
@@ -266,11 +244,3 @@ def pachinko(
             "superclasses": groups,
         },
     )
-
-
-def _concentration(name: str, value: float) -> float:
-    """Check the concentration of a Dirichlet, and return it as a float."""
-    value = number(name, value)
-    if not (value > 0 and math.isfinite(value)):
-        raise ValueError(f"{name} is a concentration and must be a finite number > 0, got {value}")
-    return value

@@ -1,27 +1,27 @@
 """Natural federations: every example belongs to its own client from the start, a hospital or a speaking role."""
 
 import math
-from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import torch
 
-from bayesfl.base.checks import whole
+from bayesfl.base.options import Range, declared
 from bayesfl.base.random import Purpose, generator
-from bayesfl.data import partitions
+from bayesfl.data import partitions, recipes
 from bayesfl.data.federated import FederatedData
-from bayesfl.data.recipes import Options
 
 _HEART_TEST = 0.34  # FLamby's share
 _ROLE_TRAIN = 0.8
 
 
+@declared
 def heart_disease(
     *,
-    seed: int = 0,
-    validation: float = 0.0,
-    calibration: float = 0.0,
-    root: str | Path | None = None,
+    seed: recipes.Seed = 0,
+    validation: recipes.Validation = 0.0,
+    calibration: recipes.Calibration = 0.0,
+    root: recipes.Root = None,
 ) -> FederatedData:
     """Make a federation of four hospitals, heart disease yes or no: 740 patients, 13 inputs.
 
@@ -32,8 +32,6 @@ def heart_disease(
     Args:
         root: Folder that holds `heart_disease/heart.csv`, or the four files `heart_disease/processed.*.data`.
 
-    The other options are those of every recipe: `bayesfl.data.recipes.Options`.
-
     Raises:
         FileNotFoundError: The files are absent.
 
@@ -41,7 +39,7 @@ def heart_disease(
         Ogier du Terrail et al., "FLamby: datasets and benchmarks for cross-silo federated learning in realistic healthcare
         settings", NeurIPS 2022 (datasets and benchmarks), appendix on Fed-Heart-Disease.
     """
-    options = Options(source="heart", seed=seed, validation=validation, calibration=calibration, root=root)
+    options = recipes.Options(source="heart", seed=seed, validation=validation, calibration=calibration, root=root)
     source = options.load()
     assert source.owners is not None
     owners, y = source.owners.numpy(), source.y.numpy()
@@ -59,14 +57,15 @@ def heart_disease(
     return options.federate(source, train, test, recipe, pooled=True, x=x.float(), names=source.owner_names)
 
 
+@declared
 def shakespeare(
     *,
-    min_size: int = 10,
-    max_size: int | None = None,
-    seed: int = 0,
-    validation: float = 0.0,
-    calibration: float = 0.0,
-    root: str | Path | None = None,
+    min_size: Annotated[int, Range(2, ends="[")] = 10,
+    max_size: recipes.MaxSize = None,
+    seed: recipes.Seed = 0,
+    validation: recipes.Validation = 0.0,
+    calibration: recipes.Calibration = 0.0,
+    root: recipes.Root = None,
 ) -> FederatedData:
     """Make a federation of the speaking roles of 37 plays, whose task is to predict the next character, for `bf.models.char_lstm`.
 
@@ -80,10 +79,8 @@ def shakespeare(
         min_size: Smallest number of examples of a role, at least 2; roles with fewer are left out.
         root: Folder that holds `shakespeare/moby_plays.txt`.
 
-    The other options are those of every recipe: `bayesfl.data.recipes.Options`.
-
     Raises:
-        ValueError: A number is out of range, or no role has so many examples.
+        ValueError: No role has so many examples.
         FileNotFoundError: The file is absent.
 
     References:
@@ -91,8 +88,7 @@ def shakespeare(
         benchmark for federated settings", 2018, arXiv:1812.01097; Marfoq et al., "Federated multi-task learning under a mixture of
         distributions", NeurIPS 2021.
     """
-    min_size = whole("min_size", min_size, least=2)
-    options = Options(source="shakespeare", max_size=max_size, seed=seed, validation=validation, calibration=calibration, root=root)
+    options = recipes.Options(source="shakespeare", max_size=max_size, seed=seed, validation=validation, calibration=calibration, root=root)
     source = options.load()
     assert source.owners is not None
     counts = np.bincount(source.owners.numpy(), minlength=len(source.owner_names))

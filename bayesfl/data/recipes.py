@@ -1,20 +1,19 @@
 """Recipes: one call makes a federation from the name of a data set, as papers do.
 
-This module holds what they have in common: `Options`, which all of them take, and the steps that several need. Recipes of equal parts, of
-label skew and of concept shift keep the data's own division into training and test rows, all but `label_groups`; all recipes share one
-copy of the data between clients. The same arguments give the same partition on every machine; two federations are the same if their
-`FederatedData.hash` is.
+This module holds what they have in common: their options, and the steps that several need. Recipes of equal parts, of label skew and of
+concept shift keep the data's own division into training and test rows, all but `label_groups`; all recipes share one copy of the data
+between clients. The same arguments give the same partition on every machine; two federations are the same if their `FederatedData.hash` is.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
 import numpy as np
 from torch import Tensor
 
-from bayesfl.base.checks import whole
+from bayesfl.base.options import AT_LEAST_0, AT_LEAST_1, Range, declared
 from bayesfl.base.random import Purpose, generator
 from bayesfl.data.assembly import assemble
 from bayesfl.data.federated import FederatedData
@@ -23,32 +22,46 @@ from bayesfl.data.partitions import LIMIT, stratified
 from bayesfl.data.readers import load
 from bayesfl.data.sources import Source
 
+_SHARE = Range(0, 1, "[", why="it is a share of each client's training rows")
+
+SourceName: TypeAlias = Annotated[str | Source, "Name of a data set, or a source of your own."]
+Clients: TypeAlias = Annotated[int, AT_LEAST_1, "Number of clients."]
+Labels: TypeAlias = Annotated[int, AT_LEAST_1, "Number of classes of each client."]
+Superclasses: TypeAlias = Annotated[
+    Sequence[Sequence[int]] | None, "The classes of each superclass, in groups of one size; None for the source's own."
+]
+TrainRows: TypeAlias = Annotated[int, AT_LEAST_1, "Number of training rows of each client, before validation and calibration."]
+TestRows: TypeAlias = Annotated[int, AT_LEAST_1, "Number of test rows of each client."]
+Share: TypeAlias = Annotated[float, Range(0, 1, "[]")]
+MaxSize: TypeAlias = Annotated[
+    int | None,
+    AT_LEAST_1,
+    "Largest number of training rows of each client, before validation and calibration. Those beyond it are left out, each class in "
+    "proportion. None for all.",
+]
+Seed: TypeAlias = Annotated[int, AT_LEAST_0, "Seed of all that is drawn: the partition, any rows left out, and the two shares below."]
+Validation: TypeAlias = Annotated[float, _SHARE, "Share of each client's training rows for tuning, at least one row; 0 for no such split."]
+Calibration: TypeAlias = Annotated[float, _SHARE, "The same for temperatures and conformal thresholds, disjoint from `validation`."]
+Root: TypeAlias = Annotated[str | Path | None, "Folder of the data's files; None for the one in which `bayesfl.data.load` looks."]
+Download: TypeAlias = Annotated[bool, "Whether torchvision may download images that are absent."]
+
 
 @dataclass(frozen=True, kw_only=True)
+@declared
 class Options:
-    """The options of every recipe, by these names, and with these defaults unless its docstring says otherwise.
+    """The options of every recipe, by these names, and with these defaults unless it has others.
 
     Recipes of one data set have no `source`, and those that need no files no `root` and no `download`. Those that fix or standardise
     each client's training rows themselves have no `max_size`.
-
-    Args:
-        source: Name of a data set, or a source of your own.
-        max_size: Largest number of training rows of each client, before validation and calibration. Those beyond it are left out, each
-            class in proportion. None for all.
-        seed: Seed of all that is drawn: the partition, the rows left out, and the two shares below.
-        validation: Share of each client's training rows for tuning, at least one row; 0 for no such split.
-        calibration: The same for temperatures and conformal thresholds, disjoint from `validation`.
-        root: Folder of the data's files; None for the one in which `bayesfl.data.load` looks.
-        download: Whether torchvision may download images that are absent.
     """
 
-    source: str | Source = "digits"
-    max_size: int | None = None
-    seed: int = 0
-    validation: float = 0.0
-    calibration: float = 0.0
-    root: str | Path | None = None
-    download: bool = False
+    source: SourceName = "digits"
+    max_size: MaxSize = None
+    seed: Seed = 0
+    validation: Validation = 0.0
+    calibration: Calibration = 0.0
+    root: Root = None
+    download: Download = False
 
     def load(self) -> Source:
         """Return the source that was given, or read the data set that was named."""
@@ -97,11 +110,11 @@ class Options:
             environment: Environment from which each row comes, [N] int64, from 0 within each client; None for no environments.
 
         Raises:
-            ValueError: A share or `max_size` is out of range, or a client would have no training rows left.
+            ValueError: The shares add up to 1 or more, or a client would have no training rows left.
         """
         y = source.y if y is None else y
         if self.max_size is not None:
-            train = self._limited(train, y.numpy() if source.task == "classification" and y.dim() == 1 else None)
+            train = self._limited(train, self.max_size, y.numpy() if source.task == "classification" and y.dim() == 1 else None)
             recipe = {**recipe, "max_size": self.max_size}
         return assemble(
             source.x if x is None else x,
@@ -119,9 +132,8 @@ class Options:
             environment=environment,
         )
 
-    def _limited(self, rows: Sequence[np.ndarray], labels: np.ndarray | None) -> list[np.ndarray]:
-        """Return at most `max_size` of each client's rows."""
-        most = whole("max_size", self.max_size, least=1)
+    def _limited(self, rows: Sequence[np.ndarray], most: int, labels: np.ndarray | None) -> list[np.ndarray]:
+        """Return at most `most` of each client's rows."""
         kept = []
         for j, mine in enumerate(rows):
             rng = generator(self.seed, Purpose.SPLIT, client=j, phase=LIMIT)
@@ -142,25 +154,15 @@ def classes(source: Source, recipe: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def check_clients(clients: int, most: int, what: str) -> None:
-    """Check that `clients` is a whole number of at least 1 and at most `most`.
-
-    Raises:
-        ValueError: `clients` is out of range; the message says that there are `most` of `what`.
-    """
-    if whole("clients", clients, least=1) > most:
+    """Raise ValueError if there are more clients than `most`; the message says that there are so many of `what`."""
+    if clients > most:
         raise ValueError(f"clients must be at most {most}, as many as there are {what}, got {clients}")
 
 
-def check_labels(labels: int, source: Source) -> int:
-    """Check the number of classes of each client, and return it.
-
-    Raises:
-        ValueError: `labels` is no whole number >= 1, or exceeds the number of classes.
-    """
-    labels = whole("labels", labels, least=1)
+def check_labels(labels: int, source: Source) -> None:
+    """Raise ValueError if a client is to have more classes than there are."""
     if labels > source.outputs:
         raise ValueError(f"labels must lie within [1, {source.outputs}], the number of classes of {source.info.name!r}, got {labels}")
-    return labels
 
 
 def superclass_groups(opened: Source, given: Sequence[Sequence[int]] | None) -> list[list[int]]:

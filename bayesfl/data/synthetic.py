@@ -1,9 +1,12 @@
 """Synthetic federations, whose true model is known."""
 
+from typing import Annotated
+
 import numpy as np
 import torch
 
-from bayesfl.base.checks import number, whole
+from bayesfl.base.options import Count, NotNegative, Positive, Range, declared
+from bayesfl.data import recipes
 from bayesfl.data.assembly import assemble
 from bayesfl.data.federated import FederatedData
 from bayesfl.data.names import generated
@@ -15,17 +18,18 @@ MARFOQ = (
 )
 
 
+@declared
 def linear_mixture(
     *,
-    clients: int = 300,
-    components: int = 3,
-    inputs: int = 150,
-    alpha: float = 0.4,
-    noise: float = 0.1,
-    test: int = 2000,
-    seed: int = 12345,
-    validation: float = 0.0,
-    calibration: float = 0.0,
+    clients: recipes.Clients = 300,
+    components: Count = 3,
+    inputs: Count = 150,
+    alpha: Positive = 0.4,
+    noise: NotNegative = 0.1,
+    test: recipes.TestRows = 2000,
+    seed: Annotated[int, Range(0, 2**32, "[", why="NumPy's legacy generator takes seeds below 2**32")] = 12345,
+    validation: recipes.Validation = 0.0,
+    calibration: recipes.Calibration = 0.0,
 ) -> FederatedData:
     """Draw labels of two classes by one of M linear rules for each example; clients use the rules in different proportions.
 
@@ -46,21 +50,13 @@ def linear_mixture(
         seed: Seed of all draws, below 2^32. They come from NumPy's legacy generator, which gives the authors' sizes; the validation and
             calibration shares use the seed too.
 
-    The other options are those of every recipe: `bayesfl.data.recipes.Options`.
-
     Raises:
-        ValueError: A number lies outside its range.
+        ValueError: `alpha` is so small that its draws underflow.
 
     References:
         Marfoq, Neglia, Bellet, Kameni, Vidal, "Federated multi-task learning under a mixture of distributions", NeurIPS 2021, experiments;
         sizes from the authors' code, github.com/omarfoq/FedEM.
     """
-    for name, value in {"clients": clients, "components": components, "inputs": inputs, "test": test}.items():
-        whole(name, value, least=1)
-    if not (0 < number("alpha", alpha) < np.inf and 0 <= number("noise", noise) < np.inf):
-        raise ValueError(f"alpha must be > 0 and noise >= 0, both finite, got {alpha} and {noise}")
-    if whole("seed", seed, least=0) >= 2**32:
-        raise ValueError(f"seed must be below 2**32, which NumPy's legacy generator takes, got {seed}")
     rng = np.random.RandomState(seed)
     sizes = np.minimum(rng.lognormal(4, 2, clients).astype(int) + 50, 1000)
     weights = rng.dirichlet(np.full(components, alpha), clients)

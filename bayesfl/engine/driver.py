@@ -21,7 +21,6 @@ from bayesfl.models.modes import draws, lively
 
 T = TypeVar("T")
 KernelName: TypeAlias = Literal["auto", "reference", "live", "layers", "vmap"]
-KERNELS = ("auto", "reference", "live", "layers", "vmap")
 
 # docs/decisions/0008: larger chunks push the weights of an MLP out of the cache; smaller ones need more calls for the same products.
 CPU_CHUNK = 5

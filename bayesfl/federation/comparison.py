@@ -107,9 +107,8 @@ def _options(runs: Mapping[str, Sequence[Any]]) -> Iterator[str]:
     for name, found in runs.items():
         lines: list[str] = []
         for run in found:
-            one = identity(run.algorithm)
-            one["network"] = {part: of for part, of in one["network"].items() if part not in ("parameters", "constants")}
-            by_hand = one["method"] if run.algorithm.made else str(_kind(one["options"]))
+            one = {part: of for part, of in identity(run.algorithm).items() if part not in ("parameters", "constants")}
+            by_hand = one["method"] if run.algorithm.made else str(_kind(one[one["method"]]))
             known, other = first.setdefault(by_hand, (name, one))
             whom = "its first run" if known == name else known
             for path, (before, now) in differences(other, one).items():

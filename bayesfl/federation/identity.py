@@ -30,14 +30,14 @@ def identity(algorithm: Algorithm) -> dict[str, Any]:
     of a forward.
     """
     model = algorithm.model
-    network = {
+    return {
+        **described(algorithm),
         "layers": layers(model),
         "held": held(model),
         "drawing": [name for name, part in model.named_modules() if part.training and rate(part) > 0],
         "parameters": {name: list(p.shape) for name, p in model.named_parameters()},
         "constants": _constants(algorithm),
     }
-    return {**described(algorithm), "network": network}
 
 
 def _constants(algorithm: Algorithm) -> dict[str, str]:
@@ -102,16 +102,14 @@ def refuse(what: str, different: Mapping[str, tuple[Any, Any]], remedy: str) -> 
 def method_differences(made_with: Mapping[str, Any], algorithm: Algorithm) -> dict[str, tuple[Any, Any]]:
     """Return where a method and its network differ from those of a saved identity: of two methods their names alone."""
     now = identity(algorithm)
-    if made_with.get("method") != now["method"]:
-        return {"method": (made_with.get("method"), now["method"])}
-    then, options = made_with, dict(now["options"])
-    if algorithm.made is not None:  # an option that came later is at the default that made no difference
-        later = options.keys() - then.get("options", {}).keys()
+    if made_with.get("method") != (name := now["method"]):
+        return {"method": (made_with.get("method"), name)}
+    options, then = now[name], made_with.get(name)
+    if algorithm.made is not None and isinstance(then, Mapping):  # an option that came later is at the default that made no difference
         defaults = inspect.signature(algorithm.made.function).parameters
-        options = {name: value for name, value in options.items() if name not in later or value != described(defaults[name].default)}
-    found = differences({now["method"]: then.get("options", {})}, {now["method"]: options})
-    written, given = ({key: one.get(key) for key in ("revision", "source")} for one in (then, now))
-    return found | differences(written, given) | network_differences(then, algorithm)
+        options = {key: value for key, value in options.items() if key in then or value != described(defaults[key].default)}
+    own = [{part: of.get(part) for part in ("revision", "source", "drawing")} for of in (made_with, now)]
+    return differences({name: then, **own[0]}, {name: options, **own[1]}) | network_differences(made_with, algorithm)
 
 
 def network_differences(made_with: Mapping[str, Any], algorithm: Algorithm) -> dict[str, tuple[Any, Any]]:
@@ -119,10 +117,13 @@ def network_differences(made_with: Mapping[str, Any], algorithm: Algorithm) -> d
 
     The state's tensors alone would not tell another activation, or another frozen backbone.
     """
-    then, now = made_with.get("network", {}), identity(algorithm)["network"]
-    known = then.get("held", {})  # later versions of torch may hold more
-    own = {part: {key: value for key, value in of.items() if key in known.get(part, of)} for part, of in now["held"].items()}
-    found = differences(then, {**now, "held": own})
+    now, known = identity(algorithm), made_with.get("held")
+    if isinstance(known, Mapping):  # later versions of torch may hold more
+        parts = {part: then if isinstance(then := known.get(part), Mapping) else of for part, of in now["held"].items()}
+        now["held"] = {part: {key: one for key, one in of.items() if key in parts[part]} for part, of in now["held"].items()}
+    found: dict[str, tuple[Any, Any]] = {}
+    for part in ("layers", "parameters", "held", "constants"):
+        found |= differences({part: made_with.get(part, {})}, {part: now[part]})
     kinds = {f"held.{path.removeprefix('layers.')}" for path in found if path.startswith("layers.")}
     return {path: both for path, both in found.items() if path.rpartition(".")[0] not in kinds}
 
@@ -142,8 +143,8 @@ def same_network(what: str, made_with: Mapping[str, Any], algorithm: Algorithm) 
     Raises:
         CheckpointError: The layers, the shapes of the parameters, or the values of frozen parameters and buffers differ.
     """
-    found = {path: both for path, both in network_differences(made_with, algorithm).items() if not path.startswith("drawing")}
-    refuse(f"{what} has the state of another network:", found, "build the method on that network, frozen weights and buffers included")
+    different = network_differences(made_with, algorithm)
+    refuse(f"{what} has the state of another network:", different, "build the method on that network, frozen weights and buffers included")
 
 
 def same_data(what: str, known: Outline, clients: FederatedData) -> None:

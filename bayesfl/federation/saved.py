@@ -9,6 +9,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from bayesfl.base.checks import instance
+from bayesfl.base.files import folder
 from bayesfl.base.protocols import Server, View
 from bayesfl.base.trees import alike, flatten
 from bayesfl.composition.algorithm import Algorithm
@@ -39,6 +40,8 @@ def load(
         ValueError: The device is absent, or the data's columns or classes have other names than those of the run, or another order.
         CheckpointError: The folder holds no run of `simulate`, or one that is damaged or was made with another method or on other data.
     """
+    if clients is not None:
+        of_a_run(algorithm, clients)
     result, made_with = _read(path, algorithm, device)
     same_method(repr(str(path)), made_with, algorithm)
     return result if clients is None else on(result, clients, repr(str(path)))
@@ -66,7 +69,9 @@ def started(start: Result | str | os.PathLike[str], algorithm: Algorithm, device
             f"start must be a Result or a saved one's folder, got {type(start).__name__}; bayesfl.flower.serve(start=) takes a Deployed"
         )
     what = "start" if isinstance(start, Result) else repr(str(start))
-    found, made_with = (start, identity(start.algorithm)) if isinstance(start, Result) else _read(start, algorithm, device)
+    found, made_with = (
+        (start, identity(start.algorithm)) if isinstance(start, Result) else _read(folder("start", start), algorithm, device)
+    )
     same_network(what, made_with, algorithm)
     about = {"clients": found.known.clients, "dtype": found.dtype, "stacked": True, "novel": found.novel}
     check_state(what, algorithm, found.server, found.private, **about)
@@ -91,14 +96,13 @@ def resumed(run: Result | str | os.PathLike[str], algorithm: Algorithm, clients:
     """
     of_a_run(algorithm, clients)
     if not isinstance(run, Result):
-        return load(run, algorithm, clients, device=device)
+        return load(folder("resume", run), algorithm, clients, device=device)
     same_method("the result", identity(run.algorithm), algorithm)
     return on(run, clients, "the result")
 
 
 def on(result: Result, clients: FederatedData, what: str) -> Result:
     """Return a result with the data on which it was made."""
-    instance("clients", clients, FederatedData, "pass those on which the run was made")
     if result.known.hash != clients.hash:
         same_data(what, result.known.outline, clients)
     same_problem("clients", clients, result.known)

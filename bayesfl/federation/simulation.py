@@ -11,6 +11,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from bayesfl.base.checks import whole
+from bayesfl.base.files import folder
 from bayesfl.base.protocols import Server
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import ClientData, FederatedData
@@ -201,7 +202,7 @@ def _from_where(
     if checkpoint is None:
         return resume
     warm.check_apart(start, checkpoint)
-    held = store.claim(checkpoint)
+    held = store.claim(folder("checkpoint", checkpoint))
     if resume is None:
         return checkpoint if held else None
     if held and (isinstance(resume, Result) or os.path.realpath(resume) != os.path.realpath(checkpoint)):

@@ -44,6 +44,10 @@ STEPS: dict[str, type] = {kind.__name__: kind for kind in (Choice, Temperature, 
 """Steps of calibration by their names in files."""
 
 
+class _Other(CheckpointError):
+    """An error raised for a whole file of another kind or format."""
+
+
 class Entry(NamedTuple):
     """How a field is written, as JSON, tensors, and mappings of these, and how it is read from them."""
 
@@ -106,7 +110,7 @@ def optional(entry: Entry) -> Entry:
 
 PLAIN = Entry()
 TUPLE = Entry(read=as_tuples)
-METHOD = Entry(identity)
+METHOD = Entry(identity, dict)
 SETTINGS = Entry(asdict, lambda found: Settings(**found))
 HISTORY = Entry(lambda history: history.rows, History)
 DTYPE = Entry(name_of, DTYPES.__getitem__)
@@ -206,6 +210,8 @@ def read(path: str | os.PathLike[str], kind: Kind, device: torch.device | str = 
     for file in files:
         try:
             found = read_file(file, kind, device)
+        except _Other:
+            raise
         except CheckpointError as error:
             damage.append(str(error))
             continue
@@ -237,10 +243,10 @@ def read_file(file: Path, kind: Kind, device: torch.device | str = "cpu") -> dic
         said = json.loads(text)
         if (written := said.pop("format")) != FORMAT:
             version = said.get("version", "0.2")
-            raise CheckpointError(f"{str(file)!r} has format {written}, which bayesfl {version} wrote and reads, and this version does not")
+            raise _Other(f"{str(file)!r} has format {written}, which bayesfl {version} wrote and reads, and this version does not")
         if (found := said.pop("kind")) != kind.name:
             other = {one.name: one for one in KINDS}[found]
-            raise CheckpointError(f"{str(file)!r} holds {other.what}, not {kind.what}: {other.reader}")
+            raise _Other(f"{str(file)!r} holds {other.what}, not {kind.what}: {other.reader}")
         # Copies lie at aligned places, as those of the run did: sums over others may be grouped otherwise.
         content = _joined(said, nest({name: t.to(device, copy=True) for name, t in flat.items()}))
         return {name: entry.read(content[name]) for name, entry in kind.fields.items()} if kind.fields else content

@@ -162,11 +162,10 @@ class Roster:
             raise records.RecordError(f"its key is that of {self.called(other)}; give every node a key of its own")
         self.names[client] = name
         for kind in ("transform", "augment", "columns"):
-            if (digest := records.config(reply).get(kind)) is None:  # an earlier version's node
-                continue
-            if self._changes.setdefault(kind, str(digest)) != digest:
+            digest = records.setting(reply, kind, str)
+            if self._changes.setdefault(kind, digest) != digest:
                 log.warning(
-                    "%s has another %s of its inputs than the first client that answered, or none, or another version of Python: the model "
+                    "%s has another %s of its inputs than the first client that answered, or none: the model "
                     "would read its rows as something else; make every node's data by the same function or columns, unless that is meant",
                     self.called(client),
                     kind,

@@ -375,7 +375,7 @@ def test_the_literal_prior_is_stable(model: nn.Module, clients: FederatedData):
     ("options", "message"),
     [
         ({"prior_precision": 0.0}, "prior_precision must lie within"),
-        ({"predictive_precision": -1.0}, r"precision \(in fedsi predictive_precision\) must be > 0"),
+        ({"predictive_precision": -1.0}, r"precision must be > 0 and finite, got -1\.0"),
         ({"share": 0.0}, r"^share .*\(0, 1\].* got 0\.0"),
         ({"aggregation": "median"}, r"aggregation .*'moment_match'.* got 'median'"),
         ({"variance_floor": 1e9}, r"variance_floor .*alpha.* got 1000000000.0"),

@@ -21,7 +21,6 @@ POOL = r"block '{}' has batch norms, and its pool {} .*group_norm\(model\).*eval
 REFUSED = {
     "clustered": POOL.format("w", "Stack"),
     "group_dro": POOL.format("w", "Stack"),
-    "perinvfl": POOL.format("w", "Stack"),
     "perinvfl-group_dro": POOL.format("w", "Stack"),
     "perinvfl-contrastive": POOL.format("w", "Stack"),
     "d_fedem": POOL.format("components", "Mixed"),

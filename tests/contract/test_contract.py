@@ -18,6 +18,7 @@ from bayesfl.composition.phases import Once
 from bayesfl.data import FederatedData
 from bayesfl.federation.result import Result
 from tests.cases import CASES, SIZES, Case, federation, kernels_of
+from tests.contract.made import DECOUPLED
 from tests.federation import made
 from tests.federation.made import state
 
@@ -39,7 +40,7 @@ def test_every_algorithm_has_a_case():
     assert list(dict.fromkeys(case.name for case in CASES)) == list(PAPERS)
 
 
-WHO = [(case, 0.5, "all") for case in CASES]
+WHO = [(case, 0.5, "all") for case in (*CASES, DECOUPLED)]
 WHO += [(case, *who) for case in CASES if case.name in ("fedavg", "pfedvem", "fedpac", "fedem") for who in ((1.0, None), (0.5, "cohort"))]
 
 

@@ -163,7 +163,7 @@ def test_whether_clients_are_turned_is_yes_or_no():
 def test_only_coloured_data_are_recoloured(made):
     with pytest.raises(ValueError, match=r"recoloured .*coloured\(\).*'select'"):
         recoloured(made[1].select([0]), 0.5)
-    with pytest.raises(ValueError, match="agreement must hold shares"):
+    with pytest.raises(ValueError, match=r"agreement .*\[0, 1\], got 1\.5"):
         recoloured(made[1], 1.5)
     with pytest.raises(TypeError, match=r"clients .*FederatedData, got int; .*bf\.data\.coloured\(\)"):
         recoloured(3, 0.5)  # pyright: ignore[reportArgumentType]

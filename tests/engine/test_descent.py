@@ -19,13 +19,15 @@ from bayesfl.composition.phases import Descend
 from bayesfl.composition.priors import Flat, Normal, server_mean
 from bayesfl.data import FederatedData
 from bayesfl.engine.plan import PhasePlan
-from bayesfl.optim import SGD, Adam
+from bayesfl.optim import SGD, Adam, AdamW
 from bayesfl.posteriors import Point
 from tests.cases import run
 
 
 @pytest.mark.parametrize("kernel", ["reference", "layers", "live", "vmap"])
-@pytest.mark.parametrize("optimiser", [SGD(0.05), SGD(0.03, momentum=0.9), Adam(0.01, weight_decay=1e-2)], ids=str)
+@pytest.mark.parametrize(
+    "optimiser", [SGD(0.05), SGD(0.03, momentum=0.9), Adam(0.01, weight_decay=1e-2), AdamW(0.01, weight_decay=1.0)], ids=str
+)
 def test_an_optimiser_that_persists(model: nn.Module, clients: FederatedData, optimiser: Any, kernel: str):
     """A client alone goes through three rounds of two steps as through one of six; without, momentum starts anew."""
 
@@ -39,12 +41,13 @@ def test_an_optimiser_that_persists(model: nn.Module, clients: FederatedData, op
     assert torch.equal(anew, kept) == (optimiser == SGD(0.05))
 
 
+@pytest.mark.parametrize("optimiser", [Adam(0.01), AdamW(0.01, weight_decay=1.0)], ids=["adam", "adamw"])
 @pytest.mark.parametrize("prox", [False, True])
-def test_clients_that_took_different_numbers_of_steps(model: nn.Module, clients: FederatedData, prox: bool):
+def test_clients_that_took_different_numbers_of_steps(model: nn.Module, clients: FederatedData, prox: bool, optimiser: Adam):
     """Adam corrects each client's moments by its own number of steps, whoever shares its chunk."""
     prior = Normal(centre=server_mean("w"), variance=lambda given, view: torch.full_like(view["n"], 0.5)[..., None])
     energy = Energy("w", ("w",), likelihood="mean")
-    step = Descend(energy, optimiser=Adam(0.01), epochs=2, batch_size=10, persist="moments", prox=prox)
+    step = Descend(energy, optimiser=optimiser, epochs=2, batch_size=10, persist="moments", prox=prox)
     algorithm = bf.Algorithm(model, {"w": Block(prior=prior)}, (step,), parts=("w",))
     options: dict[str, Any] = {"rounds": 3, "participation": 0.5}
     reference = run(algorithm, clients, kernel="reference", **options)

@@ -57,7 +57,7 @@ def test_a_run_ends_early_and_goes_on_with_its_patience(method, parted: Federate
     assert 4 <= whole.round < 40
     assert len(values) == whole.round
     assert values.argmin() == whole.round - 4
-    folder: dict[str, Any] = {"checkpoint": tmp_path, "resume": True, "every": 4}
+    folder: dict[str, Any] = {"checkpoint": tmp_path, "every": 4}
     run(method, parted, rounds=whole.round - 2, evaluate_every=1, on_round=[EarlyStopping("validation_nll", patience=3)], **folder)
     for _ in range(2):
         again = run(method, parted, on_round=[EarlyStopping("validation_nll", patience=3)], **options, **folder)
@@ -78,7 +78,7 @@ def test_the_best_state_is_returned(method, parted: FederatedData, tmp_path: Pat
     assert [row["validation_nll"] for row in found.history] == [row["validation_nll"] for row in told.history]
     found.save(tmp_path / "saved")
     assert bf.load(tmp_path / "saved", method, parted).round == found.round
-    resumed: dict[str, Any] = {"checkpoint": tmp_path / "run", "resume": True}
+    resumed: dict[str, Any] = {"checkpoint": tmp_path / "run"}
     run(method, parted, on_round=[best(tmp_path / "best")], rounds=found.round + 1, evaluate_every=1, **resumed)
     again = run(method, parted, on_round=[best(tmp_path / "best")], **options, **resumed)
     assert_close(state(again), state(found), atol=0, rtol=0)
@@ -181,7 +181,7 @@ def test_a_run_ended_between_evaluations_is_measured(method, parted: FederatedDa
 def test_a_run_that_was_ended_stays_so(model, clients: FederatedData, tmp_path: Path):
     """Resumed, it first asks every callback about the round that it goes on from; without the one that ended it, it goes on."""
     method, seen = bf.algorithms.fedavg(model, epochs=1, batch_size=10), []
-    options: dict[str, Any] = {"rounds": 4, "checkpoint": tmp_path, "resume": True}
+    options: dict[str, Any] = {"rounds": 4, "checkpoint": tmp_path}
 
     def low(result: Any) -> bool:
         seen.append(result.round)

@@ -102,7 +102,7 @@ def test_options_of_one_method_are_told(model: nn.Module, clients: FederatedData
     prox = {name: found(bf.algorithms.fedprox(model, mu=mu, epochs=1), clients) for name, mu in (("a", 0.1), ("b", 2.0), ("c", 0.1))}
     told = compare(prox)
     assert [line for line in told.splitlines() if "differs" in line] == [
-        "b differs from a in blocks.w.prior.variance[1]: 2.0, not 0.1",
+        "b differs from a in fedprox.mu: 2.0, not 0.1",
     ]
     assert "trained with" not in told
     adam = {str(b): found(bf.algorithms.fedavg(model, epochs=1, optimiser=Adam(0.1, betas=(b, 0.9))), clients) for b in (0.5, 0.7)}
@@ -137,7 +137,7 @@ def test_all_of_a_list_is_told(model: nn.Module, clients: FederatedData):
     assert "SGD(0.01), SGD(0.5)" in mixed
     assert "0.01" not in b
     assert [line for line in told.splitlines() if "differs" in line] == [
-        "mixed differs from its first run in blocks.w.prior.variance[1]: 2.0, not 0.1",
+        "mixed differs from its first run in fedprox.mu: 2.0, not 0.1",
     ]
 
 

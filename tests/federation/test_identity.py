@@ -31,10 +31,10 @@ def test_a_method_is_its_name_and_its_options():
     one, other = (bf.algorithms.ditto(model, lam=lam) for lam in (1.0, 2.0))
     assert {key: identity(one)[key] for key in ("method", "revision")} == {"method": "ditto", "revision": 1}
     assert identity(one) == identity(bf.algorithms.ditto(model, lam=1))
-    assert differences(identity(one), identity(other)) == {"options.lam": (1.0, 2.0)}
+    assert differences(identity(one), identity(other)) == {"ditto.lam": (1.0, 2.0)}
     both = [identity(bf.with_server_optimiser(method, SGD(1.0))) for method in (one, other)]
     assert both[0]["method"] == "with_server_optimiser"
-    assert differences(*both) == {"options.algorithm.options.lam": (1.0, 2.0)}
+    assert differences(*both) == {"with_server_optimiser.algorithm.ditto.lam": (1.0, 2.0)}
     by_hand = [identity(replace(method, draws=0)) for method in (one, other)]
     assert by_hand[0]["method"] == "composed by hand"
     assert differences(*by_hand) != {}
@@ -55,7 +55,7 @@ def test_a_users_method_is_its_source():
     model = bf.models.mlp(8, outputs=3)
     found = identity(mine(model))
     assert found["method"] == f"{__name__}.test_a_users_method_is_its_source.<locals>.mine"
-    assert found["options"] == {"epochs": 1}
+    assert found[found["method"]] == {"epochs": 1}
     with pytest.raises(CheckpointError, match=r"another method: source: saved 0123, given \w{16};"):
         same_method("it", found | {"source": "0123"}, mine(model))
 
@@ -64,7 +64,7 @@ def test_an_option_that_came_later_is_at_its_default():
     """A run that was saved before there was an option is one under its default, which changed nothing."""
     method = bf.algorithms.fedprox(bf.models.mlp(8, outputs=3), mu=0.1)
     said = identity(method)
-    before = said | {"options": {name: value for name, value in said["options"].items() if name != "mu"}}
+    before = said | {"fedprox": {name: value for name, value in said["fedprox"].items() if name != "mu"}}
     same_method("it", before, method)
     with pytest.raises(CheckpointError, match=r"fedprox\.mu: saved None, given 0\.2"):
         same_method("it", before, bf.algorithms.fedprox(bf.models.mlp(8, outputs=3), mu=0.2))
@@ -96,9 +96,9 @@ def test_the_model_is_part_of_the_identity():
     assert "held" not in str(network_differences(plain, bf.Algorithm(network(nn.Tanh()), {"w": bf.Block("2.*")}, (), parts=("w",))))
     assert differences(of_model(network(nn.LeakyReLU(0.1))), of_model(network(nn.LeakyReLU(0.2)))) != {}
     (line,) = differences(plain, of_model(network(nn.ReLU(), shift=0.1)))
-    assert line == "network.constants.0.bias"
+    assert line == "constants.0.bias"
     (line,) = differences(plain, of_model(network(nn.ReLU(), count=1)))
-    assert line == "network.constants.count"
+    assert line == "constants.count"
     other = network(nn.ReLU())
     with torch.no_grad():
         other[2].bias += 1.0
@@ -121,10 +121,10 @@ class Warm(nn.Module):
 @pytest.mark.parametrize(
     ("other", "path"),
     [
-        ({"temperature": 2.0}, "network.held..temperature"),
-        ({"activation": torch.tanh}, "network.held..activation"),
-        ({"heads": 4}, "network.held.inner.self_attn.num_heads"),
-        ({"rate": 0.25}, "network.held.inner.norm_first"),
+        ({"temperature": 2.0}, "held..temperature"),
+        ({"activation": torch.tanh}, "held..activation"),
+        ({"heads": 4}, "held.inner.self_attn.num_heads"),
+        ({"rate": 0.25}, "held.inner.norm_first"),
     ],
 )
 def test_what_a_models_parts_hold(other: dict[str, Any], path: str):
@@ -135,7 +135,7 @@ def test_what_a_models_parts_hold(other: dict[str, Any], path: str):
 
 def test_which_parts_draw():
     """A network in evaluation mode trains without its dropout, which a run that goes on is told."""
-    drawing = identity(bf.algorithms.fedavg(Warm()))["network"]["drawing"]
+    drawing = identity(bf.algorithms.fedavg(Warm()))["drawing"]
     assert drawing == ["inner.self_attn", "inner.dropout", "inner.dropout1", "inner.dropout2"]
     with pytest.raises(CheckpointError, match=r"another method: drawing: saved \['inner\.self_attn', .*given \[\]"):
         same_method("it", identity(bf.algorithms.fedavg(Warm())), bf.algorithms.fedavg(Warm().eval()))
@@ -147,7 +147,7 @@ def test_other_versions_of_torch_hold_more_in_a_layer():
     said = identity(method)
 
     def holding(held: dict[str, Any]) -> dict[str, Any]:
-        return said | {"network": {**said["network"], "held": {**said["network"]["held"], "last": held}}}
+        return said | {"held": {**said["held"], "last": held}}
 
     same_method("it", holding({"in_features": 8}), method)
     with pytest.raises(CheckpointError, match=r"held\.last\.in_features: saved 9, given 8"):
@@ -170,15 +170,15 @@ def test_statistics_that_a_block_has_are_no_constants():
     one[1].eval()
     other[1].eval()
     assert list(differences(identity(bf.algorithms.fedavg(one)), identity(bf.algorithms.fedavg(other)))) == [
-        "network.constants.1.num_batches_tracked",
-        "network.constants.1.running_mean",
+        "constants.1.num_batches_tracked",
+        "constants.1.running_mean",
     ]
 
 
 def of_weight(weight: Any) -> Any:
     """The part of an identity that pictures a pool's weight."""
     method = bf.Algorithm(nn.Linear(2, 2), {"w": bf.Block(pool=Mean(weight))}, (), parts=("w",))
-    return identity(method)["options"]["blocks"]["w"]["pool"]["weight"]
+    return identity(method)["composed by hand"]["blocks"]["w"]["pool"]["weight"]
 
 
 def scaled(by: Any, server: Any, uplink: Any) -> torch.Tensor:

@@ -75,15 +75,9 @@ def test_a_split_without_the_transform():
     for transform in (lambda x: x / 255, lambda x: x.flatten(1), lambda x: x // 2):
         result = bf.simulate(bf.algorithms.fedavg(Floats()), data.transformed(transform), **ONCE)
         other = replace(result.data.test, transform=lambda x, first=transform: first(x) * 2)
-        with pytest.raises(ValueError, match=r"^split gives the model what .*<lambda>'\] makes of rows, the training data what .* makes"):
+        with pytest.raises(ValueError, match=r"^split gives the model other inputs .*transform\..*: saved .*, given .*transform=clients"):
             result.predict(other)
-        with pytest.raises(
-            ValueError, match=r"^split gives the model what \[.*<lambda>'\] makes of rows, the training data what .*transform=c"
-        ):
-            result.predict(other)
-        with pytest.raises(
-            ValueError, match=r"^split gives the model rows as they are, .*what \['test_.*<lambda>'\] makes.*transform=clients"
-        ):
+        with pytest.raises(ValueError, match=r"^split gives the model other inputs .*transform: saved {.*}, given None; take"):
             result.predict(data.test)
         assert torch.equal(result.predict(replace(data.test, transform=transform)).probs, result.predict().probs)  # type: ignore[arg-type]
 

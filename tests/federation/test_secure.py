@@ -292,7 +292,7 @@ def test_a_resumed_run_has_the_same_bits(model: nn.Module, clients: FederatedDat
     """Through a file; in the open it is another experiment."""
     whole = run(fedavg(model), clients, rounds=3, aggregation=SecureSum())
     run(fedavg(model), clients, rounds=2, aggregation=SecureSum(), checkpoint=tmp_path)
-    again = run(fedavg(model), clients, rounds=3, aggregation=SecureSum(), checkpoint=tmp_path, resume=True)
+    again = run(fedavg(model), clients, rounds=3, aggregation=SecureSum(), checkpoint=tmp_path)
     assert torch.equal(whole.server["w"]["loc"], again.server["w"]["loc"])
     assert whole.history["bytes_up"].tolist() == again.history["bytes_up"].tolist()
     for other in (None, SecureSum(step=COARSE)):

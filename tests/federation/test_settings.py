@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import bayesfl as bf
-from bayesfl.federation.settings import Settings, changed, present
+from bayesfl.federation.settings import Settings, present
 
 SETTINGS = {"rounds": 100, "participation": 0.29, "sampling": "fixed", "train": "cohort", "seed": 0, "evaluate_every": None}
 
@@ -93,13 +93,6 @@ def test_an_absent_device_is_named(clients, model):
         pytest.skip("this machine has a CUDA device")
     with pytest.raises(ValueError, match=r"'cuda' is absent.*device='cpu'"):
         bf.simulate(bf.algorithms.fedavg(model), clients, rounds=1, device="cuda")
-
-
-def test_what_changed():
-    """Only what differs, saved and given; nothing where all is alike."""
-    saved = {**SETTINGS, "seed": 3, "dtype": torch.float32}
-    assert changed(saved, dict(saved)) == ""
-    assert changed(saved, {**saved, "seed": 4, "train": "all"}) == "saved train='cohort', seed=3, given train='all', seed=4"
 
 
 def test_a_device_without_numbers_is_refused():

@@ -63,7 +63,7 @@ def test_what_came_is_named(clients, model, tmp_path):
         (lambda: result.predict(clients), r"split must .* ClientData, got FederatedData; pass clients\.test"),
         (lambda: result.predict(torch.zeros(3, 8)), r"split must .* ClientData, got Tensor; pass clients\.test"),
         (lambda: result.adapt(clients.test), r"novel must .* FederatedData, got ClientData; .*bf\.data\.from_arrays"),
-        (lambda: bf.simulate(made, clients, rounds=1, resume=wrong), r"resume .*Result .*got int; .*resume=None"),
+        (lambda: bf.simulate(made, clients, rounds=1, resume=wrong), r"^resume must name a folder.*got "),
         (lambda: bf.simulate(bf.algorithms.fedavg(model, likelihood="categorical"), clients, rounds=1), r"likelihood .*got str; .*Cat"),
         (lambda: bf.simulate(bf.algorithms.fedavg(model, likelihood=Bernoulli), clients, rounds=1), "likelihood .*the class Bernoulli"),
         (lambda: bf.algorithms.fedavg("mlp"), r"model must .* Module, got str; .*bf\.models\.mlp"),
@@ -75,7 +75,7 @@ def test_what_came_is_named(clients, model, tmp_path):
 
 
 def test_the_number_of_rounds_has_no_default(model, clients):
-    with pytest.raises(TypeError, match=r"rounds.*rounds=100"):
+    with pytest.raises(TypeError, match=r"missing .*'rounds'"):
         bf.simulate(bf.algorithms.fedavg(model), clients)
 
 
@@ -119,20 +119,20 @@ def test_resume_keeps_the_experiment(clients, model):
     )
     assert first.round == 1
     for change, words in (
-        ({"seed": 5}, "saved seed=0, given seed=5;"),
-        ({"participation": 0.5}, r"saved participation=1\.0, given participation=0\.5;"),
-        ({"dtype": torch.float64, "seed": 1}, r"saved seed=0, dtype=torch\.float32, given seed=1, dtype=torch\.float64;"),
+        ({"seed": 5}, "seed: saved 0, given 5;"),
+        ({"participation": 0.5}, r"participation: saved 1\.0, given 0\.5;"),
+        ({"dtype": torch.float64, "seed": 1}, r"dtype: saved torch\.float32, given torch\.float64; seed: saved 0, given 1;"),
     ):
-        with pytest.raises(ValueError, match="keeps its settings: " + words):
+        with pytest.raises(ValueError, match="keeps its settings, " + words):
             bf.simulate(algorithm, clients, **{"rounds": 2, "evaluate_every": None, "resume": first, **change})
-    with pytest.raises(ValueError, match="keeps its kernel"):
+    with pytest.raises(ValueError, match=r"kernel: saved auto, given vmap"):
         bf.simulate(algorithm, clients, rounds=2, evaluate_every=None, resume=first, engine=bf.Engine("vmap"))
-    with pytest.raises(CheckpointError, match="another algorithm"):
+    with pytest.raises(CheckpointError, match="another method"):
         bf.simulate(bf.algorithms.fedavg(model, optimiser=SGD(9.0, momentum=0.9)), clients, rounds=2, evaluate_every=None, resume=first)
     with pytest.raises(CheckpointError, match="other data"):
         bf.simulate(algorithm, federation(sizes=(6, 7)), rounds=2, evaluate_every=None, resume=first)
     elsewhere = replace(first, device=torch.device("meta"))
-    with pytest.raises(ValueError, match=r"resume is on device 'meta', given device='cpu'; pass device='meta'"):
+    with pytest.raises(ValueError, match=r"device: saved meta, given cpu"):
         bf.simulate(algorithm, clients, rounds=2, evaluate_every=None, resume=elsewhere)
     with pytest.raises(ValueError, match="already done"):
         bf.simulate(algorithm, clients, rounds=1, evaluate_every=None, resume=bf.simulate(algorithm, clients, rounds=2, progress=False))

@@ -149,12 +149,9 @@ def test_what_the_warning_names_fits(clients: FederatedData, prox: bool, momentu
 def test_unstable_steps_are_warned_of(model: nn.Module, clients: FederatedData, kind: str):
     """With the client's name and a rate that fits, which is then silent; only in rounds 1, 2, 4 and so on."""
     make = getattr(bf.algorithms, kind)
+    options: dict[str, Any] = {"precision": 0.1} if kind == "pfedmap" else {"init_scale": 3.0}
     with pytest.warns(UserWarning, match=r"round 1: .*'head' of client.*rate 1 .*below 0\.") as caught:
-        run(
-            make(model, head_optimiser=SGD(1.0, momentum=0.9), **({"precision": 0.1} if kind == "pfedmap" else {"init_scale": 3.0})),
-            clients,
-            rounds=4,
-        )
+        run(make(model, head_optimiser=SGD(1.0, momentum=0.9), **options), clients, rounds=4)
     text = [str(one.message) for one in caught if "unstable" in str(one.message)]
     assert {"round 1"} <= {part.split(":")[0] for part in text} <= {"round 1", "round 2", "round 4"}
     fits = float(text[0].split("below ")[1].split(" ")[0])

@@ -92,7 +92,7 @@ def test_nodes_without_keys_are_named(model: nn.Module, clients: FederatedData, 
 def test_a_node_whose_inputs_are_made_otherwise_is_named(
     kind: str, other: Any, model: nn.Module, clients: FederatedData, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    """The server cannot know whether that is meant; equal functions of any name are no news."""
+    """The server cannot know whether that is meant; the same function elsewhere is no news."""
     algorithm, name = method("fedavg", model), {"transform": "transformed", "augment": "augmented"}[kind]
     data = getattr(clients, name)(lambda x: x / 2)
 
@@ -102,7 +102,7 @@ def test_a_node_whose_inputs_are_made_otherwise_is_named(
         made.apps = {**made.apps, 103: client_app(algorithm, lambda context: third.select([3]))}
         return made
 
-    deploy(algorithm, clients, tmp_path, grid("one", lambda rows: rows / 2), rounds=1)
+    deploy(algorithm, clients, tmp_path, grid("one", lambda x: x / 2), rounds=1)
     assert "of its inputs than" not in caplog.text
     deploy(algorithm, clients, tmp_path, grid("other", other), rounds=1)
     assert re.search(rf"client 3 .*has another {kind} of its inputs than the first client", caplog.text)

@@ -18,7 +18,7 @@ from bayesfl.base.protocols import Tensors
 from bayesfl.base.trees import flatten
 from bayesfl.composition.predictors import LinearisedLaplace, Mixture
 from bayesfl.data import FederatedData
-from bayesfl.federation import checkpoint
+from bayesfl.federation import store
 from bayesfl.federation.faults import KINDS, Fault
 from bayesfl.federation.settings import Settings
 from bayesfl.federation.tuning import Tuning
@@ -46,7 +46,7 @@ from tests.flower.made import (
 def predictions(deployed: Deployed, folder: Path, client: int) -> dict[str, Tensor]:
     """What a client predicted for its test data."""
     file = folder / f"node-{100 + client}" / deployed.experiment / f"client-{client}" / "predictions.safetensors"
-    return checkpoint.read_file(file)[1]
+    return store.read_file(file, store.NODE)["predictions"]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -164,7 +164,7 @@ def test_early_stopping_on_validation_data(tmp_path: Path):
     folder = tmp_path / "server"
     deploy(algorithm, parted, tmp_path, on_round=[lambda run: run.round == 2], checkpoint=folder, **{**options, "evaluate_every": 2})
     (folder / "round-000002.safetensors").unlink()  # goes on from round 1, which was not evaluated
-    with pytest.raises(ValueError, match=r"keeps its settings: saved participation=1\.0"):
+    with pytest.raises(ValueError, match=r"keeps its settings, participation: saved 1\.0"):
         deploy(algorithm, parted, tmp_path, checkpoint=folder, participation=0.5, **options)
     found = deploy(algorithm, parted, tmp_path, on_round=[stop], checkpoint=folder, **options)
     assert found.round == told.round
@@ -378,7 +378,7 @@ def test_a_tuned_number_is_the_simulations(mixed: bool, tmp_path: Path, monkeypa
         ({"timeout": 0.0}, r"timeout .*got 0\.0"),
         ({"dtype": torch.int64}, r"dtype .*torch\.float32 .*got torch\.int64"),
         ({"every": 0}, r"^every .*1.* got 0"),
-        ({"participation": 0.0}, r"must lie in \(0, 1\]"),
+        ({"participation": 0.0}, r"must lie within \(0, 1\]"),
     ],
 )
 def test_bad_options(options: dict[str, Any], words: str, model: nn.Module, tmp_path: Path):

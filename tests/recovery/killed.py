@@ -29,7 +29,7 @@ def algorithm() -> bf.Algorithm:
 def run(folder: str, rounds: int, **options: Any) -> Any:
     """All rounds, from the newest checkpoint in the folder."""
     return bf.simulate(
-        algorithm(), federation(), rounds=rounds, participation=0.5, checkpoint=folder, resume=True, progress=False, seed=4, **options
+        algorithm(), federation(), rounds=rounds, participation=0.5, checkpoint=folder, progress=False, seed=4, **options
     )
 
 
