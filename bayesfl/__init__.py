@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from bayesfl.evaluation import calibration, detection, plots
     from bayesfl.federation import callbacks, faults
 
-__version__ = "0.2.0"
+__version__ = "0.3.0.dev0"
 __all__ = [
     "Admission",
     "Algorithm",

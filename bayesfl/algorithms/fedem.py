@@ -119,7 +119,7 @@ def fedem(
         return {"pi_seen": torch.zeros(clients, components), "sizes": torch.zeros(clients), "usage": uniform}
 
     block = Block(copies=components, start=anew(model), pool=Mean(weight))
-    if isinstance(posterior, MeanField):
+    if not isinstance(posterior, Point):
         prior = Normal(
             centre=server_mean("components"), variance=lambda given, view: torch.full_like(view["n"], prior_variance)[..., None, None]
         )

@@ -146,7 +146,7 @@ def contrast(lam: float) -> Penalty:
 
 def look(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
     """Add to the view the features [B, F] of the shared batch under the model received and under the client's own."""
-    near, _ = algorithm.features(algorithm.leaves(("w",), {"w": given["w"]}), data["x"])
+    near, _ = algorithm.features(algorithm.leaves(("w",), given), data["x"])
     far, _ = algorithm.features(algorithm.leaves(("alone",), view), data["x"])
     return view | {"near": near, "far": far}
 

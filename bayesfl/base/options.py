@@ -54,8 +54,8 @@ class Range:
 
     def __str__(self) -> str:
         if self.high == math.inf:
-            return f"be >{'=' * ('[' in self.ends)} {self.low:g}{' and finite' * (']' not in self.ends)}"
-        return f"lie within {'[' if '[' in self.ends else '('}{self.low:g}, {self.high:g}{']' if ']' in self.ends else ')'}"
+            return f"be >{'=' * ('[' in self.ends)} {self.low}{' and finite' * (']' not in self.ends)}"
+        return f"lie within {'[' if '[' in self.ends else '('}{self.low}, {self.high}{']' if ']' in self.ends else ')'}"
 
 
 AT_LEAST_0, AT_LEAST_1 = Range(0, ends="["), Range(1, ends="[")
@@ -130,7 +130,8 @@ class Option:
             return value
         texts = any(isinstance(word, str) for word in self.words)
         if texts and ((isinstance(value, str) and str not in self.free) or not (self.kind or self.parts or self.free)):
-            raise ValueError(f"{name} must be {' or '.join(map(repr, self.words))}, got {value!r}")
+            *others, last = map(repr, self.words)
+            raise ValueError(f"{name} must be {', '.join(others)}{' or ' * bool(others)}{last}, got {value!r}")
         if self.kind is bool:
             instance(name, value, bool, "pass True or False")
         elif self.kind and not (Callable in self.free and callable(value)) and (isinstance(value, Real) or set(self.free) <= {Callable}):
@@ -147,7 +148,7 @@ class Option:
         found = whole(name, value, least=-(2**63)) if self.kind is int else number(name, value)
         if self.range is not None and found not in self.range:
             if self.kind is int and self.range.high == math.inf:
-                raise ValueError(f"{name} must be at least {self.range.low:g}, got {value}{self.range.why and '; ' + self.range.why}")
+                raise ValueError(f"{name} must be at least {self.range.low}, got {value}{self.range.why and '; ' + self.range.why}")
             raise ValueError(f"{name} must {self.range}, got {value}{self.range.why and '; ' + self.range.why}")
         return found
 

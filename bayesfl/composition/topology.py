@@ -86,7 +86,8 @@ def metropolis(edges: Tensor) -> Tensor:
     return weights + torch.diag(1 - weights.sum(1))
 
 
-def check_mixing(weights: Tensor, clients: int | None = None) -> Tensor:
+@declared
+def check_mixing(weights: Tensor, clients: Count | None = None) -> Tensor:
     """Check a mixing matrix and return it in float64: repeated mixing must converge to the mean.
 
     Args:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from bayesfl.base.described import ADDRESS
 from bayesfl.composition.phases import Descend, Repeat
 from bayesfl.evaluation import report
-from bayesfl.federation.identity import differences, identity
+from bayesfl.federation.identity import differences, identity, without_parts
 from bayesfl.federation.settings import name_of
 from bayesfl.optim import Clip, Rate, rate_at
 
@@ -111,7 +111,7 @@ def _options(runs: Mapping[str, Sequence[Any]]) -> Iterator[str]:
             by_hand = one["method"] if run.algorithm.made else str(_kind(one[one["method"]]))
             known, other = first.setdefault(by_hand, (name, one))
             whom = "its first run" if known == name else known
-            for path, (before, now) in differences(other, one).items():
+            for path, (before, now) in without_parts(differences(other, one)).items():
                 if not any(part in shown or part.endswith("_optimiser") for part in path.split(".")):
                     lines.append(f"{name} differs from {whom} in {path.rstrip('.')}: {now}, not {before}")
         lines = list(dict.fromkeys(lines))

@@ -79,7 +79,7 @@ def reading(algorithm: Algorithm) -> str:
 def differences(one: Any, other: Any, path: str = "") -> dict[str, tuple[Any, Any]]:
     """Return the places where two descriptions differ, with what stands there in each."""
     if isinstance(one, Mapping) and isinstance(other, Mapping):
-        pairs = [(f"{path}.{key}" if path else key, one.get(key), other.get(key)) for key in sorted(one.keys() | other.keys())]
+        pairs = [(f"{path}.{key}" if path else key, one.get(key), other.get(key)) for key in dict.fromkeys([*one, *other])]
     elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
         pairs = [(f"{path}[{place}]", *both) for place, both in enumerate(zip(one, other, strict=True))]
     else:
@@ -124,8 +124,13 @@ def network_differences(made_with: Mapping[str, Any], algorithm: Algorithm) -> d
     found: dict[str, tuple[Any, Any]] = {}
     for part in ("layers", "parameters", "held", "constants"):
         found |= differences({part: made_with.get(part, {})}, {part: now[part]})
-    kinds = {f"held.{path.removeprefix('layers.')}" for path in found if path.startswith("layers.")}
-    return {path: both for path, both in found.items() if path.rpartition(".")[0] not in kinds}
+    return without_parts(found)
+
+
+def without_parts(different: Mapping[str, tuple[Any, Any]]) -> dict[str, tuple[Any, Any]]:
+    """Return differences without what layers of two kinds hold, in which they must differ."""
+    kinds = {f"held.{path.removeprefix('layers.')}" for path in different if path.startswith("layers.")}
+    return {path: both for path, both in different.items() if path.rpartition(".")[0] not in kinds}
 
 
 def same_method(what: str, made_with: Mapping[str, Any], algorithm: Algorithm) -> None:

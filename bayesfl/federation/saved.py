@@ -44,6 +44,7 @@ def load(
         of_a_run(algorithm, clients)
     result, made_with = _read(path, algorithm, device)
     same_method(repr(str(path)), made_with, algorithm)
+    _check(repr(str(path)), algorithm, result)
     return result if clients is None else on(result, clients, repr(str(path)))
 
 
@@ -69,13 +70,15 @@ def started(start: Result | str | os.PathLike[str], algorithm: Algorithm, device
             f"start must be a Result or a saved one's folder, got {type(start).__name__}; bayesfl.flower.serve(start=) takes a Deployed"
         )
     what = "start" if isinstance(start, Result) else repr(str(start))
-    found, made_with = (
-        (start, identity(start.algorithm)) if isinstance(start, Result) else _read(folder("start", start), algorithm, device)
-    )
+    found, made_with = (start, identity(start.algorithm)) if isinstance(start, Result) else _read(folder("start", start), algorithm, device)
     same_network(what, made_with, algorithm)
-    about = {"clients": found.known.clients, "dtype": found.dtype, "stacked": True, "novel": found.novel}
-    check_state(what, algorithm, found.server, found.private, **about)
+    _check(what, algorithm, found)
     return found
+
+
+def _check(what: str, algorithm: Algorithm, run: Result) -> None:
+    about = {"clients": run.known.clients, "dtype": run.dtype, "stacked": True, "novel": run.novel}
+    check_state(what, algorithm, run.server, run.private, **about)
 
 
 def _read(path: str | os.PathLike[str], algorithm: Algorithm, device: torch.device | str) -> tuple[Result, dict[str, Any]]:

@@ -161,9 +161,9 @@ def write(path: str | os.PathLike[str], kind: Kind, content: Mapping[str, Any], 
         TypeError: `path` is neither text nor a path.
         ValueError: `path` is empty, or is a file, or lies under one; or the method or the data hold a function that cannot be recognised.
     """
-    from safetensors.torch import save_file
+    from importlib.metadata import version
 
-    import bayesfl
+    from safetensors.torch import save_file
 
     said = {name: kind.fields[name].write(content[name]) for name in kind.fields} or dict(content)
     for name in ("algorithm", "known", "form"):
@@ -173,7 +173,7 @@ def write(path: str | os.PathLike[str], kind: Kind, content: Mapping[str, Any], 
                 "for it: define it in a file or a notebook, by def"
             )
     flat = detached(_part(said, tensors=True))
-    text = json.dumps({"kind": kind.name, "format": FORMAT, "version": bayesfl.__version__, **_part(said, tensors=False)})
+    text = json.dumps({"kind": kind.name, "format": FORMAT, "version": version("bayesfl"), **_part(said, tensors=False)})
     with atomic_path(_folder(path) / file) as temporary:
         save_file(flat, str(temporary), metadata={"bayesfl": text, "digest": digest.of_tensors(text, flat)})
 
@@ -242,8 +242,8 @@ def read_file(file: Path, kind: Kind, device: torch.device | str = "cpu") -> dic
     try:
         said = json.loads(text)
         if (written := said.pop("format")) != FORMAT:
-            version = said.get("version", "0.2")
-            raise _Other(f"{str(file)!r} has format {written}, which bayesfl {version} wrote and reads, and this version does not")
+            by = said.get("version", "0.2")
+            raise _Other(f"{str(file)!r} has format {written}, which bayesfl {by} wrote and reads, and this version does not")
         if (found := said.pop("kind")) != kind.name:
             other = {one.name: one for one in KINDS}[found]
             raise _Other(f"{str(file)!r} holds {other.what}, not {kind.what}: {other.reader}")

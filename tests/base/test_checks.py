@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bayesfl.base.checks import instance, number, refuse_idle, whole
+from bayesfl.base.checks import instance, number, whole
 from bayesfl.base.protocols import Prior
 from bayesfl.composition.priors import Flat
 
@@ -47,14 +47,3 @@ def test_instances():
         instance("s", int, str, "pass text")
     with pytest.raises(TypeError, match=r"^prior .*Prior.* got the class Flat; pass Flat\(\)$"):
         instance("prior", Flat, Prior, "pass Flat()")
-
-
-def test_options_without_effect():
-    """One that is given is refused by name; defaults, and options with an effect, stand."""
-
-    def made(*, rate: float = 0.1, steps: int = 3, size: int | None = None) -> dict[str, Any]:
-        return {"rate": rate, "steps": steps, "size": size}
-
-    refuse_idle(made, made(rate=7.0), ("steps", "size"), "here")
-    with pytest.raises(ValueError, match=r"^size says nothing where nobody looks, got 4; leave it out$"):
-        refuse_idle(made, made(size=4), ("steps", "size"), "where nobody looks")

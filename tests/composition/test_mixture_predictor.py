@@ -256,16 +256,6 @@ def test_a_component_without_examples_is_no_reason_to_warn(small: nn.Module):
         assert [str(one.message).split(" ")[0] for one in said] == ["predictive_precision=0.0001"] * warned
 
 
-def test_runs_of_mixtures_without_posteriors_are_still_read(held: FederatedData, small: nn.Module):
-    """What a run says of a method whose predictor had no `each` is what it says of one that has None."""
-    from bayesfl.federation.identity import differences, identity
-
-    said = identity(em(small, None))
-    assert said["predictor"].pop("each") is None
-    assert not differences(said, identity(em(small, None)))
-    assert "predictor.each" in "".join(differences(said, identity(em(small, LinearisedLaplace()))))
-
-
 @pytest.mark.parametrize("other", ["laplace", LinearisedLaplace, Mixture("components", "pi")])
 def test_other_predictors_of_a_copy_are_refused(other: Any):
     with pytest.raises(TypeError, match=r"^each must be LinearisedLaplace\(\), LinearisedBelief\(\), or None.*, got "):

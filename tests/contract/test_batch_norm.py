@@ -22,7 +22,6 @@ REFUSED = {
     "clustered": POOL.format("w", "Stack"),
     "group_dro": POOL.format("w", "Stack"),
     "perinvfl-group_dro": POOL.format("w", "Stack"),
-    "perinvfl-contrastive": POOL.format("w", "Stack"),
     "d_fedem": POOL.format("components", "Mixed"),
     "pfedme": r"no phase .*'w'",
 }

@@ -170,8 +170,8 @@ def test_statistics_that_a_block_has_are_no_constants():
     one[1].eval()
     other[1].eval()
     assert list(differences(identity(bf.algorithms.fedavg(one)), identity(bf.algorithms.fedavg(other)))) == [
-        "constants.1.num_batches_tracked",
         "constants.1.running_mean",
+        "constants.1.num_batches_tracked",
     ]
 
 

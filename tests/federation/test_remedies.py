@@ -77,7 +77,7 @@ def test_a_split_without_the_transform():
         other = replace(result.data.test, transform=lambda x, first=transform: first(x) * 2)
         with pytest.raises(ValueError, match=r"^split gives the model other inputs .*transform\..*: saved .*, given .*transform=clients"):
             result.predict(other)
-        with pytest.raises(ValueError, match=r"^split gives the model other inputs .*transform: saved {.*}, given None; take"):
+        with pytest.raises(ValueError, match=r"^split gives the model other inputs .*transform: saved {.*}, given None; "):
             result.predict(data.test)
         assert torch.equal(result.predict(replace(data.test, transform=transform)).probs, result.predict().probs)  # type: ignore[arg-type]
 

@@ -20,7 +20,7 @@ from tests.federation.made import algorithm
         ({"init_scale": 0.5}, r"pfedvem\.init_scale: saved 1\.0, given 0\.5"),
         ({"scale_update": "after"}, r"pfedvem\.scale_update: saved before, given after"),
         ({"head_optimiser": SGD(1e-3)}, r"pfedvem\.head_optimiser\.momentum: saved 0\.9, given 0\.0"),
-        ({"draws": 3, "beta": 0.5}, r"pfedvem\.beta: saved 0\.0, given 0\.5; pfedvem\.draws: saved 5, given 3"),
+        ({"draws": 3, "beta": 0.5}, r"pfedvem\.draws: saved 5, given 3; pfedvem\.beta: saved 0\.0, given 0\.5"),
     ],
 )
 def test_another_algorithm_is_refused(saved: Path, clients, other, words):

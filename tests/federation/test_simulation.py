@@ -121,7 +121,7 @@ def test_resume_keeps_the_experiment(clients, model):
     for change, words in (
         ({"seed": 5}, "seed: saved 0, given 5;"),
         ({"participation": 0.5}, r"participation: saved 1\.0, given 0\.5;"),
-        ({"dtype": torch.float64, "seed": 1}, r"dtype: saved torch\.float32, given torch\.float64; seed: saved 0, given 1;"),
+        ({"dtype": torch.float64, "seed": 1}, r"seed: saved 0, given 1; dtype: saved torch\.float32, given torch\.float64;"),
     ):
         with pytest.raises(ValueError, match="keeps its settings, " + words):
             bf.simulate(algorithm, clients, **{"rounds": 2, "evaluate_every": None, "resume": first, **change})

@@ -28,9 +28,7 @@ def algorithm() -> bf.Algorithm:
 
 def run(folder: str, rounds: int, **options: Any) -> Any:
     """All rounds, from the newest checkpoint in the folder."""
-    return bf.simulate(
-        algorithm(), federation(), rounds=rounds, participation=0.5, checkpoint=folder, progress=False, seed=4, **options
-    )
+    return bf.simulate(algorithm(), federation(), rounds=rounds, participation=0.5, checkpoint=folder, progress=False, seed=4, **options)
 
 
 def die_at(moment: str, count: int) -> None:

@@ -207,10 +207,10 @@ def test_intervals_of_numbers(kind: str):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"level": 1.0}, r"level is the probability that a set holds the truth and must lie in \(0, 1\), got 1.0"),
-        ({"shrink": -1}, "shrink is a number of examples, >= 0, or 'pinball', got -1"),
-        ({"score": "thr"}, "score must be one of .*got 'thr'"),
-        ({"by": "group"}, "by must be one of .*got 'group'"),
+        ({"level": 1.0}, r"^level must lie within \(0, 1\), got 1\.0"),
+        ({"shrink": -1}, "^shrink must be >= 0, got -1"),
+        ({"score": "thr"}, "score must be 'lac', 'aps' or 'raps', got 'thr'"),
+        ({"by": "group"}, "by must be 'client' or 'label', got 'group'"),
     ],
 )
 def test_what_is_refused(options: dict[str, Any], words: str):

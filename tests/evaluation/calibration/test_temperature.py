@@ -124,7 +124,7 @@ def test_ends_of_its_range():
 
 
 def test_what_is_refused():
-    with pytest.raises(ValueError, match=r"strength is a number of examples, >= 0, got -1"):
+    with pytest.raises(ValueError, match=r"^strength must be >= 0, got -1"):
         Temperature(strength=-1)
     with pytest.raises(ValueError, match="this is a regression"):
         fit(Temperature(), mine(), Outputs("regression", 1))
