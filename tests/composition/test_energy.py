@@ -30,7 +30,7 @@ from tests.composition.made import KERNELS, algorithm, data
 @pytest.mark.parametrize("word", ["average", "Sum", ""])
 def test_energy_has_two_conventions(word):
     """`sum`, `mean` or `none`, and nothing else."""
-    with pytest.raises(ValueError, match=rf"^likelihood must be 'sum' or 'mean' or 'none', got '{word}'"):
+    with pytest.raises(ValueError, match=rf"^likelihood must be 'sum', 'mean' or 'none', got '{word}'"):
         Energy("w", ("w",), likelihood=word)
 
 

@@ -505,7 +505,7 @@ def test_a_file_needs_the_transform_that_it_was_made_with(pictures: Result, ditt
     loaded.save(tmp_path / "again")
     assert bf.load_client(tmp_path / "again", method, transform=bright).form.transform is bright
     with pytest.raises(
-        CheckpointError, match=r"one.*another function of inputs: transform: saved {.*bright.*}, given None; give that one by transform="
+        CheckpointError, match=r"one.*function of inputs: transform: saved {.*bright.*}, given None; give that one by"
     ):
         bf.load_client(tmp_path / "one", method)
     with pytest.raises(CheckpointError, match=r"transform\.name: saved .*bright, given .*dark; transform\.source"):

@@ -68,7 +68,7 @@ def test_a_start_that_read_other_inputs_is_told(clients: FederatedData, tmp_path
     result.save(tmp_path)
     for start in (result, tmp_path):
         with pytest.warns(
-            UserWarning, match=r"clients has another function of inputs, transform: saved {.*}, given None: the start has learnt"
+            UserWarning, match=r"another function of inputs, transform: saved {.*}, given None: the start"
         ):
             run(method, clients, **ONCE, seed=9, start=start)
         with pytest.raises(CheckpointError, match="made on other data: transform"):

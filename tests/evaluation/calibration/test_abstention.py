@@ -96,7 +96,7 @@ def test_the_first_failure_ends_the_sequence():
 
 
 def test_bad_options():
-    for options, words in (({"risk": 0.0}, "^risk must lie within"), ({"delta": 1.0}, "delta is the probability")):
+    for options, words in (({"risk": 0.0}, "^risk must lie within"), ({"delta": 1.0}, "^delta must lie within")):
         with pytest.raises(ValueError, match=words):
             Abstention(**options)
     with pytest.raises(ValueError, match="this is a regression"):

@@ -81,5 +81,5 @@ def test_of_numbers_the_nearer_mean_wins():
 def test_there_must_be_a_servers_model():
     with pytest.raises(ValueError, match="without those of the server's model"):
         fit(Choice(), mine(), CLASSES)
-    with pytest.raises(ValueError, match="^delta must lie within"):
+    with pytest.raises(ValueError, match=r"^delta must lie within"):
         Choice(delta=0.0)
