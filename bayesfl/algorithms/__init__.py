@@ -1,7 +1,7 @@
 """Published methods, one file each: the paper's model as docstring, then a short composition of blocks and phases."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import nn
 
@@ -59,17 +59,10 @@ PAPERS: dict[str, tuple[Callable[..., Algorithm], str, str]] = {
 """Name in code -> (function that builds the method, its name in print, its paper)."""
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A row of the table of implemented methods.
+class Entry(NamedTuple):
+    """A row of the table of implemented methods: the function in `bayesfl.algorithms`, the method's name in print, and its paper.
 
-    Args:
-        name: Name of the function in `bayesfl.algorithms`.
-        title: The method's name in print.
-        paper: Authors, venue and year of the paper.
-        posterior: Class of a client's belief about each block, as text.
-        sent: Names of the tensors that leave a client each round.
-        private: Names of the state that stays on the client.
+    Then, as text: the class of a client's belief about each block, the tensors that leave a client each round, and what stays there.
     """
 
     name: str

@@ -25,13 +25,13 @@ says which is followed.
 ... )
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from bayesfl.base.protocols import AdditivePool, Batch, Server, StackedPool, Tensors, Uplink, View
+from bayesfl.base.protocols import AdditivePool, Batch, Server, StackedPool, Uplink, View
 from bayesfl.composition import (
     Algorithm,
     Block,
@@ -42,6 +42,7 @@ from bayesfl.composition import (
     Normal,
     Once,
     Parameter,
+    Stack,
     equal,
     options,
     server_mean,
@@ -139,13 +140,31 @@ def fedsi(
     # The prior, which averaging may make stiff, is solved after each step.
     train = Descend(trained, epochs=epochs, steps=steps, batch_size=batch_size, optimiser=optimiser, prox=True)
     finetune = Descend(Energy("head", BOTH, likelihood="mean"), steps=finetune_steps, batch_size=batch_size, optimiser=finetune_optimiser)
-    fit, spread = _Fit(curvature_every, **rule), _Prior(aggregation, alpha, variance_floor)
-    pool = _Means(aggregation == "product") if aggregation in ("moment_match", "product") else Mean(equal)
+    stacked = aggregation in ("moment_match", "product")
+
+    def fit(algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
+        """Add to the view the standard deviations of the client's Laplace approximation around its MAP."""
+        if given["round"] % curvature_every:
+            return view
+        curvature = Curvature(algorithm.network(view), algorithm.likelihood, pattern=algorithm.layout("body"))
+        g = given["g"].double()
+        evidence = Evidence(view["body"]["loc"].double(), curvature.diagonal(data), g, seed, curvature.layout)
+        if structure == "diagonal":
+            std, chosen = evidence.posterior_variance.sqrt(), torch.arange(len(g), device=g.device)
+        else:
+            chosen = select(selection, evidence, size_of(share, len(g)))
+            inverse = invert(curvature, data, 1 / g, indices=chosen, diagonal=evidence.curvature)
+            std = torch.zeros_like(g).index_copy_(0, chosen, inverse.marginals().sqrt())
+        uncurved = torch.full_like(view["uncurved"], uncurved_share(evidence, chosen))
+        return view | {"std": std.to(view["std"]), "uncurved": uncurved}
 
     def combine(server: Server, ids: Tensor, uplink: Uplink) -> Server:
+        body = {"body": {"loc": pooled_mean(uplink, weighted=aggregation == "product").to(server["g"])}} if stacked else {}
         if uplink["round"] % curvature_every:
-            return {}
-        return {"g": spread(uplink).to(server["g"]), "uncurved_share": uplink["uncurved"].mean().to(server["uncurved_share"])}
+            return body
+        g = pooled_variance(uplink, aggregation).clamp(variance_floor, alpha)
+        g = torch.where((uplink["std"] > 0).any(0), g, alpha)
+        return body | {"g": g.to(server["g"]), "uncurved_share": uplink["uncurved"].mean().to(server["uncurved_share"])}
 
     isotropic = Algorithm(
         model,
@@ -164,7 +183,7 @@ def fedsi(
         return isotropic
     return replace(
         isotropic,
-        blocks={**isotropic.blocks, "body": _body(lambda given, view: given["g"], pool)},
+        blocks={**isotropic.blocks, "body": _body(lambda given, view: given["g"], Stack() if stacked else Mean(equal))},
         phases=(train, Once(fit, data=True, batched=False)),
         server=lambda blocks, clients: {"g": torch.full_like(blocks["body"]["loc"], alpha), "uncurved_share": torch.tensor(0.0)},
         broadcast=("g",),  # `uncurved_share` stays on the server, for people to read
@@ -192,84 +211,24 @@ def _body(variance: Parameter, pool: AdditivePool | StackedPool = Mean(equal)) -
     return Block("body.*", prior=Normal(centre=server_mean("body"), variance=variance), pool=pool)
 
 
-@dataclass(frozen=True)
-class _Fit:
-    """The client's Laplace approximation around its MAP, as a function that adds to the view the standard deviations to send.
-
-    Args:
-        every: Number of rounds from one fit to the next.
-        share: Share of the weights in the subnetwork; None for all weights, without covariances.
-        selection: Rule that chooses the subnetwork.
-        seed: Seed of rules that draw.
-    """
-
-    every: int
-    share: float | None = None
-    selection: str | Rule = "wasserstein"
-    seed: int = 0
-
-    def __call__(self, algorithm: Algorithm, given: Server, view: View, data: Batch) -> View:
-        if given["round"] % self.every:
-            return view
-        curvature = Curvature(algorithm.network(view), algorithm.likelihood, pattern=algorithm.layout("body"))
-        g = given["g"].double()
-        evidence = Evidence(view["body"]["loc"].double(), curvature.diagonal(data), g, self.seed, curvature.layout)
-        if self.share is None:
-            std, chosen = evidence.posterior_variance.sqrt(), torch.arange(len(g), device=g.device)
-        else:
-            chosen = select(self.selection, evidence, size_of(self.share, len(g)))
-            inverse = invert(curvature, data, 1 / g, indices=chosen, diagonal=evidence.curvature)
-            std = torch.zeros_like(g).index_copy_(0, chosen, inverse.marginals().sqrt())
-        uncurved = torch.full_like(view["uncurved"], uncurved_share(evidence, chosen))
-        return view | {"std": std.to(view["std"]), "uncurved": uncurved}
+def pooled_variance(uplink: Uplink, aggregation: Aggregation) -> Tensor:
+    """Return the next prior variances g [D] from the clients' standard deviations; any number where no client selected the weight."""
+    std = uplink["std"].double()
+    if aggregation == "mean_std":
+        return std.mean(0).square()
+    if aggregation == "mean_over_selecting":
+        return (std.sum(0) / (std > 0).sum(0)).square()
+    if aggregation == "product":
+        return 1 / _precision(std).sum(0)
+    spread = uplink["body"]["loc"].double().var(0, correction=0) if aggregation == "moment_match" else 0.0
+    return std.square().mean(0) + spread
 
 
-@dataclass(frozen=True)
-class _Prior:
-    """The rule for the server's next prior variances g from the clients' standard deviations.
-
-    Args:
-        rule: One of `Aggregation`.
-        alpha: Prior variance of weights that no client selected, and the largest of all.
-        floor: Smallest prior variance.
-    """
-
-    rule: Aggregation
-    alpha: float
-    floor: float
-
-    def __call__(self, uplink: Uplink) -> Tensor:
-        std = uplink["std"].double()
-        selecting = (std > 0).sum(0)
-        if self.rule == "mean_std":
-            g = std.mean(0).square()
-        elif self.rule == "mean_over_selecting":
-            g = (std.sum(0) / selecting).square()
-        elif self.rule == "product":
-            g = 1 / _precision(std).sum(0)
-        else:
-            g = std.square().mean(0)
-            if self.rule == "moment_match":
-                g = g + uplink["body"]["loc"].double().var(0, correction=0)
-        return torch.where(selecting > 0, g.clamp(self.floor, self.alpha), self.alpha)
-
-
-@dataclass(frozen=True)
-class _Means:
-    """The pool of the clients' means: plain, or weighted by precision among the clients that selected a weight in this round."""
-
-    weighted: bool
-    sends = ("loc",)
-
-    def __call__(self, server: Server, name: str, uplink: Uplink) -> Tensors:
-        """Return the server's new entry, see `StackedPool`."""
-        loc = uplink[name]["loc"].double()
-        mean = loc.mean(0)
-        if self.weighted:
-            precision = _precision(uplink["std"].double())
-            total = precision.sum(0)
-            mean = torch.where(total > 0, (precision * loc).sum(0) / total, mean)
-        return {"loc": mean.to(server[name]["loc"])}
+def pooled_mean(uplink: Uplink, *, weighted: bool) -> Tensor:
+    """Return the mean of the clients' means [D]: plain, or weighted by precision among those that selected a weight in this round."""
+    loc, precision = uplink["body"]["loc"].double(), _precision(uplink["std"].double())
+    total = precision.sum(0)
+    return torch.where((total > 0) & weighted, (precision * loc).sum(0) / total, loc.mean(0))
 
 
 def _precision(std: Tensor) -> Tensor:

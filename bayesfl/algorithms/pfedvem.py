@@ -20,10 +20,10 @@ modeling", FL-NeurIPS 2022, equations 5 to 7 and algorithm 1.
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bayesfl.base.protocols import AdditivePool, Batch, Server, Uplink, View
 from bayesfl.composition import (
@@ -47,6 +47,7 @@ from bayesfl.models.cutting import has_body
 from bayesfl.optim import SGD, rate_at, refuse_divergence
 from bayesfl.posteriors import MeanField
 
+BOTH = ("body", "head")
 Scale = Annotated[float, options.Range(1e-15, 1e15, why="its square must be a number in float32, too")]
 HeadStart = Annotated[
     Literal["normal", "module"],
@@ -86,7 +87,7 @@ def pfedvem(
             centre; None for no prior.
         scale_update: Whether rho_j is updated before the head moves, as in the authors' code, or after, as in a textbook M step.
     """
-    parts = ("body", "head") if has_body(model) else ("head",)
+    parts = BOTH if has_body(model) else ("head",)
     q = MeanField(init_scale=init_scale, scale_rate=scale_rate)
     scales = _Scales(q, (scale_floor * init_scale) ** 2, head_optimiser, *(scale_prior or (0.0, 0.0)))
     head = Block(
@@ -97,22 +98,17 @@ def pfedvem(
         keep=True,
         start=standard_normal(init_scale) if head_start == "normal" else "module",
     )
-    e_step = Descend(
-        Energy("head", parts, likelihood="sum", weight=tempering(likelihood_scale)),
-        epochs=head_epochs,
-        optimiser=head_optimiser,
-        draws=draws,
-    )
+    energy = Energy("head", parts, likelihood="sum", weight=tempering(likelihood_scale))
+    e_step = Descend(energy, epochs=head_epochs, optimiser=head_optimiser, draws=draws)
     m_step = Once(scales.update)
-    body_step = Descend(
-        Energy("body", parts, likelihood="mean"), epochs=body_epochs, batch_size=batch_size, optimiser=body_optimiser, draws=draws
-    )
-    steps = (m_step, e_step) if scale_update == "before" else (e_step, m_step)
-    return Algorithm(
+    body = Energy("body", BOTH, likelihood="mean")
+    body_step = Descend(body, epochs=body_epochs, batch_size=batch_size, optimiser=body_optimiser, draws=draws)
+    return _federated(
         model,
-        {"body": Block("body.*", pool=_relaxed(Mean(), beta)), "head": head} if "body" in parts else {"head": head},
-        (*steps, body_step) if "body" in parts else steps,
-        parts=parts,
+        head,
+        (m_step, e_step) if scale_update == "before" else (e_step, m_step),
+        body_step,
+        beta,
         likelihood=likelihood,
         private={"rho2": init_scale**2},
         reports={"rho2": init_scale**2},
@@ -120,8 +116,6 @@ def pfedvem(
         broadcast=("log_rho2",),  # `largest_share` stays on the server, for people to read
         combine=summarise,
         adapt=(Once(pooled_scale), e_step, m_step, e_step),
-        train="all",
-        sampling="bernoulli",
     )
 
 
@@ -157,7 +151,7 @@ def pfedvem_held(
         ValueError: Steps of `head_optimiser` towards the centre diverge under `prior_scale`.
     """
     refuse_divergence(head_optimiser, prior_scale**-2, "prior_scale", prior_scale, lambda tie: tie**-0.5)
-    parts = ("body", "head") if has_body(model) else ("head",)
+    parts = BOTH if has_body(model) else ("head",)
     head = Block(
         "head.*",
         posterior=MeanField(init_scale=init_scale, scale_rate=scale_rate),
@@ -166,25 +160,19 @@ def pfedvem_held(
         keep=True,
         start=standard_normal(init_scale) if head_start == "normal" else "module",
     )
-    e_step = Descend(
-        Energy("head", parts, likelihood="sum", weight=tempering(likelihood_scale)),
-        epochs=head_epochs,
-        optimiser=head_optimiser,
-        draws=draws,
-    )
-    body_step = Descend(
-        Energy("body", parts, likelihood="mean"), epochs=body_epochs, batch_size=batch_size, optimiser=body_optimiser, draws=draws
-    )
-    return Algorithm(
-        model,
-        {"body": Block("body.*", pool=_relaxed(Mean(), beta)), "head": head} if "body" in parts else {"head": head},
-        (e_step, body_step) if "body" in parts else (e_step,),
-        parts=parts,
-        likelihood=likelihood,
-        adapt=(e_step,),
-        train="all",
-        sampling="bernoulli",
-    )
+    energy = Energy("head", parts, likelihood="sum", weight=tempering(likelihood_scale))
+    e_step = Descend(energy, epochs=head_epochs, optimiser=head_optimiser, draws=draws)
+    body = Energy("body", BOTH, likelihood="mean")
+    body_step = Descend(body, epochs=body_epochs, batch_size=batch_size, optimiser=body_optimiser, draws=draws)
+    return _federated(model, head, (e_step,), body_step, beta, likelihood=likelihood, adapt=(e_step,))
+
+
+def _federated(model: nn.Module, head: Block, fit_head: tuple[Any, ...], fit_body: Descend, beta: float, **rest: Any) -> Algorithm:
+    """Return the method of this head, and of a shared body where the model has one."""
+    if not has_body(model):
+        return Algorithm(model, {"head": head}, fit_head, parts=("head",), train="all", sampling="bernoulli", **rest)
+    blocks = {"body": Block("body.*", pool=_relaxed(Mean(), beta)), "head": head}
+    return Algorithm(model, blocks, (*fit_head, fit_body), parts=BOTH, train="all", sampling="bernoulli", **rest)
 
 
 def _relaxed(pool: AdditivePool, beta: float) -> AdditivePool:

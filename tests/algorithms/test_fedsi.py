@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import bayesfl as bf
+from bayesfl.algorithms.fedsi import pooled_mean
 from bayesfl.data import FederatedData
 from bayesfl.likelihoods import Bernoulli, Gaussian
 from bayesfl.models import SplitModel
@@ -243,11 +244,11 @@ def test_aggregation_by_hand(regressions: FederatedData, rule: Any):
 def test_the_product_weighs_means_by_precision():
     """Among those that selected a weight; the plain mean where nobody did, and everywhere for the other rules."""
     model = SplitModel(nn.Linear(5, 1, bias=False), nn.Linear(1, 1))
-    uplink = {"std": STDS, "body": {"loc": LOCS}, "round": 0}
+    uplink = {"std": STDS, "body": {"loc": LOCS}, "uncurved": torch.zeros(2), "round": 0}
     for rule, third in (("product", 2 * 4 / 104), ("moment_match", 1.0)):
         algorithm = bf.algorithms.fedsi(model, aggregation=rule, **EXACT)  # pyright: ignore[reportArgumentType]
         server = algorithm.init(2, dtype=torch.float64)
-        loc = algorithm.blocks["body"].pool(server, "body", uplink)["loc"]  # pyright: ignore[reportCallIssue, reportOptionalCall]
+        loc = algorithm.combine(server, torch.arange(2), uplink)["body"]["loc"]
         second = 1.0 if rule == "product" else 2.0
         assert_close(loc, torch.tensor([2.0, second, third, 0.0, 1.0], dtype=torch.float64), atol=1e-12, rtol=0)
 
@@ -313,11 +314,10 @@ def test_every_variant_fine_tunes_its_head(model: nn.Module, clients: FederatedD
 def test_the_product_weighs_clients_that_have_fitted(model: nn.Module, clients: FederatedData):
     """By precision where somebody selected a weight; all alike where nobody did, as in a round without fits, whose reports are 0."""
     algorithm = bf.algorithms.fedsi(model, aggregation="product", curvature_every=2, share=0.3, epochs=1, predictive_precision=1.0)
-    pool: Any = algorithm.blocks["body"].pool
-    old, sent = {"body": {"loc": torch.zeros(2)}}, {"body": {"loc": torch.tensor([[0.0, 1.0], [3.0, 5.0]])}}
-    fitted = pool(old, "body", {"std": torch.tensor([[1.0, 0.0], [0.5, 2.0]]), **sent})
-    assert_close(fitted["loc"], torch.tensor([3 * 4 / 5, 5.0]))
-    assert_close(pool(old, "body", {"std": torch.zeros(2, 2), **sent})["loc"], torch.tensor([1.5, 3.0]))
+    sent = {"body": {"loc": torch.tensor([[0.0, 1.0], [3.0, 5.0]])}}
+    fitted = pooled_mean({"std": torch.tensor([[1.0, 0.0], [0.5, 2.0]]), **sent}, weighted=True)
+    assert_close(fitted, torch.tensor([3 * 4 / 5, 5.0]).double())
+    assert_close(pooled_mean({"std": torch.zeros(2, 2), **sent}, weighted=True), torch.tensor([1.5, 3.0]).double())
     found: list[Tensor] = []
     watched = replace(
         algorithm, combine=lambda server, ids, uplink: (found.append(uplink["std"]), algorithm.combine(server, ids, uplink))[1]
