@@ -1,6 +1,6 @@
 """Measure how fast a round is, in units of a bare loop: a module and a torch.optim.SGD per client, one after another, on one thread.
 
-python benchmarks/engines.py [--quick] [--rows NAME ...]
+python benchmarks/engines.py [--quick] [--rows NAME ...] [--against COMMIT]
 
 Everything in a round that is not a local step (`rest`; gathering batches and posterior noise stand apart) is to stay below 8 % of the
 workers' time with two workers and 5 % with one, and beside a busy neighbour two workers are to take at most 1.2 times as long as one.
@@ -8,6 +8,9 @@ workers' time with two workers and 5 % with one, and beside a busy neighbour two
 Every row runs its sides in turn, repetition by repetition, and takes medians of the ratios within a repetition, so that a
 disturbance of the machine falls on both. Seconds are wall; CPU seconds and the resident memory that a side adds (in a process of
 its own) stand beside. Results: benchmarks/results/engines.json.
+
+With --against, our own rounds are timed in this tree and in a checkout of another commit, in processes that take turns, and a row's figure
+is the median of the ratios of neighbouring processes; at most 3 % more is allowed. Results: benchmarks/results/against.json.
 """
 
 import argparse
@@ -19,6 +22,7 @@ import multiprocessing
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -43,6 +47,20 @@ RESULTS = Path(__file__).parent / "results" / "engines.json"
 LR, MOMENTUM, BATCH = 0.05, 0.9, 50
 REST = {"2 workers": 0.08, "1 worker": 0.05}
 TWO_TO_ONE = 1.2
+PAIRS, SLOWER = 7, 1.03
+ROUNDS = """
+import json, sys
+tree, name, side, quick, rounds = sys.argv[1:]
+sys.path[:0] = [tree, tree + "/benchmarks"]
+import torch
+torch.set_num_threads(1)
+import bayesfl, engines
+assert bayesfl.__file__.startswith(tree), bayesfl.__file__
+one_round = engines.rows(quick == "quick")[name].sides[side]()
+one_round()
+print(json.dumps([one_round() for _ in range(int(rounds))]))
+"""
+"""A program that times rounds of one side of a row in one tree, after a round that warms up; it runs under earlier commits, too."""
 Round = Callable[[], float]
 Maker = Callable[[bf.Engine], Round]
 
@@ -427,16 +445,49 @@ def peak_memory(name: str, side: str, quick: bool) -> float:
     return here.recv()
 
 
+def against(commit: str, names: list[str], quick: bool) -> dict[str, dict[str, float]]:
+    """Seconds of a round of ours in this tree and in a checkout of `commit`, and their ratio; medians over pairs of processes."""
+    here, found = str(Path(__file__).parents[1]), {}
+    with tempfile.TemporaryDirectory() as there:
+        subprocess.run(["git", "clone", "--quiet", here, there], check=True)
+        subprocess.run(["git", "-C", there, "checkout", "--quiet", commit], check=True)
+
+        def seconds(tree: str, name: str, side: str) -> float:
+            size = ["quick" if quick else "whole", "2" if quick else "5"]
+            command = [sys.executable, "-c", ROUNDS, tree, name, side, *size]
+            said = subprocess.run(command, capture_output=True, text=True, check=True, cwd=there).stdout
+            return statistics.median(json.loads(said.splitlines()[-1]))
+
+        for name in names:
+            for side in ("1 worker", "2 workers"):
+                pairs = []
+                for turn in range(2 if quick else PAIRS):
+                    both = {tree: seconds(tree, name, side) for tree in ((here, there) if turn % 2 else (there, here))}
+                    pairs.append((both[here], both[there]))
+                now, then = (statistics.median(times) for times in zip(*pairs, strict=True))
+                ratio = statistics.median(a / b for a, b in pairs)
+                found[f"{name}, {side}"] = {"seconds": now, "before": then, "ratio": ratio, "at_most": SLOWER}
+                print(f"{name}, {side}: {now:.3f} s, before {then:.3f} s, ratio {ratio:.3f} (at most {SLOWER})", flush=True)
+    return found
+
+
 def main() -> None:
     """Runs the rows, prints the table, writes the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small sizes and few repetitions: shows that it runs; nothing is written")
     parser.add_argument("--rows", nargs="+", choices=list(rows(True)), default=list(rows(True)))
     parser.add_argument("--no-neighbour", action="store_true", help="leave out the rows with a busy neighbour")
+    parser.add_argument("--against", metavar="COMMIT", help="time our own rounds here and in a checkout of this commit, and nothing else")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     environment = report.environment()  # before anything is written, which would count as an uncommitted change
     print(f"torch {torch.__version__}, {environment['cores']} cores, 1 intra-op thread unless said", flush=True)
+    if arguments.against:
+        found = against(arguments.against, arguments.rows, arguments.quick)
+        if not arguments.quick:
+            command = " ".join(["python", *sys.argv])
+            report.write_json(RESULTS.with_name("against.json"), {"command": command, "environment": environment, "rows": found})
+        return
     results: dict[str, dict] = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() and not arguments.quick else {}
     table = rows(arguments.quick)
     for name in arguments.rows:
