@@ -5,20 +5,15 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
-from torch.utils._pytree import tree_map
 
 from bayesfl.base.checks import instance
 from bayesfl.base.described import described
 from bayesfl.base.files import folder
-from bayesfl.base.protocols import StoredPredictor, View
-from bayesfl.base.trees import shapes
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data.split import Change
 from bayesfl.federation import store
-from bayesfl.federation.client import State, private_rows
-from bayesfl.federation.client_model import ClientModel, needed
+from bayesfl.federation.client_model import ClientModel
 from bayesfl.federation.errors import CheckpointError
 from bayesfl.federation.form import Form
 from bayesfl.federation.identity import differences, refuse, same_method
@@ -53,24 +48,7 @@ def load_client(
     form, _ = found.pop("form"), found.pop("written")
     apart = differences({"transform": form["transform"]}, {"transform": described(transform)})
     refuse(f"{str(file)!r} was made with another function of inputs:", apart, "give that one by transform=, as a file holds no code")
-    made = ClientModel(algorithm, **found, form=Form.read(form, transform))
-    try:
-        wanted, there = shapes(_start(algorithm, made.dtype)), shapes(made.view)
-        if wrong := sorted(key for key in wanted.keys() | there.keys() if wanted.get(key) != there.get(key)):
-            raise ValueError(f"{wrong[0]} is {there.get(wrong[0], 'absent')}, not {wanted.get(wrong[0], 'absent')}")
-        if isinstance(algorithm.predictor, StoredPredictor) and not made.plug_in:
-            algorithm.predictor.restored(algorithm, made.view, made.stored)
-    except (KeyError, ValueError) as error:
-        raise CheckpointError(f"{str(file)!r} holds another model than the method has: {error}") from error
-    return made
-
-
-def _start(algorithm: Algorithm, dtype: torch.dtype) -> View:
-    """Return what one client predicts from before the first round, for its shapes."""
-    server = algorithm.init(1, dtype=dtype)
-    got = State(server, private_rows(algorithm, server, 1), 0).received(algorithm, np.zeros(1, np.int64))
-    views = algorithm.views(algorithm.given(got.common, 0, 1), got.addressed, got.rows, torch.ones(1, dtype=dtype))
-    return {key: tree_map(lambda t: t[0], views[key]) for key in needed(algorithm)}
+    return ClientModel(algorithm, **found, form=Form.read(form, transform))
 
 
 def check_file_names(names: Sequence[str]) -> None:

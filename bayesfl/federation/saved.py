@@ -120,15 +120,7 @@ def check_state(
     What a method holds on the server beyond its blocks may grow along its first axis, as models of clusters do, unless that axis is the
     clients'.
 
-    Args:
-        what: What held the state, for the error message.
-        algorithm: The method.
-        server: The server's state.
-        private: The private state.
-        clients: Number of clients.
-        dtype: The run's precision.
-        stacked: Whether `private` has the rows of all clients, [J, ...], or is the state of one, [...].
-        novel: Whether these clients joined after training.
+    `stacked` says that `private` has the rows of all clients, [J, ...], and not the state of one; `novel` that they joined after training.
 
     Raises:
         CheckpointError: A tensor is missing or unknown, or has another dtype or shape.

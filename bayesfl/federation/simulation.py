@@ -32,7 +32,7 @@ from bayesfl.federation.one_machine import OneMachine
 from bayesfl.federation.replies import Aggregation, OpenAggregation
 from bayesfl.federation.result import Result
 from bayesfl.federation.round import Rules, run_round
-from bayesfl.federation.saved import resumed
+from bayesfl.federation.saved import resumed, started
 from bayesfl.federation.settings import Settings, of_a_run, precision, present
 
 
@@ -142,7 +142,7 @@ def simulate(
         raise ValueError("start begins from what another run has released, which the epsilon of ClientPrivacy would not count; use resume=")
     precision(dtype)
     device = present(device)
-    goes_on = _from_where(resume, start, checkpoint)
+    goes_on = _from_where(resume, checkpoint)
     before = None
     if start is not None and goes_on is None:
         before = warm.from_where(start, algorithm, clients, seed=seed, device=device)
@@ -158,7 +158,7 @@ def simulate(
         saved = resumed(goes_on, algorithm, clients, device)
         result = _under(saved, settings, engine, device, dtype)
         if start is not None:
-            warm.check_began(result, start, algorithm, str(checkpoint))
+            warm.refuse_other_start(checkpoint, result.began, warm.origin(started(start, algorithm, device)))
         repeats = 0 if isinstance(goes_on, Result) else max(0, store.newest(goes_on) - saved.round)
     if (result.steps and result.round < settings.rounds) or (before is not None and before.steps):
         warnings.warn(
@@ -190,18 +190,15 @@ class Keep:
 
 
 def _from_where(
-    resume: "Result | str | os.PathLike[str] | None",
-    start: "Result | str | os.PathLike[str] | None",
-    checkpoint: str | os.PathLike[str] | None,
+    resume: "Result | str | os.PathLike[str] | None", checkpoint: str | os.PathLike[str] | None
 ) -> "Result | str | os.PathLike[str] | None":
     """Return the result or folder from which this run goes on, None for a run that begins; prepare the folder for checkpoints.
 
     Raises:
-        ValueError: The folder is a file, or holds a saved result, or checkpoints beside a `resume` from elsewhere; or it is also `start`.
+        ValueError: The folder is a file, or holds a saved result, or checkpoints beside a `resume` from elsewhere.
     """
     if checkpoint is None:
         return resume
-    warm.check_apart(start, checkpoint)
     held = store.claim(folder("checkpoint", checkpoint))
     if resume is None:
         return checkpoint if held else None

@@ -60,36 +60,12 @@ def told(what: str, names: Sequence[str], state: Mapping[str, Any]) -> str:
     return f"{what} (digest {digest.of_tensors(json.dumps(list(names)), detached(state))[:16]})"
 
 
-def check_began(resumed: Result, start: "Result | str | os.PathLike[str]", algorithm: Algorithm, folder: str | os.PathLike[str]) -> None:
-    """Check that the run in a folder of checkpoints, which is to go on, began from `start`.
-
-    Raises:
-        TypeError: `start` is neither a result nor a folder.
-        ValueError: It began from another state.
-        CheckpointError: The folder `start` holds no run that this method could have reached, or the run is of another network.
-    """
-    refuse_other_start(folder, resumed.began, origin(started(start, algorithm, resumed.device)))
-
-
-def refuse_other_start(folder: str | os.PathLike[str] | None, began: str, given: str) -> None:
+def refuse_other_start(folder: Any, began: str, given: str) -> None:
     """Raise ValueError if what the run in a folder of checkpoints began from is not what `start` is now, by their words."""
     if began != given:
         raise ValueError(
             f"checkpoint folder {str(folder)!r} holds a run that began from {began}, and start is {given}; pass another folder for a run "
             "that begins from start, or leave start out to go on with the one that is there"
-        )
-
-
-def check_apart(start: Any, folder: str | os.PathLike[str] | None) -> None:
-    """Check that the folder of checkpoints is not the one that a run begins from.
-
-    Raises:
-        ValueError: It is.
-    """
-    if isinstance(start, str | os.PathLike) and folder is not None and os.path.realpath(start) == os.path.realpath(folder):
-        raise ValueError(
-            f"start and checkpoint name the same folder, {str(folder)!r}; pass another one for the checkpoints of the run that begins from "
-            "it, or leave start out to go on with the run that is there"
         )
 
 
@@ -100,13 +76,6 @@ def continued(
 
     Clients are matched by name. What the server has learnt stays; its entries for single clients, and the clients' private states, go to
     the clients of the same name. New clients begin as clients never seen in training, see `Algorithm.newcomers`.
-
-    Args:
-        start: The run that was done before.
-        algorithm: The method, whose state has the same shapes; its options may differ.
-        names: The clients' names.
-        dtype: The run's precision.
-        device: The run's device.
 
     Raises:
         ValueError: Clients have the same name.
@@ -123,14 +92,7 @@ def carried(
 ) -> Server:
     """Return the server's state of the run before as a run of `clients` begins with it.
 
-    Args:
-        server: The state.
-        algorithm: The method.
-        clients: Number of clients now.
-        new: Places of known clients now, [known].
-        old: Their places in the run before, [known].
-        dtype: The run's precision.
-        device: The run's device.
+    `new` and `old` are the places of known clients now, and their places in the run before, [known] each.
     """
     fresh, more = (algorithm.init(count, dtype=dtype, device=device) for count in (clients, clients + 1))
     server = tree_map(lambda like, t: t.to(like, copy=True), fresh, server)

@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -159,11 +159,6 @@ def _(run: Deployed, path: str | os.PathLike[str]) -> Deployed:
     return load(path, run.algorithm)
 
 
-def _by_client(read: Callable[[Any], Any] = lambda found: found) -> store.Entry:
-    """Return the entry of a mapping by clients' numbers, which JSON makes text."""
-    return store.Entry(dict, lambda found: {int(client): read(value) for client, value in found.items()})
-
-
 DEPLOYMENT = store.Kind(
     "deployment",
     "the checkpoints of a deployment over Flower",
@@ -176,7 +171,7 @@ DEPLOYMENT = store.Kind(
         "dtype": store.DTYPE,
         **dict.fromkeys(("experiment", "round", "server", "start", "began", "told"), store.PLAIN),
         **dict.fromkeys(("sessions", "base", "names"), store.TUPLE),
-        **dict.fromkeys(("measures", "keys", "counts"), _by_client()),
+        **dict.fromkeys(("measures", "keys", "counts"), store.Entry(dict, lambda found: {int(j): of for j, of in found.items()})),
         "before": store.optional(store.Entry(Before.stored, Before.read)),
         "calibration": store.Entry(store.described_steps, store.read_steps),
     },
@@ -215,11 +210,6 @@ def read(folder: str | os.PathLike[str], algorithm: Algorithm, *, same: bool = T
 def opened(start: Deployed | str | os.PathLike[str] | None, algorithm: Algorithm, *, dtype: torch.dtype) -> Deployed | None:
     """Return the run from whose state another begins; None for the method's own start.
 
-    Args:
-        start: A deployed federation or the folder of its checkpoints; None for the method's own start.
-        algorithm: The method.
-        dtype: The run's precision.
-
     Raises:
         TypeError: `start` is neither.
         ValueError: It is in another precision.
@@ -250,17 +240,7 @@ def begun(
     session: str,
     calibration: tuple[Step, ...] = (),
 ) -> Deployed:
-    """Return the state with which an experiment begins.
-
-    Args:
-        before: The run from whose state it begins; None for the method's own start.
-        algorithm: The method.
-        settings: The run's settings.
-        names: The clients' names, by which they are matched with those before.
-        dtype: The run's precision.
-        experiment: The experiment's name.
-        session: The server's session.
-        calibration: The steps of calibration that are fitted after training.
+    """Return the state with which an experiment of the clients `names` begins, by whose names they are matched with those `before`.
 
     Raises:
         ValueError: The experiment begins from another run, and clients have the same name.

@@ -145,7 +145,6 @@ def serve(
     callbacks, steps = checked(on_round), surveying.checked_steps(calibration)
     described_steps(steps)
     surveying.check_servers_model(steps, algorithm)
-    warm.check_apart(start, checkpoint)
     with contextlib.nullcontext() if checkpoint is None else deployed.alone(Path(checkpoint)):
         run = _Run(grid, admission, float(timeout), checkpoint, every, callbacks, steps)
         state = run.begin(algorithm, settings, clients, dtype, start)

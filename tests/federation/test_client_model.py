@@ -504,9 +504,7 @@ def test_a_file_needs_the_transform_that_it_was_made_with(pictures: Result, ditt
     assert torch.equal(loaded.predict(x).probs, pictures.client(0).predict(x).probs)  # type: ignore[arg-type]
     loaded.save(tmp_path / "again")
     assert bf.load_client(tmp_path / "again", method, transform=bright).form.transform is bright
-    with pytest.raises(
-        CheckpointError, match=r"one.*function of inputs: transform: saved {.*bright.*}, given None; give that one by"
-    ):
+    with pytest.raises(CheckpointError, match=r"one.*function of inputs: transform: saved {.*bright.*}, given None; give that one by"):
         bf.load_client(tmp_path / "one", method)
     with pytest.raises(CheckpointError, match=r"transform\.name: saved .*bright, given .*dark; transform\.source"):
         bf.load_client(tmp_path / "one", method, transform=dark)

@@ -67,9 +67,7 @@ def test_a_start_that_read_other_inputs_is_told(clients: FederatedData, tmp_path
     result = run(method, clients.transformed(lambda x: x / 2), **ONCE)
     result.save(tmp_path)
     for start in (result, tmp_path):
-        with pytest.warns(
-            UserWarning, match=r"another function of inputs, transform: saved {.*}, given None: the start"
-        ):
+        with pytest.warns(UserWarning, match=r"another function of inputs, transform: saved {.*}, given None: the start"):
             run(method, clients, **ONCE, seed=9, start=start)
         with pytest.raises(CheckpointError, match="made on other data: transform"):
             run(method, clients, rounds=2, evaluate_every=None, resume=start)

@@ -206,8 +206,13 @@ def test_a_run_that_goes_on_began_from_the_same_start(model, clients: FederatedD
 
 
 def test_checkpoints_have_a_folder_of_their_own(model, clients: FederatedData, tmp_path: Path):
+    """A run that begins from the one in a folder is another than that, which the folder would go on with."""
     method = bf.algorithms.fedavg(model, epochs=1)
     folder = tmp_path / "run"
-    run(method, clients, rounds=1, evaluate_every=None, checkpoint=folder)
-    with pytest.raises(ValueError, match=r"start and checkpoint name the same folder, '.*run'; pass another one .*or leave start out"):
-        run(method, clients, rounds=1, seed=9, start=str(folder), checkpoint=folder)
+    run(method, clients, rounds=1, evaluate_every=None, checkpoint=folder).save(tmp_path / "saved")
+    with pytest.raises(
+        ValueError, match=r"run' holds a run that began from the method's own start, and start is round 1 .*or leave start out"
+    ):
+        run(method, clients, rounds=1, evaluate_every=None, start=str(folder), checkpoint=folder)
+    with pytest.raises(ValueError, match=r"saved' holds a saved result"):
+        run(method, clients, rounds=1, seed=9, start=tmp_path / "saved", checkpoint=tmp_path / "saved")

@@ -217,5 +217,5 @@ def test_a_server_that_goes_on_began_from_the_same_start(model: nn.Module, clien
             deploy(algorithm, clients, tmp_path, start=start, **options)
     with pytest.raises(ValueError, match=r"first' holds a run that began from the method's own start, and start is round 2"):
         deploy(algorithm, clients, tmp_path, start=later, checkpoint=tmp_path / "first", rounds=1)
-    with pytest.raises(ValueError, match=r"start and checkpoint name the same folder, '.*first'; pass another one .*or leave start out"):
+    with pytest.raises(ValueError, match=r"first' holds a run that began from the method's own start, and start is round"):
         deploy(algorithm, clients, tmp_path, start=tmp_path / "first", checkpoint=tmp_path / "first", rounds=1)
