@@ -2,11 +2,12 @@
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -108,6 +109,15 @@ CASES = (
     Case("fedsi_fac", {"epochs": 2, "batch_size": 10, "finetune_steps": 5, "predictive_precision": 1.0, "curvature_every": 2}),
     Case("fedsi_full", {"steps": 5, "batch_size": 10, "finetune_steps": 5, "predictive_precision": 1.0}),
 )
+
+
+SAMPLE = ("fedavg", "ditto", "pfedvem", "fedem", "fedbn")
+"""Methods of points, personal models, draws, copies and norms: a battery beside the contract's runs these quickly, all others slowly."""
+
+
+def sampled(cases: Iterable[Case]) -> list[Any]:
+    """The cases, of which those of other methods than `SAMPLE` are marked as slow."""
+    return [case if case.name in SAMPLE else pytest.param(case, marks=pytest.mark.slow) for case in cases]
 
 
 def federation(shape: tuple[int, ...] = (8,), sizes: tuple[int, ...] = SIZES, classes: int = 3) -> FederatedData:

@@ -66,6 +66,7 @@ PROBABILITY = Range(0, 1, why="95 % is 0.95")
 Count = Annotated[int, AT_LEAST_1]
 Natural = Annotated[int, AT_LEAST_0]
 Positive = Annotated[float, Range(0)]
+Share = Annotated[float, Range(0, 1, "]", why="95 % is 0.95")]
 NotNegative = Annotated[float, AT_LEAST_0]
 Seed = Annotated[int, AT_LEAST_0, "Seed of all that is drawn."]
 

@@ -1,14 +1,17 @@
 """Exact statements on shares: Clopper-Pearson bounds, and how low the lowest of several shares lies by chance."""
 
+from typing import Annotated
+
 import numpy as np
 
-from bayesfl.base.checks import probability
+from bayesfl.base.options import PROBABILITY, declared
 
 _MANY = 4000
 """Most distinct shares that are summed exactly; beyond, the result is too large by at most one of so many steps."""
 
 
-def clopper_pearson(successes: np.ndarray, trials: np.ndarray, delta: float) -> np.ndarray:
+@declared
+def clopper_pearson(successes: np.ndarray, trials: np.ndarray, delta: Annotated[float, PROBABILITY]) -> np.ndarray:
     """Return intervals that hold the true share with a probability of at least 1 - `delta` each, [..., 2].
 
     Args:
@@ -22,7 +25,6 @@ def clopper_pearson(successes: np.ndarray, trials: np.ndarray, delta: float) -> 
     References:
         Clopper and Pearson, "The use of confidence or fiducial limits illustrated in the case of the binomial", Biometrika 26, 1934.
     """
-    probability("delta", delta, "that an interval misses")
     return np.stack([lower_bound(successes, trials, delta / 2), upper_bound(successes, trials, delta / 2)], -1)
 
 

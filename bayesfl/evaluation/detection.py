@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bayesfl.base.checks import number
+from bayesfl.base.options import Share, declared
 from bayesfl.evaluation import metrics
 from bayesfl.evaluation.predictions import Predictions
 
@@ -102,7 +102,8 @@ def auroc(inside: Tensor, outside: Tensor, inside_mask: Tensor, outside_mask: Te
     return _each(area, inside, outside, inside_mask, outside_mask)
 
 
-def fpr(inside: Tensor, outside: Tensor, inside_mask: Tensor, outside_mask: Tensor, *, tpr: float = 0.95) -> Tensor:
+@declared
+def fpr(inside: Tensor, outside: Tensor, inside_mask: Tensor, outside_mask: Tensor, *, tpr: Share = 0.95) -> Tensor:
     """Compute the share of outside examples taken for a client's own, at the threshold that accepts a share `tpr` of its own examples.
 
     Examples with a score up to the threshold are accepted. It is the smallest one that accepts a share of at least `tpr` of the own
@@ -122,8 +123,6 @@ def fpr(inside: Tensor, outside: Tensor, inside_mask: Tensor, outside_mask: Tens
     Raises:
         ValueError: The shapes do not fit, or `tpr` lies outside (0, 1].
     """
-    if not 0 < number("tpr", tpr) <= 1:
-        raise ValueError(f"tpr is a share of the client's own examples and must lie in (0, 1], got {tpr}; 95% is 0.95")
 
     def passing(own: Tensor, other: Tensor) -> Tensor:
         return (other <= own[max(math.ceil(tpr * len(own) - _ROUNDING), 1) - 1]).double().mean()
@@ -229,7 +228,8 @@ def aurc(score: Tensor, right: Tensor, mask: Tensor) -> Tensor:
     return _curves(lambda risk: risk.mean(), score, right, mask)
 
 
-def selective_accuracy(score: Tensor, right: Tensor, mask: Tensor, *, coverage: float = 0.8) -> Tensor:
+@declared
+def selective_accuracy(score: Tensor, right: Tensor, mask: Tensor, *, coverage: Share = 0.8) -> Tensor:
     """Compute each client's accuracy on the share `coverage` of its examples, rounded up, that it doubts least.
 
     Args:
@@ -244,8 +244,6 @@ def selective_accuracy(score: Tensor, right: Tensor, mask: Tensor, *, coverage: 
     Raises:
         ValueError: The shapes do not fit, or `coverage` lies outside (0, 1].
     """
-    if not 0 < number("coverage", coverage) <= 1:
-        raise ValueError(f"coverage is a share of the examples and must lie in (0, 1], got {coverage}; 80% is 0.8")
     return _curves(lambda risk: 1 - risk[max(math.ceil(coverage * len(risk) - _ROUNDING), 1) - 1], score, right, mask)
 
 

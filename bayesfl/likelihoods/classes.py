@@ -3,12 +3,14 @@
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from bayesfl.base.checks import listed, number
+from bayesfl.base.options import Range, declared
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.targets import Targets
 
@@ -50,6 +52,7 @@ def _one_label(likelihood: object, targets: Targets, least: int, most: float = m
 
 
 @dataclass(frozen=True)
+@declared
 class Categorical:
     """The likelihood of classes 0 to O - 1 with probabilities softmax(outputs), or a training loss with class weights or label smoothing.
 
@@ -69,7 +72,7 @@ class Categorical:
     """
 
     weights: tuple[float, ...] | None = None
-    smoothing: float = 0.0
+    smoothing: Annotated[float, Range(0, 1, "[")] = 0.0
     task = "classification"
 
     def __post_init__(self) -> None:
@@ -80,8 +83,6 @@ class Categorical:
             object.__setattr__(self, "weights", tuple(number("weights", w) for w in weights))
             if not self.weights or not all(0 <= w < math.inf for w in self.weights) or not any(self.weights):
                 raise ValueError(f"weights must be numbers >= 0, one for each class and not all 0, got {self.weights}")
-        if not 0 <= number("smoothing", self.smoothing) < 1:
-            raise ValueError(f"smoothing is a share and must lie in [0, 1), got {self.smoothing}")
 
     def width(self, targets: Targets) -> tuple[int, ...]:
         """Return (O,), one output for each class.

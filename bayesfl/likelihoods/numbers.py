@@ -3,13 +3,14 @@
 import math
 from dataclasses import dataclass
 from numbers import Real
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bayesfl.base.checks import listed, number, probability
+from bayesfl.base.checks import listed, number
+from bayesfl.base.options import PROBABILITY, declared
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.targets import Targets
 
@@ -159,6 +160,7 @@ class Poisson:
 
 
 @dataclass(frozen=True)
+@declared
 class Quantiles:
     """The loss of an interval for targets [..., O] by two quantiles, which is no negative log likelihood of a distribution.
 
@@ -175,11 +177,8 @@ class Quantiles:
         Koenker and Bassett, "Regression quantiles", Econometrica 46(1), 1978.
     """
 
-    level: float = 0.9
+    level: Annotated[float, PROBABILITY] = 0.9
     task = "regression"
-
-    def __post_init__(self) -> None:
-        probability("level", self.level, "of the interval")
 
     def width(self, targets: Targets) -> tuple[int, ...]:
         """Return (2 O,), two outputs for each number.

@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from bayesfl.base.checks import instance, whole
+from bayesfl.base.checks import instance
+from bayesfl.base.options import Count, declared
 from bayesfl.models.altered import altered
 
 LEAST, OF_VECTORS = 2, 16
@@ -14,7 +15,8 @@ LEAST, OF_VECTORS = 2, 16
 _BATCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
-def group_norm(module: nn.Module, *, groups: int = 32) -> nn.Module:
+@declared
+def group_norm(module: nn.Module, *, groups: Count = 32) -> nn.Module:
     """Return a copy of a module with a group norm in the place of each batch norm, whatever mode that is in; the module is not changed.
 
     A group norm looks at each example alone: there are no statistics to average, and every kernel and every method takes the network.
@@ -40,7 +42,6 @@ def group_norm(module: nn.Module, *, groups: int = 32) -> nn.Module:
         data quagmire of decentralized machine learning", ICML 2020, who take group norm where clients' labels differ.
     """
     instance("module", module, nn.Module, "build one, as torchvision.models.resnet18()")
-    whole("groups", groups, least=1)
     _check(module)
     made = copy.deepcopy(module)
     if isinstance(made, _BATCH):
@@ -80,7 +81,7 @@ def _check(module: nn.Module) -> None:
             warnings.warn(
                 f"batch norm {name!r} has {part.num_features} channels, and of vectors with so few a group norm leaves little, of two "
                 "their order alone; for inputs, standardise with fixed numbers in its place",
-                stacklevel=3,
+                stacklevel=4,  # of who calls the declared function
             )
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesfl.base.checks import whole
+from bayesfl.base.options import Count, declared
 from bayesfl.models.cutting import SplitModel
 from bayesfl.models.starts import seeded
 
@@ -47,6 +48,7 @@ def _image(inputs: Sequence[int] | int, outputs: int, smallest: int) -> tuple[in
     return shape[0], shape[1], shape[2]
 
 
+@declared
 def mlp(
     inputs: int | Sequence[int],
     *,
@@ -71,8 +73,6 @@ def mlp(
         ValueError: A size is no whole number >= 1, `start` is unknown, or `head_scale` is not > 0.
     """
     shape = check_shape(inputs, outputs)
-    if start not in ("torch", "xavier"):
-        raise ValueError(f"start must be 'torch' or 'xavier', got {start!r}")
     what = "one width, several, or () for none, each a whole number of at least 1"
     widths = () if isinstance(hidden, tuple | list) and not hidden else _sizes("hidden", hidden, what)
 
@@ -229,8 +229,9 @@ class _Residual(nn.Module):
         return torch.relu(self.steps(x) + self.shortcut(x))
 
 
+@declared
 def resnet18(
-    inputs: Sequence[int], *, outputs: int, groups: int = 2, width: int = 64, head_scale: float | None = None, seed: int = 0
+    inputs: Sequence[int], *, outputs: int, groups: Count = 2, width: Count = 64, head_scale: float | None = None, seed: int = 0
 ) -> SplitModel:
     """Build ResNet-18 for small images, with group norm instead of batch norm: 3x3 stem, four stages, averaged | outputs.
 
@@ -253,7 +254,7 @@ def resnet18(
         optimization", ICLR 2021.
     """
     depth = _image(inputs, outputs, 8)[0]
-    if whole("width", width, least=1) % whole("groups", groups, least=1):
+    if width % groups:
         raise ValueError(f"groups must divide width, got {groups} groups and a width of {width}")
 
     def make() -> SplitModel:
@@ -280,13 +281,14 @@ class _Reader(nn.Module):
         return self.read(self.embed(x.long()))[0][:, -1]
 
 
+@declared
 def char_lstm(
     inputs: int | Sequence[int],
     *,
     outputs: int,
-    embedding: int = 8,
-    hidden: int = 256,
-    layers: int = 2,
+    embedding: Count = 8,
+    hidden: Count = 256,
+    layers: Count = 2,
     head_scale: float | None = None,
     seed: int = 0,
 ) -> SplitModel:
@@ -313,5 +315,4 @@ def char_lstm(
     """
     if len(check_shape(inputs, outputs)) != 1:
         raise ValueError(f"inputs must be texts of L characters, (L,), got {inputs}")
-    sizes = [whole(name, n, least=1) for name, n in (("embedding", embedding), ("hidden", hidden), ("layers", layers))]
-    return seeded(lambda: SplitModel(_Reader(outputs, *sizes), nn.Linear(hidden, outputs)), seed, head_scale)
+    return seeded(lambda: SplitModel(_Reader(outputs, embedding, hidden, layers), nn.Linear(hidden, outputs)), seed, head_scale)

@@ -1,11 +1,12 @@
 """A transformer that classifies texts of one length."""
 
 from collections.abc import Sequence
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
 
-from bayesfl.base.checks import number, whole
+from bayesfl.base.options import Count, Range, declared
 from bayesfl.models.cutting import SplitModel
 from bayesfl.models.networks import check_shape
 from bayesfl.models.starts import seeded
@@ -45,15 +46,16 @@ class _Encoder(nn.Module):
         return self.norm(self.layers(self.dropout(self.embed(x.long()) + places)))[:, -1]
 
 
+@declared
 def transformer(
     inputs: int | Sequence[int],
     *,
     outputs: int,
-    tokens: int | None = None,
-    d: int = 64,
-    layers: int = 2,
-    heads: int = 4,
-    dropout: float = 0.1,
+    tokens: Count | None = None,
+    d: Count = 64,
+    layers: Count = 2,
+    heads: Count = 4,
+    dropout: Annotated[float, Range(0, 1, "[")] = 0.1,
     head_scale: float | None = None,
     seed: int = 0,
 ) -> SplitModel:
@@ -91,10 +93,7 @@ def transformer(
     shape = check_shape(inputs, outputs)
     if len(shape) != 1:
         raise ValueError(f"inputs must be texts of T tokens, (T,), got {inputs}")
-    different = outputs if tokens is None else whole("tokens", tokens, least=1)
-    width, depth, many = (whole(name, n, least=1) for name, n in (("d", d), ("layers", layers), ("heads", heads)))
-    if width % many:
+    different = outputs if tokens is None else tokens
+    if d % heads:
         raise ValueError(f"heads must divide d, got {heads} heads and d={d}")
-    if not 0 <= number("dropout", dropout) < 1:
-        raise ValueError(f"dropout is the share that is dropped and must lie in [0, 1), got {dropout}")
-    return seeded(lambda: SplitModel(_Encoder(shape[0], different, width, depth, many, dropout), nn.Linear(d, outputs)), seed, head_scale)
+    return seeded(lambda: SplitModel(_Encoder(shape[0], different, d, layers, heads, dropout), nn.Linear(d, outputs)), seed, head_scale)

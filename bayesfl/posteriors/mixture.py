@@ -11,7 +11,7 @@ models Marfoq, Neglia, Bellet, Kameni, Vidal, "Federated multi-task learning und
 import torch
 from torch import Tensor
 
-from bayesfl.base.checks import whole
+from bayesfl.base.options import Count, declared
 
 LEAST = 1e-12
 """Smallest mixture weight: a weight that is exactly 0 would stay 0 for ever."""
@@ -60,7 +60,8 @@ def bound(weights: Tensor, losses: Tensor, q: Tensor) -> Tensor:
     return (q * _joint(weights, losses) + torch.special.entr(q)).sum(-1)
 
 
-def fit_weights(losses: Tensor, counts: Tensor, *, iterations: int = 20) -> Tensor:
+@declared
+def fit_weights(losses: Tensor, counts: Tensor, *, iterations: Count = 20) -> Tensor:
     """Fit the mixture weights pi [..., M] alone by EM, from equal ones: a concave problem, in which the likelihood never falls.
 
     Args:
@@ -71,7 +72,6 @@ def fit_weights(losses: Tensor, counts: Tensor, *, iterations: int = 20) -> Tens
     Raises:
         ValueError: `iterations` is no whole number >= 1.
     """
-    whole("iterations", iterations, least=1)
     pi = torch.full_like(losses[..., 0], 1 / losses.shape[-2])
     for _ in range(iterations):
         pi = mean_weights(responsibilities(pi, losses)[0], counts)

@@ -5,16 +5,17 @@ import math
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from bayesfl.base.checks import instance, number, whole
+from bayesfl.base.checks import instance
 from bayesfl.base.inputs import Inputs, call_at, each, in_precision, named
 from bayesfl.base.layout import Layout, Pattern
+from bayesfl.base.options import PROBABILITY, Count, Natural, declared
 from bayesfl.base.protocols import Likelihood, Tensors
 from bayesfl.base.targets import IGNORE, Targets
 from bayesfl.curvature.ggn import check_outputs
@@ -99,6 +100,7 @@ class Samples:
         return {key: self.layout.ravel(leaf) for key, leaf in leaves.items()}
 
 
+@declared
 def nuts(
     model: nn.Module,
     likelihood: Likelihood,
@@ -108,12 +110,12 @@ def nuts(
     precision: float | Tensor,
     centre: float | Tensor = 0.0,
     pattern: Pattern = "*",
-    draws: int = 500,
-    warmup: int = 500,
-    chains: int = 4,
-    seed: int = 0,
+    draws: Count = 500,
+    warmup: Natural = 500,
+    chains: Count = 4,
+    seed: Natural = 0,
     full_mass: bool = False,
-    target_accept: float = 0.8,
+    target_accept: Annotated[float, PROBABILITY] = 0.8,
     progress: bool = False,
 ) -> Samples:
     """Draw from p(w | x, y), proportional to p(y | x, w) N(w; centre, 1 / precision), by Pyro's No-U-Turn sampler.
@@ -160,11 +162,6 @@ def nuts(
             f"{layout.size} weights are more than the {LIMIT} that sampling can serve; take a smaller model, or sample part of it, as in "
             "pattern='head.*'"
         )
-    instance("full_mass", full_mass, bool, "pass True or False")
-    draws, chains = whole("draws", draws, least=1), whole("chains", chains, least=1)
-    warmup, seed = whole("warmup", warmup, least=0), whole("seed", seed, least=0)
-    if not 0 < number("target_accept", target_accept) < 1:
-        raise ValueError(f"target_accept is a probability in (0, 1), got {target_accept}")
     for name, value in named(x):
         if len(value) != len(y):
             raise ValueError(f"{name} and y must have one row for each example; got {len(value)} and {len(y)}")

@@ -12,7 +12,7 @@ import bayesfl as bf
 from bayesfl.composition.buffers import Buffers
 from bayesfl.data import FederatedData
 from bayesfl.federation.result import Result
-from tests.cases import CASES, Case, with_batch_norm
+from tests.cases import CASES, Case, sampled, with_batch_norm
 from tests.federation import made
 from tests.federation.made import state
 
@@ -30,7 +30,7 @@ ROUNDED = {"fedem"}
 """The softmax of its mixture weights rounds by the place of a client in its chunk, on any network."""
 
 refused = pytest.mark.parametrize("case", [case for case in CASES if str(case) in REFUSED], ids=str)
-taken = pytest.mark.parametrize("case", [case for case in CASES if str(case) not in REFUSED], ids=str)
+taken = pytest.mark.parametrize("case", sampled(case for case in CASES if str(case) not in REFUSED), ids=str)
 
 
 def run(case: Case, clients: FederatedData, **options: Any) -> Result:

@@ -9,11 +9,11 @@ from torch.testing import assert_close
 import bayesfl as bf
 from bayesfl.composition.predictors import LinearisedLaplace
 from bayesfl.data import FederatedData
-from tests.cases import CASES, Case
+from tests.cases import CASES, Case, sampled
 from tests.federation.made import run
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", sampled(CASES), ids=str)
 def test_a_clients_model_predicts_as_the_federation(case: Case, model, clients: FederatedData, tmp_path: Path):
     """To rounding as `Result.predict`, draws included; the file gives the same bits."""
     result = run(case(model), clients, rounds=2, evaluate_every=None, participation=0.6)
@@ -38,7 +38,7 @@ def test_a_clients_model_predicts_as_the_federation(case: Case, model, clients: 
                 one.model()
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", sampled(CASES), ids=str)
 def test_a_run_is_loaded_without_data(case: Case, model, clients: FederatedData, tmp_path: Path):
     """History, settings and server; a client's model, unless it needs its training data, which the message then says."""
     result = run(case(model), clients, rounds=1)

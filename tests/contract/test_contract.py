@@ -17,7 +17,7 @@ from bayesfl.base.trees import flatten
 from bayesfl.composition.phases import Once
 from bayesfl.data import FederatedData
 from bayesfl.federation.result import Result
-from tests.cases import CASES, SIZES, Case, federation, kernels_of
+from tests.cases import CASES, SIZES, Case, federation, kernels_of, sampled
 from tests.contract.made import DECOUPLED
 from tests.federation import made
 from tests.federation.made import state
@@ -41,7 +41,8 @@ def test_every_algorithm_has_a_case():
 
 
 WHO = [(case, 0.5, "all") for case in (*CASES, DECOUPLED)]
-WHO += [(case, *who) for case in CASES if case.name in ("fedavg", "pfedvem", "fedpac", "fedem") for who in ((1.0, None), (0.5, "cohort"))]
+OTHERS = [case for case in CASES if case.name in ("fedavg", "pfedvem", "fedpac", "fedem")]
+WHO += [pytest.param(case, *who, marks=pytest.mark.slow) for case in OTHERS for who in ((1.0, None), (0.5, "cohort"))]
 
 
 @pytest.mark.parametrize(("case", "participation", "train"), WHO, ids=str)
@@ -58,7 +59,7 @@ def test_kernels_agree(case: Case, model: nn.Module, clients: FederatedData, par
 
 @pytest.mark.filterwarnings("ignore:most of the selected weights")
 @pytest.mark.parametrize(
-    "case", [c for c in CASES if c.name in ("fedavg", "fedper", "fedpac", "ditto", "pfedme", "pfedvem", "fedsi")], ids=str
+    "case", sampled(c for c in CASES if c.name in ("fedavg", "fedper", "fedpac", "ditto", "pfedme", "pfedvem", "fedsi")), ids=str
 )
 def test_kernels_agree_on_convolutions(case: Case):
     """The same for a CNN, whose auto kernel differs from phase to phase."""

@@ -80,9 +80,8 @@ CASES = [
     Case(Poisson(), np.floor(np.exp(SIGNAL / 2 + noise() / 3)), "regression"),
     Case(Quantiles(0.8), SIGNAL + noise()),
 ]
-METHODS = ("fedavg", "pfedvem", "fedem")
 cases = pytest.mark.parametrize("case", CASES, ids=str)
-methods = pytest.mark.parametrize("name", METHODS)
+methods = pytest.mark.parametrize("name", ["pfedvem", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fedavg", "fedem"))])
 
 
 def run(algorithm: bf.Algorithm, data: FederatedData, **options: Any) -> Result:

@@ -12,7 +12,7 @@ import bayesfl as bf
 from bayesfl.base.inputs import Inputs, each
 from bayesfl.composition.predictors import LinearisedBelief, LinearisedLaplace, Mixture
 from bayesfl.data import FederatedData
-from tests.cases import CASES, EM, federation, run
+from tests.cases import CASES, EM, SAMPLE, federation, run
 from tests.federation.made import state
 
 
@@ -66,7 +66,7 @@ METHODS |= {name: lambda model, name=name: with_predictors(name, model) for name
 
 
 @pytest.mark.filterwarnings("ignore:most of the selected weights", "ignore:.*leaves the predictions to the prior")
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", [name if name in (*SAMPLE, "belief") else pytest.param(name, marks=pytest.mark.slow) for name in METHODS])
 def test_several_inputs_are_one_that_is_joined(name: str):
     """States, predictions, and those of a client alone."""
     data, method = federation(), METHODS[name]

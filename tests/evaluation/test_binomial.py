@@ -54,5 +54,5 @@ def test_the_worst_of_many_units_is_exact_to_a_step(n: list[int]):
 def test_bad_counts():
     with pytest.raises(ValueError, match="successes must lie between 0 and trials"):
         clopper_pearson(np.array([3]), np.array([2]), 0.1)
-    with pytest.raises(ValueError, match="delta is the probability"):
+    with pytest.raises(ValueError, match=r"^delta must lie within"):
         clopper_pearson(np.array([1]), np.array([2]), 1.0)

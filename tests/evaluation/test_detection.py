@@ -260,10 +260,10 @@ def test_errors_name_the_remedy():
         (lambda: detection.auroc(inside, outside, outside_mask, outside_mask), r"inside_mask .*\[4, 50\]; got \[4, 70\]"),
         (lambda: detection.auroc(inside, outside, inside_mask.int(), outside_mask), "inside_mask must be bool"),
         (lambda: detection.fpr(inside[:2], outside, inside_mask[:2], outside_mask), r"inside .*2 clients .*outside .*4"),
-        (lambda: detection.fpr(inside, outside, inside_mask, outside_mask, tpr=95), "95% is 0.95"),
+        (lambda: detection.fpr(inside, outside, inside_mask, outside_mask, tpr=95), "tpr must lie within"),
         (lambda: detection.aurc(score, right.int(), mask), "right must be bool"),
         (lambda: detection.aurc(score, right[1:], mask), r"right .*\[4, 40\]; got \[3, 40\]"),
-        (lambda: detection.selective_accuracy(score, right, mask, coverage=0), "80% is 0.8"),
+        (lambda: detection.selective_accuracy(score, right, mask, coverage=0), "coverage must lie within"),
         (lambda: detection.risk_coverage(score, right, full(mask)), "score is NaN.*plug-in"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -65,6 +65,7 @@ def test_a_run_ends_early_and_goes_on_with_its_patience(method, parted: Federate
         assert_close(state(again), state(whole), atol=0, rtol=0)
 
 
+@pytest.mark.slow
 def test_the_best_state_is_returned(method, parted: FederatedData, tmp_path: Path):
     """That of the run which ends there, with its history; from memory or, resumed, from its folder; else the last, with a warning."""
 

@@ -354,6 +354,7 @@ def test_frozen_parameters_stay_frozen(named: FederatedData):
     assert made.get_parameter("body.0.weight").data_ptr() != network.get_parameter("body.0.weight").data_ptr()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [1, 6])
 def test_the_module_is_exported(dynamic: int, tmp_path: Path):
     """By torch.export with no difference at all, and to ONNX for any number of rows, to rounding in float32."""

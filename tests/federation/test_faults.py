@@ -34,7 +34,7 @@ WORDS = {
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-@pytest.mark.parametrize("method", list(METHODS))
+@pytest.mark.parametrize("method", ["ditto", *(pytest.param(name, marks=pytest.mark.slow) for name in METHODS if name != "ditto")])
 def test_a_round_without_the_client(
     method: str, kind: str, model: nn.Module, clients: FederatedData, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):

@@ -145,6 +145,7 @@ def test_a_client_that_was_away_settles_later(parted: FederatedData, method: bf.
     assert model.predict(parted.test.client(0)[0]).sets is not None
 
 
+@pytest.mark.slow
 def test_a_survey_is_given_up(parted: FederatedData, method: bf.Algorithm, tmp_path: Path, caplog: pytest.LogCaptureFixture):
     """After four losses the run ends without calibration, and says so; a later server fits what is missing."""
 

@@ -54,7 +54,10 @@ BAD: dict[str, tuple[Callable[[Message], Message | None], str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", list(BAD))
+QUICK = ("silent", "large", "damaged", "no tensors")
+
+
+@pytest.mark.parametrize("kind", [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow) for kind in BAD])
 def test_a_bad_reply_is_left_out(kind: str, model: nn.Module, clients: FederatedData, tmp_path: Path, caplog: pytest.LogCaptureFixture):
     """By name and with the reason; the round is as without the client, and the client goes on from its last state that was taken."""
     algorithm, (change, words) = method("pfedvem", model), BAD[kind]

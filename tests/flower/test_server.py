@@ -24,7 +24,7 @@ from bayesfl.federation.settings import Settings
 from bayesfl.federation.tuning import Tuning
 from bayesfl.flower import BadClients, Deployed, client_app, load, records, serve, server_app
 from bayesfl.optim import SGD
-from tests.cases import CASES, Case, burst_by_fine_tuning, federation, with_batch_norm
+from tests.cases import CASES, Case, burst_by_fine_tuning, federation, sampled, with_batch_norm
 from tests.flower.grid import LocalGrid
 from tests.flower.made import (
     OPTIONS,
@@ -49,7 +49,7 @@ def predictions(deployed: Deployed, folder: Path, client: int) -> dict[str, Tens
     return store.read_file(file, store.NODE)["predictions"]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", sampled(CASES), ids=str)
 @pytest.mark.parametrize(
     ("participation", "train"),
     [(0.5, "all"), pytest.param(1.0, None, marks=pytest.mark.slow), pytest.param(0.5, "cohort", marks=pytest.mark.slow)],

@@ -17,7 +17,7 @@ from bayesfl.base.trees import flatten
 from bayesfl.data import FederatedData
 from bayesfl.federation.errors import CheckpointError
 from bayesfl.flower import client_app, load
-from tests.cases import CASES, Case
+from tests.cases import CASES, Case, sampled
 from tests.flower.grid import LocalGrid
 from tests.flower.made import METHODS, OPTIONS, deploy, grid_of, method, private, simulated
 
@@ -26,7 +26,7 @@ MOVED = [4, 6, 1, 5, 0]
 
 
 @pytest.mark.filterwarnings("ignore:the run before has 5 clients")
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", sampled(CASES), ids=str)
 def test_it_is_the_simulation(case: Case, model: nn.Module, clients: FederatedData, tmp_path: Path):
     """Five clients at half participation, so that some never trained; then two are gone, two are new, and numbers have moved."""
     algorithm, few = case(model), clients.select(range(5))

@@ -91,6 +91,7 @@ def test_federated_averaging_by_a_bare_loop(data: FederatedData):
     assert_close(found.predict().client(1).probs, reference(x).softmax(-1).detach(), rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_the_same_bits_wherever_it_runs(data: FederatedData):
     """For any number of workers, any chunk, on resume, and whoever draws in other threads; a seed changes all."""
     data, method = federation(), bf.algorithms.fedrep(parted(), head_epochs=2, body_epochs=1, batch_size=10)
