@@ -46,8 +46,9 @@ nitpick_ignore_regex = [
     (r"py:.*", r"(torch|numpy|np|nn|flwr|httpx|typing|collections|contextlib|pathlib|os|enum|types|matplotlib)\.[\w.]+"),
     (
         r"py:class",
-        r"bayesfl\.(engine\.(crew\.(Item|Result)|driver\.T)|federation\.round\.T|federation\.admission\.T|flower\.records\.T)",
+        r"P|bayesfl\.(base\.options\.[CPRT]|engine\.(crew\.(Item|Result)|driver\.T)|federation\.(round|admission)\.T|flower\.records\.T)",
     ),  # type variables
+    (r"py:.*", r"(typing|types)\.(Annotated|Literal)\[.*|inspect\.BoundArguments"),
     (r"py:.*", rf"({_BUILTIN}|Tensor|Any|Callable|Mapping|Sequence|Iterator|Literal|Axes|Figure|optional|default|Ellipsis|None|\.\.\.)"),
 ]
 

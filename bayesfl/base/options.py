@@ -197,11 +197,24 @@ def _declared(function: Callable[P, R], idle: Idle) -> Callable[P, R]:
 
 def documented(checked: Callable[P, R], function: Callable[P, R]) -> Callable[P, R]:
     """Return a function that checks another one's options with that one's docstring, completed, and its signature, in plain types."""
-    hints, signature = get_type_hints(function), inspect.signature(function)
-    plain = [one.replace(annotation=hints.get(one.name, one.annotation)) for one in signature.parameters.values()]
     checked.__doc__ = completed(function)
-    checked.__signature__ = signature.replace(parameters=plain)  # type: ignore[attr-defined]  # which `help` and Sphinx read
+    checked.__signature__ = _plain(function)  # type: ignore[attr-defined]  # which `help` and Sphinx read
     return checked
+
+
+def _plain(function: Callable[..., Any], skip: int = 0) -> inspect.Signature:
+    hints, signature = get_type_hints(function), inspect.signature(function)
+    parameters = [one.replace(annotation=hints.get(one.name, one.annotation)) for one in signature.parameters.values()]
+    return signature.replace(parameters=parameters[skip:])
+
+
+class _Signature:
+    """The signature of a declared data class, in plain types; of its instances, which may be called, nothing is said."""
+
+    def __get__(self, instance: Any, owner: type) -> inspect.Signature:
+        if instance is not None:
+            raise AttributeError("__signature__")
+        return _plain(owner.__init__, skip=1)
 
 
 def arguments(function: Callable[..., Any], args: Any, kwargs: Any, idle: Idle) -> inspect.BoundArguments | None:
@@ -256,6 +269,7 @@ def _declared_class(cls: C, idle: Idle) -> C:
             after(self)
 
     cls.__post_init__ = __post_init__  # type: ignore[attr-defined]  # of a class that dataclass is about to read
+    cls.__signature__ = _Signature()  # type: ignore[attr-defined]  # which `help` and Sphinx read
     cls.__doc__ = completed(cls)
     return cls
 
