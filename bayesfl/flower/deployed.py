@@ -25,6 +25,7 @@ from bayesfl.federation.result import OWN
 from bayesfl.federation.saved import check_state, reloaded
 from bayesfl.federation.settings import METHOD, Settings
 from bayesfl.flower.before import Before, Place
+from bayesfl.flower.states import state_names
 
 log = logging.getLogger(__name__)
 
@@ -170,7 +171,8 @@ DEPLOYMENT = store.Kind(
         "history": store.HISTORY,
         "dtype": store.DTYPE,
         **dict.fromkeys(("experiment", "round", "server", "start", "began", "told"), store.PLAIN),
-        **dict.fromkeys(("sessions", "base", "names"), store.TUPLE),
+        **dict.fromkeys(("sessions", "names"), store.Entry(read=tuple)),
+        "base": store.Entry(read=state_names),
         **dict.fromkeys(("measures", "keys", "counts"), store.Entry(dict, lambda found: {int(j): of for j, of in found.items()})),
         "before": store.optional(store.Entry(Before.stored, Before.read)),
         "calibration": store.Entry(store.described_steps, store.read_steps),

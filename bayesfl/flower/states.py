@@ -11,7 +11,7 @@ which a client still does for the session before is never mistaken for work of t
 import contextlib
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,17 @@ def name_of(round: int, session: str) -> str:
     if not STATE.fullmatch(name := f"{round:06d}-{session}"):
         raise ValueError(f"a state's name must be a round and eight hexadecimal digits, as 000004-1f6f0c9a, got {name!r}")
     return name
+
+
+def state_names(found: Iterable[str]) -> tuple[str, ...]:
+    """Return names of states that a file has, which name files on nodes; empty text for the initial one.
+
+    Raises:
+        ValueError: One is no such name.
+    """
+    if bad := [name for name in found if name and not STATE.fullmatch(name)]:
+        raise ValueError(f"base must name a state of each client, got {bad[0]!r}")
+    return tuple(found)
 
 
 class States:
