@@ -82,7 +82,7 @@ def fedsi(
     curvature_every: options.Count = 1,
     train_head: bool = False,
     prior: Literal["isotropic", "global"] = "isotropic",
-    predictive_precision: options.Positive | None = None,
+    predictive_precision: Annotated[float | Parameter | None, options.Range(0)] = None,
     link: Link | Literal["draws"] = "per_class",
     centre: bool = True,
     finetune_steps: options.Count = 100,

@@ -10,7 +10,7 @@ import re
 import sys
 import textwrap
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import PurePath
@@ -63,44 +63,59 @@ def described(value: Any, path: tuple[int, ...] = ()) -> Any:
         return str(value)
     if isinstance(value, types.ModuleType):
         return value.__name__
+    if isinstance(value, re.Pattern):
+        return [value.pattern, value.flags]
     if isinstance(value, type):
-        return _named(value)
+        return _of_class(value, inner)
     if (own := getattr(value, "described_as", None)) is not None:
         return inner(own())
     if is_dataclass(value):
-        return {"type": type(value).__qualname__, **{f.name: inner(getattr(value, f.name, None)) for f in fields(value) if f.init}}
+        return {"type": inner(type(value)), **{f.name: inner(getattr(value, f.name, None)) for f in fields(value) if f.init}}
     if isinstance(value, nn.Module):
-        kinds = {type(layer) for layer in value.modules()}
-        sources = sorted(source for kind in kinds if (source := _source(kind)))
-        return {"layers": layers(value), "source": sources, **{key: inner(t) for key, t in value.state_dict(keep_vars=True).items()}}
+        kinds = [inner(kind) for kind in dict.fromkeys(type(layer) for layer in value.modules())]
+        tensors = {key: inner(t) for key, t in value.state_dict(keep_vars=True).items()}
+        return {"layers": layers(value), "held": held(value), "types": kinds, "tensors": tensors}
     if isinstance(value, functools.partial):
-        return {"partial": inner(value.func), "args": inner(value.args), **entries(value.keywords)}
+        return {"partial": inner(value.func), "args": inner(value.args), "keywords": entries(value.keywords)}
     if isinstance(value, types.MethodType):
         return {"method": inner(value.__func__), "of": inner(value.__self__)}
     if isinstance(value, types.FunctionType):
-        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
-        held = {name: inner(_contents(cell)) for name, cell in cells}
-        held |= {f"default {place}": inner(one) for place, one in enumerate(value.__defaults__ or ())}
-        return {**_named(value), **held, **entries(value.__kwdefaults__ or {})}
-    attributes = entries(getattr(value, "__dict__", {}))
-    name = getattr(value, "__qualname__", None) or getattr(value, "__name__", None)
-    plain = {} if attributes or name else {"is": ADDRESS.sub("", repr(value))}
-    return {"type": _named(type(value)), **({"name": name} if name else {}), **plain, **attributes}
+        if (compiled := value.__dict__.get("_torchdynamo_orig_callable")) is not None:  # by torch.compile
+            return inner(compiled)
+        cells = {name: inner(_contents(cell)) for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)}
+        holds = {**cells, **entries(value.__kwdefaults__ or {}), **({"defaults": inner(value.__defaults__)} if value.__defaults__ else {})}
+        return _named(value) | ({"holds": holds} if holds else {})
+    slots = [name for kind in type(value).__mro__ for name in _names(getattr(kind, "__slots__", ()))]
+    attributes = {name: getattr(value, name) for name in slots if hasattr(value, name)} | getattr(value, "__dict__", {})
+    attributes = {name: part for name, part in attributes.items() if name == "__wrapped__" or not str(name).startswith("__")}
+    found = {"type": inner(type(value)), **({"holds": entries(attributes)} if attributes else {})}
+    if name := getattr(value, "__qualname__", None) or getattr(value, "__name__", None):
+        found["name"] = name
+        if not isinstance(whose := getattr(value, "__self__", None), types.ModuleType | None):
+            found["of"] = inner(whose)
+    elif not attributes and isinstance(found["type"], str):  # an object of C code, or of an installed package
+        found["is"] = ADDRESS.sub("", repr(value))
+    return found
+
+
+def _names(slots: Any) -> tuple[str, ...]:
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def _of_class(kind: type, inner: Callable[[Any], Any]) -> Any:
+    """Return a class's name, and of a user's what it and its bases are made of: source, functions and values."""
+    if _by_name(kind):
+        return kind.__qualname__
+    members = {name: part for name, part in vars(kind).items() if not name.startswith(("__", "_abc")) or name == "__call__"}
+    parts = {name: inner(getattr(part, "__func__", getattr(part, "fget", part))) for name, part in members.items()}
+    bases = [inner(base) for base in kind.__bases__ if base is not object]
+    return _named(kind) | {"holds": parts} | ({"bases": bases} if bases else {})
 
 
 def _named(thing: Any) -> dict[str, Any]:
-    """Return the name of a function or a class, and the digest of its source: empty text for those that count by name, None without."""
+    """Return the name of a function or a class, and of a user's a digest of its source text, None where there is none."""
     found = {"name": f"{_module(thing)}.{thing.__qualname__}"}
-    return found if (source := _source(thing)) == "" else found | {"source": source}
-
-
-def _module(thing: Any) -> str:
-    """Return the module of a function or a class; of a program that was started, the name under which others import it."""
-    if thing.__module__ != "__main__":
-        return str(thing.__module__)
-    main = sys.modules["__main__"]
-    spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
-    return spec.name if spec is not None else PurePath(file).stem if file else "__main__"
+    return found if _by_name(thing) else found | {"source": _source(thing)}
 
 
 def anonymous(description: Any) -> bool:
@@ -116,18 +131,35 @@ def digest_of(value: Any) -> str:
     return hashlib.sha256(json.dumps(described(value), sort_keys=True).encode()).hexdigest()
 
 
-def _source(thing: Any) -> str | None:
-    """Return a digest of the source text of a function or a class; empty for one that counts by name, None where there is no text."""
+def _module(thing: Any) -> str:
+    """Return the module of a function or a class; of a program that was started, the name under which others import it."""
+    if thing.__module__ != "__main__":
+        return str(thing.__module__)
+    main = sys.modules["__main__"]
+    spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
+    return spec.name if spec is not None else PurePath(file).stem if file else "__main__"
+
+
+def _by_name(thing: Any) -> bool:
+    """Say whether a function or a class is of Python, of an installed package or of bayesfl, and counts by its name."""
     module = str(thing.__module__ or "")
     top, file = module.partition(".")[0], getattr(sys.modules.get(module), "__file__", None) or ""
-    if top in ("builtins", "bayesfl") or top in sys.stdlib_module_names or "-packages" in file:
-        return ""
+    if module == "builtins":
+        return not isinstance(thing, types.FunctionType)  # else of a text that was executed
+    return top == "bayesfl" or top in sys.stdlib_module_names or bool({"site-packages", "dist-packages"} & set(PurePath(file).parts))
+
+
+def _source(thing: Any) -> str | None:
+    """Return a digest of the source text of a user's function or class; where there is none, of a function's code, if it has a name."""
     code = getattr(thing, "__code__", thing)
+    nameless = thing.__qualname__.endswith("<lambda>")
     try:
-        text = _of_lambda(code) if thing.__qualname__.endswith("<lambda>") else inspect.getsource(code)
+        text = textwrap.dedent(_of_lambda(code) if nameless else inspect.getsource(code))
     except (OSError, TypeError, SyntaxError):
-        return None
-    return hashlib.sha256(textwrap.dedent(text).encode()).hexdigest()[:16]
+        if nameless or not isinstance(code, types.CodeType):
+            return None
+        text = ADDRESS.sub("", repr((code.co_code, code.co_consts, code.co_names)))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _of_lambda(code: types.CodeType) -> str:

@@ -294,7 +294,8 @@ def completed(owner: Any) -> str | None:
     if not doc or not found:
         return doc
     before, own, after = _sections(doc)
-    order = list(own) if isinstance(owner, type) else [name for name in inspect.signature(owner).parameters if name in own or name in found]
+    known = options_of(owner) if isinstance(owner, type) else inspect.signature(owner).parameters
+    order = [name for name in known if name in own or name in found]
     order += [name for name in (*own, *found) if name not in order]
     entries = [own.get(name) or _entry(name, found[name]) for name in order]
     return "\n".join([before, "", "Args:", *entries, *(["", after] if after else [])])

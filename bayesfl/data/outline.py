@@ -61,8 +61,8 @@ class Outline:
     @classmethod
     def read(cls, found: Mapping[str, Any]) -> "Outline":
         """Make an outline of what JSON gives back."""
-        as_found = ("transform", "augment")
-        return cls(**{name: value if name in as_found else as_tuples(value) for name, value in found.items()})
+        as_found = {name: found[name] for name in ("transform", "augment")}
+        return cls(**{**as_tuples(found), **as_found, "client_names": tuple(map(str, found["client_names"]))})
 
 
 def known_names(names: Sequence[str] | None, clients: int) -> Sequence[str]:

@@ -8,6 +8,7 @@ import hashlib
 import inspect
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
 from bayesfl.base.copies import refuse_changed
@@ -104,12 +105,35 @@ def method_differences(made_with: Mapping[str, Any], algorithm: Algorithm) -> di
     now = identity(algorithm)
     if made_with.get("method") != (name := now["method"]):
         return {"method": (made_with.get("method"), name)}
-    options, then = now[name], made_with.get(name)
-    if algorithm.made is not None and isinstance(then, Mapping):  # an option that came later is at the default that made no difference
-        defaults = inspect.signature(algorithm.made.function).parameters
-        options = {key: value for key, value in options.items() if key in then or value != described(defaults[key].default)}
-    own = [{part: of.get(part) for part in ("revision", "source", "drawing")} for of in (made_with, now)]
-    return differences({name: then, **own[0]}, {name: options, **own[1]}) | network_differences(made_with, algorithm)
+    now = _as_known(algorithm, now, made_with)
+    saved, given = ({part: of.get(part) for part in ("revision", "source", "drawing", name)} for of in (made_with, now))
+    return differences(saved, given) | network_differences(made_with, algorithm)
+
+
+def _as_known(thing: Any, now: Any, then: Any) -> Any:
+    """Return a description without options that a saved one does not name and that are at their defaults, which made no difference.
+
+    An option of a method, or a field of a data class, may have come later.
+
+    Args:
+        thing: What is described.
+        now: Its description.
+        then: The saved description.
+    """
+    if isinstance(thing, Algorithm) and thing.made is not None and isinstance(then, Mapping):
+        name, made = now["method"], thing.made
+        defaults = {key: one.default for key, one in inspect.signature(made.function).parameters.items()}
+        return {**now, name: _without(made.options, defaults, now[name], then.get(name))}
+    if is_dataclass(thing) and not isinstance(thing, Algorithm):
+        return _without(vars(thing), {f.name: f.default for f in fields(thing)}, now, then)
+    return now
+
+
+def _without(parts: Mapping[str, Any], defaults: Mapping[str, Any], now: Mapping[str, Any], then: Any) -> Any:
+    if not isinstance(then, Mapping):
+        return now
+    kept = {key: one for key, one in now.items() if key in then or key not in defaults or one != described(defaults[key])}
+    return {key: _as_known(parts.get(key), one, then.get(key)) for key, one in kept.items()}
 
 
 def network_differences(made_with: Mapping[str, Any], algorithm: Algorithm) -> dict[str, tuple[Any, Any]]:

@@ -14,11 +14,13 @@ from bayesfl.base.protocols import Server, View
 from bayesfl.base.trees import alike, flatten
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import FederatedData
+from bayesfl.data.frames import same_columns
+from bayesfl.data.names import same_classes
 from bayesfl.federation import store
 from bayesfl.federation.errors import CheckpointError
 from bayesfl.federation.identity import identity, same_data, same_method, same_network
 from bayesfl.federation.result import Result
-from bayesfl.federation.settings import METHOD, of_a_run, present, same_problem
+from bayesfl.federation.settings import METHOD, of_a_run, present
 
 
 def load(
@@ -108,7 +110,8 @@ def on(result: Result, clients: FederatedData, what: str) -> Result:
     """Return a result with the data on which it was made."""
     if result.known.hash != clients.hash:
         same_data(what, result.known.outline, clients)
-    same_problem("clients", clients, result.known)
+    same_columns("clients", clients.columns, result.known.columns)
+    same_classes("clients", clients.class_names, result.known.class_names)
     return replace(result, known=clients)
 
 

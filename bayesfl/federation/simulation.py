@@ -11,6 +11,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from bayesfl.base.checks import whole
+from bayesfl.base.described import described
 from bayesfl.base.files import folder
 from bayesfl.base.protocols import Server
 from bayesfl.composition.algorithm import Algorithm
@@ -82,8 +83,8 @@ def simulate(
             must be the same, its frozen weights included, and the state must have the shapes of this method; columns and classes must have
             the same names in the same order. Rounds are counted anew. None for the method's own start.
         checkpoint: A folder for checkpoints of this run. If it holds some, the run continues from the newest undamaged one, so that one
-            command can be repeated; it must then be the same method, data, settings and `start`. The two newest are kept; an interruption
-            never leaves a partly written one.
+            command can be repeated; method, data and settings must then be the same, and `start`, if it is given. The two newest are kept;
+            an interruption never leaves a partly written one.
         every: Rounds between checkpoints; a checkpoint is always written after the last round.
         admission: Which replies are taken, and what happens to a round with too few. None for `Admission("skip")` if there are `faults`,
             otherwise for `Admission("stop")`, which stops the run when a client's training is no longer finite.
@@ -169,6 +170,8 @@ def simulate(
     result = replace(result, tolerant=admission.skips)
     admission.check(settings.largest(clients.clients))
     keep = None if checkpoint is None else Keep(checkpoint, every)
+    if keep is not None:
+        store.refuse_nameless(described(algorithm), described(clients.outline))  # not when the first checkpoint is due
     run = aggregation.start(result, admission, every=None if keep is None else keep.every, repeats=repeats)
     rules = Rules(algorithm, settings, clients.clients, algorithm.uplink(dtype), admission, run, clients.client_names)
     with result.engine.crew(device) as crew:

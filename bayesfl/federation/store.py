@@ -32,7 +32,7 @@ from bayesfl.data.outline import Outline
 from bayesfl.engine import Engine
 from bayesfl.evaluation.calibration import Abstention, Bias, Choice, Conformal, Fitted, Step, Temperature
 from bayesfl.evaluation.history import History
-from bayesfl.federation.errors import CheckpointError
+from bayesfl.federation.errors import CheckpointError, OtherFileError
 from bayesfl.federation.identity import Chosen, identity
 from bayesfl.federation.settings import DTYPES, Settings, name_of
 
@@ -42,10 +42,6 @@ ROUND = re.compile(r"round-(\d{6,})\.safetensors")
 KEPT = 2
 STEPS: dict[str, type] = {kind.__name__: kind for kind in (Choice, Temperature, Bias, Conformal, Abstention)}
 """Steps of calibration by their names in files."""
-
-
-class _Other(CheckpointError):
-    """An error raised for a whole file of another kind or format."""
 
 
 class Entry(NamedTuple):
@@ -109,6 +105,7 @@ def optional(entry: Entry) -> Entry:
 
 
 PLAIN = Entry()
+WHOLE = Entry(read=int)
 TUPLE = Entry(read=as_tuples)
 METHOD = Entry(identity, dict)
 SETTINGS = Entry(asdict, lambda found: Settings(**found))
@@ -126,7 +123,8 @@ RUN = Kind(
         "known": Entry(lambda known: asdict(known.outline), Outline.read),
         "settings": SETTINGS,
         "engine": Entry(asdict, lambda found: Engine(**found)),
-        **dict.fromkeys(("round", "server", "private", "novel", "tolerant", "began", "calibrated"), PLAIN),
+        **dict.fromkeys(("server", "private", "novel", "tolerant", "began", "calibrated"), PLAIN),
+        "round": WHOLE,
         "history": HISTORY,
         "dtype": DTYPE,
         "chosen": optional(Entry(list, lambda found: Chosen(*found))),
@@ -139,9 +137,8 @@ CLIENT = Kind(
     "bf.load_client(path, algorithm) reads it",
     {
         "algorithm": METHOD,
-        **dict.fromkeys(
-            ("name", "client", "view", "round", "seed", "value", "plug_in", "stored", "common", "calibrated", "written"), PLAIN
-        ),
+        **dict.fromkeys(("name", "view", "value", "plug_in", "stored", "common", "calibrated", "written"), PLAIN),
+        **dict.fromkeys(("client", "round", "seed"), WHOLE),
         **dict.fromkeys(("inputs", "class_names", "columns"), TUPLE),
         "form": Entry(lambda form: form.described()),
         "prepared": COLUMNS,
@@ -166,16 +163,20 @@ def write(path: str | os.PathLike[str], kind: Kind, content: Mapping[str, Any], 
     from safetensors.torch import save_file
 
     said = {name: kind.fields[name].write(content[name]) for name in kind.fields} or dict(content)
-    for name in ("algorithm", "known", "form"):
-        if anonymous(said.get(name)):
-            raise ValueError(
-                "a function of the method or of the data has neither a name nor source text, as one made by eval, and another would pass "
-                "for it: define it in a file or a notebook, by def"
-            )
+    refuse_nameless(*(said.get(name) for name in ("algorithm", "known", "form")))
     flat = detached(_part(said, tensors=True))
     text = json.dumps({"kind": kind.name, "format": FORMAT, "version": version("bayesfl"), **_part(said, tensors=False)})
     with atomic_path(_folder(path) / file) as temporary:
         save_file(flat, str(temporary), metadata={"bayesfl": text, "digest": digest.of_tensors(text, flat)})
+
+
+def refuse_nameless(*descriptions: Any) -> None:
+    """Raise ValueError if a description has a function that could not be recognised."""
+    if any(map(anonymous, descriptions)):
+        raise ValueError(
+            "a function of the method or of the data has neither a name nor source text, as one made by eval; another would pass for it: "
+            "define it in a file or a notebook, by def"
+        )
 
 
 def write_round(path: str | os.PathLike[str], kind: Kind, content: Mapping[str, Any]) -> None:
@@ -210,7 +211,7 @@ def read(path: str | os.PathLike[str], kind: Kind, device: torch.device | str = 
     for file in files:
         try:
             found = read_file(file, kind, device)
-        except _Other:
+        except OtherFileError:
             raise
         except CheckpointError as error:
             damage.append(str(error))
@@ -242,11 +243,11 @@ def read_file(file: Path, kind: Kind, device: torch.device | str = "cpu") -> dic
     try:
         said = json.loads(text)
         if (written := said.pop("format")) != FORMAT:
-            by = said.get("version", "0.2")
-            raise _Other(f"{str(file)!r} has format {written}, which bayesfl {by} wrote and reads, and this version does not")
+            by = version if isinstance(version := said.get("version"), str) else "0.2"
+            raise OtherFileError(f"{str(file)!r} has format {written}, which bayesfl {by} wrote and reads, and this version does not")
         if (found := said.pop("kind")) != kind.name:
             other = {one.name: one for one in KINDS}[found]
-            raise _Other(f"{str(file)!r} holds {other.what}, not {kind.what}: {other.reader}")
+            raise OtherFileError(f"{str(file)!r} holds {other.what}, not {kind.what}: {other.reader}")
         # Copies lie at aligned places, as those of the run did: sums over others may be grouped otherwise.
         content = _joined(said, nest({name: t.to(device, copy=True) for name, t in flat.items()}))
         return {name: entry.read(content[name]) for name, entry in kind.fields.items()} if kind.fields else content

@@ -98,25 +98,79 @@ def test_a_function_that_moves_in_its_file_is_the_same(tmp_path: Path):
     assert described_in(tmp_path, text.replace("2", "3")) != first
 
 
-def test_what_has_no_source_has_a_name_or_is_anonymous():
-    """A digest is for a user's own text; the library, installed packages and Python count by names."""
-    nameless, named = eval("lambda x: x"), {}
-    exec("def double(x):\n    return 2 * x", named)
+def test_what_has_no_source_has_code_or_is_anonymous():
+    """A digest is for a user's own; the library, installed packages and Python count by names."""
+    nameless, one, other = eval("lambda x: x"), {}, {}
+    exec("def scaled(x):\n    return 2 * x", one)
+    exec("def scaled(x):\n    return 3 * x", other)
     assert described(nameless)["source"] is None
     assert anonymous({"of": [described(nameless)]})
-    assert not anonymous(described(named["double"]))
+    assert not anonymous(described(one["scaled"]))
+    assert described(one["scaled"])["source"] != described(other["scaled"])["source"]
     for known in (bf.pools.by_size, torch.relu, np.sin, json.dumps, bf.optim.multistep(0.1), nn.functional.relu):
         assert "source" not in described(known)
         assert not anonymous(described(known))
 
 
-def test_modules_of_a_user_are_their_source():
-    class Halved(nn.Module):
-        def forward(self, x):
-            return x / 2
+class Slotted:
+    __slots__ = ("by",)
 
-    (source,) = described(nn.Sequential(Halved(), nn.ReLU()))["source"]
-    assert len(source) == 16
+    def __init__(self, by):
+        self.by = by
+
+
+def made_in_a_function(by):
+    class Made:
+        def __call__(self, x):
+            return x * by
+
+    return Made()
+
+
+def named_as_what_is_said(source, *, added):
+    return (lambda x: x + source) if added else (lambda x: x * source)
+
+
+class Held(nn.Module):
+    def __init__(self, by):
+        super().__init__()
+        self.by = by
+
+
+class Parent:
+    def __call__(self, x):
+        return x
+
+
+class Other:
+    def __call__(self, x):
+        return 2 * x
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (Slotted(1), Slotted(2)),
+        (made_in_a_function(1), made_in_a_function(2)),
+        (type("Made", (), {"by": 1})(), type("Made", (), {"by": 2})()),
+        (named_as_what_is_said(1, added=True), named_as_what_is_said(1, added=False)),
+        (torch.tensor(1.0).mul, torch.tensor(2.0).mul),
+        (Held(1), Held(2)),
+        (type("Child", (Parent,), {})(), type("Child", (Other,), {})()),
+    ],
+    ids=[
+        "slots",
+        "a class of a function",
+        "a class by type",
+        "a value called source",
+        "a method of C",
+        "a module's value",
+        "an inherited call",
+    ],
+)
+def test_what_hides_is_told_apart(one, other):
+    assert described(one) != described(other)
+    assert described(one) == described(one)
 
 
 def test_values_inside_themselves_are_cut_off():

@@ -270,7 +270,7 @@ def test_a_data_class():
         assert str(said.value) == message
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'epochs'"):
         Base()  # pyright: ignore[reportCallIssue]
-    assert Base.__doc__ == "A thing.\n\nArgs:\n    mode: Its mode.\n    epochs: Number of passes.\n    rate: Step size."
+    assert Base.__doc__ == "A thing.\n\nArgs:\n    epochs: Number of passes.\n    mode: Its mode.\n    rate: Step size."
 
 
 @pytest.mark.parametrize("kind", [Declared, Undeclared])

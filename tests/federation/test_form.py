@@ -18,7 +18,7 @@ def test_what_json_holds_of_a_form():
     form = Form({"x[0]": (torch.int64, (5,)), "x[1]": (torch.float32, ())}, made(2.0))
     told = form.described()
     assert told == {"tensors": {"x[0]": ["int64", [5]], "x[1]": ["float32", []]}, "transform": described(made(2.0))}
-    assert told["transform"]["scale"] == 2.0
+    assert told["transform"]["holds"] == {"scale": 2.0}
     assert Form.read(told, form.transform).tensors == form.tensors
     with pytest.raises(ValueError, match="'load' is no type of torch"):
         Form.read({"tensors": {"x": ["load", [5]]}}, None)

@@ -87,6 +87,20 @@ def of_model(model: nn.Module) -> dict[str, Any]:
     return identity(bf.Algorithm(model, {"w": bf.Block("2.*")}, (), parts=("w",)))
 
 
+def test_a_field_that_came_later_is_at_its_default():
+    """Of an optimiser, also inside a method that another is made of."""
+    model = bf.models.mlp(8, outputs=3)
+    inner = bf.algorithms.fedavg(model, optimiser=SGD(0.1))
+    for method in (inner, bf.with_server_optimiser(inner, SGD(1.0))):
+        said = json.loads(json.dumps(identity(method)))
+        of = said["fedavg"] if "fedavg" in said else said["with_server_optimiser"]["algorithm"]["fedavg"]
+        assert of["optimiser"].pop("weight_decay") == 0.0
+        assert of.pop("epochs") == 5
+        same_method("it", said, method)
+    with pytest.raises(CheckpointError, match=r"optimiser\.weight_decay: saved None, given 0\.5"):
+        same_method("it", said, bf.with_server_optimiser(bf.algorithms.fedavg(model, optimiser=SGD(0.1, 0.0, 0.5)), SGD(1.0)))
+
+
 def test_the_model_is_part_of_the_identity():
     """Layers and their options, buffers, and the parameters that no block covers; not the start of those that one covers."""
     plain = of_model(network(nn.ReLU()))
