@@ -313,9 +313,6 @@ class Clip:
     The length is Euclidean, over all parameters that one step trains together (Pascanu, Mikolov, Bengio, "On the difficulty of training
     recurrent neural networks", ICML 2013). The gradient is that of the phase's energy: of a sum over n examples it is n times as long as of
     their mean. Weight decay is added by the inner optimiser, after the clipping.
-
-    Raises:
-        ValueError: `optimiser` is not one of `bayesfl.optim`, or `norm` is not > 0.
     """
 
     optimiser: Annotated[Optimiser, check_optimiser, "The optimiser that takes the steps."]

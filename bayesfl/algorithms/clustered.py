@@ -68,12 +68,8 @@ def clustered(
     """
 
     def server(blocks: Server, clients: int) -> Server:
-        return {
-            "models": blocks["w"]["loc"].unsqueeze(0),
-            "cluster": torch.full((clients,), -1),
-            "unit": torch.tensor(0.0),
-            "norms": torch.zeros(1, 2),
-        }
+        models, cluster = blocks["w"]["loc"].unsqueeze(0), torch.full((clients,), -1)
+        return {"models": models, "cluster": cluster, "unit": torch.tensor(0.0), "norms": torch.zeros(1, 2)}
 
     def address(server: Server, ids: Tensor) -> View:
         models, cluster = server["models"], server["cluster"][ids]
@@ -123,13 +119,9 @@ def clustered(
                 places = places[~torch.isin(places, new)]
             models[c] = centre + mean(places)
         loc, made = server["w"]["loc"], torch.stack(models)
-        return {
-            "w": {"loc": made[member[member >= 0]].mean(0).to(loc)},
-            "models": made.to(loc),
-            "cluster": member,
-            "unit": unit.to(loc),
-            "norms": torch.stack(norms).to(loc),
-        }
+        mean_of_all = {"loc": made[member[member >= 0]].mean(0).to(loc)}
+        found = {"models": made.to(loc), "cluster": member, "unit": unit.to(loc), "norms": torch.stack(norms).to(loc)}
+        return {"w": mean_of_all, **found}
 
     plain = fedavg(model, epochs=epochs, batch_size=batch_size, optimiser=optimiser, likelihood=likelihood)
     choice = (Once(choose, data=True),)

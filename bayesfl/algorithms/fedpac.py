@@ -85,13 +85,9 @@ def fedpac(
     Raises:
         ValueError: `model` is not a `SplitModel` with a linear head, or `likelihood` is not for classes.
     """
-    if isinstance(likelihood, MultiLabel | Ordinal | Tokens):
-        raise ValueError(
-            f"FedPAC's statistics are of the classes that the head's outputs stand for, which those of likelihood "
-            f"{type(likelihood).__name__} do not; use fedrep"
-        )
-    if likelihood.task != "classification":
-        raise ValueError(f"FedPAC's statistics are of classes, likelihood {type(likelihood).__name__} is for {likelihood.task}; use fedrep")
+    if likelihood.task != "classification" or isinstance(likelihood, MultiLabel | Ordinal | Tokens):
+        kind = f"likelihood {type(likelihood).__name__} ({likelihood.task})"
+        raise ValueError(f"FedPAC's statistics are of the classes that the head's outputs stand for, not as of {kind}; use fedrep")
     if not cut(model) or not isinstance(model.head, nn.Linear):
         raise ValueError(
             f"model must be a bf.models.SplitModel whose head is one nn.Linear, got {type(model).__name__}; use bf.models.split"

@@ -7,12 +7,6 @@ Laplace    (client)  H_P = GGN_P + diag(1 / g_P); sends w_j and sigma_j = diag(H
 Server               mu = mean_j w_j,  sigma = mean_j sigma_j;  g_r = sigma_r^2, or alpha where no client selected r.
 Predict    (client)  fine-tune the head, then Laplace at mu: softmax(kappa f), kappa = (1 + pi/8 Sigma)^(-1/2), Sigma = J_P H_P^-1 J_P'.
 
-To predict, H_P has one precision for all weights, unless `prior="global"` asks for the paper's 1 / g_P; `link` replaces the paper's
-softmax(kappa f), which can take the label from the most probable class: see `fedsi`.
-
-FedSI-Fac keeps every weight of the body uncertain, without covariances. With the whole body uncertain, covariances included, training
-needs no curvature: the prior stays isotropic, and the Laplace approximation is used to predict only.
-
 Source: Chen, Liu, Wu, Fan, Cao, "FedSI: federated subnetwork inference for efficient uncertainty quantification", arXiv:2404.15657, 2024,
 equations 10 to 15 and algorithm 1. Where the text and the authors' code (github.com/hyLiu1994/BPFedMePD) differ, docs/derivations/fedsi.md
 says which is followed.

@@ -82,13 +82,8 @@ def group_dro(
         known = known - known.flatten().logsumexp(0)  # shares out the weight of environments that do not exist
         return {"log_q": known.to(log_q), "w": {"loc": (share @ uplink["w"]["loc"].double()).to(loc)}}
 
-    step = Descend(
-        Energy("w", ("w",), likelihood="mean", weight=counted),
-        steps=steps,
-        batch_size=batch_size,
-        optimiser=optimiser,
-        persist="w_optimiser",
-    )
+    energy = Energy("w", ("w",), likelihood="mean", weight=counted)
+    step = Descend(energy, steps=steps, batch_size=batch_size, optimiser=optimiser, persist="w_optimiser")
     return Algorithm(
         model,
         {"w": Block(pool=Stack())},

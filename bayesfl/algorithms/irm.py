@@ -48,13 +48,8 @@ def irm(
 ) -> Algorithm:
     """Federate `model` by distributed IRM: one model is trained to be optimal in every environment at once; the data need environments."""
     annealed = Annealed(gamma, start=anneal)
-    step = Descend(
-        irm_energy("w", likelihood, annealed, estimator=estimator),
-        steps=steps,
-        batch_size=batch_size,
-        optimiser=optimiser,
-        persist="w_optimiser",
-    )
+    energy = irm_energy("w", likelihood, annealed, estimator=estimator)
+    step = Descend(energy, steps=steps, batch_size=batch_size, optimiser=optimiser, persist="w_optimiser")
     phases = (*anew_at(annealed, "w_optimiser"), step)
     return Algorithm(model, {"w": Block(prior=tied(annealed, l2=l2))}, phases, parts=("w",), likelihood=likelihood)
 
@@ -76,8 +71,6 @@ def irm_l2(
     likelihood: options.Likelihood = Categorical(),
 ) -> Algorithm:
     """Federate `model` by IRM-L2: IRM, and personal models theta by steps on the plain risk with a pull towards the IRM model.
-
-    A client's theta starts each round anew from the model received.
 
     The authors' code takes SGD with a weight decay of 1e-3 for theta; the default here is that of `perinvfl`, so that the two methods
     differ in their objectives alone.

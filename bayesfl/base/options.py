@@ -13,6 +13,7 @@ function (name, value) in the annotation looks at; other types are left to Pytho
 import functools
 import inspect
 import math
+import re
 import textwrap
 import types
 from collections.abc import Callable, Mapping
@@ -68,7 +69,6 @@ Natural = Annotated[int, AT_LEAST_0]
 Positive = Annotated[float, Range(0)]
 Share = Annotated[float, Range(0, 1, "]", why="95 % is 0.95")]
 NotNegative = Annotated[float, AT_LEAST_0]
-Seed = Annotated[int, AT_LEAST_0, "Seed of all that is drawn."]
 
 
 @dataclass(frozen=True)
@@ -148,9 +148,8 @@ class Option:
     def _number(self, name: str, value: Any) -> int | float:
         found = whole(name, value, least=-(2**63)) if self.kind is int else number(name, value)
         if self.range is not None and found not in self.range:
-            if self.kind is int and self.range.high == math.inf:
-                raise ValueError(f"{name} must be at least {self.range.low}, got {value}{self.range.why and '; ' + self.range.why}")
-            raise ValueError(f"{name} must {self.range}, got {value}{self.range.why and '; ' + self.range.why}")
+            wanted = f"be at least {self.range.low}" if self.kind is int and self.range.high == math.inf else self.range
+            raise ValueError(f"{name} must {wanted}, got {value}{self.range.why and '; ' + self.range.why}")
         return found
 
 
@@ -176,14 +175,11 @@ def declared(function: Any = None, /, *, idle: Idle = types.MappingProxyType({})
         function: A function, or a class with the fields of a data class.
         idle: Options that say nothing under another one; giving them is refused.
     """
-    if function is None:
-        return lambda function: declared_with(function, idle)
-    return declared_with(function, idle)
 
+    def declare(owner: Any) -> Any:
+        return (_declared_class if isinstance(owner, type) else _declared)(owner, idle)
 
-def declared_with(function: Any, idle: Idle) -> Any:
-    """Return the function or the class as `declared` makes it."""
-    return _declared_class(function, idle) if isinstance(function, type) else _declared(function, idle)
+    return declare if function is None else declare(function)
 
 
 def _declared(function: Callable[P, R], idle: Idle) -> Callable[P, R]:
@@ -262,7 +258,10 @@ def _declared_class(cls: C, idle: Idle) -> C:
 
     def __post_init__(self: Any) -> None:
         if type(self).__post_init__ is __post_init__:  # not again in the base of a declared class
-            check(self)
+            for name, option in options_of(type(self)).items():
+                found = getattr(self, name, None)
+                if (own := option(name, found)) is not found:  # a number of Python's own
+                    object.__setattr__(self, name, own)
         if idle:
             _refuse_idle(vars(self), inspect.signature(cls), idle)
         if after is not None:
@@ -272,19 +271,6 @@ def _declared_class(cls: C, idle: Idle) -> C:
     cls.__signature__ = _Signature()  # type: ignore[attr-defined]  # which `help` and Sphinx read
     cls.__doc__ = completed(cls)
     return cls
-
-
-def check(made: Any) -> None:
-    """Check the fields of a data class by their annotations, and put numbers of Python's own in place of others.
-
-    Raises:
-        TypeError: As by `Option`.
-        ValueError: As by `Option`.
-    """
-    for name, option in options_of(type(made)).items():
-        found = vars(made).get(name, getattr(made, name, None))
-        if (own := option(name, found)) is not found:
-            object.__setattr__(made, name, own)
 
 
 def completed(owner: Any) -> str | None:
@@ -307,19 +293,10 @@ def _entry(name: str, meaning: str) -> str:
 
 def _sections(doc: str) -> tuple[str, dict[str, str], str]:
     """Return what stands before the arguments, the arguments by name, and what stands after them."""
-    lines = doc.split("\n")
-    heads = [place for place, line in enumerate(lines) if line in ("Args:", "Returns:", "Raises:", "Warns:", "References:")]
-    start = next((place for place in heads if lines[place] == "Args:"), None)
-    if start is None:
-        cut = heads[0] if heads else len(lines)
-        return "\n".join(lines[:cut]).rstrip(), {}, "\n".join(lines[cut:])
-    end = next((place for place in range(start + 1, len(lines)) if lines[place] and not lines[place].startswith(" ")), len(lines))
-    own: dict[str, str] = {}
-    name = ""
-    for line in lines[start + 1 : end]:
-        if line.startswith("    ") and not line.startswith("     "):
-            name = line.strip().partition(":")[0]
-            own[name] = line
-        elif line.strip():
-            own[name] += f"\n{line}"
-    return "\n".join(lines[:start]).rstrip(), own, "\n".join(lines[end:])
+    before, *rest = re.split(r"^(?=(?:Args|Returns|Raises|Warns|References):$)", doc, maxsplit=1, flags=re.MULTILINE)
+    after = "".join(rest)
+    if not after.startswith("Args:"):
+        return before.rstrip(), {}, after
+    entries, *rest = re.split(r"^(?=\S)", after.removeprefix("Args:\n"), maxsplit=1, flags=re.MULTILINE)
+    own = {entry.strip().partition(":")[0]: entry.rstrip() for entry in re.split(r"^(?=    \S)", entries, flags=re.MULTILINE) if entry}
+    return before.rstrip(), own, "".join(rest)

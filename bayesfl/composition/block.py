@@ -48,7 +48,7 @@ class Block:
 
     Raises:
         TypeError: The posterior, the prior or the pool is none.
-        ValueError: A posterior that draws has a flat prior, several copies would have the same start, or `copies` is no whole number >= 1.
+        ValueError: A posterior that draws has a flat prior, or several copies would have the same start.
     """
 
     pattern: Pattern = "*"

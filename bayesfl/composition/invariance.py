@@ -107,9 +107,6 @@ class Annealed:
     Args:
         gamma: Weight of the penalty, >= 0.
         start: First round with the full weight, counted from 0.
-
-    Raises:
-        ValueError: `gamma` is negative or not finite, or `start` is no whole number >= 0.
     """
 
     gamma: NotNegative
@@ -132,7 +129,6 @@ def irm_energy(block: str, likelihood: Likelihood, annealed: Annealed, *, estima
     Here R is the mean loss over a client's examples, in nats.
 
     Terms that tie the block to others belong in its prior, see `tied`. The loss that a phase reports is divided, too.
-
     """
 
     def share(given: Server, view: View, batch: Batch) -> Tensor:
@@ -158,7 +154,7 @@ def tied(annealed: Annealed, *, l2: NotNegative = 0.0, lam: NotNegative = 0.0, c
         centre: Centre of the pull, see `Normal`; None where `lam` is 0.
 
     Raises:
-        ValueError: `l2` or `lam` is negative or not finite, or `lam` > 0 comes without `centre`.
+        ValueError: `lam` > 0 comes without `centre`.
     """
     if lam and centre is None:
         raise ValueError("a pull needs a centre, as centre=server_mean('w')")

@@ -9,14 +9,14 @@ from torch import nn
 
 from bayesfl.base import protocols
 from bayesfl.base.checks import instance
-from bayesfl.base.options import AT_LEAST_0, AT_LEAST_1, INVERTIBLE, Count, Idle, Positive, Range, arguments, documented
+from bayesfl.base.options import AT_LEAST_0, AT_LEAST_1, INVERTIBLE, Count, Idle, Natural, Positive, Range, arguments, documented
 from bayesfl.composition.algorithm import Algorithm, Made
 from bayesfl.composition.invariance import Estimator
 from bayesfl.models.cutting import has_body
 from bayesfl.optim import SGD, check_optimiser
 from bayesfl.optim import Optimiser as AnyOptimiser
 
-__all__ = ["AT_LEAST_0", "AT_LEAST_1", "INVERTIBLE", "Count", "Idle", "Positive", "Range", "method"]
+__all__ = ["AT_LEAST_0", "AT_LEAST_1", "INVERTIBLE", "Count", "Idle", "Natural", "Positive", "Range", "method"]
 
 P = ParamSpec("P")
 
@@ -64,7 +64,6 @@ HeadSGD: TypeAlias = Annotated[SGD, check_sgd, "Optimiser of the head's means an
 BodyOptimiser: TypeAlias = Annotated[AnyOptimiser, check_optimiser, "Optimiser of the body; its state starts anew each round."]
 FinetuneOptimiser: TypeAlias = Annotated[AnyOptimiser | None, check_optimiser, "Optimiser of fine-tuning; None for `optimiser`."]
 
-Natural: TypeAlias = Annotated[int, AT_LEAST_0]
 Strength: TypeAlias = Annotated[float, AT_LEAST_0]
 Kept: TypeAlias = Annotated[float, Range(0, 1, "["), "Share of the old body and centre that the server keeps, in [0, 1)."]
 ScaleRate: TypeAlias = Annotated[

@@ -263,7 +263,7 @@ class Repeat:
         batch_size: Number of examples of a batch; None for all of the client's.
 
     Raises:
-        ValueError: A number is no whole number >= 1, there is no inner phase, or one is a `Repeat` or has a batch size of its own.
+        ValueError: There is no inner phase, or one is a `Repeat` or has a batch size of its own.
     """
 
     phases: tuple[Descend | Once, ...]

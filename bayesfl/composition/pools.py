@@ -335,7 +335,7 @@ class TrimmedMean:
         sends: Names of the posterior's tensors that travel.
 
     Raises:
-        ValueError: `share` lies outside [0, 1/2), or in a round no client is left.
+        ValueError: In a round no client is left.
 
     References:
         Yin, Chen, Ramchandran, Bartlett, "Byzantine-robust distributed learning: towards optimal statistical rates", ICML 2018, option II.
@@ -366,7 +366,7 @@ class Clipped:
         norm: Largest Euclidean length of the difference over all tensors of the block that travel, > 0.
 
     Raises:
-        ValueError: `norm` is not > 0, or `pool` needs all clients at once.
+        ValueError: `pool` needs all clients at once.
 
     References:
         Sun, Kairouz, Suresh, McMahan, "Can you really backdoor federated learning?", 2019, section 4.

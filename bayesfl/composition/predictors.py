@@ -51,9 +51,8 @@ class LinearisedLaplace:
         centre: Whether logits are centred over classes, see `Laplace.linearised`; `per_class` alone depends on it.
 
     Raises:
-        TypeError: `centre` is not a bool, or `block` no text.
-        ValueError: `link` is unknown, or is not `per_class` and `centre` is False; `precision` is not > 0 and finite, `share` lies outside
-            (0, 1], `structure` or `selection` is unknown, or `seed` is no whole number >= 0.
+        TypeError: `block` is no text.
+        ValueError: `link` is not `per_class` and `centre` is False, or `selection` is unknown.
     """
 
     block: str | None = None
@@ -157,8 +156,8 @@ class LinearisedBelief:
         centre: As of `LinearisedLaplace`.
 
     Raises:
-        TypeError: `centre` is not a bool, or `block` no text.
-        ValueError: `link` is unknown, or is not `per_class` and `centre` is False.
+        TypeError: `block` is no text.
+        ValueError: `link` is not `per_class` and `centre` is False.
 
     References:
         Immer, Korzepa, Bauer, "Improving predictions of Bayesian neural nets via local linearization", AISTATS 2021.

@@ -110,9 +110,5 @@ def closest_variance(moments: tuple[Tensor, Tensor], centre: Tensor, *, shape: f
 
 @declared
 def inverse_size(strength: NotNegative) -> Parameter:
-    """Return a parameter that is the variance 1 / (strength n) [..., 1]: under a mean over n examples, a pull of strength / 2 |w_j - w|^2.
-
-    Raises:
-        ValueError: `strength` is negative or no finite number.
-    """
+    """Return a parameter that is the variance 1 / (strength n) [..., 1]: under a mean over n examples, a pull strength / 2 |w_j - w|^2."""
     return lambda given, view: 1 / (strength * torch.as_tensor(view["n"]))[..., None]

@@ -45,7 +45,7 @@ def erdos_renyi(clients: Count, *, p: Annotated[float, Range(0, 1, "]")] = 0.5, 
     """Draw edges [J, J] bool, each with probability p, given that the graph is connected.
 
     Raises:
-        ValueError: p lies outside (0, 1], or is so small that no connected graph was drawn.
+        ValueError: p is so small that no connected graph was drawn.
     """
     for index in range(TRIES):
         rng = generator(seed, Purpose.GRAPH, index=index)

@@ -47,9 +47,6 @@ class Engine:
             the size of the weights and the free memory; as it ignores the size of activations, set it where these are large.
         workers: Number of threads that run chunks, each with one intra-op thread; None for the number of cores that this process may use (1
             on a GPU, and with the kernel `vmap`, whose Python code holds the interpreter's lock).
-
-    Raises:
-        ValueError: `kernel` is unknown, or `chunk` or `workers` is no whole number >= 1.
     """
 
     kernel: KernelName = "auto"

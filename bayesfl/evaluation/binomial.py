@@ -20,7 +20,7 @@ def clopper_pearson(successes: np.ndarray, trials: np.ndarray, delta: Annotated[
         delta: Probability with which an interval may miss, half of it on either side, in (0, 1).
 
     Raises:
-        ValueError: `delta` is out of range, or there are more successes than trials.
+        ValueError: There are more successes than trials.
 
     References:
         Clopper and Pearson, "The use of confidence or fiducial limits illustrated in the case of the binomial", Biometrika 26, 1934.

@@ -121,7 +121,7 @@ def fpr(inside: Tensor, outside: Tensor, inside_mask: Tensor, outside_mask: Tens
         Shape [J], in [0, 1]; less is better.
 
     Raises:
-        ValueError: The shapes do not fit, or `tpr` lies outside (0, 1].
+        ValueError: The shapes do not fit.
     """
 
     def passing(own: Tensor, other: Tensor) -> Tensor:
@@ -242,7 +242,7 @@ def selective_accuracy(score: Tensor, right: Tensor, mask: Tensor, *, coverage: 
         Shape [J], in [0, 1].
 
     Raises:
-        ValueError: The shapes do not fit, or `coverage` lies outside (0, 1].
+        ValueError: The shapes do not fit.
     """
     return _curves(lambda risk: 1 - risk[max(math.ceil(coverage * len(risk) - _ROUNDING), 1) - 1], score, right, mask)
 

@@ -142,9 +142,6 @@ class Admission:
             the data, beside which weights would not be seen. The limit of clients with more data than the median client is
             multiplied by their `shares`. The same multiple bounds the entries that a method reports. None for no such check.
         norm_floor: A distance that is always allowed, >= 0.
-
-    Raises:
-        ValueError: An argument is none of the allowed words, or lies outside its range.
     """
 
     on_bad_client: Literal["stop", "skip"] = "stop"

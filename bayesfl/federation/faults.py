@@ -8,12 +8,12 @@ that the round proceeds as without that client.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import numpy as np
 import torch
 
-from bayesfl.base.checks import number, whole
+from bayesfl.base.options import Natural, Range, declared
 from bayesfl.base.random import Purpose, generator
 from bayesfl.federation.admission import Message
 
@@ -75,7 +75,8 @@ KINDS: dict[str, Fault] = {
 """One example of each kind of fault, by name."""
 
 
-def at_random(share: float, *, kinds: tuple[str, ...] = tuple(KINDS), seed: int = 0) -> FaultPlan:
+@declared
+def at_random(share: Annotated[float, Range(0, 1, "[]")], *, kinds: tuple[str, ...] = tuple(KINDS), seed: Natural = 0) -> FaultPlan:
     """Return a plan in which every client fails with the same probability, independently in every round and every attempt.
 
     Args:
@@ -84,13 +85,10 @@ def at_random(share: float, *, kinds: tuple[str, ...] = tuple(KINDS), seed: int 
         seed: Seed of the draws.
 
     Raises:
-        ValueError: `share` lies outside [0, 1], `kinds` is empty or has an unknown name, or `seed` is not a whole number >= 0.
+        ValueError: `kinds` is empty or has an unknown name.
     """
-    if not 0 <= number("share", share) <= 1:
-        raise ValueError(f"share is a probability and must lie in [0, 1], got {share}")
     if unknown := [kind for kind in kinds if kind not in KINDS] or not kinds:
         raise ValueError(f"kinds must be among {tuple(KINDS)}, got {unknown or kinds}")
-    whole("seed", seed, least=0)
 
     def plan(round: int, attempt: int, ids: np.ndarray) -> Mapping[int, Fault]:
         found: dict[int, Fault] = {}

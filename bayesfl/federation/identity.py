@@ -4,7 +4,6 @@ A method of the library is its name, its revision and its options; one that was 
 what its fields hold. A user's function is recognised by its source text and by what it holds, see `bayesfl.base.described`.
 """
 
-import hashlib
 import inspect
 import json
 from collections.abc import Mapping, Sequence
@@ -12,7 +11,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
 from bayesfl.base.copies import refuse_changed
-from bayesfl.base.described import described, held, layers
+from bayesfl.base.described import described, digest_of, held, layers
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import FederatedData
 from bayesfl.data.outline import Outline
@@ -56,8 +55,7 @@ def _constants(algorithm: Algorithm) -> dict[str, str]:
 
 def fingerprint(algorithm: Algorithm, calibration: Sequence[Any] = ()) -> str:
     """Return a digest of a method's identity and of its steps of calibration, by which two machines recognise that theirs are the same."""
-    everything = identity(algorithm) | ({"calibration": described(list(calibration))} if calibration else {})
-    return hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()
+    return digest_of({**identity(algorithm), "calibration": calibration})
 
 
 class Chosen(NamedTuple):

@@ -23,14 +23,14 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from bayesfl.base.checks import number, whole
-from bayesfl.base.options import Positive, declared
+from bayesfl.base.checks import number
+from bayesfl.base.options import PROBABILITY, Natural, NotNegative, Positive, Share, declared
 from bayesfl.base.protocols import Server
 from bayesfl.base.random import keyed
 from bayesfl.base.trees import flatten
@@ -50,7 +50,8 @@ GRID = 1e-3
 UNSEEN = "with ClientPrivacy nothing of single clients may be used but their clipped differences"
 
 
-def epsilon(*, noise_multiplier: float, participation: float, releases: int, delta: float) -> float:
+@declared
+def epsilon(*, noise_multiplier: NotNegative, participation: Share, releases: Natural, delta: Annotated[float, PROBABILITY]) -> float:
     """Return an upper bound of epsilon for `releases` rounds together at `delta`, under adding or removing one client.
 
     Computed from the distribution of the privacy loss of the Poisson-sampled Gaussian mechanism, composed by FFT on a grid.
@@ -64,21 +65,10 @@ def epsilon(*, noise_multiplier: float, participation: float, releases: int, del
 
     Raises:
         ImportError: dp-accounting is not installed.
-        ValueError: An argument lies outside its range.
     """
-    sigma, p, delta = (
-        number(*pair) for pair in (("noise_multiplier", noise_multiplier), ("participation", participation), ("delta", delta))
-    )
-    releases = whole("releases", releases, least=0)
-    if not 0 <= sigma < math.inf:
-        raise ValueError(f"noise_multiplier must be >= 0 and finite, got {sigma}")
-    if not 0 < p <= 1:
-        raise ValueError(f"participation is a probability and must lie in (0, 1], got {p}")
-    if not 0 < delta < 1:
-        raise ValueError(f"delta is a probability and must lie in (0, 1), got {delta}")
     if not releases:
         return 0.0
-    return _composed(sigma, p, releases, delta) if sigma else math.inf
+    return _composed(noise_multiplier, participation, releases, delta) if noise_multiplier else math.inf
 
 
 def epsilon_own(*, noise_multiplier: float, releases: int, delta: float) -> float:
@@ -93,7 +83,6 @@ def epsilon_own(*, noise_multiplier: float, releases: int, delta: float) -> floa
 
     Raises:
         ImportError: dp-accounting is not installed.
-        ValueError: An argument lies outside its range.
     """
     return epsilon(noise_multiplier=noise_multiplier, participation=1.0, releases=releases, delta=delta)
 
@@ -157,19 +146,17 @@ class ClientPrivacy:
         weights: One number >= 0 for each client, [J], chosen without looking at the data; None: 1 for each.
 
     Raises:
-        ValueError: A number lies outside its range; at the start of a run, the method or its settings do not fit, or statistics of norms
-            would be sent: the message names it.
+        ValueError: At the start of a run, the method or its settings do not fit, or statistics of norms would be sent.
     """
 
     clip: Positive
-    noise_multiplier: float
-    delta: float = 1e-5
+    noise_multiplier: NotNegative
+    delta: Annotated[float, PROBABILITY] = 1e-5
     secret: bytes | None = field(default=None, repr=False)
     weights: Sequence[float] | None = field(default=None, repr=False)
     sampling: ClassVar[Literal["poisson"]] = "poisson"
 
     def __post_init__(self) -> None:
-        epsilon(noise_multiplier=self.noise_multiplier, participation=1, releases=0, delta=self.delta)  # raises if out of range
         if self.secret is not None and not (isinstance(self.secret, bytes) and len(self.secret) >= SECRET):
             raise ValueError(
                 f"secret must be at least {SECRET} bytes that nobody can guess, as secrets.token_bytes(32) makes them, or None"

@@ -63,9 +63,6 @@ class Settings:
         seed: Seed of all random draws.
         evaluate_every: Rounds between evaluations; the last round is always evaluated. None: never.
         aggregation: How uplinks are added up, in words; by default the server sees every uplink.
-
-    Raises:
-        ValueError: A setting lies outside its range.
     """
 
     rounds: Count

@@ -3,7 +3,7 @@
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -144,9 +144,7 @@ def simulate(
     precision(dtype)
     device = present(device)
     goes_on = _from_where(resume, checkpoint)
-    before = None
-    if start is not None and goes_on is None:
-        before = warm.from_where(start, algorithm, clients, seed=seed, device=device)
+    before = None if start is None or goes_on is not None else warm.from_where(start, algorithm, clients, seed=seed, device=device)
     check(algorithm, clients)
     if evaluate_every is not None and "test" not in clients.splits:
         raise ValueError("the data have no test split to evaluate on; give them one, or pass evaluate_every=None")
@@ -169,27 +167,13 @@ def simulate(
         )
     result = replace(result, tolerant=admission.skips)
     admission.check(settings.largest(clients.clients))
-    keep = None if checkpoint is None else Keep(checkpoint, every)
-    if keep is not None:
+    if checkpoint is not None:
         store.refuse_nameless(described(algorithm), described(clients.outline))  # not when the first checkpoint is due
-    run = aggregation.start(result, admission, every=None if keep is None else keep.every, repeats=repeats)
+    run = aggregation.start(result, admission, every=None if checkpoint is None else every, repeats=repeats)
     rules = Rules(algorithm, settings, clients.clients, algorithm.uplink(dtype), admission, run, clients.client_names)
     with result.engine.crew(device) as crew:
-        result = _rounds(result, clients.to(device, dtype), crew, progress, keep, rules, faults, callbacks, measures)
+        result = _rounds(result, clients.to(device, dtype), crew, progress, checkpoint, every, rules, faults, callbacks, measures)
     return finished(callbacks, result)
-
-
-@dataclass(frozen=True)
-class Keep:
-    """A rule that writes a checkpoint of a run after every `every` rounds, and after the last one."""
-
-    folder: str | os.PathLike[str]
-    every: int
-
-    def __call__(self, result: Result) -> None:
-        """Write a checkpoint of `result` if one is due after its round."""
-        if result.round % self.every == 0 or result.round == result.settings.rounds:
-            result.save_round(self.folder)
 
 
 def _from_where(
@@ -267,7 +251,8 @@ def _rounds(
     data: FederatedData,
     crew: Crew,
     progress: bool | None,
-    keep: Keep | None,
+    checkpoint: str | os.PathLike[str] | None,
+    every: int,
     rules: Rules,
     faults: FaultPlan | None,
     callbacks: Sequence[Callback],
@@ -301,15 +286,15 @@ def _rounds(
             if test is not None:
                 _evaluate(result, before, local, data, crew, measures)
                 bar.set_postfix({measure: f"{result.history[-1][measure]:.3f}"}, refresh=False)
-            if keep is not None:
-                keep(result)
+            if checkpoint is not None and (result.round % every == 0 or result.round == settings.rounds):
+                result.save_round(checkpoint)
             bar.update()
             stopped = ended(callbacks, result)
     if stopped and settings.evaluate_every is not None and measure not in result.history[-1]:  # ended between evaluations
         _evaluate(result, None, local, data, crew, measures)
         ended(callbacks, result)  # once more, with the measures
-    if stopped and keep is not None:
-        result.save_round(keep.folder)
+    if stopped and checkpoint is not None:
+        result.save_round(checkpoint)
     return result
 
 

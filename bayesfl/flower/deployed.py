@@ -104,7 +104,7 @@ class Deployed:
         Raises:
             ValueError: `path` is a file, or lies under one.
         """
-        store.write(path, DEPLOYMENT, _content(self, {}, {}))
+        store.write(path, DEPLOYMENT, {**vars(self), "keys": {}, "counts": {}})
 
     def model(self) -> nn.Module:
         """Return the server's network at the means of its beliefs: a module of its own, in evaluation mode.
@@ -188,11 +188,7 @@ store.KINDS.append(DEPLOYMENT)
 
 def write(folder: str | os.PathLike[str], state: Deployed, keys: Mapping[int, str], counts: Mapping[int, int]) -> None:
     """Write a checkpoint of a state, with the keys of its clients' nodes and their numbers of examples."""
-    store.write_round(folder, DEPLOYMENT, _content(state, keys, counts))
-
-
-def _content(state: Deployed, keys: Mapping[int, str], counts: Mapping[int, int]) -> dict[str, Any]:
-    return {**vars(state), "keys": keys, "counts": counts}
+    store.write_round(folder, DEPLOYMENT, {**vars(state), "keys": keys, "counts": counts})
 
 
 def read(folder: str | os.PathLike[str], algorithm: Algorithm, *, same: bool = True) -> tuple[Deployed, dict[int, str], dict[int, int]]:

@@ -22,7 +22,6 @@ from bayesfl.federation import store
 from bayesfl.federation.errors import CheckpointError
 
 EXPERIMENT = re.compile(r"[0-9a-zA-Z_-]{1,64}")
-SESSION = re.compile(r"[0-9a-f]{8}")
 STATE = re.compile(r"\d{6,}-[0-9a-f]{8}")
 FORGOTTEN = "of the run from which this one began"
 """What a node says of a state that it has not kept until another run began from it; the server knows the case by these words."""

@@ -68,7 +68,7 @@ class Categorical:
         smoothing: Share s of the loss that all classes have alike, in [0, 1).
 
     Raises:
-        ValueError: A weight is negative or not finite, or `smoothing` lies outside [0, 1).
+        ValueError: A weight is negative or not finite.
     """
 
     weights: tuple[float, ...] | None = None

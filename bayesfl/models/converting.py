@@ -32,7 +32,7 @@ def group_norm(module: nn.Module, *, groups: Count = 32) -> nn.Module:
 
     Raises:
         TypeError: `module` is not an `nn.Module`.
-        ValueError: `groups` is no whole number >= 1, or there is no batch norm to convert; or one does more than a batch norm.
+        ValueError: There is no batch norm to convert, or one does more than a batch norm.
 
     Warns:
         UserWarning: A norm of vectors has few channels, of which a group norm leaves little.

@@ -70,7 +70,7 @@ def mlp(
         seed: Seed of the start.
 
     Raises:
-        ValueError: A size is no whole number >= 1, `start` is unknown, or `head_scale` is not > 0.
+        ValueError: A size is no whole number >= 1, or `head_scale` is not > 0.
     """
     shape = check_shape(inputs, outputs)
     what = "one width, several, or () for none, each a whole number of at least 1"

@@ -83,8 +83,7 @@ def transformer(
         seed: Seed of the start.
 
     Raises:
-        ValueError: A size is no whole number >= 1, `inputs` is not the shape of a text, `heads` does not divide `d`, or `dropout` lies
-            outside [0, 1).
+        ValueError: A size is no whole number >= 1, `inputs` is not the shape of a text, or `heads` does not divide `d`.
 
     References:
         Vaswani et al., "Attention is all you need", NeurIPS 2017, sections 3.1 to 3.4, and table 3, row (E), on learned places. Norms

@@ -23,9 +23,6 @@ class MeanField:
         init_scale: Standard deviation of every weight at the start, > 0.
         scale_rate: How fast gradient steps move rho, as a multiple of the optimiser's rate, >= 0; 0 holds the standard deviations. Adam
             heeds only whether it is 0, as its steps do not depend on the size of gradients.
-
-    Raises:
-        ValueError: `init_scale` or `scale_rate` is out of range.
     """
 
     init_scale: Positive = 0.1

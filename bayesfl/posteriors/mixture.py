@@ -68,9 +68,6 @@ def fit_weights(losses: Tensor, counts: Tensor, *, iterations: Count = 20) -> Te
         losses: Negative log densities of each component, [..., M, N], in nats.
         counts: 1 for an example, 0 for padding, [..., N].
         iterations: Number of EM iterations.
-
-    Raises:
-        ValueError: `iterations` is no whole number >= 1.
     """
     pi = torch.full_like(losses[..., 0], 1 / losses.shape[-2])
     for _ in range(iterations):

@@ -146,7 +146,7 @@ def nuts(
     Raises:
         TypeError: `model` is not an `nn.Module`, `likelihood` is no likelihood, or `x` or `y` is not a tensor.
         ValueError: There are more than `LIMIT` weights, `pattern` matches no parameter, there are no data, sizes, labels or outputs do not
-            fit, an option lies outside its range, or the posterior's density at a start is not finite.
+            fit, or the posterior's density at a start is not finite.
     """
     from pyro.infer import mcmc
 

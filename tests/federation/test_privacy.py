@@ -266,7 +266,7 @@ def test_runs_that_do_not_work(
         ({"clip": 0.0}, "clip must be > 0"),
         ({"clip": math.inf}, r"clip .*got inf"),
         ({"noise_multiplier": -0.1}, "noise_multiplier must be >= 0"),
-        ({"delta": 1.0}, "delta is a probability"),
+        ({"delta": 1.0}, "delta must lie within"),
         ({"secret": b"short"}, r"secret .*16 bytes .*secrets\.token_bytes\(32\)"),
         ({"secret": "a text of more than sixteen letters"}, r"secret .*16 bytes .*secrets\.token_bytes\(32\)"),
         ({"weights": [1.0, -1.0]}, r"weights .*0.* got \[1\.0, -1\.0\]"),

@@ -102,11 +102,11 @@ def test_more_rounds_cost_more_and_a_draw_helps():
         ({"noise_multiplier": -1}, r"noise_multiplier .*0.* got -1"),
         ({"noise_multiplier": math.inf}, r"noise_multiplier .*got inf"),
         ({"participation": 0}, r"participation .*\(0, 1\], got 0"),
-        ({"participation": 1.5}, "participation is a probability"),
+        ({"participation": 1.5}, "participation must lie within"),
         ({"releases": -1}, r"releases .*0.* got -1"),
         ({"releases": 1.5}, r"releases .*got 1\.5"),
-        ({"delta": 0}, "delta is a probability"),
-        ({"delta": math.nan}, "delta is a probability"),
+        ({"delta": 0}, "delta must lie within"),
+        ({"delta": math.nan}, "delta must lie within"),
     ],
 )
 def test_numbers_of_the_accountant(change: dict[str, float], words: str):

@@ -38,9 +38,6 @@ class Abstention:
         risk: Largest share of wrong answers, in (0, 1).
         delta: Probability with which the promise may fail, in (0, 1).
         split: The split on which thresholds are tested, to which nothing else was fitted.
-
-    Raises:
-        ValueError: `risk` or `delta` is out of range.
     """
 
     risk: Annotated[float, PROBABILITY] = 0.05

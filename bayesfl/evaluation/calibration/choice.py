@@ -28,9 +28,6 @@ class Choice(Local):
     Args:
         delta: Probability with which a client may take the server's model although that is no better, in (0, 1).
         split: The split on which the two are compared, which neither was trained on.
-
-    Raises:
-        ValueError: `delta` is out of range.
     """
 
     delta: Annotated[float, PROBABILITY] = 0.05

@@ -60,9 +60,6 @@ class Conformal:
         by: Whether the thresholds are of `client`s, or of clients and labels: then `level` holds for examples of each class.
         never_empty: Whether sets of classes hold at least the most probable class.
         split: The split whose scores are used, to which nothing else was fitted.
-
-    Raises:
-        ValueError: An option is out of range or none of its words.
     """
 
     level: Annotated[float, PROBABILITY] = 0.9

@@ -45,9 +45,6 @@ class Temperature:
         strength: Weight of the pooled temperature in a client's, in examples, >= 0; `math.inf` gives every client the pooled one, 0 each
             its own alone, which is an end of the range, 0.05, where all of its labels are the most probable classes.
 
-    Raises:
-        ValueError: `strength` is negative.
-
     References:
         Guo, Pleiss, Sun, Weinberger, "On calibration of modern neural networks", ICML 2017, section 4.2.
     """

@@ -10,15 +10,7 @@ that is not finite, as after a run that diverged, has NaN in every measure, and 
 
 from bayesfl.evaluation.metrics.clients import bottom_decile, pool, pooled
 from bayesfl.evaluation.metrics.intervals import interval_summary, interval_table
-from bayesfl.evaluation.metrics.regression import (
-    coverage,
-    crps,
-    gaussian_nll,
-    pit_histogram,
-    regression_summary,
-    regression_table,
-    rmse,
-)
+from bayesfl.evaluation.metrics.regression import coverage, crps, gaussian_nll, pit_histogram, regression_summary, regression_table, rmse
 from bayesfl.evaluation.metrics.reliability import ReliabilityBins, ece, mce, reliability_bins
 from bayesfl.evaluation.metrics.scores import accuracy, auroc, brier, macro_f1, nll
 from bayesfl.evaluation.metrics.summaries import classification_summary, per_client_table
