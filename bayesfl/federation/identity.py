@@ -1,7 +1,7 @@
 """What a method, a network and data are, as JSON, and the one error that lists where two of them differ.
 
 A method of the library is its name, its revision and its options; one that was composed by hand, or changed by `dataclasses.replace`, is
-what its fields hold. A user's function is recognised by its source text and by what it holds, see `bayesfl.base.described`.
+what its fields hold, see `bayesfl.base.described`.
 """
 
 import inspect
