@@ -29,8 +29,8 @@ DEPTH = 40  # deepest level of nested values that is described
 def described(value: Any, path: tuple[int, ...] = ()) -> Any:
     """Return a JSON-able description of any value, without memory addresses; values inside themselves or nested too deeply are cut off.
 
-    A function of a user's is described by its module, its name, a digest of the source text of that function alone (of its code, where there
-    is no text), its defaults, and what it closes over; not by what it reads under global names. Its class counts with its bases, its
+    A function of a user's is described by its module, its name, a digest of the source text of that function alone (of its code, where
+    there is none), its defaults, and what it closes over; not by what it reads under global names. Its class counts with its bases, its
     functions and its values. Functions and classes of Python, of installed packages and of bayesfl count by their names. Data classes are
     described by their fields, modules by their layers, other objects by their class and their attributes. An object with a method
     `described_as` says itself what it is.
