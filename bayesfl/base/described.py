@@ -5,9 +5,12 @@ import functools
 import hashlib
 import inspect
 import json
+import logging
 import math
+import os
 import re
 import sys
+import sysconfig
 import textwrap
 import types
 from collections.abc import Callable, Mapping
@@ -37,6 +40,14 @@ def described(value: Any, path: tuple[int, ...] = ()) -> Any:
     """
     if isinstance(value, np.generic):
         value = value.item()
+    kind = type(value)
+    if (
+        kind.__module__ != "builtins"
+        and isinstance(value, int | float | str | list | tuple | dict | set | frozenset)
+        and not _by_name(kind)
+    ):
+        base = next(one for one in kind.__mro__ if one.__module__ == "builtins")
+        return {"class": described(kind, path), "value": described(base(value), path), "holds": described(_attributes(value), path)}
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -56,26 +67,35 @@ def described(value: Any, path: tuple[int, ...] = ()) -> Any:
         return [inner(v) for v in value]
     if isinstance(value, set | frozenset):
         return sorted((inner(v) for v in value), key=json.dumps)
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf" and value.dtype.isnative and value.dtype.itemsize <= 8:
-        value = torch.from_numpy(np.ascontiguousarray(value))
+    if isinstance(value, np.ndarray):
+        if value.dtype.hasobject:
+            return inner(value.tolist())
+        text = hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()[:16]
+        return f"{kind.__qualname__}({value.dtype.str}, {list(value.shape)}, {text})"
     if isinstance(value, Tensor):
         return f"{type(value).__qualname__}({value.dtype}, {list(value.shape)}, {_sum_of(value)})"
+    if isinstance(value, Enum) and not _by_name(kind):
+        return {"class": inner(kind), "name": value.name, "value": inner(value.value)}
     if isinstance(value, torch.dtype | torch.device | np.dtype | PurePath | Enum):
         return str(value)
     if isinstance(value, types.ModuleType):
         return value.__name__
     if isinstance(value, re.Pattern):
         return [value.pattern, value.flags]
+    if isinstance(value, logging.Logger):
+        return value.name
     if isinstance(value, type):
         return _of_class(value, inner)
-    if (own := getattr(value, "described_as", None)) is not None:
-        return inner(own())
+    if hasattr(kind, "described_as"):
+        return inner(value.described_as())
     if is_dataclass(value):
-        return {"type": inner(type(value)), **{f.name: inner(getattr(value, f.name, None)) for f in fields(value) if f.init}}
+        return {"class": inner(kind), **{f.name: inner(getattr(value, f.name, None)) for f in fields(value) if f.init}}
     if isinstance(value, nn.Module):
-        kinds = [inner(kind) for kind in dict.fromkeys(type(layer) for layer in value.modules())]
-        tensors = {key: inner(t) for key, t in value.state_dict(keep_vars=True).items()}
-        return {"layers": layers(value), "held": held(value), "types": kinds, "tensors": tensors}
+        own = {name: {key: part for key, part in vars(layer).items() if key not in _OF_MODULES} for name, layer in value.named_modules()}
+        hooks = [list(part.values()) for layer in value.modules() for key, part in vars(layer).items() if key.endswith("_hooks") and part]
+        kinds = [inner(one) for one in dict.fromkeys(type(layer) for layer in value.modules())]
+        tensors = entries(value.state_dict(keep_vars=True))
+        return {"layers": layers(value), "holds": inner(own), "hooks": inner(hooks), "classes": kinds, "tensors": tensors}
     if isinstance(value, functools.partial):
         return {"partial": inner(value.func), "args": inner(value.args), "keywords": entries(value.keywords)}
     if isinstance(value, types.MethodType):
@@ -84,19 +104,43 @@ def described(value: Any, path: tuple[int, ...] = ()) -> Any:
         if (compiled := value.__dict__.get("_torchdynamo_orig_callable")) is not None:  # by torch.compile
             return inner(compiled)
         cells = {name: inner(_contents(cell)) for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)}
-        holds = {**cells, **entries(value.__kwdefaults__ or {}), **({"defaults": inner(value.__defaults__)} if value.__defaults__ else {})}
-        return _named(value) | ({"holds": holds} if holds else {})
-    slots = [name for kind in type(value).__mro__ for name in _names(getattr(kind, "__slots__", ()))]
-    attributes = {name: getattr(value, name) for name in slots if hasattr(value, name)} | getattr(value, "__dict__", {})
-    attributes = {name: part for name, part in attributes.items() if name == "__wrapped__" or not str(name).startswith("__")}
-    found = {"type": inner(type(value)), **({"holds": entries(attributes)} if attributes else {})}
-    if name := getattr(value, "__qualname__", None) or getattr(value, "__name__", None):
+        holds = cells | entries(value.__kwdefaults__ or {})
+        defaults = {"defaults": inner(value.__defaults__)} if value.__defaults__ else {}
+        return _named(value) | defaults | ({"holds": holds} if holds else {})
+    attributes = _attributes(value)
+    found = {"class": inner(kind), **({"holds": entries(attributes)} if attributes else {})}
+    name = attribute(value, "__qualname__") or attribute(value, "__name__")
+    if isinstance(name, str):
         found["name"] = name
-        if not isinstance(whose := getattr(value, "__self__", None), types.ModuleType | None):
+        if not isinstance(whose := attribute(value, "__self__"), types.ModuleType | None):
             found["of"] = inner(whose)
-    elif not attributes and isinstance(found["type"], str):  # an object of C code, or of an installed package
+    elif not attributes and isinstance(found["class"], str):  # an object of C code, or of an installed package
         found["is"] = ADDRESS.sub("", repr(value))
     return found
+
+
+_OF_MODULES = {*vars(nn.Module()), "name_or_path"}
+"""What every module holds of torch's."""
+
+
+def attribute(value: Any, name: str) -> Any:
+    """Return an attribute; None where there is none, or where a user's class raises."""
+    try:
+        return getattr(value, name, None)
+    except Exception:  # a user's code; it must not stop a run
+        return None
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """Return what an object holds in its slots and its own dictionary."""
+    slots = [
+        f"_{kind.__name__.lstrip('_')}{name}" if name.startswith("__") and not name.endswith("__") else name
+        for kind in type(value).__mro__
+        for name in _names(getattr(kind, "__slots__", ()))
+    ]
+    own = attribute(value, "__dict__")
+    found = {name: attribute(value, name) for name in slots} | (dict(own) if isinstance(own, Mapping) else {})
+    return {name: part for name, part in found.items() if name == "__wrapped__" or not str(name).startswith("__")}
 
 
 def _names(slots: Any) -> tuple[str, ...]:
@@ -109,7 +153,7 @@ def _of_class(kind: type, inner: Callable[[Any], Any]) -> Any:
         return kind.__qualname__
     members = {name: part for name, part in vars(kind).items() if not name.startswith(("__", "_abc")) or name == "__call__"}
     parts = {name: inner(getattr(part, "__func__", getattr(part, "fget", part))) for name, part in members.items()}
-    bases = [inner(base) for base in kind.__bases__ if base is not object]
+    bases = [inner(base) for base in (*kind.__bases__, type(kind)) if base not in (object, type)]
     return _named(kind) | {"holds": parts} | ({"bases": bases} if bases else {})
 
 
@@ -143,24 +187,40 @@ def _module(thing: Any) -> str:
 
 def _by_name(thing: Any) -> bool:
     """Say whether a function or a class is of Python, of an installed package or of bayesfl, and counts by its name."""
-    module = str(thing.__module__ or "")
-    top, file = module.partition(".")[0], getattr(sys.modules.get(module), "__file__", None) or ""
+    module, code = str(thing.__module__ or ""), getattr(thing, "__code__", None)
     if module == "builtins":
-        return not isinstance(thing, types.FunctionType)  # else of a text that was executed
-    return top == "bayesfl" or top in sys.stdlib_module_names or bool({"site-packages", "dist-packages"} & set(PurePath(file).parts))
+        return code is None  # else of a text that was executed
+    file = getattr(sys.modules.get(module), "__file__", None) or ""
+    if module.partition(".")[0] == "bayesfl" or (not file and module.partition(".")[0] in sys.stdlib_module_names):
+        return True
+    # A wrapper has the module of what it wraps.
+    places = (file, code.co_filename) if code is not None else (file,)
+    return any({"site-packages", "dist-packages"} & set(PurePath(place).parts) or place.startswith(_STDLIB) for place in places)
+
+
+_STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 
 
 def _source(thing: Any) -> str | None:
     """Return a digest of the source text of a user's function or class; where there is none, of a function's code, if it has a name."""
     code = getattr(thing, "__code__", thing)
-    nameless = thing.__qualname__.endswith("<lambda>")
+    nameless = getattr(code, "co_name", "") == "<lambda>"
     try:
         text = textwrap.dedent(_of_lambda(code) if nameless else inspect.getsource(code))
     except (OSError, TypeError, SyntaxError):
         if nameless or not isinstance(code, types.CodeType):
             return None
-        text = ADDRESS.sub("", repr((code.co_code, code.co_consts, code.co_names)))
+        text = json.dumps(_of_code(code))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _of_code(code: types.CodeType) -> list[Any]:
+    """Return what code without a source text does, which depends on the version of Python."""
+    constants = [
+        _of_code(one) if isinstance(one, types.CodeType) else sorted(map(repr, one)) if isinstance(one, frozenset) else repr(one)
+        for one in code.co_consts
+    ]
+    return [code.co_code.hex(), code.co_names, constants]
 
 
 def _of_lambda(code: types.CodeType) -> str:
@@ -177,7 +237,7 @@ def _of_lambda(code: types.CodeType) -> str:
         for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.Lambda) and all(_starts(node.body) <= place < _ends(node.body) for place in places)
     ]
-    if not found:
+    if not found or not places:  # as where Python keeps no columns
         raise OSError(f"no lambda in line {code.co_firstlineno}")
     return ast.get_source_segment(text, max(found, key=_starts)) or ""  # the innermost
 

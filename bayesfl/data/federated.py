@@ -243,7 +243,7 @@ class FederatedData:
         changes = {(name, kind): getattr(split, kind) for name, split in splits for kind in ("transform", "augment")}
         known = {id(change): described(change) for change in changes.values()}
         done = [[*key, known[id(change)]] for key, change in changes.items() if change is not None]
-        return hashlib.sha256((self.rows_hash + json.dumps(done)).encode()).hexdigest() if done else self.rows_hash
+        return hashlib.sha256((self.rows_hash + json.dumps(done, sort_keys=True)).encode()).hexdigest() if done else self.rows_hash
 
     @cached_property
     def rows_hash(self) -> str:

@@ -118,11 +118,15 @@ def _as_known(thing: Any, now: Any, then: Any) -> Any:
         now: Its description.
         then: The saved description.
     """
-    if isinstance(thing, Algorithm) and thing.made is not None and isinstance(then, Mapping):
+    if isinstance(thing, Algorithm) and isinstance(then, Mapping):
         name, made = now["method"], thing.made
-        defaults = {key: one.default for key, one in inspect.signature(made.function).parameters.items()}
-        return {**now, name: _without(made.options, defaults, now[name], then.get(name))}
-    if is_dataclass(thing) and not isinstance(thing, Algorithm):
+        defaults = {} if made is None else {key: one.default for key, one in inspect.signature(made.function).parameters.items()}
+        return {**now, name: _without(vars(thing) if made is None else made.options, defaults, now[name], then.get(name))}
+    if isinstance(thing, list | tuple) and isinstance(now, list) and isinstance(then, list) and len(thing) == len(now) == len(then):
+        return [_as_known(*parts) for parts in zip(thing, now, then, strict=True)]
+    if isinstance(thing, Mapping) and isinstance(now, Mapping):
+        return _without(thing, {}, now, then)
+    if is_dataclass(thing) and not isinstance(thing, type) and isinstance(now, Mapping):
         return _without(vars(thing), {f.name: f.default for f in fields(thing)}, now, then)
     return now
 

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -137,6 +138,39 @@ class Held(nn.Module):
         self.by = by
 
 
+def with_defaults(defaults, add):
+    return lambda x, by=add: x + by * defaults
+
+
+class Listed(list):
+    def __call__(self, x):
+        return x
+
+
+def wrapping(inner):
+    @functools.wraps(inner)
+    def wrapper(x):
+        return inner(x)
+
+    return wrapper
+
+
+def test_what_wraps_a_lambda_has_a_source():
+    assert not anonymous(described(wrapping(lambda x: x)))
+    assert described(wrapping(lambda x: x)) != described(wrapping(lambda x: 2 * x))
+
+
+def test_loggers_and_attributes_that_raise():
+    class Odd:
+        def __init__(self):
+            self.log = logging.getLogger("here")
+
+        def __getattr__(self, name):
+            raise RuntimeError
+
+    assert described(Odd())["holds"] == {"log": "here"}
+
+
 class Parent:
     def __call__(self, x):
         return x
@@ -156,16 +190,11 @@ class Other:
         (named_as_what_is_said(1, added=True), named_as_what_is_said(1, added=False)),
         (torch.tensor(1.0).mul, torch.tensor(2.0).mul),
         (Held(1), Held(2)),
+        (Held(scaled), Held(over(1))),
+        (with_defaults(1, add=2), with_defaults(2, add=2)),
+        (Listed([1]), [1]),
+        (np.array([1j]), np.array([2j])),
         (type("Child", (Parent,), {})(), type("Child", (Other,), {})()),
-    ],
-    ids=[
-        "slots",
-        "a class of a function",
-        "a class by type",
-        "a value called source",
-        "a method of C",
-        "a module's value",
-        "an inherited call",
     ],
 )
 def test_what_hides_is_told_apart(one, other):
