@@ -109,10 +109,10 @@ def described(value: Any, path: tuple[int, ...] = ()) -> Any:
         return _named(value) | defaults | ({"holds": holds} if holds else {})
     attributes = _attributes(value)
     found = {"class": inner(kind), **({"holds": entries(attributes)} if attributes else {})}
-    name = attribute(value, "__qualname__") or attribute(value, "__name__")
+    name = _attribute(value, "__qualname__") or _attribute(value, "__name__")
     if isinstance(name, str):
         found["name"] = name
-        if not isinstance(whose := attribute(value, "__self__"), types.ModuleType | None):
+        if not isinstance(whose := _attribute(value, "__self__"), types.ModuleType | None):
             found["of"] = inner(whose)
     elif not attributes and isinstance(found["class"], str):  # an object of C code, or of an installed package
         found["is"] = ADDRESS.sub("", repr(value))
@@ -123,7 +123,7 @@ _OF_MODULES = {*vars(nn.Module()), "name_or_path"}
 """What every module holds of torch's."""
 
 
-def attribute(value: Any, name: str) -> Any:
+def _attribute(value: Any, name: str) -> Any:
     """Return an attribute; None where there is none, or where a user's class raises."""
     try:
         return getattr(value, name, None)
@@ -138,8 +138,8 @@ def _attributes(value: Any) -> dict[str, Any]:
         for kind in type(value).__mro__
         for name in _names(getattr(kind, "__slots__", ()))
     ]
-    own = attribute(value, "__dict__")
-    found = {name: attribute(value, name) for name in slots} | (dict(own) if isinstance(own, Mapping) else {})
+    own = _attribute(value, "__dict__")
+    found = {name: _attribute(value, name) for name in slots} | (dict(own) if isinstance(own, Mapping) else {})
     return {name: part for name, part in found.items() if name == "__wrapped__" or not str(name).startswith("__")}
 
 
