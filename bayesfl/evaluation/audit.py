@@ -1,7 +1,7 @@
 """Audits: what predictions keep of their promises, by client, label or group, with exact intervals."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from bayesfl.base.checks import probability
 from bayesfl.base.protocols import Tensors
+from bayesfl.data import ClientData, FederatedData
 from bayesfl.data.texts import in_order
 from bayesfl.evaluation.binomial import clopper_pearson, worst_by_chance
 from bayesfl.evaluation.predictions import per_place
@@ -19,6 +20,12 @@ from bayesfl.evaluation.surveys import Mine, Outputs, conduct, together
 BINS = 15
 """Bins of confidence of the calibration error, as of `bayesfl.metrics.ece`."""
 Unit: TypeAlias = Literal["client", "label", "group"]
+Groups: TypeAlias = Sequence[Sequence[Any]] | Callable[[Any], Any] | str
+"""Groups of rows: for each client that of every row, a function that makes these of a client's inputs, or a column of the frame."""
+MOST_GROUPS = 20
+"""Most values of a column of numbers that are groups."""
+COARSE = 1e4
+"""Standard deviation of a column beyond which whole numbers near its mean might be read back as others."""
 _SCATTER = (
     "Coverage also depends on which calibration rows were drawn: where 50 of its own set a threshold, with a standard deviation of {:.2f}, "
     "which the intervals leave out."
@@ -292,6 +299,68 @@ def audit(mine: Mine, outputs: Outputs, *, names: Sequence[str], delta: float = 
     probability("delta", delta, "that an interval of a column misses")
     survey, mine, given = Counting("client", tuple(names)), replace(mine, ids=np.arange(len(mine.ids))), mine.predictions
     return survey.audit(conduct(survey, together(survey, mine), outputs), level=given.promise, risk=given.risk, delta=delta)
+
+
+def units(data: FederatedData, split: str, rows: ClientData, by: str, groups: Groups | None) -> Counting:
+    """Return the survey that counts what an audit shows, with the units that its table has as rows.
+
+    Args:
+        data: The federation's data.
+        split: Name of the split that is audited.
+        rows: The split.
+        by: `client` or `label`; `client` where there are groups.
+        groups: Groups of the split's rows; None for none.
+
+    Raises:
+        ValueError: `by` is something else, or `groups` does not fit.
+    """
+    if by not in ("client", "label"):
+        raise ValueError(f"by must be 'client' or 'label', got {by!r}; of other groups pass groups=")
+    if groups is None and by == "label":
+        return Counting("label", tuple(data.class_names or map(str, range(data.outputs))), split)
+    if groups is None:
+        return Counting("client", tuple(data.client_names), split)
+    if by != "client":
+        raise ValueError(f"by={by!r} and groups= both say what the rows of the table are; give one")
+    if isinstance(groups, Mapping):
+        raise ValueError(
+            "groups must be one list of groups for each client, in the order of clients.client_names, a function of a client's inputs, "
+            "or the name of a column of from_frame; got a mapping"
+        )
+    if isinstance(groups, str):
+        groups = _by_column(data, groups)
+    each = [groups(rows.client(j, raw=True)[0]) for j in range(data.clients)] if callable(groups) else groups
+    names, places = grouped(each, rows.counts)
+    return Counting("group", names, split, places)
+
+
+def _by_column(data: FederatedData, name: str) -> Callable[[Any], Any]:
+    """Return the function of a client's inputs that gives the values of a column of the frame.
+
+    Raises:
+        ValueError: The data are no frame's, or have no such column, or one of numbers of many values.
+    """
+    columns = data.prepared
+    if columns is None:
+        raise ValueError(f"groups={name!r} names a column, and the data are not of from_frame: pass a function of a client's inputs")
+
+    if any(getattr(part, "scale", 0.0) > COARSE for part in columns.parts if part.name == name):
+        raise ValueError(
+            f"the column {name!r} has numbers so far apart that small ones cannot be told from inputs, as codes beside 999999: pass groups "
+            "as lists, one for each client"
+        )
+
+    def values(x: Any) -> Any:
+        found = columns.values(x, name)
+        if found.dtype != object and len(different := np.unique(found[~np.isnan(found)])) > MOST_GROUPS:
+            width = 10 ** math.floor(math.log10(np.ptp(different) / 2))
+            raise ValueError(
+                f"the column {name!r} has {len(different)} values at one client, too many for groups: make ranges of them, as "
+                f"groups=lambda x: columns.values(x, {name!r}) // {width:g} * {width:g}"
+            )
+        return found
+
+    return values
 
 
 def grouped(groups: Sequence[Sequence[object]], counts: np.ndarray) -> tuple[tuple[str, ...], Tensor]:

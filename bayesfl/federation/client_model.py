@@ -1,16 +1,19 @@
 """One client's own model after training: its predictions for new rows, as a module, and in a file, without data or server."""
 
+import math
 import os
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property
-from typing import Any
+from typing import Any, cast, get_args
 
 import numpy as np
 import torch
 from torch import nn
 
+from bayesfl.base import digest
 from bayesfl.base.checks import whole
 from bayesfl.base.copies import refuse_changed
 from bayesfl.base.inputs import Shapes, words
@@ -25,7 +28,8 @@ from bayesfl.data.outline import Outline
 from bayesfl.data.tables import Table, is_frame
 from bayesfl.engine import Engine
 from bayesfl.evaluation import calibration
-from bayesfl.evaluation.alarm import Alarm, Watched
+from bayesfl.evaluation.alarm import Alarm, Scores, Watched
+from bayesfl.evaluation.calibration.conformal import doubt
 from bayesfl.evaluation.calibration.steps import compares
 from bayesfl.evaluation.calibration.steps import draws as draws_of
 from bayesfl.evaluation.predictions import Predictions, broken
@@ -34,10 +38,15 @@ from bayesfl.federation import predict, store, surveying
 from bayesfl.federation.form import Form
 from bayesfl.federation.identity import reading
 from bayesfl.federation.modules import module_at
-from bayesfl.federation.watching import strangeness, watching
 
 LIMIT = 2**28
 """Bytes that a tensor of the predictor may take in a file, where the method's predictor needs training data."""
+
+UNCERTAIN = (
+    "the predictions of {!r} have no epistemic uncertainty, as it predicts at the mean of one set of weights or by link='per_class': "
+    "before the run give the method draws, dataclasses.replace(method, draws=20), another link, or dataclasses.replace(method, "
+    "predictor=bf.predictors.LinearisedLaplace()); or watch labels"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,7 +176,18 @@ class ClientModel:
             ValueError: As by `predict`; or the client's model has no conformal sets, `y` does not fit `x`, or there is no epistemic
                 uncertainty.
         """
-        return strangeness(self, x, y)
+        self._check_rows_alone()
+        place, one = self._sets()
+        mine = self.mine(x)
+        if y is not None:
+            mine = replace(mine, predictions=replace(mine.predictions, labels=self._labels(mine.predictions, y)[None]))
+        mine = calibration.applied(self.steps[:place], mine)
+        if y is not None:
+            return Scores.made(cast(calibration.Conformal, one.step).scored(mine)[0].numpy(), "labels", self._source(one))
+        found = doubt(mine)[0].numpy()
+        if np.isnan(found).any():
+            raise ValueError(UNCERTAIN.format(self.name))
+        return Scores.made(found, "epistemic", self._source(one))
 
     def alarm(self, *, score: Watched = "labels", delta: float = 0.05) -> Alarm:
         """Return an alarm for rows to come, which compares them with the client's calibration rows, and may be read after every one.
@@ -182,7 +202,103 @@ class ClientModel:
         Raises:
             ValueError: The client's model has no conformal sets, the client has no calibration rows, or there is no epistemic uncertainty.
         """
-        return watching(self, score, delta)
+        self._check_rows_alone()
+        if score not in get_args(Watched):
+            raise ValueError(f"score must be one of {get_args(Watched)}, got {score!r}")
+        _, one = self._sets()
+        kept = {"labels": "scores", "epistemic": "epistemic"}[score]
+        reference = one.own[kept][0]
+        reference = reference[one.own["scores"][0].isfinite()]
+        if not len(reference):
+            raise ValueError(
+                f"{self.name!r} has no rows in the split {one.step.split!r}, with which an alarm compares rows to come; give it some there"
+            )
+        if bool(reference.isnan().any()):
+            raise ValueError(UNCERTAIN.format(self.name))
+        level = cast(calibration.Conformal, one.step).level
+        if len(reference) < (least := math.ceil(1 / (1 - level))):
+            warnings.warn(
+                f"{self.name!r} has {len(reference)} calibration rows, and an alarm needs {least} to expect a miss among them: it will be "
+                "raised late",
+                stacklevel=2,
+            )
+        source = (score, self._source(one))
+        return Alarm(reference.numpy(), alpha=1 - level, delta=delta, seed=self.seed, client=self.client, round=self.round, of=source)
+
+    def _check_rows_alone(self) -> None:
+        """Raise ValueError if predictions of a row depend on the rows with it: new rows then differ from calibration rows in any case."""
+        if self.algorithm.predictor is not None and self.algorithm.draws:
+            raise ValueError(
+                f"the predictor of {self.name!r} draws noise for each row by its place among those that are predicted together, so that an "
+                "alarm would compare what cannot be compared: train by the same method with another link, such as 'contrasts', and draws=0"
+            )
+
+    def _source(self, one: calibration.Fitted) -> str:
+        """Return what tells a model and its calibration from others: its calibration rows' scores follow from both."""
+        made = digest.of_tensors(repr(one.step), {name: t.cpu() for name, t in one.own.items()})[:8]
+        return f"{self.name!r} after round {self.round}, seed {self.seed}, calibration {made}"
+
+    def _sets(self) -> tuple[int, calibration.Fitted]:
+        """Return the last step that makes sets, and its place.
+
+        Raises:
+            ValueError: There is none.
+        """
+        found = [(place, one) for place, one in enumerate(self.steps) if isinstance(one.step, calibration.Conformal)]
+        if not found:
+            raise ValueError(
+                f"{self.name!r} has no conformal sets, by whose scores rows are compared: make it by result.calibrate(Conformal())"
+            )
+        return found[-1]
+
+    def _labels(self, found: Predictions, y: Any) -> torch.Tensor:
+        """Return labels or targets as those of a split, [N, ...]; names of classes as their numbers.
+
+        Raises:
+            ValueError: They do not fit the predictions.
+        """
+        values, rows = np.asarray(y).copy(), found.mask.shape[1]  # a copy, as what a data frame gives cannot be written
+        if values.dtype.kind in "OUT" and self.class_names is not None:
+            known = {name: place for place, name in enumerate(self.class_names)}
+            if other := sorted({str(one) for one in values.ravel().tolist()} - known.keys()):
+                raise ValueError(f"y has {other[0]!r}, which is none of the classes {list(known)}")
+            values = np.array([known[str(one)] for one in values.ravel().tolist()]).reshape(values.shape)
+        elif (
+            values.dtype.kind in "biuf" and not isinstance(y, torch.Tensor) and self.class_names is not None and _numerals(self.class_names)
+        ):
+            raise ValueError(
+                f"y has {'truth values' if values.dtype.kind == 'b' else 'numbers'}, and the classes are named by others, "
+                f"{list(self.class_names[:5])}: pass these names as text, y.astype(str)"
+            )
+        if values.dtype.kind not in "biuf" or not values.ndim:
+            raise ValueError(
+                f"y must be a list or an array of labels or targets, one for each row, got {type(y).__name__} of {values.dtype}"
+            )
+        if values.dtype.kind == "f" and not np.isfinite(values).all():
+            raise ValueError("y has numbers that are not finite; leave these rows out")
+        if found.probs is not None and values.dtype.kind == "f" and (values != np.rint(values)).any():
+            raise ValueError("y must be whole numbers of classes, got fractions")
+        if found.probs is not None and found.probs.dim() == 4:
+            raise ValueError(
+                "alarms watch rows of one label each: the labels of one row are not independent; score rows by a number of your own"
+            )
+        if found.probs is not None and values.dtype.kind == "b" and found.probs.shape[-1] != 2:
+            raise ValueError(f"y must be one of {found.probs.shape[-1]} classes, got truth values")
+        labels = torch.as_tensor(values)
+        if len(labels) != rows:
+            raise ValueError(f"y must have a label for each of {rows} rows, got {len(labels)}")
+        if found.probs is None:
+            like = found.lower if found.variance is None else found.mean
+            assert like is not None  # predictions of numbers have one of the two
+            if labels.numel() != like.numel():
+                raise ValueError(f"y must have {like.shape[-1]} targets for each row, got shape {list(labels.shape)}")
+            return labels.reshape(like.shape[1:])
+        if labels.shape != found.probs.shape[1:-1] or bool(((labels < 0) | (labels >= found.probs.shape[-1])).any()):
+            raise ValueError(
+                f"y must be classes from 0 to {found.probs.shape[-1] - 1}, one for each row, got {labels.unique().tolist()[:5]} of shape "
+                f"{list(labels.shape)}"
+            )
+        return labels.long()
 
     def model(self) -> nn.Module:
         """Return the network at the means of the client's beliefs: a module of its own, in evaluation mode.
@@ -331,3 +447,15 @@ def needs_data(algorithm: Algorithm) -> bool:
 def needed(algorithm: Algorithm) -> tuple[str, ...]:
     """Return the names of the view's entries from which a client predicts."""
     return (*algorithm.whole(algorithm.parts), *getattr(algorithm.predictor, "reads", ()), "n")
+
+
+def _numerals(names: Sequence[str]) -> bool:
+    """Say whether a class is named by a number, or a truth value, which is not the place that it has."""
+
+    def other(name: str, place: int) -> bool:
+        try:
+            return float({"false": "0", "true": "1"}.get(name.lower(), name)) != place
+        except ValueError:
+            return False
+
+    return any(other(name, place) for place, name in enumerate(names))

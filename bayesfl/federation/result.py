@@ -1,40 +1,43 @@
 """The result of a federation: predictions, adaptation to new clients, and saving."""
 
 import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
-from bayesfl.base.checks import instance, whole
+from bayesfl.base.checks import instance, probability, whole
 from bayesfl.base.copies import refuse_changed
 from bayesfl.base.files import folder
 from bayesfl.base.protocols import Server, Tensors, View
+from bayesfl.base.random import Purpose, generator
 from bayesfl.composition.algorithm import Algorithm
+from bayesfl.composition.phases import Descend, Repeat
 from bayesfl.data import ClientData, FederatedData
+from bayesfl.data.frames import same_columns
 from bayesfl.data.outline import Outline, place
 from bayesfl.engine import Engine
 from bayesfl.evaluation.alarm import Alarm, Watched
-from bayesfl.evaluation.audit import Audit
+from bayesfl.evaluation.audit import Audit, Counting, Groups, units
 from bayesfl.evaluation.calibration import Fitted, Step, applied
 from bayesfl.evaluation.history import History
 from bayesfl.evaluation.predictions import Predictions
 from bayesfl.evaluation.surveys import Mine, Outputs, Survey, conduct
 from bayesfl.federation import predict, store, surveying, tuning
-from bayesfl.federation.auditing import Groups, audited
-from bayesfl.federation.client import Local, State
+from bayesfl.federation.client import Local, State, private_rows
 from bayesfl.federation.client_loading import check_file_names
-from bayesfl.federation.client_model import ClientModel
-from bayesfl.federation.draws import to_arviz
+from bayesfl.federation.client_model import ClientModel, needs_data, of_client
+from bayesfl.federation.form import other_transform, same_form
 from bayesfl.federation.identity import Chosen, reading
-from bayesfl.federation.joining import adapted
 from bayesfl.federation.modules import server_module
-from bayesfl.federation.serving import served_client, unadapted
-from bayesfl.federation.settings import Settings
-from bayesfl.federation.splits import check_split
+from bayesfl.federation.settings import FEDERATION, Settings, same_problem
+from bayesfl.optim import rate_at
 
 OWN = "the method's own start"
 """What a run began from that did not begin from another."""
@@ -159,7 +162,7 @@ class Result:
             instance("split", split, ClientData, "pass clients.test, or another split of result.data")
         data = self.data.to(self.device, self.dtype)
         split = data.test if split is None else split.to(self.device, self.dtype)
-        check_split(split, data)
+        _check_split(split, data)
         if draws is not None:
             whole("draws (None is the paper's number)", draws, least=0)
             surveying.check_draws(self.steps, draws, self.algorithm)
@@ -256,7 +259,18 @@ class Result:
             TypeError: The aggregation cannot add answers.
             ValueError: There is no such split, `by` or `groups` does not fit, or `delta` is out of range.
         """
-        return audited(self, split, by, groups, delta, aggregation)
+        probability("delta", delta, "that an interval of a column misses")
+        rows = surveying.asked(Counting("group", (), split), self.data.splits)
+        if split == "train" or split in {one.step.split for one in self.steps}:
+            used = "training" if split == "train" else "calibration"
+            other = "rows that had no part in either" if split == "test" else "'test'"
+            warnings.warn(
+                f"the split {split!r} was used for {used}, so the audit shows more than is kept for other rows; audit {other}", stacklevel=2
+            )
+        survey = units(self.data, split, rows, by, groups)
+        mine = self.calibrated_mine(rows.to(self.device, self.dtype))
+        told = conduct(survey, surveying.put_to(survey, mine, aggregation), Outputs(self.data.task, self.data.outputs))
+        return survey.audit(told, level=mine.predictions.promise, risk=mine.predictions.risk, delta=delta)
 
     def alarm(self, client: int | str, *, score: Watched = "labels", delta: float = 0.05) -> Alarm:
         """Return an alarm for a client's rows to come, see `ClientModel.alarm`."""
@@ -276,7 +290,57 @@ class Result:
             ValueError: Their inputs, transform, outputs, task, columns or class names differ from the federation's, or these names' order.
             DivergenceError: A new client's training is not finite.
         """
-        return adapted(self, novel)
+        instance("novel", novel, FederatedData, FEDERATION)
+        same_problem("novel", novel, self.known)
+        if other := other_transform(novel, self.known):
+            raise ValueError(f"novel has other inputs, {other}; pass novel.transformed(...) with the federation's function")
+        algorithm = self.algorithm
+        kept = [name for name in algorithm.parts if algorithm.blocks[name].keep]
+        if kept and not algorithm.adapt:
+            raise ValueError(
+                f"each client predicts with its own {kept}, and the method has no `adapt` phases, by which a new client would learn them; "
+                "give it some, as dataclasses.replace(algorithm, adapt=algorithm.phases)"
+            )
+        if slowed := self._slowed():
+            warnings.warn(slowed, stacklevel=2)
+        server = algorithm.newcomers(self.server, novel.clients)
+        private = private_rows(algorithm, server, novel.clients)
+        moved = novel.to(self.device, self.dtype)
+        with self.engine.crew(self.device) as crew:
+            self.local(moved.train).adapt(State(server, private, self.round), crew)
+        chosen = self.known_choice()
+        new = replace(self, known=novel, server=server, private=private, history=History(), novel=True, chosen=chosen, steps=())
+        return replace(new, steps=self._settled(new, moved)) if self.steps else new
+
+    def _slowed(self) -> str:
+        """Say where the rate of a phase of `adapt` has fallen below a tenth of its first; '' if none has."""
+        inner = [one for phase in self.algorithm.adapt for one in (phase.phases if isinstance(phase, Repeat) else (phase,))]
+        rates = [phase.optimiser.rate for phase in inner if isinstance(phase, Descend)]
+        last = min(self.round, self.settings.rounds - 1)  # as in `Algorithm.given`
+        pairs = [tuple(rate_at(rate, round, self.settings.rounds) for round in (0, last)) for rate in rates]
+        fallen = [f"{first:.3g} to {now:.3g}" for first, now in pairs if now < 0.1 * first]
+        if not fallen:
+            return ""
+        return (
+            f"the learning rate of the method's adapt phases has fallen from {', '.join(dict.fromkeys(fallen))} after {self.round} rounds, "
+            "so new clients hardly learn; adapt them at a constant rate, as dataclasses.replace(result, algorithm=dataclasses.replace("
+            "result.algorithm, adapt=constant.adapt)).adapt(novel) does, where `constant` is the method with an optimiser such as SGD(0.1)"
+        )
+
+    def _settled(self, new: "Result", novel: FederatedData) -> tuple[Fitted, ...]:
+        """Return the steps of calibration with the new clients' own parameters, by their rows in the steps' splits, where they have some.
+
+        Args:
+            new: The federation with the new clients, without steps.
+            novel: Their data, on the run's device and in its precision.
+        """
+        steps = [one.step for one in self.steps]
+        there = {step.split: split for step in steps if (split := novel.splits.get(step.split)) is not None and split.counts.any()}
+        predicted = dict(zip(there, new.mine(*there.values(), steps=steps), strict=True)) if there else {}
+        if missing := {step.split for step in steps} - there.keys():
+            like = next(iter(predicted.values())) if predicted else new.mine(novel.train, steps=steps)[0]
+            predicted |= dict.fromkeys(missing, surveying.without_rows(like))
+        return surveying.settled(self.steps, predicted)
 
     def client(self, client: int | str) -> ClientModel:
         """Return a client's own model, which predicts for new rows and can be saved.
@@ -292,7 +356,44 @@ class Result:
                 loaded without, or validation data to tune its predictor.
             DivergenceError: The client's fine-tuning is not finite, and `tolerant` is False.
         """
-        return served_client(self, client)
+        surveying.check_reading(self)
+        name = self.known.client_names[j := place(client, self.known.client_names)]
+        if isinstance(self.known, Outline) and needs_data(self.algorithm):
+            raise ValueError(
+                f"{name!r} needs its training data, for fine-tuning or for the method's predictor, and this result was loaded without "
+                "them; bf.load(path, algorithm, clients) loads it with them, bf.load_client reads a client's own file"
+            )
+        if isinstance(self.known, Outline):
+            given, views = self._unadapted(j)
+            train, value = None, self.known_value
+        else:
+            local, ids = self.local(self.known.train.alone(j).to(self.device, self.dtype)), np.array([j])
+            done = local.finetuned(ids, self.state.received(self.algorithm, ids), self.round)
+            given, views = done.given, done.views
+            train, value = dict(zip("xy", local.train.client(j), strict=True)), self.tuned
+        return of_client(
+            self.algorithm,
+            given,
+            tree_map(lambda t: t[0].clone(), views),
+            train,
+            name=name,
+            client=j,
+            data=self.known,
+            round=self.round,
+            seed=self.settings.seed,
+            value=value,
+            steps=tuple(one.of(torch.tensor([j])) for one in self.steps),
+            server=self.server,
+        )
+
+    def _unadapted(self, j: int) -> tuple[Server, View]:
+        """Return what client j received and its view before any phase, [1, ...]."""
+        refuse_changed(self.algorithm.model)
+        got = self.state.received(self.algorithm, np.array([j]))
+        given = self.algorithm.given(got.common, self.round, self.settings.rounds)
+        counts = self.known.counts if isinstance(self.known, Outline) else self.known.train.counts
+        count = torch.tensor([int(counts[j])], dtype=self.dtype, device=self.device)
+        return given, self.algorithm.views(given, got.addressed, got.rows, count)
 
     def save_clients(self, path: str | os.PathLike[str], *, plug_in: bool = False) -> None:
         """Write every client's model into a folder of its name in the folder `path`; `load_client` reads them.
@@ -339,9 +440,25 @@ class Result:
             ValueError: There is no such client or block, the block has nothing to draw, or `draws` is not a whole number >= 0.
             ImportError: ArviZ is not installed.
         """
+        import arviz
+
         j = place(client, self.known.client_names)
-        about = {"client": j, "draws": draws, "seed": self.settings.seed, "round": self.round}
-        return to_arviz(self.algorithm, unadapted(self, j)[1], block, **about)
+        whole("draws", draws, least=1)
+        algorithm = self.algorithm
+        if block not in algorithm.blocks:
+            raise ValueError(f"there is no block {block!r}; the method's blocks are {list(algorithm.blocks)}")
+        if not algorithm.blocks[block].stochastic:
+            drawn = [name for name, this in algorithm.blocks.items() if this.stochastic]
+            raise ValueError(f"block {block!r} is a point, of which there are no draws; the blocks with a distribution are {drawn}")
+        _, view = self._unadapted(j)
+        index = list(algorithm.blocks).index(block)
+        rng = generator(self.settings.seed, Purpose.POSTERIOR, round=self.round, client=j, index=index)
+        noise = torch.from_numpy(rng.standard_normal((draws, algorithm.noise_size(block)), np.float32)).to(view[block]["loc"])
+        samples = algorithm.blocks[block].posterior.sample(view[block], algorithm.noise_of_copies(block, noise))
+        posterior = {name: leaf.unsqueeze(0).cpu().numpy() for name, leaf in algorithm.layout(block).leaves(samples).items()}
+        if int(arviz.__version__.split(".")[0]) > 0:  # from version 1 the groups are one mapping
+            return arviz.from_dict({"posterior": posterior})
+        return arviz.from_dict(posterior=posterior)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the state, the settings and the history into the folder `path`, from which `bf.load` reads them.
@@ -365,3 +482,38 @@ class Result:
         """Return what a file holds; of `tuned` what is known, as tuning takes long."""
         tuned = self.__dict__.get("tuned", self.known_value)
         return {**vars(self), "chosen": None if tuned is None else Chosen(tuned, reading(self.algorithm))}
+
+
+def _check_split(split: ClientData, data: FederatedData) -> None:
+    """Check that a split is one of the federation's own, or a part of one.
+
+    Args:
+        split: The split, on the device and in the precision of `data`.
+        data: The federation's data.
+
+    Raises:
+        ValueError: It has no examples, other inputs or other columns, or is of other clients.
+    """
+    if not split.counts.any():
+        raise ValueError("the split has no examples to predict; pass one that has, or make the data with a larger part for it")
+    same_columns("split", split.columns, data.columns)
+    same_form("split", split, data.train)
+    if split.clients != data.clients:
+        raise ValueError(f"the split has {split.clients} clients, the result {data.clients}; use result.adapt(...) for new clients")
+    if not any(_is_part(split, known) for known in data.splits.values()):
+        raise ValueError(
+            "the split is of other clients: its labels are not rows of the same clients in result.data. Pass one of result.data's "
+            "splits, or a part of one; result.adapt(...) is for clients never seen"
+        )
+
+
+def _is_part(split: ClientData, known: ClientData) -> bool:
+    """Say whether every client's examples in `split` are among its own in `known`, by labels and places; inputs may differ."""
+    if split.y is not known.y and not (split.y.dtype == known.y.dtype and torch.equal(split.y, known.y)):
+        return False
+
+    def owned(of: ClientData) -> torch.Tensor:
+        client = torch.from_numpy(np.repeat(np.arange(of.clients), of.counts)).to(of.index.device)
+        return client * len(of.y) + of.index
+
+    return bool(torch.isin(owned(split), owned(known)).all())

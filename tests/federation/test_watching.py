@@ -15,8 +15,8 @@ from bayesfl.data import FederatedData
 from bayesfl.evaluation.alarm import Alarm
 from bayesfl.evaluation.calibration import Abstention, Bias, Conformal, Temperature, applied, fit
 from bayesfl.evaluation.surveys import Outputs
+from bayesfl.federation.client_model import _numerals
 from bayesfl.federation.result import Result
-from bayesfl.federation.watching import _numerals
 from bayesfl.optim import SGD
 from tests.federation.made import run
 
