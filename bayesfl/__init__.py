@@ -25,21 +25,21 @@ from bayesfl.composition import (
 )
 from bayesfl.engine import Engine
 from bayesfl.evaluation import metrics
-from bayesfl.federation.admission import Admission
-from bayesfl.federation.client_loading import load_client
-from bayesfl.federation.client_model import ClientModel
-from bayesfl.federation.comparison import compare
+from bayesfl.federation.clients.client_model import ClientModel, load_client
 from bayesfl.federation.errors import DivergenceError
-from bayesfl.federation.privacy import ClientPrivacy
-from bayesfl.federation.saved import load
-from bayesfl.federation.secure import SecureSum
-from bayesfl.federation.simulation import simulate
+from bayesfl.federation.private.privacy import ClientPrivacy
+from bayesfl.federation.private.secure import SecureSum
+from bayesfl.federation.rounds.admission import Admission
+from bayesfl.federation.run.comparison import compare
+from bayesfl.federation.run.loading import load
+from bayesfl.federation.run.simulation import simulate
 from bayesfl.posteriors import selection
 
 if TYPE_CHECKING:
     from bayesfl import algorithms, flower
     from bayesfl.evaluation import calibration, detection, plots
-    from bayesfl.federation import callbacks, faults
+    from bayesfl.federation.rounds import faults
+    from bayesfl.federation.run import callbacks
 
 __version__ = "0.3.0.dev0"
 __all__ = [
@@ -87,9 +87,9 @@ __all__ = [
 _LATER = {
     "algorithms": "bayesfl.algorithms",
     "calibration": "bayesfl.evaluation.calibration",
-    "callbacks": "bayesfl.federation.callbacks",
+    "callbacks": "bayesfl.federation.run.callbacks",
     "detection": "bayesfl.evaluation.detection",
-    "faults": "bayesfl.federation.faults",
+    "faults": "bayesfl.federation.rounds.faults",
     "flower": "bayesfl.flower",
     "plots": "bayesfl.evaluation.plots",
 }

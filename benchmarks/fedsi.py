@@ -26,7 +26,7 @@ from engines import high_water
 import bayesfl as bf
 from bayesfl.data import FederatedData
 from bayesfl.evaluation import report
-from bayesfl.federation.result import Result
+from bayesfl.federation.run.result import Result
 from bayesfl.optim import SGD
 
 RESULTS = Path(__file__).parent / "results" / "fedsi.json"

@@ -17,9 +17,9 @@ import torch
 
 import bayesfl as bf
 from bayesfl.evaluation import report
-from bayesfl.federation.privacy import ClientPrivacy, epsilon_own
-from bayesfl.federation.replies import Aggregation
-from bayesfl.federation.secure import SecureSum
+from bayesfl.federation.private.privacy import ClientPrivacy, epsilon_own
+from bayesfl.federation.private.secure import SecureSum
+from bayesfl.federation.rounds.replies import Aggregation
 from bayesfl.optim import SGD
 
 RESULTS = Path(__file__).parent / "results" / "privacy.json"

@@ -35,7 +35,7 @@ from bayesfl.evaluation.calibration.conformal import BINS, thresholds
 from bayesfl.evaluation.metrics import classification_summary
 from bayesfl.evaluation.predictions import Predictions
 from bayesfl.evaluation.surveys import Mine, Outputs
-from bayesfl.federation.result import Result
+from bayesfl.federation.run.result import Result
 from bayesfl.optim import SGD
 
 ROOT = Path(__file__).parents[1]

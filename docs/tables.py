@@ -27,7 +27,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 GIVEN = (
-    ("bayesfl.federation.result", "Result"),
+    ("bayesfl.federation.run.result", "Result"),
     ("bayesfl.evaluation.history", "History"),
     ("bayesfl.evaluation.predictions", "Predictions"),
     ("bayesfl.posteriors.nuts", "Samples"),

@@ -36,7 +36,7 @@ from bayesfl.base.files import atomic_write
 from bayesfl.composition.predictors import LinearisedLaplace
 from bayesfl.data import FederatedData
 from bayesfl.evaluation import report
-from bayesfl.federation.result import Result
+from bayesfl.federation.run.result import Result
 from bayesfl.optim import SGD, Adam
 
 EXPERIMENT = ("parts", "seeds", "smoke")

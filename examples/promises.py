@@ -23,7 +23,7 @@ import bayesfl as bf
 from bayesfl.base.files import atomic_path, atomic_write
 from bayesfl.data import FederatedData
 from bayesfl.evaluation.calibration import Bias, Conformal, Temperature
-from bayesfl.federation.result import Result
+from bayesfl.federation.run.result import Result
 
 HELD_BACK = {"validation": 0.15, "calibration": 0.4}
 

@@ -17,7 +17,7 @@ from bayesfl.base.protocols import Batch, Server, View
 from bayesfl.data import FederatedData
 from bayesfl.engine import layers
 from bayesfl.engine.driver import KernelName
-from bayesfl.federation.result import Result
+from bayesfl.federation.run.result import Result
 from bayesfl.optim import SGD, Adam
 from bayesfl.posteriors import MeanField
 

@@ -31,10 +31,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from bayesfl.base import simplex
 from bayesfl.base.inputs import in_rows
 from bayesfl.base.protocols import Batch, Server, Uplink, View
-from bayesfl.composition import Algorithm, Block, Descend, Energy, Mixed, Once, options
+from bayesfl.composition import Algorithm, Block, Descend, Energy, Mixed, Once, options, simplex
 from bayesfl.likelihoods import Categorical, MultiLabel, Ordinal, Tokens
 from bayesfl.models.altered import cut
 from bayesfl.optim import SGD

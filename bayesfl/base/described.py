@@ -159,7 +159,10 @@ def _of_class(kind: type, inner: Callable[[Any], Any]) -> Any:
 
 def _named(thing: Any) -> dict[str, Any]:
     """Return the name of a function or a class, and of a user's a digest of its source text, None where there is none."""
-    found = {"name": f"{_module(thing)}.{thing.__qualname__}"}
+    module = _module(thing)
+    if module.partition(".")[0] == "bayesfl":  # whose modules may be renamed
+        return {"name": f"bayesfl.{thing.__qualname__}"}
+    found = {"name": f"{module}.{thing.__qualname__}"}
     return found if _by_name(thing) else found | {"source": _source(thing)}
 
 

@@ -12,20 +12,19 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from bayesfl.base.checks import instance
-from bayesfl.base.copies import copied
 from bayesfl.base.described import described
 from bayesfl.base.inputs import Inputs, call_at
-from bayesfl.base.layout import Layout
+from bayesfl.base.layout import Layout, aliases, covers
 from bayesfl.base.options import AT_LEAST_0, declared
 from bayesfl.base.protocols import RESERVED, Batch, Likelihood, Predictor, Server, Tensors, Uplink, View
 from bayesfl.base.random import Purpose, generator
-from bayesfl.base.trees import flatten, shapes
+from bayesfl.base.trees import alike, flatten, shapes
 from bayesfl.composition import buffers
 from bayesfl.composition.block import Block
-from bayesfl.composition.composed import check_addressed, check_composed, refuse_taken
 from bayesfl.composition.pools import Mixed
 from bayesfl.likelihoods import Categorical
 from bayesfl.models.altered import cut
+from bayesfl.models.copies import copied
 from bayesfl.models.modes import own_copy
 from bayesfl.models.purity import refuse_impure
 
@@ -107,7 +106,7 @@ class Algorithm:
     def __post_init__(self) -> None:
         instance("model", self.model, nn.Module, "build one, as bf.models.mlp(clients.inputs, outputs=clients.outputs)")
         refuse_impure(self.model)
-        check_composed(self)
+        _check_composed(self)
         object.__setattr__(self, "model", copied(self.model))
         object.__setattr__(self, "blocks", buffers.with_buffers(self.model, self.blocks))
         object.__setattr__(self, "_layouts", {name: buffers.layout(self.model, block) for name, block in self.blocks.items()})
@@ -307,7 +306,7 @@ class Algorithm:
         """Convert a method's entries beyond the blocks to tensors on the device of `like`; floating ones in its precision."""
         if not isinstance(tree, Mapping):
             raise ValueError(f"`{what}` must return a mapping, {{}} for nothing, got {type(tree).__name__}")
-        refuse_taken(what, tree, (*self.blocks, *RESERVED))
+        _refuse_taken(what, tree, (*self.blocks, *RESERVED))
         for key, leaf in flatten(tree).items():
             if not isinstance(leaf, Tensor | np.ndarray | np.generic | Number):
                 raise ValueError(f"`{what}` starts {key!r} as {leaf!r}; give it a tensor, a number, or a mapping of these")
@@ -342,7 +341,7 @@ class Algorithm:
         """
         addressed = {name: {"loc": server[name]["each"][ids]} for name in self._mixed if len(server[name]["each"])}
         own = self.address(server, ids)
-        check_addressed(self, own, server, ids)
+        _check_addressed(self, own, server, ids)
         addressed |= own
         common = {name: self._entry(name, server) for name, block in self.blocks.items() if not block.private and name not in addressed}
         return common | {name: server[name] for name in self.broadcast}, addressed
@@ -366,7 +365,7 @@ class Algorithm:
         kept = {name: beliefs[name] for name, block in self.blocks.items() if block.keep}
         for phase in self.phases:
             more = phase.keeps(self, beliefs)
-            refuse_taken("what a phase keeps", more, (*self.blocks, *RESERVED, *self.private, *self.reports))
+            _refuse_taken("what a phase keeps", more, (*self.blocks, *RESERVED, *self.private, *self.reports))
             kept |= more
         given = self.given(self.to_one(server)[0], 0, 1)
         like = next(iter(beliefs.values()))["loc"]
@@ -427,3 +426,79 @@ def _placed(value: Any, like: Tensor) -> Tensor:
     """Return a tensor on the device of `like`, in its precision if it is floating; counters and masks keep their dtype."""
     t = torch.as_tensor(value)
     return t.to(like) if t.is_floating_point() else t.to(like.device)
+
+
+def _check_composed(algorithm: Algorithm) -> None:
+    """Check the types of an algorithm's parts, and that the names it uses are free.
+
+    Raises:
+        TypeError: A part is none: of the blocks, phases, functions or tuples of names.
+        ValueError: A parameter of the model has no shape yet, a block covers a tied one by some of its names only, or a name is reserved,
+            has a dot, or stands twice.
+    """
+    if not isinstance(algorithm.blocks, Mapping) or not all(isinstance(block, Block) for block in algorithm.blocks.values()):
+        raise TypeError(f"blocks must be a mapping {{name: Block(...)}}, got {algorithm.blocks!r}")
+    for name in ("phases", "parts", "broadcast", "finetune", "adapt"):
+        if not isinstance(getattr(algorithm, name), tuple):
+            raise TypeError(f"{name} must be a tuple, such as (it,) of one, got {getattr(algorithm, name)!r}")
+    for phase in (*algorithm.phases, *algorithm.finetune, *algorithm.adapt):
+        if isinstance(phase, type) or not hasattr(phase, "check"):
+            raise TypeError(f"a phase must be a Descend, a Once, a Repeat or one of your own, got {phase!r}; wrap a function in Once(...)")
+    if shapeless := [name for name, p in algorithm.model.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]:
+        raise ValueError(f"parameters {shapeless} of the model have no shape yet: run it on an example first, or give layers their sizes")
+    _check_tied(algorithm.model, algorithm.blocks)
+    reserved = [name for name in algorithm.blocks if name in RESERVED]
+    if reserved:
+        raise ValueError(f"block names {reserved} are reserved; choose others than {RESERVED}")
+    flatten(algorithm.blocks)  # refuses names with dots
+    for name in ("private", "reports"):
+        if not isinstance(getattr(algorithm, name), Mapping):
+            raise TypeError(f"{name} must be a mapping {{name: start}}, got {type(getattr(algorithm, name)).__name__}")
+        _refuse_taken(name, getattr(algorithm, name), (*algorithm.blocks, *RESERVED))
+    if any(name in (*algorithm.blocks, *RESERVED) for name in algorithm.broadcast):
+        raise ValueError(f"broadcast must be names that `server` adds, other than blocks, got {algorithm.broadcast!r}")
+    for name in ("server", "address", "combine"):
+        if not callable(getattr(algorithm, name)):
+            raise TypeError(f"{name} must be a function, got {getattr(algorithm, name)!r}; see {name} in Algorithm's arguments")
+
+
+def _check_tied(model: nn.Module, blocks: Mapping[str, Block]) -> None:
+    """Check that no block covers a tied parameter by some of its names only: a shared body and a private head cannot both have it.
+
+    Raises:
+        ValueError: A block does so; the message has the names.
+    """
+    for name, names in aliases(model).items():
+        for block in blocks.values():
+            inside = {one for one in names if covers(block.pattern, one)}
+            if inside and inside != names and model.get_parameter(name).requires_grad:
+                raise ValueError(
+                    f"pattern {block.pattern!r} covers a tied parameter by {sorted(inside)} and not by {sorted(names - inside)}, which are "
+                    "names of the same tensor: untie the two, or cover both"
+                )
+
+
+def _check_addressed(algorithm: Algorithm, own: Any, server: Server, ids: Tensor) -> None:
+    """Check what an algorithm's `address` returns for the clients `ids` [C].
+
+    Raises:
+        ValueError: It is no mapping of tensors, has a name that is taken, lacks a row for each client, or is no belief about its block.
+    """
+    if not isinstance(own, Mapping) or not all(isinstance(t, Tensor) for t in flatten(own).values()):
+        raise ValueError(f"`address` must return a mapping of tensors, {{}} for nothing, got {own!r}")
+    _refuse_taken("address", own, (*RESERVED, *algorithm.private, *algorithm.reports))
+    for name in own.keys() & algorithm.blocks.keys():
+        entry, held = own[name], server[name]
+        if not isinstance(entry, Mapping) or not {"loc"} <= entry.keys() <= algorithm.belief(name, {"loc": held["loc"]}).keys():
+            raise ValueError(f"`address` returns {entry!r} for the block {name!r}; return {{'loc': ...}} or all tensors of its belief")
+        if not all(t.dim() and alike(held["loc"].expand(t.shape[0], *held["loc"].shape), t) for t in entry.values()):
+            raise ValueError(f"`address` returns {shapes({name: entry})} for a block of {shapes({name: held})}; one row a client")
+    if wrong := [key for key, t in flatten(own).items() if t.shape[:1] != (len(ids),)]:
+        raise ValueError(f"`address` returns {wrong} without a row for each of its {len(ids)} ids; index what the server holds by them")
+
+
+def _refuse_taken(what: str, tree: Mapping[str, Any], taken: Iterable[str]) -> None:
+    """Raise ValueError if a method's entries have names that are taken, or names with dots."""
+    if clash := sorted(set(tree) & set(taken)):
+        raise ValueError(f"`{what}` has {clash}, names that blocks have or that are reserved {RESERVED}; choose others")
+    flatten(tree)  # refuses names with dots

@@ -1,31 +1,38 @@
 """Predictors: personal predictions that need more than a client's weights, such as its training data or several models."""
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import torch
 from torch import Tensor
 
+from bayesfl.base.checks import instance
 from bayesfl.base.inputs import Inputs, pieces
 from bayesfl.base.layout import Layout
 from bayesfl.base.options import Natural, Range, declared
 from bayesfl.base.protocols import Batch, Fitted, Server, Tensors, View
-from bayesfl.composition.linearised import Linearised, at_mean, check_block, check_linearised, check_link, refuse_copies
 from bayesfl.composition.priors import Parameter
 from bayesfl.curvature import Curvature, Inverse
 from bayesfl.curvature.covariance import Covariance
 from bayesfl.curvature.dual import independent
-from bayesfl.likelihoods import Categorical
+from bayesfl.curvature.roots import check_known
+from bayesfl.likelihoods import Categorical, Gaussian
 from bayesfl.posteriors import prior_precision as precision
 from bayesfl.posteriors.laplace import Laplace
-from bayesfl.posteriors.linearised import Link
+from bayesfl.posteriors.linearised import Link, kappa, predictive, refuse_idle_centre
 from bayesfl.posteriors.mixture import responsibilities
 from bayesfl.posteriors.selection import Evidence, Rule, check_rule, select
 
+if TYPE_CHECKING:
+    from bayesfl.composition.algorithm import Algorithm
+
+
 GRID = precision.GRID[::2]
 """Precisions that are tried on validation data, from 1e-4 to 1e4 by decades; under the largest, predictions are close to the MAP's."""
+SHRUNK = 0.3  # below this median kappa (factor by which logits shrink) the prior, not the data, determines the predictions
 PIECE = 2**21  # bytes of inputs that pass through the copies of a mixture at once
 
 
@@ -69,12 +76,12 @@ class LinearisedLaplace:
 
     def __post_init__(self) -> None:
         check_rule(self.selection)
-        check_block(self.block)
-        check_link(self.link, centre=self.centre)
+        _check_block(self.block)
+        _check_link(self.link, centre=self.centre)
 
     def check(self, algorithm: Any) -> None:
         """Raise ValueError, or TypeError for a likelihood of unknown curvature, if the predictor does not fit the algorithm."""
-        refuse_copies(self, algorithm)
+        _refuse_copies(self, algorithm)
         self.check_one(algorithm)
 
     def check_one(self, algorithm: Any) -> None:
@@ -83,7 +90,7 @@ class LinearisedLaplace:
             raise ValueError(
                 f"block {self.block!r} is none of the predictor's parts {algorithm.parts}; name one of them, or None for the first"
             )
-        check_linearised(self, algorithm)
+        _check_linearised(self, algorithm)
         if isinstance(algorithm.likelihood, Categorical) and not algorithm.likelihood.plain:
             raise ValueError(f"{algorithm.likelihood} is a training loss, of which no Laplace approximation is made; take Categorical()")
 
@@ -173,12 +180,12 @@ class LinearisedBelief:
     needs_data = False
 
     def __post_init__(self) -> None:
-        check_block(self.block)
-        check_link(self.link, centre=self.centre)
+        _check_block(self.block)
+        _check_link(self.link, centre=self.centre)
 
     def check(self, algorithm: Any) -> None:
         """Raise ValueError, or TypeError for a likelihood of unknown curvature, if the predictor does not fit the algorithm."""
-        refuse_copies(self, algorithm)
+        _refuse_copies(self, algorithm)
         self.check_one(algorithm)
 
     def check_one(self, algorithm: Any) -> None:
@@ -190,7 +197,7 @@ class LinearisedBelief:
                 f"{algorithm.parts} those that draw are {drawn}; name one of them, or take LinearisedLaplace(), which makes a Gaussian of "
                 "training data"
             )
-        check_linearised(self, algorithm)
+        _check_linearised(self, algorithm)
 
     def __call__(self, algorithm: Any, given: Server, view: View, data: Batch) -> Fitted:
         """Return one client's predictor, see `Predictor`."""
@@ -360,3 +367,81 @@ class _Mixed:
         if "variance" in mean:
             mean["variance"] = mean["variance"] + spread
         return mean | {"epistemic": mean["epistemic"] + spread.sum(-1)}
+
+
+class Linearised:
+    """One client's predictor by the linearised network, see `Fitted`.
+
+    Args:
+        rule: The method's predictor.
+        algorithm: The method.
+        view: The client's view.
+        inverse: Function from the prior precision that is tuned, or None, to the covariance of the weights.
+    """
+
+    def __init__(
+        self, rule: "LinearisedLaplace | LinearisedBelief", algorithm: "Algorithm", view: View, inverse: Callable[[float | None], Any]
+    ) -> None:
+        self._rule, self._algorithm, self._view, self.inverse = rule, algorithm, view, inverse
+
+    def __call__(self, x: Inputs, *, value: float | None = None, noise: Tensor | None = None, plain: bool = False) -> Tensors:
+        """Return the prediction, see `Fitted`; warn where it is the prior's, under a precision that was given."""
+        algorithm, rule, likelihood = self._algorithm, self._rule, self._algorithm.likelihood
+        if plain:
+            return at_mean(algorithm, self._view, x)
+        inverse = self.inverse(value)
+        mean, covariance = inverse.predict({"x": x}, centre=rule.centre and isinstance(likelihood, Categorical))
+        classes = not isinstance(likelihood, Gaussian)  # kappa is defined for logits, not for the variance of targets
+        fixed = rule.precision is not None and float(self._view["n"]) >= 1  # a copy that made no example has the prior under any precision
+        if fixed and classes and float(kappa(covariance.diagonal(dim1=1, dim2=2)).median()) < SHRUNK:
+            which = "the precision that the method computes" if callable(rule.precision) else f"predictive_precision={rule.precision}"
+            warnings.warn(
+                f"{which} leaves the predictions to the prior (the median kappa is below {SHRUNK}); choose a precision on validation data: "
+                "predictive_precision=None under an isotropic prior",
+                stacklevel=2,
+            )
+        link: Link = "contrasts" if rule.link == "draws" else rule.link
+        return {name: t.to(self._view["n"]) for name, t in predictive(likelihood, mean, covariance, noise, link=link).items()}
+
+
+def at_mean(algorithm: "Algorithm", view: View, x: Inputs) -> Tensors:
+    """Return the prediction at `x` [N, *] by one client's blocks at their means; its epistemic part is NaN."""
+    found = algorithm.likelihood.predictive(algorithm.outputs(algorithm.leaves(algorithm.parts, view), x).unsqueeze(0))
+    return found | {"epistemic": torch.full_like(found["epistemic"], torch.nan)}
+
+
+def _check_block(block: Any) -> None:
+    """Raise TypeError if `block` is neither None nor text."""
+    if block is not None:
+        instance("block", block, str, "pass the name of one block, or None")
+
+
+def _check_link(link: str, *, centre: bool) -> None:
+    """Raise ValueError if `centre` is without effect."""
+    refuse_idle_centre(link, centre=centre)
+
+
+def _check_linearised(rule: "LinearisedLaplace | LinearisedBelief", algorithm: "Algorithm") -> None:
+    """Raise TypeError for a likelihood of unknown curvature, ValueError for an idle option or draws without a number."""
+    likelihood = algorithm.likelihood
+    check_known(likelihood)
+    if isinstance(likelihood, Gaussian) and rule.link != "contrasts":
+        raise ValueError(f"link={rule.link!r} says nothing for targets, whose distribution is exact; leave it out")
+    if not rule.centre and not isinstance(likelihood, Categorical):
+        raise ValueError(
+            f"centre=False says nothing under likelihood {type(likelihood).__name__}, as only classes are centred; leave it out"
+        )
+    if rule.link == "draws" and not algorithm.draws:
+        raise ValueError(
+            "link='draws' needs the number of a prediction's draws: dataclasses.replace(method, draws=100, predictor=...), which is not "
+            "the number that a function such as pfedvem takes for its steps; or take link='contrasts'"
+        )
+
+
+def _refuse_copies(rule: "LinearisedLaplace | LinearisedBelief", algorithm: "Algorithm") -> None:
+    """Raise ValueError if an algorithm predicts by several copies, of which the rule linearises one."""
+    if (copies := algorithm.copies(algorithm.parts)) is not None:
+        raise ValueError(
+            f"a linearised network is one model, and parts {algorithm.parts} have {copies} copies; take "
+            f"Mixture({algorithm.parts[0]!r}, 'pi', each={type(rule).__name__}()), with the name of the mixture's weights for 'pi'"
+        )

@@ -8,15 +8,14 @@ import torch
 
 from bayesfl.base.addressed import Addressed
 from bayesfl.base.described import digest_of
-from bayesfl.base.generators import kept
 from bayesfl.base.inputs import Inputs, count, each, named, shape_of, structure
 from bayesfl.data.split import Change, ClientData, all_finite
 
 ROWS = 4
 """Number of rows on which a function is tried."""
 
-GENERATORS = ("torch", "numpy.random", "random")
-"""Generators by which neither kind of function may draw of itself."""
+CALLS = 5
+"""Number of times that a function is called to see whether it draws by other means than torch's operations, or counts."""
 
 _ROUNDING = 1e-3  # by which a row alone may differ from the same row among others, relative to the largest number; sums go in other orders
 
@@ -37,11 +36,10 @@ def check_transform(split: ClientData, transform: Change) -> None:
         UserWarning: It changes what it holds when it is called.
     """
     x, before = _rows("transform", split, transform), digest_of(transform)
-    with kept(*GENERATORS) as used:
-        made, *again = [_tried_on("transform", split, transform, x) for _ in range(3)]
-        drawn = used()
+    with Addressed(0) as drawing:
+        made, *again = [_tried_on("transform", split, transform, x) for _ in range(CALLS)]
     all_finite("transform", made)
-    if drawn or not all(_near(made, other, 0.0) for other in again):
+    if drawing.drawn or not all(_near(made, other, 0.0) for other in again):
         raise ValueError(
             "transform gives other numbers each time, or draws: what is done to inputs must be the same in training and prediction. Pass "
             "it to data.augmented(...), which is for training alone"
@@ -66,27 +64,24 @@ def check_augment(split: ClientData, augment: Change) -> None:
 
     Raises:
         ValueError: It returns other shapes or dtypes or numbers that are not finite, writes into its input, draws by something else than
-            torch or by a generator of its own, or gives something else when its draws are repeated.
+            torch or by a generator of its own, or counts.
         TypeError: It is no function, or does not return tensors.
 
     Warns:
         UserWarning: It changes what it holds when it is called.
     """
     x, held = _rows("augment", split, augment), digest_of(augment)
-    made = []
-    with kept(*GENERATORS) as used:
-        for _ in range(2):
-            with Addressed(0):
-                made.append(_tried_on("augment", split, augment, x))
-        drawn = used()
-    if drawn:
-        raise ValueError(
-            f"augment draws by {drawn[0]}, which no seed of a run reaches: draw by torch, as torch.rand(len(x)) does, without a generator"
-        )
-    made, again = made
+    calls = []
+    for _ in range(CALLS):
+        with Addressed(0):
+            calls.append(_tried_on("augment", split, augment, x))
+    made, *again = calls
     all_finite("augment", made)
-    if not _near(made, again, 0.0):
-        raise ValueError("augment gives other inputs when its draws are repeated: it counts, which no seed repeats; remove that")
+    if not all(_near(made, other, 0.0) for other in again):
+        raise ValueError(
+            "augment gives other inputs when its draws are repeated: it counts, or draws by other means than torch's operations, which no "
+            "seed of a run reaches; draw by torch, as torch.rand(len(x)) does, without a generator"
+        )
     if structure(made) != structure(x) or [name for name, _ in named(made)] != [name for name, _ in named(x)]:
         raise ValueError(f"augment makes {structure(made)} of {structure(x)}: predictions see the latter; return inputs of the same form")
     for (name, before), (_, after) in zip(named(x), named(made), strict=True):

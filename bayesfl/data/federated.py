@@ -18,12 +18,12 @@ from bayesfl.base.inputs import Shapes, first, named
 from bayesfl.base.random import Purpose, generator
 from bayesfl.base.targets import IGNORE, Targets, Task
 from bayesfl.data.changes import check_augment, check_transform
-from bayesfl.data.columns import Columns
 from bayesfl.data.names import named_classes, ordered
 from bayesfl.data.outline import Outline, place
 from bayesfl.data.partitions import NOVEL
 from bayesfl.data.sources import SourceInfo, label_remedy
 from bayesfl.data.split import Change, ClientData
+from bayesfl.data.tables.columns import Columns
 from bayesfl.data.tensors import digest_of, digest_of_inputs, not_finite
 
 

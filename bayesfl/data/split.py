@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from bayesfl.base.inputs import Inputs, Shapes, each, first, in_precision, named, row_bytes, shape_of
-from bayesfl.base.mapped import mapped
 from bayesfl.base.numerics import finite
+from bayesfl.data.mapped import mapped
 
 Change: TypeAlias = Callable[[Any], Inputs]
 """Function of inputs [B, ...] to inputs [B, ...]."""
@@ -208,7 +208,7 @@ class ClientData:
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "ClientData":
         """Move the split to `device`, with `y` in `dtype` if it is floating-point; `x` is converted to it where it is read.
 
-        Inputs in mapped files, see `bayesfl.base.mapped.mapped`, stay there: `take` moves the rows that it reads.
+        Inputs in mapped files, see `bayesfl.data.mapped.mapped`, stay there: `take` moves the rows that it reads.
         """
         return self.moved(lambda t, dtype: t.to(device=device, dtype=dtype), dtype)
 

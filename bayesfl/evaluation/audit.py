@@ -12,7 +12,7 @@ from torch import Tensor
 from bayesfl.base.checks import probability
 from bayesfl.base.protocols import Tensors
 from bayesfl.data import ClientData, FederatedData
-from bayesfl.data.texts import in_order
+from bayesfl.data.tables.texts import in_order
 from bayesfl.evaluation.binomial import clopper_pearson, worst_by_chance
 from bayesfl.evaluation.predictions import per_place
 from bayesfl.evaluation.surveys import Mine, Outputs, conduct, together

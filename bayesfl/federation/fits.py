@@ -6,16 +6,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bayesfl.base.copies import check_original, refuse_changed
 from bayesfl.base.inputs import WIDE, Inputs, count, each, named
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.buffers import SUFFIX, Buffers
 from bayesfl.composition.phases import Descend, trained
 from bayesfl.data import ClientData, FederatedData
 from bayesfl.evaluation.metrics.distributions import KINDS
-from bayesfl.federation.remedies import remedy
+from bayesfl.models.copies import check_original, refuse_changed
 from bayesfl.models.forwards import looked_at, looked_at_training, one_row_each
 from bayesfl.models.modes import asleep, note, noted
+from bayesfl.models.remedies import remedy
 
 PROBE = 32  # examples on which the model's outputs are checked
 PIECE = 2**24  # bytes of whole numbers that are searched at once

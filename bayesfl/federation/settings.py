@@ -11,9 +11,9 @@ from bayesfl.base.options import Count, Natural, Range, declared
 from bayesfl.base.random import Purpose, generator
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import FederatedData
-from bayesfl.data.frames import same_columns
 from bayesfl.data.names import same_classes
 from bayesfl.data.outline import Outline
+from bayesfl.data.tables.frames import same_columns
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float64)}
 

@@ -16,12 +16,12 @@ from bayesfl.data import FederatedData
 from bayesfl.engine import Engine
 from bayesfl.evaluation.calibration import Step
 from bayesfl.evaluation.own_measures import Measure, check_measures
-from bayesfl.federation.admission import PROTOCOL
+from bayesfl.federation.clients.surveying import check_servers_model, checked_steps
 from bayesfl.federation.fits import check
-from bayesfl.federation.identity import fingerprint
+from bayesfl.federation.rounds.admission import PROTOCOL
 from bayesfl.federation.settings import METHOD
-from bayesfl.federation.store import described_steps
-from bayesfl.federation.surveying import check_servers_model, checked_steps
+from bayesfl.federation.store.files import described_steps
+from bayesfl.federation.store.identity import fingerprint
 from bayesfl.flower import records
 from bayesfl.flower.node import Node, Refused
 from bayesfl.flower.orders import Order

@@ -16,14 +16,15 @@ from bayesfl.base.protocols import Server, Tensors, View
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.evaluation.calibration import Fitted, Step
 from bayesfl.evaluation.history import History
-from bayesfl.federation import store, warm
+from bayesfl.federation.clients.modules import server_module
 from bayesfl.federation.errors import CheckpointError
-from bayesfl.federation.identity import differences, identity, same_method, same_network
-from bayesfl.federation.identity import told as in_words
-from bayesfl.federation.modules import server_module
-from bayesfl.federation.result import OWN
-from bayesfl.federation.saved import check_state, reloaded
+from bayesfl.federation.run import warm
+from bayesfl.federation.run.loading import check_state, reloaded
+from bayesfl.federation.run.result import OWN
 from bayesfl.federation.settings import METHOD, Settings
+from bayesfl.federation.store import files
+from bayesfl.federation.store.identity import differences, identity, same_method, same_network
+from bayesfl.federation.store.identity import told as in_words
 from bayesfl.flower.before import Before, Place
 from bayesfl.flower.states import state_names
 
@@ -104,7 +105,7 @@ class Deployed:
         Raises:
             ValueError: `path` is a file, or lies under one.
         """
-        store.write(path, DEPLOYMENT, {**vars(self), "keys": {}, "counts": {}})
+        files.write(path, DEPLOYMENT, {**vars(self), "keys": {}, "counts": {}})
 
     def model(self) -> nn.Module:
         """Return the server's network at the means of its beliefs: a module of its own, in evaluation mode.
@@ -139,7 +140,7 @@ def alone(folder: Path) -> Iterator[None]:
     Raises:
         ValueError: Another server holds the lock, the folder holds a saved result, or `folder` is a file or lies under one.
     """
-    store.claim(folder)
+    files.claim(folder)
     try:
         import fcntl
     except ImportError:  # on systems without such locks
@@ -160,35 +161,35 @@ def _(run: Deployed, path: str | os.PathLike[str]) -> Deployed:
     return load(path, run.algorithm)
 
 
-DEPLOYMENT = store.Kind(
+DEPLOYMENT = files.Kind(
     "deployment",
     "the checkpoints of a deployment over Flower",
     "bayesfl.flower.load(path, algorithm) reads them, and bayesfl.flower.serve(start=path) begins from them; its clients' states are on "
     "their nodes",
     {
-        "algorithm": store.METHOD,
-        "settings": store.SETTINGS,
-        "history": store.HISTORY,
-        "dtype": store.DTYPE,
-        **dict.fromkeys(("server", "start", "told"), store.PLAIN),
-        **dict.fromkeys(("experiment", "began"), store.Entry(read=str)),
-        "round": store.WHOLE,
-        **dict.fromkeys(("sessions", "names"), store.Entry(read=lambda found: tuple(map(str, found)))),
-        "base": store.Entry(read=state_names),
+        "algorithm": files.METHOD,
+        "settings": files.SETTINGS,
+        "history": files.HISTORY,
+        "dtype": files.DTYPE,
+        **dict.fromkeys(("server", "start", "told"), files.PLAIN),
+        **dict.fromkeys(("experiment", "began"), files.Entry(read=str)),
+        "round": files.WHOLE,
+        **dict.fromkeys(("sessions", "names"), files.Entry(read=lambda found: tuple(map(str, found)))),
+        "base": files.Entry(read=state_names),
         # JSON makes text of clients' numbers.
-        "measures": store.Entry(dict, lambda found: {int(j): dict(of) for j, of in found.items()}),
-        "keys": store.Entry(dict, lambda found: {int(j): str(of) for j, of in found.items()}),
-        "counts": store.Entry(dict, lambda found: {int(j): int(of) for j, of in found.items()}),
-        "before": store.optional(store.Entry(Before.stored, Before.read)),
-        "calibration": store.Entry(store.described_steps, store.read_steps),
+        "measures": files.Entry(dict, lambda found: {int(j): dict(of) for j, of in found.items()}),
+        "keys": files.Entry(dict, lambda found: {int(j): str(of) for j, of in found.items()}),
+        "counts": files.Entry(dict, lambda found: {int(j): int(of) for j, of in found.items()}),
+        "before": files.optional(files.Entry(Before.stored, Before.read)),
+        "calibration": files.Entry(files.described_steps, files.read_steps),
     },
 )
-store.KINDS.append(DEPLOYMENT)
+files.KINDS.append(DEPLOYMENT)
 
 
 def write(folder: str | os.PathLike[str], state: Deployed, keys: Mapping[int, str], counts: Mapping[int, int]) -> None:
     """Write a checkpoint of a state, with the keys of its clients' nodes and their numbers of examples."""
-    store.write_round(folder, DEPLOYMENT, {**vars(state), "keys": keys, "counts": counts})
+    files.write_round(folder, DEPLOYMENT, {**vars(state), "keys": keys, "counts": counts})
 
 
 def read(folder: str | os.PathLike[str], algorithm: Algorithm, *, same: bool = True) -> tuple[Deployed, dict[int, str], dict[int, int]]:
@@ -202,7 +203,7 @@ def read(folder: str | os.PathLike[str], algorithm: Algorithm, *, same: bool = T
     Raises:
         CheckpointError: The folder has no checkpoint, or its checkpoints are damaged or were made with another method.
     """
-    found = store.read(folder, DEPLOYMENT)
+    found = files.read(folder, DEPLOYMENT)
     keys, counts = found.pop("keys"), found.pop("counts")
     (same_method if same else same_network)(repr(str(folder)), found["algorithm"], algorithm)
     state = Deployed(**{**found, "algorithm": algorithm})
@@ -288,8 +289,8 @@ def resumed(saved: Deployed, settings: Settings, clients: int, dtype: torch.dtyp
 def bases(folder: str | os.PathLike[str], clients: int) -> dict[int, tuple[str, ...]]:
     """Return `Deployed.base` of every readable checkpoint in a folder, by its round."""
     found: dict[int, tuple[str, ...]] = {}
-    for file in store.held(folder):
+    for file in files.held(folder):
         with contextlib.suppress(CheckpointError):
-            if len(base := store.read_file(file, DEPLOYMENT)["base"]) == clients:
-                found[store.round_of(file)] = base
+            if len(base := files.read_file(file, DEPLOYMENT)["base"]) == clients:
+                found[files.round_of(file)] = base
     return found

@@ -10,10 +10,10 @@ from flwr.app import ArrayRecord, RecordDict
 from flwr.serverapp import Grid
 
 from bayesfl.base.trees import nest
-from bayesfl.federation.admission import LARGEST, Message, objection, shares
 from bayesfl.federation.errors import CheckpointError
-from bayesfl.federation.replies import Replies
-from bayesfl.federation.round import Absence, Round
+from bayesfl.federation.rounds.admission import LARGEST, Message, objection, shares
+from bayesfl.federation.rounds.replies import Replies
+from bayesfl.federation.rounds.round import Absence, Round
 from bayesfl.flower import records
 from bayesfl.flower.deployed import Deployed
 from bayesfl.flower.orders import orders

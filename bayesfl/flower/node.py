@@ -25,14 +25,14 @@ from bayesfl.evaluation.history import CALIBRATED, PREFIXES
 from bayesfl.evaluation.own_measures import Measure, measured
 from bayesfl.evaluation.predictions import Predictions
 from bayesfl.evaluation.surveys import Mine, answers
-from bayesfl.federation import surveying
-from bayesfl.federation.admission import PROTOCOL
-from bayesfl.federation.client import Done, Local, Received, kept_phases
-from bayesfl.federation.client_model import of_client
+from bayesfl.federation.clients import surveying
+from bayesfl.federation.clients.client_model import of_client
+from bayesfl.federation.clients.local import Done, Local, Received, kept_phases
+from bayesfl.federation.clients.predict import by_all, common_view, of_chunk
+from bayesfl.federation.clients.tuning import Tuning, candidates
 from bayesfl.federation.errors import called
-from bayesfl.federation.predict import by_all, common_view, of_chunk
+from bayesfl.federation.rounds.admission import PROTOCOL
 from bayesfl.federation.settings import FEDERATION
-from bayesfl.federation.tuning import Tuning, candidates
 from bayesfl.flower import records
 from bayesfl.flower.orders import TUNING, Order
 from bayesfl.flower.states import States

@@ -11,9 +11,9 @@ from torch.utils._pytree import tree_map
 
 from bayesfl.base.protocols import Server, Tensors, View
 from bayesfl.base.trees import nest
-from bayesfl.federation.admission import PROTOCOL
-from bayesfl.federation.identity import fingerprint
+from bayesfl.federation.rounds.admission import PROTOCOL
 from bayesfl.federation.settings import DTYPES, name_of
+from bayesfl.federation.store.identity import fingerprint
 from bayesfl.flower import records
 from bayesfl.flower.deployed import Deployed
 

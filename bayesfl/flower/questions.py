@@ -11,8 +11,8 @@ from flwr.app import RecordDict
 
 from bayesfl.base.protocols import Tensors
 from bayesfl.evaluation.surveys import Outputs, Survey, checked, conduct, summed
-from bayesfl.federation.admission import Admission
 from bayesfl.federation.errors import BadClients, FailedSurvey
+from bayesfl.federation.rounds.admission import Admission
 from bayesfl.flower import records
 from bayesfl.flower.network import Network
 from bayesfl.flower.post import Failure

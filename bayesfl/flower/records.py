@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bayesfl.base.trees import detached
 from bayesfl.evaluation.own_measures import NAME
-from bayesfl.federation.admission import Declared
+from bayesfl.federation.rounds.admission import Declared
 
 BLOB, STYPE = "tensors", "bayesfl.safetensors"
 HEADER = 2**16

@@ -11,8 +11,8 @@ from flwr.app import ConfigRecord, RecordDict
 from flwr.serverapp import Grid
 
 from bayesfl.base.targets import Task
-from bayesfl.federation.admission import PROTOCOL
 from bayesfl.federation.errors import called
+from bayesfl.federation.rounds.admission import PROTOCOL
 from bayesfl.flower import records
 from bayesfl.flower.post import Failure, pull, push
 

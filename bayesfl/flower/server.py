@@ -21,16 +21,17 @@ from bayesfl.composition.algorithm import Algorithm
 from bayesfl.evaluation.calibration import Step
 from bayesfl.evaluation.history import CALIBRATED, PREFIXES
 from bayesfl.evaluation.surveys import Outputs
-from bayesfl.federation import surveying, warm
-from bayesfl.federation.admission import PROTOCOL, Admission, attempts
-from bayesfl.federation.callbacks import Callback, checked, ended, finished, over
+from bayesfl.federation.clients import surveying
+from bayesfl.federation.clients.tuning import Tuning, needs_validation, no_validation, without_data
 from bayesfl.federation.errors import FailedRound, FailedSurvey
-from bayesfl.federation.identity import fingerprint
-from bayesfl.federation.replies import OpenRun
-from bayesfl.federation.round import Rules, run_round
+from bayesfl.federation.rounds.admission import PROTOCOL, Admission, attempts
+from bayesfl.federation.rounds.replies import OpenRun
+from bayesfl.federation.rounds.round import Rules, run_round
+from bayesfl.federation.run import warm
+from bayesfl.federation.run.callbacks import Callback, checked, ended, finished, over
 from bayesfl.federation.settings import METHOD, Settings, precision
-from bayesfl.federation.store import KEPT, described_steps, held
-from bayesfl.federation.tuning import Tuning, needs_validation, no_validation, without_data
+from bayesfl.federation.store.files import KEPT, described_steps, held
+from bayesfl.federation.store.identity import fingerprint
 from bayesfl.flower import deployed, records
 from bayesfl.flower.deployed import Deployed
 from bayesfl.flower.network import Journey, Network

@@ -18,8 +18,8 @@ from typing import Any
 from torch import Tensor
 
 from bayesfl.base.files import remove_leftovers
-from bayesfl.federation import store
 from bayesfl.federation.errors import CheckpointError
+from bayesfl.federation.store import files
 
 EXPERIMENT = re.compile(r"[0-9a-zA-Z_-]{1,64}")
 STATE = re.compile(r"\d{6,}-[0-9a-f]{8}")
@@ -106,7 +106,7 @@ class States:
             before = now != self.folder.parent.name
             what, remedy = (f" {FORGOTTEN}", ANEW) if before else ("", "start another experiment")
             raise CheckpointError(f"{str(self.folder)!r} holds no state {name}{what}; bring the folder back, or {remedy}")
-        found = store.read_file(file, store.NODE)
+        found = files.read_file(file, files.NODE)
         if found["client"] != self._name:
             raise CheckpointError(
                 f"the client's state {name} is of {found['client']!r}, and this node's data are of {self._name!r}: start each node with "
@@ -145,9 +145,9 @@ class States:
         if not (file := self.folder / f"survey-{split}.safetensors").is_file():
             return None
         with contextlib.suppress(CheckpointError):
-            found = store.read_file(file, store.NODE)
+            found = files.read_file(file, files.NODE)
             return found["predictions"] if found["made_by"] == made_by else None
         return None
 
     def _keep(self, name: str, content: Mapping[str, Any]) -> None:
-        store.write(self.folder, store.NODE, content, file=f"{name}.safetensors")
+        files.write(self.folder, files.NODE, content, file=f"{name}.safetensors")

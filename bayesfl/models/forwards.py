@@ -9,17 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from bayesfl.base.addressed import Addressed
-from bayesfl.base.copies import rescaled
-from bayesfl.base.generators import kept
 from bayesfl.base.inputs import Inputs, call, call_at, count, each, named
+from bayesfl.models.copies import rescaled
 from bayesfl.models.modes import STATISTICS, norms
 
 
 def looked_at(module: nn.Module, x: Inputs) -> tuple[Any, str]:
     """Return a module's outputs, and the first thing that its forward does and may not do here, as text; empty if there is none.
 
-    The examples, the module's buffers and the generators of NumPy and Python are left as they were; torch's, which other threads may use,
-    is not looked at. Not noticed are generators of the module's own that are rarely asked, and counts kept in containers.
+    The examples and the module's buffers are left as they were. Draws by other means than torch's operations are noticed where outputs
+    differ when the module is called again; the generators of NumPy and Python, which other threads may use, are neither read nor set.
 
     Args:
         module: The module, in evaluation mode; without gradients of its own.
@@ -30,7 +29,8 @@ def looked_at(module: nn.Module, x: Inputs) -> tuple[Any, str]:
         with Addressed(0) as drawing:
             outputs = call(module, seen)
         if drawing.drawn:
-            return outputs, _DRAWS.format("in evaluation mode, too")
+            fault = "draws random numbers in evaluation mode, too; remove that, or let it depend on self.training, as "
+            return outputs, fault + "F.dropout(x, p, self.training)"
         if wrote := _wrote(seen, x):
             return outputs, wrote
         if changed := [name for name, t in module.named_buffers() if not torch.equal(t, before.buffers[name])]:
@@ -57,7 +57,7 @@ class Training(NamedTuple):
 
 
 def looked_at_training(module: nn.Module, x: Inputs, outputs: Tensor, trainable: Collection[str]) -> Training:
-    """Look at a step of training, forward and backward; the examples, the module and the generators are left as they were.
+    """Look at a step of training, forward and backward; the examples and the module are left as they were.
 
     Args:
         module: A copy as `own_copy(train=True)` makes it.
@@ -90,7 +90,8 @@ def looked_at_training(module: nn.Module, x: Inputs, outputs: Tensor, trainable:
         with Addressed(0):
             again = call_at(module, leaves, each(Tensor.clone, x))
         if _apart(found, again, 100):
-            return Training("gives other outputs in training when its draws are repeated: it counts; remove that", drew, True)
+            fault = "gives other outputs in training when its draws are repeated: it counts, or draws by other means than torch's "
+            return Training(fault + "operations, which no seed could repeat; remove that", drew, True)
         return Training("", drew, _apart(found, outputs, 100))
 
 
@@ -123,15 +124,14 @@ def _wrote(seen: Inputs, x: Inputs) -> str:
 
 @contextlib.contextmanager
 def _untouched(module: nn.Module) -> Iterator["_State"]:
-    """Enter a context that gives the state of a module and of the generators, and after which buffers and generators are as they were."""
+    """Enter a context that gives the state of a module, and after which its buffers are as they were."""
     buffers = {name: t.clone() for name, t in module.named_buffers()}
-    with kept("numpy.random", "random") as used:
-        try:
-            yield _State(used, buffers, _written(module), _numbers(module))
-        finally:
-            with torch.no_grad():
-                for name, t in module.named_buffers():
-                    t.copy_(buffers[name])
+    try:
+        yield _State(buffers, _written(module), _numbers(module))
+    finally:
+        with torch.no_grad():
+            for name, t in module.named_buffers():
+                t.copy_(buffers[name])
 
 
 def one_row_each(outputs: Any, x: Inputs) -> bool:
@@ -143,13 +143,11 @@ class _State(NamedTuple):
     """What a forward may leave changed, beside its inputs.
 
     Args:
-        used: Names the generators of NumPy and Python that have been used since.
         buffers: Copies of the module's buffers, by name.
         written: How often each parameter was changed in place.
         numbers: The plain numbers that the module's parts hold, by name.
     """
 
-    used: Callable[[], list[str]]
     buffers: dict[str, Tensor]
     written: dict[str, int]
     numbers: dict[str, Any]
@@ -165,13 +163,8 @@ def _numbers(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in held if type(value) in (bool, int, float)}
 
 
-_DRAWS = "draws random numbers {}; remove that, or let it depend on self.training, as F.dropout(x, p, self.training)"
-
-
 def _effects(module: nn.Module, before: _State) -> Iterator[str]:
     """Yield what a forward has done besides returning outputs and drawing by torch's operations."""
-    if before.used():
-        yield _DRAWS.format("by other means than torch's operations")
     if wrote := [name for name, count in _written(module).items() if count != before.written[name]]:
         yield f"writes to the parameters {wrote[:3]}, as F.embedding with max_norm does; remove that"
     if counted := [name for name, value in _numbers(module).items() if value != before.numbers.get(name)]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from bayesfl.base.copies import copied
+from bayesfl.models.copies import copied
 
 STATISTICS = ("running_mean", "running_var")
 """Names of a norm's buffers that follow the batches."""

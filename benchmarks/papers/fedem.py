@@ -30,7 +30,7 @@ import bayesfl as bf
 from bayesfl import Descend
 from bayesfl.data import FederatedData
 from bayesfl.evaluation import report
-from bayesfl.federation.result import Result
+from bayesfl.federation.run.result import Result
 from bayesfl.likelihoods import Bernoulli
 from bayesfl.optim import SGD, multistep
 

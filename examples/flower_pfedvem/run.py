@@ -21,7 +21,7 @@ from loopback import network  # noqa: E402 (after the path is set)
 
 import bayesfl as bf  # noqa: E402 (after the path is set)
 from bayesfl.base.trees import flatten  # noqa: E402 (after the path is set)
-from bayesfl.federation import store  # noqa: E402 (after the path is set)
+from bayesfl.federation.store import files  # noqa: E402 (after the path is set)
 from bayesfl.flower import load  # noqa: E402 (after the path is set)
 
 CLIENTS = 2
@@ -57,7 +57,7 @@ def main() -> None:
     probs = 0.0
     for client in range(CLIENTS):
         file = arguments.out / "states" / f"client-{client}" / found.experiment / f"client-{client}" / "predictions.safetensors"
-        predicted = store.read_file(file, store.NODE)["predictions"]
+        predicted = files.read_file(file, files.NODE)["predictions"]
         probs = max(probs, _largest({"probs": predicted["probs"]}, {"probs": expected.client(client).probs}))
     print(f"largest difference to the simulation: server {server:.2g}, class probabilities {probs:.2g} (float32)")
 

@@ -14,7 +14,7 @@ from bayesfl.composition.energy import Energy
 from bayesfl.composition.phases import Descend
 from bayesfl.composition.priors import Normal
 from bayesfl.data import from_arrays
-from bayesfl.federation.result import Result
+from bayesfl.federation.run.result import Result
 from bayesfl.likelihoods import Bernoulli
 from bayesfl.optim import Adam, cosine
 from bayesfl.posteriors import MeanField, nuts

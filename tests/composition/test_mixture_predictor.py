@@ -16,8 +16,8 @@ import bayesfl as bf
 from bayesfl.base.random import Purpose, generator
 from bayesfl.composition.predictors import GRID, LinearisedBelief, LinearisedLaplace, Mixture
 from bayesfl.data import FederatedData
-from bayesfl.federation.result import Result
-from bayesfl.federation.store import CLIENT_FILE
+from bayesfl.federation.run.result import Result
+from bayesfl.federation.store.files import CLIENT_FILE
 from bayesfl.likelihoods import Categorical, Gaussian
 from bayesfl.posteriors import Laplace, MeanField
 from bayesfl.posteriors.linearised import nll, predictive

@@ -15,7 +15,7 @@ from bayesfl.base.random import Purpose, generator
 from bayesfl.composition.predictors import GRID, LinearisedLaplace
 from bayesfl.data import FederatedData
 from bayesfl.evaluation.predictions import Predictions
-from bayesfl.federation import predict, tuning
+from bayesfl.federation.clients import predict, tuning
 from bayesfl.likelihoods import Bernoulli, Gaussian
 from bayesfl.optim import SGD
 from bayesfl.posteriors import Laplace

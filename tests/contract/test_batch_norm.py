@@ -11,7 +11,7 @@ from torch.testing import assert_close
 import bayesfl as bf
 from bayesfl.composition.buffers import Buffers
 from bayesfl.data import FederatedData
-from bayesfl.federation.result import Result
+from bayesfl.federation.run.result import Result
 from tests.cases import CASES, Case, sampled, with_batch_norm
 from tests.federation import made
 from tests.federation.made import state

@@ -16,7 +16,7 @@ from bayesfl.base.protocols import RESERVED, Server, StackedPool, Uplink
 from bayesfl.base.trees import flatten
 from bayesfl.composition.phases import Once
 from bayesfl.data import FederatedData
-from bayesfl.federation.result import Result
+from bayesfl.federation.run.result import Result
 from tests.cases import CASES, SIZES, Case, federation, kernels_of, sampled
 from tests.contract.made import DECOUPLED
 from tests.federation import made

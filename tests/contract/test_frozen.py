@@ -72,7 +72,7 @@ def test_other_constants_make_another_method():
     one, two = partly_frozen(), partly_frozen()
     with torch.no_grad():
         two.get_parameter(FROZEN[0]).add_(1.0)
-    from bayesfl.federation.identity import fingerprint
+    from bayesfl.federation.store.identity import fingerprint
 
     first = bf.algorithms.fedavg(one)
     assert fingerprint(first) == fingerprint(bf.algorithms.fedavg(one)) != fingerprint(bf.algorithms.fedavg(two))

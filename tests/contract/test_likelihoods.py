@@ -13,7 +13,7 @@ from torch.testing import assert_close
 import bayesfl as bf
 from bayesfl.data import FederatedData
 from bayesfl.engine.driver import KernelName
-from bayesfl.federation.result import Result
+from bayesfl.federation.run.result import Result
 from bayesfl.likelihoods import Bernoulli, Categorical, Gaussian, MultiLabel, Ordinal, Poisson, Quantiles, Tokens
 from bayesfl.optim import SGD
 from tests.cases import EM, SIZES, numbers

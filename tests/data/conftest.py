@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from bayesfl.data import ClientData, Source, from_arrays
-from bayesfl.data.images import FINE_TO_COARSE
+from bayesfl.data.recipes.images import FINE_TO_COARSE
 from tests.data.made import arrays
 
 

@@ -1,5 +1,6 @@
 """Functions of inputs, tried on a few rows before they are used."""
 
+import contextlib
 import itertools
 import random
 from typing import Any
@@ -70,8 +71,8 @@ def test_what_is_done_row_by_row_is_taken(images, transform):
         (nn.BatchNorm2d(2).double(), r"^transform gives a row other numbers among others.*eval\(\)"),
         (lambda x: x + torch.rand(len(x), 1, 1, 1), r"^transform .*draws.*data\.augmented"),
         (lambda x: x.flip(-1) if torch.rand(()) < 0.001 else x, r"^transform .*draws.*data\.augmented"),
-        (lambda x: x.flip(-1) if random.random() < 0.001 else x, r"^transform .*draws.*data\.augmented"),
-        (lambda x: x.flip(-1) if np.random.rand() < 0.001 else x, r"^transform .*draws.*data\.augmented"),  # noqa: NPY002
+        (lambda x: x + random.random(), r"^transform .*draws.*data\.augmented"),
+        (lambda x: x + np.random.rand(), r"^transform .*draws.*data\.augmented"),  # noqa: NPY002
         (counts, r"^transform gives other numbers each time"),
         (writes, r"^transform writes into its input.*x / 255"),
         (lambda x: x / 0, r"^transform\(x\) holds NaN or infinite"),
@@ -97,8 +98,8 @@ OWN, COUNTS = torch.Generator(), itertools.count()
         (lambda x: x + torch.rand(1, generator=OWN), r"a generator of its own"),
         (lambda x: x.float() / 0, r"^augment\(x\) holds NaN or infinite|^augment makes torch\.float32"),
         (lambda x: x + next(COUNTS), r"^augment gives other inputs when its draws are repeated"),
-        (lambda x: x + random.random(), r"^augment draws by random, .*torch\.rand\(len\(x\)\)"),
-        (lambda x: x + np.random.rand(), r"^augment draws by numpy\.random"),  # noqa: NPY002
+        (lambda x: x + random.random(), r"^augment .*by other means than torch.*torch\.rand\(len\(x\)\)"),
+        (lambda x: x + np.random.rand(), r"^augment .*by other means than torch"),  # noqa: NPY002
     ],
 )
 def test_what_no_augmentation_may_do(images, augment, message):
@@ -122,19 +123,12 @@ def test_what_is_no_function_is_named(images, nothing: Any):
         images.transformed(lambda x: x.numpy())
 
 
-def test_a_trial_leaves_the_generators_as_they_were(images):
-    def draws(x):
-        return x + torch.rand(()) + random.random() + np.random.rand()  # noqa: NPY002
-
-    for seed in (random.seed, np.random.seed, torch.manual_seed):
-        seed(0)
-    before = random.random(), np.random.rand(), torch.rand(()).item()  # noqa: NPY002
-    for seed in (random.seed, np.random.seed, torch.manual_seed):
-        seed(0)
-    for check in (check_transform, check_augment):
-        with pytest.raises(ValueError, match="draws"):
-            check(images.train, draws)
-    assert (random.random(), np.random.rand(), torch.rand(()).item()) == before  # noqa: NPY002
+@pytest.mark.parametrize("check", [check_transform, check_augment])
+def test_a_trial_leaves_torch_s_generator_as_it_was(images, check):
+    state = torch.get_rng_state()
+    with contextlib.suppress(ValueError):
+        check(images.train, lambda x: x + torch.rand(()))
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_trees_are_tried_as_models_are_called():

@@ -15,9 +15,9 @@ from bayesfl.composition.energy import Energy
 from bayesfl.composition.phases import Descend, Once
 from bayesfl.composition.pools import Stack
 from bayesfl.data import FederatedData
-from bayesfl.federation.faults import Fault
-from bayesfl.federation.privacy import ClientPrivacy
-from bayesfl.federation.result import Result
+from bayesfl.federation.private.privacy import ClientPrivacy
+from bayesfl.federation.rounds.faults import Fault
+from bayesfl.federation.run.result import Result
 from bayesfl.federation.settings import Settings
 
 METHODS: dict[str, dict[str, Any]] = {

@@ -13,8 +13,8 @@ from torch.testing import assert_close
 import bayesfl as bf
 from bayesfl.base.trees import flatten, nest
 from bayesfl.data import FederatedData
-from bayesfl.federation import store
-from bayesfl.federation.result import Result
+from bayesfl.federation.run.result import Result
+from bayesfl.federation.store import files
 from bayesfl.flower import Deployed, client_app, records, serve
 from tests.flower.grid import LocalGrid
 
@@ -50,7 +50,7 @@ def private(deployed: Deployed, folder: Path, nodes: Sequence[int] | None = None
         place, node = deployed.place(client), 100 + client if nodes is None else nodes[client]
         if place.base:
             file = folder / f"node-{node}" / place.experiment / f"client-{place.client}" / f"state-{place.base}.safetensors"
-            rows.append(flatten(store.read_file(file, store.NODE)["rows"]))
+            rows.append(flatten(files.read_file(file, files.NODE)["rows"]))
         else:
             rows.append({name: t[None] for name, t in flatten(deployed.initial(place.experiment)).items()})
     return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}

@@ -13,8 +13,8 @@ from torch.testing import assert_close
 import bayesfl as bf
 from bayesfl.data import FederatedData
 from bayesfl.evaluation.calibration import Abstention, Bias, Choice, Conformal, Temperature
-from bayesfl.federation import store
-from bayesfl.federation.result import Result
+from bayesfl.federation.run.result import Result
+from bayesfl.federation.store import files
 from bayesfl.flower import BadClients, Deployed, load, node
 from bayesfl.likelihoods import Gaussian, Quantiles
 from bayesfl.optim import SGD
@@ -59,7 +59,7 @@ def test_calibration_is_the_simulations(parted: FederatedData, method: bf.Algori
     assert_as(found, told)
     assert_as(load(tmp_path / "server", method), told)
     for j in range(4):
-        tensors = store.read_file(kept(tmp_path, found, j) / "predictions.safetensors", store.NODE)["predictions"]
+        tensors = files.read_file(kept(tmp_path, found, j) / "predictions.safetensors", files.NODE)["predictions"]
         assert_close(tensors["probs"], expected.client(j).probs, atol=1e-9, rtol=0)
         assert torch.equal(tensors["sets"], expected.client(j).sets)
         model = bf.load_client(kept(tmp_path, found, j), method)
@@ -217,7 +217,7 @@ def test_regressions_have_intervals(tmp_path: Path):
     found = deploy(algorithm, made, tmp_path, calibration=steps)
     assert_as(found, told)
     for j in range(4):
-        tensors = store.read_file(kept(tmp_path, found, j) / "predictions.safetensors", store.NODE)["predictions"]
+        tensors = files.read_file(kept(tmp_path, found, j) / "predictions.safetensors", files.NODE)["predictions"]
         assert_close(tensors["lower"], told.predict().client(j).lower, atol=1e-9, rtol=0)
     assert found.history[-1]["calibrated_coverage"] > 0.5
 
@@ -241,7 +241,7 @@ def test_choices_and_answers_are_the_simulations(parted: FederatedData, tmp_path
         again, test = model.predict(parted.test.client(j)[0]), expected.client(j)
         assert_close(again.probs, test.probs, atol=1e-8, rtol=0)
         assert torch.equal(again.answered, test.answered)
-        tensors = store.read_file(kept(tmp_path, found, j) / "predictions.safetensors", store.NODE)["predictions"]
+        tensors = files.read_file(kept(tmp_path, found, j) / "predictions.safetensors", files.NODE)["predictions"]
         assert torch.equal(tensors["answered"], test.answered)
     assert found.history[-1]["calibrated_answered"] == pytest.approx(expected.summary(parted.test)["answered"], abs=1e-9)
 

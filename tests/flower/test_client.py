@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 import bayesfl as bf
 from bayesfl.data import FederatedData
-from bayesfl.federation import store
+from bayesfl.federation.store import files
 from bayesfl.flower import client_app
 from bayesfl.flower.client import Refused
 from tests.flower.grid import LocalGrid
@@ -127,7 +127,7 @@ def test_nodes_with_several_inputs(tmp_path: Path):
     assert_same(found, tmp_path, told)
     (file,) = tmp_path.glob("node-101/*/client-1/predictions.safetensors")
     wanted = told.predict().client(1).probs
-    assert_close(store.read_file(file, store.NODE)["predictions"]["probs"], wanted, atol=1e-6, rtol=0)
+    assert_close(files.read_file(file, files.NODE)["predictions"]["probs"], wanted, atol=1e-6, rtol=0)
     kept = bf.load_client(file.parent, algorithm, transform=scaled)
     assert isinstance(data.test.x, dict)
     own = {name: t[data.test.rows(1)].numpy() for name, t in data.test.x.items()}

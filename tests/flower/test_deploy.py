@@ -18,7 +18,7 @@ from torch.testing import assert_close
 
 import bayesfl as bf
 from bayesfl.base.trees import flatten
-from bayesfl.federation import store
+from bayesfl.federation.store import files
 from bayesfl.flower import Deployed, load
 
 WANTED = os.environ.get("BAYESFL_DEPLOY", "")
@@ -69,7 +69,7 @@ def assert_the_simulation(net: loopback.Loopback, name: str, folder: Path, *, ro
         assert_close(dict(one.told), dict(other.told), atol=1e-6, rtol=0)
     for client in range(task.CLIENTS):
         (file,) = net.folder.glob(f"states/client-{client}*/{found.experiment}/client-{client}/predictions.safetensors")
-        predicted = store.read_file(file, store.NODE)["predictions"]
+        predicted = files.read_file(file, files.NODE)["predictions"]
         assert_close(predicted["probs"], expected.client(client).probs, atol=1e-6, rtol=0)
         if expected.sets is not None:
             assert torch.equal(predicted["sets"], expected.client(client).sets)
@@ -137,7 +137,7 @@ def test_a_client_that_times_out(net: loopback.Loopback):
     """Its round is as without it; it is killed then, as an operator would, and is back when Flower has noticed that."""
     run, folder = submit(net, "pfedvem-sleep", fail="sleep 0 1", timeout=30.0, rounds=6)
     mark = hangs(net, folder, "sleep-0-1")
-    net.until(lambda: store.held(folder)[0].name == "round-000002.safetensors", "round 1 to end without it", seconds=120)
+    net.until(lambda: files.held(folder)[0].name == "round-000002.safetensors", "round 1 to end without it", seconds=120)
     os.kill(int(mark.read_text()), signal.SIGKILL)
     assert net.finish(run) == "finished:completed"
     lost = load(folder, task.method("pfedvem")).history["lost"].tolist()

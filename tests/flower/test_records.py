@@ -14,8 +14,8 @@ from flwr.app import Array, ArrayRecord, Error, Message
 from torch import nn
 
 from bayesfl.data import FederatedData
-from bayesfl.federation.admission import PROTOCOL
-from bayesfl.federation.faults import KINDS, Fault
+from bayesfl.federation.rounds.admission import PROTOCOL
+from bayesfl.federation.rounds.faults import KINDS, Fault
 from bayesfl.federation.settings import Settings
 from bayesfl.flower import records
 from tests.flower.grid import LocalGrid

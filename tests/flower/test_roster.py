@@ -12,7 +12,7 @@ from flwr.app import Message
 from torch import nn
 
 from bayesfl.data import FederatedData
-from bayesfl.federation.faults import KINDS, Fault
+from bayesfl.federation.rounds.faults import KINDS, Fault
 from bayesfl.flower import client_app, load
 from bayesfl.flower.roster import Roster
 from tests.flower.made import OPTIONS, TOWNS, asked, assert_same, changed, deploy, grid_of, method, simulated, waits

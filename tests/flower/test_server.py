@@ -18,10 +18,10 @@ from bayesfl.base.protocols import Tensors
 from bayesfl.base.trees import flatten
 from bayesfl.composition.predictors import LinearisedLaplace, Mixture
 from bayesfl.data import FederatedData
-from bayesfl.federation import store
-from bayesfl.federation.faults import KINDS, Fault
+from bayesfl.federation.clients.tuning import Tuning
+from bayesfl.federation.rounds.faults import KINDS, Fault
 from bayesfl.federation.settings import Settings
-from bayesfl.federation.tuning import Tuning
+from bayesfl.federation.store import files
 from bayesfl.flower import BadClients, Deployed, client_app, load, records, serve, server_app
 from bayesfl.optim import SGD
 from tests.cases import CASES, Case, burst_by_fine_tuning, federation, sampled, with_batch_norm
@@ -46,7 +46,7 @@ from tests.flower.made import (
 def predictions(deployed: Deployed, folder: Path, client: int) -> dict[str, Tensor]:
     """What a client predicted for its test data."""
     file = folder / f"node-{100 + client}" / deployed.experiment / f"client-{client}" / "predictions.safetensors"
-    return store.read_file(file, store.NODE)["predictions"]
+    return files.read_file(file, files.NODE)["predictions"]
 
 
 @pytest.mark.parametrize("case", sampled(CASES), ids=str)

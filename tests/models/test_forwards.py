@@ -36,8 +36,8 @@ def rescaling(module: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("after", "words"),
     [
-        (lambda module, x: x + random.random() * 0, "draws random"),
-        (lambda module, x: x + np.random.rand() * 0, "draws random"),  # noqa: NPY002 (what is refused)
+        (lambda module, x: x + random.random(), "same examples again"),
+        (lambda module, x: x + np.random.rand(), "same examples again"),  # noqa: NPY002 (what is refused)
         (lambda module, x: x + torch.rand(()) * 0, "draws random"),
         (lambda module, x: x + torch.as_tensor(np.random.default_rng().normal()), "same examples again"),
         (lambda module, x: x * 2 if torch.is_grad_enabled() else x, "is_grad_enabled"),
@@ -53,15 +53,13 @@ def rescaling(module: Any, x: Tensor) -> Tensor:
     ],
 )
 def test_what_a_forward_does_is_named(after: Callable[[nn.Module, Tensor], Any], words: str):
-    """The first thing only; the generators of torch, NumPy and Python are as before."""
+    """The first thing only; torch's own generator is as before."""
     module, x = After(after).requires_grad_(False), torch.randn(8, 4)
-    states = torch.get_rng_state(), random.getstate(), str(np.random.get_state(legacy=False))  # noqa: NPY002 (compared)
+    state = torch.get_rng_state()
     outputs, fault = looked_at(module, x)
     assert (words in fault) if words else not fault
     assert one_row_each(outputs, x)
-    assert torch.equal(torch.get_rng_state(), states[0])
-    assert random.getstate() == states[1]
-    assert str(np.random.get_state(legacy=False)) == states[2]  # noqa: NPY002 (compared)
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_outputs_of_another_kind_are_returned_as_they_are():

@@ -263,8 +263,8 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "checkpoints": (lambda: Branch(_checkpointed), r"draws random numbers in its backward pass, as checkpointing"),
     "checkpoints a layer": (lambda: Branch(Checkpointed()), r"draws random numbers in its backward pass of 'more\.part\.1', as"),
     "checkpoints in the old way": (lambda: Branch(_in_the_old_way), r"has no gradients by torch\.autograd\.grad .*leave that out"),
-    "Python's draws": (lambda: Branch(lambda m, x: x * random.random()), r"draws random numbers by other means than torch's operations"),
-    "NumPy's draws": (lambda: Branch(lambda m, x: x * np.random.rand()), r"by other means than torch's"),  # noqa: NPY002 (the fault)
+    "Python's draws": (lambda: Branch(lambda m, x: x * random.random()), r"draws by other means than torch's"),
+    "NumPy's draws": (lambda: Branch(lambda m, x: x * np.random.rand()), r"draws by other means than torch's"),  # noqa: NPY002 (the fault)
     "dropout always": (lambda: Branch(lambda m, x: F.dropout(x, 0.5), always=True), r"in evaluation mode, too; .*self.training"),
     "no rows": (lambda: Branch(lambda m, x: x.mean(0)), r"returns outputs of another form in training mode"),
 }

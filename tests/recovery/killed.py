@@ -18,7 +18,7 @@ import torch
 import bayesfl as bf
 from tests.cases import federation
 
-module = importlib.import_module("bayesfl.federation.simulation")  # the package holds the function under this name
+module = importlib.import_module("bayesfl.federation.run.simulation")  # the package holds the function under this name
 
 
 def algorithm() -> bf.Algorithm:

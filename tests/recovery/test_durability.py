@@ -24,9 +24,9 @@ import bayesfl as bf
 from bayesfl.base import digest
 from bayesfl.base.trees import flatten
 from bayesfl.federation.errors import CheckpointError
-from bayesfl.federation.faults import at_random
-from bayesfl.federation.result import Result
-from bayesfl.federation.store import STATE, held
+from bayesfl.federation.rounds.faults import at_random
+from bayesfl.federation.run.result import Result
+from bayesfl.federation.store.files import STATE, held
 from tests.recovery import killed
 
 FULL = os.environ.get("BAYESFL_DURABILITY") == "full"
@@ -311,7 +311,7 @@ def test_memory_stays_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         return original(rules, server, number, *more, **options)
 
     monkeypatch.setattr(killed.module, "run_round", watched)
-    monkeypatch.setattr(logging.getLogger("bayesfl.federation.replies"), "disabled", True)  # pytest would keep every line
+    monkeypatch.setattr(logging.getLogger("bayesfl.federation.rounds.replies"), "disabled", True)  # pytest would keep every line
     options: dict[str, Any] = {"faults": at_random(0.1, seed=2), "checkpoint": tmp_path, "every": 10, "evaluate_every": None}
     bf.simulate(killed.algorithm(), data, rounds=LONG, progress=False, **options)
     assert seen[LONG - 1] <= 1.05 * seen[LONG // 10]

@@ -20,8 +20,8 @@ from torch.testing import assert_close
 from bayesfl.base.trees import flatten
 from bayesfl.data import FederatedData
 from bayesfl.federation.errors import CheckpointError
-from bayesfl.federation.faults import KINDS, Fault
-from bayesfl.federation.store import STATE, held
+from bayesfl.federation.rounds.faults import KINDS, Fault
+from bayesfl.federation.store.files import STATE, held
 from bayesfl.flower import load, records
 from bayesfl.flower.states import STATE as STATE_NAME
 from tests.flower.made import deploy, grid_of, method, simulated

@@ -1,0 +1,1 @@
+"""Federations of a user's own arrays, data sets and frames."""

@@ -1,0 +1,1 @@
+"""Recipes: published divisions of data sets among clients."""

@@ -1,0 +1,94 @@
+"""Warnings of what a data frame holds that is seldom meant: ids, dates as numbers, slips of the pen, copies of the target."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from bayesfl.data.tables.table import Table, Values
+
+FAR = 1000.0
+"""A number so many times further from the median than the middle half of the rows is taken for a slip."""
+ROWS = 50
+"""Rows that are needed before what all have in common is taken for more than chance."""
+
+
+def few(names: Sequence[str]) -> str:
+    """Return names as text, of many the first five and their number."""
+    return f"{list(names[:5])}" + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def warn_of_clients(statistics: Mapping[str, Any]) -> None:
+    """Warn of columns that are constant, or without a value at some client."""
+    absent: dict[str, list[str]] = {}
+    constant: dict[str, list[str]] = {}
+    for client, columns in statistics.items():
+        for column in columns:
+            if column["rows"] == column["missing"]:
+                absent.setdefault(column["name"], []).append(client)
+            elif column["rows"] > 1 and (column.get("squares") == 0 or len(column.get("levels", ())) == 1):
+                constant.setdefault(column["name"], []).append(client)
+    everyone = len(statistics)
+    told = [f"{name!r} has no value in the training rows of {few(clients)}" for name, clients in absent.items()]
+    told += [f"{name!r} is constant in those of {'all clients' if len(on) == everyone else few(on)}" for name, on in constant.items()]
+    if told:
+        warnings.warn(
+            f"columns say nothing at some clients, and may tell these from others: {'; '.join(told[:10])}"
+            f"{f'; and {len(told) - 10} more' if len(told) > 10 else ''}. Leave them out, if that is not meant",
+            stacklevel=3,
+        )
+
+
+def warn_of_columns(table: Table, names: Sequence[str], categories: Sequence[str], rows: np.ndarray, y: np.ndarray) -> None:
+    """Warn, at the caller's caller, of inputs that are probably no measurements.
+
+    Args:
+        table: The frame.
+        names: The columns that are inputs.
+        categories: Those that are categories though they may hold numbers.
+        rows: The training rows, [n].
+        y: The targets of all rows, [N] or [N, O].
+    """
+    told = []
+    for name in names:
+        values = table.values(name)
+        if values.numbers is not None and name not in categories:
+            told += _of_numbers(values, rows)
+        if len(rows) >= ROWS and y.ndim == 1 and _tells(values, rows, y[rows]):
+            told.append(f"{name!r} tells the target of every row, as a copy of it does")
+    if told:
+        warnings.warn(f"look at these inputs: {'; '.join(told)}. Leave them out or mend them, if that is not meant", stacklevel=3)
+
+
+def _of_numbers(values: Values, rows: np.ndarray) -> list[str]:
+    assert values.numbers is not None
+    held = values.numbers[rows]
+    known = held[~np.isnan(held)]
+    if len(known) < ROWS:
+        return []
+    told = []
+    if values.exact is not None:
+        if len(set(values.exact[rows].tolist())) == len(rows):
+            told.append(f"{values.name!r} has another whole number in every row, as an id has")
+        year, month, day = known // 10_000, known // 100 % 100, known % 100
+        if bool(((year >= 1900) & (year <= 2100) & (month >= 1) & (month <= 12) & (day >= 1) & (day <= 31)).all()):
+            told.append(f"{values.name!r} looks like dates written as numbers")
+    low, middle, high = np.quantile(known, [0.25, 0.5, 0.75])
+    away = np.abs(known - middle)
+    if high > low and away.max() > FAR * (high - low):
+        told.append(f"{values.name!r} holds {known[away.argmax()]:g}, while half of the rows are from {low:g} to {high:g}")
+    return told
+
+
+def _tells(values: Values, rows: np.ndarray, y: np.ndarray) -> bool:
+    """Say whether a column has one value for each of at least two targets: equal ones, or levels that come with one class each."""
+    if y.dtype.kind != "i":
+        if values.numbers is None:
+            return False
+        held = values.numbers[rows]
+        spread = float(np.std(held)) if np.isfinite(held).all() else 0.0
+        return spread > 0 and float(np.std(y)) > 0 and abs(float(np.corrcoef(held, y.astype(float))[0, 1])) > 1 - 1e-9
+    levels = values.levels()[rows]
+    pairs = set(zip(levels.tolist(), y.tolist(), strict=True))
+    return len(pairs) == len({level for level, _ in pairs}) == len({label for _, label in pairs}) > 1

@@ -1,0 +1,263 @@
+"""Predictions of every client: by its own model after aggregation, fine-tuned where the method does so, or by the shared model."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields, replace
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from bayesfl.base.inputs import Inputs, call, count, each
+from bayesfl.base.protocols import Fitted, Server, Tensors, View
+from bayesfl.base.random import Purpose, generator
+from bayesfl.composition.algorithm import Algorithm
+from bayesfl.data import ClientData
+from bayesfl.engine import Engine
+from bayesfl.engine.crew import Crew
+from bayesfl.evaluation.predictions import Collector, Predictions
+from bayesfl.federation.clients.local import Done, Local, State
+from bayesfl.models.remedies import explained
+
+Part: TypeAlias = tuple[np.ndarray, Tensors]
+"""Clients [C], and their predictions, {name: [C, N, ...]}."""
+
+# Bytes of inputs that are predicted at once: activations are many times larger, and should stay in the processor's cache.
+GATHER = 2**21
+
+
+def personal(
+    local: Local, state: State, splits: Sequence[ClientData], crew: Crew, *, draws: int | None = None, value: float | None = None
+) -> list[Predictions]:
+    """Predict with every client's own model, on several splits of its data.
+
+    Args:
+        local: The clients' local work; the fine-tuning phases run first, once for all splits, on a copy of each view.
+        state: The federation's state.
+        splits: The splits to predict; their clients are those of `local`.
+        crew: The threads that compute.
+        draws: Number of posterior draws S; 0 predicts at the mean, None uses the number of the method's paper (or the closed form, where
+            its predictor has one).
+        value: The number that the method's predictor tunes; None for the predictor's default.
+
+    Raises:
+        DivergenceError: A client's fine-tuning is not finite, and `local.tolerant` is False.
+        ValueError: A whole number is beyond an embedding's rows.
+    """
+
+    def work(ids: np.ndarray) -> list[list[Part]]:
+        done = local.finetuned(ids, state.received(local.algorithm, ids), state.round)
+        return of_chunk(local, done, splits, round=state.round, draws=draws, value=value)
+
+    collectors = [Collector(split, local.names, local.algorithm.likelihood) for split in splits]
+    for found in crew.over(local.chunked(), work):
+        for collector, parts in zip(collectors, found, strict=True):
+            for ids, part in parts:
+                collector.add(ids, part)
+    return [collector.predictions() for collector in collectors]
+
+
+def of_chunk(
+    local: Local, done: Done, splits: Sequence[ClientData], *, round: int, draws: int | None, value: float | None = None
+) -> list[list[Part]]:
+    """Predict for a chunk of clients, on several splits: by the method's own predictor, client by client, where it has one.
+
+    Args:
+        local: The clients' local work.
+        done: The outcome of local work, with whose views the clients predict.
+        splits: The splits to predict.
+        round: Number of rounds done; it selects the random draws.
+        draws: As for `personal`.
+        value: As for `personal`.
+
+    Returns:
+        For each split, the chunk's clients with their predictions, in one or more parts.
+    """
+    algorithm = local.algorithm
+    number = algorithm.draws if draws is None else draws
+    if algorithm.predictor is None:
+        noise = _noise(algorithm, done.ids, done.views["n"], local.seed, round, number)
+        everything = algorithm, algorithm.parts, done.views
+        return [[(done.ids, _of_views(local.engine, *everything, split, done.ids, noise))] for split in splits]
+    out: list[list[Part]] = [[] for _ in splits]
+    for row, fitted in fitted_of(local, done):
+        client = int(row[0])
+        for split, parts in zip(splits, out, strict=True):
+            address = address_of(algorithm, client, local.seed, round)
+            rows = rows_of(split, client)
+            found = of_fitted(algorithm, fitted, done.views["n"], rows, address, value, number, plain=draws == 0)
+            parts.append((row, found))
+    return out
+
+
+def alone(
+    algorithm: Algorithm,
+    view: View,
+    split: ClientData,
+    *,
+    client: int,
+    seed: int,
+    round: int,
+    fitted: Fitted | None,
+    draws: int | None,
+    value: float | None,
+) -> Tensors:
+    """Predict for one client at inputs of any rows, {name: [N, ...]}, with the draws that `personal` makes for it.
+
+    Args:
+        algorithm: The method.
+        view: The client's view after its fine-tuning, [...].
+        split: Its N rows, as the only client's; of their labels nothing is read.
+        client: The client's id, which selects its random draws.
+        seed: The run's seed.
+        round: Number of rounds done.
+        fitted: The client's predictor; None to average over draws of the blocks.
+        draws: As for `personal`.
+        value: As for `personal`.
+
+    Raises:
+        ValueError: A whole number is beyond an embedding's rows.
+    """
+    number = algorithm.draws if draws is None else draws
+    if fitted is None:
+        noise = _noise(algorithm, np.array([client]), view["n"], seed, round, number)
+        views = tree_map(lambda t: t.unsqueeze(0), view)
+        found = _of_views(Engine(), algorithm, algorithm.parts, views, split, np.zeros(1, np.int64), noise)
+    else:
+        address = address_of(algorithm, client, seed, round)
+        found = of_fitted(algorithm, fitted, view["n"], rows_of(split, 0), address, value, number, plain=draws == 0)
+    return {name: t[0] for name, t in found.items()}
+
+
+def address_of(algorithm: Algorithm, client: int, seed: int, round: int) -> np.random.Generator:
+    """Return the generator of the draws that a client's own predictor makes."""
+    return generator(seed, Purpose.PREDICT, round=round, client=client, index=len(algorithm.blocks))
+
+
+def _noise(algorithm: Algorithm, ids: np.ndarray, like: Tensor, seed: int, round: int, draws: int) -> dict[str, Tensor]:
+    """Draw standard normals {block: [C, S, size]} for the blocks with random weights, from each client's own generator."""
+    out = {}
+    for index, name in enumerate(algorithm.blocks):
+        if draws and name in algorithm.parts and algorithm.blocks[name].stochastic:
+            shape = (draws, algorithm.blocks[name].posterior.noise_size(algorithm.layout(name).size))
+            rngs = [generator(seed, Purpose.PREDICT, round=round, client=int(i), index=index) for i in ids]
+            out[name] = torch.from_numpy(np.stack([rng.standard_normal(shape, np.float32) for rng in rngs])).to(like)
+    return out
+
+
+def _of_views(
+    engine: Engine,
+    algorithm: Algorithm,
+    parts: tuple[str, ...],
+    views: View,
+    split: ClientData,
+    ids: np.ndarray,
+    noise: dict[str, Tensor],
+) -> Tensors:
+    """Return the predictions of a chunk of clients from their views, {name: [C, N, ...]}.
+
+    Rows pass through the model in pieces of `GATHER` bytes; the outputs at all draws of a piece are held at once.
+    """
+    pieces = []
+    for x in _inputs(split, ids):
+        with explained(x):
+            outputs = engine.outputs(algorithm, parts, views, x, noise)
+        piece = algorithm.likelihood.predictive(outputs)
+        if not noise:
+            piece["epistemic"] = torch.full_like(piece["epistemic"], torch.nan)
+        pieces.append(piece)
+    return {name: torch.cat([piece[name] for piece in pieces], 1) for name in pieces[0]}
+
+
+def _inputs(split: ClientData, ids: np.ndarray) -> Iterator[Inputs]:
+    """Yield the inputs of a chunk of clients [C, N, *] in pieces of rows; clients with fewer rows repeat their first one."""
+    counts, width = split.counts[ids], int(split.counts[ids].max())
+    size = max(1, GATHER // (len(ids) * split.row_bytes))
+    for start in range(0, max(width, 1), size):
+        places = np.arange(start, min(start + size, max(width, 1)))[None]
+        index = split.offsets[ids][:, None] + np.where(places < counts[:, None], places, 0)
+        flat = split.index[torch.from_numpy(np.minimum(index, len(split.index) - 1)).to(split.index.device)]
+        yield each(lambda t, shape=flat.shape: t.unflatten(0, shape), split.take(flat.reshape(-1)))
+
+
+def rows_of(split: ClientData, client: int) -> Iterator[Inputs]:
+    """Yield one client's inputs [n, *] in pieces of rows; nothing where it has no rows."""
+    if split.counts[client]:
+        yield from (each(lambda t: t[0], x) for x in _inputs(split, np.array([client])))
+
+
+def fitted_of(local: Local, done: Done) -> Iterator[tuple[np.ndarray, Fitted]]:
+    """Yield each client of a chunk, [1], with its predictor."""
+    assert local.algorithm.predictor is not None
+    for c in range(len(done.ids)):
+        x, y = local.train.client(int(done.ids[c]))
+        view = tree_map(lambda t, c=c: t[c], done.views)
+        yield done.ids[c : c + 1], local.algorithm.predictor(local.algorithm, done.given, view, {"x": x, "y": y})
+
+
+def of_fitted(
+    algorithm: Algorithm,
+    fitted: Fitted,
+    like: Tensor,
+    rows: Iterable[Inputs],
+    rng: np.random.Generator,
+    value: float | None,
+    draws: int,
+    *,
+    plain: bool,
+) -> Tensors:
+    """Predict with one client's predictor at its inputs, given in pieces of rows, {name: [1, N, ...]}; empty where there are no inputs."""
+    pieces: list[Tensors] = []
+    for piece in rows:
+        noise = None
+        with explained(piece):
+            if draws:
+                outputs = call(algorithm.module(like), each(lambda t: t[:1], piece))
+                shape = (count(piece), draws, outputs.shape[-1])
+                noise = torch.from_numpy(rng.standard_normal(shape, np.float32)).to(outputs).transpose(0, 1)
+            pieces.append(fitted(piece, value=value, noise=noise, plain=plain))
+    names = [f.name for f in fields(Predictions) if pieces and f.name in pieces[0]]
+    return {name: torch.cat([piece[name] for piece in pieces]).unsqueeze(0) for name in names}
+
+
+def shared(local: Local, state: State, split: ClientData) -> Predictions | None:
+    """Predict with the mean of the server's model on every client's split; None where the server holds no whole model.
+
+    One model serves all clients, so their rows are computed together.
+    """
+    algorithm = local.algorithm
+    if (common := common_view(algorithm, state.server)) is None:
+        return None
+    flat = by_all(local.engine, algorithm, common, replace(split, counts=np.array([len(split.index)])))
+    collector = Collector(split, local.names, algorithm.likelihood)
+    for j, (start, n) in enumerate(zip(split.offsets, split.counts, strict=True)):
+        collector.add(np.array([j]), {name: value[:, start : start + n] for name, value in flat.items()})
+    return collector.predictions()
+
+
+def common_view(algorithm: Algorithm, server: Server) -> View | None:
+    """Return the beliefs about the server's model, [...]; None where the server holds no whole model, or single clients receive other ones.
+
+    Args:
+        algorithm: The method.
+        server: The server's state, or what a client has received.
+    """
+    if (parts := algorithm.shared_parts()) is None or not all(name in server for name in algorithm.whole(parts)):
+        return None
+    return {name: algorithm.centre(name, server) for name in algorithm.whole(parts)}
+
+
+def by_all(engine: Engine, algorithm: Algorithm, common: View, split: ClientData) -> Tensors:
+    """Predict with the mean of the server's model, {name: [1, N, ...]}.
+
+    Args:
+        engine: How it computes.
+        algorithm: The method.
+        common: What `common_view` gives.
+        split: The rows, as one client's.
+    """
+    parts = algorithm.shared_parts()
+    assert parts is not None  # as there is a common view
+    views = tree_map(lambda t: t.unsqueeze(0), dict(common)) | {"n": torch.ones(1, dtype=split.dtype, device=split.device)}
+    return _of_views(engine, algorithm, parts, views, split, np.zeros(1, np.int64), {})

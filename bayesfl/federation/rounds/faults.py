@@ -1,0 +1,101 @@
+"""Simulated faults: plans for `simulate(faults=)`, with which a federation's tolerance is tested before it is deployed.
+
+A plan is a function (round, attempt, ids) -> {id: fault} of the clients that train in a round. `Lost` stands for every fault that leaves
+the server without a reply: a client that times out, stops in mid-round, or whose answer does not arrive. The other faults alter the reply
+so that the server must reject it. In both cases the client starts its next round from the last state that the server acknowledged, so
+that the round proceeds as without that client.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, TypeAlias
+
+import numpy as np
+import torch
+
+from bayesfl.base.options import Natural, Range, declared
+from bayesfl.base.random import Purpose, generator
+from bayesfl.federation.rounds.admission import Message
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A fault that leaves the server without the client's reply."""
+
+
+@dataclass(frozen=True)
+class Altered:
+    """A fault that replaces the client's reply by another one.
+
+    Args:
+        change: Function from the client's `Message` to the one that the server receives.
+    """
+
+    change: Callable[[Message], Message]
+
+
+Fault: TypeAlias = Lost | Altered
+FaultPlan: TypeAlias = Callable[[int, int, np.ndarray], Mapping[int, Fault]]
+
+
+def _tensor(change: Callable[[Any], Any]) -> Altered:
+    """Return a fault that changes the first tensor of a message; messages without tensors stay as they are."""
+
+    def altered(message: Message) -> Message:
+        name = next(iter(message.tensors), None)
+        if name is None:
+            return message
+        return replace(message, tensors={**message.tensors, name: change(message.tensors[name])})
+
+    return Altered(altered)
+
+
+def _poisoned(value: float) -> Altered:
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        out = tensor.clone()
+        out.view(-1)[:1] = value
+        return out
+
+    return _tensor(change)
+
+
+KINDS: dict[str, Fault] = {
+    "lost": Lost(),
+    "stale": Altered(lambda message: replace(message, round=message.round - 1)),
+    "protocol": Altered(lambda message: replace(message, protocol=message.protocol + 1)),
+    "missing": Altered(lambda message: replace(message, tensors=dict(list(message.tensors.items())[1:]))),
+    "extra": Altered(lambda message: replace(message, tensors={**message.tensors, "more": torch.zeros(1)})),
+    "shape": _tensor(lambda tensor: tensor.unsqueeze(0)),
+    "dtype": _tensor(lambda tensor: tensor.half()),
+    "larger": _tensor(lambda tensor: torch.cat([tensor, tensor])),
+    "nan": _poisoned(float("nan")),
+    "infinite": _poisoned(float("inf")),
+    "far": _tensor(lambda tensor: 1e6 + 1e6 * tensor),
+}
+"""One example of each kind of fault, by name."""
+
+
+@declared
+def at_random(share: Annotated[float, Range(0, 1, "[]")], *, kinds: tuple[str, ...] = tuple(KINDS), seed: Natural = 0) -> FaultPlan:
+    """Return a plan in which every client fails with the same probability, independently in every round and every attempt.
+
+    Args:
+        share: The probability, in [0, 1].
+        kinds: Names of `KINDS`, from which each fault is drawn uniformly; all of them by default.
+        seed: Seed of the draws.
+
+    Raises:
+        ValueError: `kinds` is empty or has an unknown name.
+    """
+    if unknown := [kind for kind in kinds if kind not in KINDS] or not kinds:
+        raise ValueError(f"kinds must be among {tuple(KINDS)}, got {unknown or kinds}")
+
+    def plan(round: int, attempt: int, ids: np.ndarray) -> Mapping[int, Fault]:
+        found: dict[int, Fault] = {}
+        for client in ids.tolist():
+            rng = generator(seed, Purpose.FAULT, round=round, client=client, index=attempt)
+            if rng.random() < share:
+                found[client] = KINDS[kinds[int(rng.integers(len(kinds)))]]
+        return found
+
+    return plan

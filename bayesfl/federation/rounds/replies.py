@@ -1,0 +1,332 @@
+"""Replies of a round: how the server adds them up, and which it leaves out of the sum."""
+
+import logging
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from bayesfl.base.protocols import Server, StackedPool, Tensors, Uplink
+from bayesfl.base.trees import flatten
+from bayesfl.composition.algorithm import Algorithm
+from bayesfl.composition.buffers import Buffers
+from bayesfl.federation.clients.local import read_rows
+from bayesfl.federation.errors import DivergenceError, FailedRound, called
+from bayesfl.federation.rounds.admission import Admission, distances, shares, usual
+from bayesfl.federation.rounds.next_server import NextServer
+from bayesfl.federation.settings import OPEN, Settings
+
+if TYPE_CHECKING:
+    from bayesfl.federation.run.result import Result
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Replies:
+    """The replies of a chunk of clients, in the shapes that were declared.
+
+    Args:
+        ids: The chunk's clients [C].
+        n: Their numbers of training examples [C], in the run's precision.
+        sent: Tensors that pools gather, {block: {tensor: [C, ...]}}; empty for clients outside the cohort, which only report that they have
+            trained.
+        reported: Tensors that the clients send beyond the blocks, [C, ...] each.
+        losses: Mean negative log likelihood of each client's training, [C] in nats, NaN where it is not known.
+    """
+
+    ids: np.ndarray
+    n: Tensor
+    sent: dict[str, Tensors]
+    reported: Uplink
+    losses: np.ndarray
+
+    def of(self, inside: np.ndarray) -> "Replies":
+        """Return the replies of the clients at which `inside` [C], bool, is True."""
+        places = np.flatnonzero(inside)
+        n, sent, reported = (read_rows(tree, places) for tree in (self.n, self.sent, self.reported))
+        return Replies(self.ids[inside], n, sent, reported, self.losses[inside])
+
+
+class RoundSum(Protocol):
+    """A sum of one round's replies, from which the server's next state is computed."""
+
+    def add(self, replies: Replies) -> None:
+        """Add a chunk of replies that were taken; the sum decides what the server learns of each of them."""
+        ...
+
+    def server(self) -> Server:
+        """Return the server's next state, after the last chunk."""
+        ...
+
+    def row(self) -> dict[str, float]:
+        """Return the columns that the sum adds to the history, once the next state is known; they replace columns of the same name."""
+        ...
+
+
+class AggregationRun(Protocol):
+    """A rule by which one run draws its cohorts and adds up their replies."""
+
+    @property
+    def least(self) -> int:
+        """Return the number of replies that a round needs."""
+        ...
+
+    def cohort(self, round: int) -> np.ndarray:
+        """Return the ids of one round's cohort, ascending."""
+        ...
+
+    def begin(self, server: Server, round: int, cohort: np.ndarray) -> RoundSum:
+        """Begin the sum of a round that starts from the state `server`, with all ids of its cohort, some of which may not reply."""
+        ...
+
+
+@runtime_checkable
+class Aggregation(Protocol):
+    """A way to add up the clients' uplinks, for `simulate(aggregation=)`."""
+
+    @property
+    def name(self) -> str:
+        """Return the settings in words, without secrets; a resumed run must have the same name."""
+        ...
+
+    @property
+    def sampling(self) -> Literal["poisson"] | None:
+        """Return how cohorts are drawn, or None where the run may choose."""
+        ...
+
+    def start(self, result: "Result", admission: Admission, *, every: int | None, repeats: int) -> AggregationRun:
+        """Start a run that continues from `result`.
+
+        Args:
+            result: The state from which the run starts.
+            admission: Which replies are taken.
+            every: Rounds between checkpoints; None for no checkpoints.
+            repeats: Number of rounds that an earlier run has done after `result`, and that are done again.
+
+        Raises:
+            ValueError: The method or the settings do not fit.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class OpenAggregation:
+    """The aggregation in which the server sees every client's reply."""
+
+    name = OPEN
+    sampling = None
+
+    def start(self, result: "Result", admission: Admission, *, every: int | None, repeats: int) -> AggregationRun:
+        """Start a run that continues from `result`; see `Aggregation.start`."""
+        return OpenRun(result.algorithm, result.settings, result.data.clients, admission.min_clients)
+
+
+class OpenRun:
+    """The `AggregationRun` of a run whose server sees every client's reply.
+
+    Args:
+        algorithm: The method.
+        settings: The run's settings.
+        clients: Number of clients.
+        least: Number of replies that a round needs.
+    """
+
+    def __init__(self, algorithm: Algorithm, settings: Settings, clients: int, least: int) -> None:
+        self._algorithm, self._settings, self._clients, self.least = algorithm, settings, clients, least
+
+    def cohort(self, round: int) -> np.ndarray:
+        """Return the ids of one round's cohort, ascending, drawn by the settings."""
+        return self._settings.cohort(self._clients, round)
+
+    def begin(self, server: Server, round: int, cohort: np.ndarray) -> RoundSum:
+        """Begin the sum of a round; see `AggregationRun.begin`."""
+        return OpenSum(self._algorithm, server, self._clients, round, self._settings.rounds)
+
+
+class OpenSum:
+    """A `RoundSum` of replies that the server sees: pools add them up as they arrive, and what `combine` reads of single clients is kept.
+
+    Args:
+        algorithm: The method.
+        server: The state that was sent to the clients.
+        clients: Number of clients J of the federation.
+        round: The current round, counted from 0.
+        rounds: Number of rounds of the run.
+    """
+
+    def __init__(self, algorithm: Algorithm, server: Server, clients: int, round: int, rounds: int) -> None:
+        self._server, self._round = server, {"round": round, "rounds": rounds, "clients": clients}
+        self._next = NextServer(algorithm, server, clients, round)
+        self._totals: dict[str, Tensors] = {}
+        self._stacked: list[Uplink] = []
+        self._pools = {name: block.pool for name, block in algorithm.blocks.items() if block.pool}
+
+    def add(self, replies: Replies) -> None:
+        """Add a chunk of replies, client by client."""
+        extra = replies.reported | {"n": replies.n, "ids": torch.from_numpy(replies.ids).to(replies.n.device)}
+        for name, pool in self._pools.items():
+            if not isinstance(pool, StackedPool):
+                uplink = {**replies.sent, **extra, **self._round}
+                self._totals[name] = pool.accumulate(self._totals.get(name), self._server, name, uplink)
+        self._stacked.append(extra | {name: replies.sent[name] for name, pool in self._pools.items() if isinstance(pool, StackedPool)})
+
+    def server(self) -> Server:
+        """Return the server's next state, after the last chunk.
+
+        Raises:
+            DivergenceError: The next state is not finite.
+            ValueError: The method's `combine` returns entries that the server does not have, no tensors, or tensors of other shapes or
+                dtypes.
+        """
+        uplink = tree_map(lambda *rows: torch.cat(rows), *self._stacked) | self._round
+        new = dict(self._server)
+        for name, pool in self._pools.items():
+            if isinstance(pool, StackedPool):
+                new[name] = pool(self._server, name, uplink)
+            else:
+                new[name] = pool.solve(self._server, name, self._totals[name])
+        return self._next.state(new, uplink["ids"], uplink)
+
+    def row(self) -> dict[str, float]:
+        """Return no columns: the history needs nothing more."""
+        return {}
+
+
+class ReplyFilter:
+    """A filter between the replies and a round's sum.
+
+    It passes replies on at once or, with `admission`, when all have arrived and have been compared.
+
+    Args:
+        algorithm: The method.
+        server: The state that was sent to the clients.
+        sum: The sum to which replies that are taken are added.
+        admission: Which replies are taken; None takes all at once.
+        round: The current round, counted from 0.
+        history: The rows of the rounds before.
+        counts: Examples of all clients, [J], 0 where that is not known.
+        names: The clients' names, for messages.
+    """
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        server: Server,
+        sum: RoundSum,
+        admission: Admission | None,
+        round: int,
+        history: Iterable[Mapping[str, Any]],
+        counts: np.ndarray,
+        names: tuple[str, ...] = (),
+    ) -> None:
+        self._algorithm, self._server, self._sum, self._admission, self._round = algorithm, server, sum, admission, round
+        self._earlier = [row["uplink_norm"] for row in history if math.isfinite(row.get("uplink_norm", math.nan))]
+        self._held: list[Replies] = []
+        self._norms: dict[int, float] = {}
+        self._sizes: dict[str, dict[int, float]] = {}
+        self._shares, self._names = shares(counts), names
+        self._losses: list[np.ndarray] = []
+        self.dropped: dict[int, str] = {}
+        """The clients that are left out, each with the reason."""
+        self.taken = 0
+        """Number of clients of the cohort whose replies are in the sum."""
+        self.usual = math.nan
+        """The `usual` distance of the replies that were taken, known after `close`; NaN where distances are not checked."""
+
+    def drop(self, client: int, reason: str) -> None:
+        """Leave a client out; the first reason given for it is kept."""
+        self.dropped.setdefault(client, reason)
+
+    def add(self, replies: Replies) -> None:
+        """Add the replies of a chunk of the cohort, or hold them until all have arrived."""
+        if self._admission is None:
+            self._pass(replies)
+            return
+        if self._admission.max_norm is not None:
+            sent = {name: t for name, t in replies.sent.items() if not isinstance(self._algorithm.blocks[name], Buffers)}
+            ids = replies.ids
+            start = was_sent(self._algorithm, self._server, ids, replies.n.device, sent) if sent else {}
+            norms = distances(sent, start) if sent else torch.zeros(len(ids))
+            self._norms |= dict(zip(ids.tolist(), norms.tolist(), strict=True))
+            for name, t in flatten(replies.reported).items():
+                sizes = t.double().abs().reshape(len(ids), -1).amax(1) if t.numel() else t.new_zeros(len(ids))
+                self._sizes.setdefault(name, {}).update(zip(ids.tolist(), sizes.tolist(), strict=True))
+        self._check_statistics(replies)
+        self._held.append(replies)
+
+    def _check_statistics(self, replies: Replies) -> None:
+        """Leave out clients whose norms have negative variances, of which the server's would make NaN; their size has no bound."""
+        for name in replies.sent:
+            if isinstance(self._algorithm.blocks[name], Buffers):
+                leaves = self._algorithm.layout(name).leaves(replies.sent[name]["loc"])
+                variances = [t.reshape(len(replies.ids), -1) for leaf, t in leaves.items() if leaf.endswith("running_var")]
+                for client in replies.ids[(torch.cat(variances, 1).amin(1) < 0).cpu().numpy()].tolist():
+                    self.drop(client, f"its {name} have negative variances")
+
+    def _pass(self, replies: Replies) -> None:
+        self._sum.add(replies)
+        self.taken += len(replies.ids)
+        self._losses.append(replies.losses)
+
+    def close(self) -> list[int]:
+        """Add the replies that are taken to the sum, in the order of a simulation whatever the order in which they arrived.
+
+        Returns:
+            The ids of clients whose reply, or training, was not taken.
+        """
+        if self._admission is not None:
+            self._compare(self._admission)
+        for client, reason in self.dropped.items():
+            log.warning("round %d: %s is left out: %s", self._round, called(client, self._names), reason)
+        for replies in sorted(self._held, key=lambda held: (-float(held.n[0]), int(held.ids[0]))):  # in a simulation's order
+            if (kept := ~np.isin(replies.ids, list(self.dropped))).any():
+                self._pass(replies if kept.all() else replies.of(kept))
+        return list(self.dropped)
+
+    def _compare(self, admission: Admission) -> None:
+        """Leave out clients that went absurdly far, or that report absurdly large numbers."""
+        norms = {client: norm for client, norm in self._norms.items() if client not in self.dropped}
+        limit = admission.limit(list(norms.values()), self._shares[list(norms)], self._earlier)
+        for client, norm in norms.items():
+            if norm > (own := limit * max(1.0, self._shares[client])):
+                self.drop(client, f"it went {norm:.3g} from what it was sent, more than {own:.3g}")
+        for name, sizes in self._sizes.items():
+            known = {client: size for client, size in sizes.items() if client not in self.dropped}
+            limit = admission.report_limit(list(known.values()), self._shares[list(known)])
+            for client, size in known.items():
+                if size > (own := limit * max(1.0, self._shares[client])):
+                    self.drop(client, f"its {name} goes up to {size:.3g}, more than {own:.3g}")
+        if inside := {client: norm for client, norm in norms.items() if client not in self.dropped}:
+            self.usual = usual(list(inside.values()), self._shares[list(inside)])
+
+    def loss(self) -> float:
+        """Return the mean negative log likelihood of training, in nats, over the clients that were taken; NaN if none reports it."""
+        losses = np.concatenate(self._losses) if self._losses else np.empty(0)
+        known = losses[~np.isnan(losses)]
+        return float(torch.from_numpy(known).mean()) if len(known) else math.nan
+
+    def server(self) -> Server:
+        """Return the server's next state from the replies that were taken.
+
+        Raises:
+            DivergenceError: The next state is not finite, and bad clients stop the run.
+            FailedRound: The next state is not finite although each reply was, and bad clients are skipped.
+        """
+        try:
+            return self._sum.server()
+        except DivergenceError as error:
+            if error.client is not None or self._admission is None or not self._admission.skips:
+                raise
+            raise FailedRound(f"what the replies of round {self._round}, counted from 0, make together is not finite") from error
+
+
+def was_sent(algorithm: Algorithm, server: Server, ids: np.ndarray, device: torch.device, blocks: Iterable[str]) -> dict[str, Tensors]:
+    """Return, for each of `blocks`, what the server sent to the clients `ids`: the same to all [...], or to each its own [C, ...]."""
+    common, addressed = algorithm.share(server, torch.from_numpy(ids).to(device))
+    return {name: addressed.get(name, common.get(name, {})) for name in blocks}

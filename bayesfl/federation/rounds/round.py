@@ -1,0 +1,175 @@
+"""One round of a federation: which clients are asked, which replies are taken, and how the server combines them.
+
+A `Transport` carries the messages, on one machine or between many.
+"""
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any, Protocol
+
+import numpy as np
+
+from bayesfl.base.protocols import Server
+from bayesfl.composition.algorithm import Algorithm
+from bayesfl.federation.errors import BadClients, FailedRound, called
+from bayesfl.federation.rounds.admission import Admission, Declared, check_cohort, check_replies
+from bayesfl.federation.rounds.replies import AggregationRun, OpenSum, Replies, ReplyFilter
+from bayesfl.federation.settings import Settings
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The rules that all rounds of a run share.
+
+    Args:
+        algorithm: The method.
+        settings: The run's settings.
+        clients: Number of clients.
+        declared: Shape and dtype of every tensor that a client sends, from `Algorithm.uplink`.
+        admission: Which replies are taken.
+        aggregation: Who is in a cohort, and how their replies are added up.
+        names: The clients' names, for messages; none where the server does not know them.
+    """
+
+    algorithm: Algorithm
+    settings: Settings
+    clients: int
+    declared: Declared
+    admission: Admission
+    aggregation: AggregationRun
+    names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Round:
+    """A request to the clients for one attempt at a round.
+
+    Args:
+        number: Number of rounds done before.
+        attempt: Number of earlier attempts at this round.
+        server: The server's state.
+        cohort: Ids of the clients that train and send, ascending.
+        rest: Ids of the clients that only train, ascending.
+        declared: Shape and dtype of every tensor that a client of the cohort sends.
+    """
+
+    number: int
+    attempt: int
+    server: Server
+    cohort: np.ndarray
+    rest: np.ndarray
+    declared: Declared
+
+
+@dataclass(frozen=True)
+class Absence:
+    """A record that a client has no part in a round.
+
+    Args:
+        client: The client's id.
+        reason: The reason, in words.
+        lost: True if the client did not answer; False if it answered, but not as it should.
+    """
+
+    client: int
+    reason: str
+    lost: bool = False
+
+
+class Transport(Protocol):
+    """A carrier of one attempt at a round: it takes the server's state to the clients and brings their replies back."""
+
+    @property
+    def trusted(self) -> bool:
+        """Say whether replies need no checks when a bad client would stop the run, because this process has computed them itself."""
+        ...
+
+    @property
+    def counts(self) -> np.ndarray:
+        """Return the numbers of training examples of all clients, [J], 0 where unknown; available once the clients are asked."""
+        ...
+
+    @property
+    def apart(self) -> float:
+        """Return the seconds of the round spent on other work, such as measuring; available once all answers have arrived."""
+        ...
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Return the history's columns on where the time was spent, in seconds; available once all answers have arrived."""
+        ...
+
+    @property
+    def traffic(self) -> dict[str, float]:
+        """Return the columns `bytes_up` and `bytes_down`; available once all answers have arrived."""
+        ...
+
+    def asked(self, round: Round) -> AbstractContextManager[Iterator[Replies | Absence]]:
+        """Ask the clients of a round, and give an iterator over their answers, which come in any order.
+
+        A client of the cohort answers once; of the other clients only absences are reported. If the context is left by an exception,
+        clients return to the states that they had before the round.
+        """
+        ...
+
+    def commit(self, dropped: Collection[int]) -> None:
+        """Make the new state of the clients that were taken permanent; clients in `dropped` return to the state before the round."""
+        ...
+
+
+def run_round(
+    rules: Rules, server: Server, number: int, history: Iterable[Mapping[str, Any]], transport: Transport, *, attempt: int = 0
+) -> tuple[Server, dict[str, Any]]:
+    """Run one round.
+
+    Args:
+        rules: The run's rules.
+        server: The server's state.
+        number: Number of rounds done before.
+        history: The rows of the rounds before.
+        transport: Carries this attempt alone.
+        attempt: Number of earlier attempts at this round.
+
+    Returns:
+        The server's next state, and the history's row of this round.
+
+    Raises:
+        DivergenceError: A client's training is not finite and bad clients stop the run, or the server's next state is not finite.
+        BadClients: A reply is missing or bad, and bad clients stop the run.
+        FailedRound: Fewer replies were taken than a round needs, or, where bad clients are skipped, the server's next state is not finite.
+    """
+    start = perf_counter()
+    algorithm, admission, aggregation = rules.algorithm, rules.admission, rules.aggregation
+    cohort = aggregation.cohort(number)
+    check_cohort(len(cohort), number, aggregation.least)
+    rest = np.setdiff1d(np.arange(rules.clients), cohort) if rules.settings.train == "all" else cohort[:0]
+    total = aggregation.begin(server, number, cohort)
+    looks = admission.skips or not transport.trusted
+    lost: set[int] = set()
+    with transport.asked(Round(number, attempt, server, cohort, rest, rules.declared)) as answers:
+        filter = ReplyFilter(algorithm, server, total, admission if looks else None, number, history, transport.counts, rules.names)
+        for answer in answers:
+            if isinstance(answer, Replies):
+                filter.add(answer)
+            else:
+                filter.drop(answer.client, answer.reason)
+                lost |= {answer.client} if answer.lost else set()
+        dropped = filter.close()
+        if dropped and not admission.skips:
+            bad = "; ".join(f"{called(client, rules.names)}: {filter.dropped[client]}" for client in dropped)
+            raise BadClients(f"round {number}, counted from 0: {bad}")
+        transport.commit(dropped)
+        missing = len(lost.intersection(cohort.tolist()))
+        counted = {"lost": missing, "rejected": len(cohort) - missing - filter.taken, **transport.traffic}
+        try:
+            check_replies(filter.taken, number, aggregation.least)
+            server = filter.server()
+        except FailedRound as error:
+            error.row |= counted if isinstance(total, OpenSum) else counted | {"bytes_up": math.nan}  # other sums count their own bytes
+            raise
+    row = {"round": number + 1, "cohort": filter.taken, "seconds": perf_counter() - start - transport.apart, **transport.seconds}
+    row |= {"train_nll": filter.loss(), **counted} | ({"uplink_norm": filter.usual} if looks else {})
+    return server, row | total.row()

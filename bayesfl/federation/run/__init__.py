@@ -1,0 +1,1 @@
+"""Runs: `simulate`, its result, loading and going on."""

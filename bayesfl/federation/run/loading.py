@@ -1,0 +1,149 @@
+"""Loading of saved runs, with checks against the method and the data for which they are loaded."""
+
+import os
+from dataclasses import replace
+from functools import singledispatch
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from bayesfl.base.checks import instance
+from bayesfl.base.files import folder
+from bayesfl.base.protocols import Server, View
+from bayesfl.base.trees import alike, flatten
+from bayesfl.composition.algorithm import Algorithm
+from bayesfl.data import FederatedData
+from bayesfl.data.names import same_classes
+from bayesfl.data.tables.frames import same_columns
+from bayesfl.federation.errors import CheckpointError
+from bayesfl.federation.run.result import Result
+from bayesfl.federation.settings import METHOD, of_a_run, present
+from bayesfl.federation.store import files
+from bayesfl.federation.store.identity import identity, same_data, same_method, same_network
+
+
+def load(
+    path: str | os.PathLike[str], algorithm: Algorithm, clients: FederatedData | None = None, *, device: torch.device | str = "cpu"
+) -> Result:
+    """Load a saved run.
+
+    Without data the result has its history, settings and server, and the models of clients that need no training data to predict; with
+    data it has everything.
+
+    Args:
+        path: The folder that `Result.save` wrote, or the folder of `simulate`'s checkpoints, of which the newest undamaged one is loaded.
+        algorithm: The method that made the run.
+        clients: The data on which the run was made; None to load it without.
+        device: The device for its state.
+
+    Raises:
+        TypeError: `algorithm` is no `Algorithm`, or `clients` is no `FederatedData`.
+        ValueError: The device is absent, or the data's columns or classes have other names than those of the run, or another order.
+        CheckpointError: The folder holds no run of `simulate`, or one that is damaged or was made with another method or on other data.
+    """
+    if clients is not None:
+        of_a_run(algorithm, clients)
+    result, made_with = _read(path, algorithm, device)
+    same_method(repr(str(path)), made_with, algorithm)
+    _check(repr(str(path)), algorithm, result)
+    return result if clients is None else on(result, clients, repr(str(path)))
+
+
+@singledispatch
+def reloaded(run: Any, path: str | os.PathLike[str]) -> Any:
+    """Return a state of the run, a `Result` or one of another kind that has registered how it is read, that its `save` wrote.
+
+    Raises:
+        CheckpointError: As by `load`.
+    """
+    return load(path, run.algorithm, run.data, device=run.device)
+
+
+def started(start: Result | str | os.PathLike[str], algorithm: Algorithm, device: torch.device) -> Result:
+    """Return the run from whose state another begins, of this method's network and with its tensors; the method's options may differ.
+
+    Raises:
+        TypeError: `start` is neither a result nor a folder, or `algorithm` is no `Algorithm`.
+        CheckpointError: The folder holds no run, or the state is one of another network or of another shape.
+    """
+    if not isinstance(start, Result | str | os.PathLike):
+        raise TypeError(
+            f"start must be a Result or a saved one's folder, got {type(start).__name__}; bayesfl.flower.serve(start=) takes a Deployed"
+        )
+    what = "start" if isinstance(start, Result) else repr(str(start))
+    found, made_with = (start, identity(start.algorithm)) if isinstance(start, Result) else _read(folder("start", start), algorithm, device)
+    same_network(what, made_with, algorithm)
+    _check(what, algorithm, found)
+    return found
+
+
+def _check(what: str, algorithm: Algorithm, run: Result) -> None:
+    about = {"clients": run.known.clients, "dtype": run.dtype, "stacked": True, "novel": run.novel}
+    check_state(what, algorithm, run.server, run.private, **about)
+
+
+def _read(path: str | os.PathLike[str], algorithm: Algorithm, device: torch.device | str) -> tuple[Result, dict[str, Any]]:
+    """Return a saved run as its file has it, and the identity of the method that made it."""
+    instance("algorithm", algorithm, Algorithm, METHOD)
+    device = present(device)
+    found = files.read(path, files.RUN, device)
+    return Result(device=device, **{**found, "algorithm": algorithm}), found["algorithm"]
+
+
+def resumed(run: Result | str | os.PathLike[str], algorithm: Algorithm, clients: FederatedData, device: torch.device) -> Result:
+    """Return a run that is to go on with this method, which must have made it, on these data, on which it must have been made.
+
+    Raises:
+        TypeError: `run` is neither a result nor a folder, or another argument has the wrong type.
+        ValueError: The data's columns or classes have other names, or another order.
+        CheckpointError: As by `load`.
+    """
+    of_a_run(algorithm, clients)
+    if not isinstance(run, Result):
+        return load(folder("resume", run), algorithm, clients, device=device)
+    same_method("the result", identity(run.algorithm), algorithm)
+    return on(run, clients, "the result")
+
+
+def on(result: Result, clients: FederatedData, what: str) -> Result:
+    """Return a result with the data on which it was made."""
+    if result.known.hash != clients.hash:
+        same_data(what, result.known.outline, clients)
+    same_columns("clients", clients.columns, result.known.columns)
+    same_classes("clients", clients.class_names, result.known.class_names)
+    return replace(result, known=clients)
+
+
+def check_state(
+    what: str, algorithm: Algorithm, server: Server, private: View, *, clients: int, dtype: torch.dtype, stacked: bool, novel: bool = False
+) -> None:
+    """Check that a state has the tensors that the method keeps, with their dtypes and shapes.
+
+    What a method holds on the server beyond its blocks may grow along its first axis, as models of clusters do, unless that axis is the
+    clients'.
+
+    `stacked` says that `private` has the rows of all clients, [J, ...], and not the state of one; `novel` that they joined after training.
+
+    Raises:
+        CheckpointError: A tensor is missing or unknown, or has another dtype or shape.
+    """
+    start = algorithm.init(clients, dtype=dtype)
+    start = algorithm.newcomers(start, clients) if novel else start
+    own = algorithm.rows(start)
+    own = tree_map(lambda t: t.expand(clients, *t.shape), own) if stacked else own
+    wanted = flatten({"server": start, "private": own})
+    found = flatten({"server": server, "private": private})
+
+    def fits(name: str) -> bool:
+        free = name.removeprefix("server.") in algorithm.free(clients)
+        return name in wanted and name in found and alike(wanted[name], found[name], free=free)
+
+    def picture(name: str, tensors: dict[str, Any]) -> str:
+        return f"{tensors[name].dtype} {list(tensors[name].shape)}" if name in tensors else "absent"
+
+    if wrong := sorted(name for name in wanted.keys() | found.keys() if not fits(name)):
+        raise CheckpointError(
+            f"{what} holds another state than the method keeps: {wrong[0]} is {picture(wrong[0], found)}, not {picture(wrong[0], wanted)}"
+            + (f", and {len(wrong) - 1} more" if len(wrong) > 1 else "")
+        )

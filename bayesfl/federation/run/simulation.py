@@ -1,0 +1,334 @@
+"""Federated training on one machine: rounds of local work in chunks of clients, each followed by the server's update."""
+
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch.utils._pytree import tree_map
+
+from bayesfl.base.checks import whole
+from bayesfl.base.described import described
+from bayesfl.base.files import folder
+from bayesfl.base.protocols import Server
+from bayesfl.composition.algorithm import Algorithm
+from bayesfl.data import ClientData, FederatedData
+from bayesfl.engine import Engine
+from bayesfl.engine.crew import Crew
+from bayesfl.evaluation.history import PREFIXES, History
+from bayesfl.evaluation.own_measures import Measure, check_measures, measured
+from bayesfl.evaluation.predictions import Collector, Predictions
+from bayesfl.federation.clients import predict, tuning
+from bayesfl.federation.clients.local import Local, State, private_rows, touched
+from bayesfl.federation.errors import DivergenceError, FailedRound
+from bayesfl.federation.fits import check
+from bayesfl.federation.rounds.admission import Admission, attempts
+from bayesfl.federation.rounds.faults import FaultPlan
+from bayesfl.federation.rounds.one_machine import OneMachine
+from bayesfl.federation.rounds.replies import Aggregation, OpenAggregation
+from bayesfl.federation.rounds.round import Rules, run_round
+from bayesfl.federation.run import warm
+from bayesfl.federation.run.callbacks import Callback, checked, ended, finished, over
+from bayesfl.federation.run.loading import resumed, started
+from bayesfl.federation.run.result import Result
+from bayesfl.federation.settings import Settings, of_a_run, precision, present
+from bayesfl.federation.store import files
+from bayesfl.federation.store.identity import differences, told
+
+
+def simulate(
+    algorithm: Algorithm,
+    clients: FederatedData,
+    *,
+    rounds: int,
+    participation: float = 1.0,
+    sampling: Literal["fixed", "bernoulli"] | None = None,
+    train: Literal["cohort", "all"] | None = None,
+    seed: int = 0,
+    evaluate_every: int | None = 1,
+    engine: Engine | None = None,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    resume: "Result | str | os.PathLike[str] | None" = None,
+    start: "Result | str | os.PathLike[str] | None" = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    every: int = 1,
+    admission: Admission | None = None,
+    aggregation: Aggregation | None = None,
+    faults: FaultPlan | None = None,
+    on_round: Sequence[Callback] = (),
+    measures: Mapping[str, Measure] = {},
+    progress: bool | None = None,
+) -> Result:
+    """Train a federation on this machine.
+
+    Args:
+        algorithm: A method, from `bf.algorithms` or composed.
+        clients: The clients' data.
+        rounds: Number of rounds in all, including those of a resumed run; learning-rate schedules depend on it.
+        participation: Expected share of the clients whose work is gathered in a round, in (0, 1].
+        sampling: How a cohort is drawn: `fixed` number of clients, or `bernoulli`; None for the method's default.
+        train: Which clients train: the `cohort`, or `all`, of whom only the cohort is gathered; None for the method's default.
+        seed: The same seed gives the same draws, whatever the engine.
+        evaluate_every: Rounds between evaluations; the last round is always evaluated, also where a callback ends the run (but for
+            `before_pool_` columns, which only a planned evaluation has). None: never.
+        engine: How the run is computed. It changes only speed and rounding, and under `ClientPrivacy` the noise. None for `Engine()`.
+        device: The device that computes.
+        dtype: The floating-point type of data and state.
+        resume: A result, or the folder of a saved one or of checkpoints: this run continues from it bit for bit. A result of `adapt` cannot
+            be resumed.
+        start: A result, or the folder of a saved run, from whose state this run begins: next month's rows, further clients, another
+            learning rate. Clients are matched by name and go on with their private state; new ones begin as in `Result.adapt`. The network
+            must be the same, its frozen weights included, and the state must have the shapes of this method; columns and classes must have
+            the same names in the same order. Rounds are counted anew. None for the method's own start.
+        checkpoint: A folder for checkpoints of this run. If it holds some, the run continues from the newest undamaged one, so that one
+            command can be repeated; method, data and settings must then be the same, and `start`, if it is given. The two newest are kept;
+            an interruption never leaves a partly written one.
+        every: Rounds between checkpoints; a checkpoint is always written after the last round.
+        admission: Which replies are taken, and what happens to a round with too few. None for `Admission("skip")` if there are `faults`,
+            otherwise for `Admission("stop")`, which stops the run when a client's training is no longer finite.
+        aggregation: How the cohort's uplinks are added up: `bayesfl.SecureSum` or `bayesfl.ClientPrivacy`; None if the server may see every
+            uplink.
+        faults: A plan of simulated faults, see `bayesfl.faults`; None for none.
+        on_round: Callbacks, called one after another after every round with the run so far, see `bayesfl.callbacks`; one that returns True
+            ends the run. A resumed run calls them first for the round that it goes on from: ended by one, it stays so.
+        measures: {name: function} of measures beside the library's own, each from one client's predictions and its labels to a number; the
+            mean over clients becomes a column such as `personal_name`.
+        progress: Whether to show a progress bar; None shows one if standard error is a terminal.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: An argument is out of range, or does not fit the method or the data; the message names it and the remedy.
+        ImportError: `ClientPrivacy` needs dp-accounting, which is not installed.
+        CheckpointError: The run to resume is damaged, or was made with another method or on other data; or that to start from is damaged,
+            or of another network.
+        DivergenceError: Training is no longer finite; the error carries the result up to the last finite round.
+        FailedRound: With `below_minimum="repeat"`, a round failed three times.
+    """
+    of_a_run(algorithm, clients)
+    aggregation = OpenAggregation() if aggregation is None else aggregation
+    if isinstance(aggregation, type) or not isinstance(aggregation, Aggregation):
+        raise TypeError(
+            f"aggregation must be a SecureSum or a ClientPrivacy, got {aggregation!r}; build one, as bayesfl.SecureSum(), or leave it out"
+        )
+    if aggregation.sampling is not None and sampling is not None:
+        raise ValueError(
+            f"{type(aggregation).__name__} draws its own cohorts ({aggregation.sampling}), got {sampling!r}; leave sampling out"
+        )
+    if not isinstance(admission, Admission | None):
+        raise TypeError(f"admission must be an Admission, got {admission!r}; build one, as bf.Admission('skip', min_clients=3)")
+    admission = admission or Admission("stop" if faults is None else "skip")
+    if faults is not None and not callable(faults):
+        raise TypeError(f"faults must be a plan of bayesfl.faults, such as at_random(0.1), got {faults!r}")
+    if faults is not None and not admission.skips:
+        raise ValueError("faults need admission=Admission('skip'): the first of them would stop the run")
+    settings = Settings(
+        rounds=rounds,
+        participation=participation,
+        sampling=aggregation.sampling or (algorithm.sampling if sampling is None else sampling),
+        train=algorithm.train if train is None else train,
+        seed=seed,
+        evaluate_every=evaluate_every,
+        aggregation=aggregation.name,
+    )
+    if not isinstance(engine, Engine | None):
+        raise ValueError(f"engine must be an Engine, got {engine!r}; a kernel is chosen by engine=bf.Engine(kernel=...)")
+    whole("every", every, least=1)
+    callbacks = checked(on_round)
+    check_measures(measures)
+    if start is not None and resume is not None:
+        raise ValueError("start begins a new run, resume goes on with one: pass one of them")
+    if start is not None and settings.sampling == "poisson":
+        raise ValueError("start begins from what another run has released, which the epsilon of ClientPrivacy would not count; use resume=")
+    precision(dtype)
+    device = present(device)
+    goes_on = _from_where(resume, checkpoint)
+    before = None if start is None or goes_on is not None else warm.from_where(start, algorithm, clients, seed=seed, device=device)
+    check(algorithm, clients)
+    if evaluate_every is not None and "test" not in clients.splits:
+        raise ValueError("the data have no test split to evaluate on; give them one, or pass evaluate_every=None")
+    if evaluate_every is not None:
+        tuning.check_tunable(algorithm, clients)
+    repeats = 0
+    if goes_on is None:
+        result = _begun(algorithm, clients, settings, engine or Engine(), before, device=device, dtype=dtype)
+    else:
+        saved = resumed(goes_on, algorithm, clients, device)
+        result = _under(saved, settings, engine, device, dtype)
+        if start is not None:
+            warm.refuse_other_start(checkpoint, result.began, warm.origin(started(start, algorithm, device)))
+        repeats = 0 if isinstance(goes_on, Result) else max(0, files.newest(goes_on) - saved.round)
+    if (result.steps and result.round < settings.rounds) or (before is not None and before.steps):
+        warnings.warn(
+            "the run that this one goes on from is calibrated, and training changes its predictions: the steps are dropped; calibrate "
+            "the new result",
+            stacklevel=2,
+        )
+    result = replace(result, tolerant=admission.skips)
+    admission.check(settings.largest(clients.clients))
+    if checkpoint is not None:
+        files.refuse_nameless(described(algorithm), described(clients.outline))  # not when the first checkpoint is due
+    run = aggregation.start(result, admission, every=None if checkpoint is None else every, repeats=repeats)
+    rules = Rules(algorithm, settings, clients.clients, algorithm.uplink(dtype), admission, run, clients.client_names)
+    with result.engine.crew(device) as crew:
+        result = _rounds(result, clients.to(device, dtype), crew, progress, checkpoint, every, rules, faults, callbacks, measures)
+    return finished(callbacks, result)
+
+
+def _from_where(
+    resume: "Result | str | os.PathLike[str] | None", checkpoint: str | os.PathLike[str] | None
+) -> "Result | str | os.PathLike[str] | None":
+    """Return the result or folder from which this run goes on, None for a run that begins; prepare the folder for checkpoints.
+
+    Raises:
+        ValueError: The folder is a file, or holds a saved result, or checkpoints beside a `resume` from elsewhere.
+    """
+    if checkpoint is None:
+        return resume
+    held = files.claim(folder("checkpoint", checkpoint))
+    if resume is None:
+        return checkpoint if held else None
+    if held and (isinstance(resume, Result) or os.path.realpath(resume) != os.path.realpath(checkpoint)):
+        raise ValueError(
+            f"checkpoint folder {str(checkpoint)!r} holds a run already, with which it goes on where resume is left out; or pass another "
+            "folder"
+        )
+    return resume
+
+
+def _begun(
+    algorithm: Algorithm,
+    clients: FederatedData,
+    settings: Settings,
+    engine: Engine,
+    before: Result | None,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Result:
+    """Return a run before its first round: the method's own start, or the state of the run before, with new clients adapted to it."""
+    trained = clients.clients if settings.train == "all" else settings.fixed_size(clients.clients)
+    engine = replace(engine, chunk=engine.chunk_size(trained, algorithm, device))
+    if before is None:
+        server, new = algorithm.init(clients.clients, seed=settings.seed, dtype=dtype, device=device), np.arange(0)
+        begin = State(server, private_rows(algorithm, server, clients.clients), 0)
+    else:
+        begin, new = warm.continued(before, algorithm, clients.client_names, dtype=dtype, device=device)
+    about = {"device": device, "dtype": dtype, "began": warm.origin(before)}
+    result = Result(algorithm, clients, settings, engine, 0, begin.server, begin.private, History(), **about)
+    if len(new) and algorithm.adapt:
+        with engine.crew(device) as crew:
+            result.local(clients.to(device, dtype).train).adapt(begin, crew, ids=new)
+    return result
+
+
+def _under(saved: Result, settings: Settings, engine: Engine | None, device: torch.device, dtype: torch.dtype) -> Result:
+    """Return a copy of a saved run under new settings.
+
+    `rounds`, `evaluate_every` and the number of workers may change; any other change would make it another experiment.
+    """
+    if saved.novel:
+        raise ValueError(
+            "resume is a result of adapt: its clients joined after training, and the server holds nothing of theirs to go on from; "
+            "resume the federation's own result, or train a federation that has them"
+        )
+    if settings.rounds < saved.round:
+        raise ValueError(f"rounds counts all rounds, and {saved.round} are already done; got {settings.rounds}")
+    given = engine or saved.engine
+    engine = replace(saved.engine, workers=given.workers)
+    now = {**vars(settings), "dtype": dtype, "device": device, "kernel": given.kernel, "chunk": given.chunk or engine.chunk}
+    free = {"rounds": settings.rounds, "evaluate_every": settings.evaluate_every, "kernel": engine.kernel, "chunk": engine.chunk}
+    then = {**vars(saved.settings), "dtype": saved.dtype, "device": saved.device, **free}
+    if apart := differences(then, now):
+        raise ValueError(f"a run that goes on keeps its settings, {told(apart)}; pass the saved ones, or begin another run")
+    own = {"private": tree_map(torch.clone, saved.private), "history": History(saved.history.rows), "chosen": None}
+    return replace(saved, settings=settings, engine=engine, **own)
+
+
+def _rounds(
+    result: Result,
+    data: FederatedData,
+    crew: Crew,
+    progress: bool | None,
+    checkpoint: str | os.PathLike[str] | None,
+    every: int,
+    rules: Rules,
+    faults: FaultPlan | None,
+    callbacks: Sequence[Callback],
+    measures: Mapping[str, Measure],
+) -> Result:
+    from tqdm import tqdm
+
+    settings, local = result.settings, result.local(data.train)
+    before_pool = touched(result.algorithm)  # else predictions before aggregation are of a part that no one has trained yet
+    stopped = over(callbacks, result)
+    measure = "personal_accuracy" if data.task == "classification" else "personal_rmse"
+    with tqdm(total=settings.rounds, initial=result.round, unit="round", disable=None if progress is None else not progress) as bar:
+        while result.round < settings.rounds and not stopped:
+            test = data.test if settings.evaluates(result.round) else None
+
+            def once(
+                attempt: int, result: Result = result, test: ClientData | None = test
+            ) -> tuple[Server, dict[str, Any], Collector | None]:
+                transport = OneMachine(local, result.state, crew, test if before_pool else None, faults)
+                return *run_round(rules, result.server, result.round, result.history, transport, attempt=attempt), transport.before
+
+            try:
+                tried = attempts(rules.admission, once)
+            except DivergenceError as error:
+                error.result = result
+                raise
+            nothing = isinstance(tried, FailedRound)
+            server, row, before = (result.server, {"round": result.round + 1, "cohort": 0, **tried.row}, None) if nothing else tried
+            result = replace(result, round=result.round + 1, server=server, steps=())
+            result.history.append(row)
+            if test is not None:
+                _evaluate(result, before, local, data, crew, measures)
+                bar.set_postfix({measure: f"{result.history[-1][measure]:.3f}"}, refresh=False)
+            if checkpoint is not None and (result.round % every == 0 or result.round == settings.rounds):
+                result.save_round(checkpoint)
+            bar.update()
+            stopped = ended(callbacks, result)
+    if stopped and settings.evaluate_every is not None and measure not in result.history[-1]:  # ended between evaluations
+        _evaluate(result, None, local, data, crew, measures)
+        ended(callbacks, result)  # once more, with the measures
+    if stopped and checkpoint is not None:
+        result.save_round(checkpoint)
+    return result
+
+
+def _evaluate(
+    result: Result, before: Collector | None, local: Local, data: FederatedData, crew: Crew, measures: Mapping[str, Measure]
+) -> None:
+    """Add the measures of the models to the last row of the history; an error carries the run as its `result`."""
+    row = result.history[-1]
+    try:
+        if before is not None and not before.empty:
+            row |= {f"before_pool_{key}": v for key, v in _summary(before.predictions(), data.test, measures).items()}
+        row |= _measure(local, result.state, data, crew, measures)
+    except Exception as error:  # in fine-tuning, or of a user's measure; the round itself is done
+        error.result = result  # type: ignore[attr-defined]  # on an error of any class, as a DivergenceError has it
+        raise
+
+
+def _summary(predictions: Predictions, split: ClientData, measures: Mapping[str, Measure]) -> dict[str, float]:
+    """Return the library's measures of some predictions, and the user's."""
+    found = predictions.summary(split)
+    return found | measured(measures, predictions, split, found)
+
+
+def _measure(local: Local, state: State, data: FederatedData, crew: Crew, measures: Mapping[str, Measure]) -> dict[str, float]:
+    """Return the history's columns that measure the models after aggregation."""
+    splits = {name: data.splits[name] for name in PREFIXES if name in data.splits}
+    value, row = tuning.tune(local, state, data, crew), {}
+    for (name, split), predictions in zip(
+        splits.items(), predict.personal(local, state, list(splits.values()), crew, value=value), strict=True
+    ):
+        row |= {f"{PREFIXES[name]}_{key}": value for key, value in _summary(predictions, split, measures).items()}
+    shared = predict.shared(local, state, data.test)
+    if shared is not None:
+        row |= {f"global_{key}": value for key, value in _summary(shared, data.test, measures).items()}
+    return row

@@ -1,0 +1,1 @@
+"""What a run is, and how it lies in files."""

@@ -1,0 +1,324 @@
+"""Files of runs, of clients' models and of what nodes keep: for each kind one table of its fields, by which it is written and read.
+
+A file is safetensors under format 5. Its metadata have two entries: `bayesfl`, JSON of everything that is no tensor, whose keys keep their
+order, and `digest`, the SHA-256 over that JSON and over name, dtype, shape and bytes of every tensor in the order of names. Tensors have
+dotted names, as `server.body.loc`. A saved result is the file `state.safetensors` in a folder of its own. A run in progress has checkpoints
+such as `round-000012.safetensors`: the two newest are kept, so that one remains if the other is damaged.
+
+Every file is written under a temporary name, flushed and renamed, and then the folder is flushed, so that a process killed at any time
+leaves no partly written file. Temporary files that a killed process has left are removed when its folder is used again.
+Nothing is pickled: loading executes no code.
+"""
+
+import json
+import os
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from bayesfl.base import digest
+from bayesfl.base.described import anonymous
+from bayesfl.base.files import atomic_path, folder, remove_leftovers
+from bayesfl.base.inputs import as_tuples
+from bayesfl.base.trees import detached, nest
+from bayesfl.data.outline import Outline
+from bayesfl.data.tables.columns import Columns
+from bayesfl.engine import Engine
+from bayesfl.evaluation.calibration import Abstention, Bias, Choice, Conformal, Fitted, Step, Temperature
+from bayesfl.evaluation.history import History
+from bayesfl.federation.errors import CheckpointError, OtherFileError
+from bayesfl.federation.settings import DTYPES, Settings, name_of
+from bayesfl.federation.store.identity import Chosen, identity
+
+FORMAT = 5
+STATE = "state.safetensors"
+ROUND = re.compile(r"round-(\d{6,})\.safetensors")
+KEPT = 2
+STEPS: dict[str, type] = {kind.__name__: kind for kind in (Choice, Temperature, Bias, Conformal, Abstention)}
+"""Steps of calibration by their names in files."""
+
+
+class Entry(NamedTuple):
+    """How a field is written, as JSON, tensors, and mappings of these, and how it is read from them."""
+
+    write: Callable[[Any], Any] = lambda value: value
+    read: Callable[[Any], Any] = lambda found: found
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of file.
+
+    Args:
+        name: Its name in the file.
+        what: What it is, for error messages.
+        reader: What reads it, for error messages.
+        fields: How each of its fields is written and read; {} for any mapping of tensors and plain values, as they are.
+    """
+
+    name: str
+    what: str
+    reader: str
+    fields: Mapping[str, Entry]
+
+
+def described_steps(steps: Sequence[Step]) -> list[dict[str, Any]]:
+    """Return what a file says of steps of calibration, JSON-able.
+
+    Raises:
+        ValueError: A step is none of bayesfl's.
+    """
+    if other := [type(step).__name__ for step in steps if type(step) not in STEPS.values()]:
+        raise ValueError(f"the step {other[0]} cannot be saved, as its code would be needed to read it; bayesfl's are {list(STEPS)}")
+    plain = [json.loads(json.dumps(asdict(step), default=lambda number: number.item())) for step in steps]  # pyright: ignore[reportArgumentType] (bayesfl's steps are dataclasses)
+    return [{"step": type(step).__name__, "options": options} for step, options in zip(steps, plain, strict=True)]
+
+
+def read_steps(found: Sequence[Mapping[str, Any]]) -> tuple[Step, ...]:
+    """Return the steps that a file describes, without what they have learnt."""
+    return tuple(STEPS[one["step"]](**one["options"]) for one in found)
+
+
+def _write_fitted(steps: Sequence[Fitted]) -> dict[str, Any]:
+    said = described_steps([one.step for one in steps])
+    return {
+        str(place): {**about, "told": dict(one.told), "own": dict(one.own)}
+        for place, (about, one) in enumerate(zip(said, steps, strict=True))
+    }
+
+
+def _read_fitted(found: Mapping[str, Any]) -> tuple[Fitted, ...]:
+    ordered = [found[str(place)] for place in range(len(found))]
+    parts = [[{name: t.cpu() for name, t in one[part].items()} for part in ("told", "own")] for one in ordered]  # applied on the CPU
+    return tuple(Fitted(step, *both) for step, both in zip(read_steps(ordered), parts, strict=True))
+
+
+def optional(entry: Entry) -> Entry:
+    """Return the entry of a field that may be None."""
+    return Entry(*(lambda value, of=of: None if value is None else of(value) for of in entry))
+
+
+PLAIN = Entry()
+WHOLE = Entry(read=int)
+TUPLE = Entry(read=as_tuples)
+METHOD = Entry(identity, dict)
+SETTINGS = Entry(asdict, lambda found: Settings(**found))
+HISTORY = Entry(lambda history: history.rows, History)
+DTYPE = Entry(name_of, DTYPES.__getitem__)
+FITTED = Entry(_write_fitted, _read_fitted)
+COLUMNS = optional(Entry(Columns.to_json, Columns.from_json))
+
+RUN = Kind(
+    "run",
+    "a run of bf.simulate",
+    "bf.load(path, algorithm) reads it, and bf.simulate(start=path) begins from it",
+    {
+        "algorithm": METHOD,
+        "known": Entry(lambda known: asdict(known.outline), Outline.read),
+        "settings": SETTINGS,
+        "engine": Entry(asdict, lambda found: Engine(**found)),
+        **dict.fromkeys(("server", "private", "novel", "tolerant", "began", "calibrated"), PLAIN),
+        "round": WHOLE,
+        "history": HISTORY,
+        "dtype": DTYPE,
+        "chosen": optional(Entry(list, lambda found: Chosen(*found))),
+        "steps": FITTED,
+    },
+)
+CLIENT = Kind(
+    "client",
+    "a client's own model",
+    "bf.load_client(path, algorithm) reads it",
+    {
+        "algorithm": METHOD,
+        **dict.fromkeys(("name", "view", "value", "plug_in", "stored", "common", "calibrated", "written"), PLAIN),
+        **dict.fromkeys(("client", "round", "seed"), WHOLE),
+        **dict.fromkeys(("inputs", "class_names", "columns"), TUPLE),
+        "form": Entry(lambda form: form.described()),
+        "prepared": COLUMNS,
+        "steps": FITTED,
+    },
+)
+CLIENT_FILE = "client.safetensors"
+NODE = Kind(
+    "node", "what a node of a deployment over Flower keeps", "the node itself reads it; pass the server's folder of checkpoints", {}
+)
+
+
+def write(path: str | os.PathLike[str], kind: Kind, content: Mapping[str, Any], *, file: str = STATE) -> None:
+    """Write one file of the folder `path`, completely or not at all.
+
+    Raises:
+        TypeError: `path` is neither text nor a path.
+        ValueError: `path` is empty, or is a file, or lies under one; or the method or the data hold a function that cannot be recognised.
+    """
+    from importlib.metadata import version
+
+    from safetensors.torch import save_file
+
+    said = {name: kind.fields[name].write(content[name]) for name in kind.fields} or dict(content)
+    refuse_nameless(*(said.get(name) for name in ("algorithm", "known", "form")))
+    flat = detached(_part(said, tensors=True))
+    text = json.dumps({"kind": kind.name, "format": FORMAT, "version": version("bayesfl"), **_part(said, tensors=False)})
+    with atomic_path(_folder(path) / file) as temporary:
+        save_file(flat, str(temporary), metadata={"bayesfl": text, "digest": digest.of_tensors(text, flat)})
+
+
+def refuse_nameless(*descriptions: Any) -> None:
+    """Raise ValueError if a description has a function that could not be recognised."""
+    if any(map(anonymous, descriptions)):
+        raise ValueError(
+            "a function of the method or of the data has neither a name nor source text, as one made by eval; another would pass for it: "
+            "define it in a file or a notebook, by def"
+        )
+
+
+def write_round(path: str | os.PathLike[str], kind: Kind, content: Mapping[str, Any]) -> None:
+    """Write a checkpoint after `round` rounds, and remove all others except the one before it.
+
+    Raises:
+        ValueError: As by `write`.
+    """
+    write(path, kind, content, file=f"round-{content['round']:06d}.safetensors")
+    files = _rounds(Path(path))
+    later = [file for file in files if round_of(file) > content["round"]]
+    for file in later + [file for file in files if file not in later][KEPT:]:  # later ones were damaged: the run resumed before them
+        file.unlink(missing_ok=True)
+
+
+def read(path: str | os.PathLike[str], kind: Kind, device: torch.device | str = "cpu") -> dict[str, Any]:
+    """Return the fields of what `write` put into the folder `path`, from its newest undamaged file.
+
+    A warning is issued where a newer file is damaged.
+
+    Raises:
+        TypeError: `path` is neither text nor a path.
+        ValueError: `path` is empty.
+        CheckpointError: The folder holds nothing of this kind, or every file is damaged or of another format.
+    """
+    files, damage = held(folder("path", path)), []
+    if not files:
+        others = [file for pattern in (CLIENT_FILE, "state-*", "*/state-*", "*/*/state-*") for file in sorted(Path(path).glob(pattern))]
+        for file in others[:1]:
+            read_file(file, kind)
+        raise CheckpointError(f"{str(path)!r} holds no saved run: neither {STATE} nor a checkpoint round-*.safetensors is there")
+    for file in files:
+        try:
+            found = read_file(file, kind, device)
+        except OtherFileError:
+            raise
+        except CheckpointError as error:
+            damage.append(str(error))
+            continue
+        if damage:
+            warnings.warn(f"{'; '.join(damage)}; taking {file.name} instead", stacklevel=2)
+        return found
+    raise CheckpointError("; ".join(damage))
+
+
+def read_file(file: Path, kind: Kind, device: torch.device | str = "cpu") -> dict[str, Any]:
+    """Return the fields of one file, whose bytes its digest vouches for.
+
+    Raises:
+        CheckpointError: The file is damaged, or of another kind or format.
+    """
+    from safetensors import safe_open
+
+    try:
+        with safe_open(str(file), "pt") as opened:
+            header = opened.metadata() or {}
+            flat = {name: opened.get_tensor(name) for name in list(opened.keys())}
+        text = header.get("bayesfl", "")
+        whole = header.get("digest") == digest.of_tensors(text, flat)
+    except Exception as error:  # a damaged file may raise anything
+        raise CheckpointError(f"{str(file)!r} is damaged: {error}") from error
+    if not whole:
+        raise CheckpointError(f"{str(file)!r} is damaged, or not a file of bayesfl: its digest does not match")
+    try:
+        said = json.loads(text)
+        if (written := said.pop("format")) != FORMAT:
+            by = version if isinstance(version := said.get("version"), str) else "0.2"
+            raise OtherFileError(f"{str(file)!r} has format {written}, which bayesfl {by} wrote and reads, and this version does not")
+        if (found := said.pop("kind")) != kind.name:
+            other = {one.name: one for one in KINDS}[found]
+            raise OtherFileError(f"{str(file)!r} holds {other.what}, not {kind.what}: {other.reader}")
+        # Copies lie at aligned places, as those of the run did: sums over others may be grouped otherwise.
+        content = _joined(said, nest({name: t.to(device, copy=True) for name, t in flat.items()}))
+        return {name: entry.read(content[name]) for name, entry in kind.fields.items()} if kind.fields else content
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise CheckpointError(f"{str(file)!r} is not {kind.what} of this version: {type(error).__name__}, {error}") from error
+
+
+KINDS = [RUN, CLIENT, NODE]
+"""Every kind of file; a deployment adds its own."""
+
+
+def claim(path: str | os.PathLike[str]) -> list[Path]:
+    """Prepare the folder `path` for the checkpoints of one run, and remove temporary files that a killed process has left.
+
+    Returns:
+        The checkpoints in it, the newest first.
+
+    Raises:
+        ValueError: `path` is a file or lies under one, or the folder holds a saved result.
+    """
+    claimed = _folder(path)
+    remove_leftovers(claimed, ".safetensors")
+    if (claimed / STATE).is_file():
+        raise ValueError(f"checkpoint folder {str(path)!r} holds a saved result, {STATE}; keep checkpoints in a folder of their own")
+    return _rounds(claimed)
+
+
+def held(path: str | os.PathLike[str]) -> list[Path]:
+    """Return the files of saved runs in the folder `path`, the one to be read first."""
+    state = Path(path) / STATE
+    return [state] if state.is_file() else _rounds(Path(path))
+
+
+def round_of(file: Path) -> int:
+    """Return the round in a checkpoint's file name."""
+    match = ROUND.fullmatch(file.name)
+    assert match is not None
+    return int(match[1])
+
+
+def newest(path: str | os.PathLike[str]) -> int:
+    """Return the round of the newest checkpoint in a folder, damaged or not; 0 where there is none."""
+    found = _rounds(Path(path))
+    return round_of(found[0]) if found else 0
+
+
+def _part(tree: Mapping[str, Any], *, tensors: bool) -> dict[str, Any]:
+    """Return a nest of mappings with its tensors alone, or without them."""
+    inner = {key: _part(value, tensors=tensors) if isinstance(value, Mapping) else value for key, value in tree.items()}
+    return {
+        key: value
+        for key, value in inner.items()
+        if (bool(value) or not tensors if isinstance(value, dict) else isinstance(value, Tensor) == tensors)
+    }
+
+
+def _joined(said: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a nest of mappings with its tensors again."""
+    nested = {key: _joined(said[key], t) if isinstance(t, Mapping) and key in said else t for key, t in tensors.items()}
+    return {**said, **nested}
+
+
+def _folder(path: str | os.PathLike[str]) -> Path:
+    made = folder("path", path)
+    try:
+        made.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise ValueError(f"path must name a folder, but {str(path)!r} is a file, or lies under one; pass another") from error
+    return made
+
+
+def _rounds(path: Path) -> list[Path]:
+    """Return the checkpoints in a folder, the newest first."""
+    return sorted((file for file in path.glob("round-*") if ROUND.fullmatch(file.name)), key=round_of, reverse=True)

@@ -1,0 +1,124 @@
+"""Arrays of every kind as tensors: types, trees, files, and what is no input."""
+
+from collections import UserDict
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from bayesfl.data.mapped import mapped
+from bayesfl.data.own.conversion import to_inputs, to_tensor
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ("float64", torch.float32),
+        ("longdouble", torch.float32),
+        ("float32", torch.float32),
+        ("float16", torch.float16),
+        (">f8", torch.float32),
+        (">i4", torch.int32),
+        ("int64", torch.int64),
+        ("int32", torch.int32),
+        ("int16", torch.int16),
+        ("int8", torch.int8),
+        ("uint8", torch.uint8),
+        ("bool", torch.bool),
+        ("uint16", torch.int64),
+        ("uint32", torch.int64),
+        ("uint64", torch.int64),
+    ],
+)
+def test_numbers_stay_what_they_are(given, kept):
+    array = np.array([[0, 1], [1, 0]]).astype(given)
+    made = to_inputs(array)
+    assert isinstance(made, torch.Tensor)
+    assert made.dtype == kept
+    assert made.tolist() == array.tolist()
+    assert to_tensor(array, "y").dtype == (torch.float32 if kept.is_floating_point else torch.int64)
+
+
+def test_tensors_and_lists():
+    assert to_inputs(torch.zeros(2, dtype=torch.bfloat16)).dtype == torch.bfloat16  # pyright: ignore[reportAttributeAccessIssue]
+    assert to_inputs(torch.zeros(2, dtype=torch.float64)).dtype == torch.float32  # pyright: ignore[reportAttributeAccessIssue]
+    assert to_inputs([[1, 2], [3, 4]]).dtype == torch.int64  # pyright: ignore[reportAttributeAccessIssue]
+    assert to_inputs([[1, 2], [3, 4.5]]).dtype == torch.float32  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_columns_of_frames_are_quantities():
+    frame = pd.DataFrame({"a": [1, 2], "b": [3, 4]})
+    assert to_inputs(frame).dtype == torch.float32  # pyright: ignore[reportAttributeAccessIssue]
+    tree: Any = to_inputs({"table": frame, "tokens": pd.Series([1, 2])})
+    assert (tree["table"].dtype, tree["tokens"].dtype) == (torch.float32, torch.int64)
+
+
+def test_trees_are_tuples_and_plain_dicts():
+    """So is what a tokeniser returns, which is a mapping of its own kind."""
+    made: Any = to_inputs(UserDict(input_ids=[[1, 2]], rest=(np.ones((1, 3)), UserDict(mask=[[True]]))))
+    assert type(made) is type(made["rest"][1]) is dict
+    assert made["input_ids"].dtype == torch.int64
+    assert made["rest"][1]["mask"].dtype == torch.bool
+    one: Any = to_inputs((np.ones(2),))
+    assert isinstance(one, tuple)
+    assert list(to_inputs({"two words": np.ones(2)})) == ["two words"]
+
+
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        ((), r"^x of client 3 is an empty tuple: pass at least one"),
+        ({}, r"^x of client 3 is an empty mapping"),
+        (([1.0], ()), r"^x\[1\] of client 3 is an empty tuple"),
+        ({"a": {"b": {}}}, r"^x\['a'\]\['b'\] of client 3 is an empty mapping"),
+        ({1: [1.0]}, r"^x of client 3 must name its arrays by text.* got 1: .*str\(name\)"),
+        ({"a": [1.0, 2.0], "b": ([1.0, 2.0], [1.0])}, r"^x\['a'\] of client 3 has 2 rows and x\['b'\]\[1\] of client 3 has 1"),
+        ((1.5, 2.5), r"^x\[0\] of client 3 is a single number, 1\.5: .* list or an array"),
+        ({"a": np.array([1j])}, r"^x\['a'\] of client 3 must be an array of numbers.*complex128.*real"),
+        ((torch.zeros(2) * 1j,), r"^x\[0\] of client 3 must be real numbers, got torch\.complex64; pass real and imaginary"),
+        ({"a": np.array([object()])}, r"^x\['a'\] of client 3 must be an array of numbers.*object"),
+        ({"a": [[1, 2], [3]]}, r"^x\['a'\] of client 3 must be an array of numbers, all rows of one shape"),
+        ([np.ones((4, 2)), np.ones((4, 3))], r"^x of client 3 must be an array.*; several inputs of a network are a tuple or a mapping"),
+        ({"a": ["b"]}, r"^x\['a'\] of client 3 holds text"),
+        ({"a": np.ma.masked_array([1.0], mask=[True])}, r"^x\['a'\] of client 3 has masked values"),
+    ],
+)
+def test_what_is_no_input_is_named(x, message):
+    with pytest.raises(ValueError, match=message):
+        to_inputs(x, "x", " of client 3")
+    with pytest.raises(TypeError, match=r"^x\['a'\] must be an array, .* got None"):
+        to_inputs({"a": None})
+
+
+@pytest.fixture
+def always_warned():
+    """Else torch warns once in a process."""
+    torch.set_warn_always(True)
+    yield
+    torch.set_warn_always(False)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.usefixtures("always_warned")
+def test_mapped_arrays_stay_in_their_files(tmp_path):
+    """Slices and views too, without a warning that they cannot be written; those in an order torch has no name for are read."""
+    path = tmp_path / "x.npy"
+    np.save(path, np.arange(12.0).reshape(6, 2))
+    array = np.load(path, mmap_mode="r")
+    for stays in (array, array[2:], array[:, 1], array.T, np.asarray(array)[::2]):
+        made = to_inputs(stays)
+        assert isinstance(made, torch.Tensor)
+        assert mapped(made)
+        assert made.dtype == torch.float64  # converted where it is read
+        assert made.tolist() == stays.tolist()
+        assert made.data_ptr() == stays.ctypes.data
+    for read in (array[::-1], array + 1, np.array(array)):
+        made = to_inputs(read)
+        assert isinstance(made, torch.Tensor)
+        assert not mapped(made)
+        assert made.tolist() == read.tolist()
+    np.arange(5).astype(">i4").tofile(tmp_path / "other")
+    other = to_inputs(np.memmap(tmp_path / "other", dtype=">i4", mode="r"))
+    assert other.tolist() == [0, 1, 2, 3, 4]  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,0 +1,286 @@
+"""Federations of map-style data sets whose rows have names: columns, lists of different lengths, a folder of them, and what is refused."""
+
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import bayesfl as bf
+from bayesfl.base.inputs import named
+from bayesfl.data import from_datasets
+from bayesfl.data.mapped import mapped
+from bayesfl.likelihoods import Tokens
+from tests.federation.made import run
+
+
+def rows(n: int, seed: int, longest: int) -> list[dict[str, Any]]:
+    """Rows as a tokeniser makes them, of lists of different lengths."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for _ in range(n):
+        length = int(rng.integers(2, longest + 1))
+        ids = rng.integers(1, 9, length).tolist()
+        found.append(
+            {"input_ids": ids, "label": int(rng.integers(3)), "tags": [i % 4 for i in ids], "age": rng.normal(), "text": "no number"}
+        )
+    return found
+
+
+SETS = [rows(12, 0, 5), rows(20, 1, 7)]
+
+
+def test_lists_are_filled_up_with_a_mask():
+    """To the longest of all clients, 0 behind, in every split; the mask is of the row's own places."""
+    data = from_datasets(SETS, inputs="input_ids", target="label", test=[rows(4, 2, 3), []], names=["Bern", "Chur"])
+    longest = max(len(row["input_ids"]) for one in SETS for row in one)
+    assert data.inputs == {"input_ids": (longest,), "attention_mask": (longest,)}
+    x, y = data.train.client(0)
+    assert y.tolist() == [row["label"] for row in SETS[0]]
+    for row, ids, mask in zip(SETS[0], x["input_ids"], x["attention_mask"], strict=True):
+        n = len(row["input_ids"])
+        assert ids.tolist() == row["input_ids"] + [0] * (longest - n)
+        assert mask.tolist() == [True] * n + [False] * (longest - n)
+    assert (x["input_ids"].dtype, x["attention_mask"].dtype) == (torch.int64, torch.bool)
+    assert data.test.counts.tolist() == [4, 0]
+    called = from_datasets(SETS, inputs=["input_ids"], target="label", mask="known")
+    assert set(called.inputs) == {"input_ids", "known"}
+
+
+def test_a_mask_that_the_rows_have_is_theirs():
+    """Filled up with 0, as the tokens are."""
+    with_mask = [[{**row, "attention_mask": [1] * len(row["input_ids"])} for row in one] for one in SETS]
+    data = from_datasets(with_mask, inputs=["input_ids", "attention_mask"], target="label")
+    x, _ = data.train.client(1)
+    assert x["attention_mask"].dtype == torch.int64
+    assert torch.equal(x["attention_mask"] == 1, x["input_ids"] > 0)
+
+
+def test_labels_of_places_are_filled_up_with_what_is_not_known():
+    """And are trained on and measured without these."""
+    data = from_datasets(SETS, inputs="input_ids", target="tags")
+    y = data.train.y[data.train.index]
+    x = data.train.take(data.train.index)
+    assert torch.equal(y == -100, ~x["attention_mask"])  # type: ignore[index]
+
+    class Tagger(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.last = nn.Embedding(9, 4), nn.Linear(4, 4)
+
+        def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+            return self.last(self.embed(input_ids) * attention_mask.unsqueeze(-1))
+
+    result = run(bf.algorithms.fedavg(Tagger(), likelihood=Tokens(), epochs=1), data, evaluate_every=None)
+    table = result.predict().table(data.test)
+    assert table["examples"].sum() == int((data.test.y[data.test.index] >= 0).sum())
+
+
+def test_columns_of_one_length_need_no_mask():
+    """One column is one input, several are named; numbers of any kind."""
+    assert from_datasets(SETS, inputs="age", target="label").inputs == ()
+    both = [[{**row, "image": np.zeros((2, 2), np.uint8)} for row in one] for one in SETS]
+    data = from_datasets(both, inputs=["age", "image"], target="label")
+    assert data.inputs == {"age": (), "image": (2, 2)}
+    assert data.train.x["image"].dtype == torch.uint8  # type: ignore[index]
+
+
+class Drawn:
+    def __len__(self) -> int:
+        return 9
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        return {"x": torch.rand(3), "y": i % 2}
+
+
+@pytest.mark.parametrize(
+    ("sets", "options", "words"),
+    [
+        (
+            SETS,
+            {"inputs": "ids", "target": "label"},
+            r"datasets\[0\] must give rows with the columns \['ids', 'label'\], got \['input_ids'",
+        ),
+        (SETS, {"inputs": "text", "target": "label"}, r"numbers in column 'text', its item 0 does not: .*tokeniser"),
+        (SETS, {"inputs": ["age", "label"], "target": "label"}, r"target 'label' is among inputs="),
+        (SETS, {"mask": "known"}, "mask='known' is for rows by name"),
+        (SETS, {"inputs": "age"}, r"inputs= and target= name columns of rows together"),
+        (SETS, {}, r"pairs \(x, y\), got dict .*inputs= and target="),
+        ([[(1, 2)]], {"inputs": "x", "target": "y"}, r"rows with the columns \['x', 'y'\], got tuple of length 2 as item 0"),
+        ([Drawn()], {"inputs": "x", "target": "y"}, r"other numbers when item 0 is read again.*augmented"),
+        ([[]], {"inputs": "x", "target": "y"}, r"datasets\[0\] is empty"),
+        (
+            [[{"x": np.ones((2, k)), "y": 0} for k in (1, 2)]],
+            {"inputs": "x", "target": "y"},
+            r"'x' has rows of shapes \[\(2, 1\), \(2, 2\)\]",
+        ),
+        (
+            [[{"x": [1] * k, "z": [1] * (3 - k), "y": 0} for k in (1, 2)]],
+            {"inputs": ["x", "z"], "target": "y"},
+            r"lengths in one row, \[1, 2\]",
+        ),
+    ],
+)
+def test_what_is_refused(sets: Any, options: dict[str, Any], words: str):
+    with pytest.raises(ValueError, match=words):
+        from_datasets(sets, **options)
+
+
+def test_rows_of_hugging_face_are_rows():
+    """As their library gives them; classes have the names that it knows."""
+    datasets = pytest.importorskip("datasets")
+    sets = [datasets.Dataset.from_list(one) for one in SETS]
+    mine, theirs = (from_datasets(one, inputs="input_ids", target="label") for one in (sets, SETS))
+    assert mine.hash == theirs.hash
+    labelled = [one.cast_column("label", datasets.ClassLabel(names=["no", "yes", "who knows", "never"])) for one in sets]
+    assert from_datasets(labelled, inputs="input_ids", target="label").class_names == ("no", "yes", "who knows", "never")
+    tags = datasets.Sequence(datasets.ClassLabel(names=list("abcd")))
+    tagged = [one.cast_column("tags", tags) for one in sets]
+    assert from_datasets(tagged, inputs="input_ids", target="tags").class_names == tuple("abcd")
+
+
+def test_an_empty_list_has_no_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Tokens stay whole numbers beside it, in memory and in a folder."""
+    monkeypatch.chdir(tmp_path)
+    texts: Any = [[{"ids": [], "y": 1}, {"ids": [1, 2, 3], "y": 0}, {"ids": [4], "y": 1}] * 2] * 2
+    for options in ({}, {"folder": "rows"}):
+        data = from_datasets(texts, inputs=["ids"], target="y", test_share=0, **options)
+        assert data.train.x["ids"].dtype == torch.int64  # type: ignore[index]
+        assert data.train.take(data.train.index[:2])["ids"].tolist() == [[0, 0, 0], [1, 2, 3]]  # type: ignore[index]
+    for options in ({}, {"folder": "void"}):
+        with pytest.raises(ValueError, match="column 'ids' holds nothing but empty lists"):
+            from_datasets([[{"ids": [], "y": 1}] * 3], inputs=["ids"], target="y", **options)
+
+
+class Labelled(list):
+    """Rows with features, as Hugging Face's have."""
+
+    def __init__(self, rows: list[Any], names: list[str]) -> None:
+        super().__init__(rows)
+        self.features = {"label": types.SimpleNamespace(names=names)}
+
+
+def test_other_names_of_classes_are_refused():
+    same, other = (Labelled(SETS[0], names) for names in (["a", "b", "c"], ["c", "b", "a"]))
+    assert from_datasets([same, same], inputs="age", target="label").class_names == ("a", "b", "c")
+    with pytest.raises(ValueError, match=r"datasets\[1\] has the classes \['c', 'b', 'a'\], datasets\[0\] has \['a', 'b', 'c'\]"):
+        from_datasets([same, other], inputs="age", target="label")
+    assert from_datasets([same, other], inputs="age", target="label", class_names=["x", "y", "z"]).class_names == ("x", "y", "z")
+    assert from_datasets([same, other], inputs="label", target="age", task="regression").class_names is None
+    assert from_datasets([same], inputs="age", target="label", outputs=5).class_names is None
+    held = Labelled(SETS[0], [])
+    held.features = torch.ones(3)  # type: ignore[assignment]
+    assert from_datasets([held], inputs="age", target="label").class_names is None
+    with pytest.raises(ValueError, match=r"test\[0\] has the classes \['c'"):
+        from_datasets([same], test=[other], inputs="age", target="label")
+
+
+def test_partitions_of_flower_are_rows():
+    """As their partitioners make them."""
+    datasets, partitioners = pytest.importorskip("datasets"), pytest.importorskip("flwr_datasets.partitioner")
+    rng = np.random.default_rng(0)
+    drawn = {"image": rng.integers(0, 256, (60, 4, 4), dtype=np.uint8), "label": rng.integers(0, 3, 60)}
+    partitioner = partitioners.IidPartitioner(num_partitions=3)
+    partitioner.dataset = datasets.Dataset.from_dict({key: list(values) for key, values in drawn.items()}).with_format("numpy")
+    data = from_datasets([partitioner.load_partition(j) for j in range(3)], inputs="image", target="label")
+    assert data.inputs == (4, 4)
+    assert data.counts["train"].tolist() == [16, 16, 16]
+
+
+FORMS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "lists": (SETS, {"inputs": "input_ids", "target": "label"}),
+    "labels of places": (SETS, {"inputs": ["input_ids", "age"], "target": "tags", "names": ["Bern", "Chur"], "validation": 0.2}),
+    "numbers": (SETS, {"inputs": "age", "target": "label"}),
+    "pairs": ([[(np.full((2, 2), i + j, np.uint8), i % 2) for i in range(6)] for j in range(3)], {}),
+    "several inputs": (
+        [[((np.arange(3.0) + i, {"a": torch.tensor([i, j])}), float(i) / 7) for i in range(6)] for j in range(3)],
+        {"environments": [[0, 1, 0, 1, 0, 1]] * 3, "test_share": 0},
+    ),
+    "tensors": ([TensorDataset(torch.arange(12.0, dtype=torch.float64).reshape(6, 2) / 7, torch.arange(6) % 3)] * 2, {}),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_folder_holds_the_same_data(form: str, tmp_path: Path):
+    """Its arrays are mapped, nothing else is left beside them, and a second call reads them only."""
+    sets, options = FORMS[form]
+    want = from_datasets(sets, **options)
+    first = from_datasets(sets, folder=tmp_path / "new" / "rows", **options)
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["rows"]
+    read: list[int] = []
+
+    class Counted:
+        def __init__(self, own: Any) -> None:
+            self.own = own
+
+        def __len__(self) -> int:
+            return len(self.own)
+
+        def __getitem__(self, i: int) -> Any:
+            read.append(i)
+            return self.own[i]
+
+    second = from_datasets([Counted(one) for one in sets], folder=tmp_path / "new" / "rows", **options)
+    assert len(set(read)) <= 9
+    for data in (first, second):
+        assert data.hash == want.hash
+        assert data.client_names == want.client_names
+        assert all(mapped(t) for _, t in named(data.train.x))
+        assert [t.dtype for _, t in named(data.train.x)] == [t.dtype for _, t in named(want.train.x)]
+        for split, one in want.splits.items():
+            for (_, mine), (_, theirs) in zip(
+                named(data.splits[split].take(data.splits[split].index)), named(one.take(one.index)), strict=True
+            ):
+                assert torch.equal(mine, theirs)
+
+
+def test_a_folder_holds_test_rows_too(tmp_path: Path):
+    options: dict[str, Any] = {"inputs": "input_ids", "target": "tags", "test": [rows(4, 2, 9), []]}
+    want = from_datasets(SETS, **options)
+    data = from_datasets(SETS, folder=tmp_path, **options)  # an empty folder is taken
+    for split in ("train", "test"):
+        mine, theirs = data.splits[split], want.splits[split]
+        assert mine.counts.tolist() == theirs.counts.tolist()
+        assert torch.equal(mine.y[mine.index], theirs.y[theirs.index])
+        for (_, own), (_, other) in zip(named(mine.take(mine.index)), named(theirs.take(theirs.index)), strict=True):
+            assert torch.equal(own, other)
+
+
+def test_what_a_folder_may_not_hold(tmp_path: Path):
+    """Other rows, other files, half of the rows."""
+    one: dict[str, Any] = {"inputs": "input_ids", "target": "label", "folder": tmp_path / "rows"}
+    from_datasets(SETS, **one)
+    changed = [[{**row, "label": row["label"] + (i == 6)} for i, row in enumerate(SETS[0])], SETS[1]]
+    for sets, options, words in (
+        (changed, one, "differ in items: pass another folder, or delete"),
+        (SETS[:1], one, "differ in rows, items: "),
+        (SETS, one | {"inputs": "age"}, "differ in inputs, items: "),
+        (SETS, one | {"folder": tmp_path}, "holds other files"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            from_datasets(sets, **options)
+    (tmp_path / "rows" / "0.npy").write_bytes((tmp_path / "rows" / "0.npy").read_bytes()[:-8])
+    with pytest.raises(ValueError, match=r"rows' is damaged \(.*\): delete it"):
+        from_datasets(SETS, **one)
+
+    broken: Any = [*SETS[0], {"input_ids": [1], "label": "?"}]
+    with pytest.raises(ValueError, match=r"datasets\[0\] must hold numbers in column 'label', its item 12 does not"):
+        from_datasets([broken], inputs="input_ids", target="label", folder=tmp_path / "other")
+    mixed: Any = [[{"x": 1, "y": 0}, {"x": 1.5, "y": 1}]]
+    with pytest.raises(ValueError, match=r"column 'x' must hold numbers of one type, got torch.float32 after torch.int64"):
+        from_datasets(mixed, inputs="x", target="y", folder=tmp_path / "other")
+    shapes: Any = [[(np.ones(2), 0)], [(np.ones(3), 0)]]
+    with pytest.raises(ValueError, match=r"column 'x' has rows of shapes \[\(2,\), \(3,\)\]"):
+        from_datasets(shapes, folder=tmp_path / "other")
+    with pytest.raises(ValueError, match=r"all data sets must give the same inputs, got \['x\[0\]', 'y'\] after \['x', 'y'\]"):
+        from_datasets([shapes[0], [((np.ones(2),), 0)]], folder=tmp_path / "other")
+    assert [path.name for path in tmp_path.iterdir()] == ["rows"]  # nothing half-written
+    uneven: Any = {"environments": [[0] * 13, [0] * 19], "inputs": "age", "target": "label", "folder": tmp_path / "other"}
+    with pytest.raises(ValueError, match=r"environments must have one number for each row, \[12, 20\], got \[13, 19\]"):
+        from_datasets(SETS, **uneven)
+    with pytest.raises(ValueError, match=r"test has 1 clients, the training data 2"):
+        from_datasets(SETS, test=SETS[:1], inputs="age", target="label", folder=tmp_path / "third")

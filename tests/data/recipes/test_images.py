@@ -1,0 +1,183 @@
+"""Images: every layout they may lie in, and what is said when they are not there."""
+
+import hashlib
+import importlib.util
+import pickle
+from http.client import IncompleteRead
+from urllib.error import URLError
+
+import numpy as np
+import pytest
+import torch
+from torch.testing import assert_close
+
+from bayesfl.base import torchvision as loader
+from bayesfl.data import load
+from bayesfl.data.recipes.images import FINE_TO_COARSE, read_idx
+from tests.data.made import images, write_idx, write_mnist
+from tests.files import where_present
+
+needs_torchvision = pytest.mark.skipif(importlib.util.find_spec("torchvision") is None, reason="torchvision is not installed")
+
+
+@pytest.mark.parametrize("zipped", [False, True])
+@pytest.mark.parametrize("shape", [(7,), (3, 4), (2, 3, 4)])
+def test_idx_round_trip(tmp_path, shape, zipped):
+    array = images(*shape)
+    path = tmp_path / ("a-ubyte.gz" if zipped else "a-ubyte")
+    write_idx(path, array, zipped)
+    assert np.array_equal(read_idx(path), array)
+
+
+def test_idx_refuses_other_files_and_cut_ones(tmp_path):
+    path = tmp_path / "a-ubyte"
+    path.write_bytes(b"PK\x03\x04")
+    with pytest.raises(ValueError, match=r"idx file .*504b0304"):
+        read_idx(path)
+    write_idx(path, images(3, 4))
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ValueError, match="may be cut short"):
+        read_idx(path)
+    path.write_bytes(b"\x00\x00\x08\x02\x00")
+    with pytest.raises(ValueError, match="not an idx file"):
+        read_idx(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "folder", "mean", "std"), [("mnist", "MNIST", 0.1307, 0.3081), ("fashion-mnist", "FashionMNIST", 0.286, 0.353)]
+)
+@pytest.mark.parametrize("zipped", [False, True])
+def test_idx_layout(tmp_path, name, folder, mean, std, zipped):
+    arrays = write_mnist(tmp_path, folder, zipped)
+    source = load(name, root=tmp_path)
+    assert source.x.shape == (40, 1, 28, 28)
+    assert (source.train, source.outputs, source.task) == (30, 10, "classification")
+    expected = (torch.from_numpy(arrays["t10k-images-idx3"]).float() / 255 - mean) / std
+    assert_close(source.x_test[:, 0], expected)
+    assert source.y_train.tolist() == [*range(10)] * 3
+    assert source.x_train.data_ptr() == source.x.data_ptr()
+
+
+@pytest.mark.parametrize("name", ["cifar10", "cifar100"])
+def test_npz_layout(tmp_path, name):
+    classes = 10 if name == "cifar10" else 100
+    arrays = {"x_train": images(200, 32, 32, 3), "x_test": images(100, 32, 32, 3, seed=1)}
+    arrays |= {"y_train": np.arange(200, dtype=np.uint8) % classes, "y_test": np.arange(100, dtype=np.uint8) % classes}
+    np.savez(tmp_path / f"{name}.npz", **arrays)  # pyright: ignore[reportArgumentType]
+    source = load(name, root=tmp_path)
+    assert source.x.shape == (300, 3, 32, 32)
+    mean, std = (0.4914, 0.2023) if name == "cifar10" else (0.5074, 0.2011)
+    assert_close(source.x_train[:, 0], (torch.from_numpy(arrays["x_train"][..., 0]).float() / 255 - mean) / std)
+    if name == "cifar100":
+        assert source.superclasses is not None
+        assert all(FINE_TO_COARSE[k] == c for c, group in enumerate(source.superclasses) for k in group)
+    np.savez(tmp_path / "mnist.npz", x_train=arrays["x_train"])
+    with pytest.raises(ValueError, match="lacks"):
+        load("mnist", root=tmp_path)
+
+
+def test_letters_are_numbered_from_zero(tmp_path):
+    """EMNIST's labels 1 to 26 as 0 to 25."""
+    arrays = {"x_train": images(52, 28, 28), "x_test": images(26, 28, 28, seed=1)}
+    arrays |= {"y_train": np.arange(52, dtype=np.uint8) % 26 + 1, "y_test": np.arange(26, dtype=np.uint8) + 1}
+    np.savez(tmp_path / "emnist_letters.npz", **arrays)  # pyright: ignore[reportArgumentType]
+    source = load("emnist-letters", root=tmp_path)
+    assert source.x.shape == (78, 1, 28, 28)
+    assert source.outputs == 26
+    assert source.y_train.tolist() == [*range(26)] * 2
+    assert source.y_test.tolist() == [*range(26)]
+    assert source.class_names == tuple("abcdefghijklmnopqrstuvwxyz")
+    assert_close(source.x_train[:, 0], (torch.from_numpy(arrays["x_train"]).float() / 255 - 0.1307) / 0.3081)
+
+
+@needs_torchvision
+def test_letters_through_torchvision_stand_upright(tmp_path, monkeypatch):
+    """Its images lie on their side."""
+    loader.torchvision()
+    from torchvision import datasets
+
+    x = images(26, 28, 28)
+
+    class Letters:
+        def __init__(self, root, *, split, train, download):
+            assert split == "letters"
+            self.data, self.targets = torch.from_numpy(x), torch.arange(1, 27)
+
+    monkeypatch.setattr(datasets, "EMNIST", Letters)
+    source = load("emnist-letters", root=tmp_path, download=True)
+    assert_close(source.x_train[:, 0], (torch.from_numpy(x).mT.float() / 255 - 0.1307) / 0.3081)
+    assert source.y_test.tolist() == [*range(26)]
+
+
+def test_the_coarse_table_has_twenty_groups_of_five():
+    assert np.bincount(FINE_TO_COARSE).tolist() == [5] * 20
+
+
+@needs_torchvision
+def test_torchvision_files(tmp_path):
+    """The original pickles, made small, read by torchvision itself."""
+    loader.torchvision()
+    from torchvision.datasets import CIFAR10
+
+    folder = tmp_path / "cifar-10-batches-py"
+    folder.mkdir()
+    lists = []
+    for i, name in enumerate(
+        ["data_batch_1", "data_batch_2", "data_batch_3", "data_batch_4", "data_batch_5", "test_batch", "batches.meta"]
+    ):
+        content = (
+            {"data": images(10, 3072, seed=i), "labels": [*range(10)]} if name != "batches.meta" else {"label_names": list("abcdefghij")}
+        )
+        (folder / name).write_bytes(pickle.dumps(content))
+        lists.append([name, hashlib.md5((folder / name).read_bytes()).hexdigest()])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CIFAR10, "train_list", lists[:5])
+        patch.setattr(CIFAR10, "test_list", lists[5:6])
+        patch.setattr(CIFAR10, "meta", {"filename": "batches.meta", "key": "label_names", "md5": lists[6][1]})
+        source = load("cifar10", root=tmp_path)
+    assert source.x.shape == (60, 3, 32, 32)
+    assert source.class_names == tuple("abcdefghij")
+    red = torch.from_numpy(images(10, 3072, seed=0).reshape(10, 3, 32, 32)[:, 0]).float()
+    assert_close(source.x[:10, 0], (red / 255 - 0.4914) / 0.2023)
+
+
+@needs_torchvision
+@pytest.mark.parametrize(
+    ("name", "cls", "error"),
+    [
+        ("cifar10", "CIFAR10", URLError("no network")),
+        ("mnist", "MNIST", RuntimeError("Error downloading a.gz:\nTried b, got:\nno network\n")),
+        ("cifar100", "CIFAR100", IncompleteRead(b"", 9)),
+    ],
+)
+def test_a_download_that_fails_says_where_it_was_looked_for(tmp_path, monkeypatch, name, cls, error):
+    """Not torchvision's own error alone, which is kept as the cause."""
+    loader.torchvision()
+    from torchvision import datasets
+
+    def offline(*args, **options):
+        raise error
+
+    monkeypatch.setattr(datasets, cls, offline)
+    with pytest.raises(FileNotFoundError, match=rf"'{name}' is not on disk.*torchvision") as caught:
+        load(name, root=tmp_path, download=True)
+    assert caught.value.__cause__ is error
+    message = str(caught.value)
+    assert " ".join(str(error).split()) in message
+    for part in (str(tmp_path / f"{name}.npz"), "network connection", "root=", "BAYESFL_DATA"):
+        assert part in message
+
+
+@needs_torchvision
+def test_a_folder_that_is_not_whole_says_so(tmp_path):
+    (tmp_path / "cifar-10-batches-py").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"(?s)'cifar10' .*as a whole.*Looked at.*download=True") as caught:
+        load("cifar10", root=tmp_path)
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+@where_present
+def test_the_coarse_table_is_that_of_the_file():
+    source = load("cifar100")
+    assert source.superclasses is not None
+    assert [next(c for c, group in enumerate(source.superclasses) if k in group) for k in range(100)] == list(FINE_TO_COARSE)

@@ -1,0 +1,79 @@
+"""Data frames: what their columns hold, and their order."""
+
+import numpy as np
+import pandas as pd
+import pytest
+
+import bayesfl as bf
+from bayesfl.data.tables.frames import check_columns, numbers_of
+
+
+def test_numbers_of_several_types():
+    """Truth values and pandas' own types, whose missing values are NaN; text is named."""
+    frame = pd.DataFrame({"age": [1.5, 2.0], "ill": [True, False], "n": pd.array([1, None], dtype="Int64")})
+    np.testing.assert_array_equal(numbers_of(frame, "x"), [[1.5, 1.0, 1.0], [2.0, 0.0, np.nan]])
+    with pytest.raises(ValueError, match=r"^x: columns \['sex'\] .*get_dummies"):
+        numbers_of(frame.assign(sex=["f", "m"]), "x")
+
+
+def test_only_names_are_compared():
+    """Numbers of columns are names only where they are in another order."""
+    named, plain = pd.DataFrame([[1.0, 2.0]], columns=["a", "b"]), pd.DataFrame([[1.0, 2.0]])
+    for train, test in ((named, plain), (plain, named), (named, None), (named, [[1.0, 2.0]]), (plain, plain)):
+        check_columns("x", train, test, pooled=True)
+    with pytest.raises(ValueError, match=r"^test x .*\[1, 0\] .*\[0, 1\]"):
+        check_columns("x", plain, plain[[1, 0]], pooled=True)
+    with pytest.raises(ValueError, match=r"^test x lacks columns \['b'\] of x and has \[\]"):
+        check_columns("x", named, named[["a"]], pooled=True)
+    check_columns("x", [named, plain], [[]], pooled=False)
+    with pytest.raises(ValueError, match=r"^x of client 2 .* x of client 1 "):
+        check_columns("x", [[1.0], named, named[["b", "a"]]], None, pooled=False)
+
+
+def test_rows_that_were_shuffled_apart_are_refused():
+    """Frames and columns of the same rows in other orders are joined by place; equal indices, arrays, and others beside them pass."""
+    frame = pd.DataFrame({"a": np.arange(20.0), "b": np.arange(20.0)})
+    label, owner = pd.Series(np.arange(20) % 2), pd.Series(["x", "y"] * 10)
+    shuffled = frame.sample(frac=1, random_state=0)
+    for x, y, ids in ((shuffled, label, owner), (frame, label.iloc[::-1], owner), (frame, label, owner.iloc[::-1])):
+        with pytest.raises(ValueError, match=r"(y|client_ids) and x .*indices.*reset_index"):
+            bf.data.from_arrays(x, y, client_ids=ids)
+    with pytest.raises(ValueError, match=r"test y and test x .*indices"):
+        bf.data.from_arrays(frame, label, client_ids=owner, test=(frame, label.iloc[::-1], owner))
+    with pytest.raises(ValueError, match=r"y of client 1 and x of client 1 .*indices"):
+        bf.data.from_arrays([frame, frame], [label, label.iloc[::-1]])
+    assert bf.data.from_arrays(shuffled, label.loc[shuffled.index], client_ids=owner.loc[shuffled.index]).clients == 2
+    assert bf.data.from_arrays(shuffled, label.to_numpy(), client_ids=owner.tolist()).clients == 2
+
+
+def test_a_model_knows_the_columns_it_was_trained_on(tmp_path):
+    """New rows for a client, new clients, and a later run: other columns, or another order, are refused; arrays have no names."""
+    frame = pd.DataFrame(np.random.default_rng(0).normal(size=(40, 2)), columns=["age", "pressure"])
+    label, owner = np.arange(40) % 2, ["x", "y"] * 20
+    data, turned = (bf.data.from_arrays(f, label, client_ids=owner) for f in (frame, frame[["pressure", "age"]]))
+    method = bf.algorithms.fedavg(bf.models.mlp(2, hidden=4, outputs=2), epochs=1)
+    result = bf.simulate(method, data, rounds=1, progress=False)
+    result.client("x").save(tmp_path)
+    result.save(tmp_path / "run")
+    words = r"\['pressure', 'age'\].*\['age', 'pressure'\]"
+    for one in (result.client("x"), bf.load_client(tmp_path, method), bf.load(tmp_path / "run", method).client("x")):
+        assert one.predict(frame).probs is not None
+        assert one.predict(frame.to_numpy()).probs is not None
+        with pytest.raises(ValueError, match=words):
+            one.predict(frame[["pressure", "age"]])
+    for refused in (
+        lambda: result.predict(turned.train),
+        lambda: result.adapt(turned),
+        lambda: bf.simulate(method, turned, rounds=1, seed=1, start=result, progress=False),
+    ):
+        with pytest.raises(ValueError, match=words):
+            refused()
+
+
+def test_columns_of_the_first_frame_that_has_names():
+    """A client whose rows came as an array has none to compare."""
+    frame = pd.DataFrame({"a": [1.0, 2.0], "b": [3.0, 4.0]})
+    labels = np.array([0, 1])
+    given = bf.data.from_arrays([frame.to_numpy(), frame], [labels, labels])
+    assert given.columns == given.train.columns == ("a", "b")
+    assert bf.data.from_arrays([frame.to_numpy()] * 2, [labels, labels]).columns is None

@@ -1,0 +1,66 @@
+"""Where clients' models lie: which of several is meant, and which names can be folders."""
+
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import bayesfl as bf
+from bayesfl.data import FederatedData
+from bayesfl.federation.clients.client_model import check_file_names
+from bayesfl.federation.errors import CheckpointError
+from bayesfl.federation.run.result import Result
+from bayesfl.federation.store import files
+from tests.federation.made import run
+
+
+@pytest.fixture(scope="module")
+def short(clients: FederatedData) -> Result:
+    method = bf.algorithms.ditto(bf.models.mlp(8, hidden=16, outputs=3), epochs=1, batch_size=10)
+    return run(method, clients, rounds=1, evaluate_every=None)
+
+
+@pytest.mark.parametrize("months", [("a-january", "b-february"), ("b-january", "a-february")])
+def test_the_model_written_last_is_taken(months: tuple[str, str], short: Result, tmp_path: Path):
+    """Whatever the names of the experiments, and however the files' own times were changed by copying."""
+    first, last = (tmp_path / "states" / month / "client-0" for month in months)
+    short.client(0).save(first)
+    replace(short, round=2).client(0).save(last)
+    os.utime(last / files.CLIENT_FILE, (0, 0))
+    shutil.copytree(tmp_path / "states", tmp_path / "copied", copy_function=shutil.copyfile)
+    for folder in (tmp_path / "states", tmp_path / "copied"):
+        assert bf.load_client(folder, short.algorithm).round == 2
+    assert bf.load_client(first.parent, short.algorithm).round == 1
+
+
+def test_the_time_is_no_part_of_the_model(short: Result, tmp_path: Path):
+    """Written twice, a model differs in nothing else."""
+    found = []
+    for name in ("one", "two"):
+        short.client(3).save(tmp_path / name)
+        found.append(files.read_file(tmp_path / name / files.CLIENT_FILE, files.CLIENT))
+    one, two = found
+    assert one.pop("written") < two.pop("written")
+    assert str(one) == str(two)
+
+
+def test_a_file_is_no_folder(short: Result, tmp_path: Path):
+    short.client(0).save(tmp_path / "zurich")
+    with pytest.raises(CheckpointError, match=r"client\.safetensors' is a file; pass the folder that holds it, '.*zurich'$"):
+        bf.load_client(tmp_path / "zurich" / files.CLIENT_FILE, short.algorithm)
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (("Bern", "Chur", "bern"), r"'Bern' \(client 0\) and 'bern' \(client 2\) are the same one where case does not count; save single"),
+        (("Bern", "Chur", "Chur"), r"'Chur' \(client 1\) and 'Chur' \(client 2\) are the same one; save single clients by result\.client"),
+        (("Bern", "..", "a"), r"'\.\.' cannot be one; save"),
+        (("Bern", "a/b", "a"), r"'a/b' cannot be one; save"),
+    ],
+)
+def test_names_that_are_no_folders(names: tuple[str, ...], words: str):
+    with pytest.raises(ValueError, match=rf"clients' names become folders, and {words}"):
+        check_file_names(names)

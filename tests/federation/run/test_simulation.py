@@ -1,0 +1,231 @@
+"""A whole run: what it refuses, what it measures, and how it goes on."""
+
+import math
+import random
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+import bayesfl as bf
+from bayesfl.data import FederatedData
+from bayesfl.federation.errors import CheckpointError
+from bayesfl.federation.run.result import Result
+from bayesfl.likelihoods import Bernoulli
+from bayesfl.optim import SGD
+from tests.cases import federation, run
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda m: bf.algorithms.fedavg(m, epochs=2.0), r"epochs .*got 2\.0"),
+        (lambda m: bf.algorithms.fedavg(m, epochs="2"), r"epochs .*got '2'"),
+        (lambda m: bf.algorithms.fedavg(m, epochs=0), r"epochs .*1.* got 0"),
+        (lambda m: bf.algorithms.fedavg(m, batch_size=10.5), r"batch_size .*got 10\.5"),
+        (lambda m: bf.algorithms.fedavg(m, optimiser=0.1), r"optimiser .*SGD\(0\.1\), got 0\.1"),
+        (lambda m: bf.algorithms.pfedvem(m, draws=5.0), r"^draws .*got 5\.0"),
+        (lambda m: bf.algorithms.pfedvem(m, init_scale="1"), r"init_scale .*got '1'"),
+        (lambda m: bf.algorithms.pfedvem(m, scale_prior=1.0), r"scale_prior .*2 numbers, got 1.0"),
+        (lambda m: bf.algorithms.pfedvem(m, scale_prior=(1.0,)), r"scale_prior .*2 numbers, got \(1.0,\)"),
+        (lambda m: bf.algorithms.pfedvem(m, scale_prior=("a", "b")), r"scale_prior .*got 'a'"),
+        (lambda m: bf.algorithms.pfedvem(m, scale_prior=(-1.0, 1.0)), "each of scale_prior must be >= 0 .*got -1"),
+        (lambda m: bf.algorithms.pfedme(m, batches=2.5), r"^batches .*got 2\.5"),
+        (lambda m: bf.algorithms.pfedme(m, lr=lambda round, rounds: 0.1), r"lr .*number.* got <function"),
+        (lambda m: bf.algorithms.pfedme(m, beta="1"), r"^beta .*got '1'"),
+        (lambda m: bf.algorithms.ditto(m, lam="1"), r"^lam .*got '1'"),
+        (lambda m: bf.algorithms.pfedmap(m, precision=None), r"precision .*got None"),
+        (lambda m: bf.algorithms.pfedmap(m, likelihood_scale="both"), r"likelihood_scale .*'sum'.*'mean'.* got 'both'"),
+        (lambda m: bf.algorithms.pfedvem(m, likelihood_scale="both"), r"likelihood_scale .*'sum'.*'mean'.* got 'both'"),
+        (lambda m: bf.Algorithm(m, {"w": bf.Block()}, (), parts=("w",), draws=1.5), r"^draws .*got 1\.5"),
+    ],
+)
+def test_options_are_checked(model, make, words):
+    """Where a method is built: a fraction of a step, or text, is refused by name instead of failing somewhere inside."""
+    with pytest.raises(ValueError, match=words):
+        make(model)
+
+
+def test_what_came_is_named(clients, model, tmp_path):
+    """The wrong sort of thing is refused where it comes in, with the argument, its type and the remedy."""
+    made = bf.algorithms.fedavg(model)
+    result = bf.simulate(made, clients, rounds=1, evaluate_every=None, progress=False)
+    arrays: Any = ([torch.zeros(3, 8)], [torch.zeros(3)])
+    wrong: Any = 3
+    calls: tuple[tuple[Callable[[], Any], str], ...] = (
+        (lambda: bf.simulate(model, clients, rounds=1), r"algorithm must .* Algorithm, got SplitModel; .*bf\.algorithms\.fedavg\(model\)"),
+        (lambda: bf.simulate(made, arrays, rounds=1), r"clients must .* FederatedData, got tuple; .*bf\.data\.from_arrays"),
+        (lambda: bf.load(tmp_path, model, clients), "algorithm must .* Algorithm, got SplitModel"),
+        (lambda: bf.load(tmp_path, made, arrays), "clients must .* FederatedData, got tuple"),
+        (lambda: result.predict(clients), r"split must .* ClientData, got FederatedData; pass clients\.test"),
+        (lambda: result.predict(torch.zeros(3, 8)), r"split must .* ClientData, got Tensor; pass clients\.test"),
+        (lambda: result.adapt(clients.test), r"novel must .* FederatedData, got ClientData; .*bf\.data\.from_arrays"),
+        (lambda: bf.simulate(made, clients, rounds=1, resume=wrong), r"^resume must name a folder.*got "),
+        (lambda: bf.simulate(bf.algorithms.fedavg(model, likelihood="categorical"), clients, rounds=1), r"likelihood .*got str; .*Cat"),
+        (lambda: bf.simulate(bf.algorithms.fedavg(model, likelihood=Bernoulli), clients, rounds=1), "likelihood .*the class Bernoulli"),
+        (lambda: bf.algorithms.fedavg("mlp"), r"model must .* Module, got str; .*bf\.models\.mlp"),
+        (lambda: bf.algorithms.pfedvem(nn.Linear), r"model must .* Module, got the class Linear; "),
+    )
+    for call, words in calls:
+        with pytest.raises(TypeError, match=words):
+            call()
+
+
+def test_the_number_of_rounds_has_no_default(model, clients):
+    with pytest.raises(TypeError, match=r"missing .*'rounds'"):
+        bf.simulate(bf.algorithms.fedavg(model), clients)
+
+
+def test_history_tells_the_models_apart(clients, model):
+    """FedAvg: personal and global model are one; before pooling they are not. FedPer has no global model. Rounds in between say less."""
+    result = bf.simulate(bf.algorithms.fedavg(model), clients, rounds=5, evaluate_every=2, progress=False)
+    history = result.history
+    assert history["round"].tolist() == [1, 2, 3, 4, 5]
+    assert np.isnan(history["personal_accuracy"]).tolist() == [True, False, True, False, False]
+    for key in ("accuracy", "nll", "brier", "ece"):
+        assert_close(history[f"personal_{key}"], history[f"global_{key}"], equal_nan=True)
+    assert abs(history["before_pool_nll"][-1] - history["personal_nll"][-1]) > 1e-4
+    assert (history["seconds"] > 0).all()
+    fedper = bf.simulate(bf.algorithms.fedper(model), clients, rounds=1, progress=False).history
+    assert not [key for key in fedper.columns if key.startswith("global_")]
+    ditto = bf.simulate(bf.algorithms.ditto(model), clients, rounds=1, progress=False).history
+    assert ditto["global_nll"][-1] != ditto["personal_nll"][-1]
+
+
+def test_before_pool_is_the_model_that_training_left(clients, model):
+    """Local never pools: its models before and after are the same, and so are their measures."""
+    history = bf.simulate(bf.algorithms.local(model), clients, rounds=2, progress=False).history
+    for key in ("accuracy", "nll", "brier", "ece", "mce"):
+        assert_close(history[f"before_pool_{key}"], history[f"personal_{key}"])
+
+
+def test_validation_has_its_own_columns(model):
+    """Tuning reads validation columns; `best` refuses nothing, but the test split is not needed for it."""
+    clients = bf.data.iid("digits", clients=4, validation=0.2, seed=0)
+    net = bf.models.mlp(clients.inputs, hidden=8, outputs=10)
+    history = bf.simulate(bf.algorithms.fedavg(net), clients, rounds=3, progress=False).history
+    assert history.best("validation_nll", lowest=True)["round"] == int(np.argmin(history["validation_nll"])) + 1
+
+
+def test_resume_keeps_the_experiment(clients, model):
+    """More rounds, other workers: fine. Another seed, participation or kernel would be another experiment."""
+    algorithm = bf.algorithms.fedavg(model)
+    first = bf.simulate(algorithm, clients, rounds=1, evaluate_every=None, progress=False)
+    assert (
+        bf.simulate(algorithm, clients, rounds=2, evaluate_every=None, resume=first, engine=bf.Engine(workers=1), progress=False).round == 2
+    )
+    assert first.round == 1
+    for change, words in (
+        ({"seed": 5}, "seed: saved 0, given 5;"),
+        ({"participation": 0.5}, r"participation: saved 1\.0, given 0\.5;"),
+        ({"dtype": torch.float64, "seed": 1}, r"seed: saved 0, given 1; dtype: saved torch\.float32, given torch\.float64;"),
+    ):
+        with pytest.raises(ValueError, match="keeps its settings, " + words):
+            bf.simulate(algorithm, clients, **{"rounds": 2, "evaluate_every": None, "resume": first, **change})
+    with pytest.raises(ValueError, match=r"kernel: saved auto, given vmap"):
+        bf.simulate(algorithm, clients, rounds=2, evaluate_every=None, resume=first, engine=bf.Engine("vmap"))
+    with pytest.raises(CheckpointError, match="another method"):
+        bf.simulate(bf.algorithms.fedavg(model, optimiser=SGD(9.0, momentum=0.9)), clients, rounds=2, evaluate_every=None, resume=first)
+    with pytest.raises(CheckpointError, match="other data"):
+        bf.simulate(algorithm, federation(sizes=(6, 7)), rounds=2, evaluate_every=None, resume=first)
+    elsewhere = replace(first, device=torch.device("meta"))
+    with pytest.raises(ValueError, match=r"device: saved meta, given cpu"):
+        bf.simulate(algorithm, clients, rounds=2, evaluate_every=None, resume=elsewhere)
+    with pytest.raises(ValueError, match="already done"):
+        bf.simulate(algorithm, clients, rounds=1, evaluate_every=None, resume=bf.simulate(algorithm, clients, rounds=2, progress=False))
+
+
+def test_strengths_are_checked(model):
+    """A negative or undefined pull is refused where the method is built."""
+    for make, options in (
+        (bf.algorithms.ditto, {"lam": -1.0}),
+        (bf.algorithms.fedprox, {"mu": -1.0}),
+        (bf.algorithms.ditto, {"lam": math.nan}),
+    ):
+        with pytest.raises(ValueError, match=r"^(lam|mu) must be >= 0 and finite"):
+            make(model, **options)
+    with pytest.raises(ValueError, match="scale_floor"):
+        bf.algorithms.pfedvem(model, scale_floor=0.0)
+
+
+@pytest.mark.parametrize(
+    ("forward", "words"),
+    [
+        (lambda self, x: self.net(nn.functional.embedding(x, torch.ones(3, 8))), r"\(8,\).*takes whole numbers.*astype\('int64'\)"),
+        (lambda self, x, mask: self.net(x), r"\(8,\).*mask.*one array are passed as model\(x\), a tuple"),
+        (lambda self, x: self.net(x[:, :5]), r"\(8,\).*inputs=clients\.inputs"),
+    ],
+)
+def test_models_that_do_not_take_the_inputs(forward: Any, words: str, clients: FederatedData):
+    """The remedy is the one that helps."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(8, 3)
+
+    Net.forward = forward
+    with pytest.raises(ValueError, match=words):
+        bf.simulate(bf.algorithms.fedavg(Net()), clients, rounds=1, progress=False)
+
+
+def test_a_likelihood_that_lacks_something(clients: FederatedData, model: nn.Module):
+    """Is told what."""
+
+    class Plain:
+        task = "classification"
+
+        def nll(self, outputs: Any, y: Any) -> Any: ...
+
+        def predictive(self, outputs: Any) -> Any: ...
+
+    with pytest.raises(TypeError, match=r"likelihood .*Plain.*\['width', 'nll_and_slope'\]"):
+        bf.simulate(bf.algorithms.fedavg(model, likelihood=Plain()), clients, rounds=1)  # pyright: ignore[reportArgumentType]
+
+
+def test_parts_that_training_does_not_touch_are_not_measured_before_pooling(clients: FederatedData, model: nn.Module):
+    """FedBABU's head is at its start until clients fine-tune it; a model with it would be taken for what training has left."""
+    for make, measured in ((bf.algorithms.fedbabu, False), (bf.algorithms.fedper, True), (bf.algorithms.fedpac, True)):
+        columns = run(make(model), clients, evaluate_every=1).history.columns
+        assert ("before_pool_accuracy" in columns) == measured
+        assert "personal_accuracy" in columns
+
+
+def test_other_blocks_do_not_hide_the_global_model(clients: FederatedData, model: nn.Module):
+    """The server's model is measured where it holds all parts, whatever blocks there are beside them."""
+    plain = bf.algorithms.fedavg(model, epochs=1)
+    for more in (bf.Block("head.*", pool=None, keep=True), bf.Block(pool=None), bf.Block("head.*", keep=True)):
+        made = replace(plain, blocks={**plain.blocks, "other": more})
+        assert made.shared_parts() == ("w",)
+        assert "global_accuracy" in run(made, clients, evaluate_every=1).history.columns
+
+
+@pytest.mark.slow
+def test_threads_that_draw_meanwhile_get_no_model_refused(clients: FederatedData):
+    """No look reads or sets a generator that the whole process shares."""
+
+    def simulate(seed: int) -> Result:
+        model = bf.models.mlp(clients.inputs, hidden=4, outputs=3, seed=seed)
+        return bf.simulate(bf.algorithms.fedavg(model, epochs=1), clients, rounds=1, evaluate_every=None, progress=False)
+
+    stop = threading.Event()
+
+    def draw() -> None:
+        while not stop.is_set():
+            random.random()
+            np.random.rand()  # noqa: NPY002 (the generator that others share)
+
+    with ThreadPoolExecutor(6) as pool:
+        drawing = [pool.submit(draw) for _ in range(2)]
+        done = [pool.submit(simulate, seed) for _ in range(50) for seed in range(4)]
+        wait(done)
+        stop.set()
+    assert {one.result().round for one in done} == {1}
+    assert all(one.exception() is None for one in drawing)
