@@ -38,8 +38,8 @@ import torch.nn.functional as F
 import bayesfl as bf
 from bayesfl.base.torchvision import torchvision
 from bayesfl.data import ClientData, FederatedData, SourceInfo
+from bayesfl.engine import stability
 from bayesfl.evaluation import report
-from bayesfl.federation import stability
 from bayesfl.likelihoods import Bernoulli
 from bayesfl.optim import SGD
 

@@ -20,6 +20,7 @@ from typing import Annotated
 import torch
 
 from bayesfl.composition import Algorithm, Block, Descend, Energy, Mean, Normal, equal, options, server_mean, tempering
+from bayesfl.engine import stability
 from bayesfl.likelihoods import Categorical
 from bayesfl.models.cutting import has_body
 from bayesfl.optim import SGD, refuse_divergence
@@ -60,4 +61,5 @@ def pfedmap(
         adapt=(fit_head,),
         train="all",
         sampling="bernoulli",
+        watch=stability.watch,
     )

@@ -42,6 +42,7 @@ from bayesfl.composition import (
     standard_normal,
     tempering,
 )
+from bayesfl.engine import stability
 from bayesfl.likelihoods import Categorical
 from bayesfl.models.cutting import has_body
 from bayesfl.optim import SGD, rate_at, refuse_divergence
@@ -169,10 +170,11 @@ def pfedvem_held(
 
 def _federated(model: nn.Module, head: Block, fit_head: tuple[Any, ...], fit_body: Descend, beta: float, **rest: Any) -> Algorithm:
     """Return the method of this head, and of a shared body where the model has one."""
+    rest |= {"train": "all", "sampling": "bernoulli", "watch": stability.watch}
     if not has_body(model):
-        return Algorithm(model, {"head": head}, fit_head, parts=("head",), train="all", sampling="bernoulli", **rest)
+        return Algorithm(model, {"head": head}, fit_head, parts=("head",), **rest)
     blocks = {"body": Block("body.*", pool=_relaxed(Mean(), beta)), "head": head}
-    return Algorithm(model, blocks, (*fit_head, fit_body), parts=BOTH, train="all", sampling="bernoulli", **rest)
+    return Algorithm(model, blocks, (*fit_head, fit_body), parts=BOTH, **rest)
 
 
 def _relaxed(pool: AdditivePool, beta: float) -> AdditivePool:

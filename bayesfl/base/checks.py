@@ -1,5 +1,7 @@
-"""Checks of arguments that users pass; messages name the argument and the value received."""
+"""Checks of arguments that users pass, whose messages name the argument and the value received; and warnings."""
 
+import sys
+import warnings
 from numbers import Integral, Real
 from typing import Any
 
@@ -62,3 +64,11 @@ def instance(name: str, value: Any, wanted: type, remedy: str) -> None:
 def listed(values: Any) -> Any:
     """Return the numbers of a tensor or an array as Python's own, in a list where there are several; return anything else as it is."""
     return values.tolist() if isinstance(values, Tensor | np.ndarray | np.generic) else values
+
+
+def warn(message: str) -> None:
+    """Warn, as from the line outside bayesfl that called it."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("bayesfl."):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)

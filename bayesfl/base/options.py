@@ -153,6 +153,11 @@ class Option:
         return found
 
 
+def typed(wanted: type, remedy: str) -> Callable[[str, Any], None]:
+    """Return a function that looks at an option's type, for its annotation; the message of what it raises ends with `remedy`."""
+    return lambda name, value: instance(name, value, wanted, remedy)
+
+
 @functools.cache
 def options_of(owner: Any) -> dict[str, Option]:
     """Return what the annotations of a function, or of a data class, say of its options, by name."""

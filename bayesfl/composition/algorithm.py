@@ -72,6 +72,8 @@ class Algorithm:
         draws: Default number of posterior draws for a prediction, the paper's; 0 predicts at the mean, or by the predictor's closed form.
         train: Default of who trains, the paper's: `cohort`, or `all` clients, of whom only the cohort is then gathered.
         sampling: Default of how a cohort is drawn, the paper's: `fixed` or `bernoulli`.
+        watch: (algorithm, phase, given, view, batch, client's name) -> None, which may warn of what a client's training would do; called
+            before each training phase of rounds 1, 2, 4, 8 and so on with the client of a chunk that has most examples; None for none.
         made: Of which method of the library it is made; None if it was composed by hand, or changed by `dataclasses.replace`.
 
     Names that `server`, `private` and `reports` add must differ from the blocks' names and contain no dot.
@@ -101,6 +103,7 @@ class Algorithm:
     draws: Annotated[int, AT_LEAST_0] = 0
     train: Literal["cohort", "all"] = "cohort"
     sampling: Literal["fixed", "bernoulli"] = "fixed"
+    watch: Callable[[Any, Any, Server, View, Batch, str], None] | None = field(default=None, repr=False, compare=False)
     made: Made | None = field(init=False, default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -120,7 +123,7 @@ class Algorithm:
         """Return by what a saved run knows the method again, see `bayesfl.base.described`: name and options, or the fields."""
         if self.made is None:
             name = "composed by hand"
-            return {"method": name, name: {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("model", "made")}}
+            return {"method": name, name: {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("model", "made", "watch")}}
         function = inspect.unwrap(self.made.function)
         whose = {"name": function.__name__} if function.__module__.startswith("bayesfl.") else described(function)
         name = whose.pop("name")

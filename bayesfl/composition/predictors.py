@@ -1,6 +1,5 @@
 """Predictors: personal predictions that need more than a client's weights, such as its training data or several models."""
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -9,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 import torch
 from torch import Tensor
 
-from bayesfl.base.checks import instance
+from bayesfl.base.checks import instance, warn
 from bayesfl.base.inputs import Inputs, pieces
 from bayesfl.base.layout import Layout
 from bayesfl.base.options import Natural, Range, declared
@@ -395,10 +394,9 @@ class Linearised:
         fixed = rule.precision is not None and float(self._view["n"]) >= 1  # a copy that made no example has the prior under any precision
         if fixed and classes and float(kappa(covariance.diagonal(dim1=1, dim2=2)).median()) < SHRUNK:
             which = "the precision that the method computes" if callable(rule.precision) else f"predictive_precision={rule.precision}"
-            warnings.warn(
+            warn(
                 f"{which} leaves the predictions to the prior (the median kappa is below {SHRUNK}); choose a precision on validation data: "
                 "predictive_precision=None under an isotropic prior",
-                stacklevel=2,
             )
         link: Link = "contrasts" if rule.link == "draws" else rule.link
         return {name: t.to(self._view["n"]) for name, t in predictive(likelihood, mean, covariance, noise, link=link).items()}

@@ -1,12 +1,12 @@
 """Checks of what is done to inputs whenever they are read, and of what is done to them for training, on a few rows."""
 
-import warnings
 from typing import Any
 
 import numpy as np
 import torch
 
 from bayesfl.base.addressed import Addressed
+from bayesfl.base.checks import warn
 from bayesfl.base.described import digest_of
 from bayesfl.base.inputs import Inputs, count, each, named, shape_of, structure
 from bayesfl.data.split import Change, ClientData, all_finite
@@ -14,7 +14,7 @@ from bayesfl.data.split import Change, ClientData, all_finite
 ROWS = 4
 """Number of rows on which a function is tried."""
 
-CALLS = 5
+CALLS = 3
 """Number of times that a function is called to see whether it draws by other means than torch's operations, or counts."""
 
 _ROUNDING = 1e-3  # by which a row alone may differ from the same row among others, relative to the largest number; sums go in other orders
@@ -100,10 +100,9 @@ def check_augment(split: ClientData, augment: Change) -> None:
 def _warn_if_changed(name: str, change: Change, before: str) -> None:
     """Warn if the trial of a function has changed what it holds, by which saved runs and other processes know it."""
     if digest_of(change) != before:
-        warnings.warn(
+        warn(
             f"{name} changes what it holds or reads when it is called, so that saved runs and saved models of clients will not know it "
             "again: fill that before, as in __init__",
-            stacklevel=4,
         )
 
 

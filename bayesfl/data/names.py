@@ -1,10 +1,11 @@
 """Names of clients and of classes: lists, in which the place of a name says whose it is."""
 
 import reprlib
-import warnings
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from typing import Any
+
+from bayesfl.base.checks import warn
 
 
 def ordered(name: str, values: Any, remedy: str) -> None:
@@ -67,10 +68,9 @@ def named_clients(given: Any, order: Sequence[Hashable], *, pooled: bool) -> lis
         alike.setdefault(name.strip().casefold(), []).append(name)
     for group in alike.values():
         if len(group) > 1:
-            warnings.warn(
+            warn(
                 f"clients {group} differ only by case or surrounding space, and are {len(group)} clients; if they are one, give all its "
                 "rows one id, as [str(i).strip().lower() for i in client_ids] does",
-                stacklevel=3,
             )
     return named
 

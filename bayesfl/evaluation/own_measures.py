@@ -16,7 +16,7 @@ hold -100 where one is not known."""
 NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
 
 
-def check_measures(measures: Mapping[str, Measure]) -> None:
+def check_measures(name: str, measures: Mapping[str, Measure]) -> None:
     """Check the names and the types of measures.
 
     Raises:
@@ -24,12 +24,12 @@ def check_measures(measures: Mapping[str, Measure]) -> None:
         ValueError: A name is not of small letters, digits and underscores.
     """
     if not isinstance(measures, Mapping):
-        raise TypeError(f"measures must be a mapping {{name: function}}, got {type(measures).__name__}")
-    for name, measure in measures.items():
-        if not isinstance(name, str) or not NAME.fullmatch(name):
-            raise ValueError(f"measures: {name!r} must be a name of small letters, digits and _, as it becomes a part of a column's name")
+        raise TypeError(f"{name} must be a mapping {{name: function}}, got {type(measures).__name__}")
+    for column, measure in measures.items():
+        if not isinstance(column, str) or not NAME.fullmatch(column):
+            raise ValueError(f"{name}: {column!r} must be a name of small letters, digits and _, as it becomes a part of a column's name")
         if not callable(measure):
-            raise TypeError(f"measure {name!r} must be a function (predictions, labels) -> number, got {measure!r}")
+            raise TypeError(f"measure {column!r} must be a function (predictions, labels) -> number, got {measure!r}")
 
 
 def measured(measures: Mapping[str, Measure], predictions: Predictions, split: ClientData, taken: Collection[str] = ()) -> dict[str, float]:

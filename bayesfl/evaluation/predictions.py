@@ -1,6 +1,5 @@
 """Predictive distributions of many clients, and their measures."""
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bayesfl.base.checks import instance
+from bayesfl.base.checks import instance, warn
 from bayesfl.base.protocols import Likelihood, Tensors
 from bayesfl.base.targets import IGNORE
 from bayesfl.data import ClientData
@@ -346,10 +345,9 @@ class Collector:
         bad = mask & broken(self._tensors)
         if bad.any():
             j = int(bad.any(1).nonzero()[0, 0])
-            warnings.warn(
+            warn(
                 f"the predictions for {int(bad.sum())} examples are not finite, the first that of row {int(bad[j].nonzero()[0, 0])} of "
                 f"client {known_names(self._names, len(mask))[j]!r}, so that measures are NaN; look at these inputs, or at the weights",
-                stacklevel=2,
             )
         found: dict[str, Any] = self._tensors
         return Predictions(mask=mask, labels=labels, names=self._names, likelihood=self._likelihood, **found)

@@ -1,13 +1,12 @@
 """The settings of a run, and the names of its floating-point types."""
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
 import numpy as np
 import torch
 
-from bayesfl.base.checks import instance
-from bayesfl.base.options import Count, Natural, Range, declared
+from bayesfl.base.options import Count, Natural, Range, declared, typed
 from bayesfl.base.random import Purpose, generator
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import FederatedData
@@ -18,21 +17,19 @@ from bayesfl.data.tables.frames import same_columns
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float64)}
 
 
-def precision(dtype: torch.dtype) -> torch.dtype:
-    """Check that methods can be trained in `dtype`, and return it.
+def check_precision(name: str, dtype: torch.dtype) -> None:
+    """Check that methods can be trained in a dtype.
 
     Half precision is refused: in it, torch's fused SGD computes wrong steps on a CPU, and numbers of examples above a few hundred are
     rounded.
 
     Raises:
-        ValueError: `dtype` is neither `torch.float32` nor `torch.float64`.
+        ValueError: It is neither `torch.float32` nor `torch.float64`.
     """
     if dtype not in DTYPES.values():
-        half = "; half precision learns nothing here: train in float32, and convert the trained model" * (
-            dtype in (torch.float16, torch.bfloat16)
-        )
-        raise ValueError(f"dtype must be torch.float32 or torch.float64, got {dtype!r}{half}")
-    return dtype
+        half = dtype in (torch.float16, torch.bfloat16)
+        remedy = "; half precision learns nothing here: train in float32, and convert the trained model" if half else ""
+        raise ValueError(f"{name} must be torch.float32 or torch.float64, got {dtype!r}{remedy}")
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -46,6 +43,11 @@ METHOD = "build one on a model, as bf.algorithms.fedavg(model)"
 
 
 FEDERATION = "make one by bf.data.from_arrays(x, y), or by a recipe such as bf.data.iid('digits')"
+BUILD = "build one, as bf.Admission('skip', min_clients=3)"
+
+Method: TypeAlias = Annotated[Algorithm, typed(Algorithm, METHOD)]
+Federation: TypeAlias = Annotated[FederatedData, typed(FederatedData, FEDERATION)]
+Precision: TypeAlias = Annotated[torch.dtype, check_precision]
 
 
 @dataclass(frozen=True)
@@ -123,16 +125,6 @@ def _successes(trials: int, p: float, least: int, rng: np.random.Generator) -> i
     logs = np.concatenate([[0.0], np.cumsum(steps)])
     below = np.cumsum(np.exp(logs - logs.max()))
     return least + min(int(np.searchsorted(below, rng.random() * below[-1], side="right")), trials - least)
-
-
-def of_a_run(algorithm: Algorithm, clients: FederatedData) -> None:
-    """Check that the arguments are a method and a federation's data.
-
-    Raises:
-        TypeError: `algorithm` is no `Algorithm`, or `clients` is no `FederatedData`.
-    """
-    instance("algorithm", algorithm, Algorithm, METHOD)
-    instance("clients", clients, FederatedData, FEDERATION)
 
 
 def same_problem(what: str, found: FederatedData, known: FederatedData | Outline) -> None:

@@ -3,39 +3,39 @@
 import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from bayesfl.base.checks import instance
 from bayesfl.base.described import digest_of
-from bayesfl.composition.algorithm import Algorithm
+from bayesfl.base.options import declared
 from bayesfl.data import FederatedData
 from bayesfl.engine import Engine
 from bayesfl.evaluation.calibration import Step
 from bayesfl.evaluation.own_measures import Measure, check_measures
 from bayesfl.federation.clients.surveying import check_servers_model, checked_steps
-from bayesfl.federation.fits import check
 from bayesfl.federation.rounds.admission import PROTOCOL
-from bayesfl.federation.settings import METHOD
+from bayesfl.federation.settings import Method
 from bayesfl.federation.store.files import described_steps
 from bayesfl.federation.store.identity import fingerprint
 from bayesfl.flower import records
 from bayesfl.flower.node import Node, Refused
 from bayesfl.flower.orders import Order
+from bayesfl.preflight import check
 
 
+@declared
 def client_app(
-    algorithm: Algorithm,
+    algorithm: Method,
     load_data: Callable[[Context], FederatedData],
     *,
     state_dir: str | os.PathLike[str] | None = None,
     engine: Engine | None = None,
     device: torch.device | str = "cpu",
     share_measures: bool = False,
-    measures: Mapping[str, Measure] = {},
+    measures: Annotated[Mapping[str, Measure], check_measures] = {},
     calibration: Sequence[Step] = (),
 ) -> ClientApp:
     """Make a Flower ClientApp that does an algorithm's local work.
@@ -64,9 +64,6 @@ def client_app(
     Warns:
         UserWarning: Sets are made on a split to which another step is fitted.
     """
-    check_measures(measures)
-    instance("algorithm", algorithm, Algorithm, METHOD)
-    instance("share_measures", share_measures, bool, "pass True or False")
     steps = checked_steps(calibration)
     described_steps(steps)
     check_servers_model(steps, algorithm)

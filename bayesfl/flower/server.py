@@ -8,14 +8,14 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
 from flwr.app import Context, RecordDict
 from flwr.serverapp import Grid, ServerApp
 
-from bayesfl.base.checks import instance, number, whole
+from bayesfl.base.options import Count, Range, declared, typed
 from bayesfl.base.protocols import Tensors
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.evaluation.calibration import Step
@@ -28,8 +28,8 @@ from bayesfl.federation.rounds.admission import PROTOCOL, Admission, attempts
 from bayesfl.federation.rounds.replies import OpenRun
 from bayesfl.federation.rounds.round import Rules, run_round
 from bayesfl.federation.run import warm
-from bayesfl.federation.run.callbacks import Callback, checked, ended, finished, over
-from bayesfl.federation.settings import METHOD, Settings, precision
+from bayesfl.federation.run.callbacks import Callback, check_callbacks, ended, finished, over
+from bayesfl.federation.settings import BUILD, Method, Precision, Settings
 from bayesfl.federation.store.files import KEPT, described_steps, held
 from bayesfl.federation.store.identity import fingerprint
 from bayesfl.flower import deployed, records
@@ -44,7 +44,8 @@ from bayesfl.flower.states import name_of as state_name
 log = logging.getLogger(__name__)
 
 
-def server_app(algorithm: Algorithm, **options: Any) -> ServerApp:
+@declared
+def server_app(algorithm: Method, **options: Any) -> ServerApp:
     """Make a Flower ServerApp that runs `serve` with these options.
 
     If options depend on the run's configuration, call `serve` in a main function of your own.
@@ -52,7 +53,6 @@ def server_app(algorithm: Algorithm, **options: Any) -> ServerApp:
     Raises:
         TypeError: `algorithm` is no `Algorithm`, or `serve` has no such option.
     """
-    instance("algorithm", algorithm, Algorithm, METHOD)
     inspect.signature(serve).bind(None, algorithm, **options)
     app = ServerApp()
 
@@ -63,24 +63,25 @@ def server_app(algorithm: Algorithm, **options: Any) -> ServerApp:
     return app
 
 
+@declared
 def serve(
     grid: Grid,
-    algorithm: Algorithm,
+    algorithm: Method,
     *,
-    clients: int,
+    clients: Count,
     rounds: int,
     participation: float = 1.0,
     sampling: Literal["fixed", "bernoulli"] | None = None,
     train: Literal["cohort", "all"] | None = None,
     seed: int = 0,
-    dtype: torch.dtype = torch.float32,
-    timeout: float = 600.0,
-    admission: Admission = Admission("skip"),
+    dtype: Precision = torch.float32,
+    timeout: Annotated[float, Range(0, why="it is in seconds")] = 600.0,
+    admission: Annotated[Admission, typed(Admission, BUILD)] = Admission("skip"),
     checkpoint: str | os.PathLike[str] | None = None,
-    every: int = 1,
+    every: Count = 1,
     start: Deployed | str | os.PathLike[str] | None = None,
     evaluate_every: int | None = None,
-    on_round: Sequence[Callback] = (),
+    on_round: Annotated[Sequence[Callback], check_callbacks] = (),
     calibration: Sequence[Step] = (),
 ) -> Deployed:
     """Train a federation over Flower's grid; the results equal those of `simulate` with the same seed, up to rounding.
@@ -131,34 +132,26 @@ def serve(
         DivergenceError: The server's state is no longer finite.
         httpx.HTTPError, OSError: The SuperLink cannot be reached.
     """
-    instance("algorithm", algorithm, Algorithm, METHOD)
-    drawn, trained = algorithm.sampling if sampling is None else sampling, algorithm.train if train is None else train
-    settings = Settings(rounds, participation, drawn, trained, seed, evaluate_every)
-    instance("admission", admission, Admission, "build one, as bf.Admission('skip', min_clients=3)")
-    whole("clients", clients, least=1)
-    whole("every", every, least=1)
+    settings = Settings(rounds, participation, sampling or algorithm.sampling, train or algorithm.train, seed, evaluate_every)
     admission.check(settings.largest(clients))
     if settings.seed >= 2**63:
         raise ValueError(f"seed must be below 2**63, which a message can hold, got {seed}")
-    if not number("timeout", timeout) > 0:
-        raise ValueError(f"timeout is in seconds and must be > 0, got {timeout}")
-    precision(dtype)
-    callbacks, steps = checked(on_round), surveying.checked_steps(calibration)
+    steps = surveying.checked_steps(calibration)
     described_steps(steps)
     surveying.check_servers_model(steps, algorithm)
     with contextlib.nullcontext() if checkpoint is None else deployed.alone(Path(checkpoint)):
-        run = _Run(grid, admission, float(timeout), checkpoint, every, callbacks, steps)
+        run = _Run(grid, admission, timeout, checkpoint, every, on_round, steps)
         state = run.begin(algorithm, settings, clients, dtype, start)
-        stopped = over(callbacks, state)
+        stopped = over(on_round, state)
         while state.round < settings.rounds and not stopped:
             state = run.round(state)
-            stopped = ended(callbacks, state)
+            stopped = ended(on_round, state)
         run.save(state)
         if stopped and settings.evaluate_every is not None and "evaluated" not in state.history[-1]:  # ended between evaluations
             state = run.evaluate(state)
             run.save(state)
-            ended(callbacks, state)  # once more, with the measures, as in a simulation
-        chosen = finished(callbacks, state)
+            ended(on_round, state)  # once more, with the measures, as in a simulation
+        chosen = finished(on_round, state)
         calibrates = bool(steps) and not chosen.told
         chosen = run.calibrate(chosen) if calibrates else chosen
         if calibrates or run.evaluated != chosen.round:

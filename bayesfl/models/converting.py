@@ -1,12 +1,11 @@
 """Converting a network's batch norms to norms without statistics, which leave clients nothing to average."""
 
 import copy
-import warnings
 from typing import Any
 
 from torch import nn
 
-from bayesfl.base.checks import instance
+from bayesfl.base.checks import instance, warn
 from bayesfl.base.options import Count, declared
 from bayesfl.models.altered import altered
 
@@ -78,10 +77,9 @@ def _check(module: nn.Module) -> None:
                 "are computed, which a group norm in its place would lose; replace it by hand"
             )
         if isinstance(part, nn.BatchNorm1d) and part.num_features < OF_VECTORS:
-            warnings.warn(
+            warn(
                 f"batch norm {name!r} has {part.num_features} channels, and of vectors with so few a group norm leaves little, of two "
                 "their order alone; for inputs, standardise with fixed numbers in its place",
-                stacklevel=4,  # of who calls the declared function
             )
 
 

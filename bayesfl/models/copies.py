@@ -1,12 +1,13 @@
 """Copies of a user's module, which share the memory of its frozen parameters, and checks that the original is still what it was."""
 
 import copy
-import warnings
 import weakref
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from bayesfl.base.checks import warn
 
 COMPARED = 1000
 """Numbers of each tensor that are compared to notice a change, evenly spaced; of a smaller one all."""
@@ -126,10 +127,9 @@ def check_original(made: nn.Module) -> None:
     if changed := [
         name for name, mark in now.items() if name not in origin.frozen and not torch.equal(mark.sample, origin.marks[name].sample)
     ]:
-        warnings.warn(
+        warn(
             f"{changed[:3]} of the model {type(module).__name__} have changed since the method was made, which begins with the numbers "
             "they had then; make the method anew to begin with the present ones",
-            stacklevel=4,
         )
 
 

@@ -1,11 +1,11 @@
 """The choice of a Laplace approximation's prior precision after training, by the evidence of the training data or on validation data."""
 
-import warnings
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from bayesfl.base.checks import warn
 from bayesfl.curvature.batches import Data
 from bayesfl.posteriors.laplace import Laplace
 from bayesfl.posteriors.linearised import Link, nll
@@ -37,10 +37,9 @@ def by_evidence(fitted: Laplace, x: Data, y: Tensor, *, centre: float | Tensor =
     scores = _scores(fitted, x, grid, lambda candidate: candidate.log_marginal_likelihood(x, y, centre=centre))
     precision = max(scores, key=lambda one: float(scores[one]))
     if precision in (min(scores), max(scores)):
-        warnings.warn(
+        warn(
             f"the log marginal likelihood is largest at {precision:g}, an edge of the grid: it carries no information about the prior "
             f"precision, which stays at {float(fitted.precision.mean()):g}; by_validation needs none",
-            stacklevel=2,
         )
         return fitted
     return fitted.with_precision(x, precision)

@@ -6,7 +6,6 @@ Source of `wasserstein`: Daxberger, Nalisnick, Allingham, Antoran, Hernandez-Lob
 ICML 2021, eq. 15; used over clients in FedSI.
 """
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -15,7 +14,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from bayesfl.base.checks import whole
+from bayesfl.base.checks import warn, whole
 from bayesfl.base.layout import Layout
 from bayesfl.base.random import Purpose, generator
 from bayesfl.curvature.dual import NO_CURVATURE
@@ -155,10 +154,9 @@ def select(rule: str | Rule, evidence: Evidence, count: int) -> Tensor:
         raise ValueError("the selection allows no weight at all: every score is -inf")
     if uncurved_share(evidence, chosen) > 0.5:
         # The text is always the same, so that Python shows it once for all rounds and clients of a federation.
-        warnings.warn(
+        warn(
             "most of the selected weights have no curvature (constant inputs, dead units; `uncurved_share` says how many): the data say "
             "nothing about them and the predictions will be near the MAP's; selection='random' or 'predictive_variance' take others",
-            stacklevel=2,
         )
     return chosen
 

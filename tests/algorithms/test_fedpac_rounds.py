@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 import bayesfl as bf
 from bayesfl.algorithms.fedpac import mixing
-from bayesfl.base import simplex
+from bayesfl.composition import simplex
 from bayesfl.data import FederatedData
 from bayesfl.models import SplitModel
 from bayesfl.optim import SGD

@@ -14,6 +14,7 @@ from bayesfl.base.addressed import Addressed
 from bayesfl.base.inputs import Inputs
 from bayesfl.base.random import Purpose, key
 from bayesfl.data import FederatedData
+from bayesfl.data.changes import CALLS
 from bayesfl.data.split import Change
 from bayesfl.optim import SGD
 from tests.cases import federation, run
@@ -184,7 +185,7 @@ def test_augmented_steps_by_hand(data: FederatedData, kernel: Any, batch_size: i
         n = torch.from_numpy(some.train.counts).double()
         server = torch.stack(ended).mT @ n / n.sum()
     assert_close(found.server["w"]["loc"], server, rtol=0, atol=1e-12)
-    assert [len(rows) for rows in sorted(seen[2:], key=len)] == sorted(sizes)  # without padding; two are of the check before training
+    assert [len(rows) for rows in sorted(seen[CALLS:], key=len)] == sorted(sizes)  # without padding, and the calls of the look at it
 
 
 def test_augmentation_is_the_same_wherever_it_runs(data: FederatedData):
@@ -218,7 +219,7 @@ def test_what_measures_is_not_augmented(data: FederatedData):
     method = bf.algorithms.fedem(bf.models.mlp(8, hidden=6, outputs=3), components=2, epochs=1, batch_size=None)
     found = run(method, of(data, data.train.x, augment=flips(seen)), 1)
     count = len(seen)
-    assert count == 2 + data.clients  # twice in the check before training, then each client's only step
+    assert count == CALLS + data.clients  # those of the look at it, then each client's only step
     found.predict()
     found.client(0).predict(data.test.client(0)[0])
     assert len(seen) == count

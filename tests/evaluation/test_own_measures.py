@@ -33,7 +33,7 @@ def test_a_measure_is_a_mean_over_the_clients_that_have_one():
 
 
 def test_names_are_names():
-    check_measures({"f2": max, "top_5": max})
+    check_measures("measures", {"f2": max, "top_5": max})
     for name in ("", "2f", "a b", "a.b", "x" * 41):
         with pytest.raises(ValueError, match="measures"):
-            check_measures({name: max})
+            check_measures("measures", {name: max})

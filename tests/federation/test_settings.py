@@ -74,7 +74,6 @@ def test_bernoulli_cohorts_need_no_second_draw(share):
         ({"participation": "a"}, r"participation .*got 'a'"),
         ({"participation": None}, r"participation .*got None"),
         ({"participation": math.nan}, "participation .* got nan"),
-        ({"engine": "layers"}, r"engine .*Engine, got 'layers'; .*bf\.Engine\(kernel"),
         ({"dtype": "float32"}, r"dtype .*torch\.float32 .*got 'float32'"),
         ({"dtype": torch.int64}, r"dtype .*torch\.float32 .*got torch\.int64"),
         ({"dtype": torch.bfloat16}, r"dtype .*torch\.float32 .*got torch\.bfloat16.*float32"),

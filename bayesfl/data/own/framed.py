@@ -1,7 +1,6 @@
 """Federations of data frames: rows are split first, and what is learnt of columns comes from training rows alone."""
 
 import hashlib
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bayesfl.base.checks import instance, number
+from bayesfl.base.checks import instance, number, warn
 from bayesfl.base.random import Purpose, generator
 from bayesfl.base.targets import Task
 from bayesfl.data.assembly import check_shares, take_share
@@ -231,7 +230,7 @@ def _split(
             continue
         counts = splits[name].counts if name in splits else np.zeros(data.clients)
         if empty := [who for who, n in zip(data.client_names, counts, strict=True) if not n]:
-            warnings.warn(f"clients {few(empty)} have no {name} rows: measures leave them out", stacklevel=3)
+            warn(f"clients {few(empty)} have no {name} rows: measures leave them out")
     return replace(data, splits=splits)
 
 

@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from bayesfl.base.checks import warn
 from bayesfl.base.files import atomic_write
 from bayesfl.data.tables.frame_warnings import warn_of_clients
 from bayesfl.data.tables.table import Table, Values
@@ -267,10 +267,10 @@ def learnt(statistics: Sequence[Mapping[str, Any]]) -> Columns:
     return Columns(tuple(parts), classes, len(classes) if classes else max(outputs, default=None))
 
 
-def warn_of_rows(strange: Mapping[str, str], *, stacklevel: int = 3) -> None:
+def warn_of_rows(strange: Mapping[str, str]) -> None:
     """Warn, at the caller's caller, of rows that are unlike the training rows, see `Columns.applied`."""
     for name, told in strange.items():
-        warnings.warn(f"column {name!r}: {told}", stacklevel=stacklevel)
+        warn(f"column {name!r}: {told}")
 
 
 def _far(away: np.ndarray, part: Number, numbers: np.ndarray) -> str:

@@ -1,11 +1,11 @@
 """Warnings of what a data frame holds that is seldom meant: ids, dates as numbers, slips of the pen, copies of the target."""
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from bayesfl.base.checks import warn
 from bayesfl.data.tables.table import Table, Values
 
 FAR = 1000.0
@@ -33,10 +33,9 @@ def warn_of_clients(statistics: Mapping[str, Any]) -> None:
     told = [f"{name!r} has no value in the training rows of {few(clients)}" for name, clients in absent.items()]
     told += [f"{name!r} is constant in those of {'all clients' if len(on) == everyone else few(on)}" for name, on in constant.items()]
     if told:
-        warnings.warn(
+        warn(
             f"columns say nothing at some clients, and may tell these from others: {'; '.join(told[:10])}"
             f"{f'; and {len(told) - 10} more' if len(told) > 10 else ''}. Leave them out, if that is not meant",
-            stacklevel=3,
         )
 
 
@@ -58,7 +57,7 @@ def warn_of_columns(table: Table, names: Sequence[str], categories: Sequence[str
         if len(rows) >= ROWS and y.ndim == 1 and _tells(values, rows, y[rows]):
             told.append(f"{name!r} tells the target of every row, as a copy of it does")
     if told:
-        warnings.warn(f"look at these inputs: {'; '.join(told)}. Leave them out or mend them, if that is not meant", stacklevel=3)
+        warn(f"look at these inputs: {'; '.join(told)}. Leave them out or mend them, if that is not meant")
 
 
 def _of_numbers(values: Values, rows: np.ndarray) -> list[str]:

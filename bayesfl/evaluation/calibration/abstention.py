@@ -1,7 +1,6 @@
 """Answers where doubt is low: a threshold below which the share of wrong answers is promised."""
 
 import math
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated
@@ -9,6 +8,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
+from bayesfl.base.checks import warn
 from bayesfl.base.options import PROBABILITY, declared
 from bayesfl.base.protocols import Tensors
 from bayesfl.evaluation.binomial import upper_bound
@@ -81,11 +81,10 @@ class Abstention:
         passes = torch.from_numpy(upper_bound(wrong, n, self.delta) <= self.risk)
         good = int(passes.long().cumprod(0).sum())
         if not good:
-            warnings.warn(
+            warn(
                 f"no answer is given: of {int(n[0])} rows in {self.split!r} of a doubt of at most {self.risk:g}, {int(wrong[0])} are "
                 f"wrong, which does not show a risk of {self.risk:g} with confidence {1 - self.delta:g}; give it more rows or allow "
                 "more risk, and fit a Temperature before if there is none",
-                stacklevel=2,
             )
         threshold = told["thresholds"][good - 1] if good else told["thresholds"].new_tensor(-math.inf)
         return {"threshold": threshold}, True

@@ -1,7 +1,6 @@
 """Conformal sets and intervals of each client, whose threshold is its own scores' and the federation's together."""
 
 import math
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal, TypeAlias
@@ -9,6 +8,7 @@ from typing import Annotated, Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from bayesfl.base.checks import warn
 from bayesfl.base.options import PROBABILITY, Range, declared
 from bayesfl.base.protocols import Tensors
 from bayesfl.evaluation.calibration.scores import Score, class_scores, intervals, largest_class_score, number_scores
@@ -118,10 +118,9 @@ class Conformal:
             beyond = counts.sum() - counts.sum(0).cumsum(0)[:-1]  # scores above each power
             allowed = _BEYOND * (1 - self.level) * counts.sum()
             if not counts[:, 1:].sum() > 0.5 * counts.sum() or beyond[-1] > allowed:
-                warnings.warn(
+                warn(
                     f"scores of targets lie outside 2^-{POWERS // 2} to 2^{POWERS // 2 - 1}, so that intervals may be far too wide: scale "
                     "the targets, to a standard deviation of 1 for instance",
-                    stacklevel=2,
                 )
             high = float(_POWERS_OF_2[min(int((beyond > allowed).sum()), POWERS - 1)])
             negative = counts[1, :-1].nonzero()

@@ -1,7 +1,6 @@
 """Temperature scaling as a survey: one temperature of all clients by Newton on sums, and each client's own shrunk to it."""
 
 import math
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,6 +9,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
+from bayesfl.base.checks import warn
 from bayesfl.base.options import Range, declared
 from bayesfl.base.protocols import Tensors
 from bayesfl.evaluation.calibration.steps import changed
@@ -111,10 +111,9 @@ class Temperature:
         return now | {name: torch.tensor(value, dtype=torch.float64) for name, value in new.items()}, False
 
     def _unbounded(self, now: Tensors, beta: float) -> Tensors:
-        warnings.warn(
+        warn(
             f"the split {self.split!r} does not bound the temperature, which is set to {1 / beta:.3g}, an end of the range considered: "
             + ("every label, or nearly so, is the most probable class" if beta > 1 else "predictions do not tell the labels"),
-            stacklevel=2,
         )
         return now | {"beta": torch.tensor(beta, dtype=torch.float64), "bounded": torch.zeros((), dtype=torch.float64)}
 

@@ -3,7 +3,6 @@
 import math
 import os
 import re
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -16,7 +15,7 @@ import torch
 from torch import nn
 
 from bayesfl.base import digest
-from bayesfl.base.checks import instance, whole
+from bayesfl.base.checks import instance, warn, whole
 from bayesfl.base.described import described
 from bayesfl.base.files import folder
 from bayesfl.base.inputs import Shapes, words
@@ -151,16 +150,15 @@ class ClientModel:
         refuse_changed(self.algorithm.model)
         if self.prepared is not None and is_frame(x):
             x, strange = self.prepared.applied(Table(x, "x"))
-            warn_of_rows(strange, stacklevel=4)
+            warn_of_rows(strange)
         same_columns("x", names_of(x, pooled=True), self.columns)
         rows = self.form.split(x, self.inputs, dtype=self.dtype, device=self.device)
         about: dict[str, Any] = {"client": self.client, "seed": self.seed, "round": self.round, "fitted": self._fitted, "value": self.value}
         found: dict[str, Any] = predict.alone(self.algorithm, self.view, rows, draws=0 if self.plug_in else draws, **about)
         if (bad := broken(found, axes=1)).any():
-            warnings.warn(
+            warn(
                 f"the predictions of {self.name!r} for {int(bad.sum())} rows are not finite, the first is row {int(bad.nonzero()[0])}; "
                 "look at these inputs, at the transform or at the weights",
-                stacklevel=3,
             )
         shared = predict.by_all(Engine(), self.algorithm, self.common, rows) if self.common else None
         made, other = (None if of is None else self._predictions(of) for of in ({k: t[None] for k, t in found.items()}, shared))
@@ -227,10 +225,9 @@ class ClientModel:
             raise ValueError(UNCERTAIN.format(self.name))
         level = cast(calibration.Conformal, one.step).level
         if len(reference) < (least := math.ceil(1 / (1 - level))):
-            warnings.warn(
+            warn(
                 f"{self.name!r} has {len(reference)} calibration rows, and an alarm needs {least} to expect a miss among them: it will be "
                 "raised late",
-                stacklevel=2,
             )
         source = (score, self._source(one))
         return Alarm(reference.numpy(), alpha=1 - level, delta=delta, seed=self.seed, client=self.client, round=self.round, of=source)

@@ -15,12 +15,11 @@ from bayesfl.base.trees import flatten
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.phases import Descend, Repeat, by_algebra, by_chance, described, trained
 from bayesfl.data import ClientData
-from bayesfl.engine import Engine
+from bayesfl.engine import Engine, stability
 from bayesfl.engine.crew import Crew
+from bayesfl.engine.observation import observe
 from bayesfl.engine.plan import PhasePlan, chunks
-from bayesfl.federation import stability
 from bayesfl.federation.errors import DivergenceError, called
-from bayesfl.federation.fits import look
 from bayesfl.models.modes import draws
 
 log = logging.getLogger(__name__)
@@ -107,7 +106,7 @@ class Local:
     names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        look(self.algorithm, self.train)
+        observe(self.algorithm, self.train)  # as after loading, where no preflight has done so
 
     def run(self, stage: Stage, ids: np.ndarray, received: Received, round: int, *, phases: int | None = None) -> Done:
         """Run the phases of a stage for the clients `ids`.
@@ -136,8 +135,9 @@ class Local:
             plan = PhasePlan(phase, self.train, ids, seed=self.seed, round=round, stage=stage, position=place, dtype=dtype)
             place += by_chance(phase, algorithm) or self.train.augment is not None or draws(algorithm.model)
             before = views
-            if stage is Stage.TRAIN and stability.is_due(round) and stability.watched(algorithm, phase):
-                self._look(phase, given, views, plan)
+            if algorithm.watch is not None and stage is Stage.TRAIN and stability.is_due(round):
+                view, batch = (tree_map(lambda t: t[0], of) for of in (views, plan.batch(0, 1)))
+                algorithm.watch(algorithm, phase, given, view, batch, called(int(ids[0]), self.names))
             views, new = self.engine.run(algorithm, phase, given, views, plan)
             info |= new
             seconds = {key: seconds.get(key, 0.0) + value for key, value in plan.seconds.items()}
@@ -153,12 +153,6 @@ class Local:
             views = _set_aside(views, started, torch.from_numpy(diverged).to(device))
         algorithm.check_reported(started, views)
         return Done(ids, given, views, info, seconds, self._bytes(given, received.addressed, len(ids)), diverged)
-
-    def _look(self, phase: Any, given: Server, views: View, plan: PhasePlan) -> None:
-        """Look at the chunk's first client, who has most examples, and warn if its body is dead or its steps on a head are unstable."""
-        view, batch = (tree_map(lambda t: t[0], of) for of in (views, plan.batch(0, 1)))
-        for warn in (stability.warn_if_dead, stability.warn_if_unstable):
-            warn(self.algorithm, phase, given, view, batch, called(int(plan.ids[0]), self.names))
 
     def _bytes(self, given: Server, addressed: View, clients: int) -> int:
         """Return how many bytes the clients receive in a round; frozen blocks do not count, since clients have them from the start."""

@@ -1,6 +1,5 @@
 """Surveys of a federation after training, and calibration by them: whose predictions are asked, and how answers are added."""
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
@@ -8,6 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import torch
 
+from bayesfl.base.checks import warn
 from bayesfl.base.inputs import words
 from bayesfl.base.protocols import Tensors
 from bayesfl.base.random import hashed
@@ -104,19 +104,17 @@ def checked_steps(steps: Sequence[Any], before: Sequence[Any] = ()) -> tuple[Ste
         if type(step).__name__ in made:
             raise ValueError(f"there is a {type(step).__name__} already, of which another would leave nothing: {_ANEW}")
         if step.split in ("train", "test"):
-            warnings.warn(
+            warn(
                 f"{type(step).__name__} is fitted to the split {step.split!r}, "
                 + ("on which the model was trained" if step.split == "train" else "by which the result is judged")
                 + ": what it promises does not hold for other rows, or cannot be seen; give it 'validation' or 'calibration'",
-                stacklevel=3,
             )
         shared = [type(one).__name__ for one in earlier if one.split == step.split and not isinstance(one, Conformal | Abstention)]
         if isinstance(step, Conformal | Abstention) and shared:
-            warnings.warn(
+            warn(
                 f"{', '.join(shared)} and {type(step).__name__} are fitted to the same split, {step.split!r}: then less is kept than is "
                 "promised, hardly less after a pooled temperature, one or two per cent of coverage after a bias, more after a choice; fit "
                 "the former to 'validation', the latter to 'calibration'",
-                stacklevel=3,
             )
     return tuple(steps)
 

@@ -1,7 +1,6 @@
 """The number that a method's predictor tunes, as FedSI's predictive precision: a survey of the clients' validation data."""
 
 import contextlib
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -9,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bayesfl.base.checks import warn
 from bayesfl.base.protocols import Predictor, Tensors
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import ClientData, FederatedData
@@ -85,10 +85,9 @@ class Tuning:
         except ValueError as error:
             raise ValueError(f"no {tunes} of the grid {grid} gives finite predictions; look at the scale of inputs and weights") from error
         if best == 0:
-            warnings.warn(
+            warn(
                 f"{tunes} is at the lower edge of its grid, {grid[0]:g}: the validation data do not bound it; hold more of them back, or "
                 "give a number",
-                stacklevel=3,
             )
         return {"value": torch.tensor(grid[best], dtype=torch.float64)}, True
 

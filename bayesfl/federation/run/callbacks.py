@@ -13,7 +13,6 @@ between evaluations is measured then, and its callbacks are called once more wit
 """
 
 import os
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypeAlias
@@ -22,7 +21,7 @@ import numpy as np
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from bayesfl.base.checks import whole
+from bayesfl.base.checks import warn, whole
 from bayesfl.evaluation import report
 from bayesfl.evaluation.history import History
 from bayesfl.federation.run.loading import reloaded
@@ -33,18 +32,17 @@ Callback: TypeAlias = Callable[[Any], Any]
 """Function from the run so far; True ends the run."""
 
 
-def checked(on_round: Any) -> list[Callback]:
-    """Return callbacks as a list.
+def check_callbacks(name: str, on_round: Any) -> None:
+    """Check that callbacks are a list of functions.
 
     Raises:
         TypeError: They are no list, or one of them is no function.
     """
     if not isinstance(on_round, Sequence) or isinstance(on_round, str):
-        raise TypeError(f"on_round must be a list of callbacks, as [it], got {on_round!r}")
+        raise TypeError(f"{name} must be a list of callbacks, as [it], got {on_round!r}")
     for callback in on_round:
         if not callable(callback) or isinstance(callback, type):
-            raise TypeError(f"on_round: a callback is a function of the run so far, or an object such as CSV(path), got {callback!r}")
-    return list(on_round)
+            raise TypeError(f"{name}: a callback is a function of the run so far, or an object such as CSV(path), got {callback!r}")
 
 
 def snapshot(result: Any) -> Any:
@@ -157,10 +155,9 @@ class EarlyStopping:
             return result
         round = History(values).best(self.column, lowest=self._lowest)["round"]
         if not self._is_of(result, round):
-            warnings.warn(
+            warn(
                 f"the best {self.column} is of round {round}, whose state is gone, as of a run that was resumed without a folder; the last "
                 "state is returned. Pass EarlyStopping(folder=...) to keep the best one on disk",
-                stacklevel=3,
             )
             return result
         return self.best or result

@@ -1,11 +1,11 @@
 """A table of several results, with the settings of their training that differ beneath."""
 
 import statistics
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, Literal
 
+from bayesfl.base.checks import warn
 from bayesfl.base.described import ADDRESS
 from bayesfl.composition.phases import Descend, Repeat
 from bayesfl.evaluation import report
@@ -47,10 +47,9 @@ def compare(results: Mapping[str, Any], *, columns: Sequence[str] | None = None,
                 f"result {name!r} must be a Result, or a list of them, got {type(wrong[0]).__name__}; pass what simulate returned"
             )
     if calibrated := [name for name, found in runs.items() if any(getattr(run, "steps", ()) for run in found)]:
-        warnings.warn(
+        warn(
             f"{', '.join(calibrated)}: the table has measures of training, before the steps of calibration; those after them are in "
             "result.predict().summary(clients.test)",
-            stacklevel=2,
         )
     task = next(iter(runs.values()))[0].known.task
     wanted = {name: _usual(task, found) if columns is None else tuple(columns) for name, found in runs.items()}

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from bayesfl.base.checks import instance
 from bayesfl.base.files import folder
+from bayesfl.base.options import declared
 from bayesfl.base.protocols import Server, View
 from bayesfl.base.trees import alike, flatten
 from bayesfl.composition.algorithm import Algorithm
@@ -18,13 +18,14 @@ from bayesfl.data.names import same_classes
 from bayesfl.data.tables.frames import same_columns
 from bayesfl.federation.errors import CheckpointError
 from bayesfl.federation.run.result import Result
-from bayesfl.federation.settings import METHOD, of_a_run, present
+from bayesfl.federation.settings import Federation, Method, present
 from bayesfl.federation.store import files
 from bayesfl.federation.store.identity import identity, same_data, same_method, same_network
 
 
+@declared
 def load(
-    path: str | os.PathLike[str], algorithm: Algorithm, clients: FederatedData | None = None, *, device: torch.device | str = "cpu"
+    path: str | os.PathLike[str], algorithm: Method, clients: Federation | None = None, *, device: torch.device | str = "cpu"
 ) -> Result:
     """Load a saved run.
 
@@ -42,8 +43,6 @@ def load(
         ValueError: The device is absent, or the data's columns or classes have other names than those of the run, or another order.
         CheckpointError: The folder holds no run of `simulate`, or one that is damaged or was made with another method or on other data.
     """
-    if clients is not None:
-        of_a_run(algorithm, clients)
     result, made_with = _read(path, algorithm, device)
     same_method(repr(str(path)), made_with, algorithm)
     _check(repr(str(path)), algorithm, result)
@@ -64,7 +63,7 @@ def started(start: Result | str | os.PathLike[str], algorithm: Algorithm, device
     """Return the run from whose state another begins, of this method's network and with its tensors; the method's options may differ.
 
     Raises:
-        TypeError: `start` is neither a result nor a folder, or `algorithm` is no `Algorithm`.
+        TypeError: `start` is neither a result nor a folder.
         CheckpointError: The folder holds no run, or the state is one of another network or of another shape.
     """
     if not isinstance(start, Result | str | os.PathLike):
@@ -85,7 +84,6 @@ def _check(what: str, algorithm: Algorithm, run: Result) -> None:
 
 def _read(path: str | os.PathLike[str], algorithm: Algorithm, device: torch.device | str) -> tuple[Result, dict[str, Any]]:
     """Return a saved run as its file has it, and the identity of the method that made it."""
-    instance("algorithm", algorithm, Algorithm, METHOD)
     device = present(device)
     found = files.read(path, files.RUN, device)
     return Result(device=device, **{**found, "algorithm": algorithm}), found["algorithm"]
@@ -95,11 +93,10 @@ def resumed(run: Result | str | os.PathLike[str], algorithm: Algorithm, clients:
     """Return a run that is to go on with this method, which must have made it, on these data, on which it must have been made.
 
     Raises:
-        TypeError: `run` is neither a result nor a folder, or another argument has the wrong type.
+        TypeError: `run` is neither a result nor a folder.
         ValueError: The data's columns or classes have other names, or another order.
         CheckpointError: As by `load`.
     """
-    of_a_run(algorithm, clients)
     if not isinstance(run, Result):
         return load(folder("resume", run), algorithm, clients, device=device)
     same_method("the result", identity(run.algorithm), algorithm)

@@ -1,7 +1,6 @@
 """The result of a federation: predictions, adaptation to new clients, and saving."""
 
 import os
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -12,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from bayesfl.base.checks import instance, probability, whole
+from bayesfl.base.checks import instance, probability, warn, whole
 from bayesfl.base.files import folder
 from bayesfl.base.protocols import Server, Tensors, View
 from bayesfl.base.random import Purpose, generator
@@ -264,8 +263,8 @@ class Result:
         if split == "train" or split in {one.step.split for one in self.steps}:
             used = "training" if split == "train" else "calibration"
             other = "rows that had no part in either" if split == "test" else "'test'"
-            warnings.warn(
-                f"the split {split!r} was used for {used}, so the audit shows more than is kept for other rows; audit {other}", stacklevel=2
+            warn(
+                f"the split {split!r} was used for {used}, so the audit shows more than is kept for other rows; audit {other}",
             )
         survey = units(self.data, split, rows, by, groups)
         mine = self.calibrated_mine(rows.to(self.device, self.dtype))
@@ -302,7 +301,7 @@ class Result:
                 "give it some, as dataclasses.replace(algorithm, adapt=algorithm.phases)"
             )
         if slowed := self._slowed():
-            warnings.warn(slowed, stacklevel=2)
+            warn(slowed)
         server = algorithm.newcomers(self.server, novel.clients)
         private = private_rows(algorithm, server, novel.clients)
         moved = novel.to(self.device, self.dtype)

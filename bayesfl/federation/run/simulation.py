@@ -1,18 +1,19 @@
 """Federated training on one machine: rounds of local work in chunks of clients, each followed by the server's update."""
 
 import os
-import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal, TypeAlias
 
 import numpy as np
 import torch
 from torch.utils._pytree import tree_map
 
-from bayesfl.base.checks import whole
+from bayesfl import preflight
+from bayesfl.base.checks import warn
 from bayesfl.base.described import described
 from bayesfl.base.files import folder
+from bayesfl.base.options import Count, declared, typed
 from bayesfl.base.protocols import Server
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.data import ClientData, FederatedData
@@ -24,24 +25,31 @@ from bayesfl.evaluation.predictions import Collector, Predictions
 from bayesfl.federation.clients import predict, tuning
 from bayesfl.federation.clients.local import Local, State, private_rows, touched
 from bayesfl.federation.errors import DivergenceError, FailedRound
-from bayesfl.federation.fits import check
 from bayesfl.federation.rounds.admission import Admission, attempts
 from bayesfl.federation.rounds.faults import FaultPlan
 from bayesfl.federation.rounds.one_machine import OneMachine
 from bayesfl.federation.rounds.replies import Aggregation, OpenAggregation
 from bayesfl.federation.rounds.round import Rules, run_round
 from bayesfl.federation.run import warm
-from bayesfl.federation.run.callbacks import Callback, checked, ended, finished, over
+from bayesfl.federation.run.callbacks import Callback, check_callbacks, ended, finished, over
 from bayesfl.federation.run.loading import resumed, started
 from bayesfl.federation.run.result import Result
-from bayesfl.federation.settings import Settings, of_a_run, precision, present
+from bayesfl.federation.settings import BUILD, Federation, Method, Precision, Settings, present
 from bayesfl.federation.store import files
 from bayesfl.federation.store.identity import differences, told
 
+Source: TypeAlias = Result | str | os.PathLike[str]
+"""A run: its result, or the folder in which it was saved."""
+UNCALIBRATED = (
+    "the run that this one goes on from is calibrated, and training changes its predictions: the steps are dropped; calibrate the new "
+    "result"
+)
 
+
+@declared
 def simulate(
-    algorithm: Algorithm,
-    clients: FederatedData,
+    algorithm: Method,
+    clients: Federation,
     *,
     rounds: int,
     participation: float = 1.0,
@@ -49,18 +57,18 @@ def simulate(
     train: Literal["cohort", "all"] | None = None,
     seed: int = 0,
     evaluate_every: int | None = 1,
-    engine: Engine | None = None,
+    engine: Annotated[Engine | None, typed(Engine, "a kernel is chosen by engine=bf.Engine(kernel=...)")] = None,
     device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
-    resume: "Result | str | os.PathLike[str] | None" = None,
-    start: "Result | str | os.PathLike[str] | None" = None,
+    dtype: Precision = torch.float32,
+    resume: Source | None = None,
+    start: Source | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
-    every: int = 1,
-    admission: Admission | None = None,
-    aggregation: Aggregation | None = None,
+    every: Count = 1,
+    admission: Annotated[Admission | None, typed(Admission, BUILD)] = None,
+    aggregation: Annotated[Aggregation | None, typed(Aggregation, "build one, as bayesfl.SecureSum(), or leave it out")] = None,
     faults: FaultPlan | None = None,
-    on_round: Sequence[Callback] = (),
-    measures: Mapping[str, Measure] = {},
+    on_round: Annotated[Sequence[Callback], check_callbacks] = (),
+    measures: Annotated[Mapping[str, Measure], check_measures] = {},
     progress: bool | None = None,
 ) -> Result:
     """Train a federation on this machine.
@@ -108,79 +116,73 @@ def simulate(
         DivergenceError: Training is no longer finite; the error carries the result up to the last finite round.
         FailedRound: With `below_minimum="repeat"`, a round failed three times.
     """
-    of_a_run(algorithm, clients)
-    aggregation = OpenAggregation() if aggregation is None else aggregation
-    if isinstance(aggregation, type) or not isinstance(aggregation, Aggregation):
-        raise TypeError(
-            f"aggregation must be a SecureSum or a ClientPrivacy, got {aggregation!r}; build one, as bayesfl.SecureSum(), or leave it out"
-        )
-    if aggregation.sampling is not None and sampling is not None:
-        raise ValueError(
-            f"{type(aggregation).__name__} draws its own cohorts ({aggregation.sampling}), got {sampling!r}; leave sampling out"
-        )
-    if not isinstance(admission, Admission | None):
-        raise TypeError(f"admission must be an Admission, got {admission!r}; build one, as bf.Admission('skip', min_clients=3)")
+    aggregation = aggregation or OpenAggregation()
     admission = admission or Admission("stop" if faults is None else "skip")
-    if faults is not None and not callable(faults):
-        raise TypeError(f"faults must be a plan of bayesfl.faults, such as at_random(0.1), got {faults!r}")
-    if faults is not None and not admission.skips:
-        raise ValueError("faults need admission=Admission('skip'): the first of them would stop the run")
     settings = Settings(
         rounds=rounds,
         participation=participation,
-        sampling=aggregation.sampling or (algorithm.sampling if sampling is None else sampling),
-        train=algorithm.train if train is None else train,
+        sampling=aggregation.sampling or sampling or algorithm.sampling,
+        train=train or algorithm.train,
         seed=seed,
         evaluate_every=evaluate_every,
         aggregation=aggregation.name,
     )
-    if not isinstance(engine, Engine | None):
-        raise ValueError(f"engine must be an Engine, got {engine!r}; a kernel is chosen by engine=bf.Engine(kernel=...)")
-    whole("every", every, least=1)
-    callbacks = checked(on_round)
-    check_measures(measures)
+    _refuse_contradictions(algorithm, clients, settings, sampling, aggregation, admission, faults, start, resume)
+    device = present(device)
+    goes_on = _from_where(resume, checkpoint)
+    before = None
+    if start is not None and goes_on is None:
+        before = warm.from_where(start, algorithm, clients, seed=seed, device=device)
+    preflight.check(algorithm, clients)
+    if goes_on is None:
+        result, repeats = _begun(algorithm, clients, settings, engine or Engine(), before, device=device, dtype=dtype), 0
+    else:
+        result, repeats = _resumed(goes_on, algorithm, clients, settings, engine, start, checkpoint, device=device, dtype=dtype)
+    result = replace(result, tolerant=admission.skips)
+    if checkpoint is not None:
+        files.refuse_nameless(described(algorithm), described(clients.outline))  # not when the first checkpoint is due
+    sums = aggregation.start(result, admission, every=None if checkpoint is None else every, repeats=repeats)
+    rules = Rules(algorithm, settings, clients.clients, algorithm.uplink(dtype), admission, sums, clients.client_names)
+    run = _Run(rules, clients.to(device, dtype), faults, on_round, measures, checkpoint, every, progress)
+    with result.engine.crew(device) as crew:
+        result = run.rounds(result, crew)
+    return finished(on_round, result)
+
+
+def _refuse_contradictions(
+    algorithm: Algorithm,
+    clients: FederatedData,
+    settings: Settings,
+    sampling: str | None,
+    aggregation: Aggregation,
+    admission: Admission,
+    faults: FaultPlan | None,
+    start: Source | None,
+    resume: Source | None,
+) -> None:
+    """Refuse arguments of `simulate` that do not fit each other.
+
+    Raises:
+        ValueError: Some do not.
+    """
+    if aggregation.sampling is not None and sampling is not None:
+        raise ValueError(
+            f"{type(aggregation).__name__} draws its own cohorts ({aggregation.sampling}), got {sampling!r}; leave sampling out"
+        )
+    if faults is not None and not admission.skips:
+        raise ValueError("faults need admission=Admission('skip'): the first of them would stop the run")
     if start is not None and resume is not None:
         raise ValueError("start begins a new run, resume goes on with one: pass one of them")
     if start is not None and settings.sampling == "poisson":
         raise ValueError("start begins from what another run has released, which the epsilon of ClientPrivacy would not count; use resume=")
-    precision(dtype)
-    device = present(device)
-    goes_on = _from_where(resume, checkpoint)
-    before = None if start is None or goes_on is not None else warm.from_where(start, algorithm, clients, seed=seed, device=device)
-    check(algorithm, clients)
-    if evaluate_every is not None and "test" not in clients.splits:
-        raise ValueError("the data have no test split to evaluate on; give them one, or pass evaluate_every=None")
-    if evaluate_every is not None:
-        tuning.check_tunable(algorithm, clients)
-    repeats = 0
-    if goes_on is None:
-        result = _begun(algorithm, clients, settings, engine or Engine(), before, device=device, dtype=dtype)
-    else:
-        saved = resumed(goes_on, algorithm, clients, device)
-        result = _under(saved, settings, engine, device, dtype)
-        if start is not None:
-            warm.refuse_other_start(checkpoint, result.began, warm.origin(started(start, algorithm, device)))
-        repeats = 0 if isinstance(goes_on, Result) else max(0, files.newest(goes_on) - saved.round)
-    if (result.steps and result.round < settings.rounds) or (before is not None and before.steps):
-        warnings.warn(
-            "the run that this one goes on from is calibrated, and training changes its predictions: the steps are dropped; calibrate "
-            "the new result",
-            stacklevel=2,
-        )
-    result = replace(result, tolerant=admission.skips)
     admission.check(settings.largest(clients.clients))
-    if checkpoint is not None:
-        files.refuse_nameless(described(algorithm), described(clients.outline))  # not when the first checkpoint is due
-    run = aggregation.start(result, admission, every=None if checkpoint is None else every, repeats=repeats)
-    rules = Rules(algorithm, settings, clients.clients, algorithm.uplink(dtype), admission, run, clients.client_names)
-    with result.engine.crew(device) as crew:
-        result = _rounds(result, clients.to(device, dtype), crew, progress, checkpoint, every, rules, faults, callbacks, measures)
-    return finished(callbacks, result)
+    if settings.evaluate_every is not None and "test" not in clients.splits:
+        raise ValueError("the data have no test split to evaluate on; give them one, or pass evaluate_every=None")
+    if settings.evaluate_every is not None:
+        tuning.check_tunable(algorithm, clients)
 
 
-def _from_where(
-    resume: "Result | str | os.PathLike[str] | None", checkpoint: str | os.PathLike[str] | None
-) -> "Result | str | os.PathLike[str] | None":
+def _from_where(resume: Source | None, checkpoint: str | os.PathLike[str] | None) -> Source | None:
     """Return the result or folder from which this run goes on, None for a run that begins; prepare the folder for checkpoints.
 
     Raises:
@@ -210,6 +212,8 @@ def _begun(
     dtype: torch.dtype,
 ) -> Result:
     """Return a run before its first round: the method's own start, or the state of the run before, with new clients adapted to it."""
+    if before is not None and before.steps:
+        warn(UNCALIBRATED)
     trained = clients.clients if settings.train == "all" else settings.fixed_size(clients.clients)
     engine = replace(engine, chunk=engine.chunk_size(trained, algorithm, device))
     if before is None:
@@ -223,6 +227,28 @@ def _begun(
         with engine.crew(device) as crew:
             result.local(clients.to(device, dtype).train).adapt(begin, crew, ids=new)
     return result
+
+
+def _resumed(
+    source: Source,
+    algorithm: Algorithm,
+    clients: FederatedData,
+    settings: Settings,
+    engine: Engine | None,
+    start: Source | None,
+    checkpoint: str | os.PathLike[str] | None,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> tuple[Result, int]:
+    """Return the run that goes on, under the settings given now, and how many rounds it had done already that are done again."""
+    saved = resumed(source, algorithm, clients, device)
+    result = _under(saved, settings, engine, device, dtype)
+    if start is not None:
+        warm.refuse_other_start(checkpoint, result.began, warm.origin(started(start, algorithm, device)))
+    if result.steps and result.round < settings.rounds:
+        warn(UNCALIBRATED)
+    return result, 0 if isinstance(source, Result) else max(0, files.newest(source) - saved.round)
 
 
 def _under(saved: Result, settings: Settings, engine: Engine | None, device: torch.device, dtype: torch.dtype) -> Result:
@@ -248,87 +274,104 @@ def _under(saved: Result, settings: Settings, engine: Engine | None, device: tor
     return replace(saved, settings=settings, engine=engine, **own)
 
 
-def _rounds(
-    result: Result,
-    data: FederatedData,
-    crew: Crew,
-    progress: bool | None,
-    checkpoint: str | os.PathLike[str] | None,
-    every: int,
-    rules: Rules,
-    faults: FaultPlan | None,
-    callbacks: Sequence[Callback],
-    measures: Mapping[str, Measure],
-) -> Result:
-    from tqdm import tqdm
+@dataclass(frozen=True)
+class _Run:
+    """The rounds of one run, with what is done after each of them.
 
-    settings, local = result.settings, result.local(data.train)
-    before_pool = touched(result.algorithm)  # else predictions before aggregation are of a part that no one has trained yet
-    stopped = over(callbacks, result)
-    measure = "personal_accuracy" if data.task == "classification" else "personal_rmse"
-    with tqdm(total=settings.rounds, initial=result.round, unit="round", disable=None if progress is None else not progress) as bar:
-        while result.round < settings.rounds and not stopped:
-            test = data.test if settings.evaluates(result.round) else None
+    Args:
+        rules: The rules of the rounds.
+        data: The clients' data, on the run's device and in its precision.
+        faults: As of `simulate`.
+        callbacks: As of `simulate`.
+        measures: As of `simulate`.
+        checkpoint: As of `simulate`.
+        every: As of `simulate`.
+        progress: As of `simulate`.
+    """
 
-            def once(
-                attempt: int, result: Result = result, test: ClientData | None = test
-            ) -> tuple[Server, dict[str, Any], Collector | None]:
-                transport = OneMachine(local, result.state, crew, test if before_pool else None, faults)
-                return *run_round(rules, result.server, result.round, result.history, transport, attempt=attempt), transport.before
+    rules: Rules
+    data: FederatedData
+    faults: FaultPlan | None
+    callbacks: Sequence[Callback]
+    measures: Mapping[str, Measure]
+    checkpoint: str | os.PathLike[str] | None
+    every: int
+    progress: bool | None
 
-            try:
-                tried = attempts(rules.admission, once)
-            except DivergenceError as error:
-                error.result = result
-                raise
-            nothing = isinstance(tried, FailedRound)
-            server, row, before = (result.server, {"round": result.round + 1, "cohort": 0, **tried.row}, None) if nothing else tried
-            result = replace(result, round=result.round + 1, server=server, steps=())
-            result.history.append(row)
-            if test is not None:
-                _evaluate(result, before, local, data, crew, measures)
-                bar.set_postfix({measure: f"{result.history[-1][measure]:.3f}"}, refresh=False)
-            if checkpoint is not None and (result.round % every == 0 or result.round == settings.rounds):
-                result.save_round(checkpoint)
-            bar.update()
-            stopped = ended(callbacks, result)
-    if stopped and settings.evaluate_every is not None and measure not in result.history[-1]:  # ended between evaluations
-        _evaluate(result, None, local, data, crew, measures)
-        ended(callbacks, result)  # once more, with the measures
-    if stopped and checkpoint is not None:
-        result.save_round(checkpoint)
-    return result
+    def rounds(self, result: Result, crew: Crew) -> Result:
+        """Return the run after its remaining rounds, or after that with which a callback ends it."""
+        from tqdm import tqdm
 
+        settings = result.settings
+        local = result.local(self.data.train)
+        stopped = over(self.callbacks, result)
+        measure = "personal_accuracy" if self.data.task == "classification" else "personal_rmse"
+        hidden = None if self.progress is None else not self.progress
+        with tqdm(total=settings.rounds, initial=result.round, unit="round", disable=hidden) as bar:
+            while result.round < settings.rounds and not stopped:
+                evaluates = settings.evaluates(result.round)
+                result, before = self._round(result, local, crew, evaluates)
+                if evaluates:
+                    self._evaluate(result, before, local, crew)
+                    bar.set_postfix({measure: f"{result.history[-1][measure]:.3f}"}, refresh=False)
+                if self.checkpoint is not None and (result.round % self.every == 0 or result.round == settings.rounds):
+                    result.save_round(self.checkpoint)
+                bar.update()
+                stopped = ended(self.callbacks, result)
+        if stopped and settings.evaluate_every is not None and measure not in result.history[-1]:  # ended between evaluations
+            self._evaluate(result, None, local, crew)
+            ended(self.callbacks, result)  # once more, with the measures
+        if stopped and self.checkpoint is not None:
+            result.save_round(self.checkpoint)
+        return result
 
-def _evaluate(
-    result: Result, before: Collector | None, local: Local, data: FederatedData, crew: Crew, measures: Mapping[str, Measure]
-) -> None:
-    """Add the measures of the models to the last row of the history; an error carries the run as its `result`."""
-    row = result.history[-1]
-    try:
-        if before is not None and not before.empty:
-            row |= {f"before_pool_{key}": v for key, v in _summary(before.predictions(), data.test, measures).items()}
-        row |= _measure(local, result.state, data, crew, measures)
-    except Exception as error:  # in fine-tuning, or of a user's measure; the round itself is done
-        error.result = result  # type: ignore[attr-defined]  # on an error of any class, as a DivergenceError has it
-        raise
+    def _round(self, result: Result, local: Local, crew: Crew, evaluates: bool) -> tuple[Result, Collector | None]:
+        """Return the run after one more round, and what clients predicted before aggregation; None where they did not."""
+        # Before aggregation, a part that training does not change would predict as no one has trained it.
+        test = self.data.test if evaluates and touched(result.algorithm) else None
 
+        def once(attempt: int) -> tuple[Server, dict[str, Any], Collector | None]:
+            transport = OneMachine(local, result.state, crew, test, self.faults)
+            server, row = run_round(self.rules, result.server, result.round, result.history, transport, attempt=attempt)
+            return server, row, transport.before
 
-def _summary(predictions: Predictions, split: ClientData, measures: Mapping[str, Measure]) -> dict[str, float]:
-    """Return the library's measures of some predictions, and the user's."""
-    found = predictions.summary(split)
-    return found | measured(measures, predictions, split, found)
+        try:
+            tried = attempts(self.rules.admission, once)
+        except DivergenceError as error:
+            error.result = result
+            raise
+        if isinstance(tried, FailedRound):
+            server, row, before = result.server, {"round": result.round + 1, "cohort": 0, **tried.row}, None
+        else:
+            server, row, before = tried
+        result = replace(result, round=result.round + 1, server=server, steps=())
+        result.history.append(row)
+        return result, before
 
+    def _evaluate(self, result: Result, before: Collector | None, local: Local, crew: Crew) -> None:
+        """Add the measures of the models to the last row of the history; an error carries the run as its `result`."""
+        row = result.history[-1]
+        try:
+            if before is not None and not before.empty:
+                row |= self._columns("before_pool", before.predictions(), self.data.test)
+            row |= self._measured(local, result.state, crew)
+        except Exception as error:  # in fine-tuning, or of a user's measure; the round itself is done
+            error.result = result  # type: ignore[attr-defined]  # on an error of any class, as a DivergenceError has it
+            raise
 
-def _measure(local: Local, state: State, data: FederatedData, crew: Crew, measures: Mapping[str, Measure]) -> dict[str, float]:
-    """Return the history's columns that measure the models after aggregation."""
-    splits = {name: data.splits[name] for name in PREFIXES if name in data.splits}
-    value, row = tuning.tune(local, state, data, crew), {}
-    for (name, split), predictions in zip(
-        splits.items(), predict.personal(local, state, list(splits.values()), crew, value=value), strict=True
-    ):
-        row |= {f"{PREFIXES[name]}_{key}": value for key, value in _summary(predictions, split, measures).items()}
-    shared = predict.shared(local, state, data.test)
-    if shared is not None:
-        row |= {f"global_{key}": value for key, value in _summary(shared, data.test, measures).items()}
-    return row
+    def _measured(self, local: Local, state: State, crew: Crew) -> dict[str, float]:
+        """Return the history's columns that measure the models after aggregation."""
+        value = tuning.tune(local, state, self.data, crew)
+        splits = {name: self.data.splits[name] for name in PREFIXES if name in self.data.splits}
+        predicted = predict.personal(local, state, list(splits.values()), crew, value=value)
+        row = {}
+        for (name, split), predictions in zip(splits.items(), predicted, strict=True):
+            row |= self._columns(PREFIXES[name], predictions, split)
+        shared = predict.shared(local, state, self.data.test)
+        return row if shared is None else row | self._columns("global", shared, self.data.test)
+
+    def _columns(self, prefix: str, predictions: Predictions, split: ClientData) -> dict[str, float]:
+        """Return the library's measures of some predictions, and the user's."""
+        found = predictions.summary(split)
+        found |= measured(self.measures, predictions, split, found)
+        return {f"{prefix}_{name}": value for name, value in found.items()}

@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,6 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from bayesfl.base import digest
+from bayesfl.base.checks import warn
 from bayesfl.base.protocols import Server
 from bayesfl.base.trees import detached
 from bayesfl.composition.algorithm import Algorithm
@@ -42,7 +42,7 @@ def from_where(
     found = started(start, algorithm, device)
     same_problem("clients", clients, found.known)
     if other := other_transform(clients, found.known):
-        warnings.warn(f"clients has another function of inputs, {other}: the start has learnt to read others", stacklevel=3)
+        warn(f"clients has another function of inputs, {other}: the start has learnt to read others")
     warn_of_seed(found.settings.seed, seed)
     return found
 
@@ -106,9 +106,8 @@ def carried(
 def warn_of_seed(before: int, seed: int) -> None:
     """Warn if a run has the seed of the one that it starts from."""
     if before == seed:
-        warnings.warn(
+        warn(
             f"seed {seed} is that of the run that this one starts from: batches and draws repeat those of its first rounds; pass another",
-            stacklevel=4,
         )
 
 
@@ -125,7 +124,7 @@ def matched(names: Sequence[str], before: Sequence[str]) -> tuple[Tensor, Tensor
         ValueError: Clients have the same name.
     """
     if not all(before):
-        warnings.warn("the names of clients in the run before are not known: clients are matched by number", stacklevel=5)
+        warn("the names of clients in the run before are not known: clients are matched by number")
         both = torch.arange(min(len(names), len(before)))
         return both, both
     if twice := repeated(names):
@@ -142,20 +141,18 @@ def matched(names: Sequence[str], before: Sequence[str]) -> tuple[Tensor, Tensor
         if len(names) == len(before):
             log.info("no client has a name of its own: they are matched by their places")
         else:
-            warnings.warn(
+            warn(
                 f"the run before has {len(before)} clients and this one {len(names)}, none with a name of its own: they are matched by "
                 "their places ('client 0' with 'client 0'), which mixes them up if one has left or joined before others; pass names=, or "
                 "client_ids=, to both runs, or here the names that the same clients had there",
-                stacklevel=5,
             )
     fresh, lost = [name for name in names if name not in places], sorted(set(before) - set(names))
     if new and fresh and lost:
-        warnings.warn(
+        warn(
             f"clients {fresh[:5]} are new and {lost[:5]} of the run before are gone; give any that were only renamed their old names",
-            stacklevel=5,
         )
     if not new:
-        warnings.warn("no client has the name of one in the run that this one starts from; all begin as new ones", stacklevel=5)
+        warn("no client has the name of one in the run that this one starts from; all begin as new ones")
     return torch.tensor(new, dtype=torch.int64), torch.tensor([places[names[place]] for place in new], dtype=torch.int64)
 
 

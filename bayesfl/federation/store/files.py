@@ -13,7 +13,6 @@ Nothing is pickled: loading executes no code.
 import json
 import os
 import re
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor
 
 from bayesfl.base import digest
+from bayesfl.base.checks import warn
 from bayesfl.base.described import anonymous
 from bayesfl.base.files import atomic_path, folder, remove_leftovers
 from bayesfl.base.inputs import as_tuples
@@ -217,7 +217,7 @@ def read(path: str | os.PathLike[str], kind: Kind, device: torch.device | str = 
             damage.append(str(error))
             continue
         if damage:
-            warnings.warn(f"{'; '.join(damage)}; taking {file.name} instead", stacklevel=2)
+            warn(f"{'; '.join(damage)}; taking {file.name} instead")
         return found
     raise CheckpointError("; ".join(damage))
 

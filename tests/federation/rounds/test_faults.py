@@ -73,7 +73,7 @@ def test_faults_need_rules_that_skip(model: nn.Module, clients: FederatedData):
     """The first of them would stop the run; rules are an Admission."""
     with pytest.raises(ValueError, match=r"faults need admission=Admission\('skip'\)"):
         run(bf.algorithms.fedavg(model), clients, faults=at_random(0.1), admission=Admission("stop"))
-    with pytest.raises(TypeError, match=r"admission .*Admission, got 'skip'"):
+    with pytest.raises(TypeError, match=r"admission .*Admission, got str"):
         run(bf.algorithms.fedavg(model), clients, admission="skip")
 
 
@@ -95,8 +95,6 @@ def test_what_cannot_be(model: nn.Module, clients: FederatedData, tmp_path: Path
         run(algorithm, clients, admission=bf.Admission(min_clients=8))
     with pytest.raises(ValueError, match=r"min_clients .*4.* got 5.*participation"):
         run(algorithm, clients, admission=bf.Admission(min_clients=5), participation=0.7)
-    with pytest.raises(TypeError, match=r"faults .*plan"):
-        run(algorithm, clients, faults="lost")
     for name, path, error in (("checkpoint", 3, TypeError), *((name, "", ValueError) for name in ("checkpoint", "resume", "start"))):
         with pytest.raises(error, match=rf"^{name} must name a folder.*got {path!r}"):
             run(algorithm, clients, **{name: path})

@@ -13,13 +13,13 @@ References:
     Polyak, "Some methods of speeding up the convergence of iteration methods", 1964, for the limit of the heavy ball.
 """
 
-import warnings
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from bayesfl.base.checks import warn
 from bayesfl.base.protocols import Batch, Server, View
 from bayesfl.composition.algorithm import Algorithm
 from bayesfl.composition.phases import Descend, by_algebra
@@ -43,16 +43,8 @@ ENOUGH = 10
 _TIES = " (precision in pfedmap, scale_floor or prior_scale in pfedvem)"
 
 
-def is_due(round: int) -> bool:
-    """Say whether a round is looked at: the 1st, 2nd, 4th, 8th and so on; `round` is the number of rounds done before."""
-    return round & (round + 1) == 0
-
-
-def warn_if_unstable(algorithm: Algorithm, phase: Any, given: Server, view: View, batch: Batch, who: str) -> None:
-    """Warn, with what fits, if a phase's steps on a head are unstable at the client's weights; nothing for phases of another kind.
-
-    The rate is that of this round alone, where it follows a schedule. What fits is a lower rate, and, where this rate leaves room for one
-    beside the data's curvature, a weaker tie.
+def watch(algorithm: Algorithm, phase: Any, given: Server, view: View, batch: Batch, who: str) -> None:
+    """Warn if a body is dead or a phase's steps on a head are unstable, as a method's `watch`; nothing for phases of another kind.
 
     Args:
         algorithm: The algorithm that has the phase.
@@ -62,8 +54,22 @@ def warn_if_unstable(algorithm: Algorithm, phase: Any, given: Server, view: View
         batch: All of the client's examples.
         who: The client, for the message.
     """
-    if not watched(algorithm, phase):
-        return
+    if watched(algorithm, phase):
+        warn_if_dead(algorithm, phase, given, view, batch, who)
+        warn_if_unstable(algorithm, phase, given, view, batch, who)
+
+
+def is_due(round: int) -> bool:
+    """Say whether a round is looked at: the 1st, 2nd, 4th, 8th and so on; `round` is the number of rounds done before."""
+    return round & (round + 1) == 0
+
+
+def warn_if_unstable(algorithm: Algorithm, phase: Any, given: Server, view: View, batch: Batch, who: str) -> None:
+    """Warn, with what fits, if a phase's steps on a head are unstable at the client's weights, see `watch` for the arguments.
+
+    The rate is that of this round alone, where it follows a schedule. What fits is a lower rate, and, where this rate leaves room for one
+    beside the data's curvature, a weaker tie.
+    """
     (name,) = phase.blocks
     scale, weight = phase.energy.scales(view["n"])
     prior = algorithm.blocks[name].prior
@@ -80,11 +86,10 @@ def warn_if_unstable(algorithm: Algorithm, phase: Any, given: Server, view: View
         return
     room = 2 * (1 + momentum) / rate - curvature  # with `prox` there is none left here: the tie helps
     tie = f", or a tie below {room:.3g}, a prior scale above {(float(weight) / room) ** 0.5:.3g}{_TIES}" if room > 0 else ""
-    warnings.warn(
+    warn(
         f"round {given['round'] + 1}: steps on {name!r} of {who} are unstable: at learning rate {rate:g} and these weights the loss has "
         f"curvature {curvature:.3g} beside the tie's {precision:.3g}; take a rate below {most:.3g} in head_optimiser of pfedmap and "
         f"pfedvem{tie}",
-        stacklevel=2,
     )
 
 
@@ -92,10 +97,9 @@ def warn_if_dead(algorithm: Algorithm, phase: Any, given: Server, view: View, ba
     """Warn if most features are the same for all of a client's examples, as those of units that are never active.
 
     Large first steps on a head of large weights or wide beliefs may kill a body's units, which no later step trains; see
-    `warn_if_unstable` for the arguments. Phases of another kind, models that are all head, and clients of fewer than `ENOUGH` examples are
-    not looked at.
+    `watch` for the arguments. Models that are all head, and clients of fewer than `ENOUGH` examples are not looked at.
     """
-    if not watched(algorithm, phase) or not has_body(algorithm.model):
+    if not has_body(algorithm.model):
         return
     features, _ = algorithm.features(algorithm.leaves(phase.energy.parts, view), batch["x"])
     assert features is not None
@@ -104,11 +108,10 @@ def warn_if_dead(algorithm: Algorithm, phase: Any, given: Server, view: View, ba
         return
     same = int((flat == flat[:1]).all(0).sum())
     if same > CONSTANT * flat.shape[1]:
-        warnings.warn(
+        warn(
             f"round {given['round'] + 1}: {same} of the {flat.shape[1]} features are the same for all examples of {who}, as of units that "
             "are dead and train no more, or of inputs that do not vary; begin with a smaller init_scale, where the method has one, or a "
             "lower rate of body_optimiser",
-            stacklevel=2,
         )
 
 

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 import bayesfl as bf
 from bayesfl.data import FederatedData
-from bayesfl.federation import stability
+from bayesfl.engine import stability
 from bayesfl.likelihoods import Categorical
 from bayesfl.optim import SGD, rate_limit
 from tests.cases import run

@@ -1,0 +1,116 @@
+"""Looks at a model: that it takes the data, gives each example its own outputs, and has not been changed."""
+
+import torch
+from torch import Tensor, nn
+
+from bayesfl.base.checks import warn
+from bayesfl.base.inputs import WIDE, Inputs, count, named
+from bayesfl.composition.algorithm import Algorithm
+from bayesfl.data import ClientData, FederatedData
+from bayesfl.engine.observation import ROWS, outputs_at
+from bayesfl.models.copies import check_original, refuse_changed
+from bayesfl.models.forwards import one_row_each
+from bayesfl.models.modes import asleep
+
+PIECE = 2**24  # bytes of whole numbers that are searched at once
+NUMBERS = (torch.int16, torch.int32, torch.int64, *WIDE)
+"""Types of tokens and codes; bytes are mostly images, in files of any size."""
+COLUMNS = 64  # whole numbers of an example that may each choose rows of an embedding of its own
+
+
+def check_unchanged(algorithm: Algorithm) -> None:
+    """Check that a method's model, and the user's of which it is a copy, are what they were when the method was made.
+
+    Raises:
+        ValueError: Frozen weights were changed, or parameters were frozen, unfrozen or replaced.
+    """
+    refuse_changed(algorithm.model)
+    check_original(algorithm.model)
+
+
+def outputs(algorithm: Algorithm, data: FederatedData, width: tuple[int, ...]) -> tuple[Inputs, Tensor]:
+    """Return some inputs of the training data, and the model's outputs for them, [N, ...].
+
+    Raises:
+        TypeError: The outputs are no tensor.
+        ValueError: The model does not take the inputs, its outputs are not one row of floats for each example, or are not reproducible.
+    """
+    x, found, fault = outputs_at(algorithm, data.train, data.train.index[:ROWS])
+    called = f"the model {type(algorithm.model).__name__}"
+    if not isinstance(found, Tensor):
+        raise TypeError(
+            f"{called} returns a {type(found).__name__}, not a tensor of outputs; let forward return "
+            "the logits, or wrap a model of Hugging Face by bf.models.logits(model)"
+        )
+    if not one_row_each(found, x) or found.dim() != 1 + len(width):
+        axes = "[N, O]" if len(width) == 1 else f"[N, {', '.join(map(str, width))}]"
+        remedy = "leave out a squeeze at the end, or flatten further axes" if len(width) == 1 else "let it give outputs for each place"
+        raise ValueError(
+            f"{called} returns {found.dtype} outputs of shape {list(found.shape)} for {count(x)} examples; they must be floats {axes}, one "
+            f"row for each example: {remedy}"
+        )
+    if fault:
+        raise ValueError(f"{called} is refused: its forward {fault}")
+    return x, found
+
+
+def check_numbers(algorithm: Algorithm, data: FederatedData) -> None:
+    """Check that no whole number, in whatever row, is beyond the rows of an embedding, also of `F.embedding`.
+
+    Raises:
+        ValueError: One is.
+    """
+    looks_up = any(isinstance(part, nn.Embedding | nn.EmbeddingBag) for part in algorithm.model.modules())
+    if looks_up or any(t.dtype in NUMBERS for _, t in named(data.train.x)):
+        for split in filter(lambda one: len(one.index), data.splits.values()):
+            for some in _extremes(split).split(ROWS):
+                outputs_at(algorithm, split, some)
+
+
+def check_width(algorithm: Algorithm, data: FederatedData, outputs: Tensor, width: tuple[int, ...]) -> None:
+    """Check that a model has as many outputs as its likelihood reads.
+
+    Raises:
+        ValueError: It has others.
+    """
+    if tuple(outputs.shape[1:]) == width:
+        return
+    what = "targets" if data.task == "regression" else "classes"
+    had, needed = (str(shape[0]) if len(shape) == 1 else str(list(shape)) for shape in (outputs.shape[1:], width))
+    remedy = f"build the model with outputs={needed}"
+    if width != (data.outputs,):
+        remedy += f", as likelihood {algorithm.likelihood} takes"
+    elif data.task == "classification" and outputs.shape[1] < data.outputs:
+        remedy += ", or make the data with task='regression' if their integers are measurements and no classes"
+    elif data.task == "classification":
+        remedy += f", or make the data with outputs={had} if some classes do not occur in them"
+    raise ValueError(f"the model has {had} outputs, the data {data.outputs} {what}; {remedy}")
+
+
+def warn_if_asleep(algorithm: Algorithm) -> None:
+    """Warn if a model is in evaluation mode as a whole, where parts of it would train otherwise."""
+    if still := asleep(algorithm.model):
+        warn(
+            f"the model {type(algorithm.model).__name__} is in evaluation mode, so that its norms keep the statistics that they have and "
+            f"it trains without dropout: {still[:3]}; call model.train() before the method is made, or eval() on these parts alone",
+        )
+
+
+def _extremes(split: ClientData) -> Tensor:
+    """Return rows [R] of the shared tensors that have, between them, the smallest and the largest whole number of each column.
+
+    Of inputs with many columns, which then are places in one text, the extremes of all columns together.
+    """
+    found = [split.index[:1]]
+    for _, t in named(split.x):
+        if t.is_floating_point() or t.dtype == torch.bool or not t[:1].numel():
+            continue
+        best, where = None, split.index[:1]
+        for rows in split.index.split(max(1, PIECE // (8 * t[:1].numel()))):
+            values = t.index_select(0, rows.to(t.device)).flatten(1).long().to(rows.device)
+            low, high = (values, values) if values.shape[1] <= COLUMNS else (values.amin(1, True), values.amax(1, True))
+            ends, places = torch.cat([low, -high], 1).min(0)
+            at = rows[places]
+            best, where = (ends, at) if best is None else (best.minimum(ends), at.where(ends < best, where))
+        found.append(where)
+    return torch.cat(found).unique()
